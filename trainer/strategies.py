@@ -21,7 +21,7 @@ PLAIN: Mapping[str, Any] = {"strategy": "ddp", "gather_precision": "fp32", "cpu_
 PACKAGES = {"horovod": "horovod.torch", "deepspeed": "deepspeed"}
 """The module that a strategy needs beside torch."""
 REMEDIES = {
-    "horovod": "it is built for the installed torch, on all nodes, as docs/frameworks.md says",
+    "horovod": "it is built for the installed torch, on all nodes: deploy/frameworks/build_horovod.sh PYTHON",
     "deepspeed": "pip install 'deepspeed>=0.19,<0.20', on all nodes",
 }
 """How that module is installed."""
@@ -32,12 +32,13 @@ def explain_strategy(config: Any) -> str:
     a `trainer.config.DistributedTrainingConfig`, which calls this as it is made. Pure."""
     if config.strategy != "deepspeed" and config.zero_stage != 1:
         return f"training.zero_stage = {config.zero_stage} is DeepSpeed's: set training.strategy = 'deepspeed'"
+    asked = f"training.strategy = {config.strategy!r}"
     if config.strategy in SHARDED:
-        return _explain_sharded(config)
+        return _explain_exact(config, asked)
     if (given := config.gather_precision) != "fp32":
         return f"training.gather_precision = {given!r} needs sharded parameters: set training.strategy to fsdp or hsdp"
     if config.strategy == "deepspeed":
-        return _explain_deepspeed(config)
+        return _explain_exact(config, asked) or _explain_encryption(config, asked)
     if config.cpu_offload:
         return (
             "training.cpu_offload = True needs sharded parameters: set training.strategy to fsdp or hsdp, or to "
@@ -48,35 +49,17 @@ def explain_strategy(config: Any) -> str:
             "training.communication = 'topk' cannot be combined with training.precision = 'fp16', whose loss scale "
             "changes while entries are held back: use precision 'bf16', or communication 'fp16'"
         )
-    return _explain_horovod(config) if config.strategy == "horovod" else ""
-
-
-def _explain_sharded(config: Any) -> str:
-    asked = f"training.strategy = {config.strategy!r}"
-    if config.compile != "off":
-        return f"{asked} cannot be combined with training.compile = {config.compile!r}: set training.compile = 'off'"
-    if config.communication != "allreduce":
-        return (
-            f"{asked} sums gradients exactly and does not support training.communication = {config.communication!r}: "
-            "set it to 'allreduce'"
-        )
-    if config.precision == "fp16":
-        return f"{asked} has no loss scaling, which training.precision = 'fp16' needs: set it to 'bf16'"
-    return ""
-
-
-def _explain_horovod(config: Any) -> str:
-    asked = f"training.strategy = {config.strategy!r}"
+    if config.strategy != "horovod":
+        return ""
     if config.communication not in ("allreduce", "fp16"):
         return (
             f"{asked} uses Horovod's all-reduce and does not support training.communication = "
             f"{config.communication!r}: set it to 'allreduce', or to 'fp16' for half the bytes"
         )
-    return _explain_encryption(config)
+    return _explain_encryption(config, asked)
 
 
-def _explain_deepspeed(config: Any) -> str:
-    asked = f"training.strategy = {config.strategy!r}"
+def _explain_exact(config: Any, asked: str) -> str:
     if config.compile != "off":
         return f"{asked} cannot be combined with training.compile = {config.compile!r}: set training.compile = 'off'"
     if config.communication != "allreduce":
@@ -86,11 +69,10 @@ def _explain_deepspeed(config: Any) -> str:
         )
     if config.precision == "fp16":
         return f"{asked} has no loss scaling here, which training.precision = 'fp16' needs: set it to 'bf16'"
-    return _explain_encryption(config)
+    return ""
 
 
-def _explain_encryption(config: Any) -> str:
-    asked = f"training.strategy = {config.strategy!r}"
+def _explain_encryption(config: Any, asked: str) -> str:
     if config.tls is not None or config.encryption == "required":
         name = "training.tls is set" if config.tls is not None else "training.encryption = 'required'"
         return (

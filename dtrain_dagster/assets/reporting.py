@@ -255,7 +255,7 @@ def _collective_row(item: CollectiveTiming) -> dict[str, Any]:
     return {
         "collective": item.name,
         "bytes": item.bytes,
-        "network_ms": round(1000 * item.network_seconds, 4),
+        "network_ms": round(1000 * item.wire_seconds, 4),
         "waiting_ms": round(1000 * statistics.fmean(item.waiting_seconds or (0.0,)), 4),
         "hidden_percent": round(100 * item.overlap, 1),
         "megabytes_per_second": _or_none(rate / 1e6 if rate else None),

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any
 
-from trainer.documents import schemas
 from trainer.documents.reader import read_document, warn_once
+from trainer.documents.schemas import make, moment, record_of
 from trainer.errors import DamagedError
 from trainer.storage.open import open_storage
 
@@ -33,9 +33,9 @@ class Ticket:
     """A waiting run's entry in the queue. Times are Unix seconds."""
 
     ticket: str
-    queued_at: float
-    deadline_at: float
-    retry_at: float
+    queued_at: Annotated[float, moment]
+    deadline_at: Annotated[float, moment]
+    retry_at: Annotated[float, moment]
     """The earliest time of the next try."""
     attempt: int
     """The number of the next try, counted from 1; each refusal raises it."""
@@ -91,13 +91,6 @@ def is_older_than_setting(queued_at: float, seconds: float, now: float) -> bool:
     return not now - LOOK_SECONDS <= queued_at <= now
 
 
-_TICKET = schemas.record(
-    {"ticket": schemas.text, "queued_at": schemas.moment, "deadline_at": schemas.moment, "retry_at": schemas.moment,
-     "attempt": schemas.count, "run_id": schemas.text, "reason": schemas.text, "assets": schemas.many(schemas.text)},
-    run_config=schemas.obj, tags=schemas.mapping(schemas.text), cluster=schemas.text,
-)  # fmt: skip
-
-
 class WaitingList:
     """The queue's storage: tickets as files in ``<storage>/queue``. Each cluster has a queue of its own: nodes that are
     not to be had on one keep nobody waiting for another."""
@@ -111,13 +104,12 @@ class WaitingList:
         found = []
         for name in self.storage.list():
             try:
-                data = read_document(self.storage, name, _TICKET)
+                data = read_document(self.storage, name, record_of(Ticket))
             except DamagedError as error:  # of one run: the others wait no longer for it
                 warn_once(f"a waiting run is skipped: {error}")
                 continue
             if data is not None:  # else given back meanwhile
-                known = {field.name: data[field.name] for field in fields(Ticket) if field.name in data}
-                found.append(Ticket(**{**known, "assets": tuple(data["assets"])}))
+                found.append(make(Ticket, data))
         return [item for item in found if not self.cluster or item.cluster in ("", self.cluster)]
 
     def put(self, ticket: Ticket) -> int:

@@ -31,8 +31,8 @@ from trainer.errors import DamagedError
 from trainer.rundir import LAUNCH, STATUS, RunDir
 from trainer.runtime.retry import RetryPolicy
 
-RETRIES = RetryPolicy(first_pause_seconds=2.0, growth=4.0, max_attempts=4)
-"""The attempts of a process that has time: after 0, 2, 10 and 42 s."""
+RETRIES = RetryPolicy(first_pause_seconds=6.0, max_attempts=4)
+"""The attempts of a process that has time: after 0, 6, 18 and 42 s."""
 MOST_REASON = 600
 """The most characters of the reason for a failure."""
 _RUN_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")

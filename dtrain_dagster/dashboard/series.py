@@ -348,7 +348,7 @@ def collective(entry: CollectiveTiming) -> dict[str, Any]:
     return {
         "name": entry.name,
         "bytes": entry.bytes,
-        "network_milliseconds": 1000 * entry.network_seconds,
+        "network_milliseconds": 1000 * entry.wire_seconds,
         "waiting_milliseconds": 1000 * statistics.fmean(entry.waiting_seconds or (0.0,)),
         "overlapped_milliseconds": 1000 * statistics.fmean(entry.overlapped_seconds or (0.0,)),
         "bandwidth_bytes_per_second": entry.bandwidth_bytes_per_second,

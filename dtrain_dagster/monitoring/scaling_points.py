@@ -99,7 +99,7 @@ def read_point(
         network_seconds=statistics.median(item.mean("communication") for item in timings),
         waiting_seconds=statistics.median(item.mean("waiting") for item in timings),
         noise_seconds=_spread(compute) * math.sqrt(timings[0].steps * world),
-        all_reduces=tuple((item.bytes, item.network_seconds) for item in collectives),
+        all_reduces=tuple((item.bytes, item.wire_seconds) for item in collectives),
         buckets=tuple(item.bytes for item in collectives if "bucket" in item.name),
         usd_per_epoch=nodes * usd_per_node_hour / 3600 * step * math.ceil(samples / batch),
     )

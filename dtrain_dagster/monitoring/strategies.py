@@ -118,10 +118,8 @@ def _buckets(now: StepModel, world: Sequence[TimingEvent], fit: Link) -> list[St
     total = sum(item.bytes for item in buckets)
     if not buckets:
         return []
-    commit = sum(item.network_seconds for item in typical_collectives(world)) - sum(
-        item.network_seconds for item in buckets
-    )
-    hidden = sum(item.network_seconds * item.overlap for item in buckets)
+    commit = sum(item.wire_seconds for item in typical_collectives(world)) - sum(item.wire_seconds for item in buckets)
+    hidden = sum(item.wire_seconds * item.overlap for item in buckets)
     # What a backward pass hides: all of its last micro-batch at most, and no less than what it does hide.
     backward = statistics.median(window.mean("backward") for window in world) / _micro_batches(world)
     if len(buckets) > 1:
@@ -325,8 +323,8 @@ def _less_communication(now: StepModel, world: Sequence[TimingEvent], saved: flo
     """Return the step with ``saved`` seconds less of exposed communication; the commit and a last bucket stay
     exposed."""
     buckets = _buckets_of(world)
-    network = sum(item.network_seconds for item in buckets)
-    last = (1 - saved / network) * buckets[-1].network_seconds if network else 0.0
+    network = sum(item.wire_seconds for item in buckets)
+    last = (1 - saved / network) * buckets[-1].wire_seconds if network else 0.0
     floor = min(now.communication, max(0.0, last))
     return replace(now, communication=max(floor, now.communication - saved))
 

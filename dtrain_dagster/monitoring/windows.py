@@ -121,7 +121,7 @@ def typical_collectives(found: Sequence[TimingEvent]) -> list[CollectiveTiming]:
 
 def collective_link(collectives: Iterable[CollectiveTiming]) -> Link | None:
     """Return the seconds of a collective by its bytes, fitted to these; None if their sizes are too similar."""
-    return fit_collective((item.bytes, item.network_seconds) for item in collectives)
+    return fit_collective((item.bytes, item.wire_seconds) for item in collectives)
 
 
 def latency_share(link: Link, collectives: Iterable[CollectiveTiming], exposed_seconds: float) -> float:
@@ -136,7 +136,7 @@ def _typical(items: Sequence[CollectiveTiming]) -> CollectiveTiming:
     return CollectiveTiming(
         name=items[-1].name,
         bytes=items[-1].bytes,
-        network_seconds=statistics.median(item.network_seconds for item in items),
+        wire_seconds=statistics.median(item.wire_seconds for item in items),
         waiting_seconds=_medians([item.waiting_seconds for item in items]),
         overlapped_seconds=_medians([item.overlapped_seconds for item in items]),
         bandwidth_bytes_per_second=statistics.median(rates) if rates else None,

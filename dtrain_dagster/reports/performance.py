@@ -176,12 +176,12 @@ def _communication(found: Sequence[TimingEvent]) -> Communication | None:
     cost, collectives = communication_cost(found), typical_collectives(groups[0])
     fit = collective_link(collectives)
     buckets = [item for item in collectives if "bucket" in item.name]
-    network = sum(item.network_seconds for item in buckets)
+    network = sum(item.wire_seconds for item in buckets)
     largest = max(collectives, key=lambda item: item.bytes, default=None)
     return Communication(
         network_share=cost.wire,
         waiting_share=cost.waiting,
-        overlap=sum(item.overlap * item.network_seconds for item in buckets) / network if network else None,
+        overlap=sum(item.overlap * item.wire_seconds for item in buckets) / network if network else None,
         bandwidth_bytes_per_second=largest.bandwidth_bytes_per_second if largest else None,
         latency_milliseconds=1000 * fit.latency_seconds if fit else None,
         collectives=tuple(collectives),

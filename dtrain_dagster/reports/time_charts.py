@@ -74,7 +74,7 @@ def communication_chart(windows: Sequence[TimingEvent], communication: Communica
     label(upper, "Communication that nothing hides", "optimizer step", "% of the step")
     upper.legend(frameon=False, fontsize=8, ncols=4, loc="upper right")
     names = [f"{item.name} ({_size(item.bytes)})" for item in collectives]
-    network = [1000 * item.network_seconds for item in collectives]
+    network = [1000 * item.wire_seconds for item in collectives]
     waits = [1000 * sum(item.waiting_seconds) / max(1, len(item.waiting_seconds)) for item in collectives]
     longest = max((a + b for a, b in zip(network, waits, strict=True)), default=1.0) or 1.0
     lower.barh(names, network, color=SEGMENT_COLOURS["communication"], label="network", height=0.62)

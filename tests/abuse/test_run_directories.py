@@ -56,6 +56,7 @@ from dtrain_dagster.settings.environment import Settings
 from trainer.documents import schemas
 from trainer.documents.presences import NodePresence
 from trainer.documents.reader import is_event
+from trainer.elastic.generation import Candidate, Generation
 from trainer.errors import DamagedError
 from trainer.rundir import JOB, LAUNCH, RESULT, STATUS, RunDir, event
 
@@ -92,7 +93,8 @@ def written(tmp_path: Path) -> Callable[..., RunDir]:
 
 
 FORMS = {
-    "nodes/": schemas.PRESENCE, "membership/g000001.json": schemas.GENERATION, "membership/": schemas.CANDIDATE,
+    "nodes/": schemas.PRESENCE, "membership/g000001.json": schemas.record_of(Generation),
+    "membership/": schemas.record_of(Candidate),
     "manifest.json": schemas.MANIFEST,
 }  # fmt: skip
 """The forms of documents that are not of one name, by a part of it."""

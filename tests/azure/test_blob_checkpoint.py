@@ -54,7 +54,7 @@ class Watched:
 
 @pytest.fixture
 def proxy(azurite: Azurite, container: Container, monkeypatch: pytest.MonkeyPatch) -> Iterator[BlobProxy]:
-    hasty = replace(azure_account.RETRIES, first_pause_seconds=0.01, growth=1.0, max_attempts=4)
+    hasty = replace(azure_account.RETRIES, first_pause_seconds=0.01, longest_pause_seconds=0.01, max_attempts=4)
     monkeypatch.setattr(azure_account, "RETRIES", hasty)
     monkeypatch.setattr(async_writer, "RETRIES", replace(async_writer.RETRIES, first_pause_seconds=0.05))
     with BlobProxy(azurite.url) as between:

@@ -74,7 +74,9 @@ def proxy(azurite: Azurite, container: Container, monkeypatch: pytest.MonkeyPatc
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attempts follow each other at once."""
-    monkeypatch.setattr(azure_account, "RETRIES", replace(azure_account.RETRIES, first_pause_seconds=0.01, growth=1.0))
+    monkeypatch.setattr(
+        azure_account, "RETRIES", replace(azure_account.RETRIES, first_pause_seconds=0.01, longest_pause_seconds=0.01)
+    )
 
 
 def test_the_verbs_do_what_they_do_in_a_folder(storage: Storage) -> None:

@@ -7,21 +7,20 @@ belong here.
 
 from __future__ import annotations
 
-import functools
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
-
-from trainer.documents.schemas import LEAVING, NO_COLLECTIVE
+from trainer.documents.schemas import LEAVING, NO_COLLECTIVE, make, many, number_between, record_of
 
 _E = TypeVar("_E", bound="Event")
-Count = Annotated[int, Field(strict=True, ge=0, le=1 << 53)]
-Figure = Annotated[float, Field(strict=True)]
-Flag = Annotated[bool, Field(strict=True)]
+_each = many(number_between())
+
+
+def _link(value: Any) -> str:
+    """Check for three numbers."""
+    return _each(value) or ("" if len(value) == 3 else "not three numbers")
 
 
 class EventError(ValueError):
@@ -33,21 +32,14 @@ class Event:
     """An event: the fields that all kinds have."""
 
     kind: ClassVar[str]
-    time: Figure
+    time: float
     """Unix seconds."""
-    rank: Count = 0
-    generation: Count = 0
+    rank: int = 0
+    generation: int = 0
 
-    @classmethod
-    def read_row(cls, row: Mapping[str, Any]) -> Self:
-        """Return the event of a row of this kind. Raise `EventError`, see `read_event`."""
-        given = {name: value for name, value in row.items() if value is not None}
-        try:
-            return _adapter(cls).validate_python(given)  # type: ignore[arg-type]  # a class has its own hash
-        except ValidationError as error:
-            [first, *_] = error.errors(include_url=False, include_input=False)
-            where = ".".join(map(str, first["loc"]))
-            raise EventError(f"a damaged {cls.kind!r} event: {where}: {first['msg']}") from None
+    def settled(self, row: Mapping[str, Any]) -> Self:
+        """Return the event as it is used. Raise `EventError` where its figures do not fit together."""
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +48,7 @@ class PhaseEvent(Event):
 
     kind: ClassVar[str] = "phase"
     name: str
-    seconds: Figure = 0.0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,15 +56,15 @@ class StepEvent(Event):
     """Rank 0 tells of the steps since the one that it told of before; figures are means over them."""
 
     kind: ClassVar[str] = "step"
-    step: Count
-    epoch: Count | None = None
-    loss: Figure | None = None
-    learning_rate: Figure | None = None
-    grad_norm: Figure | None = None
-    samples_per_second: Figure | None = None
+    step: int
+    epoch: int | None = None
+    loss: float | None = None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    samples_per_second: float | None = None
     """Samples per second over all ranks."""
-    step_seconds: Figure | None = None
-    eta_seconds: Figure | None = None
+    step_seconds: float | None = None
+    eta_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +73,10 @@ class EvaluationEvent(Event):
 
     kind: ClassVar[str] = "evaluation"
     split: str
-    step: Count | None = None
-    loss: Figure | None = None
-    seconds: Figure | None = None
-    metrics: Mapping[str, Figure | None] | None = None
+    step: int | None = None
+    loss: float | None = None
+    seconds: float | None = None
+    metrics: Mapping[str, float | None] | None = None
     """What a task measures besides its loss, such as ``accuracy``."""
 
 
@@ -101,15 +93,15 @@ class MembershipEvent(Event):
     """A generation was formed: its nodes, what changed against the one before, and how long no rank trained."""
 
     kind: ClassVar[str] = "membership"
-    nodes: Sequence[Count]
-    joined: Sequence[Count] = ()
-    lost: Sequence[Count] = ()
-    world_size: Count | None = None
+    nodes: Sequence[int]
+    joined: Sequence[int] = ()
+    lost: Sequence[int] = ()
+    world_size: int | None = None
     """Ranks."""
     topology: str = "mesh"
     reason: str = ""
-    step: Count | None = None
-    seconds: Figure = 0.0
+    step: int | None = None
+    seconds: float = 0.0
 
     @property
     def was_asked(self) -> bool:
@@ -127,19 +119,19 @@ class NodeEvent(Event):
     """A node's own figures at one moment, of those that its machine can measure."""
 
     kind: ClassVar[str] = "node"
-    node_id: Count
+    node_id: int
     hostname: str | None = None
     """Several nodes of a local cluster share one."""
-    samples_per_second: Figure | None = None
-    cpu_percent: Figure | None = None
+    samples_per_second: float | None = None
+    cpu_percent: float | None = None
     """The share of all processors of the machine that this node's ranks use."""
-    memory_used_bytes: Figure | None = None
+    memory_used_bytes: float | None = None
     gpus: Sequence[Mapping[str, Any]] = ()
     """One mapping per GPU: ``memory_used_bytes``, ``memory_total_bytes`` and more."""
-    gpu_utilization: Figure | None = None
+    gpu_utilization: float | None = None
     """Percent, mean over GPUs."""
-    gpu_memory_percent: Figure | None = None
-    gpu_power_watts: Figure | None = None
+    gpu_memory_percent: float | None = None
+    gpu_power_watts: float | None = None
     """Sum over GPUs."""
 
     @property
@@ -153,9 +145,9 @@ class LinkEvent(Event):
     """A probe of the links: seconds that ``bytes`` took, as rows of (from rank, to rank, seconds)."""
 
     kind: ClassVar[str] = "link"
-    bytes: Count = 0
-    seconds: Sequence[Annotated[Sequence[Figure], Field(min_length=3, max_length=3)]] = ()
-    step: Count | None = None
+    bytes: int = 0
+    seconds: Sequence[Annotated[Sequence[float], _link]] = ()
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,11 +155,11 @@ class CheckpointEvent(Event):
     """A checkpoint counts from now on. ``seconds``: what its writing took; ``stall_seconds``: what training waited."""
 
     kind: ClassVar[str] = "checkpoint"
-    step: Count | None = None
+    step: int | None = None
     path: str = ""
-    seconds: Figure = 0.0
-    stall_seconds: Figure | None = None
-    is_best: Flag = False
+    seconds: float = 0.0
+    stall_seconds: float | None = None
+    is_best: bool = False
 
     @property
     def began_at(self) -> float:
@@ -181,9 +173,9 @@ class CheckpointFailedEvent(Event):
 
     kind: ClassVar[str] = "checkpoint_failed"
     message: str
-    step: Count | None = None
-    attempt: Count = 1
-    gives_up: Flag = False
+    step: int | None = None
+    attempt: int = 1
+    gives_up: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +184,7 @@ class ResumeEvent(Event):
 
     kind: ClassVar[str] = "resume"
     path: str
-    step: Count
+    step: int
     changes: Sequence[str] = ()
     """What is otherwise than before, in words: settings, and what the scores depend on."""
 
@@ -202,16 +194,16 @@ class HangEvent(Event):
     """A rank has made no progress for long: where it stands, and in which collective, if in any."""
 
     kind: ClassVar[str] = "hang"
-    rank: Count
-    generation: Count
-    step: Count
-    node_id: Count | None = None
-    nodes: Sequence[Count] = ()
+    rank: int
+    generation: int
+    step: int
+    node_id: int | None = None
+    nodes: Sequence[int] = ()
     """The node of each rank."""
-    waited_seconds: Figure = 0.0
+    waited_seconds: float = 0.0
     operation: str = NO_COLLECTIVE
     """The collective that it waits in, with size and owner; `NO_COLLECTIVE` if it does something else."""
-    sequence: Count = 0
+    sequence: int = 0
     """The number of the newest collective that it has entered, which is the same on all ranks."""
     where: str = "an unknown place"
     """The line of code that it is in."""
@@ -224,8 +216,8 @@ class ProfileEvent(Event):
     """A rank has written a trace of its last ``steps`` steps."""
 
     kind: ClassVar[str] = "profile"
-    step: Count
-    steps: Count
+    step: int
+    steps: int
     path: str
     """The trace, in the run directory."""
     top: Sequence[Mapping[str, Any]] = ()
@@ -237,14 +229,14 @@ class TuneEvent(Event):
     """Tuning has tried or decided something."""
 
     kind: ClassVar[str] = "tune"
-    elapsed_seconds: Figure
-    budget_seconds: Figure
+    elapsed_seconds: float
+    budget_seconds: float
     group: str = ""
     candidate: str = ""
     doing: str = ""
-    samples_per_second: Mapping[str, Figure] | None = None
+    samples_per_second: Mapping[str, float] | None = None
     """The interval of what was measured: ``low``, ``median``, ``high``."""
-    gain: Mapping[str, Figure] | None = None
+    gain: Mapping[str, float] | None = None
     """The same, as a ratio to what it is compared with."""
 
 
@@ -253,9 +245,9 @@ class OutOfMemoryEvent(Event):
     """Memory ran out; from here on at most ``samples`` go through the model at once."""
 
     kind: ClassVar[str] = "out_of_memory"
-    step: Count | None = None
-    samples: Count | None = None
-    activation_checkpointing: Flag = False
+    step: int | None = None
+    samples: int | None = None
+    activation_checkpointing: bool = False
     device: str | None = None
     """``cpu`` where the training left its GPU."""
 
@@ -266,7 +258,7 @@ class ErrorEvent(Event):
 
     kind: ClassVar[str] = "error"
     message: str
-    fatal: Flag = True
+    fatal: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,9 +273,10 @@ class EndEvent(Event):
 class CollectiveTiming:
     """A collective of a step, by name: means over the steps of a window, or medians over windows."""
 
-    name: str
-    bytes: int
-    network_seconds: float
+    name: str = ""
+    bytes: int = 0
+    wire_seconds: float = 0.0
+    """Its time on the network, without waiting."""
     waiting_seconds: tuple[float, ...] = ()
     """The seconds that each rank waits for the last one."""
     overlapped_seconds: tuple[float, ...] = ()
@@ -293,20 +286,8 @@ class CollectiveTiming:
     @property
     def overlap(self) -> float:
         """Share of its own duration that the backward pass hid, mean over ranks."""
-        own = self.network_seconds * max(1, len(self.overlapped_seconds)) + sum(self.waiting_seconds)
+        own = self.wire_seconds * max(1, len(self.overlapped_seconds)) + sum(self.waiting_seconds)
         return min(1.0, sum(self.overlapped_seconds) / own) if own > 0 else 0.0
-
-    @classmethod
-    def read_row(cls, row: Mapping[str, Any]) -> Self:
-        """Return the collective of a ``timing`` event's row."""
-        return cls(
-            name=str(row.get("name", "")),
-            bytes=int(row.get("bytes") or 0),
-            network_seconds=float(row.get("wire_seconds") or 0.0),
-            waiting_seconds=tuple(map(float, row.get("waiting_seconds") or ())),
-            overlapped_seconds=tuple(map(float, row.get("overlapped_seconds") or ())),
-            bandwidth_bytes_per_second=row.get("bandwidth_bytes_per_second"),
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -315,15 +296,15 @@ class TimingEvent(Event):
     per step, one for each rank."""
 
     kind: ClassVar[str] = "timing"
-    step: int
+    step: int = 0
     steps: int
-    seconds: float
+    seconds: float = 0.0
     """Seconds of one step, mean over ranks: the sum of the segments."""
     nodes: tuple[int, ...]
     """The node of each rank."""
-    samples: tuple[int, ...]
-    segments: Mapping[str, tuple[float, ...]]
-    typical: Mapping[str, tuple[float, ...]]
+    samples: tuple[int, ...] = ()
+    segments: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    typical: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Medians over the window's steps: ``input``, ``compute`` (forward, backward, optimizer), ``late``."""
     machines: tuple[int, ...] = ()
     """The machine of each rank, numbered from 0; empty: not known."""
@@ -349,41 +330,28 @@ class TimingEvent(Event):
         rows = (self.segments.get(name) for name in segments)
         return sum((statistics.fmean(values) for values in rows if values), 0.0)
 
-    @classmethod
-    def read_row(cls, row: Mapping[str, Any]) -> Self:
-        """Return the event of a row. Raise `EventError` for one that is damaged or lacks what is needed. Figures that
-        are not one for each rank are left out."""
-        try:
-            nodes = tuple(int(node) for node in row.get("nodes") or ())
-            segments, typical = (_by_rank(row.get(name), len(nodes)) for name in ("segments", "typical"))
-            machines, cores = (tuple(map(int, row.get(name) or ())) for name in ("machines", "cores"))
-            # What the segments of the ranks sum to, so that shares add up; the wall clock where there are none.
-            sums = [sum(values) for values in zip(*segments.values(), strict=True)]
-            seconds = statistics.fmean(sums) if sums else float(row.get("seconds") or 0.0)
-            if not nodes or not 0 < seconds < math.inf or not row.get("steps"):
-                raise EventError("a 'timing' event without ranks, steps or seconds")
-            return cls(
-                time=float(row.get("time", 0.0)),
-                rank=int(row.get("rank", 0)),
-                generation=int(row.get("generation", 0)),
-                step=int(row.get("step", 0)),
-                steps=int(row["steps"]),
-                seconds=seconds,
-                nodes=nodes,
-                samples=tuple(map(int, row.get("samples") or ())),
-                segments=segments,
-                typical=typical,
-                machines=machines if len(machines) == len(nodes) else (),
-                cores=cores if len(cores) == len(nodes) else (),
-                collectives=tuple(CollectiveTiming.read_row(item) for item in row.get("collectives") or ()),
-                facts={name: value for name, value in row.items() if isinstance(value, int | float | str)},
-            )
-        except (TypeError, AttributeError, ValueError, OverflowError) as error:
-            raise EventError(f"a damaged 'timing' event: {error}") from error
-
-
-def _by_rank(values: Mapping[str, Any] | None, size: int) -> dict[str, tuple[float, ...]]:
-    return {name: tuple(map(float, row)) for name, row in (values or {}).items() if len(row) == size}
+    def settled(self, row: Mapping[str, Any]) -> Self:
+        """Return the event without the figures that are not one for each rank. Raise `EventError` for one without
+        ranks, steps or seconds."""
+        size = len(self.nodes)
+        segments, typical = (
+            {name: tuple(values) for name, values in rows.items() if len(values) == size}
+            for rows in (self.segments, self.typical)
+        )
+        # What the segments of the ranks sum to, so that shares add up; the wall clock where there are none.
+        sums = [sum(values) for values in zip(*segments.values(), strict=True)]
+        seconds = statistics.fmean(sums) if sums else self.seconds
+        if not size or not seconds > 0 or not self.steps:
+            raise EventError("a 'timing' event without ranks, steps or seconds")
+        return replace(
+            self,
+            seconds=seconds,
+            segments=segments,
+            typical=typical,
+            machines=self.machines if len(self.machines) == size else (),
+            cores=self.cores if len(self.cores) == size else (),
+            facts={name: value for name, value in row.items() if isinstance(value, int | float | str)},
+        )
 
 
 def read_event(kind: type[_E], row: Mapping[str, Any]) -> _E:
@@ -392,21 +360,10 @@ def read_event(kind: type[_E], row: Mapping[str, Any]) -> _E:
     default."""
     if row.get("kind") != kind.kind:
         raise EventError(f"a {row.get('kind')!r} event is no {kind.kind!r} event")
-    return kind.read_row(row)
-
-
-@functools.cache
-def _adapter(kind: type[_E]) -> TypeAdapter[_E]:
-    return TypeAdapter(kind)
-
-
-def is_read(row: Mapping[str, Any]) -> bool:
-    """Return whether an event can be read from a row; of kinds that are not known here nothing is asked."""
-    kind = KINDS.get(row["kind"])
-    try:
-        return kind is None or read_event(kind, row) is not None
-    except EventError:
-        return False
+    given = {name: value for name, value in row.items() if value is not None}
+    if wrong := record_of(kind)(given):  # type: ignore[arg-type]  # a class has its own hash
+        raise EventError(f"a damaged {kind.kind!r} event: it is {wrong}")
+    return make(kind, given).settled(given)
 
 
 def read_events(kind: type[_E], rows: Iterable[Mapping[str, Any]]) -> list[_E]:

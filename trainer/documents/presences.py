@@ -10,6 +10,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from trainer.documents.schemas import make
 from trainer.documents.strict_json import Document
 from trainer.storage.base import Storage
 
@@ -76,15 +77,6 @@ def presence_document(presence: NodePresence) -> dict[str, Any]:
 def presence_of(data: Document) -> NodePresence:
     """Return the presence of a file's content that has passed `trainer.documents.schemas.PRESENCE`. Fields of later
     versions are left out. Raise `DamagedError` where it does not tell its launch."""
-    return NodePresence(
-        node_id=data["node_id"],
-        # The latter of files that were written before nodes could be replaced.
-        launch=data["generation" if "generation" in data and "launch" not in data else "launch"],
-        incarnation=data.get(INCARNATION_KEY, 1),
-        started_at=data["started_at"],
-        ended_at=data["ended_at"],
-        last_seen_at=data.get("last_seen_at"),
-        exit_codes=tuple(data["exit_codes"]),
-        clock_jump_seconds=data.get("clock_jump_seconds", 0.0),
-        host=data.get("host", ""),
-    )
+    # The latter of files that were written before nodes could be replaced.
+    launch = data["generation" if "generation" in data and "launch" not in data else "launch"]
+    return make(NodePresence, data, launch=launch, incarnation=data.get(INCARNATION_KEY, 1))

@@ -1,19 +1,24 @@
 """The types of the fields that are read from the documents of a run directory and from the marks beside them.
 
 A field that is not listed may hold anything. One that is listed may be missing, as in documents of older versions,
-unless it is `needed`; reading a missing key raises `DamagedError` (`trainer.documents.strict_json.Document`). Plain
-functions instead of pydantic: supervisors and sensors read thousands of these, and a supervisor must start in a moment.
-Events are `trainer.documents.events`.
+unless it is `needed`; reading a missing key raises `DamagedError` (`trainer.documents.strict_json.Document`). What is
+read as a dataclass is checked by its annotations (`record_of`). Plain functions instead of pydantic: supervisors and
+sensors read thousands of these, and a supervisor must start in a moment. Events are `trainer.documents.events`.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+T = TypeVar("T")
 Check = Callable[[Any], str]
 """A function that returns the error of a value in words, or ""."""
+_NUMBERS = int, float
 LATEST = 253402300800.0
 """The year 10000, in Unix seconds: no time is later."""
 STATES = ("queued", "running", "succeeded", "failed", "cancelled")
@@ -34,7 +39,7 @@ def number_between(low: float = -1e150, high: float = 1e150) -> Check:
     """Return a check for a number of that range, whole or not."""
 
     def check(value: Any) -> str:
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, _NUMBERS):
             return "not a number"
         return "" if low <= value <= high else "out of range"
 
@@ -66,7 +71,7 @@ def many(check: Check) -> Check:
     """Return a check for a list whose parts pass another check."""
 
     def each(value: Any) -> str:
-        if not isinstance(value, list):
+        if not isinstance(value, list | tuple):
             return "not a list"
         return next((f"a part of it is {wrong}" for part in value if (wrong := check(part))), "")
 
@@ -118,16 +123,15 @@ def record(needed: Mapping[str, Check] | None = None, /, **fields: Check) -> Rec
     return Record(needed or {}, fields)
 
 
-def columns(key: str, needed: Mapping[str, Check], /, **fields: Check) -> Check:
+def columns(key: str, of_one: Record) -> Check:
     """Return a check for many objects of equal fields that are stored by columns: under each field a list with its
-    values in all objects, or one value that all have. Each object has its own value of the field ``key``; it and those
-    of ``needed`` must be there."""
-    tests = {**needed, **fields}
+    values in all objects, or one value that all have. Each object has its own value of the field ``key``."""
+    tests = of_one.fields
 
     def check(value: Any) -> str:
         if not isinstance(value, dict):
             return "neither a list nor columns"
-        for name in (key, *needed):
+        for name in of_one.needed:
             if name not in value:
                 return f"columns without {name!r}"
         if not isinstance(value[key], list):
@@ -170,17 +174,59 @@ figure = optional(number_between())
 anything: Check = lambda value: ""  # noqa: E731
 obj = mapping(anything)
 
-_candidate = {
-    "member": matching(r"[A-Za-z0-9._-]{1,100}"), "node": count, "local_rank": count, "launch": count, "host": text,
-    "port": whole(0, 65535),
-}  # fmt: skip
-_candidate_more: dict[str, Check] = {
-    "store_port": whole(0, 65535), "gpu": flag, "gpu_name": text, "certificates": one_of("", "launch", "files"),
-    "ready": flag, "was_in": count, "rank": count, "step": count, "progress": count, "chunk": optional(whole(1)),
-    "activation_checkpointing": flag, "communication": flag, "reason": text,
-}  # fmt: skip
-CANDIDATE = record(_candidate, **_candidate_more, view=mapping(text))
-"""``membership/g000007/<member>.json``"""
+
+@functools.cache
+def record_of(kind: Any) -> Record:
+    """Return a check for an object with the fields of a dataclass, by their annotations; those without a default must
+    be there. ``Annotated[…, check]`` is for what another check has to say."""
+    hints = get_type_hints(kind, include_extras=True)
+    given = [each for each in fields(kind) if each.init]
+    tests = {each.name: check_of(hints[each.name]) for each in given}
+    needed = [each.name for each in given if each.default is MISSING and each.default_factory is MISSING]
+    return Record({name: tests[name] for name in needed}, tests)
+
+
+def check_of(hint: Any) -> Check:
+    """Return the check for the values of an annotation."""
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind is Annotated:
+        check: Check = parts[1]
+        return check
+    if kind in (Union, UnionType):
+        [one] = [part for part in parts if part is not NoneType]
+        return optional(check_of(one))
+    if kind is Literal:
+        return one_of(*parts)
+    if kind in (tuple, Sequence):
+        return many(check_of(parts[0]))
+    if kind in (dict, Mapping):
+        return mapping(check_of(parts[1]))
+    return record_of(hint) if is_dataclass(hint) else _OF_TYPE[hint]  # type: ignore[arg-type]
+
+
+_OF_TYPE: Mapping[Any, Check] = {int: count, float: number_between(), bool: flag, str: text, Any: anything}
+
+
+def make(kind: type[T], data: Mapping[str, Any], /, **others: Any) -> T:
+    """Return a dataclass from a document that has passed its `record_of`. Fields of later versions are left out;
+    ``others`` are given instead of the document's."""
+    names, tuples = _fields_of(kind)  # type: ignore[arg-type]  # a class has its own hash
+    given = {name: value for name, value in data.items() if name in names}
+    for name in tuples.keys() & given.keys():
+        part = tuples[name]
+        given[name] = tuple(given[name]) if part is None else tuple(make(part, each) for each in given[name])
+    return kind(**given | others)
+
+
+@functools.cache
+def _fields_of(kind: Any) -> tuple[frozenset[str], dict[str, Any]]:
+    """Return the names of a dataclass's fields, and of those that are tuples the class of their parts, None for plain
+    values."""
+    hints, names = get_type_hints(kind), frozenset(each.name for each in fields(kind) if each.init)
+    parts = {name: get_args(hint)[0] for name, hint in hints.items() if name in names and get_origin(hint) is tuple}
+    return names, {name: part if is_dataclass(part) else None for name, part in parts.items()}
+
+
 FinishStage = Literal["test split", "baselines", "report", "model"]
 """A stage of the finish: evaluation of the test split, of the baselines, the report on both, the model's files."""
 NO_COLLECTIVE = "no collective"
@@ -190,22 +236,7 @@ START = "start"
 LEAVING = "a node was asked to leave"
 """The reason of a generation whose lost nodes were asked to end, by an eviction or a cancellation."""
 
-GENERATION = record(
-    {
-        "number": whole(1), "launch": count,
-        "members": either_list(CANDIDATE, columns("member", _candidate, **_candidate_more)),
-    },
-    topology=one_of("mesh", "star"), attempt=count, step=count, reason=text, formed_at=moment,
-)  # fmt: skip
-"""``membership/g000007.json`` (`trainer.elastic.generation_record`)"""
 _code = whole(-(1 << 31), 1 << 32)
-NODES_OF_GENERATION = record(
-    {
-        "number": whole(1), "launch": count, "formed_at": moment,
-        "members": either_list(record({"node": count}), columns("node", {"node": count})),
-    }
-)  # fmt: skip
-"""The fields of a generation that an observer needs."""
 PRESENCE = record(
     {"node_id": count, "started_at": moment, "ended_at": optional(moment), "exit_codes": many(_code)},
     launch=count, generation=count, stay=count, last_seen_at=optional(moment), host=text,
@@ -237,36 +268,12 @@ MANIFEST = record(
 """``checkpoints/<folder>/manifest.json``"""
 _interval = record(low=number_between(), expected=number_between(), high=number_between())
 TRAINING = record(
-    world_size=whole(1),
-    seed=whole(0, 1 << 64),
-    tls=optional(obj),
-    **alike(
-        "batch_size_per_gpu gradient_accumulation_steps checkpoint_frequency epochs lr_base_batch_size warmup_steps "
-        "log_frequency keep_checkpoints communication_retries zero_stage micro_batch_floor profile_from_step",
-        count,
-    ),
-    **alike(
-        "master_port max_steps shuffle_block prefetch_batches eval_frequency early_stopping_patience threads_per_rank "
-        "profile_steps",
-        optional(count),
-    ),
-    **alike(
-        "learning_rate min_lr_fraction weight_decay topk_fraction collective_timeout_seconds health_check_seconds "
-        "peer_timeout_seconds allreduce_retry_seconds solo_timeout_seconds monitor_interval_seconds",
-        number_between(0.0),
-    ),
-    **alike("clip_norm max_node_seconds hang_seconds", optional(number_between(0.0))),
-    **alike(
-        "backend master_addr precision compile lr_scaling schedule communication strategy gather_precision encryption",
-        text,
-    ),
-    **alike("start_from start_sha256", optional(text)),
-    **alike(
-        "data_on_device resume regroup adaptive_detection cpu_offload activation_checkpointing timing profile_python",
-        flag,
-    ),
+    max_steps=optional(count),
+    **alike("world_size batch_size_per_gpu gradient_accumulation_steps checkpoint_frequency", count),
+    **alike("learning_rate topk_fraction peer_timeout_seconds", number_between(0.0)),
+    **alike("lr_scaling precision communication strategy", text),
 )
-"""The section ``training`` of ``job.json`` (`trainer.config.DistributedTrainingConfig`)."""
+"""What is read of the section ``training`` of ``job.json`` where `trainer.rundir.RunDir.read_job` is not called."""
 _past = record(
     launch=count, sku=text, tier=optional(text), job_name=text, compute=text, node_count=count, submitted_at=moment,
     ended_at=optional(moment), studio_url=optional(text), reason=text,
@@ -354,7 +361,6 @@ DOCUMENTS: Mapping[str, Check] = {
         error=text,
         node_id=count,
         local_rank=count,
-        open_traffic=text,
         world_size=whole(1),
         train_seconds=seconds,
         epochs=seconds,
@@ -364,20 +370,14 @@ DOCUMENTS: Mapping[str, Check] = {
         consumed=many(anything),
         test=optional(mapping(figure)),
         best_valid_loss=figure,
-        train_samples=count,
         best_step=count,
         **alike("early_stopped weights_equal_on_ranks", flag),
         **alike("backend device checkpoint", optional(text)),
-        phase_seconds=mapping(figure),
         memory=optional(
             record(
                 device=text,
                 total_bytes=count,
-                free_bytes=count,
-                wanted_samples=count,
-                fitting_samples=count,
                 needed_bytes=optional(count),
-                measured=many(many(count)),
             )
         ),
     ),

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Annotated, Literal
 
-from trainer.documents.schemas import START
+from trainer.documents.schemas import START, columns, either_list, matching, moment, record_of, whole
 from trainer.errors import ConfigError
 
 FULL_MESH = 16
@@ -24,6 +24,7 @@ and so on."""
 TOLD = "told by"
 """The beginning of the reason of a process that was told by another."""
 Topology = Literal["mesh", "star"]
+Port = Annotated[int, whole(0, 65535)]
 _ENCRYPTS = {
     "": "does not encrypt its connections",
     "launch": "encrypts its connections with the launch's own certificates",
@@ -35,19 +36,19 @@ _ENCRYPTS = {
 class Candidate:
     """A process's description of itself when it asks to be in the next generation."""
 
-    member: str
+    member: Annotated[str, matching(r"[A-Za-z0-9._-]{1,100}")]
     node: int
     local_rank: int
     launch: int
     host: str
-    port: int
+    port: Port
     """The port at which its `FailureDetector` listens."""
-    store_port: int = 0
+    store_port: Port = 0
     """The port at which it would serve the group's store, or be the parameter server, as rank 0."""
     gpu: bool = False
     gpu_name: str = ""
     """What tells its GPU from all others (`trainer.comm.world.gpu_name`)."""
-    certificates: str = ""
+    certificates: Literal["", "launch", "files"] = ""
     """Where the certificates of its connections come from (`trainer.comm.encryption.CertificateSource`)."""
     ready: bool = False
     """Whether it has its data and model; until then it only announces itself."""
@@ -59,7 +60,7 @@ class Candidate:
     """Optimizer steps that its state has behind it."""
     progress: int = 0
     """Of two states at the same step, the higher one is further in the work after a step (evaluation)."""
-    chunk: int | None = None
+    chunk: Annotated[int, whole(1)] | None = None
     """The most samples that fit through its model at once; None: a whole micro-batch does."""
     activation_checkpointing: bool = False
     communication: bool = False
@@ -69,13 +70,18 @@ class Candidate:
     """The states in which it sees others (`trainer.elastic.failure_detector.PeerStatus`)."""
 
 
+_seats = either_list(record_of(Candidate), columns("member", record_of(Candidate)))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
     """A set of members that train together. Immutable once it is written."""
 
-    number: int
+    number: Annotated[int, whole(1)]
     launch: int
-    members: tuple[Candidate, ...]
+    members: Annotated[
+        tuple[Candidate, ...], either_list(record_of(Candidate), columns("member", record_of(Candidate)))
+    ]
     """The members, in order of rank."""
     topology: Topology = "mesh"
     """The key on disk: ``mesh`` for all-reduce, ``star`` for parameter-server mode, in which rank 0 is the server."""
@@ -84,7 +90,7 @@ class Generation:
     step: int = 0
     """Steps done when it begins. What an older generation reports beyond this does not count."""
     reason: str = ""
-    formed_at: float = 0.0
+    formed_at: Annotated[float, moment] = 0.0
 
     def rank_of(self, member: str) -> int | None:
         """Return the rank of a member, None where it is not in."""

@@ -15,7 +15,6 @@ from dataclasses import asdict, fields
 from itertools import repeat
 from typing import Any
 
-from trainer.documents import schemas
 from trainer.documents.reader import (
     DOCUMENT_BYTES,
     MARK_BYTES,
@@ -24,6 +23,7 @@ from trainer.documents.reader import (
     read_document,
     warn_once,
 )
+from trainer.documents.schemas import columns, count, either_list, make, moment, record, record_of, whole
 from trainer.elastic.generation import Candidate, Generation, is_large
 from trainer.errors import DamagedError
 from trainer.rundir import MEMBERSHIP
@@ -35,6 +35,11 @@ _FIELDS = tuple(field.name for field in fields(Generation) if field.name != "mem
 _LISTS = ("member", "node")
 """The columns that always are lists: readers count by them."""
 _COLUMNS = tuple(field.name for field in fields(Candidate) if field.name != "view")
+_node = record({"node": count})
+_NODES = record(
+    {"number": whole(1), "launch": count, "formed_at": moment, "members": either_list(_node, columns("node", _node))}
+)
+"""The fields of a generation that an observer needs."""
 
 
 def path_of(number: int) -> str:
@@ -51,18 +56,18 @@ def records(storage: Storage) -> list[str]:
 def read_generation(storage: Storage, name: str) -> Generation:
     """Return the generation in ``membership/<name>``. Raise `DamagedError` if it is no record: the members that may
     train are then unknown."""
-    data = read_document(storage, f"{MEMBERSHIP}/{name}", schemas.GENERATION, DOCUMENT_BYTES)
+    data = read_document(storage, f"{MEMBERSHIP}/{name}", record_of(Generation), DOCUMENT_BYTES)
     if data is None:
         raise DamagedError(f"{storage.uri}/{MEMBERSHIP}/{name}", "it has just been removed")
     seats = data["members"]
-    members = tuple(map(candidate_of, seats) if isinstance(seats, list) else _seats_of(seats))
-    return Generation(**{key: data[key] for key in _FIELDS if key in data}, members=members)
+    members = tuple((make(Candidate, seat) for seat in seats) if isinstance(seats, list) else _seats_of(seats))
+    return make(Generation, {name: data[name] for name in _FIELDS if name in data}, members=members)
 
 
 def read_nodes(storage: Storage, name: str) -> dict[str, Any] | None:
     """Return what an observer needs of the record ``membership/<name>``, None if it is not there: its ``number``,
     ``launch`` and ``formed_at``, and its ``nodes``. Raise `DamagedError` if it is no record."""
-    data = read_document(storage, f"{MEMBERSHIP}/{name}", schemas.NODES_OF_GENERATION, DOCUMENT_BYTES)
+    data = read_document(storage, f"{MEMBERSHIP}/{name}", _NODES, DOCUMENT_BYTES)
     if data is None:
         return None
     seats = data["members"]
@@ -99,7 +104,6 @@ CANDIDACY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.json")
 """A candidacy's file name, from the name of the member (`trainer.elastic.dynamic_rendezvous`). Files with other names
 in these folders are ignored."""
 _PLACE = re.compile(r"n(\d{1,9})p(\d{1,9})-")
-_CANDIDATE_FIELDS = tuple(field.name for field in fields(Candidate))
 
 
 class Candidacies:
@@ -110,7 +114,7 @@ class Candidacies:
 
     def submit(self, number: int, mine: Candidate) -> None:
         """Ask to be in a generation, or update the request."""
-        self.storage.write(f"{_folder(number)}/{mine.member}.json", json.dumps(document_of(mine)).encode())
+        self.storage.write(f"{_folder(number)}/{mine.member}.json", json.dumps(asdict(mine)).encode())
 
     def list_members(self, number: int) -> list[str]:
         """Return the members, of any launch, that have filed for a generation: first those of the first nodes, by what
@@ -138,22 +142,12 @@ class Candidacies:
             try:
                 if isinstance(data, DamagedError):
                     raise data
-                value = parse_document(data, f"{self.storage.uri}/{path}", schemas.CANDIDATE)
+                value = parse_document(data, f"{self.storage.uri}/{path}", record_of(Candidate))
             except DamagedError as error:
                 warn_once(f"a candidacy is ignored: {error}")
                 continue
             if value["launch"] == self.launch and value["member"] == member:
-                yield candidate_of(value)
-
-
-def document_of(candidate: Candidate) -> dict[str, Any]:
-    """Return a candidate as a document."""
-    return {name: getattr(candidate, name) for name in _CANDIDATE_FIELDS}
-
-
-def candidate_of(data: dict[str, Any]) -> Candidate:
-    """Return a candidate from a document that has passed its check; fields of later versions are left out."""
-    return Candidate(**{key: data[key] for key in _CANDIDATE_FIELDS if key in data})
+                yield make(Candidate, value)
 
 
 def place_of(member: str) -> tuple[int, int, str]:

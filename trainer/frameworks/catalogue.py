@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainer.runtime.packages import is_installed
+from trainer.strategies import REMEDIES
 
 TORCHRUN = "torchrun"
 """No framework: the program finds torchrun's variables."""
@@ -40,11 +41,8 @@ FRAMEWORKS: dict[str, Framework] = {
     framework.name: framework
     for framework in (
         Framework(name=TORCHRUN, words="torchrun"),
-        Framework(
-            name="horovod", words="Horovod", package="horovod", serves=True,
-            remedy="it is built for the installed torch: deploy/frameworks/build_horovod.sh PYTHON, about six minutes",
-        ),
-        Framework(name="deepspeed", words="DeepSpeed", package="deepspeed", remedy=_EXTRA),
+        Framework(name="horovod", words="Horovod", package="horovod", serves=True, remedy=REMEDIES["horovod"]),
+        Framework(name="deepspeed", words="DeepSpeed", package="deepspeed", remedy=REMEDIES["deepspeed"]),
         Framework(
             name="ray", words="Ray Train", package="ray.train", remedy=_EXTRA, one_per_node=True, runs_once=True
         ),

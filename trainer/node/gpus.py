@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 
+from trainer.runtime.cores import gpu_handles
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """Variable of CUDA: the GPUs that a process may use, by number or name, separated by commas."""
 
@@ -45,22 +47,15 @@ def explain_local_gpus(gpus: int, node_count: int, ranks: int) -> str | None:
 @cache
 def least_gpu_bytes() -> int:
     """Return the memory of the smallest GPU of this machine; 0 where there is no driver."""
+    handles = gpu_handles()
     try:
         import pynvml
 
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(place) for place in range(pynvml.nvmlDeviceGetCount())]
-        return min(int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles)
-    except Exception:  # as in `_gpu_count`
+        return min((int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles), default=0)
+    except Exception:  # a GPU that does not tell, or that this process may not ask
         return 0
 
 
 @cache
 def _gpu_count() -> int:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetCount())
-    except Exception:  # no driver, no library, no permission: there is no GPU to train on
-        return 0
+    return len(gpu_handles())

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from trainer.observability.reporter import Reporter
+from trainer.runtime.cores import gpu_handles
 from trainer.storage.open import default_cache_dir
 
 _log = logging.getLogger(__name__)
@@ -64,16 +65,6 @@ class NetworkMetrics:
     bytes_received_per_second: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DiskMetrics:
-    """The used share of the disk that holds the dataset's cache; bytes per second since the previous sample, over all
-    disks of the machine. None if the system does not tell."""
-
-    disk_used_percent: float | None = None
-    disk_read_bytes_per_second: float | None = None
-    disk_written_bytes_per_second: float | None = None
-
-
 class NodeMonitor:
     """A thread that samples one node every few seconds while training runs. On local rank 0 only: one monitor per node.
 
@@ -93,13 +84,14 @@ class NodeMonitor:
         """Mean of the latest window of steps, in milliseconds, set by the training, which measures it."""
         self._rate: float | None = None
         self._counted = (time.monotonic(), 0)
-        self._network = (time.monotonic(), _counters(psutil.net_io_counters))
-        self._disk = (time.monotonic(), _counters(psutil.disk_io_counters))
+        self._counted_at: dict[Callable[[], Any], tuple[float, Any]] = {}
+        for read in (psutil.net_io_counters, psutil.disk_io_counters):
+            self._rates(read)
         folders = (default_cache_dir(), *default_cache_dir().parents)
         self._folder = next(folder for folder in folders if os.path.exists(folder))  # Path.exists() may raise
         self._processes = [psutil.Process(pid) for pid in pids]
         self._usage()  # the first call only sets the mark of the processors' time
-        self._gpus = _gpu_handles()
+        self._gpus = gpu_handles()
         self._thread = threading.Thread(target=self._work, name="node-monitor", daemon=True)
 
     def start(self) -> None:
@@ -150,33 +142,31 @@ class NodeMonitor:
 
     def collect_network_metrics(self) -> NetworkMetrics:
         """Return the traffic since the last call."""
-        before, old = self._network
-        now, new = time.monotonic(), _counters(psutil.net_io_counters)
-        self._network = (now, new)
-        if old is None or new is None:
-            return NetworkMetrics()
-        seconds = max(now - before, 1e-9)
-        return NetworkMetrics(
-            bytes_sent_per_second=(new.bytes_sent - old.bytes_sent) / seconds,
-            bytes_received_per_second=(new.bytes_recv - old.bytes_recv) / seconds,
-        )
+        sent, received = self._rates(psutil.net_io_counters, "bytes_sent", "bytes_recv")
+        return NetworkMetrics(bytes_sent_per_second=sent, bytes_received_per_second=received)
 
-    def collect_disk_metrics(self) -> DiskMetrics:
-        """Return how full the disk is, and what was read and written since the last call."""
-        before, old = self._disk
-        now, new = time.monotonic(), _counters(psutil.disk_io_counters)
-        self._disk = (now, new)
+    def collect_disk_metrics(self) -> dict[str, float | None]:
+        """Return the used share of the disk that holds the dataset's cache, and what was read and written since the
+        last call over all disks of the machine."""
         used = None
         with contextlib.suppress(OSError):
             used = psutil.disk_usage(str(self._folder)).percent
+        read, written = self._rates(psutil.disk_io_counters, "read_bytes", "write_bytes")
+        rates = {"disk_read_bytes_per_second": read, "disk_written_bytes_per_second": written}
+        return {"disk_used_percent": used, **rates}
+
+    def _rates(self, read: Callable[[], Any], *names: str) -> list[float | None]:
+        """Return each of these counters of psutil's, per second since the last call; None where the system does not
+        tell."""
+        try:
+            new = read()
+        except Exception:  # what psutil raises then depends on what is missing under /proc and /sys
+            new = None
+        now, (before, old) = time.monotonic(), self._counted_at.get(read, (0.0, None))
+        self._counted_at[read] = (now, new)
         if old is None or new is None:
-            return DiskMetrics(disk_used_percent=used)
-        seconds = max(now - before, 1e-9)
-        return DiskMetrics(
-            disk_used_percent=used,
-            disk_read_bytes_per_second=(new.read_bytes - old.read_bytes) / seconds,
-            disk_written_bytes_per_second=(new.write_bytes - old.write_bytes) / seconds,
-        )
+            return [None] * len(names)
+        return [(getattr(new, name) - getattr(old, name)) / max(now - before, 1e-9) for name in names]
 
     def collect_training_metrics(self, gpu: GPUMetrics | None = None) -> TrainingMetrics:
         """Return where training stands on this node, with the throughput since the last call. ``gpu``: where it is
@@ -230,7 +220,7 @@ class NodeMonitor:
             "gpus": gpus,
             **asdict(over_all),
             **asdict(self.collect_network_metrics()),
-            **asdict(self.collect_disk_metrics()),
+            **self.collect_disk_metrics(),
         }
 
     def _usage(self) -> tuple[float, int]:
@@ -269,14 +259,6 @@ def over_gpus(gpus: Sequence[dict[str, Any]]) -> GPUMetrics:
     )
 
 
-def _counters(read: Callable[[], Any]) -> Any | None:
-    """psutil's; None where the system does not tell, as in some containers."""
-    try:
-        return read()
-    except Exception:  # what psutil raises then depends on what is missing under /proc and /sys
-        return None
-
-
 def _told(read: Callable[..., Any], *arguments: Any) -> Any:
     """Return the driver's value; None if it has none."""
     import pynvml
@@ -285,14 +267,3 @@ def _told(read: Callable[..., Any], *arguments: Any) -> Any:
         return read(*arguments)
     except pynvml.NVMLError:
         return None
-
-
-def _gpu_handles() -> list[Any]:
-    """NVML handles of this machine's GPUs; empty where there is no driver."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    except Exception:  # no driver, no library, no permission: all mean that there is nothing to sample
-        return []

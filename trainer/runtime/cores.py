@@ -1,4 +1,4 @@
-"""The cores of this machine, and which machine it is."""
+"""The cores and GPUs of this machine, and which machine it is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import platform
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -24,6 +25,17 @@ def machine_number() -> int:
     except OSError:
         name = platform.node()
     return int.from_bytes(sha256(name.encode()).digest()[:6])
+
+
+def gpu_handles() -> list[Any]:
+    """Return NVML's handles of this machine's GPUs; empty where there is no driver."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except Exception:  # no driver, no library, no permission: all mean that there is no GPU to use
+        return []
 
 
 def yield_to_senders() -> None:

@@ -34,9 +34,7 @@ class RetryPolicy:
 
     first_pause_seconds: float
     longest_pause_seconds: float = 60.0
-    """The longest pause that the policy makes by itself, before jitter."""
-    growth: float = 2.0
-    """The factor from each pause to the next."""
+    """The longest pause that the policy makes by itself, before jitter; each is twice the one before."""
     jitter: float = 0.0
     """The share by which each pause is lengthened or shortened at random, so that many clients do not return at
     once."""
@@ -44,10 +42,6 @@ class RetryPolicy:
     """The most attempts, the first one included; None: as many as the deadline allows."""
     deadline_seconds: float | None = None
     """Seconds since the first attempt began: no pause is made that would end later. None: only attempts are counted."""
-    may_pause_at_deadline: bool = False
-    """Whether a pause that begins before the deadline may end after it."""
-    longest_asked_seconds: float = math.inf
-    """The longest pause that is made because a service asks for it."""
     log_level: int = logging.INFO
 
     def call(
@@ -77,20 +71,17 @@ class RetryPolicy:
             if on_retry is not None:
                 on_retry(error, seconds)
 
-        grown = tenacity.wait_exponential(
-            multiplier=self.first_pause_seconds, max=self.longest_pause_seconds, exp_base=self.growth
-        )
+        grown = tenacity.wait_exponential(multiplier=self.first_pause_seconds, max=self.longest_pause_seconds)
 
         def wait(state: RetryCallState) -> float:
-            asked = 0.0 if asked_seconds is None else min(asked_seconds(_error_of(state)), self.longest_asked_seconds)
+            asked = 0.0 if asked_seconds is None else asked_seconds(_error_of(state))
             return max(grown(state) * random.uniform(1 - self.jitter, 1 + self.jitter), asked)
 
         stops: list[Any] = [tenacity.stop_never]
         if self.max_attempts is not None:
             stops.append(tenacity.stop_after_attempt(self.max_attempts))
         if self.deadline_seconds is not None:
-            stop = tenacity.stop_after_delay if self.may_pause_at_deadline else tenacity.stop_before_delay
-            stops.append(stop(self.deadline_seconds))
+            stops.append(tenacity.stop_before_delay(self.deadline_seconds))
         return tenacity.Retrying(
             retry=tenacity.retry_if_exception(lambda error: isinstance(error, Exception) and is_transient(error)),
             wait=wait,

@@ -33,10 +33,7 @@ CONNECTION_STRING = "AZURE_STORAGE_CONNECTION_STRING"
 ACCOUNT_URL = "AZURE_STORAGE_ACCOUNT_URL"
 SEND_SECONDS, ANSWER_SECONDS = 30, 30
 """The most seconds for connecting, or for sending one block; and those for which the account may be silent."""
-RETRIES = RetryPolicy(
-    first_pause_seconds=0.2, jitter=0.5, max_attempts=7, deadline_seconds=90.0, may_pause_at_deadline=True,
-    longest_asked_seconds=60.0,
-)  # fmt: skip
+RETRIES = RetryPolicy(first_pause_seconds=0.2, jitter=0.5, max_attempts=7, deadline_seconds=90.0)
 """The policy for one request; callers have a patience of their own."""
 _CONNECTIONS = 32
 _SIGNATURE = re.compile(r"(sig|se|sp|skoid)=[^&\s'\")]+", re.IGNORECASE)

@@ -31,9 +31,8 @@ from azure.storage.blob import BlobBlock, BlobClient, BlobPrefix
 
 from trainer.errors import ConfigError
 from trainer.storage.azure_account import AccessVerdict, BlobError, attempt, service
-from trainer.storage.base import Storage, is_litter
+from trainer.storage.base import Storage, TransferPool, is_litter
 from trainer.storage.regular_files import too_large
-from trainer.storage.transfer_pool import TransferPool
 
 BLOCK_BYTES = 8 << 20
 """The bytes of a transfer's part. A smaller file is transferred in one request."""

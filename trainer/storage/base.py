@@ -12,8 +12,8 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -229,6 +229,33 @@ class Storage:
         for path in Path(self.path(folder)).glob("*.tmp"):
             if time.time() - path.stat().st_mtime > older_than_seconds:
                 self.delete(f"{folder}/{path.name}")
+
+
+class TransferPool:
+    """A few threads that transfer the parts of one file in parallel. Leaving its context waits for all jobs, or raises
+    an error of one."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._pool = count, ThreadPoolExecutor(count, "transfer")
+        self._running: set[Future[object]] = set()
+
+    def put(self, job: Callable[[], object]) -> None:
+        """Begin a job; wait while every thread is busy and another job waits already. Raise the error of an earlier
+        job, if there was one."""
+        while len(self._running) > self._count:
+            done, self._running = wait(self._running, return_when=FIRST_COMPLETED)
+            for each in done:
+                each.result()
+        self._running.add(self._pool.submit(job))
+
+    def __enter__(self) -> TransferPool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=kind is not None)
+        if kind is None:
+            for each in self._running:
+                each.result()
 
 
 def is_litter(name: str) -> bool:

@@ -78,7 +78,7 @@ def test_a_window_has_figures_of_each_rank_and_its_step_is_what_they_sum_to() ->
     assert found.mean("waiting") == pytest.approx(0.03)
     assert found.mean("forward", "waiting", "input") == pytest.approx(0.13), "what was not measured counts as nothing"
     [bucket] = found.collectives
-    assert (bucket.name, bucket.bytes, bucket.network_seconds, bucket.bandwidth_bytes_per_second) == (
+    assert (bucket.name, bucket.bytes, bucket.wire_seconds, bucket.bandwidth_bytes_per_second) == (
         "bucket 0", 1000, 0.02, 66_667,
     )  # fmt: skip
     assert bucket.overlap == pytest.approx(0.036 / 0.12)

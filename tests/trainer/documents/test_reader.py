@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tracemalloc
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.config import DistributedTrainingConfig
 from trainer.documents import schemas
 from trainer.documents.presences import INCARNATION_KEY, NodePresence
 from trainer.documents.reader import EVENTS_LINES, is_event, parse_events, read_document
 from trainer.documents.strict_json import Document, parse_strict_json
-from trainer.elastic.generation import Candidate, Generation
+from trainer.elastic.generation import Candidate
 from trainer.errors import ConfigError, DamagedError
 from trainer.printable import visible
 from trainer.rundir import EVENTS, FOLLOW_BYTES, RunDir, SeenFiles, event
@@ -185,13 +184,25 @@ def test_an_event_is_held_against_the_types_of_its_class() -> None:
         assert is_event({"time": 1.0, **row}) is is_good, row
 
 
-def test_every_field_that_is_made_of_a_document_has_a_type_there():
-    """What `presence_of` and the readers of generations take over unseen."""
-    read: list[tuple[type, schemas.Record]] = [
-        (NodePresence, schemas.PRESENCE), (Candidate, schemas.CANDIDATE), (Generation, schemas.GENERATION),
-        (DistributedTrainingConfig, schemas.TRAINING),
-    ]  # fmt: skip
-    for kind, form in read:
-        names = {INCARNATION_KEY if field.name == "incarnation" else field.name for field in fields(kind)}
-        assert names - form.fields.keys() <= {"time"}, kind
-    assert schemas.TRAINING(asdict(DistributedTrainingConfig())) == ""
+def test_every_field_of_a_nodes_presence_has_a_type_in_its_form():
+    """What `presence_of` takes over unseen."""
+    names = {INCARNATION_KEY if field.name == "incarnation" else field.name for field in fields(NodePresence)}
+    assert names <= schemas.PRESENCE.fields.keys()
+
+
+def test_a_dataclass_is_a_form_by_its_annotations():
+    form = schemas.record_of(Candidate)
+    seat = {"member": "n0p0-1", "node": 0, "local_rank": 0, "launch": 1, "host": "h", "port": 1}
+    for change, wrong in (
+        ({}, ""),
+        ({"of a newer version": [1]}, ""),
+        ({"port": 1 << 16}, "'port' is out of range"),
+        ({"node": True}, "'node' is not a whole number"),
+        ({"chunk": None}, ""),
+        ({"chunk": 0}, "'chunk' is out of range"),
+        ({"view": {"n1p0-1": 3}}, "'view' is 'n1p0-1' in it is not text"),
+        ({"certificates": "mine"}, "'certificates' is not one of , launch, files"),
+    ):
+        assert form(seat | change) == (wrong and f"an object whose {wrong}")
+    assert form({"member": "n0p0-1"}) == "an object without 'node'"
+    assert schemas.make(Candidate, seat | {"of a newer version": 1}) == Candidate(**seat)

@@ -57,7 +57,7 @@ def test_pauses_grow_to_the_longest_and_the_answer_is_returned(asked: Callable[.
 
 def test_jitter_makes_pauses_longer_and_shorter_by_its_share(asked: Callable[..., Asked]) -> None:
     action = asked(failures=200)
-    policy = replace(POLICY, growth=1.0, jitter=0.5)
+    policy = replace(POLICY, longest_pause_seconds=1.0, jitter=0.5)
     policy.call("it", action, passes, pause=action.pause)
     assert 0.5 <= min(action.pauses) < 0.6
     assert 1.4 < max(action.pauses) <= 1.5
@@ -86,15 +86,11 @@ def test_an_interrupt_is_never_tried_again_whatever_is_said_to_pass(asked: Calla
     assert action.attempts == 1
 
 
-@pytest.mark.parametrize(("may_end_later", "pauses"), [(False, [1, 2, 4]), (True, [1, 2, 4, 8])])
-def test_no_pause_passes_the_deadline_unless_it_may(
-    asked: Callable[..., Asked], may_end_later: bool, pauses: list[float]
-) -> None:
+def test_no_pause_passes_the_deadline(asked: Callable[..., Asked]) -> None:
     action = asked()
-    policy = replace(POLICY, deadline_seconds=12.0, may_pause_at_deadline=may_end_later)
     with pytest.raises(OSError, match="no answer"):
-        policy.call("it", action, passes, pause=action.pause)
-    assert action.pauses == pauses
+        replace(POLICY, deadline_seconds=12.0).call("it", action, passes, pause=action.pause)
+    assert action.pauses == [1, 2, 4]
 
 
 def test_what_attempts_take_counts_for_the_deadline(asked: Callable[..., Asked]) -> None:
@@ -111,12 +107,13 @@ def test_patience_of_nothing_is_one_attempt(asked: Callable[..., Asked]) -> None
     assert action.attempts == 1
 
 
-def test_a_service_that_says_when_is_heeded_up_to_the_longest(asked: Callable[..., Asked]) -> None:
+def test_a_service_that_says_when_is_heeded_up_to_the_deadline(asked: Callable[..., Asked]) -> None:
     action = asked(failures=3)
     wishes = iter((7.0, 0.5, 1000.0))
-    policy = replace(POLICY, longest_asked_seconds=60.0)
-    policy.call("it", action, passes, asked_seconds=lambda error: next(wishes), pause=action.pause)
-    assert action.pauses == [7, 2, 60]
+    policy = replace(POLICY, deadline_seconds=60.0)
+    with pytest.raises(OSError, match="no answer"):
+        policy.call("it", action, passes, asked_seconds=lambda error: next(wishes), pause=action.pause)
+    assert action.pauses == [7, 2]
 
 
 def test_each_retry_is_told_with_its_pause_and_logged_in_words_without_secrets(

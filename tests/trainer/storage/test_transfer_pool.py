@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from trainer.storage.transfer_pool import TransferPool
+from trainer.storage.base import TransferPool
 
 
 def test_jobs_are_done_side_by_side_and_all_before_the_end() -> None:
@@ -24,7 +24,7 @@ def test_nothing_happens_without_jobs() -> None:
         assert threading.active_count() == before
 
 
-def test_an_error_comes_out_at_the_end_and_what_follows_is_left() -> None:
+def test_an_error_comes_out_at_once_and_what_follows_is_left() -> None:
     done: list[int] = []
 
     def fill(pool: TransferPool) -> None:
@@ -34,7 +34,7 @@ def test_an_error_comes_out_at_the_end_and_what_follows_is_left() -> None:
 
     with pytest.raises(ZeroDivisionError), TransferPool(1) as pool:
         fill(pool)
-    assert done == []
+    assert len(done) < 3
 
 
 def test_an_error_of_the_last_job_is_raised_too() -> None:
