@@ -1,12 +1,19 @@
-"""A file system that fails and stalls on demand."""
+"""A file system that fails and stalls on demand, and a manager of checkpoints that notes what it reports."""
 
 from __future__ import annotations
 
 import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import fsspec
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
+
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.rundir import RunDir
 
 
 class BrokenFileSystem(MemoryFileSystem):
@@ -17,6 +24,7 @@ class BrokenFileSystem(MemoryFileSystem):
     pseudo_dirs: ClassVar[list[str]] = [""]
     failures = 0
     working = threading.Event()
+    working.set()
     reached = threading.Semaphore(0)
 
     @classmethod
@@ -33,4 +41,36 @@ class BrokenFileSystem(MemoryFileSystem):
         return super()._open(path, mode, **options)
 
 
+@contextmanager
+def stalled() -> Iterator[threading.Semaphore]:
+    """Whoever opens a file for writing waits for the end of this; the semaphore is released by each that does."""
+    while BrokenFileSystem.reached.acquire(blocking=False):
+        pass  # what was before
+    BrokenFileSystem.working.clear()
+    try:
+        yield BrokenFileSystem.reached
+    finally:
+        BrokenFileSystem.working.set()
+
+
 fsspec.register_implementation("broken", BrokenFileSystem, clobber=True)
+
+
+class Checkpoints(CheckpointManager):
+    """Those of a run directory; on storage that breaks on demand, where none is given."""
+
+    def __init__(self, rundir: RunDir | None = None, keep: int = 3, fingerprint: str = "this") -> None:
+        self.told: list[dict[str, Any]] = []
+        self.rundir = rundir or RunDir(f"broken://{uuid.uuid4().hex}")
+        super().__init__(
+            self.rundir, keep, fingerprint, lambda kind, **fields: self.told.append({"kind": kind, **fields})
+        )
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"model": {"weight": torch.full((100,), float(step))}, "progress": {"step": step, "best_loss": float("inf")}}
+
+
+def loaded_step(checkpoints: CheckpointManager) -> int | None:
+    found = checkpoints.load_latest()
+    return None if found is None else int(found[1]["model"]["weight"][0])

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for helpers that spawned ranks import as well
 
+from elastic_nodes import QUICK, Nodes
 from market import Market
 from worlds import Job, build
 
@@ -42,3 +45,31 @@ def new_job(dataset: Path, cache: Path, tmp_path: Path) -> Iterator[Callable[...
     yield make
     for job in jobs:
         job.kill()
+
+
+@pytest.fixture
+def begin(new_job: Callable[..., Job]) -> Iterator[Callable[..., Nodes]]:
+    """Makes the nodes of a job; none of their processes outlives the test."""
+    made: list[Nodes] = []
+
+    def make(each: int = 1, sections: dict[str, Any] | None = None, **training: Any) -> Nodes:
+        job = new_job(**{**QUICK, **training})
+        job.sections |= sections or {}
+        made.append(Nodes(job, each))
+        return made[-1]
+
+    yield make
+    for nodes in made:
+        nodes.kill()
+
+
+@pytest.fixture(scope="session")
+def whole(dataset: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A training of 30 steps that nothing disturbed, in a world of one."""
+    folder = tmp_path_factory.mktemp("whole")
+    job = Job(folder, dataset, training={"keep_checkpoints": 50}, environment={"DTRAIN_CACHE": str(cache)})
+    before = signal.getsignal(signal.SIGTERM)
+    assert job.run_here() == 0, job.result()
+    assert signal.getsignal(signal.SIGTERM) is before, "a process that trains in passing can still be ended"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(("reporter", "node", "gather"))]
+    return job

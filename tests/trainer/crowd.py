@@ -1,21 +1,29 @@
-"""Members that agree, each on a thread with peers of its own, on a real folder."""
+"""Candidates and generations; and members that agree, each on a thread with peers of its own, on a real folder."""
 
 from __future__ import annotations
 
 import socket
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from seats import seat
-
 from trainer.elastic.failure_detector import Address, FailureDetector
-from trainer.elastic.generation import Generation
+from trainer.elastic.generation import Candidate, Generation
 from trainer.elastic.membership import Membership
 from trainer.storage.open import open_storage
+
+
+def seat(name: str, place: int = 0, **what: Any) -> Candidate:
+    """A candidate that is ready, of launch 1."""
+    fields: dict[str, Any] = {"node": place, "local_rank": 0, "launch": 1, "host": "h", "port": 1, "ready": True}
+    return Candidate(member=name, **{**fields, "rank": place, **what})
+
+
+def generation(names: str, number: int = 4, **what: Any) -> Generation:
+    members = tuple(seat(name, place) for place, name in enumerate(names))
+    return Generation(number=number, launch=1, members=members, **what)
 
 
 class Line(FailureDetector):
@@ -126,10 +134,3 @@ def together(crowd: list[Node], after: Generation | None = None, **what: Any) ->
 
 def names_of(found: Generation) -> str:
     return "".join(item.member for item in found.members)
-
-
-def look_until(true: Callable[[], Any]) -> None:
-    until = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.02)

@@ -8,8 +8,7 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Mapping
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
-from worlds import FORKS, free_port
+from waiting import until
+from worlds import Run, free_port, launched
 
 from trainer import DistributedConfig, Trainer
 from trainer.config import TrackingConfig
@@ -155,53 +155,33 @@ def be_script(environment: Mapping[str, str], log: str, run_dir: str, options: M
         sys.exit(1)
 
 
-class Scripts:
+class Scripts(Run):
     """The ranks of one launch of a script."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.run_dir, self.processes = run_dir, list[BaseProcess]()
+        self.run_dir, self.processes = run_dir, {}
 
-    def start(self, world: int = 1, faults: tuple[Any, ...] = (), launch: bool = False, **options: Any) -> Scripts:
+    def start(self, world: int = 1, faults: Sequence[Any] = (), launch: bool = False, **options: Any) -> Scripts:
         """Start the ranks; with ``launch`` as the nodes of a cluster, which may regroup."""
         port = free_port()
         for rank in range(world):
-            environment = {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DTRAIN_FAULTS": json.dumps(faults),
-            }  # fmt: skip
+            environment = {**launched(rank, world, port=port), "DTRAIN_FAULTS": json.dumps(faults)}
             if launch:
-                environment |= {"DTRAIN_LAUNCH": "1", "DTRAIN_INCARNATION": "1", "NODE_RANK": str(rank)}
-                environment |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-            given = (environment, str(self.log_file(rank)), str(self.run_dir), options)
-            self.processes.append(FORKS.Process(target=be_script, args=given))
-            self.processes[-1].start()
+                environment |= {**launched(rank, world, 1, port), "DTRAIN_LAUNCH": "1", "DTRAIN_INCARNATION": "1"}
+            log = self.run_dir.parent / f"{self.run_dir.name}-{rank}.log"
+            self.fork(rank, be_script, environment, str(log), str(self.run_dir), options)
         return self
 
     def wait(self, seconds: float = 200.0) -> list[int | None]:
         """The exit codes, None for those that still run after all this time."""
-        until = time.monotonic() + seconds
-        for process in self.processes:
-            process.join(max(0.0, until - time.monotonic()))
-        codes = [process.exitcode for process in self.processes]
+        codes = self.wait_for(seconds)
         self.kill()
+        self.processes.clear()
         return codes
 
-    def kill(self) -> None:
-        """End what is left."""
-        for process in self.processes:
-            process.kill()
-            process.join()
-        self.processes.clear()
-
-    def log_file(self, rank: int) -> Path:
-        return self.run_dir.parent / f"{self.run_dir.name}-{rank}.log"
+    def until(self, true: Callable[[], Any]) -> None:
+        """Wait for something; fail at once when one is gone who could bring it about."""
+        until(true, self.log, 150, lambda: all(process.is_alive() for process in self.processes.values()))
 
     def log(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self.run_dir.parent.glob("*.log")))
-
-    def result(self) -> dict[str, Any]:
-        path = self.run_dir / "result.json"
-        return json.loads(path.read_text()) if path.exists() else {"log": self.log()}
-
-    def weights(self) -> dict[str, Tensor]:
-        return torch.load(self.run_dir / "model" / "weights.pt", weights_only=True)

@@ -1,8 +1,7 @@
 """Kills a process at each file operation of a save in turn, and looks at what it left. ``python killed_saves.py DIR``
 
 Prints a line of JSON for each operation. A fork of this process saves step 1, then step 2 and is killed by SIGKILL just
-before the N-th operation of that save, for N = 1, 2, … until one is not killed; with ``late`` it is killed while the
-state itself is written instead.
+before the N-th operation of that save, for N = 1, 2, … until one is not killed.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 from typing import Any
 
 import torch
@@ -34,8 +32,8 @@ OPERATIONS = {
 }
 
 
-def state(step: int, numbers: int = 1000) -> dict[str, Any]:
-    return {"model": {"weight": torch.full((numbers,), float(step))}, "progress": {"step": step}}
+def state(step: int) -> dict[str, Any]:
+    return {"model": {"weight": torch.full((1000,), float(step))}, "progress": {"step": step}}
 
 
 def save_and_die(folder: str, at: int, note: int) -> None:
@@ -59,31 +57,17 @@ def save_and_die(folder: str, at: int, note: int) -> None:
     os._exit(0)
 
 
-def save_slowly(folder: str, at: int, note: int) -> None:
-    """In the fork: until it is killed, saves what takes long to write."""
-    checkpoints = CheckpointManager(RunDir(folder), 1, "this")
-    checkpoints.save(state(1, 5_000_000), 1, 1, is_best=True)
-    checkpoints.wait()
-    os.write(note, b"writing")
-    for step in range(2, 1000):
-        checkpoints.save(state(step, 5_000_000), step, 1, is_best=True)
-        checkpoints.wait()
-
-
-def main(folder: str, late: bool) -> None:
+def main(folder: str) -> None:
     torch.set_num_threads(1)
     file_swap.PATIENCE_SECONDS = 0.1
-    for at in range(1, 5 if late else 1000):
+    for at in range(1, 1000):
         shutil.rmtree(folder, ignore_errors=True)
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
-            (save_slowly if late else save_and_die)(folder, at, writer)
+            save_and_die(folder, at, writer)
         os.close(writer)
         where = os.read(reader, 1000).decode()
-        if late:
-            time.sleep(0.02 * at)
-            os.kill(pid, signal.SIGKILL)
         killed = os.WIFSIGNALED(os.waitpid(pid, 0)[1])
         os.close(reader)
         rundir = RunDir(folder)
@@ -110,4 +94,4 @@ def main(folder: str, late: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], late=sys.argv[2:] == ["late"])
+    main(sys.argv[1])

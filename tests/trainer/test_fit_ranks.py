@@ -7,13 +7,12 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from fit_jobs import Scripts
+from worlds import assert_same_training
 
-from trainer.data.coverage import find_coverage_errors
 from trainer.exit_codes import EVICTED
 
 pytestmark = pytest.mark.slow
@@ -45,24 +44,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Scripts:
     return scripts
 
 
-def assert_same(scripts: Scripts, whole: Scripts) -> None:
-    """The same weights up to rounding, and each sample used once."""
-    result, mine, theirs = scripts.result(), scripts.weights(), whole.weights()
-    assert result["status"] == "succeeded"
-    largest = max(float(tensor.abs().max()) for tensor in theirs.values())
-    for name, tensor in theirs.items():
-        assert float((mine[name] - tensor).abs().max()) <= 1e-5 * largest, name
-    assert result["consumed"] == whole.result()["consumed"]
-    assert find_coverage_errors(result["consumed"], result["train_samples"], round(result["epochs"])) == []
-
-
 def test_worlds_of_any_size_train_the_same_with_and_without_workers(begin: Begin, whole: Scripts) -> None:
     """Each sample is read with noise, which is the same whichever rank and whichever worker reads it."""
     pair, three = begin("pair").start(2, workers=1), begin("three").start(3)
     assert pair.wait() == [0, 0], pair.log()
     assert three.wait() == [0, 0, 0], three.log()
-    assert_same(pair, whole)
-    assert_same(three, whole)
+    assert_same_training(pair, whole)
+    assert_same_training(three, whole)
     assert pair.result()["world_size"] == 2
 
 
@@ -79,7 +67,7 @@ def test_what_is_resumed_after_a_kill_equals_bit_for_bit(begin: Begin, whole: Sc
 def test_sigterm_to_a_rank_and_its_workers_ends_with_a_checkpoint(begin: Begin, whole: Scripts) -> None:
     scripts = begin("run").start(faults=({"kind": "sleep", "at": "forward", "node": 0, "every": True},), workers=2)
     folder = scripts.run_dir / "checkpoints"
-    until(lambda: any(folder.glob("*/manifest.json")), scripts)
+    scripts.until(lambda: any(folder.glob("*/manifest.json")))
     os.killpg(scripts.processes[0].pid or 0, signal.SIGTERM)
     assert scripts.wait() == [EVICTED], scripts.log()
     assert scripts.result()["status"] == "stopped"
@@ -91,11 +79,11 @@ def test_a_rank_alone_is_killed_and_its_workers_hold_nobody_up(begin: Begin) -> 
     """A worker inherits its rank's connections. This one never ends by itself: peers would wait for them."""
     scripts = begin("run").start(2, data="hanging", workers=1, collective_timeout_seconds=300)
     told = scripts.run_dir.parent / "worker"
-    until(lambda: told.exists() and bool(told.read_text()), scripts)
+    scripts.until(lambda: told.exists() and told.read_text())
     worker, rank = psutil.Process(int(told.read_text())), scripts.processes[1]
     assert worker.ppid() == rank.pid
     time.sleep(1.0)  # until rank 0 waits for it in the sum of a step
-    os.kill(rank.pid or 0, signal.SIGKILL)
+    scripts.signal(signal.SIGKILL, 1)
     assert scripts.wait(120) == [1, KILLED], scripts.log()
     assert "TrainingFailedError" in scripts.log()
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
@@ -105,7 +93,7 @@ def test_a_node_is_killed_and_the_others_go_on(begin: Begin, whole: Scripts) -> 
     fault = {"kind": "kill", "at": "backward", "step": 4, "node": 1}
     scripts = begin("run").start(3, faults=(fault,), launch=True, workers=1)
     assert scripts.wait() == [0, KILLED, 0], scripts.log()
-    assert_same(scripts, whole)
+    assert_same_training(scripts, whole)
     assert scripts.result()["world_size"] == 2
 
 
@@ -115,12 +103,3 @@ def test_ranks_with_other_data_are_refused_with_both_names(begin: Begin) -> None
     log = scripts.log()
     assert log.count("rank 1 trains on tensordataset-") >= 2, log
     assert "and rank 0 on tensordataset-" in log
-
-
-def until(true: Callable[[], Any], scripts: Scripts) -> None:
-    """Wait for something; fail at once when nobody is left who could bring it about."""
-    last = time.monotonic() + 150
-    while not true():
-        assert time.monotonic() < last, scripts.log()
-        assert all(process.is_alive() for process in scripts.processes), scripts.log()
-        time.sleep(0.05)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from certificates import Authority
-from elastic_nodes import KILLED, QUICK, Nodes, assert_undisturbed, weights
-from sharded_nodes import Hosts
-from worlds import Job
+from elastic_nodes import KILLED, Nodes, assert_undisturbed
+from worlds import Job, assert_same_training
 
 pytestmark = pytest.mark.slow
 Begin = Callable[..., Nodes]
@@ -28,20 +27,6 @@ def whole(dataset: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) 
     return job
 
 
-@pytest.fixture
-def begin(new_job: Callable[..., Job]) -> Iterator[Begin]:
-    """Makes the nodes of a job; none of their processes outlives the test."""
-    made: list[Nodes] = []
-
-    def make(kind: type[Nodes] = Hosts, **training: Any) -> Nodes:
-        made.append(kind(new_job("run", None, **{**QUICK, **FEW, **training})))
-        return made[-1]
-
-    yield make
-    for nodes in made:
-        nodes.kill()
-
-
 def kill(at: str, step: int, node: int) -> dict[str, Any]:
     return {"kind": "kill", "at": at, "step": step, "node": node}
 
@@ -52,10 +37,7 @@ def assert_equal(job: Job, whole: Job) -> None:
     mine, theirs = job.losses(), whole.losses()
     assert mine.keys() == theirs.keys()
     assert max(abs(mine[step] - theirs[step]) for step in mine) <= 1e-5
-    saved, expected = weights(job), weights(whole)
-    assert list(saved) == list(expected)
-    largest = max(float(tensor.abs().max()) for tensor in expected.values())
-    assert max(float((saved[name] - expected[name]).abs().max()) for name in expected) <= 1e-5 * largest
+    assert_same_training(job, whole)
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)])
@@ -78,12 +60,17 @@ def test_a_checkpoint_goes_on_with_another_strategy_and_number_of_ranks(
     assert_equal(job, whole)
 
 
+@pytest.mark.parametrize("encrypted", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "at", ["backward", *(pytest.param(at, marks=pytest.mark.long) for at in ("forward", "all_reduce", "optimizer"))]
 )
-def test_with_a_copy_on_each_node_a_lost_node_costs_no_step(begin: Begin, whole: Job, at: str) -> None:
-    nodes = begin(strategy="hsdp").start(faults=(kill(at, 6, 1),))
+def test_with_a_copy_on_each_node_a_lost_node_costs_no_step(
+    begin: Begin, whole: Job, tmp_path: Path, at: str, encrypted: bool
+) -> None:
+    tls = asdict(Authority(tmp_path).node()) if encrypted else None
+    nodes = begin(each=2, **FEW, strategy="hsdp", tls=tls).start(world=2, faults=(kill(at, 6, 1),))
     assert nodes.wait() == [0, 0, KILLED, KILLED], nodes.log()
+    assert "2 copies of the model, each over 2" in nodes.log()
     assert_undisturbed(nodes, whole)
     assert not nodes.job.events("resume"), "no step was done anew from a checkpoint"
     assert nodes.history()[-1].step == 6 + (at == "optimizer")
@@ -91,7 +78,7 @@ def test_with_a_copy_on_each_node_a_lost_node_costs_no_step(begin: Begin, whole:
 
 def test_with_one_copy_a_lost_node_costs_the_steps_since_the_checkpoint(begin: Begin, whole: Job) -> None:
     """The survivor goes back in the same process, and so does a rank that comes later."""
-    nodes = begin(Nodes, strategy="fsdp").start(world=3, faults=(kill("backward", 10, 1),))
+    nodes = begin(**FEW, strategy="fsdp").start(world=3, faults=(kill("backward", 10, 1),))
     assert nodes.wait() == [0, KILLED, 0], nodes.log()
     assert_undisturbed(nodes, whole)
     steps = [item["step"] for item in nodes.job.events("resume")]
@@ -101,7 +88,7 @@ def test_with_one_copy_a_lost_node_costs_the_steps_since_the_checkpoint(begin: B
 
 def test_a_node_lost_before_the_first_checkpoint_takes_nothing_along(begin: Begin, whole: Job) -> None:
     """All ranks hold rows by then, and a part of the first checkpoint is never written."""
-    nodes = begin(Nodes, strategy="fsdp").start(world=3, faults=(kill("save", 0, 1),))
+    nodes = begin(**FEW, strategy="fsdp").start(world=3, faults=(kill("save", 0, 1),))
     assert nodes.wait() == [0, KILLED, 0], nodes.log()
     assert_undisturbed(nodes, whole)
 
@@ -109,7 +96,7 @@ def test_a_node_lost_before_the_first_checkpoint_takes_nothing_along(begin: Begi
 def test_who_joins_at_a_step_that_is_saved_saves_it_with_the_others(begin: Begin, whole: Job) -> None:
     """A checkpoint is written by all ranks together: those that have saved this step save it once more."""
     slowly = {"kind": "sleep", "at": "optimizer", "node": 0, "every": True, "seconds": 0.2}
-    nodes = begin(Nodes, strategy="fsdp", checkpoint_frequency=1, collective_timeout_seconds=5)
+    nodes = begin(**FEW | {"checkpoint_frequency": 1}, strategy="fsdp", collective_timeout_seconds=5)
     nodes.start(world=2, faults=(slowly,)).until_step(3)
     nodes.signal(signal.SIGKILL, 1)
     nodes.until_members(0)
@@ -120,15 +107,6 @@ def test_who_joins_at_a_step_that_is_saved_saves_it_with_the_others(begin: Begin
 
 
 def test_ranks_share_the_model_over_encrypted_connections(begin: Begin, whole: Job, tmp_path: Path) -> None:
-    nodes = begin(Nodes, strategy="fsdp", tls=asdict(Authority(tmp_path).node())).start(world=2)
+    nodes = begin(**FEW, strategy="fsdp", tls=asdict(Authority(tmp_path).node())).start(world=2)
     assert nodes.wait() == [0, 0], nodes.log()
     assert_undisturbed(nodes, whole)
-
-
-@pytest.mark.long
-def test_over_encrypted_connections_a_lost_copy_costs_no_step(begin: Begin, whole: Job, tmp_path: Path) -> None:
-    nodes = begin(strategy="hsdp", tls=asdict(Authority(tmp_path).node())).start(faults=(kill("backward", 6, 1),))
-    assert nodes.wait() == [0, 0, KILLED, KILLED], nodes.log()
-    assert_undisturbed(nodes, whole)
-    assert not nodes.job.events("resume"), "no step was done anew from a checkpoint"
-    assert "2 copies of the model, each over 2" in nodes.log()

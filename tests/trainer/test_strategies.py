@@ -14,7 +14,10 @@ from trainer.strategies import require_package, settings_of_backend, settings_of
     ("settings", "message"),
     [
         ({"strategy": "ddp", "cpu_offload": True}, "needs sharded parameters"),
+        ({"strategy": "ddp", "gather_precision": "bf16"}, "training.strategy to fsdp or hsdp"),
         ({"strategy": "fsdp", "compile": "default"}, "compile = 'off'"),
+        ({"strategy": "fsdp", "precision": "fp16"}, "'bf16'"),
+        ({"strategy": "hsdp", "communication": "topk"}, "'allreduce'"),
         ({"strategy": "horovod", "communication": "topk"}, "'allreduce', or to 'fp16'"),
         ({"strategy": "horovod", "gather_precision": "bf16"}, "needs sharded parameters"),
         ({"strategy": "horovod", "cpu_offload": True}, "fsdp or hsdp, or to deepspeed"),

@@ -1,25 +1,25 @@
-"""A script of the user's own under torchrun: `examples/torchrun_script.py`, as its docstring says to start it."""
+"""A trainer in a process of the user's own: `examples/torchrun_script.py`, as its docstring says to start it, the order
+of its steps, and nothing left open where it cannot be made."""
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
-import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from worlds import Job, free_port
+from waiting import until
+from worlds import Job, run_torchrun
 
 from trainer.config import ConfigError, parse_job
+from trainer.engine.reports import RankReports
 from trainer.run import DistributedTrainer
+from trainer.rundir import RunDir
 
-ROOT = Path(__file__).resolve()
-while not (ROOT / "examples" / "torchrun_script.py").is_file():
-    ROOT = ROOT.parent
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "torchrun_script.py"
 
 
@@ -27,13 +27,7 @@ SCRIPT = ROOT / "examples" / "torchrun_script.py"
 @pytest.mark.parametrize("more", [pytest.param((), marks=pytest.mark.long), ("--own-loop",)])
 def test_two_ranks_learn_and_end_with_equal_weights(new_job: Callable[..., Job], more: tuple[str, ...]) -> None:
     job = new_job(world_size=2, batch_size_per_gpu=64, clip_norm=None)
-    torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent))
-    assert torchrun
-    master = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    command = [torchrun, "--nproc-per-node", "2", *master, str(SCRIPT), "--config", str(job.write()), *more]
-    environment = {name: value for name, value in os.environ.items() if "RANK" not in name and "WORLD" not in name}
-    environment |= {**job.environment, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    run = run_torchrun(job, [str(SCRIPT)], *more, PYTHONPATH=str(ROOT))
     assert run.returncode == 0, run.stderr
     weights = re.findall(r"rank \d: sha256 of the weights (\w{64})", run.stdout)
     assert len(weights) == 2, run.stdout
@@ -80,3 +74,29 @@ def test_a_model_of_ones_own_is_refused_where_it_would_have_to_regroup(
             trainer.setup_data_parallel(torch.nn.Linear(1, 1))
     finally:
         trainer.close()
+
+
+def test_a_participant_that_cannot_be_made_leaves_no_thread_behind(
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    before = set(threading.enumerate())
+    trainer = DistributedTrainer(parse_job(new_job(backend="nccl").write().read_text()))
+    with pytest.raises(ConfigError, match="nccl"):
+        trainer.initialize_distributed()
+    with pytest.raises(RuntimeError, match=r"initialize_distributed\(\) first"):
+        _ = trainer.participant
+    until(lambda: not set(threading.enumerate()) - before, threading.enumerate)
+    assert (trainer.launch, trainer.steps_done) == (None, 0)
+    trainer.close()
+
+
+def test_phases_before_the_first_world_are_kept_and_other_events_are_dropped(new_job: Callable[..., Job]) -> None:
+    job = parse_job(new_job().write().read_text())
+    reports = RankReports(job, RunDir(job.run_dir))
+    reports.emit("error", message="nobody is there to report as", fatal=False)
+    time.sleep(0.01)
+    reports.end_phase("startup")
+    assert reports.seconds["startup"] > 0
+    reports.close(1.0)
+    assert list(RunDir(job.run_dir).events()) == []

@@ -17,10 +17,6 @@ from trainer.model.stock import tcn
 from trainer.spec import DataSpec
 
 
-def raises(spec: DataSpec, outputs: int) -> nn.Module:
-    raise RuntimeError("no such weights")
-
-
 def raises_on_rank_1(spec: DataSpec, outputs: int) -> nn.Module:
     if os.environ["RANK"] == "1":
         raise RuntimeError("rank 1 has no weights")
@@ -141,10 +137,6 @@ class Hungry(nn.Module):
         return outputs + wide.sin().cos().mean(1, keepdim=True)
 
 
-def hungry(spec: DataSpec, outputs: int, room_mb: int = 0) -> nn.Module:
-    return Hungry(spec, outputs, room_mb)
-
-
 class Counting(nn.Module):
     """Writes the number of Python's allocated blocks, about one for each object, once in a while: the smallest of its
     passes since the last time, since other threads hold some for a moment."""
@@ -166,7 +158,3 @@ class Counting(nn.Module):
                     file.write(f"{self.least}\n")
                 self.least = 0
         return self.inner(windows)
-
-
-def counting(spec: DataSpec, outputs: int, path: str = "", every: int = 100) -> nn.Module:
-    return Counting(spec, outputs, path, every)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,18 +13,25 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
+from waiting import until
 
 from dtrain_dagster.data.prices import write_prices
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset
 from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.data.validation import validate_prices
 from trainer.__main__ import main, run
+from trainer.comm.launcher_env import RankFacts, rank_variables
+from trainer.data.coverage import find_coverage_errors
 from trainer.rundir import RunDir
+
+if TYPE_CHECKING:
+    import torch
 
 WINDOW, DAYS, TICKERS = 20, 700, 4
 
@@ -72,7 +80,9 @@ FORKS.set_forkserver_preload(["torch", "torch._dynamo", "trainer.engine.trainer"
 """Ranks are forked from a process that has torch loaded already: to import it costs more than a short training."""
 
 
-def be_rank(arguments: Sequence[str], environment: Mapping[str, str], log: str) -> None:
+def be_rank(
+    arguments: Sequence[str], environment: Mapping[str, str], log: str, prepare: Callable[[], None] | None = None
+) -> None:
     """The life of a forked process that ``python -m trainer`` with these arguments would have been."""
     os.setpgid(0, 0)
     with open(log, "a") as file:
@@ -81,39 +91,77 @@ def be_rank(arguments: Sequence[str], environment: Mapping[str, str], log: str) 
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    if prepare:
+        prepare()
     sys.exit(run(arguments))
 
 
-class Forked:
-    """A rank that was forked, as far as it is used like a `subprocess.Popen`."""
+def launched(rank: int, world: int, each: int = 0, port: int = 1) -> dict[str, str]:
+    """What a launcher tells a rank. ``each``: ranks on a node; all are on one, where it is left out. ``port``: of no
+    use to members of a cluster, which find each other through the run directory."""
+    each = each or world
+    facts = RankFacts(
+        rank=rank, world_size=world, local_rank=rank % each, local_world_size=each, node_rank=rank // each,
+        master_addr="127.0.0.1", master_port=port,
+    )  # fmt: skip
+    found = rank_variables(facts)
+    return found if each < world else {name: value for name, value in found.items() if name != "NODE_RANK"}
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        self._process = FORKS.Process(target=be_rank, args=(arguments, environment, str(log)))
-        self._process.start()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid or 0
+class Run:
+    """A training's processes, by rank, and what they leave behind."""
 
-    def poll(self) -> int | None:
-        return self._process.exitcode
+    run_dir: Path
+    processes: dict[int, BaseProcess]
 
-    def wait(self, seconds: float | None = None) -> int:
-        self._process.join(seconds)
-        if self._process.exitcode is None:
-            raise TimeoutError(f"it did not end within {seconds} s")
-        return self._process.exitcode
+    def fork(self, rank: int, life: Callable[..., None], *given: Any) -> None:
+        self.processes[rank] = FORKS.Process(target=life, args=given)
+        self.processes[rank].start()
 
-    def send_signal(self, number: int) -> None:
-        if self.pid and self.poll() is None:
-            os.kill(self.pid, number)
+    def wait_for(self, seconds: float, *ranks: int) -> list[int | None]:
+        """Exit codes of these, or of all; None for those that still run after all this time."""
+        end, chosen = time.monotonic() + seconds, ranks or sorted(self.processes)
+        for rank in chosen:
+            self.processes[rank].join(max(0.0, end - time.monotonic()))
+        return [self.processes[rank].exitcode for rank in chosen]
+
+    def signal(self, number: int, *ranks: int) -> None:
+        for rank in ranks:
+            if self.processes[rank].is_alive():
+                os.kill(self.processes[rank].pid or 0, number)
 
     def kill(self) -> None:
-        self._process.kill()
+        for process in self.processes.values():
+            if process.pid is not None:
+                process.kill()
+                process.join()
+
+    def result(self) -> dict[str, Any]:
+        path = self.run_dir / "result.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        import torch
+
+        return torch.load(self.run_dir / "model" / "weights.pt", weights_only=True)
+
+
+def assert_same_training(one: Run, whole: Run) -> None:
+    """It ended well, with the weights of the other one within 1e-5, and used each sample once in each epoch."""
+    result, mine, theirs = one.result(), one.weights(), whole.weights()
+    assert result["status"] == "succeeded", result
+    assert list(mine) == list(theirs)
+    largest = max(float(tensor.abs().max()) for tensor in theirs.values())
+    for name, tensor in theirs.items():
+        assert float((mine[name] - tensor).abs().max()) <= 1e-5 * largest, name
+    assert result["consumed"] == whole.result()["consumed"]
+    epochs = round(result["epochs"])
+    assert find_coverage_errors(result["consumed"], result["train_samples"], epochs) == []
+    assert len(result["consumed"]) == epochs > 0
 
 
 @dataclass
-class Job:
+class Job(Run):
     """A job and the worlds that worked on it."""
 
     run_dir: Path
@@ -121,7 +169,7 @@ class Job:
     sections: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
-    processes: list[Forked | subprocess.Popen[str]] = field(default_factory=list)
+    processes: dict[int, BaseProcess] = field(default_factory=dict)
 
     @property
     def rundir(self) -> RunDir:
@@ -141,63 +189,35 @@ class Job:
         path.write_text(json.dumps(config))
         return path
 
-    def start(self, world: int = 1, *arguments: str, program: tuple[str, ...] = ()) -> Job:
-        """Start the ranks of a world and return at once. ``program``: Python's arguments, for what is to be executed
-        instead of the trainer."""
+    def start(self, world: int = 1, *arguments: str, prepare: Callable[[], None] | None = None) -> Job:
+        """Start the ranks of a world and return at once. ``prepare``: what each does before it trains."""
         path, port = self.write(), free_port()
         for rank in range(world):
-            environment = {
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "LOCAL_WORLD_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                **OWN_PARTS,
-                **self.environment,
-            }
-            log, given = self.run_dir / f"log-{rank}.txt", ["--config", str(path), *arguments]
-            if not program:
-                self.processes.append(Forked(given, environment, log))
-                continue
-            with log.open("a") as output:
-                command = [sys.executable, *program, *given]
-                self.processes.append(
-                    subprocess.Popen(command, env=environment, stdout=output, stderr=output, text=True)
-                )
+            given = {"PYTHONPATH": str(Path(__file__).parent), **launched(rank, world, port=port), **OWN_PARTS}
+            environment = {**os.environ, **given, **self.environment}
+            command = ["--config", str(path), *arguments]
+            self.fork(rank, be_rank, command, environment, str(self.run_dir / f"log-{rank}.txt"), prepare)
         return self
 
-    def wait(self, seconds: float = 120) -> list[int]:
+    def wait(self, seconds: float = 120) -> list[int | None]:
         """Exit codes of the world that was started last."""
-        try:
-            return [process.wait(seconds) for process in self.processes]
-        finally:
-            self.kill()
+        codes = self.wait_for(seconds)
+        self.kill()
+        self.processes.clear()
+        return codes
 
-    def run(self, world: int = 1, *arguments: str, program: tuple[str, ...] = ()) -> list[int]:
-        return self.start(world, *arguments, program=program).wait()
+    def run(self, world: int = 1, *arguments: str, prepare: Callable[[], None] | None = None) -> list[int | None]:
+        return self.start(world, *arguments, prepare=prepare).wait()
 
     def run_here(self, *arguments: str) -> int:
         """Train in this process, as a world of one; the exit code."""
         with mock.patch.dict(os.environ, OWN_PARTS | self.environment):
             return main(["--config", str(self.write()), *arguments])
 
-    def kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-        self.processes.clear()
-
     def signal_when(self, true: Callable[[], bool], *ranks: int, number: int = signal.SIGTERM) -> None:
         """Send a signal to these ranks as soon as something is so."""
-        until = time.monotonic() + 100
-        while not true():
-            assert time.monotonic() < until, self.log()
-            assert all(process.poll() is None for process in self.processes), self.log()
-            time.sleep(0.05)
-        for rank in ranks:
-            self.processes[rank].send_signal(number)
+        until(true, self.log, 100, lambda: all(process.is_alive() for process in self.processes.values()))
+        self.signal(number, *ranks)
 
     def log(self, rank: int = 0) -> str:
         return (self.run_dir / f"log-{rank}.txt").read_text()
@@ -211,3 +231,15 @@ class Job:
 
     def result(self) -> dict[str, Any]:
         return self.rundir.read_json("result.json") or {}
+
+
+def run_torchrun(job: Job, program: Sequence[str], *more: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Two ranks of a program that takes ``--config``, under torchrun."""
+    torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent))
+    assert torchrun
+    master = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    clean = {name: value for name, value in os.environ.items() if "RANK" not in name and "WORLD" not in name}
+    return subprocess.run(
+        [torchrun, "--nproc-per-node", "2", *master, *program, "--config", str(job.write()), *more],
+        env={**clean, **job.environment, **environment}, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip

@@ -3,50 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
-import uuid
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from broken_storage import BrokenFileSystem
+from broken_storage import BrokenFileSystem, Checkpoints, loaded_step, stalled, state
 from racing_savers import race
+from waiting import frozen
 
 import trainer.checkpoint.async_writer
 from trainer.checkpoint.manager import BEST, LATEST, CheckpointManager
 from trainer.rundir import RunDir
-from trainer.runtime.retry import RetryPolicy
 
 HERE = Path(__file__).parents[1]
 
 
-def state(step: int) -> dict[str, Any]:
-    return {"model": {"weight": torch.full((100,), float(step))}, "progress": {"step": step}}
-
-
-def loaded_step(checkpoints: CheckpointManager) -> int | None:
-    found = checkpoints.load_latest()
-    return None if found is None else int(found[1]["model"]["weight"][0])
-
-
-def run(program: str, *arguments: str) -> list[str]:
-    """The lines that a program prints."""
-    done = subprocess.run([sys.executable, program, *arguments], stdout=subprocess.PIPE, text=True, check=True)
-    return done.stdout.splitlines()
-
-
 @pytest.mark.slow
 def test_killed_before_any_file_operation_of_a_save(tmp_path: Path) -> None:
-    deaths = [json.loads(line) for line in run(str(HERE / "killed_saves.py"), str(tmp_path / "run"))]
+    command = [sys.executable, str(HERE / "killed_saves.py"), str(tmp_path / "run")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    deaths = [json.loads(line) for line in done.stdout.splitlines()]
     assert [death["killed"] for death in deaths] == [True] * (len(deaths) - 1) + [False]
     where = " ".join(death["at"] for death in deaths)
     for place in ("state.pt", "manifest.json", "LATEST.json", "BEST.json", "LATEST.json.lock", "g0001-s000000001"):
@@ -55,16 +36,6 @@ def test_killed_before_any_file_operation_of_a_save(tmp_path: Path) -> None:
     assert sorted({death[LATEST] for death in deaths}) == sorted({death[BEST] for death in deaths}) == [1, 2]
     assert [death[LATEST] for death in deaths] == sorted(death[LATEST] for death in deaths)
     assert [death["heir"] for death in deaths] == [0] * len(deaths)  # the next generation saves, and cleans up
-
-
-@pytest.mark.slow
-def test_killed_in_the_middle_of_writing_the_state(tmp_path: Path) -> None:
-    deaths = [json.loads(line) for line in run(str(HERE / "killed_saves.py"), str(tmp_path / "run"), "late")]
-    assert len(deaths) == 4
-    for death in deaths:
-        assert death["killed"]
-        assert death["loaded"] == death[LATEST] >= 1
-        assert death["heir"] == 0
 
 
 @pytest.mark.slow
@@ -112,22 +83,15 @@ checkpoints.wait()
 )
 def test_a_writer_that_is_frozen_in_a_save_has_lost_when_it_wakes(tmp_path: Path, name: str, suffix: str) -> None:
     """Just before it opens this file: with all that it has read before, which holds no more when it wakes."""
-    command = [sys.executable, "-c", FREEZE, str(tmp_path), name, suffix]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as frozen:
-        try:
-            while "T (stopped)" not in Path(f"/proc/{frozen.pid}/status").read_text():
-                time.sleep(0.01)
-            heir = CheckpointManager(RunDir(str(tmp_path)), 3, "this")
-            heir.fence(2)
-            counted = 2 if name == "/BEST.json." else 1
-            assert loaded_path(heir) == f"checkpoints/g0001-s{counted:09d}"
-            for step in (2, 3):
-                assert heir.save(state(step), step, 2, is_best=step == 2)
-                assert heir.wait(60)
-            os.kill(frozen.pid, signal.SIGCONT)
-            output, _ = frozen.communicate(timeout=60)
-        finally:
-            frozen.kill()
+    with frozen(FREEZE, str(tmp_path), name, suffix) as thaw:
+        heir = CheckpointManager(RunDir(str(tmp_path)), 3, "this")
+        heir.fence(2)
+        counted = 2 if name == "/BEST.json." else 1
+        assert loaded_path(heir) == f"checkpoints/g0001-s{counted:09d}"
+        for step in (2, 3):
+            assert heir.save(state(step), step, 2, is_best=step == 2)
+            assert heir.wait(60)
+        output = thaw()
     assert "checkpoint_failed FencedError: generation 2 writes the checkpoints now" in output.splitlines()[-1]
     assert loaded_path(heir) == "checkpoints/g0002-s000000003"
     assert heir.load_best()[0] == "checkpoints/g0002-s000000002"
@@ -143,104 +107,72 @@ def loaded_path(checkpoints: CheckpointManager) -> str | None:
     return found and found[0]
 
 
-class Watched:
-    """A manager on storage that breaks on demand, and what it reported."""
-
-    def __init__(self) -> None:
-        self.reports: list[dict[str, Any]] = []
-        rundir = RunDir(f"broken://{uuid.uuid4().hex}")
-        self.checkpoints = CheckpointManager(
-            rundir, 3, "this", lambda kind, **fields: self.reports.append({"kind": kind, **fields})
-        )
-        self.rundir = rundir
-
-    def save(self, step: int) -> None:
-        assert self.checkpoints.save(state(step), step, 1)
-        assert self.checkpoints.wait(60)
-
-
-def pausing(seconds: float) -> RetryPolicy:
-    """The writer's policy, with a first pause of so many seconds."""
-    return replace(trainer.checkpoint.async_writer.RETRIES, first_pause_seconds=seconds)
+def save(checkpoints: Checkpoints, step: int) -> None:
+    assert checkpoints.save(state(step), step, 1)
+    assert checkpoints.wait(60)
 
 
 @pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    monkeypatch.setattr(trainer.checkpoint.async_writer, "RETRIES", pausing(0.001))
+def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkpoints]:
+    writer = trainer.checkpoint.async_writer
+    monkeypatch.setattr(writer, "RETRIES", replace(writer.RETRIES, first_pause_seconds=0.001))
+    checkpoints = Checkpoints()
+    yield checkpoints
     BrokenFileSystem.failures = 0
-    BrokenFileSystem.working.set()
-    watched = Watched()
-    yield watched
-    BrokenFileSystem.failures = 0
-    BrokenFileSystem.working.set()
-    watched.checkpoints.close(10)
+    checkpoints.close(10)
 
 
 @pytest.mark.parametrize("failures", [1, 2, 4])
-def test_storage_that_fails_for_a_while_is_tried_again_and_reported(broken: Watched, failures: int) -> None:
-    broken.save(1)
+def test_storage_that_fails_for_a_while_is_tried_again_and_reported(broken: Checkpoints, failures: int) -> None:
+    save(broken, 1)
     BrokenFileSystem.failures = failures
-    broken.save(2)
-    assert [(item["kind"], item.get("attempt"), item.get("gives_up")) for item in broken.reports[1:]] == [
+    save(broken, 2)
+    assert [(item["kind"], item.get("attempt"), item.get("gives_up")) for item in broken.told[1:]] == [
         *(("checkpoint_failed", attempt, False) for attempt in range(1, failures + 1)),
         ("checkpoint", None, None),
     ]
-    assert "OSError: no answer about" in broken.reports[1]["message"]
-    assert loaded_step(broken.checkpoints) == 2
+    assert "OSError: no answer about" in broken.told[1]["message"]
+    assert loaded_step(broken) == 2
 
 
-def test_storage_that_fails_for_long_costs_that_checkpoint_only(broken: Watched) -> None:
-    broken.save(1)
+def test_storage_that_fails_for_long_costs_that_checkpoint_only(broken: Checkpoints) -> None:
+    save(broken, 1)
     BrokenFileSystem.failures = 1000
-    broken.save(2)
-    broken.checkpoints.fence(1)  # no error either
-    assert [item.get("gives_up") for item in broken.reports[1:]] == [False] * 4 + [True, False]
-    assert (loaded_step(broken.checkpoints), broken.checkpoints.committed_step()) == (1, 1)
+    save(broken, 2)
+    broken.fence(1)  # no error either
+    assert [item.get("gives_up") for item in broken.told[1:]] == [False] * 4 + [True, False]
+    assert (loaded_step(broken), broken.committed_step()) == (1, 1)
     BrokenFileSystem.failures = 0
-    broken.save(3)
-    assert (loaded_step(broken.checkpoints), broken.checkpoints.committed_step()) == (3, 3)
+    save(broken, 3)
+    assert (loaded_step(broken), broken.committed_step()) == (3, 3)
 
 
-def test_pauses_between_attempts_double(broken: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.checkpoint.async_writer, "RETRIES", pausing(0.02))
-    times: list[float] = []
-    broken.checkpoints._report = lambda kind, **fields: times.append(time.monotonic())
-    BrokenFileSystem.failures = 1000
-    broken.save(1)
-    pauses = [later - earlier for earlier, later in pairwise(times)]
-    assert all(pause >= 0.02 * 2**n for n, pause in enumerate(pauses))  # at least: a machine may be busy
-    assert len(pauses) == 4
+def test_storage_that_stalls_stops_nobody_and_is_reported(broken: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    with stalled() as reached:
+        assert broken.save(state(1), 1, 1)
+        assert reached.acquire(timeout=60)  # the writer hangs in its storage from here on
+        assert broken.save(state(2), 2, 1)
+        assert broken.told == []
+        monkeypatch.setattr(trainer.checkpoint.async_writer, "SILENT_SECONDS", 0.0)
+        assert not broken.save(state(3), 3, 1)
+        assert not broken.save(state(4), 4, 1)
+        [report] = broken.told  # once, though asked twice
+        assert (report["kind"], report["step"], report["gives_up"]) == ("checkpoint_failed", 1, False)
+        assert "still being written after" in report["message"]
+        assert not broken.wait(0.01)
+    assert broken.wait(60)
+    assert [item["step"] for item in broken.told[1:]] == [1, 2]
+    assert loaded_step(broken) == 2
 
 
-def test_storage_that_stalls_stops_nobody_and_is_reported(broken: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    while BrokenFileSystem.reached.acquire(blocking=False):
-        pass
-    BrokenFileSystem.working.clear()
-    assert broken.checkpoints.save(state(1), 1, 1)
-    assert BrokenFileSystem.reached.acquire(timeout=60)  # the writer hangs in its storage from here on
-    assert broken.checkpoints.save(state(2), 2, 1)
-    assert broken.reports == []
-    monkeypatch.setattr(trainer.checkpoint.async_writer, "SILENT_SECONDS", 0.0)
-    assert not broken.checkpoints.save(state(3), 3, 1)
-    assert not broken.checkpoints.save(state(4), 4, 1)
-    [report] = broken.reports  # once, though asked twice
-    assert (report["kind"], report["step"], report["gives_up"]) == ("checkpoint_failed", 1, False)
-    assert "still being written after" in report["message"]
-    assert not broken.checkpoints.wait(0.01)
-    BrokenFileSystem.working.set()
-    assert broken.checkpoints.wait(60)
-    assert [item["step"] for item in broken.reports[1:]] == [1, 2]
-    assert loaded_step(broken.checkpoints) == 2
-
-
-def test_a_report_that_fails_does_not_end_the_writer(broken: Watched) -> None:
+def test_a_report_that_fails_does_not_end_the_writer(broken: Checkpoints) -> None:
     def fail(kind: str, **fields: Any) -> None:
         raise ValueError("no room for reports")
 
-    broken.checkpoints._report = fail
-    broken.save(1)
-    broken.save(2)
-    assert loaded_step(broken.checkpoints) == 2
+    broken._report = fail
+    save(broken, 1)
+    save(broken, 2)
+    assert loaded_step(broken) == 2
 
 
 def test_the_checkpoints_vanish_while_it_runs(tmp_path: Path) -> None:

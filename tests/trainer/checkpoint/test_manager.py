@@ -13,18 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from broken_storage import BrokenFileSystem
+from broken_storage import Checkpoints, loaded_step, stalled, state
 
 from trainer.checkpoint.async_writer import Stage
 from trainer.checkpoint.manager import BEST, LATEST, CheckpointError, CheckpointManager, FencedError, check_fits
 from trainer.config import ConfigError
 from trainer.rundir import RunDir
 
-Make = Callable[..., CheckpointManager]
-
-
-def state(step: int) -> dict[str, Any]:
-    return {"model": {"weight": torch.full((100,), float(step))}, "progress": {"step": step, "best_loss": float("inf")}}
+Make = Callable[..., Checkpoints]
 
 
 def folder_of(step: int, generation: int = 1) -> str:
@@ -39,10 +35,10 @@ def rundir(tmp_path: Path) -> RunDir:
 @pytest.fixture
 def manager(rundir: RunDir) -> Iterator[Make]:
     """Makes managers of one run directory, which end with the test."""
-    made: list[CheckpointManager] = []
+    made: list[Checkpoints] = []
 
-    def make(keep: int = 3, fingerprint: str = "this", **options: Any) -> CheckpointManager:
-        made.append(CheckpointManager(rundir, keep, fingerprint, **options))
+    def make(keep: int = 3, fingerprint: str = "this") -> Checkpoints:
+        made.append(Checkpoints(rundir, keep, fingerprint))
         return made[-1]
 
     yield make
@@ -57,17 +53,11 @@ def save(checkpoints: CheckpointManager, step: int, generation: int = 1, is_best
     return folder_of(step, generation)
 
 
-def loaded_step(checkpoints: CheckpointManager) -> int | None:
-    found = checkpoints.load_latest()
-    return None if found is None else int(found[1]["model"]["weight"][0])
-
-
 @pytest.mark.parametrize("where", ["local", "memory"])
 def test_what_is_saved_is_loaded(rundir: RunDir, where: str) -> None:
     if where == "memory":
         rundir = RunDir(f"memory://{uuid.uuid4().hex}")
-    reports: list[dict[str, Any]] = []
-    checkpoints = CheckpointManager(rundir, 3, "this", lambda kind, **fields: reports.append({"kind": kind, **fields}))
+    checkpoints = Checkpoints(rundir)
     assert checkpoints.load_latest() is None
     assert checkpoints.committed_step() is None
     with pytest.raises(CheckpointError, match=r"BEST.json is gone"):
@@ -79,7 +69,7 @@ def test_what_is_saved_is_loaded(rundir: RunDir, where: str) -> None:
         assert torch.equal(found[1]["model"]["weight"], torch.full((100,), 7.0))
     assert rundir.read_json(LATEST) == rundir.read_json(BEST) == {"path": folder, "step": 7, "generation": 1}
     assert checkpoints.committed_step() == 7
-    [report] = reports
+    [report] = checkpoints.told
     assert {key: report[key] for key in ("kind", "step", "path", "is_best")} == {
         "kind": "checkpoint", "step": 7, "path": folder, "is_best": True,
     }  # fmt: skip
@@ -111,11 +101,10 @@ def test_one_step_is_written_once_though_it_is_best_and_regular(rundir: RunDir, 
 
 def test_a_folder_is_never_written_by_a_second_writer(rundir: RunDir, manager: Make) -> None:
     save(manager(), 5)
-    reports: list[dict[str, Any]] = []
-    other = manager(report=lambda kind, **fields: reports.append(fields))
+    other = manager()
     save(other, 5, more=torch.zeros(3))
-    assert [report["gives_up"] for report in reports] == [True]
-    assert f"{folder_of(5)} already exists" in reports[0]["message"]
+    assert [report["gives_up"] for report in other.told] == [True]
+    assert f"{folder_of(5)} already exists" in other.told[0]["message"]
     assert "more" not in other.load(folder_of(5))
 
 
@@ -229,13 +218,10 @@ def test_code_hidden_in_a_checkpoint_is_not_run(
 
 def test_who_waits_gives_way_to_a_new_best_and_but_for_the_best_to_the_last(manager: Make) -> None:
     """While one is written, one waits; nobody else is taken, and nobody waits."""
-    BrokenFileSystem.working.clear()
-    while BrokenFileSystem.reached.acquire(blocking=False):
-        pass  # what tests before have left
-    checkpoints = CheckpointManager(RunDir(f"broken://{uuid.uuid4().hex}"), 9, "this")
-    try:
+    checkpoints = Checkpoints(keep=9)
+    with stalled() as reached:
         assert checkpoints.save(state(1), 1, 1)
-        BrokenFileSystem.reached.acquire(timeout=60)  # it is being written
+        assert reached.acquire(timeout=60)  # it is being written
         assert checkpoints.save(state(2), 2, 1)
         assert not checkpoints.save(state(3), 3, 1)
         assert checkpoints.save(state(3), 3, 1, is_last=True)
@@ -244,8 +230,6 @@ def test_who_waits_gives_way_to_a_new_best_and_but_for_the_best_to_the_last(mana
         assert not checkpoints.save(state(6), 6, 1)
         assert not checkpoints.save(state(6), 6, 1, is_last=True)
         assert not checkpoints.wait(0.01)
-    finally:
-        BrokenFileSystem.working.set()
     assert checkpoints.wait(60)
     assert checkpoints.folders() == [folder_of(5), folder_of(1)]
     assert [loaded_step(checkpoints), checkpoints.committed_step()] == [5, 5]
@@ -272,9 +256,8 @@ def test_what_is_saved_is_what_was_there_when_it_was_saved() -> None:
         "seen": {1},
     }
     expected = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    BrokenFileSystem.working.clear()
-    checkpoints = CheckpointManager(RunDir(f"broken://{uuid.uuid4().hex}"), 9, "this")
-    try:
+    checkpoints = Checkpoints(keep=9)
+    with stalled():
         assert checkpoints.save(live, 1, 1)
         with torch.no_grad():
             for tensor in tensors.values():
@@ -283,8 +266,6 @@ def test_what_is_saved_is_what_was_there_when_it_was_saved() -> None:
         live["step"] = 2
         live["seen"].add(2)  # type: ignore[attr-defined]
         del tensors["half"]
-    finally:
-        BrokenFileSystem.working.set()
     assert checkpoints.wait(60)
     found = checkpoints.load_latest()
     assert found is not None
@@ -341,16 +322,15 @@ def test_loading_touches_nothing_live_and_misfits_are_named(manager: Make) -> No
 
 
 def test_a_fence_stops_the_older_and_spares_what_counted(rundir: RunDir, manager: Make) -> None:
-    reports: list[dict[str, Any]] = []
-    old = manager(report=lambda kind, **fields: reports.append({"kind": kind, **fields}))
+    old = manager()
     save(old, 1, is_best=True)
     new = manager()
     new.fence(2)
     for name in (LATEST, BEST):
         assert rundir.read_json(name) == {"path": folder_of(1), "step": 1, "generation": 2}
-    reports.clear()
+    old.told.clear()
     save(old, 2, is_best=True)
-    [report] = reports
+    [report] = old.told
     assert (report["kind"], report["gives_up"]) == ("checkpoint_failed", True)
     assert "generation 2 writes the checkpoints now" in report["message"]
     assert (old.committed_step(), loaded_step(new)) == (1, 1)
@@ -371,18 +351,14 @@ def test_a_fence_where_nothing_was_saved_yet(manager: Make) -> None:
 
 
 def test_what_a_survivor_was_writing_when_it_became_the_next_rank_0_still_counts() -> None:
-    checkpoints = CheckpointManager(RunDir(f"broken://{uuid.uuid4().hex}"), 1, "this")
-    BrokenFileSystem.working.set()
+    checkpoints = Checkpoints(keep=1)
     save(checkpoints, 1)
-    while BrokenFileSystem.reached.acquire(blocking=False):
-        pass
-    BrokenFileSystem.working.clear()
-    assert checkpoints.save(state(2), 2, 1)
-    BrokenFileSystem.reached.acquire(timeout=60)
-    fence = threading.Thread(target=checkpoints.fence, args=(2,))
-    fence.start()
-    BrokenFileSystem.reached.acquire(timeout=60)
-    BrokenFileSystem.working.set()
+    with stalled() as reached:
+        assert checkpoints.save(state(2), 2, 1)
+        assert reached.acquire(timeout=60)
+        fence = threading.Thread(target=checkpoints.fence, args=(2,))
+        fence.start()
+        assert reached.acquire(timeout=60)
     fence.join(60)
     assert checkpoints.wait(60)
     assert (checkpoints.committed_step(), loaded_step(checkpoints)) == (2, 2)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from broken_storage import Checkpoints
 
 from trainer.checkpoint.files import assemble
 from trainer.checkpoint.manager import CheckpointError, CheckpointManager
@@ -96,10 +97,7 @@ def test_a_damaged_part_is_found(tmp_path: Path) -> None:
 
 
 def test_who_leads_a_newer_generation_waits_no_longer_for_parts_of_lost_ranks(tmp_path: Path) -> None:
-    told: list[dict[str, Any]] = []
-    lead = CheckpointManager(
-        RunDir(str(tmp_path)), 3, "same", lambda kind, **fields: told.append({"kind": kind, **fields})
-    )
+    lead = Checkpoints(RunDir(str(tmp_path)))
     lead.save(part(0, 2), 4, 1)
     ended = threading.Event()
     threading.Thread(target=lambda: (lead.wait(60), ended.set()), daemon=True).start()
@@ -107,6 +105,6 @@ def test_who_leads_a_newer_generation_waits_no_longer_for_parts_of_lost_ranks(tm
     assert not ended.is_set()
     lead.fence(2)
     assert ended.wait(30)
-    assert [item["gives_up"] for item in told if item["kind"] == "checkpoint_failed"] == [True]
+    assert [item["gives_up"] for item in lead.told if item["kind"] == "checkpoint_failed"] == [True]
     assert lead.committed_step() is None
     lead.close(5)

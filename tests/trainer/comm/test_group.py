@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import Job
+from thread_worlds import NoTransport, at_once, gloo_openers, worlds_of
+from waiting import until
 
 import trainer.comm.group
 from trainer.comm.group import GroupError, InterruptibleGroup, has_abandoned_groups
@@ -29,7 +30,7 @@ from trainer.comm.launcher_env import RankFacts
 from trainer.comm.parameter_server import ParameterServerGroup
 from trainer.comm.socket_group import NEAR_BYTES, UNSHARED
 from trainer.comm.static_rendezvous import open_listener
-from trainer.comm.torch_transport import TorchTransport, Transport, make_torch_transport
+from trainer.comm.torch_transport import TorchTransport, make_torch_transport
 from trainer.comm.world import World
 from trainer.observability import comm_profiler
 from trainer.observability.comm_profiler import (
@@ -65,31 +66,22 @@ class Ranks:
     """Groups of one world, all in this process."""
 
     def __init__(self, kind: str, size: int, timeout: float = NEVER) -> None:
-        listener = open_listener("127.0.0.1")
-        address = ("127.0.0.1", listener.getsockname()[1])
-        store = dist.HashStore()
-
-        def opener(rank: int) -> Callable[[], Transport]:
-            if kind == "star" and rank == 0:
-                return lambda: ParameterServerGroup.serve(listener, size, b"key", timeout)
-            if kind == "star":
-                return lambda: ParameterServerGroup.connect_worker(address, rank, size, b"key", timeout)
-            return lambda: make_torch_transport(store, rank, size, None, timeout, timeout, "127.0.0.1")
-
-        self.groups = [InterruptibleGroup(rank, size, opener(rank)) for rank in range(size)]
-        self.worlds = [
-            World(RankFacts(rank=rank, world_size=size), torch.device("cpu"), "gloo", group=group)
-            for rank, group in enumerate(self.groups)
-        ]
+        openers = gloo_openers(size, timeout)
+        if kind == "star":
+            listener = open_listener("127.0.0.1")
+            address = ("127.0.0.1", listener.getsockname()[1])
+            openers = [partial(ParameterServerGroup.serve, listener, size, b"key", timeout)]
+            for rank in range(1, size):
+                openers.append(partial(ParameterServerGroup.connect_worker, address, rank, size, b"key", timeout))
+        self.worlds = worlds_of(openers)
+        self.groups: list[Any] = [world.group for world in self.worlds]
 
     def all(self, work: Callable[[World], Any]) -> list[Any]:
         """What every rank comes to, when all do this at the same time."""
-        with ThreadPoolExecutor(len(self.worlds)) as pool:
-            return list(pool.map(work, self.worlds))
+        return at_once(work, self.worlds)
 
     def close(self) -> None:
-        with ThreadPoolExecutor(len(self.groups)) as pool:
-            list(pool.map(InterruptibleGroup.close, self.groups))
+        at_once(InterruptibleGroup.close, self.groups)
 
 
 @pytest.fixture
@@ -117,10 +109,7 @@ def blocked(work: Callable[[], Any]) -> ThreadPoolExecutor | Any:
 
 
 def while_it_does(group: InterruptibleGroup, what: str) -> None:
-    until = time.monotonic() + 60
-    while group.doing[0] != what:
-        assert time.monotonic() < until, group.doing
-        time.sleep(0.01)
+    until(lambda: group.doing[0] == what, lambda: group.doing)
 
 
 @pytest.mark.parametrize("kind", ["torch", "star"])
@@ -237,42 +226,32 @@ def test_a_group_that_does_not_come_about_says_so() -> None:
     group.close()
 
 
-def test_a_link_that_is_slow_is_found(ranks: Callable[..., Ranks]) -> None:
-    world = ranks(size=3)
-    send = TorchTransport.send
+@pytest.mark.parametrize(
+    ("delay", "patience", "asked", "slowest"),
+    [
+        (lambda rank, target, size: 0.3 * ((rank, target, size) == (1, 0, PROBE_BYTES)), NEVER, PROBE_BYTES, {(1, 0)}),
+        # 40 KB/s: a megabyte takes longer than a collective may, and what is known of the first bytes forbids it.
+        (lambda rank, target, size: size / 40_000 * (rank == 2), 0.6, PROBE_LEAST, {(2, 0), (2, 1)}),
+    ],
+)
+def test_links_that_are_slow_are_found_and_asked_no_more_than_they_can_carry_in_time(
+    ranks: Callable[..., Ranks], delay: Callable[[int, int, int], float], patience: float, asked: int, slowest: set[Any]
+) -> None:
+    send, sent = TorchTransport.send, list[int]()
 
     def slow(transport: TorchTransport, tensor: torch.Tensor, target: int) -> None:
-        time.sleep(0.3 if (transport.group.rank(), target, len(tensor)) == (1, 0, PROBE_BYTES) else 0.0)
+        sent.append(len(tensor))
+        time.sleep(delay(transport.group.rank(), target, len(tensor)))
         send(transport, tensor, target)
 
-    with mock.patch.object(TorchTransport, "send", slow), mock.patch.object(comm_profiler, "PROBE_SECONDS", NEVER):
+    with mock.patch.object(TorchTransport, "send", slow), mock.patch.object(comm_profiler, "PROBE_SECONDS", patience):
         look = lambda one: one.group.run("probe", partial(time_links, rank=one.rank, size=3))  # noqa: E731
-        [(bytes_, seconds, took), *others] = world.all(look)
+        [(bytes_, seconds, took), *others] = ranks(size=3).all(look)
     assert others == [(bytes_, seconds, took)] * 2
-    assert bytes_ == PROBE_BYTES
+    assert (bytes_, max(sent)) == (asked, asked)
     assert took > sum(seconds)
     assert all(value > 0 for value in seconds)
-    assert links(3)[int(np.argmax(seconds))] == (1, 0)
-
-
-def test_of_a_network_that_turns_out_to_be_slow_no_more_is_asked_than_it_can_carry_in_time(
-    ranks: Callable[..., Ranks],
-) -> None:
-    """Links from rank 2 carry 40 KB/s, after which a megabyte takes longer than a collective may."""
-    world, send, sent = ranks(size=3), TorchTransport.send, list[int]()
-
-    def slow(transport: TorchTransport, tensor: torch.Tensor, target: int) -> None:
-        if transport.group.rank() == 2:
-            sent.append(len(tensor))
-            time.sleep(len(tensor) / 40_000)
-        send(transport, tensor, target)
-
-    with mock.patch.object(TorchTransport, "send", slow), mock.patch.object(comm_profiler, "PROBE_SECONDS", 0.6):
-        look = lambda one: one.group.run("probe", partial(time_links, rank=one.rank, size=3))  # noqa: E731
-        [(bytes_, seconds, _), *_] = world.all(look)
-    assert bytes_ == PROBE_LEAST
-    assert max(sent) == PROBE_LEAST, "what is known of the first few bytes forbids more"
-    assert {links(3)[number] for number in np.argsort(seconds)[-2:]} == {(2, 0), (2, 1)}
+    assert {links(3)[number] for number in np.argsort(seconds)[-len(slowest) :]} == slowest
 
 
 def test_ranks_that_mostly_communicate_look_at_their_links_once(ranks: Callable[..., Ranks]) -> None:
@@ -320,17 +299,10 @@ def test_of_a_long_window_the_last_steps_are_told() -> None:
 
 
 def test_what_is_submitted_happens_in_order_and_an_error_ends_it_all() -> None:
-    class Nothing:
-        linger_seconds = 0.0
-
-        def interrupt(self) -> None: ...
-        def abort(self) -> None: ...
-        def close(self) -> None: ...
-
     def broken(_: Any) -> None:
         raise RuntimeError("[../gloo/pair.cc:534] Connection reset by peer. This is typically due to …")
 
-    group, done, gate = InterruptibleGroup(0, 1, Nothing), list[int](), threading.Event()  # type: ignore[arg-type]
+    group, done, gate = InterruptibleGroup(0, 1, NoTransport), list[int](), threading.Event()  # type: ignore[arg-type]
     group.submit("wait", lambda _: gate.wait(60))
     futures = [group.submit("count", lambda _, number=number: done.append(number)) for number in range(50)]  # type: ignore[misc]
     failing, after = group.submit("all-reduce", broken), group.submit("count", lambda _: done.append(99))
@@ -368,39 +340,3 @@ def test_a_process_that_freezes_or_dies_in_the_middle(how: str) -> None:
         peer.send_signal(signal.SIGKILL)
         peer.wait()
         group.close()
-
-
-def test_who_trains_in_a_process_of_its_own_goes_on_after_it(
-    ranks: Callable[..., Ranks], new_job: Callable[..., Job]
-) -> None:
-    """Something hangs in it that an earlier training has left behind; that must not end it, as it ends a node."""
-    world = ranks(timeout=10.0)
-    world.all(World.barrier)
-    world.groups[0].fail("n1 is gone")
-    world.groups[0].close()
-    assert has_abandoned_groups()
-    assert new_job(max_steps=2).run_here() == 0
-
-
-@pytest.mark.slow
-def test_a_process_ends_though_a_group_that_it_left_behind_still_hangs() -> None:
-    program = """
-import sys, threading, time, torch, torch.distributed as dist
-from trainer.comm.group import InterruptibleGroup
-from trainer.comm.torch_transport import make_torch_transport
-from trainer.engine.run_job import leave_process
-store = dist.HashStore()
-def opener(rank):
-    return lambda: make_torch_transport(store, rank, 2, None, 1000.0, 1000.0, "127.0.0.1")
-groups = [InterruptibleGroup(rank, 2, opener(rank)) for rank in range(2)]
-both = [group.submit("all-reduce", lambda transport: transport.all_reduce(torch.ones(1))) for group in groups]
-[future.result() for future in both]
-stuck = groups[0].submit("all-reduce", lambda transport: transport.all_reduce(torch.ones(1)))
-while groups[0].doing[0] != "all-reduce": time.sleep(0.01)
-groups[0].fail("n1 is gone")
-groups[0].close()
-print("said")
-sys.exit(leave_process(75))
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert (ended.returncode, ended.stdout) == (75, "said\n"), ended.stderr

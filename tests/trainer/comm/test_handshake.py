@@ -7,15 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.comm.channel import PeerError
-from trainer.comm.handshake import (
-    HELLO,
-    NAME_BYTES,
-    PROOF_BYTES,
-    REPLY,
-    AuthenticationError,
-    Caller,
-    Listener,
-)
+from trainer.comm.handshake import HELLO, NAME_BYTES, PROOF_BYTES, REPLY, AuthenticationError, Caller, Listener
 from trainer.comm.launch_secret import LaunchSecret
 from trainer.comm.listener import check_rank
 
@@ -23,9 +15,11 @@ KEY = LaunchSecret(bytes(range(32))).key("peer_to_peer", "job", 3)
 names = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=NAME_BYTES // 4)
 
 
-def recorded(key: bytes = KEY, caller: str = "2", listener: str = "0") -> tuple[bytes, bytes, bytes]:
+def recorded(
+    key: bytes = KEY, caller: str = "2", listener: str = "0", other_key: bytes | None = None
+) -> tuple[bytes, bytes, bytes]:
     """All three messages of a handshake that succeeded."""
-    one, other = Caller(key, caller, listener), Listener(key, listener)
+    one, other = Caller(key, caller, listener), Listener(key if other_key is None else other_key, listener)
     reply = other.reply(one.hello)
     proof = one.answer(reply)
     assert other.admit(proof) == caller
@@ -76,18 +70,10 @@ def test_a_proof_for_one_rank_is_none_for_another() -> None:
     "other", [("peer_to_peer", "job", 4), ("peer_to_peer", "other", 3), ("store", "job", 3), ("peer_to_peer", "job")]
 )
 def test_a_key_for_something_else_opens_nothing(other: tuple[str, ...]) -> None:
-    wrong = LaunchSecret(bytes(range(32))).key(*other)
-    with pytest.raises(AuthenticationError):
-        recorded_between(KEY, wrong)
-    with pytest.raises(AuthenticationError):
-        recorded_between(KEY, LaunchSecret(bytes(32)).key("peer_to_peer", "job", 3))
-    with pytest.raises(AuthenticationError):
-        recorded_between(KEY, LaunchSecret().key("peer_to_peer", "job", 3))
-
-
-def recorded_between(one: bytes, other: bytes) -> None:
-    caller, listener = Caller(one, "2", "0"), Listener(other, "0")
-    listener.admit(caller.answer(listener.reply(caller.hello)))
+    same = ("peer_to_peer", "job", 3)
+    for secret, purpose in ((bytes(range(32)), other), (bytes(32), same), (b"", same)):
+        with pytest.raises(AuthenticationError):
+            recorded(other_key=LaunchSecret(secret).key(*purpose))
 
 
 def test_parts_of_a_key_cannot_be_shifted() -> None:

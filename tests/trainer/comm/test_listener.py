@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -55,19 +56,32 @@ def test_more_than_may_be_unproven_keep_nobody_out_and_the_oldest_go(listener: s
         connection.close()
 
 
-def test_who_has_another_key_or_says_nothing_is_noted_and_is_nobody(listener: socket.socket) -> None:
-    door = door_at(listener)
-    mute, wrong = (socket.create_connection(listener.getsockname()) for _ in range(2))
+NONSENSE = (
+    b"", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", struct.pack("!Q", 1 << 60), struct.pack("!Q", 4) + b"nope", b"[" * 4000,
+    b"dtA1" + bytes(range(256)), b"dtA1" + bytes(40),
+)  # fmt: skip
+
+
+def test_who_has_another_key_or_says_nonsense_or_nothing_is_noted_and_keeps_nobody_out(listener: socket.socket) -> None:
+    door, address = door_at(listener), listener.getsockname()
+    mute, wrong, *odd = (socket.create_connection(address) for _ in range(2 + len(NONSENSE)))
+    for guest, said in zip(odd, NONSENSE, strict=True):
+        guest.sendall(said)
+    odd[0].close()
     with ThreadPoolExecutor(1) as pool:
-        came = pool.submit(door.next, time.monotonic() + 2.5)
+        came = pool.submit(door.next, time.monotonic() + PATIENCE)
         with pytest.raises(Exception, match="does not prove that it knows this launch's secret"):
             knock(wrong, b"another")
-        wrong.close()
+        with socket.create_connection(address) as honest:
+            knock(honest)
+            link, name = came.result(PATIENCE)
+        assert name == "guest"
         with pytest.raises(TimeoutError):
-            came.result(PATIENCE)
+            pool.submit(door.next, time.monotonic() + 2.5).result(PATIENCE)
     assert any("it sent nothing in time" in why for why in door.refused)
     assert not door._guests
-    mute.close()
+    for connection in (mute, wrong, *odd, link.connection):
+        connection.close()
 
 
 @contextlib.contextmanager

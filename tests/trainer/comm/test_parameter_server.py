@@ -1,23 +1,25 @@
-"""Parameter-server mode: real processes and sockets, plain and with TLS."""
+"""Parameter-server mode: real sockets, plain and with TLS, and real processes where one of them dies or freezes."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import star_ranks as at
 import torch
 from certificates import Authority
-from star_ranks import FREEZE, KILL, THAW, Outcome, Rank, Tap, listening
+from star_ranks import Outcome, Process, Rank, Tap, Work, listening, summing
 
 from trainer.comm import parameter_server
 from trainer.comm.channel import _HEAD, ADMITTED, REFUSED, PeerError, open_connection
@@ -26,6 +28,7 @@ from trainer.comm.parameter_server import ParameterServerGroup
 from trainer.config import TLSConfig
 
 pytestmark = pytest.mark.slow
+Join = Callable[..., Rank]
 Start = Callable[..., list[Rank]]
 
 
@@ -41,73 +44,88 @@ def tls(request: pytest.FixtureRequest, certificate: TLSConfig) -> TLSConfig | N
 
 
 @pytest.fixture
-def alive() -> Iterator[list[Rank]]:
-    """Ranks that are ended with the test."""
-    ranks: list[Rank] = []
-    yield ranks
+def join(tls: TLSConfig | None) -> Iterator[Join]:
+    """Starts a rank on a thread. When all have ended, none of them holds a connection open."""
+    before, ranks = psutil.Process().net_connections("tcp"), list[Rank]()
+
+    def begin(where: Any, rank: int, size: int, work: Work | None = None, **options: Any) -> Rank:
+        ranks.append(Rank(where, rank, size, work or summing(1.0 + rank), **{"tls": tls, **options}))
+        return ranks[-1]
+
+    yield begin
     for rank in ranks:
-        rank.end()
+        rank.outcome()
+    left = {item.fd for item in psutil.Process().net_connections("tcp")} - {item.fd for item in before}
+    assert not left
 
 
 @pytest.fixture
-def start(alive: list[Rank], tls: TLSConfig | None) -> Start:
-    def begin(size: int, work: Any, *arguments: Any, **options: Any) -> list[Rank]:
-        ranks = at.start(size, work, *arguments, tls=tls, **options)
-        alive.extend(ranks)
-        return ranks
+def start(join: Join) -> Start:
+    def begin(size: int, work: Work, order: tuple[int, ...] = (), **options: Any) -> list[Rank]:
+        """All ranks of a world, started in this order."""
+        listener = listening()
+        where = [listener, *[listener.getsockname()] * (size - 1)]
+        ranks = [join(where[rank], rank, size, work, **options) for rank in order or range(size)]
+        return sorted(ranks, key=lambda rank: rank.rank)
 
     return begin
 
 
-def outcomes(ranks: list[Rank]) -> list[Outcome]:
+@pytest.fixture
+def served(join: Join) -> Callable[..., tuple[Rank, at.Address]]:
+    """Starts a server that waits for its workers; it and its address."""
+
+    def begin(size: int, **options: Any) -> tuple[Rank, at.Address]:
+        listener = listening()
+        address = listener.getsockname()
+        return join(listener, 0, size, **options), address
+
+    return begin
+
+
+def outcomes(*ranks: Rank) -> list[Outcome]:
     return [rank.outcome() for rank in ranks]
 
 
-def values(ranks: list[Rank]) -> list[Any]:
-    ended = outcomes(ranks)
+def values(*ranks: Rank) -> list[Any]:
+    ended = outcomes(*ranks)
     assert all(not outcome.error for outcome in ended), ended
     return [outcome.value for outcome in ended]
 
 
-def in_order(ranks: range | list[int]) -> list[str]:
-    """The sums as they have to be, digests: one rank's after the other."""
-    first, *others = [[tensor.detach().clone() for tensor in at.draws(rank, 0)] for rank in ranks]
-    for other in others:
-        for total, tensor in zip(first, other, strict=True):
-            total += tensor
-    return [at.bits(tensor) for tensor in first]
+def blamed(*ranks: Rank) -> list[tuple[str, int | None]]:
+    return [(outcome.error, outcome.blamed) for outcome in outcomes(*ranks)]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_sum_has_the_same_bits_on_all_ranks(start: Start, size: int) -> None:
-    for result in values(start(size, at.sum_draws, {})):
-        assert result == in_order(range(size))
+@pytest.mark.parametrize("order", [(3, 2, 1, 0), (2, 0, 3, 1)])
+def test_a_sum_does_not_depend_on_who_comes_first(start: Start, order: tuple[int, ...]) -> None:
+    numbers = torch.randn(4, 700_001, generator=torch.Generator().manual_seed(0))
 
+    def in_order(ranks: Sequence[int]) -> torch.Tensor:
+        return reduce(torch.add, numbers[list(ranks)])
 
-def test_a_sum_does_not_depend_on_who_comes_first(start: Start) -> None:
-    assert in_order([0, 1, 2, 3]) != in_order([3, 2, 1, 0])  # or nothing would be shown
-    for order in ([3, 2, 1, 0], [2, 0, 3, 1]):
-        delays = {rank: 0.03 * place for place, rank in enumerate(order)}
-        for result in values(start(4, at.sum_draws, delays, order=order)):
-            assert result == in_order(range(4))
+    def work(group: ParameterServerGroup) -> torch.Tensor:
+        for _ in range(3):
+            tensor = numbers[group.rank].clone()
+            time.sleep(0.03 * order.index(group.rank))
+            group.all_reduce(tensor)
+        return tensor
 
-
-def test_broadcast_gather_and_barrier(start: Start) -> None:
-    results = values(start(3, at.other_operations))
-    of_rank_0 = [at.bits(tensor) for tensor in at.draws(0, 1)]
-    said = [
-        {"rank": rank, "text": "«ä» \n" * rank, "none": None, "list": [1.5, rank > 1]} for rank in range(3)
-    ]  # fmt: skip
-    for result in results:
-        assert result["broadcast"] == of_rank_0
-        assert result["gather"] == said
-        assert result["long"] == ["", "x" * 3_000_000, ""]
+    assert not torch.equal(in_order(order), in_order(range(4)))  # or nothing would be shown
+    assert all(torch.equal(found, in_order(range(4))) for found in values(*start(4, work, order=order)))
 
 
 @pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_nobody_leaves_a_barrier_before_all_have_come(start: Start, late: int) -> None:
     """It has a patience of its own: the group's is over long before the last one comes."""
-    times = values(start(3, at.come_late, late, 3.0, timeout=1.0))
+
+    def work(group: ParameterServerGroup) -> tuple[float, float]:
+        time.sleep(1.5 * (group.rank == late))
+        came = time.monotonic()
+        group.barrier(at.PATIENCE)
+        return came, time.monotonic()
+
+    times = values(*start(3, work, timeout=0.5))
     assert min(left for _, left in times) >= max(came for came, _ in times)
 
 
@@ -122,210 +140,179 @@ def test_a_world_of_one_has_nobody_to_wait_for() -> None:
     assert torch.equal(tensor, before)
 
 
-def test_a_killed_worker_is_named_by_all(start: Start) -> None:
-    ranks = start(4, at.sum_for_ever)
-    assert [ranks[3].hear() for _ in range(3)] == [0, 1, 2]
-    ranks[2].signal(KILL)
-    for rank in (0, 1, 3):
-        outcome = ranks[rank].outcome()
-        assert (outcome.error, outcome.blamed) == ("PeerError", 2), outcome
-        assert "rank 2" in outcome.message
-
-
-def test_a_killed_server_is_named_by_all(start: Start) -> None:
-    ranks = start(3, at.sum_for_ever)
-    assert [ranks[2].hear() for _ in range(3)] == [0, 1, 2]
-    ranks[0].signal(KILL)
-    for rank in (1, 2):
-        outcome = ranks[rank].outcome()
-        assert (outcome.error, outcome.blamed) == ("PeerError", 0), outcome
-
-
-@pytest.mark.parametrize("numel", [10, pytest.param(2_000_000, marks=pytest.mark.long)])
-def test_a_frozen_worker_is_named_by_all_when_the_time_is_over(start: Start, numel: int) -> None:
-    ranks = start(3, at.sum_for_ever, numel, timeout=4.0)
-    assert [ranks[2].hear() for _ in range(3)] == [0, 1, 2]
-    ranks[2].signal(FREEZE)
-    for rank in (0, 1):
-        outcome = ranks[rank].outcome()
-        assert (outcome.error, outcome.blamed) == ("PeerError", 2), outcome
-    assert "no data arrived from ranks [2] in time" in outcome.message
-    ranks[2].signal(THAW)
-    assert ranks[2].outcome().error == "PeerError"  # it finds out that the others have gone on
-
-
-def test_a_frozen_server_is_named_by_all_when_the_time_is_over(start: Start) -> None:
-    ranks = start(3, at.sum_for_ever, timeout=4.0)
-    assert [ranks[2].hear() for _ in range(3)] == [0, 1, 2]
-    ranks[0].signal(FREEZE)
-    for rank in (1, 2):
-        outcome = ranks[rank].outcome()
-        assert (outcome.error, outcome.blamed) == ("PeerError", 0), outcome
-    ranks[0].signal(THAW)
-    assert ranks[0].outcome().error == "PeerError"
+@pytest.mark.parametrize(
+    ("how", "lost", "numel"),
+    [
+        (signal.SIGKILL, 2, 2_000_000),
+        (signal.SIGKILL, 0, 2_000_000),
+        (signal.SIGSTOP, 2, 10),
+        pytest.param(signal.SIGSTOP, 2, 2_000_000, marks=pytest.mark.long),
+        (signal.SIGSTOP, 0, 2_000_000),
+    ],
+)
+def test_who_is_killed_or_frozen_is_named_by_all(tls: TLSConfig | None, how: int, lost: int, numel: int) -> None:
+    """The dead at once, the frozen when the time is over; that one finds out that the others have gone on."""
+    timeout = 4.0 if how == signal.SIGSTOP else at.PATIENCE
+    with listening() as listener:
+        where = [listener, *[listener.getsockname()] * 3]
+        ranks = [Process(where[rank], rank, 4, numel, timeout, tls) for rank in range(4)]
+    try:
+        assert [rank.hear() for rank in ranks] == ["summing"] * 4
+        ranks[lost].signal(how)
+        for rank, process in enumerate(ranks):
+            if rank != lost:
+                outcome = process.hear()
+                assert (outcome.error, outcome.blamed) == ("PeerError", lost), outcome
+                assert f"rank {lost}" in outcome.message or f"ranks [{lost}]" in outcome.message
+        if how == signal.SIGSTOP:
+            ranks[lost].signal(signal.SIGCONT)
+            assert ranks[lost].hear().error == "PeerError"
+    finally:
+        for process in ranks:
+            process.end()
 
 
 def test_who_does_not_come_to_an_operation_is_named(start: Start) -> None:
-    ranks = start(4, at.wait_without, 2, timeout=4.0)
-    for rank in (0, 1, 3):
-        outcome = ranks[rank].outcome()
-        assert (outcome.error, outcome.blamed) == ("PeerError", 2), outcome
+    over = threading.Event()
+
+    def work(group: ParameterServerGroup) -> None:
+        if group.rank == 2:
+            over.wait(at.PATIENCE)
+        else:
+            group.all_reduce(torch.ones(10))
+
+    ranks = start(4, work, timeout=1.0)
+    absent = ranks.pop(2)
+    assert blamed(*ranks) == [("PeerError", 2)] * 3
+    over.set()
+    assert values(absent) == [None]
 
 
 @pytest.mark.parametrize("numel", [None, 2_000_000])
 @pytest.mark.parametrize("caller", [0, 1])
 def test_abort_wakes_who_waits_in_an_operation(start: Start, caller: int, numel: int | None) -> None:
-    ranks = start(3, at.call_off, caller, numel)
-    outcome, *others = ranks[caller].outcome(), *(rank for rank in ranks if rank.rank != caller)
+    """Another thread calls it off: in the middle of sums, or while one waits for ranks that do not come."""
+    over = threading.Event()
+
+    def work(group: ParameterServerGroup) -> None:
+        if numel is None and group.rank != caller:
+            over.wait(at.PATIENCE)
+            group.barrier(at.PATIENCE)
+        if group.rank == caller:
+            threading.Timer(0.5, group.abort).start()
+        while True:
+            group.all_reduce(torch.ones(numel or 10))
+
+    others = start(3, work)
+    outcome = others.pop(caller).outcome()
     assert (outcome.error, outcome.blamed) == ("PeerError", None), outcome
     assert "called off" in outcome.message
-    for rank in others:
-        rank.tell()
-    for other in outcomes(others):
-        assert (other.error, other.blamed) == ("PeerError", caller), other
+    over.set()
+    assert blamed(*others) == [("PeerError", caller)] * 2
 
 
 def test_nothing_works_after_an_abort(start: Start) -> None:
-    for said in values(start(2, at.after_an_abort)):
-        assert len(said) == 3
+    def work(group: ParameterServerGroup) -> None:
+        group.abort()
+        for action in (
+            lambda: group.barrier(at.PATIENCE), lambda: group.all_reduce(torch.ones(1)),
+            lambda: group.broadcast(torch.ones(1), 0),
+        ):  # fmt: skip
+            with pytest.raises(PeerError):
+                action()
+
+    assert values(*start(2, work)) == [None, None]
 
 
 @pytest.mark.parametrize("odd", [0, 2])
-@pytest.mark.parametrize("what", ["operation", "broadcast", "type", "size"])
-def test_ranks_that_do_not_do_the_same_all_hear_of_it(start: Start, what: str, odd: int) -> None:
-    ended = outcomes(start(3, at.differ, what, odd))
+@pytest.mark.parametrize(
+    ("act", "word"),
+    [
+        (lambda group: group.all_gather_object(1), "(gather, "),
+        (lambda group: group.broadcast(torch.ones(6), 0), "(broadcast, 24"),
+        (lambda group: group.all_reduce(torch.ones(6, dtype=torch.float64)), "(sum float64, 48 bytes)"),
+        (lambda group: group.all_reduce(torch.ones(7)), "28 bytes"),
+    ],
+    ids=["operation", "broadcast", "type", "size"],
+)
+def test_ranks_that_do_not_do_the_same_all_hear_of_it(start: Start, act: Work, word: str, odd: int) -> None:
+    def work(group: ParameterServerGroup) -> None:
+        act(group) if group.rank == odd else group.all_reduce(torch.ones(6))
+
+    ended = outcomes(*start(3, work))
     assert {outcome.error for outcome in ended} == {"PeerError"}
-    [blamed] = {outcome.blamed for outcome in ended}
-    assert blamed in ([2] if odd == 2 else [1, 2])  # whom the server hears first, if it is the odd one
-    words = {
-        "operation": "(gather, ",
-        "broadcast": "(broadcast, 24",
-        "type": "(sum float64, 48 bytes)",
-        "size": "28 bytes",
-    }
-    assert all(words[what] in outcome.message and "(sum " in outcome.message for outcome in ended), ended
+    [named] = {outcome.blamed for outcome in ended}
+    assert named in ([2] if odd == 2 else [1, 2])  # whom the server hears first, if it is the odd one
+    assert all(word in outcome.message and "(sum " in outcome.message for outcome in ended), ended
 
 
 @pytest.mark.parametrize("odd", [0, 1])
 def test_a_rank_that_fails_by_itself_leaves_nobody_waiting(start: Start, odd: int) -> None:
-    ended = outcomes(start(3, at.gather_nonsense, odd))
-    assert ended[odd].error == "TypeError"
-    others = [outcome for rank, outcome in enumerate(ended) if rank != odd]
-    assert {(outcome.error, outcome.blamed) for outcome in others} == {("PeerError", odd)}
+    others = start(3, lambda group: group.all_gather_object({1, 2} if group.rank == odd else 1))
+    assert others.pop(odd).outcome().error == "TypeError"
+    assert blamed(*others) == [("PeerError", odd)] * 2
 
 
 @pytest.mark.parametrize(
     ("operation", "tls"), [("broadcast", "plain"), pytest.param("sum", "TLS", marks=pytest.mark.long)], indirect=["tls"]
 )
-def test_a_slow_connection_is_no_failure(alive: list[Rank], tls: TLSConfig | None, operation: str) -> None:
+def test_a_slow_connection_is_no_failure(join: Join, operation: str) -> None:
     """Several times longer than the timeout, but never silent for as long. More than the kernels' buffers hold."""
     numel = 3_000_000
-    with listening() as listener, Tap(listener.getsockname(), bytes_per_second=1_500_000) as tap:
-        alive += [
-            Rank(where, rank, 2, at.share, operation, numel, timeout=3.0, tls=tls)
-            for rank, where in ((0, listener), (1, tap.address))
-        ]
-        assert values(alive) == [at.bits(torch.arange(numel, dtype=torch.float32))] * 2
+
+    def work(group: ParameterServerGroup) -> bool:
+        tensor = torch.arange(numel, dtype=torch.float32) * (group.rank == 0)
+        group.all_reduce(tensor) if operation == "sum" else group.broadcast(tensor, 0)
+        return bool(torch.equal(tensor, torch.arange(numel, dtype=torch.float32)))
+
+    listener = listening()
+    with Tap(listener.getsockname(), bytes_per_second=3_000_000) as tap:
+        ranks = [join(where, rank, 2, work, timeout=1.5) for rank, where in ((0, listener), (1, tap.address))]
+        assert values(*ranks) == [True, True]
 
 
 # At the door.
 
 
-def test_a_worker_with_another_key_is_turned_away_and_the_right_one_let_in(
-    alive: list[Rank], tls: TLSConfig | None
-) -> None:  # fmt: skip
-    with listening() as listener:
-        address = listener.getsockname()
-        alive += [Rank(listener, 0, 2, at.sum_one, [1.0], tls=tls)]
-    wrong = Rank(address, 1, 2, at.sum_one, [5.0], token=b"the key of another generation", tls=tls)
-    alive.append(wrong)
-    outcome = wrong.outcome()
+def test_a_worker_with_another_key_is_turned_away_and_the_right_one_let_in(join: Join, served: Any) -> None:
+    server, address = served(2)
+    outcome = join(address, 1, 2, token=b"the key of another generation").outcome()
     assert (outcome.error, outcome.blamed) == ("PeerError", 0)
     assert "does not prove that it knows this launch's secret" in outcome.message
     assert "another generation" not in outcome.message  # a key is not for logs
-    right = Rank(address, 1, 2, at.sum_one, [2.0], tls=tls)
-    alive.append(right)
-    assert values([alive[0], right]) == [[3.0], [3.0]]
+    assert values(server, join(address, 1, 2)) == [[3.0], [3.0]]
 
 
 @pytest.mark.parametrize(("rank", "why"), [(3, "rank '3' in a world of 3"), (2, "rank 2 is already connected")])
-def test_a_worker_that_does_not_fit_is_turned_away(alive: list[Rank], rank: int, why: str) -> None:
-    with listening() as listener:
-        address = listener.getsockname()
-        alive += [Rank(listener, 0, 3, at.sum_one, [1.0]), Rank(address, 2, 3, at.sum_one, [1.0])]
-    # Not before rank 2 is in: who is second would be the one that is turned away.
-    time.sleep(2)
-    odd = Rank(address, rank, 3, at.sum_one, [1.0])
-    alive.append(odd)
-    outcome = odd.outcome()
+@pytest.mark.parametrize("tls", ["plain"], indirect=True)
+def test_a_worker_that_does_not_fit_is_turned_away(join: Join, served: Any, rank: int, why: str) -> None:
+    server, address = served(3)
+    second = join(address, 2, 3)
+    assert second.formed.wait(at.PATIENCE), "or the other one would be the first"
+    outcome = join(address, rank, 3).outcome()
     assert outcome.error == "PeerError"
     assert why in outcome.message
-    alive.append(Rank(address, 1, 3, at.sum_one, [1.0]))
-    assert values([alive[0], alive[1], alive[3]]) == [[3.0]] * 3
+    assert values(server, second, join(address, 1, 3)) == [[6.0]] * 3
 
 
-NONSENSE = {
-    "nothing, and leaves": b"",
-    "a browser": b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
-    "a huge size": struct.pack("!Q", 1 << 60),
-    "no JSON": struct.pack("!Q", 4) + b"nope",
-    "a list": struct.pack("!Q", 2) + b"[]",
-    "deep JSON": struct.pack("!Q", 4000) + b"[" * 4000,
-    "the right magic, and nonsense": b"dtA1" + bytes(range(256)),
-    "half a hello": b"dtA1" + bytes(40),
-}
-
-
-@pytest.mark.parametrize("what", NONSENSE)
-def test_nonsense_at_the_door_keeps_nobody_out(alive: list[Rank], tls: TLSConfig | None, what: str) -> None:
-    with listening() as listener:
-        address = listener.getsockname()
-        alive += [Rank(listener, 0, 2, at.sum_one, [1.0], tls=tls)]
-    with socket.create_connection(address) as guest:
-        guest.sendall(NONSENSE[what])
-        if "leaves" in what or "half" in what:
-            guest.close()
-        alive.append(Rank(address, 1, 2, at.sum_one, [2.0], tls=tls))
-        assert values(alive) == [[3.0], [3.0]]
-
-
-def test_who_says_nothing_keeps_nobody_out(alive: list[Rank], tls: TLSConfig | None) -> None:
-    with listening() as listener:
-        address = listener.getsockname()
-        alive += [Rank(listener, 0, 2, at.sum_one, [1.0], tls=tls)]
-    mute = [socket.create_connection(address) for _ in range(40)]
-    alive.append(Rank(address, 1, 2, at.sum_one, [2.0], tls=tls))
-    assert values(alive) == [[3.0], [3.0]]
-    for guest in mute:
-        guest.settimeout(at.PATIENCE)
-        assert not guest.recv(1)  # and nobody's connection stays open
-        guest.close()
-
-
-def test_all_hear_of_it_when_one_does_not_come(alive: list[Rank], tls: TLSConfig | None) -> None:
+def test_all_hear_of_it_when_one_does_not_come(join: Join, served: Any) -> None:
     """Those who came would wait for a minute."""
-    with listening() as listener:
-        address = listener.getsockname()
-        alive += [Rank(listener, 0, 4, at.sum_one, [1.0], forming=4.0, tls=tls)]
-    alive += [Rank(address, rank, 4, at.sum_one, [1.0], tls=tls) for rank in (1, 3)]
-    server, *workers = outcomes(alive)
-    assert (server.error, server.blamed) == ("PeerError", 2), server
-    assert "ranks [2] did not connect to the server within 4 s" in server.message
-    for worker in workers:
-        assert (worker.error, worker.blamed) == ("PeerError", 2), worker
-        assert "ranks [2] did not connect" in worker.message
+    server, address = served(4, forming=2.0)
+    workers = [join(address, rank, 4) for rank in (1, 3)]
+    assert blamed(server, *workers) == [("PeerError", 2)] * 3
+    assert "ranks [2] did not connect to the server within 2 s" in server.outcome().message
+    assert all("ranks [2] did not connect" in worker.outcome().message for worker in workers)
 
 
-def test_a_worker_waits_for_a_server_that_is_not_there_yet(alive: list[Rank]) -> None:
+@pytest.mark.parametrize("tls", ["plain"], indirect=True)
+def test_a_worker_waits_for_a_server_that_is_not_there_yet(join: Join) -> None:
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind(("127.0.0.1", 0))
-    alive.append(Rank(reserved.getsockname(), 1, 2, at.sum_one, [2.0]))
-    time.sleep(1)
+    worker = join(reserved.getsockname(), 1, 2)
+    time.sleep(0.5)
     reserved.listen()
-    alive.append(Rank(reserved, 0, 2, at.sum_one, [1.0]))
-    reserved.close()
-    assert values(alive) == [[3.0], [3.0]]
+    assert values(join(reserved, 0, 2), worker) == [[3.0], [3.0]]
 
 
 def test_no_server_is_an_error_that_says_where_it_was_looked_for() -> None:

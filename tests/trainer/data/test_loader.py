@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from trainer.data.coverage import digest_samples
 from trainer.data.loader import PLANNED, BatchLoader, batches_ahead, fits_on_device
 from trainer.data.sampler import Sampler
 from trainer.data.shards import DataShardManager
@@ -43,6 +44,7 @@ def test_batches_are_those_that_the_sampler_deals(way: str, dataset: Path, cache
             found = next(batches)
             samples, dealt = made.sampler.step(2, 240 * step)
             assert found.samples == samples
+            assert found.digest == digest_samples(np.concatenate([part.positions for part in dealt]))
             for read, part in zip(found.micro_batches, dealt, strict=True):
                 number, (windows, target) = read.number, read.data
                 expected = plain.gather(plain.end_rows("train", part.positions))

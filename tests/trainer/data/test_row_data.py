@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import shutil
@@ -17,17 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from two_ranks import on_two_ranks
 
 from tests.kinds import build_table, table
-from trainer.data.loader import BatchLoader
 from trainer.data.manifest import DatasetError
 from trainer.data.row_data import RowData
-from trainer.data.sampler import Sampler
 from trainer.data.shards import DataShardManager
 from trainer.model.rows import RowEncoder
-from trainer.runtime.fault_injection import Faults
-from trainer.runtime.step_timer import StepTimer
 from trainer.spec import row_spec_of
 
 
@@ -203,23 +197,6 @@ def test_an_older_dataset_whose_numbers_were_rounded_away_is_refused(tmp_path: P
     made = as_older(Path(build_table(tmp_path, "value", frame=frame).uri))
     with pytest.raises(DatasetError, match=rf"kept '{name}' in single precision.* 128 apart.*build the dataset again"):
         RowData(str(made), tmp_path / "cache")
-
-
-def test_two_ranks_read_each_row_once(built: Path, cache: Path) -> None:
-    def read(world: Any) -> list[float]:
-        data = RowData(str(built), cache)
-        sampler = Sampler(
-            samples=data.count("train"), global_batch_size=64, micro_batches=4, seed=0, rank=world.rank, world_size=2
-        )
-        reader = data.make_reader(world.device, 2)
-        loader = BatchLoader(reader, sampler, world.device, Faults({}, 0), StepTimer(False, world.device))
-        found = [part.data[0][:, 0] for batch in loader.batches(1, 0, 0) for part in batch.micro_batches]
-        loader.close()
-        return torch.cat(found).tolist()
-
-    data = RowData(str(built), cache)
-    every = data.samples("train", np.arange(data.count("train")))[0][:, 0].tolist()
-    assert sorted(itertools.chain(*on_two_ranks(read))) == sorted(every)
 
 
 READ = """

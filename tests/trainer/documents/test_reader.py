@@ -18,7 +18,7 @@ from trainer.documents.presences import INCARNATION_KEY, NodePresence
 from trainer.documents.reader import EVENTS_LINES, is_event, parse_events, read_document
 from trainer.documents.strict_json import Document, parse_strict_json
 from trainer.elastic.generation import Candidate
-from trainer.errors import ConfigError, DamagedError
+from trainer.errors import DamagedError
 from trainer.printable import visible
 from trainer.rundir import EVENTS, FOLLOW_BYTES, RunDir, SeenFiles, event
 from trainer.storage.open import open_storage
@@ -108,15 +108,8 @@ def test_what_is_too_large_is_not_held_in_memory(tmp_path: Path, remote: bool):
 
 def test_events_of_the_wrong_form_are_left_out_and_counted():
     good = event("step", 0, 1, step=1, loss=0.5)
-    for wrong in (
-        {"step": "x"},
-        {"loss": [1]},
-        {"step": -1},
-        {"time": "now"},
-        {"time": 1e12},
-        {"kind": 1},
-        {"rank": True},
-    ):
+    changes: list[dict[str, Any]] = [{"step": "x"}, {"loss": [1]}, {"step": -1}, {"time": "now"}, {"time": 1e12}]
+    for wrong in (*changes, {"kind": 1}, {"rank": True}):
         found, left_out = parse_events(b"\n".join(json.dumps(item).encode() for item in (good, good | wrong)))
         assert (found, left_out) == ([good], 1), wrong
     many, left_out = parse_events(
@@ -158,22 +151,12 @@ def test_what_a_terminal_would_obey_is_shown():
     assert str(DamagedError("a\x1b[2J", "b\nc")).startswith("a\\x1b[2J is damaged: b\\nc; restore it")
 
 
-def test_a_configuration_with_nan_or_without_end_is_refused():
-    from trainer.config import parse_job
-
-    for text in ('{"training": {"learning_rate": NaN}}', "[" * 100_000):
-        with pytest.raises(ConfigError, match="is not JSON"):
-            parse_job(text)
-
-
 def test_an_event_is_held_against_the_types_of_its_class() -> None:
     for row, is_good in (
         ({"kind": "step", "step": 3, "loss": None}, True),
-        ({"kind": "step", "step": 3, "loss": 2}, True),
         ({"kind": "step", "step": 3, "loss": "low"}, False),
         ({"kind": "step", "step": None}, False),
         ({"kind": "step", "step": True}, False),
-        ({"kind": "step", "step": -1}, False),
         ({"kind": "evaluation", "split": "valid", "metrics": {"accuracy": None}}, True),
         ({"kind": "link", "seconds": [[0, 1, 0.5]]}, True),
         ({"kind": "link", "seconds": [[0, 1]]}, False),

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 from trainer.comm.handshake import HELLO, PROOF_BYTES, Listener
 from trainer.elastic.failure_detector import FailureDetector
+from trainer.elastic.watched_peer import LEAST_GAPS, WINDOW, SignsOfLife, tail_of
 
 NEVER = 1000.0
 """A timeout that no test reaches: what is known before was not found out by waiting."""
@@ -67,13 +69,6 @@ def start() -> Iterator[Callable[..., Any]]:
     yield make
     for item in made:
         item.close()
-
-
-def until(true: Callable[[], Any], what: Callable[[], Any] = lambda: "") -> None:
-    end = time.monotonic() + 40
-    while not true():
-        assert time.monotonic() < end, what()
-        time.sleep(0.01)
 
 
 def sees(peers: FailureDetector, **views: str) -> None:
@@ -176,7 +171,7 @@ class Stranger:
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"5\n", b"[]\n", b"", b"x" * 100_000])
 def test_a_port_that_another_program_has_now_is_nobody(start: Callable[..., Any], answer: bytes) -> None:
-    me, other = start("me", here=True), start("other")
+    me, other = start("me", here=True), start("other", here=True)
     me.follow({"other": other.address})
     sees(me, other="here")
     other.close()
@@ -189,11 +184,11 @@ def test_a_port_that_another_program_has_now_is_nobody(start: Callable[..., Any]
 
 def test_another_member_at_the_address_or_one_of_another_job_is_not_the_one(start: Callable[..., Any]) -> None:
     me = start("me", here=True)
-    other, foreign = start("other"), start("foreign", token="another job")
+    other, foreign = start("other", here=True), start("foreign", here=True, token="another job")
     me.follow({"gone-before": other.address, "foreign": foreign.address, "other": other.address})
     sees(me, **{"gone-before": "gone", "foreign": "gone", "other": "here"})
-    foreign.order(follow={"me": me.address})
-    until(lambda: foreign.said and foreign.said[-1]["view"] == {"me": "gone"}, lambda: foreign.said)
+    foreign.follow({"me": me.address})
+    sees(foreign, me="gone")
     with socket.create_connection(me.address) as knock:  # nor does this process mind who knocks
         knock.sendall(b"5\n")
         assert knock.recv(100) == b""
@@ -201,15 +196,73 @@ def test_another_member_at_the_address_or_one_of_another_job_is_not_the_one(star
 
 
 def test_messages_reach_all_who_follow_and_are_taken_once(start: Callable[..., Any]) -> None:
-    other = start("other")
+    other = start("other", here=True)
     listeners = [start(name, here=True) for name in ("one", "two")]
     for listener in listeners:
         listener.follow({"other": other.address})
         sees(listener, other="here")
-    other.order(tell={"regroup": 3})
-    other.order(tell={"regroup": 4, "reason": "ü" * 10_000})
+    other.broadcast({"regroup": 3})
+    other.broadcast({"regroup": 4, "reason": "ü" * 10_000})
     for listener in listeners:
         got: list[dict[str, Any]] = []
         until(lambda got=got, listener=listener: got.extend(listener.take_messages()) or len(got) == 2)  # type: ignore[misc]
         assert [(item["regroup"], item["from"]) for item in got] == [(3, "other"), (4, "other")]
         assert listener.take_messages() == []
+
+
+def heard(gaps: list[float], expected: float = 0.5) -> SignsOfLife:
+    signs, at = SignsOfLife(expected), 100.0
+    signs.hear(at)
+    for gap in gaps:
+        at += gap
+        signs.hear(at)
+    return signs
+
+
+def test_suspicion_grows_with_silence_and_ends_with_a_sign():
+    signs = heard([0.5] * 20)
+    seen = [signs.phi(110.0 + after) for after in (0.0, 0.5, 1.0, 2.0, 4.0)]
+    assert seen == sorted(seen)
+    assert seen[1] < 1 < 8 < seen[4]
+    signs.hear(114.1)
+    assert signs.phi(114.2) < 1
+
+
+def test_a_peer_that_is_often_late_is_waited_for_longer():
+    regular, late = heard([0.5] * 50), heard([0.5, 0.5, 0.5, 0.5, 2.5] * 10)
+    at = 100.0 + 25.0
+    assert regular.phi(at + 3.0) > 12
+    assert late.phi(late.heard_at + 3.0) < 4  # type: ignore[operator]
+    assert late.phi(late.heard_at + 12.0) > 12  # type: ignore[operator]
+
+
+def test_an_unknown_past_is_judged_by_what_is_expected():
+    assert SignsOfLife(0.5).phi(1e9) == 0.0, "nothing was heard yet"
+    few = heard([0.001] * (LEAST_GAPS - 1))
+    assert few.phi(few.heard_at + 1.0) < 2  # type: ignore[operator]
+    hasty = heard([0.0001] * WINDOW)
+    assert hasty.phi(hasty.heard_at + 1.0) < 2, "lines that come together make nobody certain"  # type: ignore[operator]
+
+
+def test_who_did_not_listen_suspects_nobody():
+    signs = heard([0.5] * 20)
+    signs.forgive(200.0)
+    assert signs.silence(200.5) == 0.5
+    assert signs.phi(200.5) < 1
+    signs.hear(200.6)
+    assert signs.phi(201.0) < 1, "the gap of its own sleep is none of the peer's"
+
+
+def test_old_gaps_are_forgotten():
+    draw = random.Random(1)
+    gaps = [draw.uniform(0.4, 0.6) for _ in range(WINDOW)]
+    signs = heard([9.0] * 50 + gaps)
+    alone = heard(gaps)
+    after = signs.heard_at + 2.0  # type: ignore[operator]
+    assert signs.phi(after) == pytest.approx(alone.phi(alone.heard_at + 2.0), rel=1e-6)  # type: ignore[operator]
+
+
+def test_the_tail_is_that_of_the_normal_distribution():
+    assert tail_of(0.0) == pytest.approx(0.30103, abs=1e-5)
+    assert tail_of(3.0) == pytest.approx(2.8697, abs=1e-3)
+    assert tail_of(29.999) == pytest.approx(tail_of(30.001), rel=1e-3)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from crowd import generation, seat
 from hypothesis import given
 from hypothesis import strategies as st
-from seats import generation, seat
 
 from trainer.comm.launch_secret import read_launch_secret
 from trainer.comm.launcher_env import RankFacts

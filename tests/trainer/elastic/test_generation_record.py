@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crowd import seat
 
 from trainer.elastic.generation import FULL_MESH, Candidate, Generation
 from trainer.elastic.generation_record import generations, path_of, read_generation, read_nodes, records, text_of
@@ -48,10 +49,7 @@ def test_what_is_written_is_read_again(storage: Storage, size: int) -> None:
 
 
 def test_all_on_one_node_are_counted_by_their_column(storage: Storage) -> None:
-    seats = [
-        Candidate(member=f"n0p{rank}-a", node=0, local_rank=rank, launch=1, host="h", port=1) for rank in range(20)
-    ]
-    made = generation(LARGE, members=tuple(seats))
+    made = generation(LARGE, members=tuple(seat(f"n0p{rank}-a", local_rank=rank) for rank in range(20)))
     storage.create(path_of(1), text_of(made))
     assert read_generation(storage, "g000001.json") == made
     found = read_nodes(storage, "g000001.json")
@@ -60,9 +58,8 @@ def test_all_on_one_node_are_counted_by_their_column(storage: Storage) -> None:
 
 
 def test_views_have_served_and_take_no_room_in_a_large_record(storage: Storage) -> None:
-    seats = [Candidate(member=f"n{node}p0-a", node=node, local_rank=0, launch=1, host="h", port=1, view={"b": "here"})
-             for node in range(LARGE)]  # fmt: skip
-    storage.create(path_of(1), text_of(generation(LARGE, members=tuple(seats))))
+    seats = tuple(seat(f"n{node}p0-a", node, view={"b": "here"}) for node in range(LARGE))
+    storage.create(path_of(1), text_of(generation(LARGE, members=seats)))
     assert all(not seat.view for seat in read_generation(storage, "g000001.json").members)
 
 

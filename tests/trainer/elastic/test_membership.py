@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-import json
 import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from crowd import Node, cut, look_until, names_of, together
+from crowd import Node, cut, names_of, together
+from waiting import until
 
 from trainer.documents.schemas import START
 from trainer.elastic.generation import Generation
 from trainer.elastic.generation_record import generations
 from trainer.errors import NoGenerationError
 from trainer.storage.open import open_storage
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Callable[..., list[Node]]]:
-    made: list[Node] = []
-
-    def make(names: str, **more: Any) -> list[Node]:
-        new = [Node(name, tmp_path, place, **more) for place, name in enumerate(names)]
-        made.extend(new)
-        return new
-
-    yield make
-    for node in made:
-        node.close()
 
 
 def test_those_of_a_launch_start_together_and_go_on_without_who_is_gone(
@@ -67,23 +49,6 @@ def test_many_agree_again_and_again_and_never_on_two_things(nodes: Callable[...,
     assert len(generations(open_storage(str(tmp_path)))) == 5
 
 
-def test_who_was_left_out_comes_back_without_its_state(nodes: Callable[..., list[Node]]) -> None:
-    """A process that slept through a regroup: it is there, but it does not answer."""
-    a, b, c = nodes("abc", patience=1.0)
-    first = together([a, b, c])
-    second = together([a, b], first, step=5)
-    assert names_of(second) == "ab"
-    c.start(first, step=99, reason="b is silent")  # it wakes up, further than the others, it believes
-    assert c.waits(), "it asks to be let in and takes nothing over"
-    look_until(lambda: a.membership.find_newcomers(second))
-    found = a.membership.find_newcomers(second)
-    assert [(item.member, item.was_in, item.step, item.reason) for item in found] == [("c", 0, 0, "")]
-    third = together([a, b], second, step=7)
-    assert c.wait() == third
-    assert (names_of(third), third.source, third.step) == ("abc", 0, 7)
-    assert third.members[2].was_in == 0
-
-
 def test_newcomers_take_over_when_nobody_is_left(nodes: Callable[..., list[Node]]) -> None:
     a, b = nodes("ab", planned=1)
     first = a.start().wait()
@@ -101,9 +66,9 @@ def test_a_member_that_is_cut_off_takes_nothing_over(nodes: Callable[..., list[N
     a, b, c = nodes("abc", patience=4.0)
     first = together([a, b, c])
     cut((a, c), (b, c))
-    look_until(lambda: c.peers.statuses() == {"a": "silent", "b": "silent"})
+    until(lambda: c.peers.statuses() == {"a": "silent", "b": "silent"})
     c.start(first, step=9, reason="a is silent")
-    look_until(lambda: a.membership.find_requests(first))
+    until(lambda: a.membership.find_requests(first))
     assert [item.member for item in a.membership.find_requests(first)] == ["c"]
     assert not a.membership.is_over(first)
     second = together([a, b], first, step=9)
@@ -125,7 +90,7 @@ def test_of_members_that_are_all_cut_off_one_goes_on(nodes: Callable[..., list[N
     cut((a, b), (a, c), (b, c))
     for node in crowd:
         node.start(first, step=9)
-    look_until(lambda: len(generations(open_storage(str(tmp_path)))) == 2)
+    until(lambda: len(generations(open_storage(str(tmp_path)))) == 2)
     [winner] = generations(open_storage(str(tmp_path)))[1].members
     [there] = [node for node in crowd if node.mine.member == winner.member]
     assert (there.wait().step, winner.was_in) == (9, 1)
@@ -171,51 +136,3 @@ def test_storage_may_fail_for_a_while_and_a_folder_that_was_deleted_is_no_new_st
     b.start()
     assert isinstance(error := b.error(), NoGenerationError)
     assert str(tmp_path) in str(error)
-
-
-RACER = """
-import json, sys
-from dataclasses import asdict
-from trainer.elastic.generation import Candidate
-from trainer.elastic.membership import Membership
-from trainer.elastic.failure_detector import FailureDetector
-from trainer.storage.open import open_storage
-
-folder, name, place, planned = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-peers = FailureDetector(name, b"key", "127.0.0.1", 0.1, 3.0)
-membership = Membership(open_storage(folder), peers, 1, planned, 99, 0, 30.0, 30.0)
-# All propose at once, each something of its own (who proposes is in the reason): one wins.
-membership._turn = lambda *rest: 0.0
-host, port = peers.address
-mine = Candidate(member=name, node=place, local_rank=0, launch=1, host=host, port=port, ready=True, rank=place)
-after = 0
-for number in range(1, 6):
-    generation = membership.agree_on_next(mine, after, lambda: None)
-    print(json.dumps(asdict(generation)), flush=True)
-    mine = Candidate(**{**asdict(mine), "was_in": generation.number, "rank": generation.rank_of(name)})
-    after = generation.number
-sys.stdin.read()
-"""
-
-
-@pytest.mark.slow
-def test_processes_that_race_to_propose_all_read_the_same_records(tmp_path: Path) -> None:
-    """Nobody waits for its turn: all write the record at the same time."""
-    count = 6
-    racers = [
-        subprocess.Popen(
-            [sys.executable, "-c", RACER, str(tmp_path), f"m{number}", str(number), str(count)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )
-        for number in range(count)
-    ]  # fmt: skip
-    try:
-        seen = [[json.loads(racer.stdout.readline()) for _ in range(5)] for racer in racers if racer.stdout]
-    finally:
-        for racer in racers:
-            racer.kill()
-            racer.communicate()
-    assert all(records == seen[0] for records in seen)
-    assert [record["number"] for record in seen[0]] == [1, 2, 3, 4, 5]
-    written = [json.loads(json.dumps(dataclasses.asdict(item))) for item in generations(open_storage(str(tmp_path)))]
-    assert written == seen[0]

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from waiting import until
 
 from trainer.comm.launch_secret import LaunchSecret
 from trainer.config import DistributedTrainingConfig
@@ -60,13 +61,6 @@ def start() -> Iterator[Callable[..., Any]]:
     for rank in made:
         rank.kill()
         rank.communicate()
-
-
-def until(true: Callable[[], Any], what: Callable[[], Any] = lambda: "") -> None:
-    end = time.monotonic() + 40
-    while not true():
-        assert time.monotonic() < end, what()
-        time.sleep(0.01)
 
 
 def test_a_rank_that_holds_its_interpreter_is_there_and_one_that_is_stopped_or_killed_is_not(

@@ -6,13 +6,13 @@ import itertools
 import math
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import until
 from worlds import Job
 
 from trainer.checkpoint.manager import LATEST
@@ -31,18 +31,10 @@ from trainer.exit_codes import BUDGET
 from trainer.rundir import LIMIT, RunDir
 
 NewJob = Callable[..., Job]
-HERE = {"PYTHONPATH": str(Path(__file__).parents[1])}
 
 
 def stay(launch: int, began: float, ended: float | None, seen: float | None, node: int = 0) -> NodePresence:
     return NodePresence(node_id=node, launch=launch, started_at=began, ended_at=ended, last_seen_at=seen)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -91,12 +83,12 @@ def test_a_budget_is_raised_and_lowered_while_the_job_runs(
     rundir, ended = RunDir(str(tmp_path)), threading.Event()
     rundir.write_json(LIMIT, {"max_node_seconds": 1e9})
     budget = Budget(rundir, 1e-9, 1, 1, lambda _: ended.set())
-    wait_for(lambda: budget.limit == 1e9)
+    until(lambda: budget.limit == 1e9)
     rundir.storage.write(LIMIT, damage)
-    wait_for(lambda: "cannot be read" in caplog.text)
+    until(lambda: "cannot be read" in caplog.text)
     assert (budget.limit, ended.is_set()) == (1e9, False), "what was read last still holds"
     rundir.write_json(LIMIT, {"max_node_seconds": None})
-    wait_for(lambda: budget.limit == math.inf)
+    until(lambda: budget.limit == math.inf)
     rundir.write_json(LIMIT, {"max_node_seconds": 1e-9})
     assert ended.wait(20)
 
@@ -119,7 +111,7 @@ def test_a_job_that_is_done_cannot_run_out_of_budget(
     close, before, exits = DistributedTrainer.close, threading.enumerate(), []
 
     def closes_late(trainer: DistributedTrainer, tracking_seconds: float = 60.0) -> None:
-        wait_for(lambda: not {thread.name for thread in threading.enumerate() if thread not in before} & {"budget"})
+        until(lambda: not {thread.name for thread in threading.enumerate() if thread not in before} & {"budget"})
         end_at_budget(trainer.participant.budget, trainer.rundir, trainer.launch, trainer.steps_done)
         close(trainer, tracking_seconds)
 
@@ -171,7 +163,7 @@ def test_in_the_middle_of_an_evaluation_it_saves_what_was_trained(
 
 @pytest.mark.slow
 def test_a_start_that_eats_it_all_ends_where_it_stands(new_job: NewJob) -> None:
-    job = new_job(environment=HERE, max_node_seconds=1.5)
+    job = new_job(max_node_seconds=1.5)
     job.sections["model"] = {"factory": "user_parts:slow_to_make"}
     assert job.run() == [BUDGET], job.log()
     assert job.result()["status"] == "budget"

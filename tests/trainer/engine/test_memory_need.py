@@ -100,7 +100,7 @@ def test_under_a_real_limit_the_job_says_what_fits(new_job: NewJob) -> None:
     what its threads reserve."""
     room, sample = 500, 40
     job = new_job(max_steps=4, world_size=1, micro_batch_floor=32)
-    job.sections["model"] = {"factory": "user_parts:hungry", "args": {"room_mb": room}}
+    job.sections["model"] = {"factory": "user_parts:Hungry", "args": {"room_mb": room}}
     job.environment["DTRAIN_FACTORY_MODULES"] = "user_parts"
     assert job.start().wait() == [FAILED], job.log()
     result = job.result()
@@ -128,9 +128,15 @@ def test_a_gpu_that_is_too_small_is_left_for_the_cpu(new_job: NewJob) -> None:
     assert (job.result()["status"], job.result()["steps"], job.result()["device"]) == ("succeeded", 4, "cpu")
 
 
-def test_without_a_free_choice_of_the_device_a_gpu_that_is_too_small_ends_the_job(new_job: NewJob) -> None:
-    job = new_job(max_steps=4, micro_batch_floor=16, backend="gloo")
-    job.environment["DTRAIN_FAULTS"] = json.dumps([{"kind": "gpu_oom", "at": "forward", "step": 2, "node": 0}] * 3)
+@pytest.mark.parametrize(("kind", "settings"), [("oom", {}), ("gpu_oom", {"backend": "gloo"})])
+def test_where_there_is_no_way_left_the_job_says_so_and_keeps_what_was_done(
+    new_job: NewJob, kind: str, settings: dict[str, Any]
+) -> None:
+    """On a CPU, or where the device may not be chosen freely."""
+    job = new_job(max_steps=4, micro_batch_floor=16, **settings)
+    job.environment["DTRAIN_FAULTS"] = json.dumps([{"kind": kind, "at": "forward", "step": 2, "node": 0}] * 3)
     assert job.run_here() == FAILED
+    assert [item["samples"] for item in job.events("out_of_memory")] == [16, 16]
     assert "out of memory at step 3 with 16 samples at once and activation checkpointing" in job.result()["error"]
+    assert "measured: a pass takes" in job.result()["error"]
     assert (job.rundir.read_json(LATEST) or {})["step"] == 2

@@ -12,33 +12,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from specs import window_spec
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.config import FactoryConfig
-from trainer.engine.out_of_memory import (
-    MicroBatchLimit,
-    is_out_of_memory,
-    reduce_limit,
-)
+from trainer.engine.out_of_memory import MicroBatchLimit, is_out_of_memory, reduce_limit
 from trainer.model.blocks import checkpoint_activations
 from trainer.model.build import build_model
 from trainer.model.stock import STOCK
-from trainer.spec import DataSpec
 
 WINDOW, FEATURES = 32, 8
-SPEC = DataSpec(
-    dataset_id="d",
-    features=tuple("abcdefgh"),
-    window=WINDOW,
-    horizon=5,
-    feature_mean=(0.0,) * FEATURES,
-    feature_std=(1.0,) * FEATURES,
-    target="target_return",
-    target_mean=0.0,
-    target_std=0.04,
-)
+SPEC = window_spec("abcdefgh", WINDOW)
 
 
 @pytest.fixture(autouse=True)
@@ -73,14 +59,6 @@ def test_out_of_memory_is_told_from_other_errors() -> None:
         assert not is_out_of_memory(other), other
 
 
-def test_the_way_down() -> None:
-    steps, fit = [], reduce_limit(MicroBatchLimit(100, False), 8)
-    while fit is not None:
-        steps.append((fit.max_samples, fit.activation_checkpointing))
-        fit = reduce_limit(fit, 8)
-    assert steps == [(50, False), (25, False), (12, False), (8, False), (8, True)]
-
-
 @given(st.integers(1, 10_000), st.integers(1, 10_000), st.booleans())
 def test_the_way_down_ends_at_the_floor_with_activation_checkpointing(chunk: int, floor: int, twice: bool) -> None:
     fit = MicroBatchLimit(chunk, twice)
@@ -91,6 +69,7 @@ def test_the_way_down_ends_at_the_floor_with_activation_checkpointing(chunk: int
         )
         assert now < before
         assert less.activation_checkpointing >= fit.activation_checkpointing
+        assert less.max_samples in (fit.max_samples, max(fit.max_samples // 2, floor), floor)
         fit = less
     assert fit == MicroBatchLimit(min(chunk, floor), True)
 

@@ -1,7 +1,17 @@
-"""Where the state of a sharded training is to be had when its world changes."""
+"""Trainings whose ranks share the model: where the state is to be had when the world changes, and how all ranks decide
+alike about a checkpoint, which is a collective."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from thread_worlds import on_two_ranks
+
+from trainer.comm.world import World
+from trainer.engine.recovery import save_start
+from trainer.engine.session import Session
 from trainer.engine.sharded import Holding, Sources, find_sources, find_start, is_behind
 
 FRESH = Holding(is_fresh=True)
@@ -49,3 +59,58 @@ def test_before_the_first_step_whoever_has_the_whole_model_gives_it_out() -> Non
     kept = Holding(is_fresh=False, size=3, place=1, has_start=True)
     assert find_start([kept, FRESH]) == Sources(0, 1, (0,), 0)
     assert find_start([kept, held(0, step=1)]) is None, "what was done since is not to be forgotten in silence"
+
+
+def session_of(world: World, start: Any, step: int | None) -> Any:
+    checkpoints = SimpleNamespace(wait=lambda seconds: True, committed_step=lambda: step)
+    return SimpleNamespace(
+        world=world, step=SimpleNamespace(divides_parameters=True), progress=SimpleNamespace(step=0),
+        state=SimpleNamespace(start=start), checkpoints=checkpoints, save=lambda: None
+    )  # fmt: skip
+
+
+def test_a_newcomer_without_a_start_of_its_own_waits_with_the_others() -> None:
+    def work(world: World) -> Any:
+        session = session_of(world, {"w": 1} if world.rank == 0 else None, step=0)
+        save_start(session)
+        world.barrier()  # both are at the same place of the order of collectives
+        return session.state.start
+
+    assert on_two_ranks(work) == [None, None]
+
+
+def test_what_a_rank_began_with_is_kept_until_the_checkpoint_counts() -> None:
+    def work(world: World) -> Any:
+        session = session_of(world, {"w": world.rank}, step=None if world.rank == 0 else 0)
+        save_start(session)
+        return session.state.start
+
+    assert on_two_ranks(work) == [{"w": 0}, {"w": 1}]
+
+
+@pytest.mark.parametrize(
+    ("is_best", "wait", "is_over", "left_out"),
+    [
+        (False, False, False, True),
+        (True, False, False, False),
+        (False, True, False, False),
+        (False, False, True, False),
+    ],
+)
+def test_all_ranks_leave_it_out_or_none_and_the_best_and_the_last_are_waited_for(
+    is_best: bool, wait: bool, is_over: bool, left_out: bool
+) -> None:
+    def work(world: World) -> Any:
+        others = SimpleNamespace(has_room=False)  # two are still being written, until somebody waits for them
+
+        def finish(seconds: float) -> bool:
+            others.has_room = True
+            return True
+
+        others.wait = finish
+        session: Any = SimpleNamespace(world=world, is_over=is_over, checkpoints=others)
+        taken, best_is_saved = Session._agree_to_save(session, world.rank == 0, is_best or wait or is_over, True)
+        assert best_is_saved
+        return not taken
+
+    assert on_two_ranks(work) == [left_out, left_out]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from thread_worlds import at_once, gloo_openers, worlds_of
 from torch import Tensor, nn
 
-from trainer.comm.group import GroupError, InterruptibleGroup
-from trainer.comm.launcher_env import RankFacts
-from trainer.comm.torch_transport import TorchTransport, make_torch_transport
+from trainer.comm.group import GroupError
 from trainer.comm.world import World
 from trainer.engine import state_passing
 from trainer.engine.state_passing import pass_state
@@ -50,12 +48,12 @@ def are_equal(found: Any, expected: Any) -> bool:
 def pass_among(ranks: int, takers: Collection[int], lost: int | None = None) -> tuple[list[Any], list[list[int]]]:
     """What each rank gets, or its error, of the state of rank 1; and the bytes of each operation on it. Rank ``lost``
     leaves after three of its pieces."""
-    store, moved = dist.HashStore(), [list[int]() for _ in range(ranks)]
+    moved = [list[int]() for _ in range(ranks)]
 
-    def opened(rank: int) -> TorchTransport:
-        made = make_torch_transport(store, rank, ranks, None, 2.0, 20.0, "127.0.0.1")
+    def counted(rank: int, opener: Callable[[], Any]) -> Any:
+        made = opener()
 
-        def counted(move: Any) -> Any:
+        def counting(move: Callable[[Tensor, int], None]) -> Callable[[Tensor, int], None]:
             def act(piece: Tensor, peer: int) -> None:
                 if rank == lost and len(moved[rank]) == 3:
                     raise RuntimeError("this rank is lost")
@@ -65,12 +63,10 @@ def pass_among(ranks: int, takers: Collection[int], lost: int | None = None) -> 
             return act
 
         for name in ("send", "receive", "broadcast"):
-            setattr(made, name, counted(getattr(made, name)))
+            setattr(made, name, counting(getattr(made, name)))
         return made
 
-    def work(rank: int) -> Any:
-        group = InterruptibleGroup(rank, ranks, lambda: opened(rank))
-        world = World(RankFacts(rank=rank, world_size=ranks), torch.device("cpu"), "gloo", group=group)
+    def work(world: World) -> Any:
         try:
             return pass_state(world, 1, takers, a_state)
         except GroupError as error:
@@ -78,8 +74,8 @@ def pass_among(ranks: int, takers: Collection[int], lost: int | None = None) -> 
         finally:
             world.close()
 
-    with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(work, range(ranks))), moved
+    openers = [partial(counted, rank, opener) for rank, opener in enumerate(gloo_openers(ranks, 20.0))]
+    return at_once(work, worlds_of(openers)), moved
 
 
 @pytest.mark.parametrize(

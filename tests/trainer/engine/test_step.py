@@ -2,38 +2,22 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import steps
 import torch
-from torch import Tensor, nn
+from thread_worlds import ALONE
+from torch import nn
 
-from trainer.comm.launcher_env import RankFacts
-from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.batches import Batch, Samples
-from trainer.data.coverage import digest_samples as digest_of
-from trainer.data.loader import BatchLoader
-from trainer.data.sampler import Sampler
-from trainer.data.shards import DataShardManager
+from trainer.engine.lr_schedule import learning_rate, peak_learning_rate
 from trainer.engine.module_state import digest_state_dict
-from trainer.engine.out_of_memory import MicroBatchLimit
 from trainer.engine.step import NonFiniteError, StepFlags, TrainingStep
-from trainer.model.task import SupervisedTask
-from trainer.runtime.fault_injection import Faults, InjectedError
-from trainer.runtime.step_timer import StepTimer
+from trainer.runtime.fault_injection import InjectedError
 
-CPU = torch.device("cpu")
-ALONE = World(RankFacts(), CPU, "gloo")
 NOTHING = StepFlags()
-
-
-class Squared(nn.Module):
-    def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
-        return (outputs[:, 0] - target) ** 2
 
 
 def model(dropout: float = 0.0) -> nn.Module:
@@ -50,33 +34,8 @@ def batch(*sizes: int, samples: int | None = None) -> Batch:
     return Batch(samples or sum(sizes), parts, digest=17)
 
 
-def step_of(net: nn.Module, settings: DistributedTrainingConfig | None = None, faults: str = "[]") -> TrainingStep:
-    """A step in a world of one."""
-    step = TrainingStep(net, SupervisedTask(Squared()), settings or config(), CPU, Faults({"DTRAIN_FAULTS": faults}, 0))
-    step.adopt(ALONE)
-    return step
-
-
-def config(**changes: Any) -> DistributedTrainingConfig:
-    return DistributedTrainingConfig(**{"clip_norm": None, "weight_decay": 0.0, **changes})
-
-
-def test_the_gradient_is_that_of_the_mean_over_all_samples_however_unequal_the_parts() -> None:
-    net = model()
-    step = step_of(net)
-    parts = batch(3, 1, 4)
-    reference = model()
-    windows, target = (torch.cat([part.data[place] for part in parts.micro_batches]) for place in (0, 1))
-    mean = Squared()(reference(windows), target).mean()
-    mean.backward()
-    expected = torch.cat(
-        [parameter.grad.flatten() for parameter in reference.parameters() if parameter.grad is not None]
-    )
-    result = step(parts, 0, 0.0, NOTHING)
-    got = torch.cat([parameter.grad.flatten() for parameter in net.parameters() if parameter.grad is not None])
-    assert torch.allclose(got, expected, atol=1e-6)
-    assert result.loss_sum == pytest.approx(mean.item() * 8)
-    assert result.grad_norm == pytest.approx(float(expected.norm()))
+def step_of(net: nn.Module, **settings: Any) -> TrainingStep:
+    return steps.step_of(net, **{"clip_norm": None, "weight_decay": 0.0, **settings})
 
 
 def test_the_learning_rate_is_the_one_given_and_gradients_do_not_pile_up() -> None:
@@ -92,7 +51,7 @@ def test_the_learning_rate_is_the_one_given_and_gradients_do_not_pile_up() -> No
 
 def test_clipping_bounds_the_gradient_and_tells_its_norm_from_before() -> None:
     net = model()
-    norm = step_of(net, config(clip_norm=0.01))(batch(8), 0, 0.0, NOTHING).grad_norm
+    norm = step_of(net, clip_norm=0.01)(batch(8), 0, 0.0, NOTHING).grad_norm
     clipped = torch.cat([parameter.grad.flatten() for parameter in net.parameters() if parameter.grad is not None])
     assert norm > 0.1
     assert float(clipped.norm()) == pytest.approx(0.01, rel=1e-3)
@@ -122,10 +81,9 @@ def test_a_loss_that_is_not_finite_ends_before_the_weights_are_touched(poison: f
 
 def test_fp16_on_a_processor_is_refused_and_bf16_is_close() -> None:
     with pytest.raises(ConfigError, match=r"'fp16' needs a GPU; use 'bf16'"):
-        step_of(model(), config(precision="fp16"))
+        step_of(model(), precision="fp16")
     losses = [
-        step_of(model(), config(precision=precision))(batch(64), 0, 0.1, NOTHING).loss_sum
-        for precision in ("fp32", "bf16")
+        step_of(model(), precision=precision)(batch(64), 0, 0.1, NOTHING).loss_sum for precision in ("fp32", "bf16")
     ]
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
@@ -192,51 +150,6 @@ def test_a_step_that_failed_is_done_again_as_if_it_had_not_been_tried(at: str) -
     assert trained(fault) == trained("[]")
 
 
-def test_parts_of_a_micro_batch_have_the_same_gradient_as_the_whole() -> None:
-    """D4: less goes through the model at once."""
-    whole, parts = model(), model()
-    one, other = step_of(whole), step_of(parts)
-    other.apply_limit(MicroBatchLimit(3, True))
-    cut = batch(8, 4)
-    places = [
-        Samples(part.number, len(target), (windows, target), place)
-        for part in cut.micro_batches
-        for place, (windows, target) in enumerate(zip(*(tensor.split(3) for tensor in part.data), strict=True))
-    ]
-    assert len(places) == 5
-    results = [one(batch(8, 4), 0, 0.1, NOTHING), other(replace(cut, micro_batches=tuple(places)), 0, 0.1, NOTHING)]
-    assert results[0].loss_sum == pytest.approx(results[1].loss_sum, rel=1e-6)
-    assert results[0].grad_norm == pytest.approx(results[1].grad_norm, rel=1e-6)
-
-
-def test_the_loader_gives_what_the_sampler_deals_from_any_step_on(dataset: Path, cache: Path) -> None:
-    shards = DataShardManager(str(dataset), cache)
-    sampler = Sampler(
-        samples=shards.count("train"), global_batch_size=240, micro_batches=6, seed=1, rank=1, world_size=2
-    )
-    loader = BatchLoader(shards.make_reader(CPU, None), sampler, CPU, Faults({}, 0), StepTimer(True, CPU))
-    whole = list(loader.batches(2, 0, 0))
-    assert len(whole) == sampler.steps_per_epoch
-    for step, found in enumerate(whole):
-        samples, dealt = sampler.step(2, 240 * step)
-        assert found.digest == digest_of(np.concatenate([part.positions for part in dealt]))
-        assert (found.samples, [part.number for part in found.micro_batches]) == (
-            samples,
-            [part.number for part in dealt],
-        )
-        for read, part in zip(found.micro_batches, dealt, strict=True):
-            windows, target = read.data
-            expected = shards.gather(shards.end_rows("train", part.positions))
-            assert torch.equal(windows, expected[0])
-            assert torch.equal(target, expected[1])
-    later = list(loader.batches(2, 5 * 240, 5))
-    assert all(
-        torch.equal(a.micro_batches[0].data[1], b.micro_batches[0].data[1])
-        for a, b in zip(whole[5:], later, strict=True)
-    )
-    loader.close()
-
-
 def test_a_digest_sees_names_shapes_and_every_bit() -> None:
     one = torch.arange(4.0)
     other = one.clone()
@@ -246,3 +159,36 @@ def test_a_digest_sees_names_shapes_and_every_bit() -> None:
     digests = {digest_state_dict(dict(tensors)) for tensors in named}
     assert len(digests) == 7
     assert digest_state_dict({"a": one.clone()}) in digests
+
+
+def config(**changes: object) -> DistributedTrainingConfig:
+    return DistributedTrainingConfig(**{"learning_rate": 0.1, "warmup_steps": 10, **changes})  # type: ignore[arg-type]
+
+
+def test_warm_up_rises_in_a_line_and_never_is_zero() -> None:
+    rates = [learning_rate(config(), step, 110) for step in range(11)]
+    assert rates[:10] == pytest.approx([0.01 * (step + 1) for step in range(10)])
+    assert rates[9] == rates[10] == pytest.approx(0.1)
+
+
+def test_the_cosine_falls_to_its_fraction() -> None:
+    rates = [learning_rate(config(min_lr_fraction=0.2), step, 110) for step in range(10, 111)]
+    assert rates == sorted(rates, reverse=True)
+    assert (rates[0], rates[50], rates[-1]) == pytest.approx((0.1, 0.06, 0.02))
+    assert learning_rate(config(min_lr_fraction=0.2), 500, 110) == pytest.approx(0.02), "it does not rise again"
+
+
+def test_a_constant_rate_stays() -> None:
+    assert {learning_rate(config(schedule="constant"), step, 50) for step in range(10, 60)} == {0.1}
+
+
+def test_no_warm_up_and_one_that_is_too_long() -> None:
+    assert learning_rate(config(warmup_steps=0), 0, 1) == pytest.approx(0.1)
+    short = [learning_rate(config(warmup_steps=1000, schedule="constant"), step, 50) for step in range(6)]
+    assert short == pytest.approx([0.02, 0.04, 0.06, 0.08, 0.1, 0.1]), "a tenth of the training, not all of it"
+
+
+def test_the_rate_scales_with_the_global_batch() -> None:
+    plan = {"world_size": 2, "batch_size_per_gpu": 64, "gradient_accumulation_steps": 3, "lr_base_batch_size": 96}
+    peaks = {rule: peak_learning_rate(config(lr_scaling=rule, **plan)) for rule in ("none", "linear", "sqrt")}
+    assert peaks == pytest.approx({"none": 0.1, "linear": 0.4, "sqrt": 0.2})

@@ -13,25 +13,24 @@ from typing import Any
 
 import pytest
 import torch
+from steps import step_of
+from thread_worlds import CPU, on_two_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from two_ranks import on_two_ranks
 from worlds import Job
 
 from trainer.comm.world import World
-from trainer.config import DistributedTrainingConfig, FactoryConfig, parse_job
+from trainer.config import FactoryConfig, parse_job
 from trainer.data.batches import Batch
 from trainer.data.loader import BatchLoader
 from trainer.data.sampler import Sampler
 from trainer.data.shards import DataShardManager
-from trainer.engine.step import StepFlags, TrainingStep
+from trainer.engine.step import StepFlags
 from trainer.engine.trainer import DistributedTrainer
 from trainer.model.build import build_loss, build_model
-from trainer.model.task import SupervisedTask
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
 
-CPU = torch.device("cpu")
 SIZE, STEPS = 64, 12
 MORE_CALLS = 165
 """Calls of functions, written in Python or in C, that a whole step makes beyond the bound for its input and its
@@ -150,7 +149,6 @@ def test_a_step_makes_no_more_operations_than_its_bound_and_gathers_no_byte_twic
 
 def test_two_ranks_exchange_their_gradients_and_one_line_and_nothing_else(dataset: Path, cache: Path) -> None:
     shards = DataShardManager(str(dataset), cache)
-    config = DistributedTrainingConfig(world_size=2, batch_size_per_gpu=16)
     criterion = build_loss(FactoryConfig(factory="student_t"), shards.spec)
     models = [build_model(FactoryConfig(factory="tcn"), shards.spec, 3) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -160,8 +158,7 @@ def test_two_ranks_exchange_their_gradients_and_one_line_and_nothing_else(datase
         sampler = Sampler(
             samples=shards.count("train"), global_batch_size=64, micro_batches=4, seed=0, rank=world.rank, world_size=2
         )
-        step = TrainingStep(models[world.rank], SupervisedTask(criterion), config, CPU, faults)
-        step.adopt(world)
+        step = step_of(models[world.rank], world, criterion, world_size=2, batch_size_per_gpu=16)
         assert world.group is not None
         before = len(world.group.collectives)
         batches = BatchLoader(shards.make_reader(CPU, None), sampler, CPU, faults, timer).batches(0, 0, 0)

@@ -11,23 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from thread_worlds import CPU, at_once, thread_worlds
+from steps import step_of
+from thread_worlds import ALONE, CPU, at_once, thread_worlds
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
-from trainer.config import DistributedTrainingConfig
 from trainer.data.batches import Batch, Samples
 from trainer.data.dataset_data import DatasetData
-from trainer.engine.step import StepFlags, TrainingStep
+from trainer.engine.step import StepFlags
 from trainer.evaluation.evaluate import JudgeRequest
 from trainer.evaluation.judge import evaluate_task
 from trainer.losses import LastDimCrossEntropyLoss
 from trainer.model.task import SupervisedTask
-from trainer.runtime.fault_injection import Faults
 
-ALONE = World(RankFacts(), CPU, "gloo")
 SAMPLES, PLACES, CLASSES = 23, 5, 4
 WEIGHTS = torch.tensor([1.0, 10.0, 0.1, 3.0])
 IGNORED = -100
@@ -74,35 +71,26 @@ class Tokens:
         return batch[1] != IGNORED
 
 
-Case = tuple[nn.Module, Any, tuple[Tensor, Tensor], nn.Module]
+Case = tuple[nn.Module, Any, tuple[Tensor, Tensor]]
+SMOOTH = nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.2, ignore_index=2)
 CASES: dict[str, Case] = {
-    "weights of classes": (
-        LogPlaces(False), nn.NLLLoss(weight=WEIGHTS), data(False), nn.NLLLoss(weight=WEIGHTS)
-    ),
-    "samples without a label": (Places(False), nn.CrossEntropyLoss(), data(False, 0.6), nn.CrossEntropyLoss()),
-    "padding": (Places(True), nn.CrossEntropyLoss(), data(True, 0.5), nn.CrossEntropyLoss()),
-    "all at once": (
-        Places(True), nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.2, ignore_index=2), data(True),
-        nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.2, ignore_index=2),
-    ),
-    "classes last": (
-        Places(True, is_last=True), LastDimCrossEntropyLoss(weight=WEIGHTS), data(True, 0.3),
-        LastDimCrossEntropyLoss(weight=WEIGHTS),
-    ),
-    "probabilities of classes": (
-        Places(False), nn.CrossEntropyLoss(weight=WEIGHTS), probabilities(), nn.CrossEntropyLoss(weight=WEIGHTS)
-    ),
-    "not reduced": (Places(True), nn.CrossEntropyLoss(reduction="none"), data(True, 0.5), nn.CrossEntropyLoss()),
-    "a task of one's own": (Places(True), Tokens(), data(True, 0.5), nn.CrossEntropyLoss()),
-    "a mean per sample": (
-        LogPlaces(False), nn.KLDivLoss(reduction="batchmean"), probabilities(), nn.KLDivLoss(reduction="batchmean")
-    ),
-}  # fmt: skip
+    "weights of classes": (LogPlaces(False), nn.NLLLoss(weight=WEIGHTS), data(False)),
+    "samples without a label": (Places(False), nn.CrossEntropyLoss(), data(False, 0.6)),
+    "padding": (Places(True), nn.CrossEntropyLoss(), data(True, 0.5)),
+    "all at once": (Places(True), SMOOTH, data(True)),
+    "classes last": (Places(True, is_last=True), LastDimCrossEntropyLoss(weight=WEIGHTS), data(True, 0.3)),
+    "probabilities of classes": (Places(False), nn.CrossEntropyLoss(weight=WEIGHTS), probabilities()),
+    "not reduced": (Places(True), nn.CrossEntropyLoss(reduction="none"), data(True, 0.5)),
+    "a task of one's own": (Places(True), Tokens(), data(True, 0.5)),
+    "a mean per sample": (LogPlaces(False), nn.KLDivLoss(reduction="batchmean"), probabilities()),
+}
 
 
-def by_torch(model: nn.Module, loss: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[float, Tensor]:
+def by_torch(model: nn.Module, loss: Any, batch: tuple[Tensor, Tensor]) -> tuple[float, Tensor]:
+    """The mean that torch takes by itself, of the usual loss where ``loss`` takes none; and its gradient."""
     model = copy.deepcopy(model)
-    value = loss(model(batch[0]), batch[1])
+    takes_mean = getattr(loss, "reduction", "none") != "none"
+    value = (loss if takes_mean else nn.CrossEntropyLoss())(model(batch[0]), batch[1])
     value.backward()
     return value.item(), torch.cat([parameter.grad.flatten() for parameter in model.parameters()])  # type: ignore[union-attr]
 
@@ -116,52 +104,48 @@ def cut(batch: tuple[Tensor, Tensor], sizes: list[int]) -> list[tuple[Tensor, ..
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("sizes", [[[23]], [[9, 1], [13]], [[1, 1, 1], [12, 2], [6]]])
+@pytest.mark.parametrize("sizes", [[[9, 1, 13]], [[9, 1], [13]], [[1, 1, 1], [12, 2], [6]]])
 def test_ranks_and_micro_batches_have_the_mean_of_the_whole_batch(name: str, sizes: list[list[int]]) -> None:
-    model, loss, whole, reference = CASES[name]
-    expected, gradient = by_torch(model, reference, whole)
+    model, loss, whole = CASES[name]
+    expected, gradient = by_torch(model, loss, whole)
     parts = iter(cut(whole, [size for rank in sizes for size in rank]))
     batches = [
         Batch(SAMPLES, tuple(Samples(place, size, next(parts)) for place, size in enumerate(rank)), 0) for rank in sizes
     ]
 
-    def work(world: World) -> tuple[float, float, Tensor]:
-        config = DistributedTrainingConfig(clip_norm=None, world_size=len(sizes), gradient_accumulation_steps=3)
-        step = TrainingStep(copy.deepcopy(model), task_of(loss), config, CPU, Faults({}, 0))
-        step.adopt(world)
+    def work(world: World) -> tuple[float, float, float, Tensor]:
+        settings = {"world_size": len(sizes), "gradient_accumulation_steps": 3, "clip_norm": None}
+        step = step_of(copy.deepcopy(model), world, loss, **settings)
         result = step(batches[world.rank], 0, 0.0, StepFlags())
-        return (
-            result.loss_sum, result.weight,
-            torch.cat([parameter.grad.flatten() for parameter in step.parameters]),  # type: ignore[union-attr]
-        )  # fmt: skip
+        gradient = torch.cat([parameter.grad.flatten() for parameter in step.parameters])  # type: ignore[union-attr]
+        return result.loss_sum, result.weight, result.grad_norm, gradient
 
     if len(sizes) == 1:
         found = [work(ALONE)]
     else:
         with thread_worlds([0] * len(sizes)) as worlds:
             found = at_once(work, worlds)
-    assert sum(loss for loss, *_ in found) / sum(weight for _, weight, _ in found) == pytest.approx(expected, rel=1e-6)
-    for *_, own in found:
+    total, weight = (sum(rank[place] for rank in found) for place in (0, 1))
+    assert total / weight == pytest.approx(expected, rel=1e-6)
+    for *_, norm, own in found:
+        assert norm == pytest.approx(float(gradient.norm()), rel=1e-5)
         torch.testing.assert_close(own, gradient, rtol=2e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("at_once_", [3, 23])
 def test_an_evaluation_has_it_too(name: str, at_once_: int) -> None:
-    model, loss, whole, reference = CASES[name]
+    model, loss, whole = CASES[name]
     request = JudgeRequest(model=model, world=ALONE, device=CPU, batch_size=at_once_)
     found = evaluate_task(task_of(loss), DatasetData(TensorDataset(*whole)), "train", request)
-    assert found.loss == pytest.approx(by_torch(model, reference, whole)[0], rel=1e-6)
+    assert found.loss == pytest.approx(by_torch(model, loss, whole)[0], rel=1e-6)
 
 
 def test_a_batch_in_which_nothing_counts_has_no_gradient() -> None:
     model = Places(False)
     inputs, target = data(False, ignored=1.0)
     assert (target == IGNORED).all()
-    step = TrainingStep(
-        model, SupervisedTask(nn.CrossEntropyLoss()), DistributedTrainingConfig(weight_decay=0.0), CPU, Faults({}, 0)
-    )
-    step.adopt(ALONE)
+    step = step_of(model, loss=nn.CrossEntropyLoss(), weight_decay=0.0)
     before = copy.deepcopy(model.state_dict())
     result = step(Batch(SAMPLES, (Samples(0, SAMPLES, (inputs, target)),), 0), 0, 0.1, StepFlags())
     assert (result.loss_sum, result.weight, result.grad_norm) == (0.0, 0.0, 0.0)

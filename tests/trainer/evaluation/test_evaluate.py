@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,22 +8,36 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from evaluate_ranks import CPU, be_rank, forecaster, judge_of
 from market import Market
 from scipy import stats
+from thread_worlds import ALONE, CPU, at_once, thread_worlds
 from torch import Tensor, nn
-from worlds import FORKS, free_port
 
-from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
+from trainer.config import FactoryConfig
 from trainer.data.sampler import spread_positions
+from trainer.evaluation import window_baselines
 from trainer.evaluation.evaluate import Evaluation, JudgeRequest
-from trainer.evaluation.window_baselines import baseline_forecasts
-from trainer.evaluation.window_judge import forecast_windows
+from trainer.evaluation.window_judge import WindowJudge, forecast_windows
 from trainer.evaluation.window_report import Predictions, build_report
+from trainer.model.build import build_loss, build_model
 from trainer.rundir import RunDir
 
-ALONE = World(RankFacts(), CPU, "gloo")
+NAMES = {"constant", "last_value", "ewma", "har", "har_x", "ridge", "drift", "ridge_mean"}
+
+
+def forecaster(market: Market, loss: str = "student_t") -> tuple[nn.Module, nn.Module]:
+    """A model that has forecasts to make although nobody trained it: the same on every rank."""
+    torch.manual_seed(0)
+    criterion = build_loss(FactoryConfig(factory=loss), market.spec)
+    model = build_model(FactoryConfig(factory="tcn"), market.spec, int(criterion.outputs))  # type: ignore[arg-type]
+    nn.init.normal_(model.get_submodule("model.head").weight, std=0.2)
+    return model, criterion
+
+
+def judge_of(criterion: nn.Module, market: Market) -> WindowJudge:
+    """The judge of a job whose loss is this one."""
+    return WindowJudge(criterion, market, lambda _: criterion)  # type: ignore[arg-type]
 
 
 def ask(model: nn.Module, batch_size: int = 1024) -> JudgeRequest:
@@ -42,21 +56,6 @@ def forecasts(
 
 def report_on(market: Market, model: nn.Module, criterion: nn.Module, folder: Path) -> dict[str, Any]:
     return judge_of(criterion, market).report(ask(model), RunDir(str(folder)), lambda _: None)
-
-
-def run_world(size: int, folder: Path, samples: int) -> list[dict[str, Any]]:
-    world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [FORKS.Process(target=be_rank, args=(folder, samples, world | {"RANK": str(rank)})) for rank in range(size)]
-    try:
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join(120)
-        assert [rank.exitcode for rank in ranks] == [0] * size
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
 
 
 def test_metrics_are_what_scipy_says(market: Market) -> None:
@@ -95,39 +94,40 @@ def test_the_batch_size_changes_nothing_and_the_models_mode_stays(market: Market
     assert one.metrics == pytest.approx(other.metrics, rel=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "samples"), [(2, 401), (3, 2)])
-def test_every_sample_counts_once_whatever_the_world(size: int, samples: int, market: Market, tmp_path: Path) -> None:
-    for name in ("alone", "many"):
-        (tmp_path / name).mkdir()
-    [alone] = run_world(1, tmp_path / "alone", samples)
-    ranks = run_world(size, tmp_path / "many", samples)
-    for rank in ranks:
-        assert rank["rows"] == alone["rows"] == market.rows["valid"][:samples].tolist()
-        assert rank["evaluation"]["samples"] == samples
-        assert rank["evaluation"]["loss"] == pytest.approx(alone["evaluation"]["loss"], rel=1e-6)
-        assert rank["evaluation"]["metrics"] == pytest.approx(alone["evaluation"]["metrics"], rel=1e-6)
-        assert rank["report"] == ranks[0]["report"]
-        assert rank["report"]["model"] == pytest.approx(alone["report"]["model"], rel=1e-4)
-    written = RunDir(str(tmp_path / "many" / "run")).read_json("evaluation.json")
-    assert {**written, "correction": {}} == ranks[0]["report"]
+def judge_on(size: int, folder: Path, samples: int) -> list[tuple[Evaluation, list[int], dict[str, Any]]]:
+    """What each rank of a world makes of so many samples: its scores, the rows of its forecasts, and the report."""
+    markets = [Market() for _ in range(size)]
+    models = [forecaster(market) for market in markets]  # one after the other, for there is one random state only
+
+    def work(world: World) -> Any:
+        market, (model, criterion) = markets[world.rank], models[world.rank]
+        market.rows["valid"] = market.rows["valid"][:samples]
+        judge, request = judge_of(criterion, market), replace(ask(model, 100), world=world)
+        evaluation = judge.validate(request)
+        _, predictions = forecast_windows(criterion, market, "valid", request)  # type: ignore[arg-type]
+        report = judge.report(replace(request, batch_size=64), RunDir(str(folder)), lambda _: None)
+        return evaluation, predictions.row.tolist(), report
+
+    with thread_worlds([0] * size) as worlds:
+        return at_once(work, worlds)
 
 
-@pytest.mark.slow
-def test_ranks_share_the_last_evaluation_and_it_stays_the_same(market: Market, tmp_path: Path) -> None:
-    """Bit for bit."""
-    judged = []
-    for size in (1, 2, 3):
-        (tmp_path / str(size)).mkdir()
-        ranks = run_world(size, tmp_path / str(size), 401)
-        with np.load(tmp_path / str(size) / "run" / "predictions.npz") as saved:
-            judged.append((dict(saved), ranks[0]["report"]))
-    (alone, report), *others = judged
-    assert set(report["baselines"]) == set(baseline_forecasts(market, "test"))
-    for forecasts, other in others:
-        for name, values in alone.items():
-            np.testing.assert_array_equal(forecasts[name], values, err_msg=name)
-        assert other == report
+@pytest.mark.parametrize(("size", "samples"), [(2, 401), (3, 401), (3, 2)])
+def test_ranks_share_an_evaluation_and_every_sample_counts_once(
+    size: int, samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report bit for bit."""
+    monkeypatch.setattr(window_baselines, "CHUNK", 97)  # so that the small market has some for each rank
+    [(alone, rows, report)] = judge_on(1, tmp_path / "alone", samples)
+    assert (alone.samples, len(rows), set(report["baselines"])) == (samples, samples, NAMES)
+    for evaluation, mine, other in judge_on(size, tmp_path / "many", samples):
+        assert (mine, other, evaluation.samples) == (rows, report, samples)
+        assert evaluation.loss == pytest.approx(alone.loss, rel=1e-6)
+        assert evaluation.metrics == pytest.approx(alone.metrics, rel=1e-6)
+    assert {**(RunDir(str(tmp_path / "many")).read_json("evaluation.json") or {}), "correction": {}} == report
+    with np.load(tmp_path / "alone/predictions.npz") as one, np.load(tmp_path / "many/predictions.npz") as other:
+        for name, values in one.items():
+            np.testing.assert_array_equal(other[name], values, err_msg=name)
 
 
 def test_of_a_large_split_all_counts_and_a_part_is_kept(market: Market, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,9 @@ class Median(nn.Module):
         return (outputs[:, 0] - target).abs()
 
 
-def test_a_point_loss_is_judged_by_its_squared_error(market: Market, tmp_path: Path) -> None:
+def test_a_point_loss_is_judged_by_its_squared_error_and_one_that_explains_nothing_by_itself(
+    market: Market, tmp_path: Path
+) -> None:
     model, criterion = forecaster(market, "mse")
     assert set(validate(market, model, criterion).metrics) == {"mse_to_zero"}
     report = report_on(market, model, criterion, tmp_path)
@@ -164,13 +166,8 @@ def test_a_point_loss_is_judged_by_its_squared_error(market: Market, tmp_path: P
     assert report["calibration"] == []
     assert not report["gate"]["passed"]
     assert "nll" in report["baselines"]["har"]
-
-
-def test_a_loss_that_explains_nothing_is_judged_by_itself(market: Market, tmp_path: Path) -> None:
-    model, _ = forecaster(market, "mse")
     assert validate(market, model, Median()).metrics == {}
-    report = report_on(market, model, Median(), tmp_path)
-    assert set(report["model"]) == {"loss"}
+    assert set(report_on(market, model, Median(), tmp_path)["model"]) == {"loss"}
 
 
 def test_the_report_holds_what_it_promises(market: Market, tmp_path: Path) -> None:

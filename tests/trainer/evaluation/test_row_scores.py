@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 from sklearn import metrics
 from sklearn.linear_model import LogisticRegression, Ridge
-from two_ranks import on_two_ranks
+from thread_worlds import on_two_ranks
 
 from tests.kinds import build_table
 from trainer.data.row_data import RowData

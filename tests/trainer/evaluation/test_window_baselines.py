@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 from market import Market
 from scipy import stats
-from two_ranks import on_two_ranks
 
 from trainer.evaluation import window_baselines as baselines
-from trainer.evaluation.evaluate import SharedWork
 from trainer.evaluation.window_baselines import baseline_forecasts, fit_student_t
-from trainer.evaluation.window_report import judge_baselines, score_forecast
+from trainer.evaluation.window_report import score_forecast
 
 NAMES = {"constant", "last_value", "ewma", "har", "har_x", "ridge", "drift", "ridge_mean"}
 
@@ -102,14 +100,3 @@ def test_baselines_whose_features_are_missing_are_left_out(market: Market) -> No
         feature_std=market.spec.feature_std[:5],
     )
     assert set(baseline_forecasts(other, "test")) == NAMES - {"har_x"}
-
-
-def test_scores_are_the_same_on_two_ranks_bit_for_bit(market: Market, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baselines, "CHUNK", 97)
-    alone = judge_baselines(market, "test", SharedWork())
-    assert set(alone) == NAMES
-    for shared in on_two_ranks(lambda world: judge_baselines(market, "test", SharedWork(world))):
-        assert list(shared) == list(alone)
-        for name, score in shared.items():
-            assert (score.means, score.mse_to_zero) == (alone[name].means, alone[name].mse_to_zero), name
-            np.testing.assert_array_equal(score.nll, alone[name].nll)

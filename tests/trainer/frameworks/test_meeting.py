@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from worlds import free_port
 
 from trainer.comm.launch_secret import LaunchSecret
 from trainer.comm.launcher_env import RankFacts
@@ -20,12 +21,6 @@ SECRET = LaunchSecret(b"s" * 32)
 
 def facts_of(rank: int, size: int, port: int, address: str = "127.0.0.1") -> RankFacts:
     return RankFacts(rank=rank, world_size=size, master_addr=address, master_port=port)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def all_ranks(size: int, do: Callable[[Meeting], Any]) -> list[Any]:

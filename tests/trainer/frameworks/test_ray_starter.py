@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from worlds import free_port
 
 from trainer.frameworks.ray import NAME_PREFIX
 
@@ -51,10 +51,7 @@ def run_two(folder: Path, how: str) -> list[tuple[int, str]]:
     (lib / "ray" / "scripts" / "scripts.py").write_text(RAY)
     (folder / "s.py").write_text(SCRIPT)
     (folder / "tmp").mkdir()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = []
+    port, ranks = free_port(), []
     for rank in range(2):
         own = {"RANK": rank, "WORLD_SIZE": 2, "NODE_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         ranks.append(

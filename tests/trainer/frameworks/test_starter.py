@@ -62,14 +62,6 @@ def test_the_first_rank_of_horovod_serves_while_its_program_runs(tmp_path: Path)
     assert (done.returncode, done.stdout) == (9, "serves ('node-0:1', 1)\n"), done.stderr
 
 
-def test_it_imports_no_torch():
-    code = "import sys, trainer.frameworks.__main__, trainer.frameworks.horovod, trainer.frameworks.ray;"
-    code += "import trainer.frameworks.deepspeed, trainer.frameworks.tensorflow;"
-    code += "print([name for name in ('torch', 'numpy', 'pandas', 'ray', 'tensorflow') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_what_is_not_on_a_node_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"no script /nowhere/s.py on this node.*at the same path"):
         refuse_missing([sys.executable, "/nowhere/s.py"])

@@ -4,24 +4,15 @@ import re
 
 import pytest
 import torch
+from steps import step_of
+from thread_worlds import CPU
 from torch import nn
 
-from trainer.comm.launcher_env import RankFacts
-from trainer.comm.world import World
-from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.config import ConfigError
 from trainer.data.batches import Batch, Samples
 from trainer.engine.out_of_memory import MicroBatchLimit
-from trainer.engine.step import StepFlags, TrainingStep
+from trainer.engine.step import StepFlags
 from trainer.model.compile import compiled, obstacle
-from trainer.model.task import SupervisedTask
-from trainer.runtime.fault_injection import Faults
-
-CPU = torch.device("cpu")
-
-
-class Squared(nn.Module):
-    def forward(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return (outputs[:, 0] - target) ** 2
 
 
 class Blocks(nn.Module):
@@ -72,9 +63,7 @@ def test_a_compiled_model_has_the_same_losses_and_keeps_its_names() -> None:
     def losses(mode: str) -> tuple[list[float], list[str]]:
         torch.manual_seed(0)
         net = Blocks()
-        config = DistributedTrainingConfig(compile=mode, weight_decay=0.0)  # type: ignore[arg-type]
-        step = TrainingStep(net, SupervisedTask(Squared()), config, CPU, Faults({}, 0))
-        step.adopt(World(RankFacts(), CPU, "gloo"))
+        step = step_of(net, compile=mode, weight_decay=0.0)
         found = []
         made = torch.Generator().manual_seed(1)
         step.apply_limit(MicroBatchLimit(8, mode != "off"))

@@ -7,24 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from specs import window_spec
 from torch import nn
 
 from trainer.config import ConfigError, FactoryConfig
-from trainer.model.build import build_loss, build_model
+from trainer.model.build import build_model
 from trainer.model.losses import StudentTLoss
 from trainer.model.stock import STOCK, DilatedTree, SpanAverages, Standardize
-from trainer.spec import DataSpec
 
-SPEC = DataSpec(
-    dataset_id="d",
-    features=tuple("abcdefgh"),
-    window=60,
-    horizon=5,
-    feature_mean=tuple(0.1 * k for k in range(8)),
-    feature_std=tuple(0.5 + k for k in range(8)),
-    target="target_return",
-    target_mean=0.0,
-    target_std=0.04,
+SPEC = window_spec(
+    "abcdefgh", 60, feature_mean=tuple(0.1 * k for k in range(8)), feature_std=tuple(0.5 + k for k in range(8))
 )
 
 
@@ -183,24 +175,3 @@ def test_an_unusable_model_is_refused_by_name(
     with pytest.raises(ConfigError, match=message) as caught:
         build_model(FactoryConfig(factory=factory, args=args), SPEC, 3)
     assert factory in str(caught.value)
-
-
-def test_the_example_of_ones_own_trains_together_with_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[3])
-    monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "examples.own_model")
-    loss = build_loss(FactoryConfig(factory="examples.own_model.loss:make_loss", args={"nu": 4.0}), SPEC)
-    model = build_model(FactoryConfig(factory="examples.own_model.model:make_model", args={"hidden": 8}), SPEC, 1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    torch.manual_seed(0)
-    x = torch.randn(64, 60, 8)
-    y = 0.1 * torch.randn(64)  # more volatile than the training split: there is something to learn
-    losses = []
-    for _ in range(30):
-        optimizer.zero_grad()
-        value = loss(model(x), y).mean()
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
-    assert losses[-1] < losses[0] - 0.1
-    with pytest.raises(ConfigError, match=r"nu = 1 must be above 2"):
-        build_loss(FactoryConfig(factory="examples.own_model.loss:make_loss", args={"nu": 1}), SPEC)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import until
 
 from trainer.config import DistributedTrainingConfig
 from trainer.observability import trace as profiling
@@ -34,11 +35,7 @@ class Rank:
             self.profiler.step(self.done)
 
     def train_until(self, true: Callable[[], bool]) -> None:
-        until = time.monotonic() + 60
-        while not true():
-            assert time.monotonic() < until
-            self.train(1)
-            time.sleep(0.005)
+        until(lambda: true() or self.train(1))
 
     def end(self) -> None:
         self.profiler.close(self.done)
@@ -128,26 +125,19 @@ def test_a_request_reaches_ranks_that_did_not_take_it_but_none_that_come_later(r
     assert (event["rank"], event["steps"]) == (1, 1)
 
 
-def test_several_ranks_trace_the_same_steps_those_after_all_have_had_the_time_to_notice(rundir: RunDir) -> None:
+def test_several_ranks_trace_the_same_steps_once_all_have_had_the_time_to_notice(rundir: RunDir) -> None:
+    """Not before steps are done: between two looks without one nobody can tell when all will have noticed."""
     rank = Rank(rundir)
     rundir.request_trace(steps=2, ranks=[0, 1])
-    rank.train_until(lambda: bool(rank.traces()))
-    rank.end()
-    agreed = rundir.read_json("profile/request-000001.json") or {}
-    [event] = rundir.events("profile")
-    assert event["step"] == agreed["from_step"] + 2
-    assert agreed["from_step"] > 0
-
-
-def test_a_request_to_several_ranks_waits_until_steps_are_done(rundir: RunDir) -> None:
-    """Between two looks without one nobody can tell when all will have noticed."""
-    rank = Rank(rundir)
-    rundir.request_trace(steps=1, ranks=[0, 1])
     time.sleep(0.2)
     assert rundir.storage.exists(PROFILE_REQUEST)
     rank.train_until(lambda: bool(rank.traces()))
     rank.end()
     assert not rundir.storage.exists(PROFILE_REQUEST)
+    agreed = rundir.read_json("profile/request-000001.json") or {}
+    [event] = rundir.events("profile")
+    assert event["step"] == agreed["from_step"] + 2
+    assert agreed["from_step"] > 0
 
 
 @pytest.mark.parametrize("method", ["start", "stop"])

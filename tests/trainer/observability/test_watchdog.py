@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import user_parts
+from thread_worlds import NoTransport
 from worlds import Job
 
 from dtrain_dagster.monitoring.hangs import hang_verdict
@@ -19,8 +20,6 @@ from trainer.config import DistributedTrainingConfig
 from trainer.observability.reporter import Reporter
 from trainer.observability.watchdog import STACKS_BYTES, Watchdog, limit_seconds, stacks, where_now
 from trainer.rundir import RunDir
-
-HERE = {"PYTHONPATH": str(Path(__file__).parents[1])}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +44,7 @@ def test_the_limit_leaves_time_for_the_report(
 
 @pytest.mark.slow
 def test_a_rank_that_blocks_in_the_users_code_is_named_with_its_line(new_job: Callable[..., Job]) -> None:
-    job = new_job(environment=HERE, hang_seconds=1.0, collective_timeout_seconds=20)
+    job = new_job(hang_seconds=1.0, collective_timeout_seconds=20)
     job.sections["model"] = {"factory": "user_parts:Blocks"}
 
     def reports() -> list[dict[str, Any]]:
@@ -65,21 +64,13 @@ def test_a_rank_that_blocks_in_the_users_code_is_named_with_its_line(new_job: Ca
     assert "thread communication:" in waits["stacks"]
 
 
-class Nothing:
-    """A transport that moves nothing."""
-
-    linger_seconds = 0.0
-
-    def close(self) -> None: ...
-
-
 class _Watched:
     """A watchdog with short limits, over a group of one that the test can block."""
 
     def __init__(self, folder: Path, **training: Any) -> None:
         self.rundir = RunDir(str(folder))
         self.reporter = Reporter(self.rundir, 0, 1, [])
-        self.group = InterruptibleGroup(0, 1, Nothing)  # type: ignore[arg-type]
+        self.group = InterruptibleGroup(0, 1, NoTransport)  # type: ignore[arg-type]
         self.dog = Watchdog(DistributedTrainingConfig(**training))
         self.dog.attend(self.reporter, self.group, [0], 0)
 

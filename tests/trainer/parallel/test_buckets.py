@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -14,25 +14,21 @@ import torch
 from ddp_ranks import KINDS, answer
 from hypothesis import given
 from hypothesis import strategies as st
+from steps import Squared, step_of
+from thread_worlds import ALONE, CPU, on_two_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from two_ranks import on_two_ranks
 from worlds import FORKS
 
-from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig, parse_job
 from trainer.data.batches import Batch, Samples
 from trainer.engine.own_model import OwnModel
-from trainer.engine.step import StepFlags, TrainingStep
-from trainer.model.task import SupervisedTask
-from trainer.parallel.buckets import Buckets, divide
+from trainer.engine.step import StepFlags
+from trainer.parallel.buckets import PIECE, Buckets, divide, gradient_norm
 from trainer.parallel.synchronizer import GradientSynchronizer
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
-
-CPU = torch.device("cpu")
-ALONE = World(RankFacts(), CPU, "gloo")
 
 
 class Choosy(nn.Module):
@@ -49,56 +45,11 @@ class Choosy(nn.Module):
         return last(self.always(x.flatten(1)))
 
 
-class Squared(nn.Module):
-    def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
-        return (outputs[:, 0] - target) ** 2
-
-
 def part(number: int, sign: float) -> Samples:
     made = torch.Generator().manual_seed(number)
     windows, target = torch.randn(4, 3, 2, generator=made), torch.randn(4, generator=made)
     windows[0, 0, 0] = sign
     return Samples(number, 4, (windows, target))
-
-
-@pytest.mark.parametrize("bytes_", [1 << 20, 100])
-@pytest.mark.parametrize("signs", [(1, 1, 1, 1), (1, 1, -1, -1), (1, -1, -1, 1), (-1, 1, -1, 1)])
-def test_two_ranks_do_what_one_does_whatever_they_use(signs: tuple[float, ...], bytes_: int) -> None:
-    """Micro-batches 0 and 2 are rank 0's. What nobody has used is left alone: no weight decay, no moments."""
-    parts = [part(number, sign) for number, sign in enumerate(signs)]
-    config = DistributedTrainingConfig(weight_decay=0.5, clip_norm=None)
-
-    def trained(net: nn.Module, world: World, mine: tuple[Any, ...]) -> dict[str, Tensor]:
-        step = TrainingStep(net, SupervisedTask(Squared()), config, CPU, Faults({}, 0))
-        step.adopt(world)
-        for number in range(3):
-            step(Batch(16, mine, digest=0), number, 0.1, StepFlags())
-        return net.state_dict()
-
-    nets = [Choosy() for _ in range(3)]
-    before = copy.deepcopy(nets[0].state_dict())
-    expected = trained(nets[2], ALONE, tuple(parts))
-    with mock.patch.multiple("trainer.parallel.buckets", FIRST_BYTES=bytes_, MOST_BYTES=bytes_):
-        found = on_two_ranks(lambda world: trained(nets[world.rank], world, tuple(parts[world.rank :: 2])))
-    for name, value in expected.items():
-        assert torch.equal(found[0][name], found[1][name])
-        torch.testing.assert_close(found[0][name], value, msg=name)
-        is_used = not name.startswith("never") and not (name.startswith("negative") and min(signs) > 0)
-        assert torch.equal(value, before[name]) == (not is_used)
-
-
-class Odd(nn.Module):
-    """Weights that do not lie in memory row by row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.turned = nn.Parameter(torch.randn(6, 4).t())
-        self.conv = nn.Conv2d(4, 3, 2, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.last = nn.Linear(12, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.conv((x.flatten(1) @ self.turned.t()).view(-1, 4, 1, 1)).flatten(1))
 
 
 class Reentrant(nn.Module):
@@ -115,27 +66,45 @@ class Reentrant(nn.Module):
         return checkpoint(self.head, x.tanh(), use_reentrant=True)
 
 
-@pytest.mark.parametrize(
-    ("kind", "bytes_"),
-    [(Odd, 1 << 20), (Odd, 100), (Reentrant, 1 << 20), (Reentrant, 100), (partial(Reentrant, tied=True), 1 << 20)],
-)
-def test_two_ranks_do_what_one_does_whatever_the_model_is(kind: Callable[[], nn.Module], bytes_: int) -> None:
-    parts = [part(number, 1) for number in range(4)]
+def train_alone_and_on_two(
+    kind: Callable[[], nn.Module], signs: Sequence[float], bytes_: int, **settings: Any
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights of a model before and after three steps: those of one rank, which two come to as well. Micro-batches
+    0 and 2 are rank 0's."""
+    parts = [part(number, sign) for number, sign in enumerate(signs)]
 
-    def trained(net: nn.Module, world: World, mine: tuple[Any, ...]) -> dict[str, Tensor]:
-        step = TrainingStep(net, SupervisedTask(Squared()), DistributedTrainingConfig(), CPU, Faults({}, 0))
-        step.adopt(world)
+    def trained(net: nn.Module, world: World, mine: list[Any]) -> dict[str, Tensor]:
+        step = step_of(net, world, **settings)
         for number in range(3):
-            step(Batch(16, mine, digest=0), number, 0.1, StepFlags())
+            step(Batch(16, tuple(mine), digest=0), number, 0.1, StepFlags())
         return net.state_dict()
 
     nets = [kind() for _ in range(3)]
-    expected = trained(nets[2], ALONE, tuple(parts))
+    before = copy.deepcopy(nets[2].state_dict())
+    expected = trained(nets[2], ALONE, parts)
     with mock.patch.multiple("trainer.parallel.buckets", FIRST_BYTES=bytes_, MOST_BYTES=bytes_):
-        found = on_two_ranks(lambda world: trained(nets[world.rank], world, tuple(parts[world.rank :: 2])))
+        found = on_two_ranks(lambda world: trained(nets[world.rank], world, parts[world.rank :: 2]))
     for name, value in expected.items():
         assert torch.equal(found[0][name], found[1][name])
         torch.testing.assert_close(found[0][name], value, msg=name)
+    return before, expected
+
+
+@pytest.mark.parametrize("bytes_", [1 << 20, 100])
+@pytest.mark.parametrize("signs", [(1, 1, 1, 1), (1, 1, -1, -1), (1, -1, -1, 1), (-1, 1, -1, 1)])
+def test_two_ranks_do_what_one_does_whatever_they_use(signs: tuple[float, ...], bytes_: int) -> None:
+    """What nobody has used is left alone: no weight decay, no moments."""
+    before, after = train_alone_and_on_two(Choosy, signs, bytes_, weight_decay=0.5, clip_norm=None)
+    for name, value in after.items():
+        is_used = not name.startswith("never") and not (name.startswith("negative") and min(signs) > 0)
+        assert torch.equal(value, before[name]) == (not is_used)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bytes_"), [(Reentrant, 1 << 20), (Reentrant, 100), (partial(Reentrant, tied=True), 1 << 20)]
+)
+def test_two_ranks_do_what_one_does_whatever_the_model_is(kind: Callable[[], nn.Module], bytes_: int) -> None:
+    train_alone_and_on_two(kind, (1, 1, 1, 1), bytes_)
 
 
 def test_a_parameter_in_two_reentrant_parts_is_refused_not_summed_too_early() -> None:
@@ -143,10 +112,7 @@ def test_a_parameter_in_two_reentrant_parts_is_refused_not_summed_too_early() ->
     nets = [Reentrant(tied=True) for _ in range(2)]
 
     def work(world: World) -> None:
-        step = TrainingStep(
-            nets[world.rank], SupervisedTask(Squared()), DistributedTrainingConfig(), CPU, Faults({}, 0)
-        )
-        step.adopt(world)
+        step = step_of(nets[world.rank], world)
         with pytest.raises(RuntimeError, match="use_reentrant=False"):
             step(Batch(8, (part(world.rank, 1),), digest=0), 0, 0.1, StepFlags())
 
@@ -156,13 +122,11 @@ def test_a_parameter_in_two_reentrant_parts_is_refused_not_summed_too_early() ->
 
 @pytest.mark.parametrize("communication", ["fp16", "topk"])
 def test_ranks_stay_equal_where_what_they_use_changes_and_small_values_are_dropped(communication: Any) -> None:
-    config = DistributedTrainingConfig(communication=communication, topk_fraction=0.03, weight_decay=0.5)
     nets = [Choosy() for _ in range(2)]
     before = copy.deepcopy(nets[0].state_dict())
 
     def work(world: World) -> dict[str, Tensor]:
-        step = TrainingStep(nets[world.rank], SupervisedTask(Squared()), config, CPU, Faults({}, 0))
-        step.adopt(world)
+        step = step_of(nets[world.rank], world, communication=communication, topk_fraction=0.03, weight_decay=0.5)
         for number in range(12):
             sign = 1 if (world.rank + number) % 2 else -1
             step(Batch(8, (part(2 * number + world.rank, sign),), digest=0), number, 0.1, StepFlags())
@@ -219,7 +183,7 @@ def test_a_loop_of_the_callers_own_gets_sums_over_ranks(to_none: bool) -> None:
 def test_parameters_that_are_unfrozen_later_or_lie_elsewhere_are_refused() -> None:
     net = Choosy().requires_grad_(False)
     net.always.requires_grad_(True)
-    step = TrainingStep(net, SupervisedTask(Squared()), DistributedTrainingConfig(), CPU, Faults({}, 0))
+    step = step_of(net)
     step.check_parameters()
     net.positive.weight.requires_grad_(True)
     with pytest.raises(ConfigError, match=r"positive.weight was frozen .*detach"):
@@ -307,3 +271,18 @@ def test_a_bucket_is_handed_over_before_the_backward_pass_is_over() -> None:
     buckets.detach()
     net(torch.ones(1, 8)).sum().backward()
     assert order.count("waited") == 2
+
+
+@pytest.mark.parametrize("sizes", [(3,), (PIECE, 5), (2 * PIECE + 1, 7), (6_500_000,)])
+def test_the_norm_for_clipping_is_right_to_rounding_however_large_the_gradient_is(sizes: tuple[int, ...]) -> None:
+    chance = torch.Generator().manual_seed(0)
+    gradients = [1e-3 * torch.randn(size, generator=chance) for size in sizes]
+    expected = torch.cat(gradients).double().norm()
+    assert gradient_norm(gradients, CPU).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_a_norm_is_of_tensors_of_any_shape_and_none_at_all() -> None:
+    across = torch.ones(PIECE, 2).t()  # not contiguous
+    assert gradient_norm([across], CPU).item() == pytest.approx((2 * PIECE) ** 0.5)
+    assert gradient_norm([], CPU).item() == 0.0
+    assert gradient_norm([torch.tensor([1.0, torch.inf])], CPU).isinf()

@@ -11,10 +11,10 @@ from unittest import mock
 
 import pytest
 import torch
-from elastic_nodes import KILLED, QUICK, Nodes
+from elastic_nodes import KILLED, Nodes
+from steps import step_of
 from thread_worlds import at_once, thread_worlds
 from torch import Tensor, nn
-from worlds import Job
 
 from trainer.comm.group import GroupError
 from trainer.comm.torch_transport import TorchTransport
@@ -22,18 +22,10 @@ from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.batches import Batch, Samples
 from trainer.data.coverage import find_coverage_errors
-from trainer.engine.step import NonFiniteError, StepFlags, TrainingStep
-from trainer.model.task import SupervisedTask
-from trainer.parallel.compression import (
-    FP16Compression,
-    TopKCompression,
-    largest,
-    make_comm_hook,
-)
+from trainer.engine.step import NonFiniteError, StepFlags
+from trainer.parallel.compression import FP16Compression, TopKCompression, largest, make_comm_hook
 from trainer.parallel.synchronizer import CommHook
-from trainer.runtime.fault_injection import Faults
 
-CPU = torch.device("cpu")
 NODES = (0, 0, 1, 1)
 """Two ranks on each of two nodes."""
 SIZES = (40, 300, 100, 200, 300, 100, 200, 300, 40, 300)
@@ -51,11 +43,6 @@ class LoopbackTransport:
     all_gather = all_to_all
 
     def hierarchical_all_reduce(self, tensor: Tensor, nodes: Sequence[int]) -> None: ...
-
-
-class Squared(nn.Module):
-    def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
-        return (outputs[:, 0] - target) ** 2
 
 
 def network() -> nn.Module:
@@ -80,12 +67,10 @@ def worlds() -> Iterator[Callable[[int], list[World]]]:
 
 def train(worlds: list[World], steps: int = 3, **settings: Any) -> tuple[list[Tensor], list[int]]:
     """The gradients of the last step, the same on each rank; and the bytes of each bucket as reported."""
-    config = DistributedTrainingConfig(clip_norm=None, **settings)
     networks = [network() for _ in worlds]  # one after the other, for there is one random state only
 
     def work(world: World) -> Any:
-        step = TrainingStep(networks[world.rank], SupervisedTask(Squared()), config, CPU, Faults({}, 0))
-        step.adopt(world)
+        step = step_of(networks[world.rank], world, clip_norm=None, **settings)
         for number in range(steps):
             step(batch(world.rank, len(worlds), number), number, 0.0, StepFlags())
         assert world.group is not None
@@ -127,11 +112,8 @@ def test_each_way_of_summing_comes_to_the_same_on_all_ranks_with_many_buckets(
 def test_numbers_that_are_not_finite_end_the_step_on_all_ranks(
     worlds: Callable[[int], list[World]], communication: Any, poison: float
 ) -> None:
-    config = DistributedTrainingConfig(communication=communication, clip_norm=None)
-
     def work(world: World) -> str:
-        step = TrainingStep(network(), SupervisedTask(Squared()), config, CPU, Faults({}, 0))
-        step.adopt(world)
+        step = step_of(network(), world, communication=communication, clip_norm=None)
         with pytest.raises(NonFiniteError) as failed:
             step(batch(world.rank, 2, 0, poison), 0, 1e-3, StepFlags())
         return str(failed.value)
@@ -237,10 +219,7 @@ def test_a_peer_that_dies_in_a_compressed_sum_wakes_everybody(worlds: Callable[[
         all_to_all(transport, output, input_)
 
     def work(one: World) -> str:
-        step = TrainingStep(
-            network(), SupervisedTask(Squared()), DistributedTrainingConfig(communication="fp16"), CPU, Faults({}, 0)
-        )
-        step.adopt(one)
+        step = step_of(network(), one, communication="fp16")
         with pytest.raises(GroupError) as failed:
             step(batch(one.rank, 3, 0), 0, 1e-3, StepFlags())
         return str(failed.value)
@@ -251,18 +230,15 @@ def test_a_peer_that_dies_in_a_compressed_sum_wakes_everybody(worlds: Callable[[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("communication", [pytest.param("fp16", marks=pytest.mark.long), "topk"])
-def test_a_node_that_is_killed_while_gradients_are_compressed(new_job: Callable[..., Job], communication: str) -> None:
+def test_a_node_that_is_killed_while_gradients_are_compressed(begin: Callable[..., Nodes], communication: str) -> None:
     """Those who are left go on from the step that failed; what had been kept back is lost, and nothing else."""
-    job = new_job(communication=communication, **QUICK)
-    nodes = Nodes(job).start(faults=({"kind": "kill", "at": "all_reduce", "step": 6, "node": 1},))
-    try:
-        assert nodes.wait() == [0, KILLED, 0], nodes.log()
-    finally:
-        nodes.kill()
-    result = job.result()
+    nodes = begin(communication=communication)
+    nodes.start(faults=({"kind": "kill", "at": "all_reduce", "step": 6, "node": 1},))
+    assert nodes.wait() == [0, KILLED, 0], nodes.log()
+    result = nodes.job.result()
     assert (result["status"], result["world_size"]) == ("succeeded", 2)
     assert find_coverage_errors(result["consumed"], result["train_samples"], round(result["epochs"])) == []
-    assert not job.events("resume")
+    assert not nodes.job.events("resume")
 
 
 def test_settings_that_do_not_go_together_are_refused_and_others_fall_back() -> None:

@@ -6,10 +6,10 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from trainer.runtime.scratch import LOCK, scratch_folder
 
@@ -39,12 +39,8 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def waited_for(folder: Path, pattern: str) -> Path:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if found := list(folder.glob(pattern)):
-            return found[0]
-        time.sleep(0.01)
-    raise AssertionError(f"there is no {pattern}")
+    until(lambda: list(folder.glob(pattern)), lambda: f"there is no {pattern}")
+    return next(folder.glob(pattern))
 
 
 def test_what_a_killed_check_left_goes_with_the_next_one(temporary: Path, tmp_path: Path) -> None:

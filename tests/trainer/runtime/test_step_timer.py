@@ -49,53 +49,44 @@ def window(exposed: list[list[float]], collectives: Any = (), own: Any = None, *
     return TimingWindow(values, collectives)
 
 
-def test_a_slow_rank_makes_the_others_wait_and_the_network_is_not_to_blame() -> None:
-    """Rank 1 takes 50 ms longer: the others' own clocks would blame the network for it."""
-    found = summarize_window(
-        window([[NETWORK + 0.05] * 4, [NETWORK] * 4, [NETWORK + 0.05] * 4], forward=[0.2, 0.25, 0.2]), "mesh"
-    )
-    assert found["segments"]["communication"] == pytest.approx([NETWORK] * 3)
-    assert found["segments"]["waiting"] == pytest.approx([0.05, 0, 0.05])
-    assert found["typical"]["late"] == pytest.approx([0, 0.05, 0])
-    assert found["typical"]["compute"] == pytest.approx([0.55, 0.6, 0.55])
-    assert found["segments"]["forward"] == pytest.approx([0.2, 0.25, 0.2])
-    sums = np.sum(list(found["segments"].values()), axis=0)
-    assert sums == pytest.approx([found["seconds"]] * 3), "segments leave no gap"
-    assert (found["steps"], found["samples"]) == (4, [256, 256, 256])
+SLOW, FORWARD = NETWORK + 0.05, [0.2, 0.25, 0.2]
+TWICE = {"forward": [0.4, 0.2], "backward": [0.6, 0.3], "samples": [128, 64]}
+TURNS = [[NETWORK if step % 3 == rank else NETWORK + 0.09 for step in range(6)] for rank in range(3)]
 
 
-def test_the_network_is_the_least_of_each_step_though_ranks_take_turns_in_being_late() -> None:
-    exposed = np.full((3, 6), NETWORK + 0.09)
-    for step in range(6):
-        exposed[step % 3, step] = NETWORK
-    found = summarize_window(window(exposed.tolist()), "mesh")
-    assert found["segments"]["communication"] == pytest.approx([NETWORK] * 3), "a minimum of means would be 0.08"
-    assert found["segments"]["waiting"] == pytest.approx([0.06] * 3)
-    assert found["typical"]["late"] == pytest.approx([0] * 3), "no rank is late as a rule"
-
-
-def test_a_network_that_is_slow_for_all_is_no_rank_s_fault() -> None:
-    found = summarize_window(window([[0.4] * 3] * 2), "mesh")
-    assert found["segments"]["communication"] == pytest.approx([0.4] * 2)
-    assert found["segments"]["waiting"] == found["typical"]["late"] == pytest.approx([0, 0])
-
-
-def test_ranks_with_more_work_are_late_by_it() -> None:
-    """Three micro-batches on two ranks: one has two of them."""
-    slow, fast = 0.4, 0.2
-    found = summarize_window(
-        window([[NETWORK] * 5, [NETWORK + 0.5] * 5], forward=[slow, fast], samples=[128, 64]), "mesh"
-    )
-    assert found["samples"] == [640, 320]
-    assert found["typical"]["late"] == pytest.approx([0.5, 0])
-    assert found["segments"]["waiting"] == pytest.approx([0, 0.5])
-
-
-def test_a_single_rank_neither_communicates_nor_waits() -> None:
-    found = summarize_window(window([[0.001] * 2]), "mesh")
-    assert found["segments"]["communication"] == found["segments"]["waiting"] == found["typical"]["late"] == [0.0]
-    assert found["segments"]["other"] == pytest.approx([0.011])
-    assert found["collectives"] == []
+@pytest.mark.parametrize(
+    ("exposed", "changes", "communication", "waiting", "late"),
+    [
+        # Rank 1 takes 50 ms longer: the others' own clocks would blame the network for it.
+        ([[SLOW] * 4, [NETWORK] * 4, [SLOW] * 4], {"forward": FORWARD}, NETWORK, [0.05, 0, 0.05], [0, 0.05, 0]),
+        # Ranks take turns in being late: a minimum of means would be 0.08, and no rank is late as a rule.
+        (TURNS, {}, NETWORK, [0.06] * 3, [0] * 3),
+        # A network that is slow for all is no rank's fault.
+        ([[0.4] * 3] * 2, {}, 0.4, [0, 0], [0, 0]),
+        # Three micro-batches on two ranks: one has two of them.
+        ([[NETWORK] * 5, [NETWORK + 0.5] * 5], TWICE, NETWORK, [0, 0.5], [0.5, 0]),
+        # A single rank neither communicates nor waits.
+        ([[0.001] * 2], {}, 0.0, [0.0], [0.0]),
+    ],
+    ids=["a slow rank", "turns", "a slow network", "more work", "alone"],
+)  # fmt: skip
+def test_the_network_is_the_least_of_each_step_and_the_rest_is_waiting_for_who_is_late(
+    exposed: list[list[float]], changes: dict[str, Any], communication: float, waiting: list[float], late: list[float]
+) -> None:
+    ranks, steps = len(exposed), len(exposed[0])
+    found = summarize_window(window(exposed, **changes), "mesh")
+    segments = found["segments"]
+    assert segments["communication"] == pytest.approx([communication] * ranks)
+    assert segments["waiting"] == pytest.approx(waiting)
+    assert found["typical"]["late"] == pytest.approx(late)
+    forward = changes.get("forward", [0.2] * ranks)
+    assert segments["forward"] == pytest.approx(forward)
+    assert segments["other"] == pytest.approx([0.011 if ranks == 1 else 0.01] * ranks)
+    if ranks > 1 and "samples" not in changes:
+        assert found["typical"]["compute"] == pytest.approx([0.35 + each for each in forward])
+    assert np.sum(list(segments.values()), axis=0) == pytest.approx([found["seconds"]] * ranks), "they leave no gap"
+    assert found["samples"] == [steps * each for each in changes.get("samples", [64] * ranks)]
+    assert (found["steps"], found["collectives"]) == (steps, [])
 
 
 def test_each_collective_has_its_network_its_waiting_and_what_the_backward_pass_hides() -> None:

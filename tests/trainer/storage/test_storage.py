@@ -1,18 +1,17 @@
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-import time
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import frozen
 
 from trainer.config import ConfigError
-from trainer.storage.base import Storage
+from trainer.storage.base import Storage, TransferPool
 from trainer.storage.open import open_storage
 
 FULL_DISK = """
@@ -151,20 +150,12 @@ def test_no_swap_of_racing_processes_is_lost(tmp_path: Path, patience: float) ->
 def test_one_that_is_frozen_while_it_swaps_holds_up_nobody_and_never_wins_late(tmp_path: Path, rename: int) -> None:
     storage = open_storage(tmp_path)
     storage.compare_and_swap("pointer", None, b"old")  # so that the lock exists
-    command = [sys.executable, "-c", FREEZE, str(tmp_path), str(rename)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as frozen:
-        try:
-            while "T (stopped)" not in Path(f"/proc/{frozen.pid}/status").read_text():
-                time.sleep(0.01)
-            before = b"late" if rename == 4 else b"old"
-            assert storage.read("pointer") == before
-            assert storage.compare_and_swap("pointer", before, b"new")
-            assert storage.compare_and_swap("pointer", b"new", b"newer")
-            os.kill(frozen.pid, signal.SIGCONT)
-            output, _ = frozen.communicate(timeout=60)
-        finally:
-            frozen.kill()
-    assert output.split() == ["True" if rename == 4 else "False", "newer"]
+    with frozen(FREEZE, str(tmp_path), str(rename)) as thaw:
+        before = b"late" if rename == 4 else b"old"
+        assert storage.read("pointer") == before
+        assert storage.compare_and_swap("pointer", before, b"new")
+        assert storage.compare_and_swap("pointer", b"new", b"newer")
+        assert thaw().split() == ["True" if rename == 4 else "False", "newer"]
     assert storage.compare_and_swap("pointer", b"newer", b"newest")
     assert not list(tmp_path.glob("*.tmp"))
 
@@ -194,3 +185,54 @@ def test_a_file_written_in_pieces_is_there_whole_or_not_at_all(storage: Storage)
             file.writelines(b"x" * (1 // number) for number in (1, 0))
         assert storage.read("a/b") == b"onetwo"
         assert storage.list("a") == ["b"]
+
+
+def test_jobs_are_done_side_by_side_and_all_before_the_end() -> None:
+    both = threading.Barrier(2)
+    done: list[int] = []
+    with TransferPool(2) as pool:
+        pool.put(both.wait)  # each waits for the other
+        pool.put(both.wait)
+        for number in range(20):
+            pool.put(lambda number=number: done.append(number))
+    assert sorted(done) == list(range(20))
+
+
+def test_nothing_happens_without_jobs() -> None:
+    before = threading.active_count()
+    with TransferPool(4):
+        assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("more", [0, 5])
+def test_an_error_comes_out_and_what_follows_is_left(more: int) -> None:
+    done: list[int] = []
+
+    def fill(pool: TransferPool) -> None:
+        pool.put(lambda: 1 // 0)
+        for number in range(more):
+            pool.put(lambda number=number: done.append(number))
+
+    with pytest.raises(ZeroDivisionError), TransferPool(1) as pool:
+        fill(pool)
+    assert len(done) < 3  # those that were put before it was known
+
+
+def test_where_the_block_fails_what_waits_is_left_and_its_error_counts() -> None:
+    started, go_on, done = threading.Event(), threading.Event(), list[int]()
+
+    def first() -> None:
+        started.set()
+        go_on.wait()
+
+    def leave() -> None:
+        with TransferPool(1) as pool:
+            pool.put(first)
+            started.wait()
+            pool.put(lambda: done.append(1))
+            threading.Timer(0.05, go_on.set).start()
+            raise KeyError("of the block")
+
+    with pytest.raises(KeyError, match="of the block"):
+        leave()
+    assert done == []
