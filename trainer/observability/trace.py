@@ -171,7 +171,7 @@ class StepProfiler:
             )
         self._profile: torch.profiler.profile | None = None
         self._steps = self._left = 0
-        self._writers: list[threading.Thread] = []
+        self._writer: threading.Thread | None = None
         self._begin_if_due(step)
 
     def step(self, step: int) -> None:
@@ -189,10 +189,12 @@ class StepProfiler:
         self.requests.close()
         if self._profile is not None:
             self._end(step)
-        for writer in self._writers:
-            writer.join(CLOSE_SECONDS)
+        if self._writer is not None:
+            self._writer.join(CLOSE_SECONDS)
 
     def _begin_if_due(self, step: int) -> None:
+        if self._writer is not None and self._writer.is_alive():
+            return  # torch reads the events of one trace while it ends another one: now and then that is a crash
         while not self.requests.asked.empty():
             self._asked.append(self.requests.asked.get())
         due = next((item for item in self._asked if step >= item.from_step), None)
@@ -226,9 +228,9 @@ class StepProfiler:
         done = self._steps - self._left
         if done:
             path = f"{PROFILE}/trace-r{self.reporter.rank:05d}-s{step:06d}.json"
-            writer = threading.Thread(target=self._write, args=(profile, path, step, done), name="trace", daemon=True)
-            self._writers = [*(item for item in self._writers if item.is_alive()), writer]
-            writer.start()
+            args = profile, path, step, done
+            self._writer = threading.Thread(target=self._write, args=args, name="trace", daemon=True)
+            self._writer.start()
 
     def _failed(self, step: int, why: str) -> None:
         self.reporter.emit("error", message=f"no trace at step {step}: {why}", fatal=False)
