@@ -18,11 +18,11 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, Validation
 from pydantic.dataclasses import dataclass
 
 from trainer.documents.factory_arguments import check_arguments
-from trainer.errors import ConfigError
+from trainer.errors import REMOVED, ConfigError
+from trainer.runtime.packages import load
 from trainer.secrets.addresses import refuse_secret
 from trainer.secrets.redaction import redact
 from trainer.secrets.references import SecretError
-from trainer.setting_errors import REMOVED, describe_errors
 from trainer.strategies import SHARDED, Strategy, explain_strategy
 
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
@@ -34,6 +34,8 @@ FACTORY = "factory"
 """What the address of a dataset begins with where a function of the user's own makes it."""
 SCRIPT = "script"
 """The name of a model, a loss and a dataset that a script gives as objects (`trainer.fit`)."""
+DESCRIBE = "trainer.setting_errors:describe_errors"
+"""What puts findings of pydantic into words, loaded where there are some."""
 MOST_TRACED_STEPS = 50
 """The most steps of one trace, whose cost to the training grows with them: see `trainer.observability.trace`."""
 
@@ -53,7 +55,7 @@ def checked_settings(section: str = "") -> Callable[[type[T]], type[T]]:
             try:
                 make(self, **settings)
             except ValidationError as error:
-                raise ConfigError(describe_errors(error, kind, section=section)) from None
+                raise ConfigError(load(DESCRIBE)(error, kind, section=section)) from None
 
         kind.__init__ = __init__  # type: ignore[assignment, method-assign]
         return kind
@@ -408,7 +410,7 @@ def parse_job(
     try:
         return _JOB.validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
-        raise ConfigError(describe_errors(error, JobConfig, source)) from None
+        raise ConfigError(load(DESCRIBE)(error, JobConfig, source)) from None
 
 
 def _read_older_values(data: dict[str, Any], source: str) -> None:

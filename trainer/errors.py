@@ -3,6 +3,11 @@ watches jobs needs no pydantic."""
 
 from trainer.printable import visible
 
+REMOVED = {
+    "bind_cores": "the system's scheduler places the ranks",
+}
+"""Settings of ``training`` that older versions had, and what is in their place. A ``job.json`` may have them."""
+
 
 class ConfigError(ValueError):
     """The configuration cannot be used. The message names the field, the value, and the remedy."""

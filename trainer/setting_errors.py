@@ -14,14 +14,11 @@ from typing import Any, get_args, get_type_hints
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ArgsKwargs, ErrorDetails
 
+from trainer.errors import REMOVED
 from trainer.secrets.redaction import redact
 
 _UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 """Pydantic's findings on a name that is none, of a dataclass and of a model."""
-REMOVED = {
-    "bind_cores": "the system's scheduler places the ranks",
-}
-"""Settings of ``training`` that older versions had, and what is in their place. A ``job.json`` may have them."""
 _FEW = 12
 """The most names that a sentence lists."""
 _LONGEST = 120

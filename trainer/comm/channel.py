@@ -22,10 +22,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainer.comm.handshake import HELLO, PROOF_BYTES, REPLY, AuthenticationError, Caller, Listener
-from trainer.comm.tls import TLSContexts
 
 if TYPE_CHECKING:
     import torch
+
+    from trainer.comm.tls import TLSContexts
 
 TURN_BYTES = 1 << 18
 """The bytes after which a flow lets the others go on, so that all channels are used at once."""

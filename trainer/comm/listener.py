@@ -14,10 +14,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from trainer.comm.channel import ADMITTED, Channel, PeerError, authenticate_caller
-from trainer.comm.tls import TLSContexts
+
+if TYPE_CHECKING:
+    from trainer.comm.tls import TLSContexts
 
 MOST_UNPROVEN = 128
 """The most connections that have not yet authenticated. When there is one more, the oldest is closed: a member needs a

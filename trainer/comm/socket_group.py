@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,9 @@ from trainer.comm.channel import (
     view_bytes,
 )
 from trainer.comm.listener import BACKLOG, Door, admit_ranks, check_rank
-from trainer.comm.tls import TLSContexts
+
+if TYPE_CHECKING:
+    from trainer.comm.tls import TLSContexts
 
 NEAR_BYTES, FAR_BYTES = 1 << 20, 16 << 10
 """The most bytes that a rank sends for a sum beside gloo: the first within one host and between two ranks, where a ring

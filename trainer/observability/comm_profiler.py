@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,12 +26,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer.comm.group import Collective, GroupError
-from trainer.comm.socket_group import MeshGroup
-from trainer.comm.torch_transport import TorchTransport, Transport
+from trainer.comm.group import Collective
 from trainer.comm.world import World
 from trainer.performance.link import bytes_carried
 from trainer.runtime.cores import available_cores, machine_number
+from trainer.runtime.packages import load
 from trainer.runtime.step_timer import SEGMENTS, Mark, StepTimer, computed_at, durations, moments
 
 FIELDS = (*SEGMENTS, "samples")
@@ -46,8 +44,7 @@ PROBE_SHARE = 0.1
 PROBE_EVERY, PROBE_REST, PROBE_WINDOWS = 200, 1000, 3
 """The least steps between two probes; how many times as long as the probe they last at least; and the windows whose
 mean decides."""
-PROBE_LEAST, PROBE_BYTES, PROBE_GROWTH, PROBE_SECONDS = 1 << 12, 1 << 20, 4, 2.0
-"""A probe sends the least first, and more as long as that is expected to take no longer than this."""
+LINK_PROBE = "trainer.observability.link_probe:time_links"
 DIGITS = 7
 
 
@@ -162,14 +159,13 @@ class CommunicationProfiler:
             return None
         assert self.world.group is not None
         self.probe_at = step + PROBE_EVERY  # where the probe fails too
-        size = self.world.world_size
-        look = partial(time_links, rank=self.world.rank, size=size)
+        look = partial(load(LINK_PROBE), rank=self.world.rank, size=self.world.world_size)
         bytes_, seconds, took = self.world.group.run("probe of the links", look)
         self.probe_at = next_probe(step, took, self._step_seconds)
         return {
             "step": step,
             "bytes": bytes_,
-            "seconds": [[*link, round(value, DIGITS)] for link, value in zip(links(size), seconds, strict=True)],
+            "seconds": [[*link, round(value, DIGITS)] for link, value in seconds.items()],
             "reason": f"exposed communication takes {np.mean(self._shares):.0%} of a step",
         }
 
@@ -282,56 +278,6 @@ def is_probe_due(shares: Sequence[float], step: int, probe_at: int) -> bool:
 def next_probe(step: int, took: float, step_seconds: float) -> int:
     """Return the step before which there is no other probe, after one that took ``took`` seconds."""
     return step + max(PROBE_EVERY, math.ceil(PROBE_REST * took / step_seconds))
-
-
-def links(size: int) -> list[tuple[int, int]]:
-    """Return the (from, to) of the links to probe: around the ring, and between every other rank."""
-    return [(rank, (rank + offset) % size) for offset in (1, 2)[: size - 1] for rank in range(size)]
-
-
-def time_links(transport: Transport, rank: int, size: int) -> tuple[int, list[float], float]:
-    """Return the bytes of a probe; the seconds that these and a short answer take over each of the `links`, one after
-    the other; and the seconds of the whole. The same on all ranks.
-
-    The speed of a link is not known before, and all-reduces say nothing of links outside their ring. So probing begins
-    with few bytes and goes on with more only if, by the times so far, that is expected to fit in `PROBE_SECONDS`. Raise
-    `GroupError` on a transport that sends nothing between two ranks.
-    """
-    if not isinstance(transport, TorchTransport | MeshGroup):
-        raise GroupError("links can be probed only if every rank has a connection to every other one")
-    bytes_, took, before = PROBE_LEAST, 0.0, 0.0
-    while True:
-        *seconds, last = _send_over_links(transport, rank, size, bytes_)
-        took += last
-        # What bytes take grows with them; latency does not.
-        expected = last + PROBE_GROWTH * max(0.0, sum(seconds) - before)
-        if bytes_ >= PROBE_BYTES or took + expected > PROBE_SECONDS:
-            return bytes_, seconds, took
-        bytes_, before = PROBE_GROWTH * bytes_, sum(seconds)
-
-
-def _send_over_links(transport: TorchTransport | MeshGroup, rank: int, size: int, bytes_: int) -> list[float]:
-    """Seconds of each link, then of all of it, by rank 0's clock."""
-    seconds = torch.zeros(len(links(size)) + 1, dtype=torch.float64)
-    data, word = torch.zeros(bytes_, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
-    all_began = time.monotonic()
-    for number, (source, target) in enumerate(links(size)):
-        transport.all_reduce(torch.zeros(1))  # nobody else is talking
-        if rank == source:
-            for message in (word, data):  # the word first, so that both are there when the clock starts
-                began = time.monotonic()
-                transport.send(message, target)
-                transport.receive(word, target)
-                seconds[number] = time.monotonic() - began
-        elif rank == target:
-            for message in (word, data):
-                transport.receive(message, source)
-                transport.send(word, source)
-    transport.all_reduce(torch.zeros(1))  # the last of them is done
-    if rank == 0:
-        seconds[-1] = time.monotonic() - all_began
-    transport.all_reduce(seconds)
-    return seconds.tolist()
 
 
 def rounded(seconds: NDArray[np.float64]) -> list[Any]:

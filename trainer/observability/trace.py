@@ -32,10 +32,10 @@ import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from trainer.config import MOST_TRACED_STEPS, DistributedTrainingConfig
+from trainer.config import DESCRIBE, MOST_TRACED_STEPS, DistributedTrainingConfig
 from trainer.observability.reporter import Reporter
 from trainer.rundir import PROFILE, PROFILE_REQUEST, RunDir
-from trainer.setting_errors import describe_errors
+from trainer.runtime.packages import load
 
 LOOK_SECONDS, REMOTE_LOOK_SECONDS = 2.0, 15.0
 """Between two looks for a request. A look at remote storage is paid for."""
@@ -68,7 +68,7 @@ def parse_request(data: bytes) -> TraceRequest:
     try:
         return _REQUEST.validate_json(data) if data.strip() else TraceRequest()
     except ValidationError as error:
-        wrong = describe_errors(error, TraceRequest).replace("\n", "; ")
+        wrong = load(DESCRIBE)(error, TraceRequest).replace("\n", "; ")
         raise ValueError(f"{PROFILE_REQUEST}: {wrong[:400]}") from None
 
 

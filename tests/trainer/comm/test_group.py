@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,17 +31,9 @@ from trainer.comm.socket_group import NEAR_BYTES, UNSHARED
 from trainer.comm.static_rendezvous import open_listener
 from trainer.comm.torch_transport import TorchTransport, make_torch_transport
 from trainer.comm.world import World
-from trainer.observability import comm_profiler
-from trainer.observability.comm_profiler import (
-    FIELDS,
-    MOST_STEPS,
-    PROBE_BYTES,
-    PROBE_EVERY,
-    PROBE_LEAST,
-    CommunicationProfiler,
-    links,
-    time_links,
-)
+from trainer.observability import link_probe
+from trainer.observability.comm_profiler import FIELDS, MOST_STEPS, PROBE_EVERY, CommunicationProfiler
+from trainer.observability.link_probe import LEAST_BYTES, MOST_BYTES, links, time_links
 from trainer.runtime.step_timer import StepTimer
 
 NEVER = 1000.0
@@ -229,9 +220,9 @@ def test_a_group_that_does_not_come_about_says_so() -> None:
 @pytest.mark.parametrize(
     ("delay", "patience", "asked", "slowest"),
     [
-        (lambda rank, target, size: 0.3 * ((rank, target, size) == (1, 0, PROBE_BYTES)), NEVER, PROBE_BYTES, {(1, 0)}),
+        (lambda rank, target, size: 0.3 * ((rank, target, size) == (1, 0, MOST_BYTES)), NEVER, MOST_BYTES, {(1, 0)}),
         # 40 KB/s: a megabyte takes longer than a collective may, and what is known of the first bytes forbids it.
-        (lambda rank, target, size: size / 40_000 * (rank == 2), 0.6, PROBE_LEAST, {(2, 0), (2, 1)}),
+        (lambda rank, target, size: size / 40_000 * (rank == 2), 0.6, LEAST_BYTES, {(2, 0), (2, 1)}),
     ],
 )
 def test_links_that_are_slow_are_found_and_asked_no_more_than_they_can_carry_in_time(
@@ -244,14 +235,14 @@ def test_links_that_are_slow_are_found_and_asked_no_more_than_they_can_carry_in_
         time.sleep(delay(transport.group.rank(), target, len(tensor)))
         send(transport, tensor, target)
 
-    with mock.patch.object(TorchTransport, "send", slow), mock.patch.object(comm_profiler, "PROBE_SECONDS", patience):
+    with mock.patch.object(TorchTransport, "send", slow), mock.patch.object(link_probe, "MOST_SECONDS", patience):
         look = lambda one: one.group.run("probe", partial(time_links, rank=one.rank, size=3))  # noqa: E731
         [(bytes_, seconds, took), *others] = ranks(size=3).all(look)
     assert others == [(bytes_, seconds, took)] * 2
     assert (bytes_, max(sent)) == (asked, asked)
-    assert took > sum(seconds)
-    assert all(value > 0 for value in seconds)
-    assert {links(3)[number] for number in np.argsort(seconds)[-len(slowest) :]} == slowest
+    assert took > sum(seconds.values())
+    assert all(value > 0 for value in seconds.values())
+    assert set(sorted(seconds, key=seconds.__getitem__)[-len(slowest) :]) == slowest
 
 
 def test_ranks_that_mostly_communicate_look_at_their_links_once(ranks: Callable[..., Ranks]) -> None:

@@ -25,12 +25,12 @@ from trainer.observability.comm_profiler import (
     TimingWindow,
     hosts_of,
     is_probe_due,
-    links,
     name_of,
     next_probe,
     row_of,
     summarize_window,
 )
+from trainer.observability.link_probe import links
 from trainer.runtime.step_timer import SEGMENTS, Mark, StepTimer, computed_at, durations, moments
 
 CPU = torch.device("cpu")
