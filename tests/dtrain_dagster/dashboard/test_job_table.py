@@ -327,7 +327,7 @@ def test_pages_are_served_and_old_addresses_lead_on(tmp_path: Path):
         assert "default-src 'none'" in page.headers["content-security-policy"]
         assert HOSTILE not in page.text
         assert "\\u003c/script>\\u003cscript>alert(1)" in page.text
-        for name in ("theme.js", "common.js", "table_state.js", "jobs.js", "overlay.js", "jobs.css", "overlay"):
+        for name in ("theme.js", "common.js", "table_state.js", "jobs.js", "jobs.css"):
             assert requests.get(f"{url}/{name}", timeout=30).status_code == 200, name
         assert requests.get(f"{url}/jobs/hostile", timeout=30).status_code == 200
         for query in ("since=-1", "since=9e9", "token=%00&since=99", "token=" + "x" * 10_000):
