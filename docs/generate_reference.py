@@ -28,7 +28,6 @@ from dtrain_dagster.assets.dataset import DatasetConfig, PricesConfig
 from dtrain_dagster.assets.given_dataset import FolderConfig
 from dtrain_dagster.assets.plan_options import ScriptOptions, TrainingOptions
 from dtrain_dagster.assets.program import ProgramOptions
-from dtrain_dagster.assets.scaling import ScalingOptions
 from dtrain_dagster.assets.search import SearchOptions
 from dtrain_dagster.assets.walk_forward import YearConfig, YearTrainingOptions
 from dtrain_dagster.cli.reference import describe_commands
@@ -68,7 +67,6 @@ LAUNCHPAD: tuple[tuple[str, type], ...] = (
     ("cost_estimate", TrainingOptions),
     ("cost_estimate of a script of your own", ScriptOptions),
     ("hyperparameter_search", SearchOptions),
-    ("scaling_study", ScalingOptions),
     ("walk_forward/sharded_dataset", YearConfig),
     ("walk_forward/cost_estimate", YearTrainingOptions),
     ("an asset of your own that runs a program", ProgramOptions),

@@ -22,7 +22,6 @@ from dtrain_dagster.assets import (
     planning,
     registry,
     reporting,
-    scaling,
     search,
     training,
     walk_forward,
@@ -288,11 +287,7 @@ def build_graph(
         assets=[
             *assets,
             training.build_gpu_cluster(pipeline),
-            *(
-                []
-                if of_script
-                else [scaling.build_scaling_study(pipeline), search.build_hyperparameter_search(pipeline)]
-            ),
+            *([] if of_script else [search.build_hyperparameter_search(pipeline)]),
         ],
         asset_checks=checks,
         resources=resources,

@@ -26,7 +26,7 @@ LIVE = [status for status in dg.DagsterRunStatus if status.name not in ("SUCCESS
 """The states of a run that has not ended."""
 AT_WORK = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
 """The states of a run that has a process, or is about to."""
-ON_NODES = ("cost_estimate", "trained_checkpoint", "scaling_study", "hyperparameter_search", "program_run")
+ON_NODES = ("cost_estimate", "trained_checkpoint", "hyperparameter_search", "program_run")
 """The assets of a graph that use the cluster's nodes."""
 ALIVE_SECONDS = 1800.0
 """The longest silence of a live Dagster run. One that never ended and is silent for longer is not at work."""

@@ -73,7 +73,8 @@ PAGES = [
     Page("docs/communication.md", filled={"--nodes 3": "--nodes 2 --set training.max_steps=20"}),
     Page("docs/large-data.md", filled={"--nodes 3": "--nodes 2 --set training.max_steps=20"}),
     Page("docs/estimates.md"),
-    Page("docs/scaling.md", "export DTRAIN_NODES=2", after="ls .dtrain/storage/jobs | grep scaling"),
+    Page("docs/scaling.md", filled={"--nodes 1 2 3": "--nodes 1 2 --node-steps 12"},
+         after="ls .dtrain/storage/jobs | grep scaling; grep efficiency_weak scaling.json"),
     Page("docs/retraining.md", after=(
         "dagster sensor list -w workspace.yaml | grep 'new_data.*RUNNING'\n"
         "dagster schedule list -w workspace.yaml | grep 'weekly_retraining.*RUNNING'")),

@@ -34,7 +34,6 @@ def test_lineage_reads_like_the_product():
         "registered_model": {"sharded_dataset", "cost_estimate", "trained_checkpoint"},
         "cost_breakdown": {"cost_estimate", "trained_checkpoint"},
         "performance_report": {"cost_estimate", "trained_checkpoint"},
-        "scaling_study": {"cost_estimate", "sharded_dataset"},
         "walk_forward/sharded_dataset": {"stock_prices"},
         "walk_forward/cost_estimate": {"walk_forward/sharded_dataset"},
         "walk_forward/trained_checkpoint": {"walk_forward/cost_estimate", "gpu_cluster"},
@@ -131,7 +130,7 @@ def test_loading_the_code_location_costs_little_more_than_importing_dagster():
     assert len(found - own) <= 45
     assert len([name for name in own if not ROOT.joinpath(*name.split(".")).is_dir()]) <= 108  # modules, not packages
     bodies = ["dtrain_dagster.reports", "dtrain_dagster.dashboard", "dtrain_dagster.costs.ledger"]
-    bodies += [f"dtrain_dagster.monitoring.{name}" for name in ("diagnosis", "scaling", "strategies")]
+    bodies += [f"dtrain_dagster.monitoring.{name}" for name in ("diagnosis", "strategies")]
     bodies += [f"dtrain_dagster.planning.{name}" for name in ("optimizer", "tuned_settings")]
     assert all(importlib.util.find_spec(name) for name in bodies), "a name that nothing has would never be found"
     assert not [name for name in own if name.startswith(tuple(bodies))]

@@ -101,7 +101,7 @@ def test_no_name_of_a_graph_meets_another(location: dg.Definitions) -> None:
 def test_the_job_of_a_graph_makes_that_graph_only(location: dg.Definitions) -> None:
     made = location.resolve_job_def("quotes_train").asset_layer.selected_asset_keys
     assert {key.path[0] for key in made} == {"quotes"}
-    assert not {dg.AssetKey(["quotes", name]) for name in ("scaling_study", "gpu_cluster")} & made
+    assert not {dg.AssetKey(["quotes", name]) for name in ("hyperparameter_search", "gpu_cluster")} & made
     stock = location.resolve_job_def("train").asset_layer.selected_asset_keys
     assert {len(key.path) for key in stock} == {1}
 
