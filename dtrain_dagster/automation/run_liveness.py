@@ -100,7 +100,7 @@ def run_at_work(instance: dg.DagsterInstance, clusters: Iterable[dg.AssetKey], n
     none. ``clusters``: the assets `gpu_cluster` of the graphs that train on them (`watched_clusters`). Runs of others,
     and those that wait in Dagster's queue, do not count."""
     graphs = [GraphNames("".join(key.path[:-1])) for key in clusters]
-    mine = {names.key(asset) for graph in graphs for names in (graph, graph.walk_forward) for asset in ON_NODES}
+    mine = {names.key(asset) for names in graphs for asset in ON_NODES}
     for record in instance.get_run_records(dg.RunsFilter(statuses=AT_WORK)):
         if mine & planned_assets(instance, record.dagster_run) and is_heard(instance, record, now):
             return record.dagster_run.run_id
