@@ -93,8 +93,9 @@ PAGES = [
     Page("docs/installing.md", blocks=slice(3, 4)),
     Page("docs/own-dagster-project.md", "mkdir ../team; cd ../team", {
         "```sh server\ndtrain ui": "```sh server\ndtrain ui --port 0"}),
-    Page("examples/walk_forward/README.md", "echo 'resources: {walk: {config: {options: [--epochs, 1]}}}' > small.yaml",
-         {"--partition 2010": "--partition 2010 --config small.yaml"}),
+    Page("examples/walk_forward/README.md",
+         "echo 'resources: {walk: {config: {options: [--set=training.max_steps=20]}}}' > small.yaml", {
+             "--partition 2010": "--partition 2010 --config small.yaml"}),
     Page(OWN, "", {"--your-own-arguments": ""}, slice(0, 1)),
     Page(OWN, f"cat > my_script.py <<'EOF'{SCRIPT}EOF", {}, slice(1, 2)),
     Page(OWN, "", {"epochs: 2": "epochs: 1"}, slice(6, 8)),
