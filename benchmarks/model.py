@@ -40,13 +40,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.host import CALENDAR, note, tell
+from benchmarks.year_scores import YearScores, gain_over, judge_years, score_predictions
 from dtrain_dagster.data.leakage_check import run_leakage_checks
 from dtrain_dagster.data.prices import PricesRef, write_prices
 from dtrain_dagster.data.sharding import DatasetParams
 from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.data.year_split import YearSplit, build_year
-from dtrain_dagster.registry.walk_forward import YearScores, gain_over, judge_years
-from dtrain_dagster.registry.year_scores import score_predictions
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.data.shards import DataShardManager
 from trainer.engine.run_job import run_job

@@ -124,6 +124,54 @@ def scaling(result: Mapping[str, Any]) -> Figure:
     return picture
 
 
+def scaling_by_nodes(result: Mapping[str, Any]) -> Figure:
+    """Draw speed-up, the parts of a step and an epoch's dollars as measured; below, where the model met the largest
+    world, efficiency as modelled, with its range."""
+    points, curves = result["points"], result["curves"]
+    rows = [["speed", "parts", "cost"], *([["weak", "strong", "strong"]] if curves else [])]
+    picture = new_figure(10, 3.4 * len(rows))
+    axes = picture.subplot_mosaic(rows)
+    worlds = sorted({point["world_size"] for point in points})
+    axes["speed"].plot(worlds, [world / worlds[0] for world in worlds], "--", color=MUTED, linewidth=1, label="ideal")
+    for side, mode in enumerate(("weak", "strong")):
+        share = {int(world): value for world, value in result[f"efficiency_{mode}"].items()}
+        mine = [point for point in points if point["mode"] == mode]
+        if worlds[0] in share:  # else there is nothing to compare with
+            speed_up = [share[world] * world / worlds[0] for world in share]
+            axes["speed"].plot(list(share), speed_up, "o-", color=COLOURS[side], label=mode)
+        places = [worlds.index(point["world_size"]) + 0.36 * (side - 0.5) for point in mine]
+        dollars = [point["usd_per_epoch"] for point in mine]
+        axes["cost"].bar(places, dollars, color=COLOURS[side], width=0.34, label=mode)
+        for index, curve in enumerate(item for item in curves if item["mode"] == mode):
+            ranks, low, middle, high = zip(*curve["rows"], strict=True)
+            axes[mode].fill_between(ranks, low, high, color=COLOURS[index], alpha=0.12)
+            axes[mode].plot(ranks, middle, color=COLOURS[index], label=f"modelled: {curve['link']}")
+        if curves:
+            axes[mode].plot(list(share), list(share.values()), "o", color=INK, label="measured here", zorder=4)
+            axes[mode].set_xscale("log", base=2)
+            axes[mode].set_ylim(0, 1.08)
+            label(axes[mode], f"{mode.capitalize()} scaling", "ranks (log scale)", "efficiency per rank")
+            axes[mode].legend(frameon=False, fontsize=6.5)
+    names, floor = [f"{point['mode']}\n{point['world_size']}" for point in points], [0.0] * len(points)
+    parts = {"compute": COLOURS[0], "network": COLOURS[1], "waiting": COLOURS[2], "other": LIGHT}
+    for part, colour in parts.items():
+        values = [
+            max(0.0, 1000 * point["step_seconds"] - below) if part == "other" else 1000 * point[f"{part}_seconds"]
+            for point, below in zip(points, floor, strict=True)
+        ]
+        axes["parts"].bar(names, values, bottom=floor, color=colour, label=part, width=0.6)
+        floor = [below + value for below, value in zip(floor, values, strict=True)]
+    axes["speed"].set_xticks(worlds)
+    axes["cost"].set_xticks(range(len(worlds)), [str(world) for world in worlds])
+    label(axes["speed"], "Speed-up", "ranks", "times the samples/s of the smallest")
+    label(axes["parts"], "A step", "ranks", "ms, mean over ranks")
+    label(axes["cost"], "Cost of an epoch", "ranks", "US dollars")
+    for name in ("speed", "parts", "cost"):
+        axes[name].legend(frameon=False, fontsize=8)
+        axes[name].set_ylim(0, 1.3 * axes[name].get_ylim()[1])
+    return picture
+
+
 def sharding(result: Mapping[str, Any]) -> Figure:
     """Draw rows per second and peak memory over the size of the data, and samples per second of random windows."""
     picture = new_figure(9, 3.6)
@@ -184,16 +232,15 @@ def orchestration(result: Mapping[str, Any]) -> Figure:
     return picture
 
 
-DRAWN: dict[str, Callable[[Mapping[str, Any]], Figure]] = {
-    "throughput": throughput, "scaling": scaling, "sharding": sharding, "orchestration": orchestration,
-}  # fmt: skip
-"""Functions that draw a picture, by benchmark."""
-
-NEEDED = {
-    "throughput": ("cells",), "scaling": ("rows",), "sharding": ("shard_1x_ours", "read_ours"),
-    "orchestration": ("rows",),
-}  # fmt: skip
-"""Keys by benchmark, of which a result of a benchmark that was stopped early must have at least one."""
+DRAWN: dict[str, tuple[str, Callable[[Mapping[str, Any]], Figure], tuple[str, ...]]] = {
+    "throughput": ("throughput", throughput, ("cells",)),
+    "scaling": ("scaling", scaling, ("rows",)),
+    "scaling-nodes": ("scaling", scaling_by_nodes, ("points",)),
+    "sharding": ("sharding", sharding, ("shard_1x_ours", "read_ours")),
+    "orchestration": ("orchestration", orchestration, ("rows",)),
+}
+"""By picture: its benchmark, the function that draws it, and keys of which a result of a benchmark that was stopped
+early must have at least one."""
 
 
 def _bars(axis: Axes, names: Sequence[str], values: Sequence[float], colours: Sequence[str]) -> None:
@@ -221,11 +268,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--to", type=Path, default=PICTURES, help="folder of pictures (docs/pictures)")
     options = parser.parse_args(arguments)
     options.to.mkdir(parents=True, exist_ok=True)
-    for name, draw in DRAWN.items():
-        source = options.results / f"{name}.json"
+    for name, (benchmark, draw, needed) in DRAWN.items():
+        source = options.results / f"{benchmark}.json"
         result = json.loads(source.read_text()) if source.exists() else {}
-        if result.get("benchmark") != name or not any(result.get(key) for key in NEEDED[name]):
-            print(f"no result of benchmarks.{name}: left out", file=sys.stderr)
+        if result.get("benchmark") != benchmark or not any(result.get(key) for key in needed):
+            print(f"no result of benchmarks.{benchmark} for {name}: left out", file=sys.stderr)
             continue
         target = options.to / f"performance-{name}.png"
         draw(result).savefig(target, dpi=110)

@@ -27,7 +27,6 @@ from dtrain_dagster.dashboard import prometheus
 from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.job_figures import read_figures
 from dtrain_dagster.dashboard.job_links import Places
-from dtrain_dagster.dashboard.overlay import overlay
 from dtrain_dagster.dashboard.page import report_page
 from dtrain_dagster.fleet.endings import explain_launch_end
 from dtrain_dagster.fleet.records import KeptState
@@ -151,7 +150,6 @@ def _board(readers: Readers) -> None:
     metrics = readers.of_all("/metrics", lambda: prometheus.exposition(board).decode()) or ""
     if f'dtrain_step{{job="{readers.whole}"}} {STEPS}.0' not in metrics:
         readers.say("outages", "the whole job is not in /metrics")
-    opened = []
     for job_id in (readers.whole, readers.damaged):
         if job_id in rows:
             rundir, tier = RunDir(f"{readers.settings.jobs_uri}/{job_id}"), readers.settings.tiers[0]
@@ -164,11 +162,8 @@ def _board(readers: Readers) -> None:
             # As the server writes it: without NaN, and valid UTF-8.
             sent = readers.of_all("a job's figures", lambda job=job: _sent(job.snapshot(0, "", time.time())))
             facts = readers.of_all("a job's facts", lambda job=job: _sent(job.facts(NOWHERE)))
-            opened.append(job)
             if readers.secret in f"{sent}{facts}":
                 readers.say("leaked", "the dashboard shows a file from outside")
-    if len(opened) == 2:
-        readers.of_damaged("the overlay", lambda: _sent(overlay(opened, readers.settings.tiers[0])))
     readers.of_damaged("report", lambda: report_page(_rundir(readers), readers.settings.tiers[0]))
 
 

@@ -1,18 +1,20 @@
-"""Measure the gain from more ranks: two on two cores, and three hosts on links of three rates, with each way to sum.
+"""Measure how training scales: on one node up to several, and on links of three rates with each way to sum.
 
-Run `python -m benchmarks.scaling`. Two ranks: three worlds train the stock model at its default batch, one thread to a
-rank, in intervals of steps that alternate in random order: one rank alone, two worlds of one rank at once, and one
-world of two.
+Run `python -m benchmarks.scaling`. By nodes: `dtrain train` trains for some steps on each number of nodes, one after
+the other. **Weak**: each rank has the same work, so more ranks make a larger step. **Strong**: all ranks together do
+the step of the largest world; numbers of nodes that do not divide it are left out. Without ``--dataset`` the stock
+model trains on real prices, on the local cluster in a temporary home. With it, the training is that of your environment
+(``DTRAIN_CLUSTER``, ``DTRAIN_HOME``, …) and of the options after ``--``; on a cloud it costs money:
 
-    efficiency_2_ranks           samples per second of the world of two, over the sum of those of two worlds of one that
-                                 train at the same time without a connection: the cost of summing gradients and of
-                                 waiting for each other. Both sides share the cores alike
-    efficiency_2_ranks_lockstep  the same for a world that exchanges nothing, but where each step ends when the later of
-                                 two ranks is done: computed from the single steps of those two worlds of one. It limits
-                                 synchronous training where two cores are not equally fast at each moment
-    efficiency_2_ranks_by_start  the first one, for each start of the worlds
-    efficiency_2_ranks_alone     over twice the samples per second of one rank while the other core idles: this includes
-                                 what the cores take from each other (caches, memory, clocks)
+    python -m benchmarks.scaling --dataset latest --nodes 1 2 4 --steps 0 -- --model my_models:make_model
+
+    points                       the trainings: seconds of a step and of its parts, samples per second, communication
+                                 over computation, dollars of an epoch
+    efficiency_weak, _strong     samples per second of a rank, over those of a rank of the smallest world, by ranks
+    verdict, checks              what limits scaling here; the model of `benchmarks.scaling_model`, fitted without the
+                                 largest world, against it
+    curves                       efficiency of 1 to 256 ranks as modelled: (ranks, lower bound, expected, upper bound);
+                                 none where the model missed the largest world by more than 20 %: ``withheld`` says so
 
 Three hosts: network namespaces with a rank each, joined by links of 10 Gbit/s, 1 Gbit/s and 100 Mbit/s; real prices;
 the stock model at its default batch, and a wide one, whose gradients are megabytes and which trains **8 samples per
@@ -37,19 +39,17 @@ hosts.) At the lowest rate, allreduce and top-k train twice, once at each end of
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
-import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
-from multiprocessing.connection import Connection
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +59,28 @@ sys.path[:0] = [str(ROOT / "tests" / "trainer"), str(ROOT / "tests" / "faults")]
 import switch  # noqa: E402
 import worlds  # noqa: E402
 
-from benchmarks.host import in_parts, lockstep, tell  # noqa: E402
+from benchmarks.host import in_parts, note, tell  # noqa: E402
 from benchmarks.namespaces import RATES, Hosts, NoNamespacesError  # noqa: E402
-from benchmarks.scaling_figures import LATEST, after_a_fixed_time, against_plain, round_figure  # noqa: E402
+from benchmarks.scaling_figures import (  # noqa: E402
+    LATEST,
+    after_a_fixed_time,
+    against_plain,
+    efficiency,
+    read_point,
+    round_figure,
+)
+from benchmarks.scaling_model import study  # noqa: E402
+from dtrain_dagster.costs.budget import launch_price  # noqa: E402
 from dtrain_dagster.data.prices import write_prices  # noqa: E402
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset  # noqa: E402
 from dtrain_dagster.data.sources import price_source  # noqa: E402
 from dtrain_dagster.data.validation import validate_prices  # noqa: E402
-from trainer.config import parse_job  # noqa: E402
-from trainer.data.loader import Batch  # noqa: E402
-from trainer.engine.trainer import DistributedTrainer  # noqa: E402
+from dtrain_dagster.planning.job_data import samples_of  # noqa: E402
+from dtrain_dagster.settings.environment import load_settings  # noqa: E402
+from trainer.rundir import RunDir  # noqa: E402
 
-WARM_UP = 220
-"""Steps before the first interval: at the beginning, every report ends a window of the communication profile."""
+LOG_EVERY = 4
+"""Steps of a logged window of a training by nodes."""
 MODELS = {
     "stock": ({"factory": "tcn", "args": {}}, 128, 2),
     "wide": ({"factory": "tcn", "args": {"channels": 256}}, 8, 1),
@@ -88,115 +97,67 @@ COMMON = {
 """Settings of all trainings."""
 
 
-class TimedTrainer(DistributedTrainer):
-    """A training in intervals: after each it sends the seconds of its steps, and waits for the order to begin the
-    next."""
-
-    def __init__(self, job: Any, pipe: Connection, steps: int) -> None:
-        super().__init__(job)
-        self.pipe, self.interval, self.ends_at = pipe, steps, WARM_UP
-        self.began: list[float] = []
-        """Times at which the steps of this interval began, by `time.monotonic`."""
-
-    def train_epoch(self, dataloader: Iterable[Batch], epoch: int = 0) -> dict[str, float]:
-        """Train an epoch, and pause where an interval ends."""
-        return super().train_epoch(self._in_intervals(dataloader), epoch)
-
-    def _in_intervals(self, dataloader: Iterable[Batch]) -> Iterator[Batch]:
-        for batch in dataloader:
-            if self.steps_done == self.ends_at:
-                self.pipe.send([end - begin for begin, end in pairwise([*self.began, time.monotonic()])])
-                self.pipe.recv()
-                self.session.world.barrier()
-                self.session.step.timer.drop()
-                self.ends_at, self.began = self.ends_at + self.interval, []
-            self.began.append(time.monotonic())
-            yield batch
-
-
-def be_timed(config: str, environment: dict[str, str], log: str, pipe: Connection, steps: int) -> None:
-    """Run a rank that trains in intervals until its process is ended."""
-    with open(log, "a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.environ.update(environment)
-    trainer = TimedTrainer(parse_job(Path(config).read_text()), pipe, steps)
-    trainer.initialize_distributed()
-    trainer.setup()
-    with contextlib.suppress(EOFError):
-        trainer.train()
-
-
-def two_ranks(folder: Path, dataset: Path, starts: int, rounds: int, steps: int) -> dict[str, Any]:
-    """Return the efficiencies of two ranks. All three worlds are started several times: another start, minutes later,
-    has not always confirmed the figures of one."""
-    found: dict[str, list[float]] = {"alone": [], "busy": [], "both": [], "lockstep": []}
-    for start in range(starts):
-        print(f"two ranks: start {start + 1} of {starts}", file=sys.stderr, flush=True)
-        for kind, seconds in in_turns(folder / str(start), dataset, start, rounds, steps).items():
-            found[kind] += seconds
-    # A step of the world of two is as much work for each rank as one of a world of one.
-    busy, alone, waiting = (
-        [one / other for one, other in zip(found[kind], found[against], strict=True)]
-        for kind, against in (("busy", "both"), ("alone", "both"), ("busy", "lockstep"))
-    )
+def by_nodes(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Return points of weak and strong scaling, and what they say: by `dtrain train`, on the cluster of the
+    environment."""
+    if options.dataset is None:  # a home of its own; a shell that is set to a cloud buys nothing there
+        for name in [name for name in os.environ if name.startswith("DTRAIN_")]:
+            del os.environ[name]
+        os.environ["DTRAIN_HOME"] = str(folder / "home")
+        options.dataset = str(build(folder / "daily", 60))
+    settings = load_settings()
+    shares_machine = settings.kind.is_this_machine
+    if shares_machine:  # else one node alone gets all cores, and two half of them each
+        os.environ.setdefault("DTRAIN_THREADS_PER_RANK", "1")
+    mark, most, points = f"{time.time():.0f}", max(options.nodes), []
+    runs = [("weak", count) for count in sorted(set(options.nodes))]
+    accumulation = 1
+    while runs:
+        mode, nodes = runs.pop(0)
+        name = f"scaling-{mark}-{mode}-{nodes}of{most}-{options.node_steps}"
+        more = {"gradient_accumulation_steps": accumulation * most // nodes} if mode == "strong" else {}
+        train_on(nodes, name, options, more)
+        rundir = RunDir(f"{settings.jobs_uri}/{name}")
+        job = rundir.read_job()
+        if not points:  # with all nodes the two modes are the same training
+            accumulation = job.training.gradient_accumulation_steps
+            smaller = sorted(set(options.nodes) - {most})
+            runs += [("strong", count) for count in smaller if accumulation * most % count == 0]
+        training, usd = asdict(job.training), launch_price(rundir, settings.tiers[0]) or 0.0
+        point = read_point(list(rundir.events()), mode, nodes, training, samples_of(job)["train"], usd)
+        note(f"{name}: {1000 * point.step_seconds:.1f} ms a step, {point.samples_per_second:,.0f} samples/s")
+        points.append(point)
+    points += [replace(point, mode="strong") for point in points if (point.mode, point.nodes) == ("weak", most)]
+    cores = (os.cpu_count() or 1) / (job.training.threads_per_rank or 1) if shares_machine else None
+    found = study(points, cores)
+    derived = ("samples_per_second", "communication_to_compute")
     return {
-        "efficiency_2_ranks": statistics.median(busy),
-        "efficiency_2_ranks_quartiles": [
-            round(value, 4) for value in statistics.quantiles(busy, n=4, method="inclusive")[::2]
-        ],
-        "efficiency_2_ranks_lockstep": statistics.median(waiting),
-        "efficiency_2_ranks_alone": statistics.median(alone),
-        "efficiency_2_ranks_by_start": [
-            round(statistics.median(busy[place : place + rounds]), 4) for place in range(0, len(busy), rounds)
-        ],
-        **{f"step_seconds_{kind}": statistics.median(seconds) for kind, seconds in found.items()},
+        **{f"efficiency_{mode}": efficiency(points, mode) for mode in ("weak", "strong")},
+        "verdict": found.verdict,
+        "points": [asdict(point) | {name: getattr(point, name) for name in derived} for point in points],
+        "checks": [asdict(check) | {"error": check.error} for check in found.checks],
+        "curves": [{"link": curve.link.name, "mode": curve.mode, "rows": curve.rows} for curve in found.curves],
+        "withheld": found.withheld,
     }
 
 
-def in_turns(folder: Path, dataset: Path, start: int, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Return the seconds of a step, round by round: in one world of one, in each of two worlds at once, in the world of
-    two; and those of a world that waits for the later of the two worlds at once."""
-    model, batch, accumulation = MODELS["stock"]
-    settings = {**COMMON, "batch_size_per_gpu": batch, "gradient_accumulation_steps": accumulation}
-    processes, pipes = [], {}
-    try:
-        for name, size in (("one", 1), ("other", 1), ("both", 2)):
-            job = worlds.Job(folder / name, dataset, {"model": model}, {**settings, "world_size": size})
-            path, port, pipes[name] = job.write(), worlds.free_port(), []
-            for rank in range(size):
-                ours, theirs = worlds.FORKS.Pipe()
-                environment = ranks_environment(rank, rank, size, 2, "127.0.0.1", port, dataset)
-                arguments = (str(path), environment, str(job.run_dir / f"log-{rank}.txt"), theirs, steps)
-                process = worlds.FORKS.Process(target=be_timed, args=arguments, daemon=True)
-                process.start()
-                processes.append(process)
-                theirs.close()
-                pipes[name].append(ours)
-        for name in pipes:
-            took(pipes, name)
-        order, found, together = random.Random(start), {"alone": [], "busy": [], "both": []}, []  # type: ignore[var-annotated]
-        for number in range(rounds):
-            for kind in order.sample(list(found), 3):
-                names = {"alone": ["one", "other"][number % 2 :][:1], "busy": ["one", "other"], "both": ["both"]}[kind]
-                for name in names:
-                    for pipe in pipes[name]:
-                        pipe.send("go")
-                intervals = [took(pipes, name) for name in names]
-                # Of two worlds the speeds add up, so that the mean of their durations is the harmonic one.
-                found[kind].append(statistics.harmonic_mean([sum(interval) for interval in intervals]) / steps)
-                if kind == "busy":
-                    together.append(lockstep(intervals) / steps)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    return {**found, "lockstep": together}
-
-
-def took(pipes: dict[str, list[Connection]], name: str) -> list[float]:
-    """Return the seconds of each step of a world's interval, of the rank that took longest."""
-    return max((pipe.recv() for pipe in pipes[name]), key=sum)
+def train_on(nodes: int, name: str, options: argparse.Namespace, more: Mapping[str, Any]) -> None:
+    """Train a job of this name on so many nodes, with these settings; raise RuntimeError if it fails."""
+    ends = dict.fromkeys(("max_steps", "eval_frequency", "checkpoint_frequency"), options.node_steps)
+    own = [f"training.{field}={value}" for field, value in {**ends, "log_frequency": LOG_EVERY, **more}.items()]
+    command = [
+        str(Path(sys.executable).parent / "dtrain"),
+        "train",
+        "--dataset",
+        options.dataset,
+        "--nodes",
+        str(nodes),
+    ]
+    command += ["--name", name, *options.train_options, *(word for item in own for word in ("--set", item))]
+    environment = {**os.environ, "DTRAIN_COMMAND_TRACKING": "off"}
+    done = subprocess.run(command, env=environment, stdout=sys.stderr, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{name} failed with exit code {done.returncode}")
 
 
 def ranks_environment(
@@ -346,9 +307,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--starts", type=int, default=5, help="starts of the worlds of one and two ranks (5)")
-    parser.add_argument("--rounds", type=int, default=4, help="rounds of three intervals in each start (4; 0: none)")
-    parser.add_argument("--interval", type=int, default=100, help="steps in an interval (100)")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 3], help="numbers of nodes (1 2 3)")
+    parser.add_argument("--node-steps", type=int, default=96, help="steps of a training by nodes (96; 0: none)")
+    parser.add_argument(
+        "--dataset", help="data of the trainings by nodes, as `dtrain train` has it (the bundled prices)"
+    )
     parser.add_argument("--steps", type=int, default=60, help="steps of a training on three hosts (60; 0: none)")
     parser.add_argument("--steps-slow", type=int, default=120, help="steps of one at the lowest rate (120)")
     parser.add_argument("--loss-steps", type=int, default=600, help="steps of the two for the losses (600; 0: none)")
@@ -356,16 +319,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="models on three hosts (all)")
     parser.add_argument("--folder", help="folder of the trainings (a temporary one)")
     parser.add_argument("--save", action="store_true", help="also write the line to benchmarks/results/scaling.json")
+    parser.add_argument("train_options", nargs="*", help="more options of `dtrain train`, after --")
     options = parser.parse_args(arguments)
-    if options.rounds == 1 or options.rounds < 0 or options.interval < 10 or options.starts < 1:
-        parser.error("--rounds must be 0 or at least 2, --interval at least 10, --starts at least 1")
+    if min(options.nodes) < 1 or 0 < options.node_steps < 3 * LOG_EVERY:
+        parser.error(f"--nodes must be at least 1, --node-steps 0 or at least {3 * LOG_EVERY}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks and namespaces are removed first
     began, load_before = time.monotonic(), os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="scaling-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-
-        def ranks() -> dict[str, Any]:
-            return two_ranks(folder, build(folder / "daily", 60), options.starts, options.rounds, options.interval)
 
         def hosts() -> dict[str, Any]:
             dataset = build(folder / "short", 20, train_last="2021-06-30", valid_last="2022-03-31")
@@ -375,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except NoNamespacesError as error:
                 return {"three_hosts": f"skipped: {error}"}
 
-        parts = {"two_ranks": ranks} if options.rounds else {}
+        parts = {"by_nodes": lambda: by_nodes(folder, options)} if options.node_steps else {}
         figures, failed = in_parts(parts | ({"three_hosts": hosts} if options.steps else {}))
     result = {key: round_figure(value) for key, value in figures.items()}
     spent = {"seconds": round(time.monotonic() - began, 1), "load_before": round(load_before, 2)}

@@ -42,7 +42,6 @@ from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.jobs.progress import CLAIM, REGISTRATION
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
-from dtrain_dagster.support.graph_names import STOCK_NAMES
 from trainer.documents.presences import NodePresence
 from trainer.rundir import LAUNCH, RESULT, STATUS, RunDir, event
 
@@ -166,7 +165,7 @@ def tick(
     cursors: dict[str, str | None],
 ) -> float:
     """Return the seconds of one evaluation with the cursor of the last, as the daemon does it."""
-    made = build_resources(settings) | build_resources(settings, STOCK_NAMES.walk_forward)
+    made = build_resources(settings)
     resources = {key: value for key, value in made.items() if key in sensor.required_resource_keys}
     began = time.perf_counter()
     with dg.build_sensor_context(

@@ -28,9 +28,7 @@ from dtrain_dagster.assets.dataset import DatasetConfig, PricesConfig
 from dtrain_dagster.assets.given_dataset import FolderConfig
 from dtrain_dagster.assets.plan_options import ScriptOptions, TrainingOptions
 from dtrain_dagster.assets.program import ProgramOptions
-from dtrain_dagster.assets.scaling import ScalingOptions
 from dtrain_dagster.assets.search import SearchOptions
-from dtrain_dagster.assets.walk_forward import YearConfig, YearTrainingOptions
 from dtrain_dagster.cli.reference import describe_commands
 from dtrain_dagster.dashboard import prometheus
 from dtrain_dagster.definitions import defs
@@ -42,7 +40,6 @@ from dtrain_dagster.settings.notices import NoticeSettings
 from dtrain_dagster.settings.plain_variables import GROUPS
 from dtrain_dagster.settings.ray import RaySettings
 from dtrain_dagster.settings.slurm import SlurmSettings
-from dtrain_dagster.settings.walk_forward import WalkForwardSettings
 from trainer import config as job_config
 from trainer import rundir
 from trainer.documents import events
@@ -58,7 +55,6 @@ SETTINGS: tuple[tuple[str, str, type[BaseSettings]], ...] = (
     ("Azure ML", "Read with `DTRAIN_CLUSTER=azure_ml`; see [On Azure ML](../azure.md).", AzureSettings),
     ("Data engine", "See [Data larger than memory](../large-data.md).", DataEngineSettings),
     ("Links and notices", "See [Watching a training](../monitoring.md#alerts).", NoticeSettings),
-    ("Walk forward", "See [Walking forward](../walk-forward.md).", WalkForwardSettings),
 )
 """The sections of the page of environment variables: title, remark, class."""
 LAUNCHPAD: tuple[tuple[str, type], ...] = (
@@ -68,9 +64,6 @@ LAUNCHPAD: tuple[tuple[str, type], ...] = (
     ("cost_estimate", TrainingOptions),
     ("cost_estimate of a script of your own", ScriptOptions),
     ("hyperparameter_search", SearchOptions),
-    ("scaling_study", ScalingOptions),
-    ("walk_forward/sharded_dataset", YearConfig),
-    ("walk_forward/cost_estimate", YearTrainingOptions),
     ("an asset of your own that runs a program", ProgramOptions),
 )
 """The assets that have options in the launchpad, and the class of these."""

@@ -22,11 +22,8 @@ from dtrain_dagster.assets import (
     planning,
     registry,
     reporting,
-    scaling,
     search,
     training,
-    walk_forward,
-    walk_forward_report,
 )
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.plan_options import PlanOptions, ScriptOptions, TrainingOptions
@@ -35,14 +32,12 @@ from dtrain_dagster.resources import ProjectResource, build_resources
 from dtrain_dagster.sensors.cost_overrun import build_cost_overrun_sensor
 from dtrain_dagster.sensors.idle_cluster import build_idle_cluster_sensor
 from dtrain_dagster.sensors.new_data import build_new_data_sensor
-from dtrain_dagster.sensors.newest_year import build_newest_year
 from dtrain_dagster.sensors.orphans import build_orphan_sensor
 from dtrain_dagster.sensors.queue import build_queue_sensor
 from dtrain_dagster.sensors.retraining_failed import build_retraining_failed_sensor
 from dtrain_dagster.sensors.staleness import build_staleness_sensor
 from dtrain_dagster.sensors.weekly_retraining import weekly_retraining
 from dtrain_dagster.settings.environment import Settings, load_settings
-from dtrain_dagster.settings.walk_forward import read_walk_forward
 from dtrain_dagster.support.graph_names import GraphNames, checked_names
 from trainer.config import DistributedTrainingConfig
 
@@ -284,57 +279,17 @@ def build_graph(
         executor_def=dg.in_process_executor,
     )
     automatic = [build_new_data_sensor(settings, names, pipeline.prices), build_staleness_sensor(settings, names)]
-    own = dg.Definitions(
+    return dg.Definitions(
         assets=[
             *assets,
             training.build_gpu_cluster(pipeline),
-            *(
-                []
-                if of_script
-                else [scaling.build_scaling_study(pipeline), search.build_hyperparameter_search(pipeline)]
-            ),
+            *([] if of_script else [search.build_hyperparameter_search(pipeline)]),
         ],
         asset_checks=checks,
         resources=resources,
         jobs=[train],
         schedules=[weekly_retraining(settings, names, schedule)],
         sensors=[*build_sensors(settings, names, resources[names.project]), *(automatic if of_prices else [])],
-    )
-    return dg.Definitions.merge(own, build_walk_forward(pipeline, settings)) if of_prices else own
-
-
-def build_walk_forward(pipeline: Pipeline, settings: Settings) -> dg.Definitions:
-    """Return the walk forward of a graph of prices: its assets by test year, their report, the job that makes a year,
-    and the schedule of the newest year. Raise `SettingsError` for years that cannot be used."""
-    chosen = read_walk_forward()
-    years = walk_forward.year_partitions(chosen.first_year, chosen.last_year_of(pipeline.prices or settings.prices))
-    defaults = {
-        "sharded_dataset": {"valid_years": chosen.valid_years},
-        "cost_estimate": {"warm_start": chosen.warm_start},
-    }
-    study = walk_forward.with_study(pipeline, years, defaults)
-    names = study.names
-    assets = [
-        walk_forward.build_year_dataset(study, pipeline.names.key("stock_prices")),
-        walk_forward.build_year_estimate(study),
-        training.build_trained_checkpoint(study),
-        costs.build_cost_breakdown(study),
-        walk_forward.build_year_scores(study),
-        walk_forward_report.build_walk_forward_report(pipeline, years),
-    ]
-    job = dg.define_asset_job(
-        names.pipeline,
-        selection=dg.AssetSelection.assets(*(item.key for item in assets)),
-        description="One test year: its data, plan, training, bill and figures, and the report of all years that are "
-        "there. `dagster job backfill` makes many years.",
-        executor_def=dg.in_process_executor,
-    )
-    return dg.Definitions(
-        assets=assets,
-        resources=build_resources(settings, names),
-        jobs=[job],
-        schedules=[build_newest_year(settings, pipeline.names, names, years, chosen.cron)],
-        sensors=[build_cost_overrun_sensor(settings, names)],
     )
 
 

@@ -52,15 +52,11 @@ class Pipeline:
     """Asset → where options of its launchpad begin."""
     unregistered: str = ""
     """Why its models are not registered; empty where they are."""
-    study_of: GraphNames | None = None
-    """The graph whose study this one is: it trains on that graph's cluster, and is shown among its studies."""
-    partitions: dg.PartitionsDefinition | None = None
-    """What each of its assets is made for, one by one; None where they are made once."""
 
     @property
     def gpu_cluster(self) -> dg.AssetKey:
         """Return the external asset `gpu_cluster` of the cluster that it trains on."""
-        return (self.study_of or self.names).key("gpu_cluster")
+        return self.names.key("gpu_cluster")
 
     @property
     def prices(self) -> str | None:
@@ -72,12 +68,11 @@ class Pipeline:
         ``inputs``: the assets of this graph whose values it takes."""
         return {
             "key": self.names.key(name),
-            "group_name": self.study_of.unique(STUDIES) if self.study_of else self.names.pipeline or group,
+            "group_name": self.names.pipeline or group,
             "owners": list(self.owners),
             "code_version": code_version_of(name),
             "ins": {item: dg.AssetIn(key=self.names.key(item)) for item in inputs},
             "io_manager_key": self.names.values,
-            "partitions_def": self.partitions,
         }
 
     def options(self, asset: str, kind: type[LaunchpadOptions]) -> type[LaunchpadOptions]:

@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
@@ -21,7 +20,6 @@ from dtrain_dagster.assets.plan_options import (
 )
 from dtrain_dagster.assets.plan_probe import Pace, measure_pace, probe_metadata, with_load
 from dtrain_dagster.assets.provisioning import provisioning
-from dtrain_dagster.assets.walk_forward_gate import refuse_without_report
 from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_forecast
 from dtrain_dagster.costs.evictions import tell_evictions
 from dtrain_dagster.costs.plan import TrainingPlan
@@ -33,7 +31,6 @@ from dtrain_dagster.settings.cluster_kinds import describe_kind
 from dtrain_dagster.settings.tiers import OLD_SPOT_NOTICE, tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.page_entries import fit_page
-from trainer.spec import WINDOWS
 
 if TYPE_CHECKING:
     from dtrain_dagster.assets.training_request import TrainingRequest
@@ -75,8 +72,6 @@ def _of_dataset(pipeline: Pipeline) -> dg.AssetsDefinition:
 
         cluster = with_nodes_of_run(cluster_resource(context, names), config)
         project = project_resource(context, names)
-        kind = sharded_dataset.manifest().get("kind", WINDOWS)
-        refuse_without_report(Path(project.storage_uri), pipeline, kind)
         request = DatasetTraining(names, config, cluster, project, sharded_dataset)
         return plan_training(context, config, cluster, project, request, registers=True)
 

@@ -12,7 +12,6 @@ import dagster as dg
 
 from dtrain_dagster.automation.capacity_queue import (
     ATTEMPT_TAG,
-    PARTITION_TAG,
     TICKET_TAG,
     Ticket,
     WaitingList,
@@ -122,7 +121,7 @@ def _queued(
             now,
             project.queue_deadline_hours * 3600,
             error.retry_at,
-            tags={name: run.tags[name] for name in (CAUSE_TAG, PARTITION_TAG) if name in run.tags},
+            tags={CAUSE_TAG: run.tags[CAUSE_TAG]} if CAUSE_TAG in run.tags else {},
             since=error.since,
             cluster=waiting.cluster,
         )

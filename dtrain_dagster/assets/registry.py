@@ -10,7 +10,6 @@ import dagster as dg
 from dtrain_dagster.assets.common import head_of_page, links, plan_of, read_finished, round_figures, sentences
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.training import FinishedJob
-from dtrain_dagster.assets.walk_forward_gate import judge_by_walk_forward, read_report
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError
@@ -20,7 +19,6 @@ from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_registration, order_of
 from dtrain_dagster.jobs.progress import REGISTRATION, code_version
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
-from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.settings.notices import run_page
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
@@ -107,8 +105,6 @@ def register(
     else:
         registry.refuse_false_evaluation(rundir, ordered, evaluation, project.cache_dir)
         verdict = gate(evaluation)
-        if load_settings().gate == "walk_forward":
-            verdict = judge_by_walk_forward(verdict, read_report(Path(project.storage_uri), names), plan, manifest)
     card = registry.model_card(project.model_name, ordered, result, evaluation, manifest, provenance, verdict)
     models = cluster.registry(project, context.run.run_id)
     model = models.register_model(

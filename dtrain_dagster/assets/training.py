@@ -169,8 +169,7 @@ def carry_out(
             context.instance.add_run_tags(context.run.run_id, {JOB_TAG: choice.job_id})
             if choice.action in ("start", "restart"):
                 refuse_dearer_nodes(context, project, plan, got)
-                study = pipeline.names.pipeline if context.has_partition_key else ""
-                job = planned_job(plan, choice, cluster, project, context.run.run_id, study)
+                job = planned_job(plan, choice, cluster, project, context.run.run_id)
                 job.training.max_node_seconds = (
                     node_seconds(plan, choice, manager, got) or job.training.max_node_seconds
                 )
@@ -253,16 +252,14 @@ def planned_job(
     cluster: GPUClusterResource,
     project: ProjectResource,
     run_id: str,
-    study: str = "",
 ) -> JobConfig:
-    """Return the `JobConfig` that carries out the plan. ``study``: what it is one of several trainings of."""
+    """Return the `JobConfig` that carries out the plan."""
     from dtrain_dagster.jobs.source_tags import source_tags  # not above: loading the definitions does without
-    from dtrain_dagster.registry.run_record import nested_in
 
     run_dir, uri = f"{project.jobs_uri}/{choice.job_id}", cluster.registry(project).tracking_uri
     source: dict[str, str] = {}
     if not project.tracks_in_workspace:  # which keeps few tags of a run, and knows its source by itself
-        source = source_tags("dagster: trained_checkpoint", Path.cwd()) | nested_in(uri, project.experiment, study)
+        source = source_tags("dagster: trained_checkpoint", Path.cwd())
     tracking = TrackingConfig(
         mlflow_tracking_uri=uri,
         mlflow_experiment=project.experiment,

@@ -109,9 +109,8 @@ def follow_training(
 
 
 def observe(context: dg.AssetExecutionContext, metadata: dict[str, Any]) -> None:
-    """Record an observation of the asset, or of the partition of it, that the context makes."""
-    partition = context.partition_key if context.has_partition_key else None
-    context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata, partition=partition))
+    """Record an observation of the asset that the context makes."""
+    context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
 
 
 def log_of(manager: GPUClusterManager, job_id: str) -> str:

@@ -21,8 +21,6 @@ from trainer.storage.open import open_storage
 
 TICKET_TAG = "dtrain/ticket"
 ATTEMPT_TAG = "dtrain/attempt"
-PARTITION_TAG = "dagster/partition"
-"""Dagster's own tag of the partition that a run makes."""
 LOOK_SECONDS = 120.0
 """The usual upper bound of the time between two looks of the sensor."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 300.0, 3600.0

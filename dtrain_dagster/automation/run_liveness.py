@@ -26,7 +26,7 @@ LIVE = [status for status in dg.DagsterRunStatus if status.name not in ("SUCCESS
 """The states of a run that has not ended."""
 AT_WORK = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
 """The states of a run that has a process, or is about to."""
-ON_NODES = ("cost_estimate", "trained_checkpoint", "scaling_study", "hyperparameter_search", "program_run")
+ON_NODES = ("cost_estimate", "trained_checkpoint", "hyperparameter_search", "program_run")
 """The assets of a graph that use the cluster's nodes."""
 ALIVE_SECONDS = 1800.0
 """The longest silence of a live Dagster run. One that never ended and is silent for longer is not at work."""
@@ -100,7 +100,7 @@ def run_at_work(instance: dg.DagsterInstance, clusters: Iterable[dg.AssetKey], n
     none. ``clusters``: the assets `gpu_cluster` of the graphs that train on them (`watched_clusters`). Runs of others,
     and those that wait in Dagster's queue, do not count."""
     graphs = [GraphNames("".join(key.path[:-1])) for key in clusters]
-    mine = {names.key(asset) for graph in graphs for names in (graph, graph.walk_forward) for asset in ON_NODES}
+    mine = {names.key(asset) for names in graphs for asset in ON_NODES}
     for record in instance.get_run_records(dg.RunsFilter(statuses=AT_WORK)):
         if mine & planned_assets(instance, record.dagster_run) and is_heard(instance, record, now):
             return record.dagster_run.run_id

@@ -17,7 +17,6 @@ from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.dashboard.failure import describe_failure
 from dtrain_dagster.dashboard.job_board import CANNOT_READ, cost_so_far
-from dtrain_dagster.dashboard.job_groups import JobGroup, is_of_walk_forward, test_year_of, walk_forward_group
 from dtrain_dagster.dashboard.job_row import DAMAGED, JobRow
 from dtrain_dagster.dashboard.judged_result import score_in_row
 from dtrain_dagster.dashboard.tracks import is_number
@@ -29,10 +28,9 @@ from dtrain_dagster.planning.projection import ProgressRate
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.secrets import redact
 from trainer.documents.presences import NodePresence
-from trainer.documents.reader import EVENTS_BYTES, parse_events, read_document
+from trainer.documents.reader import EVENTS_BYTES, parse_events
 from trainer.printable import visible
-from trainer.rundir import EVALUATION, EVENTS, JOB, LAUNCH, RESULT, STATUS, RunDir
-from trainer.storage.open import open_storage
+from trainer.rundir import EVALUATION, EVENTS, LAUNCH, RESULT, STATUS, RunDir
 
 MOST_FILES = 40
 """The most files of events, the newest first, that a row is read from."""
@@ -81,8 +79,6 @@ class JobFigures:
     node_count: int | None = None
     """The nodes that it was launched on last."""
     total_steps: int | None = None
-    walk_forward: JobGroup | None = None
-    """The walk forward that it is a year of."""
     is_failed: bool = False
     """Whether they could not be read, which may be so for a moment only."""
     live: LiveVerdict | None = None
@@ -150,7 +146,6 @@ def _read(
         is_passed=is_passed,
         node_count=node_count if isinstance(node_count, int) else None,
         total_steps=planned if isinstance(planned, int) else pace.total_steps,
-        walk_forward=_walk_forward(rundir, plan),
         live=live,
     )
 
@@ -199,18 +194,6 @@ def _diagnosis_of(report: Any) -> Diagnosis | None:
             rank=told["rank"], node_id=told["node_id"],
         )  # fmt: skip
     return None
-
-
-def _walk_forward(rundir: RunDir, plan: Mapping[str, Any] | None) -> JobGroup | None:
-    if not is_of_walk_forward(plan):
-        return None
-    job, year = rundir.read_json(JOB) or {}, ""
-    uri, home = str((job.get("dataset") or {}).get("uri", "")), rundir.uri.rsplit("/", 2)[0]
-    with suppress(*CANNOT_READ):
-        # Nodes write the address: of another server than their own storage, nothing is asked.
-        manifest = read_document(open_storage(uri), "manifest.json") if uri.startswith(f"{home}/") else None
-        year = test_year_of(manifest)
-    return walk_forward_group(plan or {}, job, year)
 
 
 def verdict_of(

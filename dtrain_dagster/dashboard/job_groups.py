@@ -1,14 +1,12 @@
 """What a job belongs to: a search, the years of a walk forward, a fleet, a scaling study, the probes of a plan.
 
-`group_of` and `walk_forward_group` decide from records that exist anyway; nothing is recorded for the page's sake.
+`group_of` decides from records that exist anyway; nothing is recorded for the page's sake.
 Jobs of a fleet are known by the fleet's own record (`dtrain_dagster.fleet.records`), and a search is a fleet that has a
 folder of its own.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import threading
@@ -16,20 +14,17 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import quote
 
-from dtrain_dagster.costs.plan import PLANNED_FOR
 from dtrain_dagster.fleet.records import FOLDER as FLEETS
 from dtrain_dagster.fleet.records import JOBS
 from dtrain_dagster.search.places import FOLDER as SEARCHES
 
-WALK_FORWARD = "walk_forward"
-"""The end of the prefix of a walk forward's assets; the prefix of a graph with a name comes before it."""
 _SCALING = re.compile(r"scaling-(.+)-((?:weak|strong)-\d+of\d+)-\d+")
 _PROBE = re.compile(r"probe-(.+)-(\d+)n")
-_OWN_OF_A_YEAR = ("start_from", "start_sha256", "max_node_seconds", "threads_per_rank", "max_steps")
-"""Fields of a training in which years of one walk forward may differ."""
+_YEAR = re.compile(r"walk-([0-9a-f]{6})-(\d{4})-.+")
+"""A year of `examples/walk_forward`."""
 
 GroupKind = Literal["search", "walk forward", "fleet", "scaling study", "probes"]
 
@@ -60,46 +55,15 @@ def group_of(job_id: str, fleets: Mapping[str, JobGroup]) -> JobGroup | None:
         return JobGroup(kind="scaling study", name=match[1], label=match[2])
     if match := _PROBE.fullmatch(job_id):
         return JobGroup(kind="probes", name=match[1], label=f"{match[2]} nodes" if match[2] != "1" else "1 node")
+    if match := _YEAR.fullmatch(job_id):
+        return JobGroup(kind="walk forward", name=match[1], label=f"test year {match[2]}")
     return None
 
 
-def group_page(dashboard_url: str, name: str, kind: GroupKind | None = None) -> str:
-    """Return the address of the table of jobs, with those of this group alone. ``kind``: of the group of exactly this
-    name, which is unfolded; None where names of groups only begin with it. Pure."""
-    unfolded = f"&open={quote(JobGroup(kind=kind, name=name, label='').key, safe='/')}" if kind else ""
-    return f"{dashboard_url.rstrip('/')}/#q={quote(name, safe='')}{unfolded}"
-
-
-def walk_forward_group(plan: Mapping[str, Any], job: Mapping[str, Any], test_year: str) -> JobGroup:
-    """Return the walk forward of a job that is one of its years: those of one graph and the same settings. Pure.
-
-    ``plan``, ``job``: the content of ``plan.json`` and ``job.json``. ``test_year``: "" where it is not known.
-    """
-    prefix = str(plan[PLANNED_FOR]).partition("/")[0]
-    label = f"test year {test_year or 'unknown'}"
-    return JobGroup(kind="walk forward", name=f"{prefix}-{_settings_digest(job)}", label=label)
-
-
-def is_of_walk_forward(plan: Mapping[str, Any] | None) -> bool:
-    """Return whether this is the plan of a year of a walk forward."""
-    prefix, _, asset = str((plan or {}).get(PLANNED_FOR, "")).partition("/")
-    return bool(asset) and prefix.endswith(WALK_FORWARD)
-
-
-def test_year_of(manifest: Mapping[str, Any] | None) -> str:
-    """Return the first year of a dataset's test split; "" where its manifest does not tell. Pure."""
-    try:
-        year = str((manifest or {})["splits"]["test"]["first"])[:4]
-    except (KeyError, TypeError):
-        return ""
-    return year if year.isdigit() else ""
-
-
-def _settings_digest(job: Mapping[str, Any]) -> str:
-    """Return six digits over what the years of one walk forward have in common."""
-    training = {name: value for name, value in (job.get("training") or {}).items() if name not in _OWN_OF_A_YEAR}
-    common = {"model": job.get("model"), "loss": job.get("loss"), "training": training}
-    return hashlib.sha256(json.dumps(common, sort_keys=True, default=str).encode()).hexdigest()[:6]
+def group_page(dashboard_url: str, name: str, kind: GroupKind) -> str:
+    """Return the address of the table of jobs, with those of this group alone, unfolded. Pure."""
+    unfolded = quote(JobGroup(kind=kind, name=name, label="").key, safe="/")
+    return f"{dashboard_url.rstrip('/')}/#q={quote(name, safe='')}&open={unfolded}"
 
 
 class FleetGroups:

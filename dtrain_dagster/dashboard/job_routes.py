@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import IO, Any
 
 from anyio import from_thread
 from starlette.concurrency import run_in_threadpool
@@ -23,11 +24,18 @@ from dtrain_dagster.dashboard.job_board import CANNOT_READ, JobBoard, OpenJob
 from dtrain_dagster.dashboard.job_links import Places
 from dtrain_dagster.dashboard.log_pages import LeftError, LogSource
 from dtrain_dagster.dashboard.orders import OrderDesk, OrderRefusedError, judge_order
-from dtrain_dagster.dashboard.profiles import TraceError, TracePictures, list_traces, trace_pieces
 from dtrain_dagster.support.audit import AuditError
 from dtrain_dagster.web.peer import is_peer_allowed
+from trainer.rundir import PROFILE, RunDir
+from trainer.storage.regular_files import open_regular
 
 MOST_TEXT = 200
+MOST_TRACES = 100
+"""The most traces that are listed: the newest."""
+TRACE_BYTES = 128 << 20
+"""The largest trace that is read from remote storage."""
+PIECE_BYTES = 256 << 10
+_TRACE = re.compile(r"trace-r(\d{1,9})-s(\d{1,15})\.json")
 NO_LOGS = "the logs of this job are not on this machine: `dtrain logs` asks its cluster for them"
 
 
@@ -44,7 +52,6 @@ class JobServices:
 
 def job_routes(board: JobBoard, services: JobServices) -> list[Route]:
     """Return the routes of a job's page."""
-    pictures = TracePictures()
 
     def of_job(answer: Callable[[Request, OpenJob], Response]) -> Callable[[Request], Response]:
         """Return an endpoint that answers from an open job, and in words where it cannot."""
@@ -57,7 +64,7 @@ def job_routes(board: JobBoard, services: JobServices) -> list[Route]:
                 return answer(request, found)
             except FileNotFoundError:
                 return _refusal("there is no such file of this job", 404)
-            except (TraceError, ClusterError, EngineUnreachableError) as error:
+            except (ClusterError, EngineUnreachableError) as error:
                 return _refusal(str(error), 500)
             except CANNOT_READ as error:
                 return _refusal(f"its run directory cannot be read: {type(error).__name__}: {error}", 500)
@@ -102,10 +109,7 @@ def job_routes(board: JobBoard, services: JobServices) -> list[Route]:
         return answer_json(request, encode(asdict(lines)), None)
 
     def traces(request: Request, found: OpenJob) -> Response:
-        return answer_json(request, encode([asdict(item) for item in list_traces(found.rundir)]), None)
-
-    def trace_picture(request: Request, found: OpenJob) -> Response:
-        return answer_json(request, pictures.picture(found.rundir, request.path_params["name"]), None)
+        return answer_json(request, encode(list_traces(found.rundir)), None)
 
     def trace_file(request: Request, found: OpenJob) -> Response:
         name = request.path_params["name"]
@@ -145,12 +149,37 @@ def job_routes(board: JobBoard, services: JobServices) -> list[Route]:
         Route("/jobs/{job_id}/account.json", of_job(account)),
         Route("/jobs/{job_id}/logs.json", of_job(logs)),
         Route("/jobs/{job_id}/traces.json", of_job(traces)),
-        Route("/jobs/{job_id}/traces/{name}/picture.json", of_job(trace_picture)),
         Route("/jobs/{job_id}/traces/{name}", of_job(trace_file)),
         Route("/jobs/{job_id}/orders.json", of_job(orders)),
         Route("/jobs/{job_id}/orders", give_order, methods=["POST"]),
         Route("/jobs/{job_id}", job_page),
     ]
+
+
+def list_traces(rundir: RunDir) -> list[dict[str, Any]]:
+    """Return name, rank and last step of a job's traces, the newest first."""
+    found: list[dict[str, Any]] = [
+        {"name": name, "rank": int(match[1]), "step": int(match[2])}
+        for name in rundir.storage.list(PROFILE)
+        if (match := _TRACE.fullmatch(name))
+    ]
+    return sorted(found, key=lambda item: (-item["step"], item["rank"]))[:MOST_TRACES]
+
+
+def trace_pieces(rundir: RunDir, name: str) -> Iterator[bytes]:
+    """Return a trace as it was written, in pieces; on remote storage it is read first. Raise FileNotFoundError where
+    there is none of that name, `DamagedError` for one that is too large or no file."""
+    if not _TRACE.fullmatch(name):
+        raise FileNotFoundError(name)
+    if not rundir.storage.is_local:
+        return iter([rundir.storage.read_bounded(f"{PROFILE}/{name}", TRACE_BYTES)])
+    return _pieces(open_regular(str(rundir.storage.local_path()), f"{PROFILE}/{name}"))
+
+
+def _pieces(file: IO[bytes]) -> Iterator[bytes]:
+    with file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece
 
 
 def _refusal(words: str, status: int) -> Response:

@@ -46,7 +46,7 @@ def table_row(row: JobRow, figures: JobFigures | None, fleets: Mapping[str, JobG
     found = figures or JobFigures()
     # A probe's model is for no one, so its gate is no news.
     gate = "" if row.job_id.startswith(UNTOLD) else {True: "passed", False: "not passed", None: ""}[found.is_passed]
-    group = group_of(row.job_id, fleets) or found.walk_forward
+    group = group_of(row.job_id, fleets)
     says = {
         "id": row.job_id,
         "state": row.state,

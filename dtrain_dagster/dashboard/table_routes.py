@@ -1,23 +1,21 @@
-"""The routes of the table of all jobs, which is the first page, and of the overlay of some of them."""
+"""The routes of the table of all jobs, which is the first page."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from string import Template
 
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from dtrain_dagster.dashboard.answers import answer_json, encode, read_number, tell_error
-from dtrain_dagster.dashboard.job_board import CANNOT_READ, JobBoard
+from dtrain_dagster.dashboard.answers import answer_json, read_number, tell_error
+from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.job_table import JobTable
-from dtrain_dagster.dashboard.overlay import LEAST_RUNS, MOST_RUNS, overlay
 from dtrain_dagster.dashboard.page import data_block, static
 
 TABLE_WAIT_SECONDS = 0.4
@@ -28,7 +26,6 @@ MOST_TOKEN = 64
 FILES = {
     "jobs.js": "text/javascript",
     "table_state.js": "text/javascript",
-    "overlay.js": "text/javascript",
     "jobs.css": "text/css",
 }
 """The files of these pages, besides those that all pages share."""
@@ -47,9 +44,6 @@ def table_routes(board: JobBoard, home: Path | None) -> list[Route]:
                 return _html(request, data_block("table-data", json.loads(known)))
         return _html(request, "")
 
-    def overlay_page(request: Request) -> Response:
-        return HTMLResponse(static("overlay.html"))
-
     def rows(request: Request) -> Response:
         asked = request.query_params
         try:
@@ -59,31 +53,9 @@ def table_routes(board: JobBoard, home: Path | None) -> list[Route]:
             return tell_error(f"the jobs cannot be listed: {type(error).__name__}: {error}")
         return answer_json(request, body, None)
 
-    def runs(request: Request) -> Response:
-        names = list(dict.fromkeys(request.query_params.getlist("job")))
-        if not LEAST_RUNS <= len(names) <= MOST_RUNS:
-            return PlainTextResponse(f"an overlay has {LEAST_RUNS} to {MOST_RUNS} jobs, not {len(names)}", 400)
-        now, found = time.time(), []
-        for name in names:
-            try:
-                job = board.open(name, now)
-                while job is not None and job.is_behind:
-                    job.read_more()
-            except CANNOT_READ as error:
-                return tell_error(f"the run directory of {name} cannot be read: {type(error).__name__}: {error}")
-            if job is None:
-                return PlainTextResponse(f"there is no job {name!r}".encode(errors="replace"), 404)
-            found.append(job)
-        try:
-            return answer_json(request, encode(overlay(found, board.tier)), None)
-        except CANNOT_READ as error:
-            return tell_error(f"the runs cannot be read: {type(error).__name__}: {error}")
-
     return [
         Route("/", page),
         Route("/table.json", rows),
-        Route("/overlay", overlay_page),
-        Route("/overlay.json", runs),
         *(Route(f"/{name}", _file(name)) for name in FILES),
     ]
 

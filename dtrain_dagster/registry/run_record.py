@@ -17,7 +17,7 @@ from dtrain_dagster.registry.client import open_client
 from dtrain_dagster.registry.once import JOB_TAG
 from trainer.documents.events import MembershipEvent, read_events
 from trainer.errors import DamagedError
-from trainer.observability.mlflow_sink import NOTE_TAG, ensure_experiment, summarise
+from trainer.observability.mlflow_sink import NOTE_TAG, summarise
 from trainer.observability.mlflow_sqlite import authorised
 from trainer.rundir import EVALUATION, JOB, LAUNCH, RESULT, TRACKING, RunDir
 from trainer.runtime.scratch import scratch_folder
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
-PARENT_TAG, STUDY_TAG = "mlflow.parentRunId", "dtrain.study"
+PARENT_TAG = "mlflow.parentRunId"
 REPORTS, PICTURES, FIGURES = "reports", "pictures", "figures.json"
 """Folders of a run's artifacts, and the file with every curve in short, also those that are no metrics."""
 _log = logging.getLogger(__name__)
@@ -65,26 +65,6 @@ def add_to_run(
 def is_workspace(address: str) -> bool:
     """Return whether this is the address of a workspace of Azure ML. Pure."""
     return WORKSPACE in address or address.startswith("azureml:")
-
-
-def nested_in(tracking_uri: str, experiment: str, study: str) -> dict[str, str]:
-    """Return the tag by which MLflow shows a run below that of a study, such as a walk forward, whose run is made with
-    its first training. {} without a study, and where MLflow cannot be reached: a training does not depend on it."""
-    from mlflow.exceptions import MlflowException
-
-    if not study:
-        return {}
-    try:
-        address = authorised(tracking_uri)
-        client = open_client(address)
-        experiment_id = ensure_experiment(client, experiment, address)
-        parent = parent_run(client, experiment_id, study, STUDY_TAG, study)
-        if parent.info.status == "RUNNING":
-            client.set_terminated(parent.info.run_id)
-        return {PARENT_TAG: parent.info.run_id}
-    except (MlflowException, OSError) as error:
-        _log.warning("the trainings of %s are not nested in MLflow: %s", study, redact(str(error)))
-        return {}
 
 
 def parent_run(client: MlflowClient, experiment_id: str, name: str, tag: str, value: str) -> Run:

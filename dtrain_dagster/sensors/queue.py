@@ -13,7 +13,6 @@ import dagster as dg
 from dtrain_dagster.automation import clock
 from dtrain_dagster.automation.capacity_queue import (
     ATTEMPT_TAG,
-    PARTITION_TAG,
     TICKET_TAG,
     Ticket,
     WaitingList,
@@ -161,7 +160,6 @@ def _request(ticket: Ticket) -> dg.RunRequest:
         run_key=f"{ticket.ticket}-{ticket.attempt}",
         run_config=dict(ticket.run_config),
         asset_selection=[dg.AssetKey.from_user_string(name) for name in ticket.assets] or None,
-        partition_key=ticket.tags.get(PARTITION_TAG),
         tags={**ticket.tags, TICKET_TAG: ticket.ticket, ATTEMPT_TAG: str(ticket.attempt)},
     )
 

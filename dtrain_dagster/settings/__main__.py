@@ -14,7 +14,6 @@ from dtrain_dagster.settings.kubernetes import KubernetesSettings
 from dtrain_dagster.settings.notices import NoticeSettings
 from dtrain_dagster.settings.ray import RaySettings
 from dtrain_dagster.settings.slurm import SlurmSettings
-from dtrain_dagster.settings.walk_forward import WalkForwardSettings
 
 TABLES: dict[str, type[BaseSettings]] = {
     "docs/azure.md": AzureSettings,
@@ -23,7 +22,6 @@ TABLES: dict[str, type[BaseSettings]] = {
     "docs/monitoring.md": NoticeSettings,
     "docs/ray.md": RaySettings,
     "docs/slurm.md": SlurmSettings,
-    "docs/walk-forward.md": WalkForwardSettings,
 }
 """The settings whose table each document holds; paths from the repository's root."""
 _ROWS = re.compile(r"(?:^\| `DTRAIN_[A-Z_]+` \|.*\n)+", flags=re.MULTILINE)

@@ -29,14 +29,11 @@ def known_variables() -> set[str]:
     from dtrain_dagster.settings.notices import NoticeSettings
     from dtrain_dagster.settings.ray import RaySettings
     from dtrain_dagster.settings.slurm import SlurmSettings
-    from dtrain_dagster.settings.walk_forward import WalkForwardSettings
 
     names = {name for name in (*INTERNAL, *(each for group in GROUPS for each in group.variables)) if is_ours(name)}
-    kinds = (
-        *(Settings, AzureSettings, DataEngineSettings, KubernetesSettings, NoticeSettings, RaySettings),
-        *(SlurmSettings, WalkForwardSettings),
-    )
-    for kind in kinds:
+    for kind in (
+        *(Settings, AzureSettings, DataEngineSettings, KubernetesSettings, NoticeSettings, RaySettings, SlurmSettings),
+    ):
         names |= {f"{kind.model_config['env_prefix']}{name.upper()}" for name in kind.model_fields}
     return names
 

@@ -43,11 +43,6 @@ class GraphNames:
         return f"{uri}/{self.pipeline}" if self.pipeline else uri
 
     @property
-    def walk_forward(self) -> GraphNames:
-        """The names of this graph's walk forward, a graph that trains on the same cluster."""
-        return GraphNames(self.unique("walk_forward"))
-
-    @property
     def cluster(self) -> str:
         """The key of the resource of the cluster that trains."""
         return self.unique("cluster")

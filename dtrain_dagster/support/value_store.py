@@ -19,5 +19,4 @@ class ValueFiles(PickledObjectFilesystemIOManager):
         """Return what stands on the page instead of the full path; nothing for an asset without a value."""
         if obj is None or not context.has_asset_key:
             return {}
-        parts = [*context.asset_key.path, *([context.partition_key] if context.has_partition_key else [])]
-        return {"path": dg.MetadataValue.text(f"{'/'.join(parts)} in Dagster's storage")}
+        return {"path": dg.MetadataValue.text(f"{'/'.join(context.asset_key.path)} in Dagster's storage")}

@@ -73,7 +73,8 @@ PAGES = [
     Page("docs/communication.md", filled={"--nodes 3": "--nodes 2 --set training.max_steps=20"}),
     Page("docs/large-data.md", filled={"--nodes 3": "--nodes 2 --set training.max_steps=20"}),
     Page("docs/estimates.md"),
-    Page("docs/scaling.md", "export DTRAIN_NODES=2", after="ls .dtrain/storage/jobs | grep scaling"),
+    Page("docs/scaling.md", filled={"--nodes 1 2 3": "--nodes 1 2 --node-steps 12"},
+         after="ls .dtrain/storage/jobs | grep scaling; grep efficiency_weak scaling.json"),
     Page("docs/retraining.md", after=(
         "dagster sensor list -w workspace.yaml | grep 'new_data.*RUNNING'\n"
         "dagster schedule list -w workspace.yaml | grep 'weekly_retraining.*RUNNING'")),
@@ -92,10 +93,9 @@ PAGES = [
     Page("docs/installing.md", blocks=slice(3, 4)),
     Page("docs/own-dagster-project.md", "mkdir ../team; cd ../team", {
         "```sh server\ndtrain ui": "```sh server\ndtrain ui --port 0"}),
-    Page("docs/walk-forward.md", f"echo 'ops: {{walk_forward__cost_estimate: {{config: {{{SMALL}}}}}}}' > small.yaml", {
-        "--partition 2010": "--partition 2010 --config small.yaml"}, slice(0, 1)),
-    Page("docs/walk-forward.md", "", {
-        "2003:2022 --valid-years 2,1,3": "2003:2003 --valid-years 2", "--folder FOLDER": "--folder walk"}, slice(1, 2)),
+    Page("examples/walk_forward/README.md",
+         "echo 'resources: {walk: {config: {options: [--set=training.max_steps=20]}}}' > small.yaml", {
+             "--partition 2010": "--partition 2010 --config small.yaml"}),
     Page(OWN, "", {"--your-own-arguments": ""}, slice(0, 1)),
     Page(OWN, f"cat > my_script.py <<'EOF'{SCRIPT}EOF", {}, slice(1, 2)),
     Page(OWN, "", {"epochs: 2": "epochs: 1"}, slice(6, 8)),

@@ -34,17 +34,6 @@ def test_lineage_reads_like_the_product():
         "registered_model": {"sharded_dataset", "cost_estimate", "trained_checkpoint"},
         "cost_breakdown": {"cost_estimate", "trained_checkpoint"},
         "performance_report": {"cost_estimate", "trained_checkpoint"},
-        "scaling_study": {"cost_estimate", "sharded_dataset"},
-        "walk_forward/sharded_dataset": {"stock_prices"},
-        "walk_forward/cost_estimate": {"walk_forward/sharded_dataset"},
-        "walk_forward/trained_checkpoint": {"walk_forward/cost_estimate", "gpu_cluster"},
-        "walk_forward/cost_breakdown": {"walk_forward/cost_estimate", "walk_forward/trained_checkpoint"},
-        "walk_forward/year_scores": {
-            "walk_forward/sharded_dataset",
-            "walk_forward/cost_estimate",
-            "walk_forward/trained_checkpoint",
-        },
-        "walk_forward_report": {"walk_forward/year_scores"},
         "hyperparameter_search": {"cost_estimate", "sharded_dataset"},
     }
     for node in graph.asset_nodes:
@@ -102,7 +91,7 @@ def test_assets_are_out_of_date_when_the_code_that_makes_them_changes(monkeypatc
     monkeypatch.setattr(sharding, "CODE_VERSION", sharding.CODE_VERSION + 1)
     after = versions()
     changed = {name for name in before if before[name] != after[name]}
-    assert changed == {"sharded_dataset", "walk_forward/sharded_dataset"}
+    assert changed == {"sharded_dataset"}
     monkeypatch.setattr("dtrain_dagster.assets.pipeline.code_version", lambda: "of another trainer")
     changed = {name for name, version in versions().items() if version != after[name]}
     assert {"trained_checkpoint", "cost_estimate", "registered_model"} <= changed
@@ -131,7 +120,7 @@ def test_loading_the_code_location_costs_little_more_than_importing_dagster():
     assert len(found - own) <= 45
     assert len([name for name in own if not ROOT.joinpath(*name.split(".")).is_dir()]) <= 108  # modules, not packages
     bodies = ["dtrain_dagster.reports", "dtrain_dagster.dashboard", "dtrain_dagster.costs.ledger"]
-    bodies += [f"dtrain_dagster.monitoring.{name}" for name in ("diagnosis", "scaling", "strategies")]
+    bodies += [f"dtrain_dagster.monitoring.{name}" for name in ("diagnosis", "strategies")]
     bodies += [f"dtrain_dagster.planning.{name}" for name in ("optimizer", "tuned_settings")]
     assert all(importlib.util.find_spec(name) for name in bodies), "a name that nothing has would never be found"
     assert not [name for name in own if name.startswith(tuple(bodies))]

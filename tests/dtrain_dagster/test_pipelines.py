@@ -59,10 +59,7 @@ def test_each_graph_is_whole_under_its_own_prefix(location: dg.Definitions) -> N
     stock = parents(build_defs(Settings()))
     assert {key: found[key] for key in stock} == stock, "the graph of the stock prices is as it is alone"
 
-    def prefixed(key: str) -> str:  # the walk forward of a graph has a prefix of its own
-        return key.replace("walk_forward/", "quotes_walk_forward/") if "/" in key else f"quotes/{key}"
-
-    quotes = {prefixed(key): {prefixed(parent) for parent in above} for key, above in stock.items()}
+    quotes = {f"quotes/{key}": {f"quotes/{parent}" for parent in above} for key, above in stock.items()}
     assert {key: above for key, above in found.items() if key.startswith("quotes")} == quotes
     assert found["features/sharded_dataset"] == {"team/features"}
     assert found["folder/sharded_dataset"] == set()
@@ -101,7 +98,7 @@ def test_no_name_of_a_graph_meets_another(location: dg.Definitions) -> None:
 def test_the_job_of_a_graph_makes_that_graph_only(location: dg.Definitions) -> None:
     made = location.resolve_job_def("quotes_train").asset_layer.selected_asset_keys
     assert {key.path[0] for key in made} == {"quotes"}
-    assert not {dg.AssetKey(["quotes", name]) for name in ("scaling_study", "gpu_cluster")} & made
+    assert not {dg.AssetKey(["quotes", name]) for name in ("hyperparameter_search", "gpu_cluster")} & made
     stock = location.resolve_job_def("train").asset_layer.selected_asset_keys
     assert {len(key.path) for key in stock} == {1}
 

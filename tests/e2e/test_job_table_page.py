@@ -1,4 +1,4 @@
-"""The table of all jobs and the overlay in a real Chromium: what a user finds, by mouse, keyboard and address."""
+"""The table of all jobs in a real Chromium: what a user finds, by mouse, keyboard and address."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_all_jobs_are_sorted_filtered_and_folded_and_the_address_keeps_it(url: s
 
 def test_pages_write_dollars_as_all_else_does(url: str, page: Page):
     amounts = [0, 0.00421, 0.5, 0.99996, 1, 1.234, -0.5, 999.994, 1234.4, 1e6]
-    for address in ("", "overlay", "fleets", "jobs/older"):
+    for address in ("", "fleets", "jobs/older"):
         page.goto(f"{url}{address}")
         assert page.evaluate("amounts => amounts.map(money)", amounts) == [dollars(usd) for usd in amounts], address
 
@@ -150,47 +150,18 @@ def test_a_keyboard_does_all_of_it(url: str, page: Page):
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     page.keyboard.press("End")
     assert page.evaluate(focused) == "older"
-    page.keyboard.press(" ")
     page.keyboard.press("ArrowUp")
     page.keyboard.press("Enter")  # unfolds the search
     shows(page, ["live", "broken", "@search/sweep", "sweep-0000", "sweep-0001", "sweep-0002", "older"])
     assert page.evaluate(focused) == "group search/sweep", "the focus stays where it was"
     page.keyboard.press("ArrowDown")
-    page.keyboard.press(" ")
-    assert page.url.endswith("#open=search/sweep&sel=older,sweep-0000")
+    assert page.url.endswith("#open=search/sweep")
     time.sleep(3)  # polls do not take the focus away
     assert page.evaluate(focused) == "sweep-0000"
     head = page.get_by_role("button", name="cost")
     head.focus()
     page.keyboard.press("Enter")
     assert page.get_by_role("columnheader", name="cost").get_attribute("aria-sort") == "descending"
-
-
-def test_selected_runs_are_overlaid(url: str, page: Page):
-    page.goto(f"{url}#open=search/sweep")
-    page.get_by_label("select sweep-0000").check()
-    page.get_by_text("select another one").wait_for()
-    page.get_by_label("select sweep-0002").check()
-    page.get_by_role("link", name="overlay").click()
-    settings = page.locator("#settings tbody tr")
-    settings.first.wait_for()
-    assert settings.all_inner_texts() == ["training.learning_rate\t0.0\t0.02"]
-    best = page.locator("#results tr", has_text="best validation loss")
-    assert best.inner_text() == "best validation loss\t-2.0000\t-2.2000 (best)"
-    words = page.locator("#words li").all_inner_texts()
-    assert words[1] == "sweep-0002: training loss from 3 to 2.387 at step 100; best validation loss -2.2 at step 50."
-    traces = "document.getElementById('chart').data.map(trace => trace.x[trace.x.length - 1])"
-    assert page.evaluate(traces) == [100, 50, 100, 50]
-    page.select_option("#x", "samples")
-    assert page.evaluate(traces) == [10_000, 5000, 10_000, 5000]
-    page.select_option("#x", "usd")
-    page.select_option("#show", "validation")
-    assert page.url.endswith("#jobs=sweep-0000,sweep-0002&x=usd&show=validation")
-    assert len(page.evaluate(traces)) == 2
-    page.go_back()
-    wait_for(lambda: len(page.evaluate(traces)) == 4, 10, "both losses again")
-    page.goto(f"{url}overlay#jobs=older")
-    page.get_by_text("Select two to eight jobs").wait_for()
 
 
 def test_an_address_of_before_leads_to_the_job(url: str, page: Page):
@@ -206,15 +177,13 @@ def test_the_theme_is_kept(url: str, page: Page):
     wait_for(lambda: page.evaluate(theme) == "dark", 10, "the page to follow the system")
     page.select_option("#theme", "light")
     assert page.evaluate(theme) == "light"
-    for address in (url, f"{url}overlay", f"{url}fleets"):
+    for address in (url, f"{url}fleets"):
         page.goto(address)
         assert (page.evaluate(theme), page.locator("#theme").input_value()) == ("light", "light"), address
 
 
 PAGES = {
-    "table": ("#open=search/sweep&sel=older,sweep-0001", "#rows tr.selected"),
-    "overlay": ("overlay#jobs=older,sweep-0000,sweep-0001", "#chart svg"),
-    "overlay-empty": ("overlay", "#empty"),
+    "table": ("#open=search/sweep", "#rows tr.within"),
     "job": ("jobs/older", "#headline .figure"),
     "job-failed": ("jobs/broken", "#failure"),
     "fleets": ("fleets", "#empty"),
@@ -223,7 +192,7 @@ PAGES = {
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("table", "overlay", "job") else pytest.param(name, marks=pytest.mark.long) for name in PAGES],
+    [name if name in ("table", "job") else pytest.param(name, marks=pytest.mark.long) for name in PAGES],
 )
 def test_pages_are_accessible_and_fit_every_screen(url: str, page: Page, name: str):
     address, there = PAGES[name]

@@ -34,7 +34,6 @@ function showTab(name, more = {}) {
   if (!PAGE.live) return;
   logs.shown = name === "logs";
   traces.shown = name === "traces";
-  if (name === "traces" && traces.pictures) drawTrace();
   refresh();
 }
 
@@ -64,7 +63,6 @@ function readPlace() {
   if (PAGE.live) {
     Object.assign(logs, { node: now.get("node") || "", text: now.get("text") || "", cursor: "" });
     element("log-text").value = logs.text;
-    Object.assign(traces, { name: now.get("trace") || traces.name, view: VIEWS[now.get("view")] ? now.get("view") : "flame", show: now.get("show") || "" });
   }
   showTab(TABS.some(([tab]) => tab === name) ? name : "charts");
 }

@@ -129,6 +129,6 @@ async function pollOrders() {
   if (before === null && !busy && !orders.mine) return; // of before this page was opened
   const what = ORDERS[body.last.order].does;
   if (busy) tellOrder(`${what}: under way since ${clock(body.last.since)}.`, body.last.command);
-  else if (body.last.order === "trace" && !body.last.code) tellOrder(""); // it is drawn below
+  else if (body.last.order === "trace" && !body.last.code) tellOrder(""); // it is listed below
   else tellOrder(`${what}: ${body.last.code ? `refused or failed (exit code ${body.last.code}).` : "done."}${body.last.said ? `\n${body.last.said}` : ""}`, body.last.command);
 }

@@ -1,6 +1,6 @@
 // The table of all jobs. It holds what the server has told (`dtrain_dagster/dashboard/job_table.py`), asks every two
 // seconds for what has changed, and draws what `table_state.js` decides to show.
-import { arrange, COLUMNS, MOST_RUNS, readState, ROWS_AT_ONCE, sortedBy, tookSeconds, writeState } from "./table_state.js";
+import { arrange, COLUMNS, readState, ROWS_AT_ONCE, sortedBy, tookSeconds, writeState } from "./table_state.js";
 
 const POLL_MILLISECONDS = 2000, HURRY_MILLISECONDS = 400; // the latter while jobs are being read
 const MOST_HURRIES = 25; // for figures only; those of thousands of jobs take minutes
@@ -36,11 +36,6 @@ function toggle(set, name) {
   return made;
 }
 
-function select(id) {
-  const selected = state.selected.includes(id) ? state.selected.filter(other => other !== id) : [...state.selected, id];
-  if (selected.length <= MOST_RUNS) change({ selected });
-}
-
 // ---- what a line is made of
 
 const paidText = usd => usd === undefined ? "" : money(usd);
@@ -68,8 +63,6 @@ function tookText(row) {
 
 function jobLine(row, within) {
   const made = make("tr", { role: "row", class: within ? "within" : null });
-  const box = make("input", { type: "checkbox", "aria-label": `select ${row.id}` });
-  box.addEventListener("change", () => select(row.id));
   const link = make("a", { href: `jobs/${encodeURIComponent(row.id)}`, "data-row": row.id }, row.id);
   const label = within && !row.id.startsWith(row.group[2]) ? make("span", { class: "label" }, row.group[3]) : "";
   const waiting = row.unread ? "…" : "";
@@ -83,7 +76,7 @@ function jobLine(row, within) {
   const gate = cell("gate", row.gate || "");
   gate.dataset.tone = row.gate === "passed" ? "good" : "";
   made.append(
-    make("td", { role: "cell", class: "select" }, box), cell("job", link, label), stateCell(row.state), cell("model", row.model || ""),
+    cell("job", link, label), stateCell(row.state), cell("model", row.model || ""),
     cell("valid", figure(row.valid)), score, gate, cell("nodes", row.nodes === undefined ? "" : many(row.nodes)), stepCell(row), usd,
     cell("started", row.started === undefined ? "" : moment(row.started)), cell("took", tookText(row)), verdict,
   );
@@ -108,7 +101,7 @@ function groupLine(group) {
     return [badge, " "];
   }).flat());
   made.append(
-    make("td", { role: "cell", class: "select" }), cell("job", button, make("span", { class: "label" }, jobs)), cell("state"), cell("model"),
+    cell("job", button, make("span", { class: "label" }, jobs)), cell("state"), cell("model"),
     cell("valid", figure(group.valid)), cell("score"), cell("gate"), cell("nodes"), cell("step"), cell("usd", paidText(group.usd)),
     cell("started", group.started === undefined ? "" : moment(group.started)), cell("took"), states,
   );
@@ -148,14 +141,6 @@ function drawRows(lines) {
     else body.insertBefore(made, place);
   }
   body.append(added);
-  const full = state.selected.length >= MOST_RUNS;
-  lines.forEach((line, number) => {
-    if (!line.row) return;
-    const box = elements[number].querySelector("input"), chosen = state.selected.includes(line.row.id);
-    box.checked = chosen;
-    box.disabled = !chosen && full;
-    elements[number].classList.toggle("selected", chosen);
-  });
 }
 
 function drawHeads() {
@@ -183,14 +168,6 @@ function drawStates(states, total) {
   });
 }
 
-function drawSelection() {
-  const count = state.selected.length;
-  element("selection").hidden = !count;
-  element("chosen").textContent = count === 1 ? "1 job selected: select another one to overlay them" : `${count} jobs selected${count === MOST_RUNS ? ", the most there can be" : ""}`;
-  element("overlay").hidden = count < 2;
-  element("overlay").href = `overlay#jobs=${state.selected.join(",")}`;
-}
-
 function draw() {
   if (!known.read) return; // not a word of "no jobs" before the server has said so
   const { lines, states, found, total } = arrange([...known.rows.values()], state, Date.now() / 1000);
@@ -198,7 +175,6 @@ function draw() {
   drawRows(shown);
   drawHeads();
   drawStates(states, all);
-  drawSelection();
   element("table").hidden = !all;
   const none = known.unread ? "Jobs are being read…" : all ? "No job matches." : "There is no training yet. `dtrain train --dataset latest` or `make run` starts one.";
   element("empty").textContent = none;
@@ -269,9 +245,6 @@ document.addEventListener("keydown", event => {
   } else if (on.dataset.row && event.key in MOVES) {
     event.preventDefault();
     moveFrom(on, MOVES[event.key]);
-  } else if (on.dataset.row && on.tagName === "A" && event.key === " ") {
-    event.preventDefault();
-    select(on.dataset.row);
   } else if (on.id === "search" && event.key === "ArrowDown") {
     event.preventDefault();
     moveFrom(null, "first");
@@ -280,7 +253,7 @@ document.addEventListener("keydown", event => {
 
 // ---- the page is set up
 
-element("heads").append(make("td", { role: "cell", class: "select" }), ...COLUMNS.map(column => {
+element("heads").append(...COLUMNS.map(column => {
   const button = make("button", { type: "button" }, column.title);
   button.addEventListener("click", () => change(sortedBy(state, column.key)));
   return make("th", { role: "columnheader", scope: "col", class: column.key, "data-key": column.key, "aria-sort": "none" }, button);
@@ -302,10 +275,6 @@ element("search").addEventListener("input", event => {
 element("search").addEventListener("blur", () => { typing = false; });
 document.querySelector("form").addEventListener("submit", event => event.preventDefault());
 element("grouped").addEventListener("change", event => change({ flat: !event.target.checked }));
-element("clear").addEventListener("click", () => {
-  change({ selected: [] });
-  element("search").focus();
-});
 element("more").addEventListener("click", () => change({ most: state.most + ROWS_AT_ONCE }, true));
 document.querySelector("[data-skip]").addEventListener("click", event => {
   event.preventDefault();

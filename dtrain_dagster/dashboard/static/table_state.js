@@ -3,7 +3,6 @@
 const numberOf = (text, otherwise) => /^\d{1,6}$/.test(text || "") ? Number(text) : otherwise;
 
 export const ROWS_AT_ONCE = 100;
-export const MOST_RUNS = 8; // of an overlay
 
 // A column: what it is called, what it is sorted by, and whether the first click sorts it from high to low.
 export const COLUMNS = [
@@ -39,7 +38,6 @@ export function readState(hash) {
     text: (asked.get("q") || "").slice(0, 200),
     flat: asked.get("groups") === "off",
     open: new Set(list("open")),
-    selected: list("sel").slice(0, MOST_RUNS),
     most: Math.max(ROWS_AT_ONCE, numberOf(asked.get("n"), 0)),
   };
 }
@@ -47,7 +45,7 @@ export function readState(hash) {
 export function writeState(state) {
   const parts = [
     ["sort", state.sort && (state.down ? "-" : "") + state.sort], ["state", state.state], ["q", state.text],
-    ["groups", state.flat && "off"], ["open", [...state.open].join(",")], ["sel", state.selected.join(",")],
+    ["groups", state.flat && "off"], ["open", [...state.open].join(",")],
     ["n", state.most > ROWS_AT_ONCE && String(state.most)],
   ];
   const written = text => encodeURIComponent(text).replaceAll("%2C", ",").replaceAll("%2F", "/");

@@ -47,7 +47,6 @@ def test_an_address_that_would_make_the_page_too_wide_is_behind_its_name() -> No
 def test_a_group_of_jobs_has_an_address_that_unfolds_it() -> None:
     page = group_page("http://127.0.0.1:8060/", "ab&c", "scaling study")
     assert page == "http://127.0.0.1:8060/#q=ab%26c&open=scaling-study/ab%26c"
-    assert group_page("http://127.0.0.1:8060", "walk_forward") == "http://127.0.0.1:8060/#q=walk_forward"
 
 
 def test_reasons_are_a_list_that_is_read_in_place() -> None:

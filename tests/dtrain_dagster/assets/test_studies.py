@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +11,8 @@ from typing import Any
 import pytest
 from small_job import write_dataset
 
-from dtrain_dagster.assets import scaling, search
-from dtrain_dagster.assets.scaling import ScalingOptions, study_scaling
+from dtrain_dagster.assets import search
+from dtrain_dagster.assets.common import hardware_mark
 from dtrain_dagster.assets.search import SearchOptions, search_space
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.resources import GPUClusterResource, build_resources
@@ -29,10 +28,6 @@ def ask(context: Any, manager: Any, cluster: GPUClusterResource, project: Any, s
     raise Provisioned(cluster.gpu_type, cluster.first_tier, cluster.node_count, sku, nodes)
 
 
-def of_scaling(context: Any, resources: dict[str, Any], plan: Any) -> None:
-    study_scaling(context, ScalingOptions(), resources["cluster"], resources["project"], {"train": 9}, plan)
-
-
 def of_search(context: Any, resources: dict[str, Any], plan: Any) -> None:
     config = SearchOptions(space={"training.seed": [1, 2]})
     samples = {"train": 900, "valid": 90, "test": 90}
@@ -40,20 +35,23 @@ def of_search(context: Any, resources: dict[str, Any], plan: Any) -> None:
     search_space(context, config, resources["cluster"], resources["project"], dataset, plan)
 
 
-@pytest.mark.parametrize(
-    ("module", "study", "first"),
-    [(scaling, of_scaling, 2), (search, of_search, 1)],  # a trial begins on one node
-)
-def test_a_study_is_run_on_the_nodes_of_its_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, study: Callable[..., None], first: int
-) -> None:
+def test_a_study_is_run_on_the_nodes_of_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which are what it is priced by, whatever the environment has: the launchpad of the plan asked for others."""
-    monkeypatch.setattr(module, "provision", ask)
+    monkeypatch.setattr(search, "provision", ask)
     plan = replace(
         plan_in(Path(write_dataset(tmp_path / "data"))), sku="Standard_NC24ads_A100_v4", tier="spot", node_count=2
     )
     resources = build_resources(Settings(home=tmp_path, nodes=3))
     context = SimpleNamespace(run=SimpleNamespace(run_id="run"), log=logging.getLogger())
     with pytest.raises(Provisioned) as asked:
-        study(context, resources, plan)
-    assert asked.value.args == ("Standard_NC24ads_A100_v4", "spot", 2, "Standard_NC24ads_A100_v4", first)
+        of_search(context, resources, plan)
+    assert asked.value.args == ("Standard_NC24ads_A100_v4", "spot", 2, "Standard_NC24ads_A100_v4", 1), "a trial's node"
+
+
+def test_a_measurement_is_named_after_the_hardware_that_it_was_made_on(tmp_path: Path) -> None:
+    cluster = build_resources(Settings(home=tmp_path))["cluster"]
+    assert isinstance(cluster, GPUClusterResource)
+    assert hardware_mark(cluster, "Standard_NC6s_v3") == "", "local nodes are this machine, whatever stands in"
+    cloud = cluster.model_copy(update={"kind": "azure_ml"})
+    marks = [hardware_mark(cloud, sku) for sku in ("Standard_NC6s_v3", "Standard_NC4as_T4_v3")]
+    assert marks == ["-nc6sv3", "-nc4ast4v3"]

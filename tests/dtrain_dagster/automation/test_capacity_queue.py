@@ -283,10 +283,10 @@ def test_a_whole_job_that_waits_comes_back_as_that_job_for_the_same_cause(
     def trained_checkpoint() -> None: ...
 
     @dg.asset(deps=[trained_checkpoint], group_name="studies")
-    def scaling_study() -> None: ...
+    def study() -> None: ...
 
     whole = dg.AssetSelection.all() - dg.AssetSelection.groups("studies")
-    defs = dg.Definitions([cost_estimate, trained_checkpoint, scaling_study], jobs=[dg.define_asset_job("job", whole)])
+    defs = dg.Definitions([cost_estimate, trained_checkpoint, study], jobs=[dg.define_asset_job("job", whole)])
     config = run_config(2.5)
 
     def refused(job: str, **more: Any) -> None:

@@ -410,8 +410,8 @@ def test_what_a_run_makes(world: tuple[World, list[dict[str, Any]]]):
     assert {dg.AssetKey("trained_checkpoint"), dg.AssetKey("cost_estimate")} <= planned_assets(here.instance, whole)
     graph = here.defs.resolve_asset_graph().get_all_asset_keys()
     assert {dg.AssetKey(name) for name in ON_NODES if name != "program_run"} <= graph, "they exist under these names"
-    part = whole._replace(asset_selection=frozenset({dg.AssetKey("scaling_study")}))
-    assert planned_assets(here.instance, part) == {dg.AssetKey("scaling_study")}
+    part = whole._replace(asset_selection=frozenset({dg.AssetKey("hyperparameter_search")}))
+    assert planned_assets(here.instance, part) == {dg.AssetKey("hyperparameter_search")}
     assert planned_assets(here.instance, here.add_run(dg.RunRequest(), started, nightly_copy)) == set()
 
 

@@ -25,7 +25,7 @@ from dtrain_dagster.dashboard.job_figures import (
     read_figures,
     verdict_of,
 )
-from dtrain_dagster.dashboard.job_groups import FleetGroups, group_of, walk_forward_group
+from dtrain_dagster.dashboard.job_groups import FleetGroups, group_of
 from dtrain_dagster.dashboard.job_row import JobRow
 from dtrain_dagster.dashboard.job_table import JobTable, table_row
 from dtrain_dagster.dashboard.server import build_app
@@ -128,39 +128,11 @@ def test_jobs_of_searches_fleets_and_studies_belong_together(tmp_path: Path):
     assert told_of("nightly-small") == ("fleet/nightly", "small")
     assert told_of("probe-ed6c1e7a-3n") == ("probes/ed6c1e7a", "3 nodes")
     assert told_of("scaling-ab12-weak-2of3-40") == ("scaling-study/ab12", "weak-2of3")
+    assert told_of("walk-0a1b2c-2008-1e486cdc") == ("walk-forward/0a1b2c", "test year 2008")
     assert told_of("train-6f66ac60-b41d1ccc") is told_of("sweep-0001") is None
     (tmp_path / "fleets/sweep/jobs/sweep-0001.json").write_text("{}")
     assert told_of("sweep-0001") == ("search/sweep", "trial 1"), "a job that was added later"
     assert FleetGroups(None).read() == FleetGroups(tmp_path / "none").read() == {}
-
-
-def test_years_of_one_walk_forward_have_the_same_settings():
-    def year(asset: str = "walk_forward/trained_checkpoint", seed: int = 0, **own: Any) -> str:
-        job = {"model": {"factory": "tcn"}, "loss": {}, "training": {"seed": seed, **own}}
-        return walk_forward_group({"asset": asset}, job, "2008").key
-
-    assert year() == year(start_from="checkpoints/of-2007", max_node_seconds=60.0)
-    assert len({year(), year(seed=1), year(asset="tokens_walk_forward/trained_checkpoint")}) == 3
-    assert walk_forward_group({"asset": "walk_forward/trained_checkpoint"}, {}, "").label == "test year unknown"
-
-
-def test_the_test_year_is_that_of_the_dataset_beside_the_jobs(tmp_path: Path):
-    """And of no other place, whatever a job says."""
-    for name in ("home", "elsewhere"):
-        (tmp_path / name / "datasets/y2008").mkdir(parents=True)
-        manifest = {"splits": {"test": {"first": "2008-01-02"}}}
-        (tmp_path / name / "datasets/y2008/manifest.json").write_text(json.dumps(manifest))
-    labels = []
-    for name in ("home", "elsewhere"):
-        rundir = write_run(tmp_path / "home/jobs", name, told(2), state="succeeded")
-        rundir.write_json("plan.json", {"tier": "dedicated", "asset": "walk_forward/trained_checkpoint"})
-        job = rundir.read_json("job.json")
-        job["dataset"]["uri"] = str(tmp_path / name / "datasets/y2008")
-        rundir.write_json("job.json", job)
-        figures = read_figures(rundir, row(job_id=name), "dedicated", time.time())
-        assert figures.walk_forward is not None
-        labels.append(figures.walk_forward.label)
-    assert labels == ["test year 2008", "test year unknown"]
 
 
 def test_the_first_look_at_a_running_job_finds_an_evaluation_of_long_ago(tmp_path: Path):
@@ -327,7 +299,7 @@ def test_pages_are_served_and_old_addresses_lead_on(tmp_path: Path):
         assert "default-src 'none'" in page.headers["content-security-policy"]
         assert HOSTILE not in page.text
         assert "\\u003c/script>\\u003cscript>alert(1)" in page.text
-        for name in ("theme.js", "common.js", "table_state.js", "jobs.js", "overlay.js", "jobs.css", "overlay"):
+        for name in ("theme.js", "common.js", "table_state.js", "jobs.js", "jobs.css"):
             assert requests.get(f"{url}/{name}", timeout=30).status_code == 200, name
         assert requests.get(f"{url}/jobs/hostile", timeout=30).status_code == 200
         for query in ("since=-1", "since=9e9", "token=%00&since=99", "token=" + "x" * 10_000):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dtrain_dagster.jobs.source_tags import source_tags
-from dtrain_dagster.registry.run_record import add_to_run, cost_metrics, nested_in, note_of
+from dtrain_dagster.registry.run_record import add_to_run, cost_metrics, note_of
 from tests.tables import copy_tables
 from trainer.documents.schemas import LEAVING
 from trainer.observability.mlflow_sink import NOTE_TAG
@@ -54,20 +54,6 @@ def test_dollars_reports_pictures_and_the_description_come_to_the_run_of_the_job
     assert {"job.json", "reports/page.html", "pictures/a_step.svg"} <= found
 
 
-@pytest.mark.slow
-def test_the_years_of_a_walk_forward_are_nested_in_one_run(tmp_path: Path) -> None:
-    from mlflow.tracking import MlflowClient
-
-    copy_tables(tmp_path / "mlflow.db")
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    first, again = nested_in(uri, "e", "walk_forward"), nested_in(uri, "e", "walk_forward")
-    assert first == again
-    assert nested_in(uri, "e", "other_walk_forward") != first
-    assert nested_in(uri, "e", "") == {}
-    parent = MlflowClient(uri).get_run(first["mlflow.parentRunId"])
-    assert (parent.info.run_name, parent.info.status) == ("walk_forward", "FINISHED")
-
-
 def test_a_server_that_cannot_be_reached_is_told_and_fails_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,7 +62,6 @@ def test_a_server_that_cannot_be_reached_is_told_and_fails_nothing(
     rundir.write_json(TRACKING, {"mlflow_run_id": "a" * 32})
     said = add_to_run("http://127.0.0.1:9", rundir, "mine")
     assert "MLflow does not have all of mine" in said
-    assert nested_in("http://127.0.0.1:9", "e", "walk_forward") == {}
 
 
 def test_the_source_is_the_commit_of_the_folder_that_was_started_in(tmp_path: Path) -> None:

@@ -1,5 +1,4 @@
-"""Years judged together: the statistic is that of one model over all days, regimes look back only, the gate has
-reasons."""
+"""Years judged together: the statistic is that of one model over all days, and regimes look back only."""
 
 from __future__ import annotations
 
@@ -10,13 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dtrain_dagster.registry.walk_forward import (
-    YearScores,
-    judge_years,
-    turbulent_days,
-    walk_forward_gate,
-)
-from dtrain_dagster.registry.year_scores import market_regimes, score_predictions
+from benchmarks.year_scores import YearScores, judge_years, market_regimes, score_predictions, turbulent_days
 from tests.trainer.market import Market
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
@@ -71,13 +64,10 @@ def test_years_together_are_one_series() -> None:
     gain = report["all"]["gains"]["har_x"]
     assert gain["nats"] == pytest.approx(series.mean())
     assert gain["t"] == pytest.approx(newey_west_t(series, newey_west_lag(len(series), 5)))
-    assert gain["low"] < gain["nats"] < gain["high"]
-    assert (gain["high"] - gain["low"]) / 2 == pytest.approx(1.96 * gain["nats"] / gain["t"])
-    assert report["years"] == list(range(2000, 2006))
+    assert list(report["by_year"]) == [str(number) for number in range(2000, 2006)]
     assert report["by_year"]["2003"]["gains"]["har_x"]["nats"] == pytest.approx(
         (years[3].baselines["har_x"] - years[3].nll).mean()
     )
-    assert report["years_won"]["har_x"] == 6
     json.dumps(report, allow_nan=False)
 
 
@@ -118,23 +108,6 @@ def test_a_baseline_that_a_year_lacks_is_not_judged_over_all() -> None:
 def test_no_year_or_one_twice_is_refused(years: list[YearScores]) -> None:
     with pytest.raises(ValueError, match="each of them only once"):
         judge_years(years)
-
-
-def reasons(gains: dict[str, float], count: int = 6, cover: float = 0.9) -> str:
-    report = judge_years([year(2000 + number, gains, cover=cover) for number in range(count)])
-    found = walk_forward_gate(report)
-    assert found.passed == (not found.reasons)
-    return "; ".join(found.reasons)
-
-
-def test_the_gate_says_why() -> None:
-    assert reasons(GOOD) == ""
-    assert "at least 5 are judged" in reasons(GOOD, count=4)
-    assert "ridge is better beyond chance (0.02" in reasons({**GOOD, "ridge": -0.02})
-    assert reasons({**GOOD, "ridge": -0.0001}) == ""  # worse by what may be chance
-    assert "not better than har_x beyond chance" in reasons({**GOOD, "har_x": 0.0001})
-    assert "the baseline har_x is missing" in reasons({"ewma": 0.03})
-    assert "covers 0.950, outside" in reasons(GOOD, cover=0.95)
 
 
 def forecasts(model: torch.nn.Module, criterion: torch.nn.Module, market: Market) -> Predictions:

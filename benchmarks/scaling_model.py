@@ -18,10 +18,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-from dtrain_dagster.monitoring.scaling_points import Mode, ScalingPoint, efficiency
+from benchmarks.scaling_figures import Mode, ScalingPoint, efficiency
 from trainer.performance.link import Link, bytes_carried, exposed_seconds, fit_link, ring_messages
 
 TOLERANCE = 0.2
@@ -74,9 +73,6 @@ WORST_BANDWIDTH = 0.5
 WORST_NOISE = 2.0
 """The factor of the lower bound on the measured noise; the upper bound has no noise."""
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-
-CLAIMED = {1: 1.0, 2: 0.98, 4: 0.95, 8: 0.93, 16: 0.89, 32: 0.84, 64: 0.78, 128: 0.72, 256: 0.63}
-"""Efficiencies that the framework's checklist claims for up to 256 GPUs, of unknown origin: drawn for comparison."""
 
 
 def fit_scaling_link(observed: Sequence[tuple[int, int, float]], name: str) -> ScalingLink:
@@ -309,26 +305,6 @@ def study(points: Sequence[ScalingPoint], cores: float | None) -> Study:
         curves=curves,
         withheld=withheld,
     )
-
-
-def scaling_document(result: Study) -> dict[str, Any]:
-    """Return the study for JSON: null for the bandwidth of a link that bytes do not slow down."""
-
-    def written(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, value in fields:
-            if name == "message":  # the document has said it so from the first
-                rate = Link(**value).bytes_per_second
-                found |= {"latency_seconds": value["latency_seconds"], "bytes_per_second": _or_none(rate)}
-            else:
-                found[name] = _or_none(value)
-        return found
-
-    return asdict(result, dict_factory=written)
-
-
-def _or_none(value: Any) -> Any:
-    return None if value == math.inf else value
 
 
 def summarize_scaling(

@@ -1,7 +1,7 @@
-"""Walking forward: a model and its baselines, trained again for each test year on what came before, judged together.
+"""The daily figures of test years, from a model's forecasts and each year's dataset, and all years judged together.
 
-All here is a pure function of daily figures, whoever computed them. A year's figures are `YearScores`; `judge_years`
-makes one report of several, and `walk_forward_gate` a verdict of that. Numpy only.
+Baselines are fitted on the training days of the same dataset. For `benchmarks.model`; `examples.walk_forward` judges
+years by what their own evaluations say.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.evaluation.gate import CHANCE_T, COVERAGE_HIGH, COVERAGE_LOW, MUST_BEAT, Gate
+from trainer.data.manifest import SPLITS
+from trainer.data.sampler import spread_positions
+from trainer.data.shards import DataShardManager
+from trainer.evaluation.window_report import Predictions, judge_baselines, score_forecast
 from trainer.evaluation.window_scores import Array, daily_means, newey_west_lag, newey_west_t
 
-LEAST_YEARS = 5
-"""The fewest test years from which a verdict is given."""
 REGIMES = ("calm", "turbulent")
+VOLATILITY = "index_log_rv_22"
+"""The feature by which days are calm or turbulent: the index's volatility over the last 22 days."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,42 +56,43 @@ class Gain:
     t: float | None
     """Its t-statistic over days (`newey_west_t`); None for too few days."""
 
-    @property
-    def low_high(self) -> tuple[float, float] | None:
-        """Return the 95 % interval; None for too few days."""
-        if not self.t:
-            return None
-        half = 1.96 * abs(self.nats / self.t)
-        return self.nats - half, self.nats + half
 
-    def document(self) -> dict[str, Any]:
-        """Return the figures as JSON has them."""
-        low, high = self.low_high or (None, None)
-        return {"nats": self.nats, "t": self.t, "low": low, "high": high}
-
-
-def score_year(
+def score_predictions(
     year: int,
-    days: NDArray[np.datetime64],
-    nll: Array,
-    coverage_90: Array,
-    baselines: Mapping[str, Array],
-    horizon: int,
-    turbulent: Mapping[np.datetime64, bool] | None = None,
+    predictions: Predictions,
+    shards: DataShardManager,
 ) -> YearScores:
-    """Return the daily figures of windows: ``days`` (n,) their last days, the others (n,) each window's own figure.
-    ``turbulent``: whether each day was (`turbulent_days`)."""
-    distinct, counts = np.unique(days.astype("datetime64[D]"), return_counts=True)
+    """Return the daily figures of forecasts for the test split of the year's dataset. Raise ValueError where the
+    forecasts are no distribution, which alone has a likelihood."""
+    target = shards.column(shards.spec.target, predictions.row).astype(np.float64)
+    own = score_forecast(predictions.predictive, target)
+    if not own:
+        raise ValueError("the loss predicts no distribution, so years cannot be compared by likelihood")
+    days = shards.dates(predictions.row).astype("datetime64[D]")
+    distinct, counts = np.unique(days, return_counts=True)
+    turbulent, baselines = market_regimes(shards), judge_baselines(shards, "test")
     return YearScores(
         year=year,
         days=distinct,
         windows=counts.astype(np.int64),
-        nll=daily_means(nll, days),
-        coverage_90=daily_means(coverage_90, days),
-        baselines={name: daily_means(values, days) for name, values in baselines.items()},
+        nll=daily_means(own["nll"], days),
+        coverage_90=daily_means(own["coverage_90"], days),
+        baselines={name: daily_means(item.nll, days) for name, item in baselines.items() if item.nll is not None},
         turbulent=None if turbulent is None else np.array([turbulent[day] for day in distinct], dtype=bool),
-        horizon=horizon,
+        horizon=shards.spec.horizon,
     )
+
+
+def market_regimes(shards: DataShardManager) -> dict[np.datetime64, bool] | None:
+    """Return for each day on which a window of any split ends whether it was turbulent (`turbulent_days`); None for a
+    dataset without the index's volatility."""
+    if VOLATILITY not in shards.spec.features:
+        return None
+    parts = (shards.end_rows(split, spread_positions(shards.count(split))) for split in SPLITS)
+    rows = np.concatenate(list(parts))
+    days, first = np.unique(shards.dates(rows).astype("datetime64[D]"), return_index=True)
+    flags = turbulent_days(shards.column(VOLATILITY, rows[first]).astype(np.float64))
+    return dict(zip(days, flags.tolist(), strict=True))
 
 
 def turbulent_days(volatility: Array) -> NDArray[np.bool_]:
@@ -148,15 +152,17 @@ class _Joined:
             "coverage_90": float(np.average(self.coverage[part], weights=windows)),
             "baselines": {name: float(np.average(values, weights=windows)) for name, values in others.items()},
             "gains": {
-                name: gain_over(nll, values, windows, self.horizon).document() for name, values in others.items()
+                name: {"nats": gain.nats, "t": gain.t}
+                for name, values in others.items()
+                for gain in [gain_over(nll, values, windows, self.horizon)]
             },
         }
 
 
 def judge_years(years: Sequence[YearScores]) -> dict[str, Any]:
     """Return the report of these test years, as JSON has it: ``all`` of them together, ``by_year`` and ``by_regime``,
-    each with the model's and the baselines' likelihoods, the gains with t-statistics and 95 % intervals, and coverage;
-    and ``best_baseline``, by likelihood. Raise ValueError for no years, or a year twice."""
+    each with the model's and the baselines' likelihoods, the gains with t-statistics, and coverage. Raise
+    ValueError for no years, or a year twice."""
     ordered = sorted(years, key=lambda item: item.year)
     if not ordered or len({item.year for item in ordered}) < len(ordered):
         raise ValueError("a walk forward needs at least one test year, and each of them only once")
@@ -167,34 +173,4 @@ def judge_years(years: Sequence[YearScores]) -> dict[str, Any]:
         parts = zip(REGIMES, (~turbulent, turbulent), strict=True)
         regimes = {name: joined.judged(part) for name, part in parts if part.any()}
     by_year = {str(item.year): _Joined([item]).judged() for item in ordered}
-    likelihoods = together["baselines"]
-    return {
-        "years": [item.year for item in ordered],
-        "first_date": str(ordered[0].days[0]),
-        "last_date": str(ordered[-1].days[-1]),
-        "all": together,
-        "by_year": by_year,
-        "by_regime": regimes,
-        "best_baseline": min(likelihoods, key=lambda name: likelihoods[name]) if likelihoods else None,
-        "years_won": {name: sum(year["gains"][name]["nats"] > 0 for year in by_year.values()) for name in likelihoods},
-    }
-
-
-def walk_forward_gate(report: Mapping[str, Any], least_years: int = LEAST_YEARS) -> Gate:
-    """Judge a report of `judge_years`: over all its years together no baseline is better beyond chance, EWMA and HAR-X
-    are worse beyond chance, and the 90 % interval covers what it should. Fewer years than ``least_years`` do not
-    pass."""
-    together, reasons = report["all"], []
-    if len(report["years"]) < least_years:
-        reasons.append(f"{len(report['years'])} test year(s): at least {least_years} are judged")
-    for name, gain in together["gains"].items():
-        t = gain["t"] or 0.0
-        if name in MUST_BEAT and t <= CHANCE_T:
-            reasons.append(f"it is not better than {name} beyond chance ({gain['nats']:+.4f} nats, t = {t:.1f})")
-        elif t < -CHANCE_T:
-            reasons.append(f"{name} is better beyond chance ({-gain['nats']:.4f} nats, t = {t:.1f})")
-    reasons += [f"the baseline {name} is missing" for name in MUST_BEAT if name not in together["gains"]]
-    coverage = together["coverage_90"]
-    if not COVERAGE_LOW <= coverage <= COVERAGE_HIGH:
-        reasons.append(f"the 90 % interval covers {coverage:.3f}, outside [{COVERAGE_LOW}, {COVERAGE_HIGH}]")
-    return Gate(not reasons, tuple(reasons))
+    return {"all": together, "by_year": by_year, "by_regime": regimes}
