@@ -77,10 +77,6 @@ class ProjectResource(dg.ConfigurableResource):
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:
         """Raise `dagster.Failure` where the launchpad has put a secret into a field: Dagster has stored it by then."""
         refuse_secrets_of(self, "project")
-        if context.instance is not None and context.run is not None:
-            from dtrain_dagster.support.run_origin import name_code_location
-
-            name_code_location(context.instance, context.run)
 
     @property
     def storage_uri(self) -> str:
@@ -323,10 +319,12 @@ STORED = "The configuration of this run is stored already: revoke that key or pa
 @dg.io_manager(config_schema={}, description="Values of assets in the folder of Dagster's instance")
 def value_files(context: dg.InitResourceContext) -> ValueFiles:
     """Return the IO manager that keeps values of assets on this machine, without a field, as `build_value_store`."""
+    from upath import UPath
+
     from dtrain_dagster.support.value_store import ValueFiles
 
     assert context.instance is not None
-    return ValueFiles(base_dir=context.instance.storage_directory())
+    return ValueFiles(UPath(context.instance.storage_directory()))
 
 
 def build_value_store(folder: DataLakeFolder) -> dg.IOManagerDefinition:

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import queue
+import signal
 import tempfile
 import threading
 import time
@@ -18,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
 from urllib.parse import urlencode
 
 from benchmarks.abuse.tally import Tally
@@ -159,7 +163,7 @@ def dagster_app(folder: Path) -> Iterator[tuple[Any, Any]]:
     """Yield Dagster's web application without any guard, over a code location with one job, and its instance."""
     import dagster as dg
 
-    from dtrain_dagster.web.dagster_ui import web_app
+    from dtrain_dagster.web.dagster_ui import run_webserver
 
     code, home = folder / "code.py", folder / "dagster"
     home.mkdir(parents=True)
@@ -170,8 +174,24 @@ def dagster_app(folder: Path) -> Iterator[tuple[Any, Any]]:
     )
     workspace = folder / "workspace.yaml"
     workspace.write_text(json.dumps({"load_from": [{"python_file": {"relative_path": str(code)}}]}))
-    with dg.DagsterInstance.local_temp(str(home)) as instance, web_app(instance, workspace) as app:
-        yield app, instance
+    (home / "dagster.yaml").write_text("telemetry: {enabled: false}")
+    given: queue.Queue[Any] = queue.Queue()
+    ended = threading.Event()
+
+    def keep(app: Any) -> None:
+        given.put(app)
+        ended.wait()
+
+    with mock.patch.dict(os.environ, {"DAGSTER_HOME": str(home)}), dg.DagsterInstance.get() as instance:
+        thread = threading.Thread(target=run_webserver, args=(workspace, keep), daemon=True)
+        with mock.patch.object(signal, "signal"):  # the command sets a handler, which no thread may
+            thread.start()
+            app = given.get(timeout=120)
+        try:
+            yield app, instance
+        finally:
+            ended.set()
+            thread.join(60)
 
 
 def attack(random: Random, rounds: int) -> Tally:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import datetime
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from dtrain_dagster.cli.json_fields import DOCTOR
 from dtrain_dagster.cli.json_output import json_option, print_json
 
 if TYPE_CHECKING:
-    from dtrain_dagster.clusters.azure_ml.doctor.lines import DoctorLine
+    from dtrain_dagster.clusters.azure_ml.doctor import DoctorLine
 
 
 @click.group()
@@ -29,9 +28,9 @@ def azure() -> None:
 def doctor(nodes: int | None, as_json: bool) -> None:
     """Tell what a training still lacks; buy nothing.
 
-    It walks through identity, resource providers, workspace, roles, storage, sizes, quotas, prices, images and network,
-    as the settings name them (DTRAIN_CLUSTER=azure_ml, see docs/azure.md). Each line says ok, warning or missing, what
-    was seen, and how to fix it. It only reads, but for one small blob, which it writes and deletes.
+    It walks through identity, workspace, roles, storage, sizes, quotas, prices, images and subnet, as the settings name
+    them (DTRAIN_CLUSTER=azure_ml, see docs/azure.md). Each line says ok, warning or missing, what was seen, and how to
+    fix it. It only reads, but for one small blob, which it writes and deletes.
 
     The exit code is 1 if something is missing.
 
@@ -40,7 +39,7 @@ def doctor(nodes: int | None, as_json: bool) -> None:
       dtrain azure doctor
       dtrain azure doctor --nodes 8 --json
     """
-    from dtrain_dagster.clusters.azure_ml.doctor.lines import doctor_document, doctor_text, exit_code_of
+    from dtrain_dagster.clusters.azure_ml.doctor import doctor_document, doctor_text, exit_code_of
 
     lines = _examine(nodes)
     if as_json:
@@ -53,9 +52,8 @@ def doctor(nodes: int | None, as_json: bool) -> None:
 def _examine(nodes: int | None) -> list[DoctorLine]:
     """Return all lines; a single one where the settings do not say what to look at."""
     from dtrain_dagster.clusters.azure_ml.client import Service
-    from dtrain_dagster.clusters.azure_ml.doctor.lines import DoctorLine
-    from dtrain_dagster.clusters.azure_ml.doctor.reader import AzureReader
-    from dtrain_dagster.clusters.azure_ml.doctor.rounds import Rounds
+    from dtrain_dagster.clusters.azure_ml.doctor import DoctorLine
+    from dtrain_dagster.clusters.azure_ml.doctor_reader import Walk
     from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
     from dtrain_dagster.clusters.base import ClusterError
     from dtrain_dagster.costs.prices import PriceError
@@ -80,21 +78,11 @@ def _examine(nodes: int | None) -> list[DoctorLine]:
     except (SettingsError, ClusterError) as error:
         remedy = "set the variables of docs/azure.md; the deployment's outputs have their values"
         command = "az deployment group show --name <name> --resource-group <group> --query properties.outputs"
-        return [DoctorLine(check="settings", verdict="missing", seen=str(error), remedy=remedy, command=command)]
+        return [DoctorLine("settings", "missing", str(error), remedy, command)]
     try:
         import azure.ai.ml
         import azure.identity  # noqa: F401
     except ImportError as error:
-        command = "pip install 'dtrain[azure]'"
-        return [DoctorLine(check="settings", verdict="missing", seen=str(error), remedy="install it", command=command)]
-    rounds = Rounds(
-        AzureReader(Service(options)),
-        options,
-        settings.home,
-        settings.region,
-        settings.gpu_type,
-        settings.nodes,
-        ranks,
-        datetime.datetime.now(datetime.UTC).date(),
-    )
-    return rounds.all_lines()
+        return [DoctorLine("settings", "missing", str(error), "install it", "pip install 'dtrain[azure]'")]
+    walk = Walk(Service(options), settings.home, settings.region, settings.gpu_type, settings.nodes, ranks)
+    return walk.all_lines()

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     "--usage-export",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Compare with what Azure has billed: a cost details export (CSV or .csv.gz, classic or FOCUS), the answer of "
-    "a Cost Management query or a list of usage details (JSON).",
+    help="Compare with what Azure has billed: a cost details export (CSV or .csv.gz, classic or FOCUS).",
 )
 @refuses
 def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) -> None:
@@ -43,7 +42,7 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
       dtrain cost train-6f66 --csv > ledger.csv
       dtrain cost latest --usage-export export.csv.gz
     """
-    from dtrain_dagster.clusters.azure_ml.bill_rows import UsageError
+    from dtrain_dagster.clusters.azure_ml.bill import UsageError
     from dtrain_dagster.costs import export
     from dtrain_dagster.costs.carbon import job_footprint
     from dtrain_dagster.costs.launches import sum_launches
@@ -94,12 +93,10 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
 
 
 def _reconciled(path: Path, tracker: CostTracker, job_id: str, rundir: Any, workspace_id: str) -> Any:
-    from dtrain_dagster.clusters.azure_ml.bill_matching import marks_of
-    from dtrain_dagster.clusters.azure_ml.bill_reconciliation import reconcile
-    from dtrain_dagster.clusters.azure_ml.bill_rows import decode_export, read_usage
+    from dtrain_dagster.clusters.azure_ml.bill import marks_of, read_usage, reconcile
     from trainer.rundir import LAUNCH
 
-    rows = read_usage(decode_export(path.read_bytes(), str(path)), str(path))
+    rows = read_usage(path.read_bytes(), str(path))
     marks = marks_of(job_id, rundir.read_json(LAUNCH) or {}, workspace_id)
     return reconcile(tracker, rows, marks, datetime.now(UTC).date())
 

@@ -100,7 +100,8 @@ class RayEngine:
         if self.place.address:
             yield from give(ray)  # it spills on its own machines
             return
-        logs = Path(ray._private.worker._global_node.get_session_dir_path()) / "logs"
+        connected = ray.init(ignore_reinit_error=True)  # it says where this process is connected, and changes nothing
+        logs = Path(connected.address_info["session_dir"]) / "logs"
 
         def is_full() -> bool:
             return says_full(logs) or is_too_full(self.spill)

@@ -1,8 +1,8 @@
-"""Dagster's UI as `dtrain ui` runs it: webserver, daemon and code server, like ``dagster dev``, behind the guard.
+"""Dagster's UI as `dtrain ui` runs it: webserver, daemon and code servers, like ``dagster dev``, behind the guard.
 
-``dagster dev`` starts a webserver that takes mutations from any website. Here the same web application runs in this
-process with `guard.Guard` around it, so no unguarded port exists, not even on loopback. Code servers are asked over
-Unix sockets that only this user may open.
+``dagster dev`` starts a webserver that takes mutations from any website. Here the command ``dagster-webserver`` runs in
+this process, and its application is served with `guard.Guard` around it, so no unguarded port exists, not even on
+loopback. Code servers are asked over Unix sockets that only this user may open.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from socket import socket
+from socket import AF_UNIX, socket
 from typing import Any
 
 import yaml
@@ -26,20 +27,30 @@ from dtrain_dagster.web.guard import Guard, Rules, rules_for
 from dtrain_dagster.web.server import address, server
 from dtrain_dagster.web.stored_secrets import secret_posted
 
-POLL_MILLISECONDS = 2000
-"""The interval at which the page asks for news."""
 GRACE_SECONDS = 30.0
 GRAPHQL = "/graphql"
 LEAVE_WITH_PARENT = """
-import ctypes, runpy, signal, sys
+import ctypes, signal, sys
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: never outlive a killed parent
 """
 """The beginning of a program that ends with the process that has started it."""
-_DAEMON = f"""{LEAVE_WITH_PARENT}
-sys.argv[0] = "dagster-daemon"
-runpy.run_module("dagster._daemon", run_name="__main__")
+_COMMAND = f"""{LEAVE_WITH_PARENT}
+from importlib.metadata import entry_points
+sys.argv = sys.argv[1:]
+next(iter(entry_points(group="console_scripts", name=sys.argv[0]))).load()()
 """
+"""A program that is one of Dagster's commands."""
+_NOWHERE = "served-behind-a-guard.invalid"
+"""A host on which nothing can listen."""
+_TARGETS = {
+    "python_module": ("module_name", "--module-name"),
+    "python_file": ("relative_path", "--python-file"),
+    "python_package": ("package_name", "--package-name"),
+    "autoload_defs_module": ("module_name", "--autoload-defs-module-name"),
+}
+"""The kinds of code locations in a workspace file that need a code server: the field that names the code, and its
+option of ``dagster code-server start``."""
 
 
 def ui_rules(names: Sequence[str] = ()) -> Rules:
@@ -51,64 +62,104 @@ def ui_rules(names: Sequence[str] = ()) -> Rules:
 
 
 def run_ui(workspace: Path, bound: socket, names: Sequence[str], users: frozenset[int] | None) -> int:
-    """Serve Dagster's UI on this socket until SIGINT or SIGTERM; return the exit code, 1 where the daemon ends first.
-    ``DAGSTER_HOME`` is set. ``names``: further names in the ``Host`` of requests; ``users``: as for
+    """Serve Dagster's UI on this socket until SIGINT or SIGTERM; return the exit code, 1 where the daemon or a code
+    server ends first. ``DAGSTER_HOME`` is set. ``names``: further names in the ``Host`` of requests; ``users``: as for
     `web.server.server`."""
     from dagster import DagsterInstance
-    from dagster._cli.proxy_server_manager import ProxyServerManager
-    from dagster._core.workspace.load_target import WorkspaceFileTarget
 
     signal.signal(signal.SIGTERM, _end)
-    # The sockets of code servers lie in the folder for temporary files, and a user who may write to one may run code.
-    os.umask(os.umask(0o022) | 0o022)
+    os.umask(os.umask(0o022) | 0o022)  # of the sockets of code servers: a user who may write to one may run code
     os.environ["DAGSTER_IS_DEV_CLI"] = "1"  # as `dagster dev` does: errors of user code are shortened
-    with ExitStack() as stack:
-        # First of all, since it makes the databases: several processes at once would get in each other's way.
-        instance = stack.enter_context(DagsterInstance.get())
-        target = WorkspaceFileTarget([str(workspace)])
-        code = stack.enter_context(ProxyServerManager(instance, target, code_server_log_level="warning"))
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dtrain-ui-")))
-        shared = _write_workspace(folder, code.get_code_server_specs())
-        daemon = stack.enter_context(running(_DAEMON, "run", "--workspace", str(shared)))
-        app = stack.enter_context(web_app(instance, shared))
+    with DagsterInstance.get():  # it makes the databases: several processes at once would get in each other's way
+        pass
+    lost = threading.Event()
+
+    def serve(app: ASGIApp) -> None:
+        signal.signal(signal.SIGTERM, _end)  # in place of the handler that the command has set
         web = server(Guard(app, ui_rules(names)), websockets=True, users=users)
-        threading.Thread(target=_stop_after, args=(daemon, web), daemon=True).start()
+        for process in processes:
+            threading.Thread(target=_stop_after, args=(process, web, lost), daemon=True).start()
         print(f"Dagster's UI: {address(bound)}", flush=True)  # noqa: T201 - what the command is started for
         web.run(sockets=[bound])
-        return 0 if daemon.poll() is None else 1
+
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dtrain-ui-")))
+        shared, processes = _start_code_servers(workspace, folder, stack)
+        processes.append(stack.enter_context(running(_COMMAND, "dagster-daemon", "run", "--workspace", str(shared))))
+        run_webserver(shared, serve)
+        return 1 if lost.is_set() else 0
+
+
+def run_webserver(workspace: Path, serve: Callable[[ASGIApp], None]) -> None:
+    """Run ``dagster-webserver`` over the code locations of a workspace file, until ``serve`` has served its
+    application. It makes that for `uvicorn.run` and has no option for another server, so that function is replaced
+    meanwhile. Should another one be called some day, it would find no address to listen on."""
+    import uvicorn
+    from dagster_webserver.cli import create_dagster_webserver_cli
+
+    command, run = create_dagster_webserver_cli(), uvicorn.run
+    quiet = ["--dagster-log-level", "warning", "--code-server-log-level", "warning"]
+    options = ["--host", _NOWHERE, "--port", "1", *quiet, "--workspace", str(workspace)]
+    uvicorn.run = lambda app, **_: serve(app)
+    try:
+        with command.make_context("dagster-webserver", options) as context:
+            command.invoke(context)
+    finally:
+        uvicorn.run = run
+
+
+def _start_code_servers(workspace: Path, folder: Path, stack: ExitStack) -> tuple[Path, list[subprocess.Popen[bytes]]]:
+    """Start a code server for each code location of a workspace file that is Python code, which webserver and daemon
+    share; return a workspace file that names their sockets, and their processes."""
+    locations = (yaml.safe_load(workspace.read_text()) or {}).get("load_from") or []
+    shared, waiting = folder / "workspace.yaml", {}
+    for number, location in enumerate(locations):
+        [(kind, fields)] = location.items()
+        if kind in _TARGETS:
+            path = folder / f"{number}.sock"
+            name, options = code_server_options(kind, fields, workspace.resolve().parent)
+            arguments = ("code-server", "start", "--socket", str(path), "--location-name", name, *options)
+            python = None if isinstance(fields, str) else fields.get("executable_path")
+            waiting[path] = stack.enter_context(running(_COMMAND, "dagster", *arguments, python=python))
+            locations[number] = {"grpc_server": {"socket": str(path), "location_name": name}}
+    shared.write_text(yaml.safe_dump({"load_from": locations}))
+    for path, process in waiting.items():
+        _wait_for_server(path, process)
+    return shared, list(waiting.values())
+
+
+def code_server_options(kind: str, fields: str | Mapping[str, str], folder: Path) -> tuple[str, list[str]]:
+    """Return the name of a code location in a workspace file of this folder, and the options of its code server.
+    ``fields``: the code's name alone, or the fields of such a location in Dagster's documentation."""
+    field, option = _TARGETS[kind]
+    given = {field: fields} if isinstance(fields, str) else dict(fields)
+    name, attribute = Path(given[field]).name, given.get("attribute")
+    if kind == "python_file":
+        given[field] = str(folder / given[field])
+        if not isinstance(fields, str):
+            given["working_directory"] = str(folder / given.get("working_directory", "."))
+    options = [option, given[field], "--log-level", "warning", "--inject-env-vars-from-instance"]
+    for key, more in (("attribute", "--attribute"), ("working_directory", "--working-directory")):
+        options += [more, given[key]] if key in given else []
+    options += ["--use-python-environment-entry-point"] if "executable_path" in given else []
+    return given.get("location_name") or (f"{name}:{attribute}" if attribute else name), options
+
+
+def _wait_for_server(path: Path, process: subprocess.Popen[bytes]) -> None:
+    """Return once a code server listens, which it does when its code is loaded, or its process has ended."""
+    while process.poll() is None:
+        with socket(AF_UNIX) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                return
+        time.sleep(0.1)
 
 
 @contextmanager
-def web_app(instance: Any, workspace: Path) -> Iterator[ASGIApp]:
-    """Yield Dagster's web application over the code locations of a workspace file, without any guard."""
-    from dagster import __version__
-    from dagster._core.workspace.context import WorkspaceProcessContext
-    from dagster._core.workspace.load_target import WorkspaceFileTarget
-    from dagster_webserver.webserver import DagsterWebserver
-
-    instance.optimize_for_webserver(statement_timeout=15_000, pool_recycle=3600, max_overflow=20)
-    target = WorkspaceFileTarget([str(workspace)])
-    with WorkspaceProcessContext(
-        instance,
-        version=__version__,
-        read_only=False,
-        workspace_load_target=target,
-        code_server_log_level="warning",
-    ) as context:
-        yield DagsterWebserver(context, live_data_poll_rate=POLL_MILLISECONDS).create_asgi_app()
-
-
-def _write_workspace(folder: Path, specs: Sequence[Any]) -> Path:
-    """Write a workspace file that names the running code servers; return its path."""
-    path = folder / "workspace.yaml"
-    path.write_text(yaml.safe_dump({"load_from": [dict(spec) for spec in specs]}))
-    return path
-
-
-@contextmanager
-def running(program: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Yield a Python program as a process, which ends in order with the block."""
-    process = subprocess.Popen([sys.executable, "-c", program, *arguments])
+def running(program: str, *arguments: str, python: str | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """Yield a Python program as a process, which ends in order with the block. ``python``: the interpreter, this one by
+    default."""
+    interpreter = os.path.expanduser(python) if python else sys.executable
+    process = subprocess.Popen([interpreter, "-c", program, *arguments])
     try:
         yield process
     finally:
@@ -120,9 +171,10 @@ def running(program: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
             process.wait()
 
 
-def _stop_after(daemon: subprocess.Popen[bytes], web: Any) -> None:
-    """Stop the server when the daemon has ended: the UI would show runs that nothing starts."""
-    daemon.wait()
+def _stop_after(process: subprocess.Popen[bytes], web: Any, lost: threading.Event) -> None:
+    """Stop the server when one of its processes has ended: the UI would show runs that nothing starts."""
+    process.wait()
+    lost.set()
     web.should_exit = True
 
 

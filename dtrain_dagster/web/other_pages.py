@@ -17,7 +17,6 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from dtrain_dagster.web.guard import LOOPBACK
-from dtrain_dagster.web.mlflow_page import BeginsWithTrainings
 from trainer.observability.mlflow_sink import VIEW, prepare_list
 from trainer.observability.mlflow_sqlite import make_tables
 
@@ -50,7 +49,7 @@ def mlflow_app(tracking_uri: str, artifacts: Path, names: Sequence[str] = ()) ->
 
     make_tables(tracking_uri)
     initialize_backend_stores(tracking_uri, tracking_uri, "mlflow-artifacts:/")
-    return BeginsWithTrainings(app)
+    return app
 
 
 def runs_page(tracking_uri: str, experiment: str) -> str:

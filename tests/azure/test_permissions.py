@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.azure_ml import jobs
-from dtrain_dagster.clusters.azure_ml.doctor.access import NEEDED_OPERATIONS
+from dtrain_dagster.clusters.azure_ml.doctor import NEEDED_OPERATIONS
 from dtrain_dagster.clusters.base import ClusterError, JobState
 from dtrain_dagster.support.user_code import stage_for_nodes
 from tests.azure.emulator.permissions import action_of, granted_actions

@@ -7,7 +7,6 @@
   Cost Details API of 2025-03-01; learn.microsoft.com, «Cost and usage details (MCA)».
 - Columns of FOCUS 1.0 with Microsoft's extensions: microsoft/finops-toolkit, the list of columns of its hub queries;
   learn.microsoft.com/cloud-computing/finops/focus/metadata.
-- Fields of usage details: learn.microsoft.com/rest/api/consumption/usage-details/list.
 - The workspace as the resource, and PoolName or ComputeTargetName in AdditionalInfo: a public Power Query of a
   company's exports, which takes both. «<compute>_<guid>» as PoolName: reported by users. Microsoft documents neither.
 
@@ -101,9 +100,7 @@ def fact(
 
 
 def bill(schema: str, facts: list[dict[str, Any]]) -> str:
-    """The facts as an export in that schema, or as a list of usage details («details»)."""
-    if schema == "details":
-        return json.dumps({"value": [_detail(fact) for fact in facts]})
+    """The facts as an export in that schema."""
     header, names = NAMES[schema]
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, header.split(","), restval="")
@@ -131,19 +128,3 @@ def _as_written(schema: str, row: dict[str, Any], names: dict[str, str]) -> dict
     return {names["day"]: f"{row['day']}T00:00:00Z", names["unit"]: units.get(row["unit"], row["unit"]),
             names["info"]: info, names["tags"]: f"{{{tags}}}" if tags else "{}",
             names["resource"]: resource.lower(), "ServiceName": "Azure Machine Learning"}  # fmt: skip
-
-
-def _detail(row: dict[str, Any]) -> dict[str, Any]:
-    """An item of usage details of the kind «legacy», with its meter expanded."""
-    return {
-        "kind": "legacy",
-        "name": "usage-1",
-        "type": "Microsoft.Consumption/usageDetails",
-        "tags": None,
-        "properties": {
-            "date": f"{row['day']}T00:00:00.0000000Z", "quantity": row["quantity"], "cost": row["cost"],
-            "billingCurrency": row["currency"], "resourceId": row["resource"],
-            "additionalInfo": json.dumps(row["info"]), "consumedService": "Microsoft.MachineLearningServices",
-            "meterDetails": {"meterName": row["meter"], "meterCategory": row["category"], "unitOfMeasure": row["unit"]},
-        },
-    }  # fmt: skip

@@ -13,11 +13,10 @@ from dataclasses import asdict, replace
 from dtrain_dagster.clusters.azure_ml import launch_record as launch_records
 from dtrain_dagster.clusters.azure_ml.client import ScopeMissing, ServiceError, ServiceUnreachable
 from dtrain_dagster.clusters.azure_ml.failure_causes import read_service_words
-from dtrain_dagster.clusters.azure_ml.job_facts import gather_facts, job_patience
+from dtrain_dagster.clusters.azure_ml.job_facts import MissingJobKeeper, gather_facts, job_patience
 from dtrain_dagster.clusters.azure_ml.job_records import JobRecords
 from dtrain_dagster.clusters.azure_ml.jobs import Jobs, NameTaken
 from dtrain_dagster.clusters.azure_ml.launch_record import Launches, Record
-from dtrain_dagster.clusters.azure_ml.missing_job import MissingJobKeeper
 from dtrain_dagster.clusters.azure_ml.provision import Provisioned, Provisioner
 from dtrain_dagster.clusters.azure_ml.refusals import read_cluster_trouble
 from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, decide_job, phase_of

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 import secrets
 import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,6 @@ from dtrain_dagster.clusters.azure_ml.client import (
     own_environment,
 )
 from dtrain_dagster.clusters.azure_ml.gpu_nodes import node_environment_of
-from dtrain_dagster.clusters.azure_ml.job_listing import list_every_job
 from dtrain_dagster.clusters.azure_ml.launch_record import Record
 from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG, TAG
 from dtrain_dagster.clusters.azure_ml.states import ENDED, Look
@@ -46,6 +46,21 @@ OLDEST_SECONDS = 30 * 86400.0
 SHARED_GIB_PER_RANK = 8
 _EXISTS = re.compile(r"(?i)already (exists|been)|existing job")
 _USER_LOG = re.compile(r"std_log(?:_process_(\d+))?\.txt$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListedJob:
+    """A job of anybody's, of any kind, with what all kinds have in common; named as the client library names it."""
+
+    name: str
+    kind: str
+    """Type of the job in the service's words, such as ``Command`` or ``Pipeline``; "" where it says none."""
+    status: Any = None
+    tags: Mapping[str, str] = field(default_factory=dict)
+    properties: Mapping[str, str] = field(default_factory=dict)
+    services: Mapping[str, Any] = field(default_factory=dict)
+    compute: str | None = None
+    creation_context: Any = None
 
 
 class NameTaken(ClusterError):
@@ -373,3 +388,33 @@ def parse_time(text: Any) -> float | None:
     except ValueError:
         return None
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def list_every_job(service: Service, **only: str) -> Iterator[ListedJob]:
+    """Yield the jobs of the workspace, archived ones too, in the service's order; ``only``: a filter of the service,
+    such as ``tag``. Raise what the client library raises for a refused request.
+
+    The library's own list ends at the first job of a kind that it does not know (`JobException`), or that a pipeline
+    has made. What is needed of a job is the same in each kind, so it is read as the service sends it.
+    """
+    operations = copy.copy(service.ml.jobs)  # a copy, since the library itself reads its jobs with this method
+    operations._handle_rest_errors = lambda job: job  # type: ignore[assignment, method-assign, return-value]
+    for job in operations.list(list_view_type="All", **only):
+        yield read_listed_job(job)
+
+
+def read_listed_job(job: Any) -> ListedJob:
+    """Return a job as the service's answer has it; parts that are not there are empty. Pure."""
+    said = getattr(job, "properties", None)
+    if said is None:
+        return ListedJob(name=str(job.name), kind="", creation_context=getattr(job, "system_data", None))
+    return ListedJob(
+        name=str(job.name),
+        kind=str(getattr(said.job_type, "value", said.job_type) or ""),
+        status=said.status,
+        tags=dict(said.tags or {}),
+        properties=dict(said.properties or {}),
+        services=dict(said.services or {}),
+        compute=said.compute_id,
+        creation_context=getattr(job, "system_data", None),
+    )

@@ -1,10 +1,9 @@
-"""What lies around the workspace and only the doctor reads: registered providers, granted permissions, the subnet, the
-nodes' identity, a registry of images. The control verb ``around`` changes it, and what the workspace and the list of
-sizes say: its fields are those of `Around`.
+"""What lies around the workspace and only the doctor reads: granted permissions, the subnet, the nodes' identity, a
+registry of images. The control verb ``around`` changes it, and what the workspace says: its fields are those of
+`Around`.
 
-Shapes: providers and permissions as in Azure's REST reference (resources, providers/get; authorization,
-permissions/listForResource); the registry's tokens as azure-sdk-for-python asks for them (azure-containerregistry,
-_exchange_client.py). The rest is assumed."""
+Shapes: permissions as in Azure's REST reference (authorization, permissions/listForResource); the registry's tokens as
+azure-sdk-for-python asks for them (azure-containerregistry, _exchange_client.py). The rest is assumed."""
 
 from __future__ import annotations
 
@@ -17,7 +16,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from tests.azure.emulator.answers import WS, Refusal
-from tests.azure.emulator.arm import LOCATIONS
 from tests.azure.emulator.identity import Identity
 from tests.azure.emulator.state import RESOURCE_GROUP, SUBSCRIPTION, Cloud
 
@@ -36,8 +34,6 @@ CLIENT_ID = "00000000-0000-4000-8000-00000000c11e"
 class Around:
     """As it is in a subscription where everything is as it should be."""
 
-    providers: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Registration states that are not ``Registered``."""
     actions: list[str] = dataclasses.field(default_factory=lambda: ["*"])
     not_actions: list[str] = dataclasses.field(default_factory=list)
     images: list[str] = dataclasses.field(default_factory=lambda: ["dtrain-nodes:1"])
@@ -46,8 +42,6 @@ class Around:
     prefix: str = "10.40.0.0/20"
     workspace: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Properties of the workspace that are other than usual."""
-    sizes: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    """Size → fields that are other than usual."""
 
 
 def around_routes(cloud: Cloud, around: Around, identity: Identity, arm: APIRouter) -> APIRouter:
@@ -60,30 +54,13 @@ def around_routes(cloud: Cloud, around: Around, identity: Identity, arm: APIRout
         document = await usual["workspace.get"]()
         return {**document, "properties": {**document["properties"], **around.workspace}}
 
-    @router.get(LOCATIONS + "/vmSizes", name="sizes.list")
-    async def sizes() -> Any:
-        document = await usual["sizes.list"]()
-        return {**document, "value": [row | around.sizes.get(row["name"], {}) for row in document["value"]]}
-
-    @router.get("/subscriptions/{subscription}/providers/{namespace}", name="provider.get")
-    async def provider(namespace: str) -> dict[str, Any]:
-        return {
-            "id": f"/subscriptions/{SUBSCRIPTION}/providers/{namespace}",
-            "namespace": namespace,
-            "registrationPolicy": "RegistrationRequired",
-            "registrationState": around.providers.get(namespace, "Registered"),
-            "resourceTypes": [],
-        }
-
-    for place in (WS, SUBNET):
-
-        @router.get(place + PERMISSIONS, name="permissions.list")
-        async def permissions(request: Request) -> dict[str, Any]:
-            """In two pages: what anybody may who reads, then the rest."""
-            if "page" not in request.query_params:
-                following = f"{cloud.addresses.base}{request.url.path}?{request.url.query}&page=2"
-                return {"value": [_permission(["*/read"], [])], "nextLink": following}
-            return {"value": [_permission(around.actions, around.not_actions)]}
+    @router.get(WS + PERMISSIONS, name="permissions.list")
+    async def permissions(request: Request) -> dict[str, Any]:
+        """In two pages: what anybody may who reads, then the rest."""
+        if "page" not in request.query_params:
+            following = f"{cloud.addresses.base}{request.url.path}?{request.url.query}&page=2"
+            return {"value": [_permission(["*/read"], [])], "nextLink": following}
+        return {"value": [_permission(around.actions, around.not_actions)]}
 
     @router.get(SUBNET, name="subnet.get")
     async def subnet(name: str) -> dict[str, Any]:

@@ -167,7 +167,7 @@ from dtrain_dagster.support.ray_session import RayPlace, ray_session
 with ray_session(RayPlace(), pathlib.Path(sys.argv[1])) as ray:
     assert ray.get(ray.put(1)) == 1
     below = {process.pid: process.name() for process in psutil.Process().children(recursive=True)}
-    folder = ray._private.worker._global_node.get_session_dir_path()
+    folder = ray.init(ignore_reinit_error=True).address_info["session_dir"]
     print(json.dumps({"below": below, "folder": folder}), flush=True)
     if sys.argv[2] == "killed":
         time.sleep(100)

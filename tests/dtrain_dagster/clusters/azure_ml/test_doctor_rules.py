@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from dtrain_dagster.clusters.azure_ml import doctor
 from dtrain_dagster.clusters.azure_ml.client import ServiceRefused
-from dtrain_dagster.clusters.azure_ml.doctor import access, buying, surroundings
-from dtrain_dagster.clusters.azure_ml.doctor.lines import DoctorLine, doctor_text, exit_code_of
-from dtrain_dagster.clusters.azure_ml.doctor.surroundings import ImageName
+from dtrain_dagster.clusters.azure_ml.doctor import DoctorLine, doctor_text, exit_code_of
+from dtrain_dagster.clusters.azure_ml.doctor_reader import claims_of
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.sku_chain import Quota, Size, SkuChoice
 from trainer.runtime.network_refusal import NETWORK_REMEDY
@@ -22,20 +22,16 @@ OPTIONS = AzureMLOptions(
     storage_uri="az://dtrain",
 )  # fmt: skip
 SIZE = Size(sku="Standard_NC24ads_A100_v4", family="A100", vcpus=24, gpus=1, low_priority_capable=False)
-MARKET = buying.Market(
-    region="eastus",
-    sizes={SIZE.sku.casefold(): SIZE, "standard_nc6s_v3": SIZE},
-    compute_types={SIZE.sku.casefold(): ["AmlCompute"]},
-    quotas=[Quota(name="A100", used=24, limit=96)],
-)
+SIZES = {SIZE.sku.casefold(): SIZE, "standard_nc6s_v3": SIZE}
+QUOTAS = [Quota(name="A100", used=24, limit=96)]
 
 
 def test_a_token_is_read_and_nothing_else_is_taken_for_one() -> None:
     claims = {"oid": "me", "appid": "app"}
     middle = base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("=")
-    assert access.claims_of(f"head.{middle}.tail") == claims
+    assert claims_of(f"head.{middle}.tail") == claims
     for text in ("", "opaque", "a.b.c", "a.W10.c"):
-        assert access.claims_of(text) == {}
+        assert claims_of(text) == {}
 
 
 @pytest.mark.parametrize(
@@ -49,7 +45,7 @@ def test_a_token_is_read_and_nothing_else_is_taken_for_one() -> None:
 )
 def test_wildcards_of_roles(granted: list[str], excluded: list[str], missing: list[str]) -> None:
     needed = ["Microsoft.X/ws/computes/read", "Microsoft.X/ws/jobs/write"]
-    assert access.missing_operations(needed, [{"actions": granted, "notActions": excluded}]) == missing
+    assert doctor.missing_operations(needed, [{"actions": granted, "notActions": excluded}]) == missing
 
 
 @pytest.mark.parametrize(
@@ -57,18 +53,18 @@ def test_wildcards_of_roles(granted: list[str], excluded: list[str], missing: li
     [("A/ws/*/read", True), ("A/*/read", True), ("A/ws/*", True), ("A/ws/*/write", False), ("A/w*s/r", False)],
 )
 def test_a_wildcard_between_slashes_may_stand_for_nothing(pattern: str, granted: bool) -> None:
-    assert (access.missing_operations(["A/ws/read"], [{"actions": [pattern]}]) == []) is granted
+    assert (doctor.missing_operations(["A/ws/read"], [{"actions": [pattern]}]) == []) is granted
 
 
 def test_what_one_role_excludes_another_may_grant() -> None:
     roles: list[dict[str, Any]] = [{"actions": ["*"], "notActions": ["*/write"]}, {"actions": ["A/b/write"]}]
-    assert access.missing_operations(["A/b/write", "A/c/write"], roles) == ["A/c/write"]
+    assert doctor.missing_operations(["A/b/write", "A/c/write"], roles) == ["A/c/write"]
 
 
 def test_an_operation_that_azure_names_is_the_one_that_is_told() -> None:
     words = "does not have authorization to perform action 'A/b/read' over scope '/c'"
     error = ServiceRefused("all of it", words, "AuthorizationFailed", 403, None)
-    line = access.judge_refused_read("roles", "A/other/read", error, "/s/workspaces/ws", "me")
+    line = doctor.judge_refused_read("roles", "A/other/read", error, "/s/workspaces/ws", "me")
     assert line.seen.startswith("A/b/read is not allowed")
     assert '--role "dtrain orchestrates (<prefix>)" --scope /s/workspaces/ws' in line.command
 
@@ -83,7 +79,7 @@ def test_an_operation_that_azure_names_is_the_one_that_is_told() -> None:
 )
 def test_what_is_wrong_with_storage_has_its_own_command(said: str, command: str) -> None:
     account = "https://team.blob.core.windows.net"
-    line = surroundings.judge_storage_error(OSError(said), "write", "az://dtrain/x", account, "me")
+    line = doctor.judge_storage_error(OSError(said), "write", "az://dtrain/x", account, "me")
     assert line.command.startswith(command)
 
 
@@ -100,44 +96,15 @@ def test_what_is_wrong_with_storage_has_its_own_command(said: str, command: str)
 )
 def test_choices(sku: str, tier: str, nodes: int, today: str, verdict: str, seen: str) -> None:
     choice = SkuChoice(sku=sku, tier=tier)
-    line = buying.judge_choice(choice, MARKET, nodes, 1, datetime.date.fromisoformat(today), OPTIONS)
+    line = doctor.judge_choice(choice, SIZES, QUOTAS, nodes, 1, datetime.date.fromisoformat(today), "list them")
     assert line.verdict == verdict
     assert seen in line.seen
-    assert bool(line.remedy) is bool(line.command) is (verdict != "ok")
-
-
-@pytest.mark.parametrize(
-    ("addresses", "private", "verdict"),
-    [
-        ([], False, "missing"),
-        (["10.40.16.4"], True, "ok"),
-        (["20.60.1.1"], False, "ok"),
-        (["20.60.1.1"], True, "missing"),
-        (["10.40.16.4", "20.60.1.1"], True, "missing"),
-    ],
-)
-def test_addresses(addresses: list[str], private: bool, verdict: str) -> None:
-    assert surroundings.judge_address("account.blob.core.windows.net", addresses, private).verdict == verdict
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("team.azurecr.io/dtrain-nodes:1", ImageName("team.azurecr.io", "dtrain-nodes", "1")),
-        ("team.azurecr.io/a/b", ImageName("team.azurecr.io", "a/b", "latest")),
-        ("localhost:5000/a:x", ImageName("localhost:5000", "a", "x")),
-        (f"mcr.microsoft.com/a@sha256:{'0' * 64}", ImageName("mcr.microsoft.com", "a", f"sha256:{'0' * 64}")),
-        ("emulated", None),
-        ("azureml:a:1", None),
-    ],
-)
-def test_names_of_images(text: str, expected: ImageName | None) -> None:
-    assert surroundings.parse_image(text) == expected
+    assert bool(line.remedy) is (verdict != "ok")
 
 
 def test_a_registry_behind_a_firewall_is_explained_as_network() -> None:
-    said = '{"errors":[{"code":"DENIED","message":"client with IP \'203.0.113.7\' is not allowed access."}]}'
-    line = surroundings.judge_image(ImageName("team.azurecr.io", "a", "1"), 403, said, "me")
+    said = '{"errors":[{"code":"DENIED","message":"client with IP \'203.0.113.7\' is not allowed doctor."}]}'
+    line = doctor.judge_image("team.azurecr.io/a:1", 403, said, "me")
     assert line.verdict == "missing"
     assert "not a missing role" in line.remedy
 
@@ -155,13 +122,13 @@ def test_nodes_without_a_subnet(own: dict[str, Any], fields: dict[str, Any], ver
     options = AzureMLOptions(
         subscription_id=OPTIONS.subscription_id, resource_group="group", workspace="ws", storage_uri="az://d", **fields
     )
-    assert surroundings.judge_no_subnet({"properties": own}, options).verdict == verdict
+    assert doctor.judge_no_subnet({"properties": own}, options).verdict == verdict
 
 
 def test_ci_is_told_by_the_exit_code_and_people_by_the_last_line() -> None:
-    lines = [DoctorLine(check="a", verdict="ok", seen="well"), DoctorLine(check="b", verdict="warning", seen="hm")]
+    lines = [DoctorLine("a", "ok", "well"), DoctorLine("b", "warning", "hm")]
     assert exit_code_of(lines) == 0
-    bad = [*lines, DoctorLine(check="c", verdict="missing", seen="gone", remedy="find it", command="look")]
+    bad = [*lines, DoctorLine("c", "missing", "gone", "find it", "look")]
     assert exit_code_of(bad) == 1
     text = doctor_text(bad).splitlines()
     assert text[2:5] == ["missing c           gone", f"{'':20}→ find it", f"{'':20}$ look"]
