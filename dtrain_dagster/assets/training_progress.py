@@ -242,7 +242,7 @@ def cost_check(manager: GPUClusterManager, job_id: str, plan: TrainingPlan) -> d
 def communication_check(events: Sequence[dict[str, Any]], training: Mapping[str, Any]) -> dg.AssetCheckResult:
     """Return the check of the whole job's communication against its limit, with the changes that would help."""
     from dtrain_dagster.monitoring.alerts import communication_alert
-    from dtrain_dagster.monitoring.contention import with_own_cores
+    from dtrain_dagster.monitoring.windows import with_own_cores
 
     found = settled(windows(events))
     alert = communication_alert(found, training)

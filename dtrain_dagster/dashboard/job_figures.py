@@ -22,9 +22,8 @@ from dtrain_dagster.dashboard.job_row import DAMAGED, JobRow
 from dtrain_dagster.dashboard.judged_result import score_in_row
 from dtrain_dagster.dashboard.tracks import is_number
 from dtrain_dagster.jobs.progress import PERFORMANCE_REPORT, JobProgress, advance
-from dtrain_dagster.monitoring.alerts import KEPT_WINDOWS
+from dtrain_dagster.monitoring.alerts import KEPT_WINDOWS, LiveVerdict, settle_verdict
 from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose
-from dtrain_dagster.monitoring.verdicts import LiveVerdict, settle_verdict
 from dtrain_dagster.planning.projection import ProgressRate
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.secrets import redact

@@ -20,14 +20,12 @@ from dtrain_dagster.dashboard.job_account import describe_diagnosis
 from dtrain_dagster.dashboard.losses import Change
 from dtrain_dagster.dashboard.tracks import POINTS, Track, is_number
 from dtrain_dagster.jobs.progress import JobProgress, advance, news
-from dtrain_dagster.monitoring.alerts import best, describe_strategy
+from dtrain_dagster.monitoring.alerts import LiveVerdict, best, describe_strategy, settle_verdict
 from dtrain_dagster.monitoring.diagnosis import diagnose
 from dtrain_dagster.monitoring.hangs import hang_verdict
 from dtrain_dagster.monitoring.learning import Evaluation, judge_learning
 from dtrain_dagster.monitoring.strategies import strategies
-from dtrain_dagster.monitoring.throughput import Throughput
-from dtrain_dagster.monitoring.verdicts import LiveVerdict, settle_verdict
-from dtrain_dagster.monitoring.windows import SEGMENTS, settled, windows
+from dtrain_dagster.monitoring.windows import SEGMENTS, Throughput, settled, windows
 from trainer.documents.events import (
     CheckpointEvent,
     CollectiveTiming,

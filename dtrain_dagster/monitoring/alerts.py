@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from dtrain_dagster.monitoring.contention import with_own_cores
-from dtrain_dagster.monitoring.diagnosis import SlowdownCause, diagnose
+from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose
 from dtrain_dagster.monitoring.step_model import Strategy
 from dtrain_dagster.monitoring.stragglers import FEWEST_WINDOWS, LEAST_SECONDS
 from dtrain_dagster.monitoring.strategies import communication_strategies, contention_strategies, waiting_strategies
@@ -18,9 +17,17 @@ from dtrain_dagster.monitoring.windows import (
     seconds_of,
     settled,
     windows,
+    with_own_cores,
     worlds,
 )
 from trainer.documents.events import TimingEvent
+
+CLEARLY_MORE, CLEARLY_MORE_SHARE = 1.25, 0.02
+"""How many times as much as the present cause, and how much of training time besides, another one must cost to take its
+place."""
+LOOKS = 2
+"""Looks in a row, each with new steps, after which a changed verdict is believed."""
+_Key = tuple[SlowdownCause, int | None]
 
 KINDS = ("timing", "link", "checkpoint")
 """Events that tell what slows steps."""
@@ -128,3 +135,35 @@ def describe_strategy(item: Strategy) -> str:
     if item.gain < -0.005:
         gain += f", {item.gain:+.0%} samples/s"
     return f"{item.name}: {item.change}: {gain}, communication then {item.communication_share:.0%} of the step"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveVerdict:
+    """The verdict that is shown, and the change that has been seen once or more often."""
+
+    shown: Diagnosis
+    change: _Key | None = None
+    seen: int = 0
+    """Looks in a row that named the change."""
+
+
+def settle_verdict(before: LiveVerdict | None, found: Diagnosis) -> LiveVerdict:
+    """Return the verdict after a look that found this diagnosis. A hang is shown at once, as is the first verdict; the
+    figures of the shown cause are always those of the latest look that named it."""
+    if before is None or SlowdownCause.UNKNOWN in (before.shown.cause, found.cause):
+        return LiveVerdict(shown=found)
+    key, shown = _key_of(found), _key_of(before.shown)
+    if key == shown or SlowdownCause.HANG in (found.cause, before.shown.cause):
+        return LiveVerdict(shown=found)
+    same = next((item for item in found.also if _key_of(item) == shown), None)
+    if same is not None and found.share < CLEARLY_MORE * same.share + CLEARLY_MORE_SHARE:
+        others = (replace(found, also=()), *(item for item in found.also if item is not same))
+        return LiveVerdict(shown=replace(same, also=others))
+    seen = before.seen + 1 if key == before.change else 1
+    if seen >= LOOKS:
+        return LiveVerdict(shown=found)
+    return LiveVerdict(shown=replace(same, also=before.shown.also) if same else before.shown, change=key, seen=seen)
+
+
+def _key_of(found: Diagnosis) -> _Key:
+    return found.cause, found.node_id

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dtrain_dagster.monitoring.contention import find_contention, ranks_that_share_cores
 from dtrain_dagster.monitoring.diagnosis import INPUT_SHARE
 from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, MEMORY_TARGET, gpu_memory
 from dtrain_dagster.monitoring.step_model import WORTH_IT, StepModel, Strategy, step_model
@@ -21,7 +20,9 @@ from dtrain_dagster.monitoring.windows import (
     COMMUNICATION_LIMIT,
     collective_link,
     exceeds_limit,
+    find_contention,
     latency_share,
+    ranks_that_share_cores,
     seconds_of,
     typical_collectives,
     worlds,
