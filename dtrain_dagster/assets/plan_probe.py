@@ -122,7 +122,7 @@ def measure_pace(
 
 def with_load(forecast: Forecast) -> Forecast:
     """Return the forecast from past runs with the load that is on the machine now."""
-    from dtrain_dagster.planning.machine_load import cores_of_others
+    from dtrain_dagster.planning.probe import cores_of_others
 
     return replace(forecast, other_cores=cores_of_others(forecast.sizes))
 

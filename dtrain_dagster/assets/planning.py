@@ -124,8 +124,8 @@ def plan_training(
     from dtrain_dagster.assets.plan_end import refuse_what_cannot_end
     from dtrain_dagster.clusters.ranks import hosts_of
     from dtrain_dagster.planning.build_plan import assemble_plan, compare_choices, mark_planned
+    from dtrain_dagster.planning.check_job import memory_of
     from dtrain_dagster.planning.history import knows
-    from dtrain_dagster.planning.plan_memory import memory_of
     from dtrain_dagster.planning.probe_cost import charge_usd
     from trainer.node.gpus import explain_local_gpus, visible_gpus
 

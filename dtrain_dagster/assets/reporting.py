@@ -100,9 +100,8 @@ def report_performance(
 ) -> tuple[dg.MaterializeResult, dict[str, bytes]]:
     """Return a finished training's figures, after its reports were written, and its charts (title → SVG). ``job_url``:
     its page on the dashboard."""
-    from dtrain_dagster.costs.launches import sum_launches
     from dtrain_dagster.dashboard.page import write_report
-    from dtrain_dagster.jobs.totals import read_phase_totals
+    from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
     from dtrain_dagster.monitoring.alerts import describe_strategy
     from dtrain_dagster.planning.optimizer import ResourceOptimizer
     from dtrain_dagster.reports.performance import summarise_performance

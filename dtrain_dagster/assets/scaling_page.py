@@ -101,6 +101,6 @@ def row(point: ScalingPoint) -> dict[str, Any]:
 
 
 def _nodes(point: ScalingPoint) -> str:
-    from dtrain_dagster.planning.progress_words import count_nodes
+    from dtrain_dagster.planning.projection import count_nodes
 
     return f"{count_nodes(point.nodes)} ({point.mode} scaling)"

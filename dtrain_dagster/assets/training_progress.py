@@ -51,7 +51,7 @@ def follow_training(
     """Follow the job to its end, with an observation every few seconds. Raise `dagster.Failure` if it does not
     succeed, `NoCapacityError` where no nodes came for it. ``has_nodes`` is called at each look that finds it on its
     nodes."""
-    from dtrain_dagster.jobs.wait_news import WaitNews, describe_wait
+    from dtrain_dagster.jobs.progress import WaitNews, describe_wait
     from dtrain_dagster.planning.projection import ProgressRate, project, time_left
 
     observed_at, phase, wait_news = 0.0, "", WaitNews()
@@ -204,7 +204,7 @@ def progress_metadata(
 
 def describe_progress(progress: JobProgress, plan: TrainingPlan, cost: Projection, left: TimeLeft | None = None) -> str:
     """Return the same figures as one line of the log."""
-    from dtrain_dagster.planning.progress_words import count_nodes, describe_training  # not above: while it trains only
+    from dtrain_dagster.planning.projection import count_nodes, describe_training  # not above: while it trains only
 
     parts = describe_training(progress, plan.work.steps, left, with_share=True)
     if shares := progress.shares():

@@ -228,7 +228,7 @@ def judge_year(
 ) -> dg.MaterializeResult:
     """Return a finished year with its daily figures."""
     from dtrain_dagster.assets.common import plan_of
-    from dtrain_dagster.costs.launches import sum_launches
+    from dtrain_dagster.jobs.totals import sum_launches
     from dtrain_dagster.registry.year_scores import score_run
 
     rundir = RunDir(job.run_dir)

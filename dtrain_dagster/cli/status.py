@@ -17,8 +17,7 @@ from dtrain_dagster.cli.time_left import LeftClock
 from dtrain_dagster.clusters.base import ClusterHealth, JobState, JobStatus, NodeHealth
 from dtrain_dagster.jobs.progress import JobProgress, advance
 from dtrain_dagster.monitoring.hangs import hang_verdict
-from dtrain_dagster.planning.progress_words import describe_training
-from dtrain_dagster.planning.projection import TimeLeft
+from dtrain_dagster.planning.projection import TimeLeft, describe_training
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.presences import NodePresence, stale_seconds
 from trainer.rundir import LAUNCH, RunDir

@@ -19,8 +19,7 @@ from dtrain_dagster.clusters.base import GPUClusterManager, JobState, JobStatus
 from dtrain_dagster.dashboard.series import PerformanceDashboard
 from dtrain_dagster.jobs.log_follower import LogFollower, time_in
 from dtrain_dagster.jobs.progress import JobProgress, follow_job
-from dtrain_dagster.planning.progress_words import count_nodes, describe_training
-from dtrain_dagster.planning.projection import TimeLeft
+from dtrain_dagster.planning.projection import TimeLeft, count_nodes, describe_training
 from trainer.documents.events import ProfileEvent
 from trainer.printable import visible
 from trainer.rundir import RunDir

@@ -6,13 +6,14 @@ Nodes cost money; a wrong argument is found here within seconds.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from dtrain_dagster.costs.prices import SkuPrice
+from dtrain_dagster.costs.prices import SkuPrice, alternatives_to
+from dtrain_dagster.planning.build_plan import PlannedJob
 from dtrain_dagster.planning.job_data import data_of
-from dtrain_dagster.planning.memory_fit import MemoryRoom, judge_memory
+from dtrain_dagster.planning.memory_fit import MemoryRoom, judge_memory, room_of, room_of_sku, why_too_small
 from dtrain_dagster.support.user_code import stage_files
 from dtrain_dagster.support.user_sources import StagingError, resolve_user_sources
 from trainer.comm.encryption import refuse_nccl, refuse_own_connections
@@ -23,6 +24,9 @@ from trainer.model.allowed_factories import modules_of_settings, refuse_foreign_
 from trainer.performance.memory import ModelBytes
 from trainer.spec import WINDOWS
 from trainer.strategies import PACKAGES, require_package
+
+TooSmall = Callable[[SkuPrice, int], str]
+"""Why so many nodes of a SKU have too little memory; "" if they have enough, or that is not known."""
 
 SPLITS = ("train", "valid", "test")
 """The splits that every training reads."""
@@ -112,3 +116,26 @@ def check_memory(
     if fit.refusal:
         raise ConfigError(f"the model {fit.refusal}")
     return replace(checked, sentences=(*checked.sentences, fit.warning)) if fit.warning else checked
+
+
+def memory_of(planned: PlannedJob, checked: Checked) -> tuple[TooSmall, tuple[str, ...]]:
+    """Return which other nodes are too small for a planned training, and sentences on what is known of it. Raise
+    `trainer.config.ConfigError` where its own nodes are too small."""
+    price, tier, count, each = planned.price, planned.tier, planned.node_count, planned.sizes.processes_per_node
+    model = checked.model or (planned.script.model if planned.script else None)
+    room = room_of(planned.kind, price, tier, count, each)
+    prices = tuple(alternatives_to(price.sku).values()) if planned.kind.buys_nodes else ()
+    checked = check_memory(replace(checked, model=model), planned.job.training, room, prices)
+
+    def too_small(other: SkuPrice, nodes: int) -> str:
+        if model is None or room is None:
+            return ""
+        if other.sku == price.sku:
+            there = room.on_nodes(nodes)
+        elif planned.kind.buys_nodes:
+            there = room_of_sku(other, nodes, other.gpus or each)
+        else:
+            return ""  # the price of another SKU stands in for the same nodes
+        return why_too_small(model, planned.job.training, there)
+
+    return too_small, checked.sentences

@@ -19,11 +19,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeGuard
 
+from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.costs.estimate import MINIMUM_MARGIN
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.jobs.progress import JobProgress
 from dtrain_dagster.support.formatting import format_duration
 from trainer.documents.events import CheckpointEvent, EvaluationEvent, FinishEvent, StepEvent, read_events
+
+WAITING = JobProgress().phase
+STARTING = "starting"
 
 KEPT_REPORTS, KEPT_PAUSES = 20, 5
 COUNTS_FROM_SHARE, COUNTS_FROM_REPORTS = 0.05, 3
@@ -288,3 +293,35 @@ def _usd_per_second(tracker: CostTracker, first: float, last: float) -> float:
 
 def _is_positive(value: float | None) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def describe_training(
+    progress: JobProgress,
+    total_steps: int | None,
+    left: TimeLeft | None = None,
+    state: JobState | None = None,
+    with_share: bool = False,
+) -> list[str]:
+    """Return the parts of the line, as far as they are known. ``state``: of the job; one that has ended is told by its
+    state, and has neither a speed nor nodes. ``with_share``: also which share of the steps is done."""  # fmt: skip
+    ended = state is not None and state.is_final
+    phase = STARTING if progress.phase == WAITING and progress.nodes_alive else progress.phase
+    parts = [str(state) if ended else phase]
+    if progress.step:
+        share = f" ({progress.step / total_steps:.0%})" if with_share and total_steps else ""
+        parts.append(f"step {progress.step}" + (f"/{total_steps}" if total_steps else "") + share)
+        parts += [f"epoch {progress.epoch}"] if progress.epoch else []
+    if left is not None and not ended:
+        parts.append(f"ETA {left.words}")
+    if progress.loss is not None:
+        parts.append(f"loss {progress.loss:.4f}")
+    if progress.valid_loss is not None:
+        parts.append(f"valid {progress.valid_loss:.4f}")
+    if progress.samples_per_second is not None and not ended:
+        parts.append(f"{progress.samples_per_second:,.0f} samples/s")
+    return parts
+
+
+def count_nodes(count: int) -> str:
+    """Return ``1 node`` or ``3 nodes``."""
+    return f"{count} node" + ("" if count == 1 else "s")

@@ -21,7 +21,7 @@ from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.status import read_course
 from dtrain_dagster.cli.time_left import LeftClock
 from dtrain_dagster.clusters.base import JobState, JobStatus
-from dtrain_dagster.costs.launches import LaunchTotals
+from dtrain_dagster.jobs.totals import LaunchTotals
 from trainer.rundir import RunDir
 
 DTRAIN = str(Path(sys.executable).parent / "dtrain")

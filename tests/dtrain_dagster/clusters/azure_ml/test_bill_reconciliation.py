@@ -19,7 +19,7 @@ from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.planning.variance import explain_variance, reasons
+from dtrain_dagster.costs.verdict import explain_variance, reasons
 
 MIDNIGHT = 1792886400.0 - 1792886400.0 % 86400
 """Of 2026-10-25, UTC."""
