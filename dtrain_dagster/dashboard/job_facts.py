@@ -15,7 +15,7 @@ from dtrain_dagster.dashboard.failure import read_failure
 from dtrain_dagster.dashboard.job_links import Places, links_of
 from dtrain_dagster.dashboard.job_settings import settings_of
 from dtrain_dagster.dashboard.judged_result import result_of
-from dtrain_dagster.dashboard.series import UNREADABLE
+from dtrain_dagster.jobs.view import UNREADABLE
 from trainer.printable import visible
 from trainer.rundir import EVALUATION, JOB, LAUNCH, LOGS, RESULT, STATUS, RunDir
 from trainer.secrets.redaction import redact

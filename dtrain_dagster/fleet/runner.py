@@ -167,7 +167,7 @@ class FleetRunner:
 
     def _follow(self, entry: Entry) -> Followed:
         followed = self.followed.setdefault(entry.job.job_id, Followed(rundir_of(entry.job)))
-        followed.read()
+        followed.look()
         note_job(entry.job.job_id)
         return followed
 

@@ -12,6 +12,7 @@ from dtrain_dagster.monitoring.stragglers import FEWEST_WINDOWS, LEAST_SECONDS
 from dtrain_dagster.monitoring.strategies import communication_strategies, contention_strategies, waiting_strategies
 from dtrain_dagster.monitoring.windows import (
     COMMUNICATION_LIMIT,
+    LATEST_WINDOWS,
     communication_cost,
     exceeds_limit,
     seconds_of,
@@ -29,12 +30,6 @@ LOOKS = 2
 """Looks in a row, each with new steps, after which a changed verdict is believed."""
 _Key = tuple[SlowdownCause, int | None]
 
-KINDS = ("timing", "link", "checkpoint")
-"""Events that tell what slows steps."""
-KEPT_WINDOWS, LATEST_WINDOWS = 40, 10
-"""Windows that are kept of a running job, and those that decide about communication."""
-KEPT_EVENTS = 10 * KEPT_WINDOWS
-"""Upper bound of the events kept: saves and links are reported where no windows are (``training.timing``)."""
 COMMUNICATION = "communication"
 STRAGGLERS = (SlowdownCause.SLOW_COMPUTE, SlowdownCause.SLOW_INPUT, SlowdownCause.SLOW_RANK)
 
@@ -54,13 +49,6 @@ class Alert:
     def text(self) -> str:
         """Return the message: the problem, and what would help, the best first."""
         return "\n".join([self.sentence, *(f"- {describe_strategy(item)}" for item in self.strategies)])
-
-
-def keep(recent: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Return the events to decide from: those kept so far and these, back to the oldest of the latest windows."""
-    found = [*recent, *(item for item in events if item["kind"] in KINDS)][-KEPT_EVENTS:]
-    timing = [place for place, item in enumerate(found) if item["kind"] == "timing"]
-    return tuple(found[timing[-KEPT_WINDOWS] :] if len(timing) > KEPT_WINDOWS else found)
 
 
 def alerts(

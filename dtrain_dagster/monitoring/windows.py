@@ -23,6 +23,12 @@ FEWEST_CROWDED = 3
 NOISE_FACTOR = 3.5
 """Robust standard errors by which a figure must exceed the noise."""
 
+TELLING = ("timing", "link", "checkpoint")
+"""Events that tell what slows steps."""
+KEPT_WINDOWS, LATEST_WINDOWS = 40, 10
+"""Windows that are kept of a running job, and those that decide about communication."""
+KEPT_EVENTS = 10 * KEPT_WINDOWS
+"""Upper bound of the events kept: saves and links are reported where no windows are (``training.timing``)."""
 SEGMENTS = ("input", "forward", "backward", "communication", "waiting", "optimizer", "checkpoint", "other")
 """Parts of a step, in the order in which they are drawn; they sum to a rank's step time."""
 COMMUNICATION_LIMIT = 0.20
@@ -270,3 +276,10 @@ def samples_per_second_by_rank(world: Sequence[TimingEvent]) -> list[float] | No
     if not seconds or any(len(window.samples) != window.world_size for window in world):
         return None
     return [sum(column) / seconds for column in zip(*(window.samples for window in world), strict=True)]
+
+
+def keep(recent: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """Return the events to decide from: those kept so far and these, back to the oldest of the latest windows."""
+    found = [*recent, *(item for item in events if item["kind"] in TELLING)][-KEPT_EVENTS:]
+    timing = [place for place, item in enumerate(found) if item["kind"] == "timing"]
+    return tuple(found[timing[-KEPT_WINDOWS] :] if len(timing) > KEPT_WINDOWS else found)

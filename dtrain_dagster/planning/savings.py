@@ -14,10 +14,11 @@ from typing import Any
 
 from dtrain_dagster.costs.prices import SkuPrice
 from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.jobs.view import JobView
 from dtrain_dagster.monitoring.step_model import step_model
 from dtrain_dagster.monitoring.windows import worlds
 from dtrain_dagster.planning.options import BaseRun, Option, OptionKind, best_of, build_options
-from dtrain_dagster.planning.projection import ProgressRate, Projection
+from dtrain_dagster.planning.projection import Projection
 from dtrain_dagster.settings.tiers import Tier, tier_of
 from dtrain_dagster.support.formatting import dollars
 from trainer.documents.events import TimingEvent
@@ -63,7 +64,7 @@ def paid_nodes(usage: Sequence[NodeUsage], table: Mapping[str, SkuPrice], tier: 
 
 
 def rest_and_whole(
-    nodes: PaidNodes, projection: Projection, plan: Mapping[str, Any], pace: ProgressRate
+    nodes: PaidNodes, projection: Projection, plan: Mapping[str, Any], view: JobView
 ) -> tuple[BaseRun, BaseRun]:
     """Return the rest of a running job, and the whole of it as projected, both on the present nodes.
 
@@ -76,13 +77,13 @@ def rest_and_whole(
     planned = {name: float(phases.get(name) or 0.0) for name in ("startup", "evaluation", "checkpoint", "finish")}
     planned["steps"] = float(phases.get("steps") or 0.0)
     left, restart = planned, 0.0
-    if pace.reports and steps:
-        share, step = max(0.0, 1 - pace.step / steps), statistics.median(item[1] for item in pace.reports)
+    if view.reports and steps:
+        share, step = max(0.0, 1 - view.step / steps), statistics.median(item[1] for item in view.reports)
         evaluation, checkpoint = share * planned["evaluation"], share * planned["checkpoint"]
-        if pace.evaluation_seconds:
-            evaluation = share * statistics.fmean(pace.evaluation_seconds) * float(work.get("evaluations") or 0)
-        if pace.checkpoint_seconds:
-            checkpoint = share * statistics.fmean(pace.checkpoint_seconds) * float(work.get("checkpoints") or 0)
+        if view.evaluation_seconds:
+            evaluation = share * statistics.fmean(view.evaluation_seconds) * float(work.get("evaluations") or 0)
+        if view.checkpoint_seconds:
+            checkpoint = share * statistics.fmean(view.checkpoint_seconds) * float(work.get("checkpoints") or 0)
         left = planned | {"startup": 0.0, "steps": share * steps * step}
         left |= {"evaluation": evaluation, "checkpoint": checkpoint}
         training = (plan.get("job") or {}).get("training") or {}

@@ -15,8 +15,9 @@ from dtrain_dagster.costs.plan import PLAN, PLANNED_FOR, STOCK_TRAINED
 from dtrain_dagster.costs.prices import STAND_IN, alternatives_to
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.jobs.view import JobView, fold
 from dtrain_dagster.monitoring.windows import settled, windows
-from dtrain_dagster.planning.projection import Overrun, ProgressRate, Projection, overruns, thresholds
+from dtrain_dagster.planning.projection import Overrun, Projection, overruns, thresholds
 from dtrain_dagster.planning.projection import project as project_cost
 from dtrain_dagster.resources import cluster_resource, project_resource
 from dtrain_dagster.settings.environment import Settings
@@ -110,15 +111,15 @@ def judge_cost(
     """Return a job's projection, the overruns to report, and the state for the next look, as JSON. ``look``: the last
     look's state, with ``told``, the keys of all reported overruns."""
     try:
-        pace, read = ProgressRate.restored(look["pace"]), str(look["read"])
+        view, read = JobView.with_rate(look["pace"]), str(look["read"])
     except (KeyError, TypeError, ValueError):  # none, or of another version: start from the latest events
-        pace, read = ProgressRate(), ""
+        view, read = JobView(), ""
     events, read = recent_events(rundir, after=read)
-    pace = pace.after(events)
-    projection = project_cost(tracker, plan, pace)
+    view = fold(view, events)
+    projection = project_cost(tracker, plan, view)
     due = overruns(projection, limit, look["told"], look.get("projected"))
     over = projection.over_at_end if projection.counts else None
-    return projection, due, {"told": look["told"], "projected": over, "pace": pace.kept(), "read": read}
+    return projection, due, {"told": look["told"], "projected": over, "pace": view.kept_rate(), "read": read}
 
 
 def _advice(
@@ -135,7 +136,7 @@ def _advice(
         events, _ = recent_events(rundir)
         table, training = alternatives_to(usage[-1].sku), (plan.get("job") or {}).get("training") or {}
         nodes = paid_nodes(usage, table, plan["tier"])
-        rest, whole = rest_and_whole(nodes, projection, plan, ProgressRate().after(events))
+        rest, whole = rest_and_whole(nodes, projection, plan, fold(JobView(), events))
         today = datetime.now(UTC).date()
         return savings(rest, whole, settled(windows(events)), events, training, table, today)
     except Exception as error:  # of any kind: events and plans of other versions, unknown prices

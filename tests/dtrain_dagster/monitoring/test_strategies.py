@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.monitoring.alerts import (
-    COMMUNICATION,
-    KEPT_EVENTS,
-    KEPT_WINDOWS,
-    alerts,
-    best,
-    communication_alert,
-    describe_strategy,
-    keep,
-)
+from dtrain_dagster.monitoring.alerts import COMMUNICATION, alerts, best, communication_alert, describe_strategy
 from dtrain_dagster.monitoring.gpu_memory import GPUMemory, gpu_memory
 from dtrain_dagster.monitoring.step_model import Strategy, step_model
 from dtrain_dagster.monitoring.strategies import strategies
-from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows
+from dtrain_dagster.monitoring.windows import (
+    COMMUNICATION_LIMIT,
+    KEPT_EVENTS,
+    KEPT_WINDOWS,
+    keep,
+    settled,
+    shares,
+    windows,
+)
 from tests.dtrain_dagster.simulated_timing import Simulation
 from trainer.rundir import event
 

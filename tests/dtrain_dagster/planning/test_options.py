@@ -16,12 +16,13 @@ from dtrain_dagster.costs.evictions import evictions_of, without_evictions
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.prices import SkuPrice, price_of, price_table
 from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.jobs.view import JobView
 from dtrain_dagster.monitoring.windows import settled, windows, worlds
 from dtrain_dagster.planning.choices import Baseline, choices
 from dtrain_dagster.planning.limits import Limits, remedies
 from dtrain_dagster.planning.optimizer import ResourceOptimizer
 from dtrain_dagster.planning.options import BaseRun, best_of, build_options
-from dtrain_dagster.planning.projection import ProgressRate, Projection
+from dtrain_dagster.planning.projection import Projection
 from dtrain_dagster.planning.savings import paid_nodes, rest_and_whole, savings
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars
@@ -86,7 +87,7 @@ def in_the_alert(
     usd = NODES * hours * nodes.price.usd_per_hour("dedicated")
     projection = Projection(so_far=0.0, estimated=usd, at_end=Interval(low=usd, expected=usd, high=usd))
     phases = {"startup": startup, "steps": 3600 * hours - startup}
-    rest, whole = rest_and_whole(nodes, projection, {"phases": phases}, ProgressRate())
+    rest, whole = rest_and_whole(nodes, projection, {"phases": phases}, JobView())
     found = savings(rest, whole, settled(windows(events)), events, TRAINING, TABLE, TODAY)
     return {item.option.kind: usd - item.option.saved_usd for item in found}
 
