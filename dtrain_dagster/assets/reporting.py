@@ -12,7 +12,6 @@ from dtrain_dagster.assets.common import (
     best_rows,
     head_of_page,
     links,
-    list_optimizations,
     plan_of,
     read_finished,
 )
@@ -130,7 +129,7 @@ def report_performance(
         price_words=plan.price_words,
         startup_seconds=plan.phases.get("startup"),
     ).optimization()
-    rundir.write_json(PERFORMANCE_REPORT, asdict(performance) | {"optimization": asdict(optimization)})
+    rundir.write_json(PERFORMANCE_REPORT, asdict(performance) | {"optimization": optimization.document()})
     took, charts = sum_launches(usage), _charts(performance, usage, events)
     expected = plan.estimate.seconds
     has_gpus = any(node.gpu_utilization is not None for node in performance.nodes)
@@ -147,7 +146,7 @@ def report_performance(
             "\n".join(f"- {describe_strategy(item)}" for item in performance.recommendations)
             or "These figures do not suggest any change."
         ),
-        "next_run": dg.MarkdownMetadataValue(list_optimizations(optimization)),
+        "next_run": dg.MarkdownMetadataValue(optimization.markdown),
         **links(dashboard=job_url),
         "pictures": dg.MarkdownMetadataValue(_pictures(performance, charts)),
         "report_page": dg.MetadataValue.path(write_report(rundir, plan.tier)),

@@ -51,10 +51,7 @@ class PlanFigures(Protocol):
 def explain_excess(estimate: PlanFigures, limits: Limits, at_least: bool = False) -> str | None:
     """Return in words how the estimate exceeds the limits; None where it fits. ``at_least``: only what is beyond doubt
     counts, the lower end of the interval."""
-    return _objection(estimate.usd, estimate.seconds, limits, at_least)
-
-
-def _objection(usd: Interval, seconds: Interval, limits: Limits, at_least: bool = False) -> str | None:
+    usd, seconds = estimate.usd, estimate.seconds
     said = []
     if limits.budget_usd and (usd.low if at_least else usd.expected) + limits.spent_usd > limits.budget_usd:
         after = f" after {dollars(limits.spent_usd)} for its probe" if limits.spent_usd else ""
@@ -94,17 +91,12 @@ def remedies(
     forecast: Forecast, limits: Limits, price: SkuPrice, tier: Tier, node_counts: Iterable[int], planned: int
 ) -> list[str]:
     """Return what would fit, in words: another number of nodes, fewer epochs."""
-    from dtrain_dagster.planning.options import price_forecast  # it brings the analysis of steps, which limits need not
-
     found = []
     for count in node_counts:
-        option = price_forecast(forecast, price, tier, count, planned)
-        assert option.usd is not None
-        assert option.seconds is not None
-        if count != planned and _objection(option.usd, option.seconds, limits) is None:
-            found.append(
-                f"{option.change}: about {dollars(option.usd.expected)} and {format_duration(option.seconds.expected)}"
-            )
+        estimate = estimate_forecast(forecast, price, tier, count)
+        if count != planned and explain_excess(estimate, limits) is None:
+            cost = f"{dollars(estimate.usd.expected)} and {format_duration(estimate.seconds.expected)}"
+            found.append(f"{count} node(s) (DTRAIN_NODES={count}): about {cost}")
     if epochs := most_epochs(forecast, limits, price, tier, planned):
         found.append(f"epochs={epochs} instead of {forecast.sizes.epochs} on {planned} node(s)")
     return found

@@ -31,7 +31,7 @@ from trainer.printable import visible
 from trainer.rundir import EVENTS, RunDir
 
 if TYPE_CHECKING:
-    from dtrain_dagster.planning.savings import Saving
+    from dtrain_dagster.planning.options import Change
 
 COST_TOLD = "cost_alerts.json"
 """The file in a run directory that lists the cost alerts that were sent, and when. It is separate from
@@ -84,7 +84,7 @@ def build_cost_overrun_sensor(settings: Settings, names: GraphNames = STOCK_NAME
                     count += 1
                     context.log.warning(sentence)
                     advice = _advice(context, plan, usage, rundir, projection)
-                    body = "\n".join([sentence, *(f"- {saving.text}" for saving in advice)])
+                    body = "\n".join([sentence, *(f"- {change.text}" for change in advice)])
                     try:  # recorded now, not with the result of this tick: later steps may fail or hang
                         check = _check(job_id, item, projection, advice, plan)
                         context.instance.report_runless_asset_event(check)
@@ -128,7 +128,7 @@ def _advice(
     usage: Sequence[NodeUsage],
     rundir: RunDir,
     projection: Projection,
-) -> "tuple[Saving, ...]":
+) -> "tuple[Change, ...]":
     """Return what would save money; empty where that cannot be computed, for the alert must not wait for it."""
     from dtrain_dagster.planning.savings import paid_nodes, rest_and_whole, savings
 
@@ -169,9 +169,9 @@ def _sentence(job_id: str, item: Overrun, projection: Projection) -> str:
 
 
 def _check(
-    job_id: str, item: Overrun, projection: Projection, advice: "tuple[Saving, ...]", plan: Mapping[str, Any]
+    job_id: str, item: Overrun, projection: Projection, advice: "tuple[Change, ...]", plan: Mapping[str, Any]
 ) -> dg.AssetCheckEvaluation:
-    from dtrain_dagster.planning.savings import saving_table
+    from dtrain_dagster.planning.options import change_table
 
     words = plan.get("price_words", STAND_IN)
     metadata: dict[str, Any] = {
@@ -182,7 +182,7 @@ def _check(
         "cost_so_far": f"{dollars(projection.so_far)} ({words})",
         "cost_so_far_usd": projection.so_far,
         "estimated_usd": projection.estimated,
-        "what_to_do": dg.MarkdownMetadataValue(saving_table(advice)),
+        "what_to_do": dg.MarkdownMetadataValue(change_table(advice)),
         "or": "let it finish if the result is worth it, or terminate the run: the checkpoint stays",
     }
     if projection.at_end is not None:

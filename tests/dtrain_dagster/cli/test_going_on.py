@@ -20,9 +20,9 @@ from dtrain_dagster.cli.job_life import describe_outcome
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.status import read_course
 from dtrain_dagster.cli.time_left import LeftClock
-from dtrain_dagster.jobs.view import JobView, fold
 from dtrain_dagster.clusters.base import JobState, JobStatus
 from dtrain_dagster.jobs.totals import LaunchTotals
+from dtrain_dagster.jobs.view import JobView, fold
 from trainer.rundir import RunDir
 
 DTRAIN = str(Path(sys.executable).parent / "dtrain")

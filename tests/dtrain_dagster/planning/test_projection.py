@@ -15,9 +15,9 @@ from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.view import JobView, fold
 from dtrain_dagster.monitoring.windows import settled, windows
-from dtrain_dagster.planning.options import BaseRun
+from dtrain_dagster.planning.options import BaseRun, change_table
 from dtrain_dagster.planning.projection import Projection, TimeLeft, overruns, project, time_left
-from dtrain_dagster.planning.savings import ANOTHER, paid_nodes, rest_and_whole, saving_table, savings
+from dtrain_dagster.planning.savings import ANOTHER, paid_nodes, rest_and_whole, savings
 from dtrain_dagster.settings.tiers import Tier
 from tests.dtrain_dagster.simulated_timing import Simulation
 
@@ -94,7 +94,9 @@ def test_the_time_left_includes_the_finish_and_runs_down_while_it_lasts():
     assert time_left(anew, plan(), end + 200).seconds > 30, "a launch was lost, and another trains again"
     for kept in (half, pace):
         assert JobView.with_rate(kept.kept_rate()).kept_rate() == kept.kept_rate()
-    old = {name: value for name, value in half.kept_rate().items() if not name.startswith(("paused", "total", "finish"))}
+    old = {
+        name: value for name, value in half.kept_rate().items() if not name.startswith(("paused", "total", "finish"))
+    }
     assert JobView.with_rate(old).kept_rate() == half.kept_rate(), "what a sensor of an earlier version has kept"
 
 
@@ -281,23 +283,23 @@ def test_each_change_has_its_dollars_from_this_runs_figures():
     found = savings(
         REST, WHOLE, settled(windows(slow_network)), slow_network, {"batch_size_per_gpu": 64}, price_table(), TODAY
     )
-    by_name = {item.option.kind: item.option for item in found}
+    by_name = {item.name: item for item in found}
     assert set(by_name) == {"fewer nodes", "other SKU", "spot", "smaller model", "larger batch"}
-    saved = [item.option.saved_usd for item in found]
+    saved = [item.saved_usd for item in found]
     assert saved == sorted(saved, reverse=True)
-    assert all(0 < item.option.saved_usd < (200 if item.when == ANOTHER else 100) for item in found)
+    assert all(0 < item.saved_usd < (200 if item.of == ANOTHER else 100) for item in found)
     row = price_table()[V100]
     assert by_name["spot"].saved_usd == pytest.approx(100 * (1 - row.usd_per_hour("spot") / HOURLY))
-    assert "how often Spot nodes are evicted is not known" in by_name["spot"].note
-    assert "batch_size_per_gpu" in by_name["larger batch"].change
-    assert "**fewer nodes**" in saving_table(found)
-    assert all(item.text.startswith(f"{item.option.kind}: ") for item in found)
+    assert "how often Spot nodes are evicted is not known" in by_name["spot"].why
+    assert "batch_size_per_gpu" in by_name["larger batch"].setting
+    assert "**fewer nodes**" in change_table(found)
+    assert all(item.text.startswith(f"{item.name}: ") for item in found)
 
     quick_network = Simulation(windows=14, buckets=(1_000,), latency=1e-6).events()
     other = savings(
         REST, WHOLE, settled(windows(quick_network)), quick_network, {"max_steps": 100}, price_table(), TODAY
     )
-    others = {item.option.kind: item.option.saved_usd for item in other}
+    others = {item.name: item.saved_usd for item in other}
     assert "larger batch" not in others, "of a fixed number of steps"
     assert others.get("fewer nodes", 0.0) < by_name["fewer nodes"].saved_usd / 2, (
         "hardly anything is lost to communication"
@@ -306,10 +308,10 @@ def test_each_change_has_its_dollars_from_this_runs_figures():
 
 def test_without_measurements_prices_alone_speak_and_what_saves_nothing_is_not_said():
     told = savings(REST, WHOLE, [], [], {}, price_table(), TODAY)
-    assert {item.option.kind for item in told} <= {"other SKU", "spot"}
+    assert {item.name for item in told} <= {"other SKU", "spot"}
     cheapest = rest_of(1.0, T4, "spot")
     assert savings(cheapest, cheapest, [], [], {}, {T4: price_table()[T4]}, TODAY) == ()
-    assert "do not suggest any change" in saving_table(())
+    assert "do not suggest any change" in change_table(())
 
 
 def test_what_is_left_of_a_job_is_that_of_its_nodes_and_a_change_of_them_pays_a_start():
