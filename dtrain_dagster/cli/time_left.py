@@ -51,8 +51,8 @@ def expect_finish(settings: Settings, rundir: RunDir) -> float | None:
     has none, or they cannot be read."""
     from dtrain_dagster.cli.common import ranks_of
     from dtrain_dagster.planning.build_plan import sizes_of
+    from dtrain_dagster.planning.check_job import samples_of
     from dtrain_dagster.planning.history import HomeHistory
-    from dtrain_dagster.planning.job_data import samples_of
     from trainer.rundir import LAUNCH
 
     with suppress(ValueError, OSError, RuntimeError):  # what is missing is a figure; a command that needs it says why

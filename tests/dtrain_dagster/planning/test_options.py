@@ -18,8 +18,8 @@ from dtrain_dagster.costs.prices import SkuPrice, price_of, price_table
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.view import JobView
 from dtrain_dagster.monitoring.windows import settled, windows, worlds
+from dtrain_dagster.planning.build_plan import Limits, remedies
 from dtrain_dagster.planning.choices import Baseline, choices
-from dtrain_dagster.planning.limits import Limits, remedies
 from dtrain_dagster.planning.optimizer import ResourceOptimizer
 from dtrain_dagster.planning.options import BaseRun, best_of, build_options
 from dtrain_dagster.planning.projection import Projection
