@@ -32,8 +32,7 @@ from dtrain_dagster.assets.training import totals_metadata
 from dtrain_dagster.assets.training_progress import log_of
 from dtrain_dagster.clusters.base import OWNER, ClusterError, GPUClusterManager, JobSpec, JobState
 from dtrain_dagster.jobs.program import has_gpus, order_program, processes_of, refuse_program
-from dtrain_dagster.jobs.progress import JOB_TAG, WaitNews, describe_wait
-from dtrain_dagster.jobs.work_record import note_job
+from dtrain_dagster.jobs.progress import JOB_TAG, WaitNews, describe_wait, note_job
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.settings.tiers import Tier, tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration, in_block

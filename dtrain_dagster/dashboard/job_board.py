@@ -17,9 +17,8 @@ from dtrain_dagster.costs.prices import PriceError, price_words
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.dashboard.job_account import JobAccount, account_of, launched_usage
 from dtrain_dagster.dashboard.job_facts import read_facts
-from dtrain_dagster.dashboard.job_index import JobIndex, Listing, Seen
+from dtrain_dagster.dashboard.job_index import DAMAGED, ENDED, JobIndex, JobRow, Listing, Seen
 from dtrain_dagster.dashboard.job_links import Places
-from dtrain_dagster.dashboard.job_row import DAMAGED, ENDED, JobRow
 from dtrain_dagster.dashboard.losses import changes_to_mark, missing_nodes, tell_losses
 from dtrain_dagster.dashboard.series import PerformanceDashboard
 from dtrain_dagster.dashboard.tracks import is_number

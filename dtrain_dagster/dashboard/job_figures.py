@@ -18,7 +18,7 @@ from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.dashboard.failure import describe_failure
 from dtrain_dagster.dashboard.job_board import CANNOT_READ, cost_so_far
 from dtrain_dagster.dashboard.job_groups import JobGroup, is_of_walk_forward, test_year_of, walk_forward_group
-from dtrain_dagster.dashboard.job_row import DAMAGED, JobRow
+from dtrain_dagster.dashboard.job_index import DAMAGED, JobRow
 from dtrain_dagster.dashboard.judged_result import score_in_row
 from dtrain_dagster.dashboard.tracks import is_number
 from dtrain_dagster.jobs.progress import PERFORMANCE_REPORT

@@ -10,10 +10,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from dtrain_dagster.clusters.base import OWNER, ClusterError, GPUClusterManager, JobSpec, JobState, JobStatus
@@ -21,13 +25,15 @@ from dtrain_dagster.costs.budget import is_spent, write_limit
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.jobs.orders import keep_order
 from dtrain_dagster.jobs.view import JobFollower, JobView, news
-from dtrain_dagster.jobs.work_record import note_job
 from dtrain_dagster.monitoring.hangs import HangNews
 from trainer.config import JobConfig
 from trainer.errors import DamagedError
 from trainer.model.allowed_factories import refuse_foreign_factories
 from trainer.printable import visible
 from trainer.rundir import EVALUATION, JOB, LAUNCH, LIMIT, RESULT, RunDir
+
+WORK_FILE = "DTRAIN_WORK_FILE"
+"""Variable: the file to which a process adds the jobs that it starts or follows; unset outside of `dtrain work`."""
 
 REGISTRATION = "registration.json"
 """File of a run directory: the name, version and alias under which the model was registered."""
@@ -261,3 +267,42 @@ class WaitNews:
 def describe_wait(status: JobStatus) -> str:
     """Return what a job that goes on waits for, in the words of its cluster; "" where it does not wait. Pure."""
     return "" if status.state.is_final else visible(status.message)
+
+
+@contextmanager
+def work_file() -> Iterator[Path]:
+    """Yield a file for the jobs of one command, and name it in the environment for processes that begin meanwhile."""
+    before = os.environ.get(WORK_FILE)
+    with TemporaryDirectory(prefix="dtrain-work-") as folder:
+        path = Path(folder) / "jobs"
+        os.environ[WORK_FILE] = str(path)
+        try:
+            yield path
+        finally:
+            os.environ.pop(WORK_FILE)
+            if before is not None:
+                os.environ[WORK_FILE] = before
+
+
+def note_job(job_id: str) -> None:
+    """Note that this process started a job, or follows it. Nothing is noted outside of `dtrain work`, or where the file
+    is gone: what is told after Ctrl-C must not hinder the job."""
+    if path := os.environ.get(WORK_FILE):
+        _note(path, job_id)
+
+
+@cache
+def _note(path: str, job_id: str) -> None:
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # each line is one write
+        try:
+            os.write(descriptor, f"{job_id}\n".encode())
+        finally:
+            os.close(descriptor)
+
+
+def noted_jobs(path: Path) -> list[str]:
+    """Return the jobs that were noted in a file, each once, in the order in which they were begun."""
+    with suppress(FileNotFoundError):
+        return list(dict.fromkeys(path.read_text().split()))
+    return []

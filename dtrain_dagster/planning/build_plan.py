@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from dtrain_dagster.costs.estimate import Estimate, Forecast, LearnedCorrection, Sizes, estimate_cost, estimate_forecast
 from dtrain_dagster.costs.evictions import tell_evictions, tell_spot_price
@@ -254,21 +254,7 @@ class Limits:
         return bool(self.budget_usd or self.deadline_hours)
 
 
-class PlanFigures(Protocol):
-    """The figures that an estimate and a choice both have."""
-
-    @property
-    def usd(self) -> Interval:
-        """The dollars."""
-        ...
-
-    @property
-    def seconds(self) -> Interval:
-        """The wall-clock seconds."""
-        ...
-
-
-def explain_excess(estimate: PlanFigures, limits: Limits, at_least: bool = False) -> str | None:
+def explain_excess(estimate: Estimate | PlanChoice, limits: Limits, at_least: bool = False) -> str | None:
     """Return in words how the estimate exceeds the limits; None where it fits. ``at_least``: only what is beyond doubt
     counts, the lower end of the interval."""
     usd, seconds = estimate.usd, estimate.seconds
