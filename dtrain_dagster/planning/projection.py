@@ -146,7 +146,7 @@ def time_left(view: JobView, plan: Mapping[str, Any] | None, now: float) -> Time
         if not view.reports or not total:
             return None
         steps = max(0.0, int(total) - view.step - _steps_since(now, view))
-        pauses = _pauses_left(view, work, phases) if work else view.paused_seconds * steps / max(1, view.step)
+        pauses = sum(pauses_left(view, work, phases)) if work else view.paused_seconds * steps / max(1, view.step)
         seconds = steps * statistics.median(took for _, took, _ in view.reports) + pauses + float(finish or 0.0)
         return TimeLeft(seconds=seconds, has_finish=finish is not None)
     except (KeyError, TypeError, ValueError, AttributeError):  # a plan of another version
@@ -162,7 +162,7 @@ def usd_left(tracker: CostTracker, view: JobView, plan: Mapping[str, Any]) -> In
     finish = float(phases.get("finish") or 0.0)
     if view.finish_began is not None:
         finish = max(0.0, finish - max(0.0, now - view.finish_began))
-    fixed = rates[-1] * (_pauses_left(view, work, phases) + finish)
+    fixed = rates[-1] * (sum(pauses_left(view, work, phases)) + finish)
     steps = max(0.0, work["steps"] - view.step - _steps_since(now, view))
     if view.finish_began is not None:  # it may have stopped early
         fixed, steps = rates[-1] * finish, 0.0
@@ -174,8 +174,8 @@ def usd_left(tracker: CostTracker, view: JobView, plan: Mapping[str, Any]) -> In
     )
 
 
-def _pauses_left(view: JobView, work: Mapping[str, Any], phases: Mapping[str, Any]) -> float:
-    """Return the seconds of the evaluations and saves that are left: as measured, or else as planned."""
+def pauses_left(view: JobView, work: Mapping[str, Any], phases: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the seconds of the evaluations and of the saves that are left: as measured, or else as planned."""
     share = max(0.0, 1 - view.step / work["steps"])
 
     def pause(measured: Sequence[float], name: str) -> float:
@@ -183,7 +183,7 @@ def _pauses_left(view: JobView, work: Mapping[str, Any], phases: Mapping[str, An
             return statistics.fmean(measured) * share * float(work.get(f"{name}s") or 0)
         return share * float(phases.get(name) or 0.0)
 
-    return pause(view.evaluation_seconds, "evaluation") + pause(view.checkpoint_seconds, "checkpoint")
+    return pause(view.evaluation_seconds, "evaluation"), pause(view.checkpoint_seconds, "checkpoint")
 
 
 def _steps_since(now: float, view: JobView) -> float:

@@ -18,7 +18,7 @@ from dtrain_dagster.jobs.view import JobView
 from dtrain_dagster.monitoring.step_model import step_model
 from dtrain_dagster.monitoring.windows import worlds
 from dtrain_dagster.planning.options import BaseRun, Change, best_of, build_options
-from dtrain_dagster.planning.projection import Projection
+from dtrain_dagster.planning.projection import Projection, pauses_left
 from dtrain_dagster.settings.tiers import Tier, tier_of
 from trainer.documents.events import TimingEvent
 
@@ -63,11 +63,7 @@ def rest_and_whole(
     left, restart = planned, 0.0
     if view.reports and steps:
         share, step = max(0.0, 1 - view.step / steps), statistics.median(item[1] for item in view.reports)
-        evaluation, checkpoint = share * planned["evaluation"], share * planned["checkpoint"]
-        if view.evaluation_seconds:
-            evaluation = share * statistics.fmean(view.evaluation_seconds) * float(work.get("evaluations") or 0)
-        if view.checkpoint_seconds:
-            checkpoint = share * statistics.fmean(view.checkpoint_seconds) * float(work.get("checkpoints") or 0)
+        evaluation, checkpoint = pauses_left(view, work, phases)
         left = planned | {"startup": 0.0, "steps": share * steps * step}
         left |= {"evaluation": evaluation, "checkpoint": checkpoint}
         training = (plan.get("job") or {}).get("training") or {}
