@@ -61,8 +61,9 @@ from benchmarks.diagnosis_plants import (  # noqa: E402
     seconds_of_round,
 )
 from benchmarks.host import note  # noqa: E402
-from dtrain_dagster.monitoring.alerts import STRAGGLERS, alerts, keep  # noqa: E402
+from dtrain_dagster.monitoring.alerts import STRAGGLERS, alerts  # noqa: E402
 from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose  # noqa: E402
+from dtrain_dagster.monitoring.windows import keep  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 LIMIT_SECONDS = 60.0

@@ -30,9 +30,9 @@ from dtrain_dagster.dashboard.job_links import Places
 from dtrain_dagster.dashboard.page import report_page
 from dtrain_dagster.fleet.endings import explain_launch_end
 from dtrain_dagster.fleet.records import KeptState
-from dtrain_dagster.jobs.progress import choose_job, known_jobs, last_step, ran_out
-from dtrain_dagster.planning.history import JobCourse
-from dtrain_dagster.planning.home_history import HomeHistory
+from dtrain_dagster.jobs.progress import choose_job, known_jobs, ran_out
+from dtrain_dagster.jobs.view import last_step
+from dtrain_dagster.planning.history import HomeHistory, JobCourse
 from dtrain_dagster.planning.probe_cost import payer_of
 from dtrain_dagster.sensors.cost_overrun import recent_events
 from dtrain_dagster.settings.environment import Settings

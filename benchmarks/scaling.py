@@ -75,7 +75,7 @@ from dtrain_dagster.data.prices import write_prices  # noqa: E402
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset  # noqa: E402
 from dtrain_dagster.data.sources import price_source  # noqa: E402
 from dtrain_dagster.data.validation import validate_prices  # noqa: E402
-from dtrain_dagster.planning.job_data import samples_of  # noqa: E402
+from dtrain_dagster.planning.check_job import samples_of  # noqa: E402
 from dtrain_dagster.settings.environment import load_settings  # noqa: E402
 from trainer.rundir import RunDir  # noqa: E402
 

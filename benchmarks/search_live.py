@@ -21,7 +21,7 @@ from pathlib import Path
 from benchmarks.host import Workplace, tell
 from benchmarks.search import SPACE, base_job
 from benchmarks.search_policies import USD_PER_NODE_HOUR, Recorded, play, pool_of
-from dtrain_dagster.planning.job_data import samples_of
+from dtrain_dagster.planning.check_job import samples_of
 from dtrain_dagster.search.costing import TrialSeconds, learned_seconds, pace
 from dtrain_dagster.search.measure import measure_trial
 from dtrain_dagster.search.pruning import Pruner

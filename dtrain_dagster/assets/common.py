@@ -37,7 +37,6 @@ from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
     from dtrain_dagster.monitoring.step_model import Strategy
-    from dtrain_dagster.planning.optimizer import Optimization
 
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 """Pydantic's names of a number's bounds, and their words."""
@@ -179,15 +178,6 @@ def strategy_table(strategies: Iterable[Strategy]) -> str:
         step = f"{1000 * item.step_seconds:.3g} ms | {item.communication_share:.0%}"
         rows.append(f"| **{item.name}** | {item.change} | {speed} | {item.cost_gain:+.0%} | {step} | {item.note} |")
     return "\n".join(rows) if len(rows) > 2 else "These figures do not suggest any change."
-
-
-def list_optimizations(found: Optimization) -> str:
-    """Return the recommendations for the next run as Markdown, and the settings for which none can be made."""
-    lines = [f"- **{item.title}**, {item.setting}: {item.sentence}" for item in found.recommendations]
-    text = ["\n".join(lines) or "These figures do not suggest any change."]
-    if found.not_known:
-        text.append("Nothing is recommended for:\n" + "\n".join(f"- {line}" for line in found.not_known))
-    return "\n\n".join(text)
 
 
 def table_schema(rows: list[dg.TableRecord]) -> dg.TableSchema:

@@ -27,9 +27,9 @@ from trainer.rundir import RESULT, RunDir
 if TYPE_CHECKING:
     from dtrain_dagster.costs.carbon import Footprint
     from dtrain_dagster.costs.export import Rows
-    from dtrain_dagster.costs.launches import LaunchTotals
     from dtrain_dagster.costs.ledger import Ledger
-    from dtrain_dagster.planning.variance import Reason
+    from dtrain_dagster.costs.verdict import Reason
+    from dtrain_dagster.jobs.totals import LaunchTotals
 
 REPORTS = "reports"
 COST_REPORT = f"{REPORTS}/cost_breakdown.json"
@@ -131,9 +131,9 @@ def add_bill_to_mlflow(
 def bill_training(cluster: GPUClusterResource, cost_estimate: TrainingPlan, job: FinishedJob) -> dg.MaterializeResult:
     """Return a finished training's bill with its checks, after its reports were written."""
     from dtrain_dagster.costs.carbon import job_footprint
-    from dtrain_dagster.costs.launches import sum_launches
     from dtrain_dagster.costs.ledger import ledger
-    from dtrain_dagster.planning.variance import explain_variance, reasons
+    from dtrain_dagster.costs.verdict import explain_variance, reasons
+    from dtrain_dagster.jobs.totals import sum_launches
 
     rundir = RunDir(job.run_dir)
     plan = plan_of(rundir, cost_estimate)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dagster as dg
 
@@ -16,14 +16,13 @@ from dtrain_dagster.costs.estimate import Forecast
 from dtrain_dagster.costs.plan import ProbeCharge
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.jobs.progress import BudgetSpentError
+from dtrain_dagster.planning import probe, probe_cost
+from dtrain_dagster.planning.build_plan import PlannedJob, explain_dear_probe
+from dtrain_dagster.planning.history import History, knows
+from dtrain_dagster.planning.probe_cost import ExpectedProbe
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
-
-if TYPE_CHECKING:
-    from dtrain_dagster.planning.build_plan import PlannedJob
-    from dtrain_dagster.planning.history import History
-    from dtrain_dagster.planning.probe_cost import ExpectedProbe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,10 +55,6 @@ def measure_pace(
     Raise `dagster.Failure` where the probe is switched off and no past run is known, where the probe does not fit the
     limits, and where it comes to them.
     """
-    from dtrain_dagster.planning import probe, probe_cost
-    from dtrain_dagster.planning.history import knows
-    from dtrain_dagster.planning.limits import explain_dear_probe
-
     limits = limits_of(config)
     counts = probe.probe_counts(planned.node_count, bool(limits) or config.choose_nodes)
     if not config.probe:
@@ -122,7 +117,7 @@ def measure_pace(
 
 def with_load(forecast: Forecast) -> Forecast:
     """Return the forecast from past runs with the load that is on the machine now."""
-    from dtrain_dagster.planning.machine_load import cores_of_others
+    from dtrain_dagster.planning.probe import cores_of_others
 
     return replace(forecast, other_cores=cores_of_others(forecast.sizes))
 
@@ -130,8 +125,6 @@ def with_load(forecast: Forecast) -> Forecast:
 def probe_metadata(pace: Pace, manager: GPUClusterManager) -> dict[str, Any]:
     """Return what Dagster shows of a plan's probes: their cost, what was expected, and their durations for later
     plans; nothing where the plan rests on none."""
-    from dtrain_dagster.planning import probe_cost
-
     if pace.forecast.basis != "probe":
         return {}
     planned = pace.planned
@@ -157,8 +150,6 @@ def probe_metadata(pace: Pace, manager: GPUClusterManager) -> dict[str, Any]:
 
 def describe_probes(pace: Pace) -> str:
     """Return in words what the plan's probes cost, what had been expected, and who pays. Pure."""
-    from dtrain_dagster.planning import probe_cost
-
     charges: Sequence[ProbeCharge] = pace.charges
     if not charges:
         return "measured before, and paid for by another training"

@@ -1,15 +1,30 @@
 """The asset `cost_estimate`: a training's plan and its cost, known before the training is bought."""
 
 import os
+import shutil
+import tempfile
+import uuid
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
 from dtrain_dagster.assets.common import head_of_page, refusing_mistakes
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
-from dtrain_dagster.assets.plan_choices import choices_dots, choices_metadata, explain_choice, in_words
-from dtrain_dagster.assets.plan_limits import cheapest_here, limits_of, refuse_plan, sure_objection, warnings_of
+from dtrain_dagster.assets.plan_limits import (
+    cheapest_here,
+    choices_dots,
+    choices_metadata,
+    explain_choice,
+    in_words,
+    limits_of,
+    refuse_plan,
+    sure_objection,
+    warnings_of,
+)
 from dtrain_dagster.assets.plan_options import (
     NodeTier,
     PlanOptions,
@@ -20,23 +35,41 @@ from dtrain_dagster.assets.plan_options import (
 )
 from dtrain_dagster.assets.plan_probe import Pace, measure_pace, probe_metadata, with_load
 from dtrain_dagster.assets.provisioning import provisioning
+from dtrain_dagster.clusters.ranks import hosts_of
 from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_forecast
 from dtrain_dagster.costs.evictions import tell_evictions
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.data.sharding import BuiltDataset
-from dtrain_dagster.planning.limits import explain_excess
+from dtrain_dagster.planning.build_plan import (
+    PlannedJob,
+    assemble_plan,
+    compare_choices,
+    explain_excess,
+    mark_planned,
+    size_up_job,
+)
+from dtrain_dagster.planning.choices import Choices, name_nodes
+from dtrain_dagster.planning.history import History, knows
+from dtrain_dagster.planning.probe_cost import charge_usd
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.settings.cluster_kinds import describe_kind
 from dtrain_dagster.settings.tiers import OLD_SPOT_NOTICE, tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.page_entries import fit_page
+from dtrain_dagster.support.secrets import redact
+from trainer.node.gpus import explain_local_gpus, visible_gpus
+from trainer.performance.memory import ModelBytes
+from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
     from dtrain_dagster.assets.training_request import TrainingRequest
-    from dtrain_dagster.planning.build_plan import PlannedJob
-    from dtrain_dagster.planning.choices import Choices
-    from dtrain_dagster.planning.history import History
+
+
+ROOM = 64 << 20
+"""Bytes that events, logs, reports and the code of a packed model take, at the least."""
+_COPIES = 4
+"""Copies of the weights in the temporary folder while a model is registered and its server asked."""
 
 DESCRIPTION = (
     "The plan: SKU, nodes, time and dollars with a 90 % interval, from past runs of this training or a short probe "
@@ -116,13 +149,7 @@ def plan_training(
 ) -> dg.MaterializeResult:
     """Return the plan of a wanted training. ``registers``: whether its model is to be registered. Raise
     `dagster.Failure` where it exceeds a limit, or its end lacks something."""
-    from dtrain_dagster.assets.plan_end import refuse_what_cannot_end
-    from dtrain_dagster.clusters.ranks import hosts_of
-    from dtrain_dagster.planning.build_plan import assemble_plan, compare_choices, mark_planned
-    from dtrain_dagster.planning.history import knows
-    from dtrain_dagster.planning.plan_memory import memory_of
-    from dtrain_dagster.planning.probe_cost import charge_usd
-    from trainer.node.gpus import explain_local_gpus, visible_gpus
+    from dtrain_dagster.planning.check_job import memory_of
 
     limits = limits_of(config)
     if config.tier is NodeTier.low_priority:
@@ -195,8 +222,6 @@ def plan_training(
 def plan_of_launchpad(config: PlanOptions, cluster: GPUClusterResource, request: "TrainingRequest") -> "PlannedJob":
     """Return the training as the launchpad and the settings ask for it. Raise `dagster.Failure` for options that
     exclude each other, and `PriceError` for a SKU without a price, before anything is bought."""
-    from dtrain_dagster.planning.build_plan import size_up_job
-
     price, tier = price_of(cluster.sku), tier_of(cluster.first_tier)
     price.usd_per_hour(tier)
     wanted = request.on_nodes(cluster.node_count)
@@ -215,16 +240,12 @@ def plan_of_launchpad(config: PlanOptions, cluster: GPUClusterResource, request:
 
 def read_history(context: dg.AssetExecutionContext, planned: "PlannedJob") -> "History":
     """Return the records of past runs of this training, or at this pace, in this Dagster instance."""
-    from dtrain_dagster.planning.history import History
-
     is_here = planned.kind.is_this_machine
     return History.read(context.instance, planned.fingerprint, planned.pace, is_here, planned.names)
 
 
 def plan_head(plan: TrainingPlan, table: "Choices") -> dict[str, Any]:
     """Return what the page of a plan begins with."""
-    from dtrain_dagster.planning.choices import name_nodes
-
     estimate, sku = plan.estimate, plan.sku.removeprefix("Standard_")
     return head_of_page(
         f"{format_duration(estimate.seconds.expected)} and {dollars(estimate.usd.expected)} "
@@ -258,8 +279,6 @@ def plan_metadata(plan: TrainingPlan, forecast: Forecast, place: str) -> dict[st
 
 def plan_table(plan: TrainingPlan, place: str, startup_seconds: float) -> str:
     """Return the plan as a Markdown table. ``startup_seconds``: of its nodes."""
-    from dtrain_dagster.planning.choices import name_nodes
-
     estimate: Estimate = plan.estimate
     training = plan.job["training"]
     nodes = name_nodes(plan.node_count, plan.sku, plan.tier, place)
@@ -279,3 +298,70 @@ def plan_table(plan: TrainingPlan, place: str, startup_seconds: float) -> str:
 
 def _range(interval: Any, write: Any) -> str:
     return f"{write(interval.low)} to {write(interval.high)}"
+
+
+def refuse_what_cannot_end(
+    cluster: GPUClusterResource,
+    project: ProjectResource,
+    model: ModelBytes | None,
+    keep_checkpoints: int,
+    registers: bool,
+    run_id: str,
+) -> None:
+    """Try what a training's end needs. Raise `dagster.Failure` with all that is missing. ``model``: None where its
+    bytes are not known; ``registers``: whether the graph registers what it trains."""
+    problems = try_places(project, room_needed(model, keep_checkpoints))
+    if registers:
+        from dtrain_dagster.registry import RegistryError  # not above: loads MLflow
+
+        try:
+            cluster.registry(project, run_id).try_out(project.model_name, project.experiment)
+        except RegistryError as error:
+            problems.append(str(error))
+    if problems:
+        raise dg.Failure(
+            "nothing was started, since the training could not finish: " + "; and ".join(problems),
+            allow_retries=False,
+        )
+
+
+def room_needed(model: ModelBytes | None, keep_checkpoints: int) -> dict[str, int]:
+    """Return the bytes that a training needs in its storage, in the home and in the temporary folder. Pure."""
+    weights, checkpoint = 0, 0
+    if model is not None:
+        weights, checkpoint = model.parameters, model.parameters + 2 * model.trained
+    return {  # of checkpoints there are the best one and one that is being written besides
+        "storage": ROOM + weights + (keep_checkpoints + 2) * checkpoint, "home": ROOM + weights,
+        "temporary": ROOM + _COPIES * weights,
+    }  # fmt: skip
+
+
+def try_places(project: ProjectResource, needed: Mapping[str, int]) -> list[str]:
+    """Write to the storage of jobs, to the home and to the temporary folder, and return what is wrong with them. Disks
+    are asked for room as long as they are of this machine; one that several places are on has to have it for all."""
+    storage, name, problems = open_storage(project.shared_uri), f"dtrain-tried-{uuid.uuid4().hex[:8]}", []
+    try:
+        storage.write(name, b"")
+        storage.delete(name)
+    except Exception as error:  # each kind of storage has errors of its own
+        problems.append(f"{redact(project.shared_uri)} cannot be written to ({redact(str(error))}): see DTRAIN_STORAGE")
+    places = {"home": (Path(project.home), "DTRAIN_HOME"), "temporary": (Path(tempfile.gettempdir()), "TMPDIR")}
+    if storage.is_local:
+        places["storage"] = storage.local_path(), "DTRAIN_HOME"
+    disks: dict[int, list[str]] = defaultdict(list)
+    for place, (folder, setting) in places.items():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                disks[folder.stat().st_dev].append(place)
+        except OSError as error:
+            problems.append(f"{folder} cannot be written to ({error.strerror or error}): see {setting}")
+    for of_disk in disks.values():
+        folder, total = places[of_disk[0]][0], sum(needed[place] for place in of_disk)
+        if (free := shutil.disk_usage(folder).free) < total:
+            settings = " or ".join(sorted({places[place][1] for place in of_disk}))
+            problems.append(
+                f"the disk of {folder} has {free / 1e9:.3g} GB left, and this training needs {total / 1e9:.3g} GB "
+                f"(checkpoints, the registered model, and copies on its way): make room, or see {settings}"
+            )
+    return problems

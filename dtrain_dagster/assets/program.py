@@ -32,9 +32,7 @@ from dtrain_dagster.assets.training import totals_metadata
 from dtrain_dagster.assets.training_progress import log_of
 from dtrain_dagster.clusters.base import OWNER, ClusterError, GPUClusterManager, JobSpec, JobState
 from dtrain_dagster.jobs.program import has_gpus, order_program, processes_of, refuse_program
-from dtrain_dagster.jobs.progress import JOB_TAG
-from dtrain_dagster.jobs.wait_news import WaitNews, describe_wait
-from dtrain_dagster.jobs.work_record import note_job
+from dtrain_dagster.jobs.progress import JOB_TAG, WaitNews, describe_wait, note_job
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.settings.tiers import Tier, tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration, in_block
@@ -142,7 +140,7 @@ def program_page(
     rundir: RunDir, config: ProgramOptions, nodes: int, processes: int, totals: Mapping[str, Any], job_url: str
 ) -> dict[str, Any]:
     """Return the page of a program that has ended well. ``processes``: on each node; ``totals``: of `paid`."""
-    from dtrain_dagster.planning.progress_words import count_nodes
+    from dtrain_dagster.planning.projection import count_nodes
 
     took = f" in {format_duration(totals['wall_seconds'])}" if "wall_seconds" in totals else ""
     cost = f", {dollars(totals['cost_usd'])}" if "cost_usd" in totals else ""

@@ -190,8 +190,7 @@ def provenance_of(
     plan: TrainingPlan,
 ) -> "TrainingProvenance":
     """Return a version's record of its making: nodes, hours, dollars, code, and the Dagster run."""
-    from dtrain_dagster.costs.launches import sum_launches
-    from dtrain_dagster.jobs.totals import read_phase_totals
+    from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
     from dtrain_dagster.registry import TrainingProvenance
 
     usage, rundir = [*cluster.manager().node_usage(job.job_id), *plan.probe_usage], RunDir(job.run_dir)

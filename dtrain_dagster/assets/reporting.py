@@ -12,7 +12,6 @@ from dtrain_dagster.assets.common import (
     best_rows,
     head_of_page,
     links,
-    list_optimizations,
     plan_of,
     read_finished,
 )
@@ -100,9 +99,8 @@ def report_performance(
 ) -> tuple[dg.MaterializeResult, dict[str, bytes]]:
     """Return a finished training's figures, after its reports were written, and its charts (title → SVG). ``job_url``:
     its page on the dashboard."""
-    from dtrain_dagster.costs.launches import sum_launches
     from dtrain_dagster.dashboard.page import write_report
-    from dtrain_dagster.jobs.totals import read_phase_totals
+    from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
     from dtrain_dagster.monitoring.alerts import describe_strategy
     from dtrain_dagster.planning.optimizer import ResourceOptimizer
     from dtrain_dagster.reports.performance import summarise_performance
@@ -131,7 +129,7 @@ def report_performance(
         price_words=plan.price_words,
         startup_seconds=plan.phases.get("startup"),
     ).optimization()
-    rundir.write_json(PERFORMANCE_REPORT, asdict(performance) | {"optimization": asdict(optimization)})
+    rundir.write_json(PERFORMANCE_REPORT, asdict(performance) | {"optimization": optimization.document()})
     took, charts = sum_launches(usage), _charts(performance, usage, events)
     expected = plan.estimate.seconds
     has_gpus = any(node.gpu_utilization is not None for node in performance.nodes)
@@ -148,7 +146,7 @@ def report_performance(
             "\n".join(f"- {describe_strategy(item)}" for item in performance.recommendations)
             or "These figures do not suggest any change."
         ),
-        "next_run": dg.MarkdownMetadataValue(list_optimizations(optimization)),
+        "next_run": dg.MarkdownMetadataValue(optimization.markdown),
         **links(dashboard=job_url),
         "pictures": dg.MarkdownMetadataValue(_pictures(performance, charts)),
         "report_page": dg.MetadataValue.path(write_report(rundir, plan.tier)),

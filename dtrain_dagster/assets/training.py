@@ -254,7 +254,7 @@ def planned_job(
     run_id: str,
 ) -> JobConfig:
     """Return the `JobConfig` that carries out the plan."""
-    from dtrain_dagster.jobs.source_tags import source_tags  # not above: loading the definitions does without
+    from dtrain_dagster.jobs.orders import source_tags  # not above: loading the definitions does without
 
     run_dir, uri = f"{project.jobs_uri}/{choice.job_id}", cluster.registry(project).tracking_uri
     source: dict[str, str] = {}
@@ -294,7 +294,7 @@ def hand_over_budget(
 
 def totals_metadata(usage: Sequence[NodeUsage], tier: Tier) -> dict[str, Any]:
     """Return metadata: what a job took over all launches, and what of it the last one took if there were several."""
-    from dtrain_dagster.costs.launches import sum_launches
+    from dtrain_dagster.jobs.totals import sum_launches
 
     took = sum_launches(usage, tier)
     metadata: dict[str, Any] = {
@@ -309,8 +309,8 @@ def totals_metadata(usage: Sequence[NodeUsage], tier: Tier) -> dict[str, Any]:
 
 def _worth(evaluation: dict[str, Any], usage: Sequence[NodeUsage], tier: Tier) -> dict[str, str]:
     """Return metadata: whether the network has earned its dollars, those of probes included."""
-    from dtrain_dagster.costs.launches import sum_launches
     from dtrain_dagster.costs.worth import worth_line
+    from dtrain_dagster.jobs.totals import sum_launches
 
     return {"earned": worth} if (worth := worth_line(evaluation, sum_launches(usage, tier).usd)) else {}
 

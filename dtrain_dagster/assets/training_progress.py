@@ -15,7 +15,8 @@ from dtrain_dagster.clusters.base import GPUClusterManager, JobState
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker, overrun
-from dtrain_dagster.jobs.progress import RESUMED, JobProgress, follow_job, ran_out
+from dtrain_dagster.jobs.progress import follow_job, ran_out
+from dtrain_dagster.jobs.view import RESUMED, JobView
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, COMMUNICATION_SEGMENTS, settled, shares, windows
 from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.support.formatting import dollars, in_block
@@ -51,29 +52,24 @@ def follow_training(
     """Follow the job to its end, with an observation every few seconds. Raise `dagster.Failure` if it does not
     succeed, `NoCapacityError` where no nodes came for it. ``has_nodes`` is called at each look that finds it on its
     nodes."""
-    from dtrain_dagster.jobs.wait_news import WaitNews, describe_wait
-    from dtrain_dagster.planning.projection import ProgressRate, project, time_left
+    from dtrain_dagster.jobs.progress import WaitNews, describe_wait
+    from dtrain_dagster.planning.projection import project, time_left
 
     observed_at, phase, wait_news = 0.0, "", WaitNews()
     told: dict[str, Any] | None = None
     judged: Sequence[Mapping[str, Any]] = ()
-    planned, pace = asdict(plan), ProgressRate()
-
-    def keep_pace(events: list[dict[str, Any]]) -> None:
-        nonlocal pace
-        pace = pace.after(events)
-
-    for status, progress in follow_job(manager, rundir, job_id, take=keep_pace):
-        if progress.phase != phase:
-            phase = progress.phase
+    planned = asdict(plan)
+    for status, view in follow_job(manager, rundir, job_id):
+        if view.phase != phase:
+            phase = view.phase
             context.log.info(f"{job_id}: {phase}")
-        for sentence in progress.news:
+        for sentence in view.news:
             context.log.warning(f"{job_id}: {sentence}")
         try:
             told = (rundir.read_json(TOLD) or {}) if told is None else told
-            tell_news(progress.news, told, context, rundir, notify_urls)
-            if progress.recent != judged:
-                judged = progress.recent
+            tell_news(view.news, told, context, rundir, notify_urls)
+            if view.recent != judged:
+                judged = view.recent
                 tell_of(judged, told, context, rundir, plan.job["training"], notify_urls)
             if time.monotonic() - observed_at >= OBSERVE_EVERY_SECONDS:
                 observed_at = time.monotonic()
@@ -81,14 +77,14 @@ def follow_training(
                 if sentence := wait_news.tell(status):
                     context.log.info(f"{job_id}: {sentence}")
                 usage = manager.node_usage(job_id)
-                if usage or progress.step:  # from the first node on: a node is paid for even before its first step
-                    cost = project(CostTracker("", usage, plan.tier), planned, pace)
-                    left = None if status.state.is_final else time_left(pace, planned, time.time())
-                    metadata = progress_metadata(progress, plan, cost, left, waiting)
+                if usage or view.step:  # from the first node on: a node is paid for even before its first step
+                    cost = project(CostTracker("", usage, plan.tier), planned, view)
+                    left = None if status.state.is_final else time_left(view, planned, time.time())
+                    metadata = progress_metadata(view, plan, cost, left, waiting)
                     observe(context, metadata)
-                    context.log.info(describe_progress(progress, plan, cost, left))
+                    context.log.info(describe_progress(view, plan, cost, left))
                 elif waiting:  # nothing is paid yet
-                    metadata = {"phase": progress.phase, "waiting": waiting}
+                    metadata = {"phase": view.phase, "waiting": waiting}
                     observe(context, metadata)
         except Exception:  # of any kind: a failed message about a job must not end the run that follows it
             error = traceback.format_exc()  # in the message: Dagster keeps no other part of a record
@@ -101,7 +97,7 @@ def follow_training(
         status.refuse_starved()
         is_spent = ran_out(rundir)
         raise dg.Failure(
-            description=visible(progress.explained(f"job {job_id} {status.state}: {status.message}"), keep_lines=True)
+            description=visible(view.explained(f"job {job_id} {status.state}: {status.message}"), keep_lines=True)
             + (f"; {RAISE_BUDGET}" if is_spent else ""),
             metadata={"log": dg.MarkdownMetadataValue(in_block(log_of(manager, job_id)))},
             allow_retries=status.state is JobState.FAILED and not is_spent,
@@ -174,44 +170,44 @@ def tell_of(
 
 
 def progress_metadata(
-    progress: JobProgress, plan: TrainingPlan, cost: Projection, left: TimeLeft | None = None, waiting: str = ""
+    view: JobView, plan: TrainingPlan, cost: Projection, left: TimeLeft | None = None, waiting: str = ""
 ) -> dict[str, Any]:
     """Return the known figures of an observation of the running asset, as numbers, so that the UI plots them.
     ``waiting``: why nodes have no place yet, in words."""
     over = cost.over_at_end
     fields = {
-        "phase": progress.phase,
+        "phase": view.phase,
         "waiting": waiting or None,
-        "step": progress.step or None,
+        "step": view.step or None,
         "steps_planned": plan.work.steps,
-        "epoch": progress.epoch or None,
-        "loss": progress.loss,
-        "valid_loss": progress.valid_loss,
-        "samples_per_second": progress.samples_per_second,
+        "epoch": view.epoch or None,
+        "loss": view.loss,
+        "valid_loss": view.valid_loss,
+        "samples_per_second": view.samples_per_second,
         "eta_seconds": left.seconds if left else None,
-        "nodes_alive": progress.nodes_alive,
+        "nodes_alive": view.nodes_alive,
         "cost_so_far_usd": cost.so_far,
         "projected_cost_usd": cost.at_end.expected if cost.at_end else None,
         "projected_cost_low_usd": cost.at_end.low if cost.at_end else None,
         "projected_cost_high_usd": cost.at_end.high if cost.at_end else None,
         "estimated_usd": cost.estimated,
         "over_estimate_percent": None if over is None else round(100 * over, 2),
-        **_shares(progress.shares()),
+        **_shares(view.shares()),
     }
     return {name: round_figures(value) for name, value in fields.items() if value is not None}
 
 
-def describe_progress(progress: JobProgress, plan: TrainingPlan, cost: Projection, left: TimeLeft | None = None) -> str:
+def describe_progress(view: JobView, plan: TrainingPlan, cost: Projection, left: TimeLeft | None = None) -> str:
     """Return the same figures as one line of the log."""
-    from dtrain_dagster.planning.progress_words import count_nodes, describe_training  # not above: while it trains only
+    from dtrain_dagster.planning.projection import count_nodes, describe_training  # not above: while it trains only
 
-    parts = describe_training(progress, plan.work.steps, left, with_share=True)
-    if shares := progress.shares():
+    parts = describe_training(view, plan.work.steps, left, with_share=True)
+    if shares := view.shares():
         parts.append(f"network {shares['communication']:.0%}, waiting {shares['waiting']:.0%}")
     told = [f"{dollars(cost.so_far)} so far"]
     if cost.at_end and cost.over_at_end is not None:
         told.append(f"{dollars(cost.at_end.expected)} at the end, {cost.over_at_end:+.0%} to the estimate")
-    return " · ".join([*parts, count_nodes(progress.nodes_alive), f"{', '.join(told)} ({plan.price_words})"])
+    return " · ".join([*parts, count_nodes(view.nodes_alive), f"{', '.join(told)} ({plan.price_words})"])
 
 
 def cost_check(manager: GPUClusterManager, job_id: str, plan: TrainingPlan) -> dg.AssetCheckResult:
@@ -241,7 +237,7 @@ def cost_check(manager: GPUClusterManager, job_id: str, plan: TrainingPlan) -> d
 def communication_check(events: Sequence[dict[str, Any]], training: Mapping[str, Any]) -> dg.AssetCheckResult:
     """Return the check of the whole job's communication against its limit, with the changes that would help."""
     from dtrain_dagster.monitoring.alerts import communication_alert
-    from dtrain_dagster.monitoring.contention import with_own_cores
+    from dtrain_dagster.monitoring.windows import with_own_cores
 
     found = settled(windows(events))
     alert = communication_alert(found, training)

@@ -15,9 +15,9 @@ from dtrain_dagster.cli.job_names import find_job, job_argument
 from dtrain_dagster.cli.json_output import json_option, print_json
 
 if TYPE_CHECKING:
-    from dtrain_dagster.costs.launches import LaunchTotals
     from dtrain_dagster.costs.ledger import Ledger
     from dtrain_dagster.costs.tracker import CostTracker
+    from dtrain_dagster.jobs.totals import LaunchTotals
 
 
 @click.command()
@@ -45,11 +45,11 @@ def cost(job_id: str, as_csv: bool, as_json: bool, usage_export: Path | None) ->
     from dtrain_dagster.clusters.azure_ml.bill import UsageError
     from dtrain_dagster.costs import export
     from dtrain_dagster.costs.carbon import job_footprint
-    from dtrain_dagster.costs.launches import sum_launches
     from dtrain_dagster.costs.ledger import ledger
     from dtrain_dagster.costs.plan import PLAN, probe_usage_of
     from dtrain_dagster.costs.prices import PriceError, price_words
     from dtrain_dagster.costs.tracker import CostTracker
+    from dtrain_dagster.jobs.totals import sum_launches
     from dtrain_dagster.settings.tiers import tier_of
     from trainer.rundir import JOB, RESULT
 

@@ -18,8 +18,8 @@ from dtrain_dagster.fleet.expectation import Expectation, expect_given, expect_l
 from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, JobOrder
 from dtrain_dagster.fleet.spec import FleetFile, JobEntry
 from dtrain_dagster.planning.build_plan import sizes_of
-from dtrain_dagster.planning.home_history import HomeHistory
-from dtrain_dagster.planning.job_data import samples_of
+from dtrain_dagster.planning.check_job import samples_of
+from dtrain_dagster.planning.history import HomeHistory
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration

@@ -81,8 +81,8 @@ def describe_end(facts: JobFacts, course: JobCourse, checkpoint: tuple[str, int]
     Pure."""
     from dtrain_dagster.cli.status import so_far
 
-    progress = course.progress
-    of = f"/{course.total_steps}" if course.total_steps else ""
+    progress = course.view
+    of = f"/{progress.total_steps}" if progress.total_steps else ""
     step = max(progress.step, checkpoint[1] if checkpoint else 0)  # not each step is reported
     where = f" at step {step}{of}" if step else ""
     where += f" of epoch {progress.epoch}" if step and progress.epoch else ""

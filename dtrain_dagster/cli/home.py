@@ -136,7 +136,7 @@ def work(command: tuple[str, ...], go_on: str | None) -> None:
       dtrain work dagster asset materialize -m dtrain_dagster.definitions \\
         --select 'not group:studies'
     """
-    from dtrain_dagster.jobs.work_record import noted_jobs, work_file
+    from dtrain_dagster.jobs.progress import noted_jobs, work_file
     from dtrain_dagster.settings.home import hold_home, make_home
     from dtrain_dagster.web.stored_secrets import refuse_secret_on_command_line
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from dtrain_dagster.cli.common import run_dir
 from dtrain_dagster.clusters import presence
 from dtrain_dagster.clusters.base import JobStatus
-from dtrain_dagster.costs.launches import LaunchTotals, sum_launches
 from dtrain_dagster.costs.plan import PLAN
-from dtrain_dagster.jobs.progress import last_step
+from dtrain_dagster.jobs.totals import LaunchTotals, sum_launches
+from dtrain_dagster.jobs.view import last_step
 from dtrain_dagster.settings.tiers import tier_of
 from trainer.documents.presences import stale_seconds
 from trainer.errors import DamagedError

@@ -16,7 +16,7 @@ from typing import Any
 
 from dtrain_dagster.cli.common import ranks_of, say
 from dtrain_dagster.data.publish import publish_dataset
-from dtrain_dagster.planning.job_data import data_of, samples_of
+from dtrain_dagster.planning.check_job import data_of, samples_of
 from dtrain_dagster.settings.environment import Settings
 from trainer.config import FACTORY, ConfigError, JobConfig, parse_job
 from trainer.data.manifest import kind_of, load_manifest

@@ -66,7 +66,7 @@ def launch(
     from dtrain_dagster.cli.terminal import print_lines, stream_job
     from dtrain_dagster.jobs.log_follower import follow_logs
     from dtrain_dagster.jobs.program import describe_needs, has_gpus, order_program, processes_of, refuse_program
-    from dtrain_dagster.jobs.work_record import note_job
+    from dtrain_dagster.jobs.progress import note_job
     from dtrain_dagster.settings.engines import read_engine_options
     from trainer.frameworks.catalogue import FRAMEWORKS
 

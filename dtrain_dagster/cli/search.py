@@ -161,7 +161,7 @@ def search(
     from dataclasses import asdict, replace
 
     from dtrain_dagster.costs.prices import price_of, price_words
-    from dtrain_dagster.planning.job_data import samples_of
+    from dtrain_dagster.planning.check_job import samples_of
     from dtrain_dagster.search.check_space import check_space
     from dtrain_dagster.search.measure import measure_trial
     from dtrain_dagster.search.run import SearchRequest, open_search
@@ -268,7 +268,7 @@ def _reachable(job: JobConfig, settings: Settings) -> JobConfig:
     from dataclasses import replace
 
     from dtrain_dagster.cli.job_options import with_reachable_data
-    from dtrain_dagster.planning.job_data import data_of
+    from dtrain_dagster.planning.check_job import data_of
 
     known = replace(job.dataset, dataset_id=data_of(job).dataset_id)
     return with_reachable_data(replace(job, dataset=known), settings)

@@ -15,10 +15,9 @@ from dtrain_dagster.cli.job_facts import JobFacts
 from dtrain_dagster.cli.terminal import format_progress
 from dtrain_dagster.cli.time_left import LeftClock
 from dtrain_dagster.clusters.base import ClusterHealth, JobState, JobStatus, NodeHealth
-from dtrain_dagster.jobs.progress import JobProgress, advance
+from dtrain_dagster.jobs.view import JobFollower, JobView
 from dtrain_dagster.monitoring.hangs import hang_verdict
-from dtrain_dagster.planning.progress_words import describe_training
-from dtrain_dagster.planning.projection import TimeLeft
+from dtrain_dagster.planning.projection import TimeLeft, describe_training
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.presences import NodePresence, stale_seconds
 from trainer.rundir import LAUNCH, RunDir
@@ -46,23 +45,19 @@ def print_health(console: Console, health: ClusterHealth) -> None:
 class JobCourse:
     """How far a job has come, as one look at its events tells it."""
 
-    progress: JobProgress
-    total_steps: int | None
+    view: JobView
     left: TimeLeft | None
     has_events: bool
 
 
 def read_course(status: JobStatus, rundir: RunDir, clock: LeftClock) -> JobCourse:
     """Return how far a job of this status has come. Of one that is damaged nothing is known."""
-    progress, heard = JobProgress(nodes_alive=status.nodes_alive), 0
+    follower, heard = JobFollower(rundir, JobView(nodes_alive=status.nodes_alive)), 0
     if status.damage:
-        return JobCourse(progress=progress, total_steps=None, left=None, has_events=False)
-    for events in rundir.looks():
-        clock.take(events)
-        progress, heard = advance(progress, events), heard + len(events)
-    return JobCourse(
-        progress=progress, total_steps=clock.total_steps, left=clock.left(status), has_events=heard > 0
-    )  # fmt: skip
+        return JobCourse(view=follower.view, left=None, has_events=False)
+    for events in follower.read():
+        heard += len(events)
+    return JobCourse(view=follower.view, left=clock.left(status, follower.view), has_events=heard > 0)
 
 
 def print_status(console: Console, facts: JobFacts, rundir: RunDir, now: float, course: JobCourse) -> None:
@@ -72,10 +67,10 @@ def print_status(console: Console, facts: JobFacts, rundir: RunDir, now: float, 
     if facts.began_at is not None:
         console.print(f"started {time_of(facts.began_at)}, {so_far(facts)}", highlight=False, soft_wrap=True)
     if course.has_events:
-        text = format_progress(course.progress, course.total_steps, course.left, status.state)
+        text = format_progress(course.view, course.view.total_steps, course.left, status.state)
         console.print(text, highlight=False, markup=False, soft_wrap=True)
-        if course.progress.hang:
-            text = f"! {hang_verdict(course.progress.hang)}"
+        if course.view.hang:
+            text = f"! {hang_verdict(course.view.hang)}"
             console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
     if presences := rundir.nodes():
         console.print(nodes_table(presences, now, stale))
@@ -107,15 +102,15 @@ def health_document(health: ClusterHealth) -> dict[str, Any]:
 
 def status_document(facts: JobFacts, rundir: RunDir, course: JobCourse) -> dict[str, Any]:
     """Return how a job stands for JSON, with the fields of `dtrain_dagster.cli.json_fields.STATUS`."""
-    progress, left = course.progress, course.left
+    view, left = course.view, course.left
     presences = [] if facts.status.damage else rundir.nodes()
     return {
         **facts.document(),
-        "phase": describe_training(progress, course.total_steps, None, facts.status.state)[0],
-        "total_steps": course.total_steps,
-        "epoch": progress.epoch or None,
-        "valid_loss": progress.valid_loss,
-        "samples_per_second": None if facts.status.state.is_final else progress.samples_per_second,
+        "phase": describe_training(view, view.total_steps, None, facts.status.state)[0],
+        "total_steps": view.total_steps,
+        "epoch": view.epoch or None,
+        "valid_loss": view.valid_loss,
+        "samples_per_second": None if facts.status.state.is_final else view.samples_per_second,
         "eta_seconds": left.seconds if left else None,
         "eta_has_finish": left.has_finish if left else None,
         "presences": [

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from dtrain_dagster.costs.launches import LaunchTotals
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import STAND_IN, price_words
 from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.progress import CLAIM, REGISTRATION
-from dtrain_dagster.jobs.totals import sum_presences
+from dtrain_dagster.jobs.totals import LaunchTotals, sum_presences
 from dtrain_dagster.reports.kind_scores import compare_figures, has_kind_scores
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars, format_duration

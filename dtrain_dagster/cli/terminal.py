@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -18,9 +17,9 @@ from dtrain_dagster.cli.time_left import LeftClock
 from dtrain_dagster.clusters.base import GPUClusterManager, JobState, JobStatus
 from dtrain_dagster.dashboard.series import PerformanceDashboard
 from dtrain_dagster.jobs.log_follower import LogFollower, time_in
-from dtrain_dagster.jobs.progress import JobProgress, follow_job
-from dtrain_dagster.planning.progress_words import count_nodes, describe_training
-from dtrain_dagster.planning.projection import TimeLeft
+from dtrain_dagster.jobs.progress import follow_job
+from dtrain_dagster.jobs.view import JobView
+from dtrain_dagster.planning.projection import TimeLeft, count_nodes, describe_training
 from trainer.documents.events import ProfileEvent
 from trainer.printable import visible
 from trainer.rundir import RunDir
@@ -71,26 +70,22 @@ def watch_training(
 ) -> JobStatus:
     """Show a training's progress until it has ended; on a terminal with a line for each node."""
     if not console.is_terminal:
-        return _show_lines(console, follow_job(manager, rundir, job_id, take=clock.take), clock, total_steps)
+        return _show_lines(console, follow_job(manager, rundir, job_id), clock, total_steps)
     board = PerformanceDashboard()
-
-    def take(events: list[dict[str, Any]]) -> None:
-        board.take(events)
-        clock.take(events)
-
-    return _show_in_place(console, follow_job(manager, rundir, job_id, take=take), board, clock, total_steps)
+    looks = follow_job(manager, rundir, job_id, take=board.take)
+    return _show_in_place(console, looks, board, clock, total_steps)
 
 
 def _show_lines(
-    console: Console, looks: Iterator[tuple[JobStatus, JobProgress]], clock: LeftClock, total_steps: int | None
+    console: Console, looks: Iterator[tuple[JobStatus, JobView]], clock: LeftClock, total_steps: int | None
 ) -> JobStatus:
     """A line for each phase, and one every few seconds."""
     shown_at, phase = 0.0, ""
     while True:
         status, progress = next(looks)
         _print_news(console, progress)
-        now, left = time.monotonic(), clock.left(status)
-        text = format_progress(progress, total_steps or clock.total_steps, left, status.state)
+        now, left = time.monotonic(), clock.left(status, progress)
+        text = format_progress(progress, total_steps or progress.total_steps, left, status.state)
         now_in = text.partition(SEPARATOR)[0]
         if now_in != phase or now - shown_at >= LINE_EVERY_SECONDS or status.state.is_final:
             phase, shown_at = now_in, now
@@ -101,7 +96,7 @@ def _show_lines(
 
 def _show_in_place(
     console: Console,
-    looks: Iterator[tuple[JobStatus, JobProgress]],
+    looks: Iterator[tuple[JobStatus, JobView]],
     board: PerformanceDashboard,
     clock: LeftClock,
     total_steps: int | None,
@@ -118,9 +113,9 @@ def _show_in_place(
         while True:
             status, progress = next(looks)
             _print_news(console, progress)
-            total = total_steps or board.total_steps
+            total = total_steps or progress.total_steps
             bar.update(task, total=total, completed=progress.step)
-            text = format_progress(progress, total, clock.left(status), status.state)
+            text = format_progress(progress, total, clock.left(status, progress), status.state)
             line = Text("\n".join(wrap_parts(text, console.width)))
             nodes = [live_nodes_table(board, time.time())] if board.nodes and not status.state.is_final else []
             live.update(Group(line, *nodes) if status.state.is_final else Group(bar, line, *nodes))
@@ -178,13 +173,13 @@ def node_state(board: PerformanceDashboard, node: int, now: float) -> Text:
     return Text("there", style="default")
 
 
-def _print_news(console: Console, progress: JobProgress) -> None:
+def _print_news(console: Console, progress: JobView) -> None:
     for sentence in progress.news:
         console.print(f"! {sentence}", style="yellow", soft_wrap=True, highlight=False, markup=False)
 
 
 def format_progress(
-    progress: JobProgress, total_steps: int | None, left: TimeLeft | None = None, state: JobState | None = None
+    progress: JobView, total_steps: int | None, left: TimeLeft | None = None, state: JobState | None = None
 ) -> str:
     """Return phase, step, epoch, time left, loss, speed and nodes in one line, as far as they are known. ``state``: of
     the job, as `describe_training` has it. Pure."""

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.clusters.base import JobStatus
 from dtrain_dagster.costs.plan import PLAN
-from dtrain_dagster.planning.projection import ProgressRate, TimeLeft, time_left
+from dtrain_dagster.jobs.view import JobView
+from dtrain_dagster.planning.projection import TimeLeft, time_left
 from trainer.errors import DamagedError
 from trainer.rundir import RunDir
 
@@ -22,29 +23,20 @@ if TYPE_CHECKING:
 
 
 class LeftClock:
-    """The time left of one job, from its events and its plan."""
+    """The time left of one job, from how it goes and its plan."""
 
     def __init__(self, rundir: RunDir, expect_finish: Callable[[], float | None] = lambda: None) -> None:
         """``expect_finish``: is asked once for the seconds after the last step, of a job without a plan."""
-        self._rundir, self._pace, self._expect_finish = rundir, ProgressRate(), expect_finish
+        self._rundir, self._expect_finish = rundir, expect_finish
         self._plan: Mapping[str, Any] | None = None
 
-    def take(self, events: Sequence[dict[str, Any]]) -> None:
-        """Add events, in order of time."""
-        self._pace = self._pace.after(events)
-
-    @property
-    def total_steps(self) -> int | None:
-        """Return all steps of the training, as it says itself; None while it does not."""
-        return self._pace.total_steps
-
-    def left(self, status: JobStatus) -> TimeLeft | None:
+    def left(self, status: JobStatus, view: JobView) -> TimeLeft | None:
         """Return the time left; None where it is not known, and for a job that has ended, however it did."""
-        if status.state.is_final or not self._pace.reports:
+        if status.state.is_final or not view.reports:
             return None
         if self._plan is None:
             self._plan = self._read_plan()
-        return time_left(self._pace, self._plan, time.time())
+        return time_left(view, self._plan, time.time())
 
     def _read_plan(self) -> Mapping[str, Any]:
         with suppress(DamagedError):  # others refuse the job for it: here a figure is missing
@@ -59,8 +51,8 @@ def expect_finish(settings: Settings, rundir: RunDir) -> float | None:
     has none, or they cannot be read."""
     from dtrain_dagster.cli.common import ranks_of
     from dtrain_dagster.planning.build_plan import sizes_of
-    from dtrain_dagster.planning.home_history import HomeHistory
-    from dtrain_dagster.planning.job_data import samples_of
+    from dtrain_dagster.planning.check_job import samples_of
+    from dtrain_dagster.planning.history import HomeHistory
     from trainer.rundir import LAUNCH
 
     with suppress(ValueError, OSError, RuntimeError):  # what is missing is a figure; a command that needs it says why

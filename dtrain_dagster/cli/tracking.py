@@ -79,7 +79,7 @@ def with_tracking(
 @cache
 def _source(entry: str, folder: Path) -> dict[str, str]:
     """Return where a training comes from. A command asks git once, however many trainings it starts."""
-    from dtrain_dagster.jobs.source_tags import source_tags
+    from dtrain_dagster.jobs.orders import source_tags
 
     return source_tags(entry, folder)
 

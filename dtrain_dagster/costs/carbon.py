@@ -1,10 +1,10 @@
 """The electricity that a job used, and the emissions of its grid: pure arithmetic over presence and samples.
 
-    kWh = sum over node time of (GPU power + host power) x PUE;   kg CO2e = kWh x intensity of the region's grid
+    kWh = paid node time x mean (GPU power + host power) x PUE;   kg CO2e = kWh x intensity of the region's grid
 
-GPU power is what NVML measured on the nodes (``node`` events, see `trainer.observability.node_monitor`). Where nothing
-was measured it is the rated power times the utilisation, or rated power as it is: an upper bound. Nodes do not measure
-the host: it counts by its processors' load. Every constant stands in ``carbon.json`` with its source and year.
+GPU power is the mean of what NVML measured on a node (``node`` events, see `trainer.observability.node_monitor`). Where
+nothing was measured it is the rated power times the utilisation, or rated power as it is: an upper bound. Nodes do not
+measure the host: it counts by its processors' load. Every constant stands in ``carbon.json`` with its source and year.
 """
 
 from __future__ import annotations
@@ -12,21 +12,19 @@ from __future__ import annotations
 import json
 import math
 import os
-from bisect import bisect_left, bisect_right
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from itertools import pairwise
 from typing import Any
 
 from dtrain_dagster.costs.prices import hardware_of, region_of
+from dtrain_dagster.costs.tracker import paid_wall_seconds
 from dtrain_dagster.costs.usage import NodeUsage
 from trainer.documents.events import NodeEvent, read_events
 
-HOLD_SECONDS = 120.0
-"""Longest time before a sample, in seconds, that the sample speaks for; it begins at the previous sample."""
 _GB_PER_GIB = 2**30 / 1e9
 
 
@@ -57,19 +55,13 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Sample:
-    time: float
-    gpu_watts: float | None
-    gpu_utilization: float | None
-    load: float | None
+class Drawn:
+    """A node's means over its samples; None where nothing was measured."""
+
+    gpu_watts: float | None = None
+    gpu_utilization: float | None = None
+    load: float | None = None
     """Fractions of 1."""
-
-
-@dataclass(slots=True)
-class _Sum:
-    joules: float = 0.0
-    seconds: float = 0.0
-    measured_seconds: float = 0.0
 
 
 def footprint(
@@ -84,17 +76,23 @@ def footprint(
     for nodes that are groups of processes on one machine, see `this_machine`. Its power counts once for them all,
     instead of that of the SKU whose price is the stand-in. Raise `PriceError` for an unknown SKU.
     """
-    intervals = list(usage)
-    samples = _samples(events)
-    total = _Sum()
+    intervals = [item for item in usage if item.ended_at > item.started_at]
+    drawn = _means(events)
     if machine is not None:
-        _add(total, intervals, samples, machine, usual_load=1.0)
+        nodes = {item.node_id for item in intervals}
+        parts = [(paid_wall_seconds(intervals), machine, [drawn.get(node, Drawn()) for node in nodes])]
     else:
-        for interval in intervals:
-            _add(total, [interval], samples, _machine_of(interval.sku), usual_load=_table()["host"]["usual_load"])
-    share = total.measured_seconds / total.seconds if total.seconds else 0.0
+        parts = [
+            (item.ended_at - item.started_at, _machine_of(item.sku), [drawn.get(item.node_id, Drawn())])
+            for item in intervals
+        ]
+    usual_load = 1.0 if machine is not None else _table()["host"]["usual_load"]
+    joules = sum(seconds * _watts(each, told, usual_load) for seconds, each, told in parts)
+    measured = sum(seconds for seconds, _, told in parts if any(item.gpu_watts is not None for item in told))
+    whole = sum(seconds for seconds, _, _ in parts)
+    share = measured / whole if whole else 0.0
     pue = 1.0 if machine is not None else _table()["datacentre"]["pue"]
-    kwh = total.joules / 3.6e6 * pue
+    kwh = joules / 3.6e6 * pue
     grams, source = _grid(region)
     return Footprint(
         kwh=kwh,
@@ -120,87 +118,41 @@ def this_machine() -> Machine:
     return Machine(cores=os.cpu_count() or 1, memory_gib=psutil.virtual_memory().total / 2**30, gpu_watts=0.0)
 
 
-def _add(
-    total: _Sum,
-    intervals: Sequence[NodeUsage],
-    samples: Mapping[int, Sequence[_Sample]],
-    machine: Machine,
-    usual_load: float,
-) -> None:
-    """Add the energy that one machine used while any of these intervals lasted. Between two neighbouring points of time
-    at which something changes, power is constant. An interval that ends before it begins, as clocks step, counts
-    nothing."""
-    points = {point for interval in intervals for point in (interval.started_at, interval.ended_at)}
-    for interval in intervals:
-        points.update(_changes(samples.get(interval.node_id, ()), interval.started_at, interval.ended_at))
-    ordered = sorted(points)
-    for begin, end in pairwise(ordered):
-        middle = (begin + end) / 2
-        present = {interval.node_id for interval in intervals if interval.started_at <= middle < interval.ended_at}
-        if not present:
-            continue
-        told = [_speaking(samples.get(node_id, ()), middle) for node_id in present]
-        watts, is_measured = _watts(machine, told, usual_load)
-        total.joules += watts * (end - begin)
-        total.seconds += end - begin
-        total.measured_seconds += (end - begin) * is_measured
-
-
-def _changes(samples: Sequence[_Sample], begin: float, end: float) -> Iterable[float]:
-    """Yield the points within that time at which another sample begins to count, or one without a predecessor."""
-    first = bisect_right(samples, begin, key=_time)
-    for index in range(first, len(samples)):
-        time = samples[index].time
-        since = time - HOLD_SECONDS
-        if begin < since < end and (index == 0 or samples[index - 1].time < since):
-            yield since
-        if time >= end:
-            return
-        yield time
-
-
-def _speaking(samples: Sequence[_Sample], when: float) -> _Sample | None:
-    """The sample that speaks for a point of time: the next one, if it is near."""
-    index = bisect_left(samples, when, key=_time)
-    return samples[index] if index < len(samples) and samples[index].time - when <= HOLD_SECONDS else None
-
-
-def _watts(machine: Machine, told: Sequence[_Sample | None], usual_load: float) -> tuple[float, bool]:
-    """Return the watts of a machine with the samples of the nodes on it, and whether the GPUs' part was measured. Each
-    of these nodes sees the same GPUs, and its own share of the processors."""
-    known = [sample for sample in told if sample]
-    measured = [sample.gpu_watts for sample in known if sample.gpu_watts is not None]
-    utilization = [sample.gpu_utilization for sample in known if sample.gpu_utilization is not None]
+def _watts(machine: Machine, told: Sequence[Drawn], usual_load: float) -> float:
+    """Return the watts of a machine with the nodes on it. Each of these nodes sees the same GPUs, and its own share of
+    the processors."""
+    measured = [item.gpu_watts for item in told if item.gpu_watts is not None]
+    utilization = [item.gpu_utilization for item in told if item.gpu_utilization is not None]
     gpus = max(measured) if measured else machine.gpu_watts * max(utilization, default=1.0)
-    loads = [usual_load if sample is None or sample.load is None else sample.load for sample in told]
+    loads = sum(usual_load if item.load is None else item.load for item in told)
     host = _table()["host"]
     idle, busy = host["idle_watts_per_vcpu"], host["busy_watts_per_vcpu"]
-    processors = machine.cores * (idle + min(1.0, sum(loads)) * (busy - idle))
-    memory = machine.memory_gib * _GB_PER_GIB * host["watts_per_gb"]
-    return gpus + processors + memory, bool(measured)
+    processors = machine.cores * (idle + min(1.0, loads) * (busy - idle))
+    return gpus + processors + machine.memory_gib * _GB_PER_GIB * host["watts_per_gb"]
 
 
-def _samples(events: Iterable[Mapping[str, Any]]) -> dict[int, list[_Sample]]:
-    """Return the samples by node, in order of time, one for each point of time."""
-    found: dict[int, dict[float, _Sample]] = defaultdict(dict)
+def _means(events: Iterable[Mapping[str, Any]]) -> dict[int, Drawn]:
+    by_node: dict[int, list[NodeEvent]] = defaultdict(list)
     for event in read_events(NodeEvent, events):
-        load, utilization = _number(event.cpu_percent), _number(event.gpu_utilization)
-        found[event.node_id][event.time] = _Sample(
-            time=event.time,
-            gpu_watts=_number(event.gpu_power_watts),
-            gpu_utilization=None if utilization is None else min(1.0, utilization / 100),
-            load=None if load is None else min(1.0, load / 100),
+        by_node[event.node_id].append(event)
+
+    def mean(figures: Iterable[Any], most: float = math.inf) -> float | None:
+        """Return the mean of the figures that can be one: finite, and not negative."""
+        numbers = (float(value) for value in figures if isinstance(value, int | float) and 0 <= value < math.inf)
+        values = [min(value, most) for value in numbers]
+        return statistics.fmean(values) if values else None
+
+    def share(percent: float | None) -> float | None:
+        return None if percent is None else percent / 100
+
+    return {
+        node: Drawn(
+            gpu_watts=mean(item.gpu_power_watts for item in looks),
+            gpu_utilization=share(mean((item.gpu_utilization for item in looks), 100.0)),
+            load=share(mean((item.cpu_percent for item in looks), 100.0)),
         )
-    return {node_id: [by_time[time] for time in sorted(by_time)] for node_id, by_time in found.items()}
-
-
-def _number(value: Any) -> float | None:
-    """A figure that can be one: finite, and not negative."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) and value >= 0 else None
-
-
-def _time(sample: _Sample) -> float:
-    return sample.time
+        for node, looks in by_node.items()
+    }
 
 
 @cache
@@ -233,12 +185,12 @@ def _basis(share: float, machine: Machine | None, pue: float) -> str:
         f"{host['watts_per_gb']} W per GB of memory ({origin[host['source']]['source']})"
     )
     if machine is not None:
-        gpus = f"; GPU power was measured in {share:.0%} of the time" if share else ""
+        gpus = "; GPU power was measured" if share else ""
         return (
             f"an estimate for this one machine, not of the SKU whose price stands in: {machine.cores} processors "
             f"{hosts}{gpus}; no PUE"
         )
     return (
-        f"GPU power measured in {share:.0%} of the node time, else rated power (an upper bound where the utilisation "
-        f"is not known); hosts {hosts}; times a PUE of {pue} ({origin[_table()['datacentre']['source']]['source']})"
+        f"GPU power measured on nodes of {share:.0%} of the node time, else rated power (an upper bound where the "
+        f"utilisation is not known); hosts {hosts}; times a PUE of {pue} ({origin[_table()['datacentre']['source']]['source']})"
     )

@@ -11,7 +11,15 @@ from typing import Any
 
 from dtrain_dagster.costs.ledger import IN_STEPS, Ledger
 from dtrain_dagster.costs.money import SECOND
+from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.costs.timeline import CostCause
+from dtrain_dagster.costs.tracker import NodeCost
 from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose
+from dtrain_dagster.support.formatting import dollars, format_duration
+
+NEGLIGIBLE = 0.01
+"""Share of the estimate below which reasons are merged."""
+STARTING = (CostCause.PROVISIONING, CostCause.STARTUP)
 
 LOW_GOODPUT = 0.5
 """The share of paid node-time below which the verdict mentions it."""
@@ -77,3 +85,65 @@ def goodput(found: Ledger) -> Goodput:
         paid_node_seconds=found.microseconds / SECOND,
         elsewhere={str(cause): seconds for cause, seconds in causes.items() if cause not in IN_STEPS},
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reason:
+    """A part of actual minus estimated dollars."""
+
+    usd: float
+    words: str
+
+
+def reasons(
+    plan: TrainingPlan, nodes: Sequence[NodeCost], found: Ledger, steps: int, probe: Ledger | None
+) -> list[Reason]:  # fmt: skip
+    """Return the reasons, the largest first; they add up to paid minus expected dollars. ``probe``: of the run that the
+    estimate rests on, where there was one."""
+    rate, count = plan.estimate.usd_per_node_hour / 3600, plan.node_count
+    paid, usd = sum(node.hours for node in nodes) * 3600, sum(node.usd for node in nodes)
+    told: list[Reason] = []
+    if paid and abs(usd - paid * rate) > 1e-6 * usd:
+        kinds = sorted({f"{node.sku} ({node.tier})" for node in nodes})
+        words = (
+            f"the price per node-hour was {dollars(3600 * usd / paid)} ({', '.join(kinds)}), instead of the planned "
+            f"{dollars(3600 * rate)} ({plan.sku}, {plan.tier})"
+        )
+        told.append(Reason(usd=usd - paid * rate, words=words))
+    causes = {cause: row.seconds for cause, row in found.causes().items()}
+    if lost := causes.get(CostCause.LOST, 0.0):
+        words = (
+            f"{format_duration(lost)} of nodes were lost to failures: redone, noticed, regrouped, or paid for in vain"
+        )
+        told.append(Reason(usd=lost * rate, words=words))
+    if 0 < steps != plan.work.steps:
+        in_steps = sum(causes.get(cause, 0.0) for cause in IN_STEPS) / steps * (steps - plan.work.steps)
+        words = f"{steps:,} steps were trained, instead of the planned {plan.work.steps:,}"
+        told.append(Reason(usd=in_steps * rate, words=words))
+    if probe is not None:
+        before = {cause: row.seconds for cause, row in probe.causes().items()}
+        probed = max(1, len({entry.node_id for entry in probe.entries}))
+        for name, which in (("start-up", STARTING), ("the finish", (CostCause.FINISH,))):
+            mine = sum(causes.get(cause, 0.0) for cause in which)
+            more = mine - count * sum(before.get(cause, 0.0) for cause in which) / probed
+            words = f"{name} took {_more(more / count)} than the probe's, on each node"
+            told.append(Reason(usd=more * rate, words=words))
+    expected = plan.estimate.usd.expected
+    large = [item for item in told if abs(item.usd) >= NEGLIGIBLE * expected]
+    rest = usd - expected - sum(item.usd for item in large)
+    what = "steps, evaluations and saves" if probe is not None else "all that remains"
+    words = f"{what} took {_more(rest / rate / count)} than estimated, on each node"
+    return sorted([*large, Reason(usd=rest, words=words)], key=lambda item: -abs(item.usd))
+
+
+def explain_variance(told: Sequence[Reason], usd: float, expected: float) -> str:
+    """Return all of it for a person: ``$0.012 (9 %) above the estimate: …``."""
+    more = usd - expected
+    share = f" ({abs(more) / expected:.0%})" if expected else ""
+    said = "; ".join(f"{item.words} ({'+' if item.usd >= 0 else '−'}{dollars(abs(item.usd))})" for item in told)
+    return f"{dollars(abs(more))}{share} {'above' if more >= 0 else 'below'} the estimate: {said}."
+
+
+def _more(seconds: float) -> str:
+    size = f"{abs(seconds):.1f} s" if abs(seconds) < 60 else format_duration(abs(seconds))
+    return f"{size} {'longer' if seconds >= 0 else 'less'}"

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from dtrain_dagster.dashboard.job_figures import JobFigures
-from dtrain_dagster.dashboard.job_row import JobRow
+from dtrain_dagster.dashboard.job_index import JobRow
 
 READERS = 16
 """The number of run directories on remote storage that are read in parallel."""

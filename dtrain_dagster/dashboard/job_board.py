@@ -17,15 +17,14 @@ from dtrain_dagster.costs.prices import PriceError, price_words
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.dashboard.job_account import JobAccount, account_of, launched_usage
 from dtrain_dagster.dashboard.job_facts import read_facts
-from dtrain_dagster.dashboard.job_index import JobIndex, Listing, Seen
+from dtrain_dagster.dashboard.job_index import DAMAGED, ENDED, JobIndex, JobRow, Listing, Seen
 from dtrain_dagster.dashboard.job_links import Places
-from dtrain_dagster.dashboard.job_row import DAMAGED, ENDED, JobRow
 from dtrain_dagster.dashboard.losses import changes_to_mark, missing_nodes, tell_losses
-from dtrain_dagster.dashboard.series import UNREADABLE, PerformanceDashboard
+from dtrain_dagster.dashboard.series import PerformanceDashboard
 from dtrain_dagster.dashboard.tracks import is_number
-from dtrain_dagster.jobs.progress import last_step
 from dtrain_dagster.jobs.totals import sum_presences
-from dtrain_dagster.planning.projection import ProgressRate, TimeLeft, project, time_left
+from dtrain_dagster.jobs.view import UNREADABLE, JobView, last_step
+from dtrain_dagster.planning.projection import TimeLeft, project, time_left
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.job_lock import is_held
@@ -79,7 +78,6 @@ class OpenJob:
         self._tier = tier
         self._training: Mapping[str, Any] = {}
         self._plan: Mapping[str, Any] | None = None
-        self._pace = ProgressRate()
         self._seen = SeenFiles()
         self._read_at = -1e9
         self._details: tuple[int, dict[str, Any]] = (-1, {})
@@ -110,11 +108,10 @@ class OpenJob:
             self.row = read_row(self.rundir)
             events = self.rundir.follow(self._seen, is_live=status.get("state") not in ENDED)
             self.dashboard.take(events)
-            self._pace = self._pace.after(events)
             self.nodes = self.rundir.nodes()
             self._training = self._training or (self.rundir.read_json(JOB) or {}).get("training", {})
             self._plan = self._plan or self.rundir.read_json(PLAN)
-            self.cost = cost_so_far(self.rundir, self.nodes, self.row.running, self._tier, now, self._pace)
+            self.cost = cost_so_far(self.rundir, self.nodes, self.row.running, self._tier, now, self.dashboard.view)
             before, self._end = self._end, status if status.get("state") in ENDED and not self._seen.is_behind else None
             if self._end != before:
                 self._account = None
@@ -134,9 +131,7 @@ class OpenJob:
     def read_more(self) -> None:
         """Read the next part of the events at once."""
         with self.lock:
-            events = self.rundir.follow(self._seen)
-            self.dashboard.take(events)
-            self._pace = self._pace.after(events)
+            self.dashboard.take(self.rundir.follow(self._seen))
             self._read_at = -1e9  # the next look may find that nothing is left
 
     def nodes_alive(self, now: float) -> int:
@@ -149,7 +144,7 @@ class OpenJob:
 
     def time_left(self, now: float) -> TimeLeft | None:
         """Return the time until the job ends; None where it is not known, and for a job that has ended."""
-        return time_left(self._pace, self._plan, now) if self.row.running else None
+        return time_left(self.dashboard.view, self._plan, now) if self.row.running else None
 
     def snapshot(self, version: int, token: str, now: float) -> dict[str, Any]:
         """Return the page's data of this job: the tracks' rows after ``version``, and all small parts as a whole. The
@@ -336,7 +331,7 @@ def state_of(status: Mapping[str, Any], result: Mapping[str, Any], launch: Mappi
 
 
 def cost_so_far(
-    rundir: RunDir, nodes: Sequence[NodePresence], running: bool, default_tier: Tier, now: float, pace: ProgressRate
+    rundir: RunDir, nodes: Sequence[NodePresence], running: bool, default_tier: Tier, now: float, view: JobView
 ) -> Cost | None:
     """Return the nodes' cost so far and its projection; None where their price is not known."""
     launch, plan = rundir.read_json(LAUNCH) or {}, rundir.read_json(PLAN) or {}
@@ -348,7 +343,7 @@ def cost_so_far(
     except (PriceError, ValueError):
         return None
     words = plan.get("price_words", price_words(str(launch.get("sku", "")), "history" in launch))
-    at_end, usd_at_end = _at_end(tracker, whole, plan, pace) if running and plan else ("", None)
+    at_end, usd_at_end = _at_end(tracker, whole, plan, view) if running and plan else ("", None)
     probe_usd = whole.total_usd - tracker.total_usd
     return Cost(
         usd=tracker.total_usd, words=words, probe_usd=probe_usd, at_end=at_end, usd_at_end=usd_at_end,
@@ -356,12 +351,12 @@ def cost_so_far(
 
 
 def _at_end(
-    tracker: CostTracker, whole: CostTracker, plan: Mapping[str, Any], pace: ProgressRate
+    tracker: CostTracker, whole: CostTracker, plan: Mapping[str, Any], view: JobView
 ) -> tuple[str, float | None]:
     """Return the projection in words, with the dollars of probes, which are paid already, and in dollars without
     them. ``whole``: the cost so far with that of probes."""
     try:
-        projection = project(tracker, plan, pace)
+        projection = project(tracker, plan, view)
     except (KeyError, TypeError, ValueError, AttributeError):  # a plan of another version
         return "", None
     if projection.at_end is None or projection.over_at_end is None:
@@ -374,22 +369,22 @@ def _at_end(
 def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
     """Return the figures at the top of the page: label, value, and a note under it."""
     board, row = job.dashboard, job.row
-    progress, phase = board.progress, board.progress.phase
+    view = board.view
     end = row.ended_at if not row.running else now
-    of = f"of {board.total_steps:,}, " if board.total_steps else ""
+    of = f"of {view.total_steps:,}, " if view.total_steps else ""
     silent = now - board.heard_at if board.heard_at and row.running else 0.0
-    if row.running and not progress.step:
+    if row.running and not view.step:
         note = "waiting for the first step"
     elif silent > max(SILENT_SECONDS, 2 * flush_seconds(now - (row.started_at or now), 0, job.rundir.storage.is_local)):
         note = f"nothing heard for {format_duration(silent)}"
     else:
-        note = phase if row.running else ""
-    step = progress.step if row.running else max(progress.step, row.step or 0)
+        note = view.phase if row.running else ""
+    step = view.step if row.running else max(view.step, row.step or 0)
     there, left = len({presence.node_id for presence in job.nodes}), job.time_left(now)
     took = sum_presences(job.nodes, row.running, now, stale_seconds(job.rundir.storage))
     figures = [
         ("state", row.state, note),
-        ("step", f"{step:,}", f"{of}epoch {progress.epoch}") if step else ("step", "–", ""),
+        ("step", f"{step:,}", f"{of}epoch {view.epoch}") if step else ("step", "–", ""),
         (
             "time left" if row.running else "took",
             (left.words if left is not None else "–")
@@ -397,8 +392,8 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
             else format_duration(took.seconds or max(0.0, (end or board.heard_at or now) - (row.started_at or now))),
             f"has run for {took.words}" if row.running and took.seconds else took.of_which,
         ),
-        ("loss", format_number(progress.loss, 4), f"validation {format_number(progress.valid_loss, 4)}"),
-        ("samples/s", format_number(progress.samples_per_second, 0), "all nodes, in the last steps")
+        ("loss", format_number(view.loss, 4), f"validation {format_number(view.valid_loss, 4)}"),
+        ("samples/s", format_number(view.samples_per_second, 0), "all nodes, in the last steps")
         if row.running
         else ("samples/s", format_number(board.throughput.samples_per_second, 0), "all nodes, in all steps"),
         _nodes(job, there, now),

@@ -4,21 +4,24 @@ every second; a file that is damaged takes only its own part of the page away.""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from dtrain_dagster.clusters.base import OWNER
 from dtrain_dagster.clusters.resume_advice import how_to_go_on
-from dtrain_dagster.dashboard.checkpoints import list_checkpoints
 from dtrain_dagster.dashboard.cluster_views import cluster_commands
 from dtrain_dagster.dashboard.failure import read_failure
 from dtrain_dagster.dashboard.job_links import Places, links_of
 from dtrain_dagster.dashboard.job_settings import settings_of
 from dtrain_dagster.dashboard.judged_result import result_of
-from dtrain_dagster.dashboard.series import UNREADABLE
+from dtrain_dagster.jobs.view import UNREADABLE
+from trainer.errors import DamagedError
 from trainer.printable import visible
-from trainer.rundir import EVALUATION, JOB, LAUNCH, LOGS, RESULT, STATUS, RunDir
+from trainer.rundir import CHECKPOINTS, EVALUATION, JOB, LAUNCH, LOGS, RESULT, STATUS, RunDir
 from trainer.secrets.redaction import redact
+
+MOST = 50
+"""The most checkpoints that are read; a job keeps a handful."""
 
 TRACKING = "tracking.json"
 T = TypeVar("T")
@@ -78,3 +81,55 @@ def read_facts(
         "commands": [asdict(item) for item in commands or ()],
         "damaged": damaged,
     }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A checkpoint that can be resumed from."""
+
+    folder: str
+    """In the run directory."""
+    step: int
+    generation: int
+    bytes: int
+    saved_at: float | None
+    """Unix time; None where no event told it."""
+    marks: tuple[str, ...]
+    """``latest``: the job resumes from it; ``best``: the model is taken from it."""
+
+
+def list_checkpoints(rundir: RunDir, saved_at: Mapping[int, float]) -> list[Checkpoint]:
+    """Return the complete checkpoints of a job, the newest first. ``saved_at``: the time of each step's save, as far as
+    it is known. A damaged one is left out: the trainer does not resume from it either."""
+    named = {"latest": _named(rundir, "LATEST.json"), "best": _named(rundir, "BEST.json")}
+    found = []
+    for name in sorted(rundir.storage.list(CHECKPOINTS), reverse=True)[:MOST]:
+        folder = f"{CHECKPOINTS}/{name}"
+        manifest = _read(rundir, f"{folder}/manifest.json")
+        step, generation, files = (manifest.get(key) for key in ("step", "generation", "files"))
+        if not isinstance(step, int) or not isinstance(generation, int) or not isinstance(files, Mapping):
+            continue
+        sizes = [item.get("bytes") for item in files.values() if isinstance(item, Mapping)]
+        found.append(
+            Checkpoint(
+                folder=folder,
+                step=step,
+                generation=generation,
+                bytes=sum(size for size in sizes if isinstance(size, int)),
+                saved_at=saved_at.get(step),
+                marks=tuple(mark for mark, path in named.items() if path == folder),
+            )
+        )
+    return sorted(found, key=lambda item: (item.step, item.generation), reverse=True)
+
+
+def _named(rundir: RunDir, name: str) -> str:
+    return str(_read(rundir, f"{CHECKPOINTS}/{name}").get("path") or "")
+
+
+def _read(rundir: RunDir, name: str) -> Mapping[str, Any]:
+    try:
+        found = rundir.read_json(name)
+    except (DamagedError, OSError):
+        return {}
+    return found if isinstance(found, Mapping) else {}

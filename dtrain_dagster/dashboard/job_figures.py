@@ -17,14 +17,14 @@ from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.dashboard.failure import describe_failure
 from dtrain_dagster.dashboard.job_board import CANNOT_READ, cost_so_far
-from dtrain_dagster.dashboard.job_row import DAMAGED, JobRow
+from dtrain_dagster.dashboard.job_index import DAMAGED, JobRow
 from dtrain_dagster.dashboard.judged_result import score_in_row
 from dtrain_dagster.dashboard.tracks import is_number
-from dtrain_dagster.jobs.progress import PERFORMANCE_REPORT, JobProgress, advance
-from dtrain_dagster.monitoring.alerts import KEPT_WINDOWS
+from dtrain_dagster.jobs.progress import PERFORMANCE_REPORT
+from dtrain_dagster.jobs.view import JobView, fold
+from dtrain_dagster.monitoring.alerts import LiveVerdict, settle_verdict
 from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose
-from dtrain_dagster.monitoring.verdicts import LiveVerdict, settle_verdict
-from dtrain_dagster.planning.projection import ProgressRate
+from dtrain_dagster.monitoring.windows import KEPT_WINDOWS
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.secrets import redact
 from trainer.documents.presences import NodePresence
@@ -124,20 +124,21 @@ def _read(
     events = _newest(rundir, windows, wants_evaluation=is_first_of_running)
     if row.running:
         events = sorted([*events, *_hangs_of_others(rundir)], key=lambda event: event["time"])
-    progress, pace = advance(JobProgress(), events), ProgressRate()
-    if row.running:  # nothing is left to be projected of another
-        pace = pace.after(events)
-    live = (shown or _settled(before.live if before else None, progress)) if row.running else None
+    view = fold(JobView(), events)
+    live = None
+    if row.running:
+        last = before.live if before else None
+        live = shown or settle_verdict(last, diagnose([*view.recent, *view.hang]))
     found = live.shown if live else reported or diagnose(events)
     nodes = rundir.nodes()
-    cost = cost_so_far(rundir, nodes, row.running, tier, now, pace)
+    cost = cost_so_far(rundir, nodes, row.running, tier, now, view)
     planned = ((plan or {}).get("work") or {}).get("steps")
     evaluation = rundir.read_json(EVALUATION) if row.state == JobState.SUCCEEDED else None
     metric, score, is_passed = score_in_row(evaluation or {})
     node_count = launch.get("node_count")
     return JobFigures(
         verdict=verdict_of(row, status, result, launch, nodes, found),
-        valid_loss=_number(result.get("best_valid_loss"), progress.valid_loss, before.valid_loss if before else None),
+        valid_loss=_number(result.get("best_valid_loss"), view.valid_loss, before.valid_loss if before else None),
         usd=cost.usd if cost else None,
         usd_at_end=(cost.usd_at_end if row.running else cost.usd) if cost else None,
         price_words=cost.words if cost else "",
@@ -145,7 +146,7 @@ def _read(
         metric=metric,
         is_passed=is_passed,
         node_count=node_count if isinstance(node_count, int) else None,
-        total_steps=planned if isinstance(planned, int) else pace.total_steps,
+        total_steps=planned if isinstance(planned, int) else view.total_steps if row.running else None,
         live=live,
     )
 
@@ -179,10 +180,6 @@ def _hangs_of_others(rundir: RunDir) -> list[dict[str, Any]]:
         with suppress(*CANNOT_READ):
             found += parse_events(rundir.storage.read_bounded(f"{EVENTS}/{name}", EVENTS_BYTES))[0]
     return [event for event in found if event["kind"] == "hang"]
-
-
-def _settled(before: LiveVerdict | None, progress: JobProgress) -> LiveVerdict:
-    return settle_verdict(before, diagnose([*progress.recent, *progress.hang]))
 
 
 def _diagnosis_of(report: Any) -> Diagnosis | None:

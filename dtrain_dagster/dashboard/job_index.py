@@ -16,10 +16,42 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from dtrain_dagster.dashboard.job_row import JobRow
+from dtrain_dagster.clusters.base import JobState
 from trainer.config import JOB_ID
 from trainer.rundir import EVENTS, STATUS
 from trainer.storage.base import Storage, is_litter
+
+ENDED = frozenset(state.value for state in JobState if state.is_final)
+
+
+DAMAGED = "damaged"
+
+
+"""The state, in place of a `JobState`, of a run directory that breaks its contract."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobRow:
+    """A job's row in the list. Times are Unix seconds."""
+
+    job_id: str
+    state: str
+    """A `JobState`, or `DAMAGED`."""
+    started_at: float | None
+    ended_at: float | None
+    model: str
+    step: int | None
+    """The last reported step."""
+    seconds: float | None = None
+    """How long an ended job took over all launches; None where that is not recorded."""
+    reason: str = ""
+    """The fault of a damaged run directory."""
+
+    @property
+    def running(self) -> bool:
+        """Whether the job is neither ended nor damaged."""
+        return self.state not in ENDED and self.state != DAMAGED
+
 
 READERS = 16
 """The number of run directories on remote storage that are read in parallel."""

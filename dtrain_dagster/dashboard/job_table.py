@@ -21,8 +21,7 @@ from dtrain_dagster.dashboard.figures_index import FiguresIndex, KnownFigures
 from dtrain_dagster.dashboard.job_board import JobBoard, refresh_seconds
 from dtrain_dagster.dashboard.job_figures import JobFigures, read_figures
 from dtrain_dagster.dashboard.job_groups import FleetGroups, JobGroup, group_of
-from dtrain_dagster.dashboard.job_index import Listing
-from dtrain_dagster.dashboard.job_row import DAMAGED, JobRow
+from dtrain_dagster.dashboard.job_index import DAMAGED, JobRow, Listing
 from trainer.rundir import RunDir
 
 MOST_ANSWERS = 32

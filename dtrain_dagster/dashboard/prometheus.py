@@ -18,7 +18,8 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYP
 from prometheus_client.registry import Collector
 
 from dtrain_dagster.dashboard.job_board import JobBoard, OpenJob
-from dtrain_dagster.dashboard.series import UNREADABLE, is_number
+from dtrain_dagster.dashboard.series import is_number
+from dtrain_dagster.jobs.view import UNREADABLE
 
 __all__ = ["CONTENT_TYPE", "exposition"]
 
@@ -29,14 +30,14 @@ JOB: dict[str, tuple[str, Callable[[OpenJob], Any]]] = {
     "dtrain_job_running": ("1 while the job has not ended", lambda job: int(job.row.running)),
     "dtrain_job_start_timestamp_seconds": ("When it was started", lambda job: job.row.started_at),
     "dtrain_last_event_timestamp_seconds": ("Time of the newest event", lambda job: job.dashboard.heard_at),
-    "dtrain_step": ("Last optimizer step that was reported", lambda job: job.dashboard.progress.step),
-    "dtrain_planned_steps": ("Planned optimizer steps", lambda job: job.dashboard.total_steps),
-    "dtrain_epoch": ("Epoch, counted from 1", lambda job: job.dashboard.progress.epoch or None),
-    "dtrain_loss": ("Training loss per sample", lambda job: job.dashboard.progress.loss),
-    "dtrain_validation_loss": ("Validation loss per sample", lambda job: job.dashboard.progress.valid_loss),
+    "dtrain_step": ("Last optimizer step that was reported", lambda job: job.dashboard.view.step),
+    "dtrain_planned_steps": ("Planned optimizer steps", lambda job: job.dashboard.view.total_steps),
+    "dtrain_epoch": ("Epoch, counted from 1", lambda job: job.dashboard.view.epoch or None),
+    "dtrain_loss": ("Training loss per sample", lambda job: job.dashboard.view.loss),
+    "dtrain_validation_loss": ("Validation loss per sample", lambda job: job.dashboard.view.valid_loss),
     "dtrain_learning_rate": ("Learning rate", lambda job: _last_step(job, "learning_rate")),
     "dtrain_gradient_norm": ("2-norm of the gradient before clipping", lambda job: _last_step(job, "grad_norm")),
-    "dtrain_samples_per_second": ("Over all nodes", lambda job: job.dashboard.progress.samples_per_second),
+    "dtrain_samples_per_second": ("Over all nodes", lambda job: job.dashboard.view.samples_per_second),
     "dtrain_step_seconds": ("Wall seconds of an optimizer step", lambda job: _last_step(job, "step_seconds")),
     "dtrain_time_left_seconds": ("Estimate of the time until the job ends", lambda job: _time_left(job)),
     "dtrain_nodes_alive": ("Nodes that are there", lambda job: job.nodes_alive(time.time())),

@@ -19,15 +19,13 @@ from typing import Any
 from dtrain_dagster.dashboard.job_account import describe_diagnosis
 from dtrain_dagster.dashboard.losses import Change
 from dtrain_dagster.dashboard.tracks import POINTS, Track, is_number
-from dtrain_dagster.jobs.progress import JobProgress, advance, news
-from dtrain_dagster.monitoring.alerts import best, describe_strategy
+from dtrain_dagster.jobs.view import UNREADABLE, JobView, fold, news
+from dtrain_dagster.monitoring.alerts import LiveVerdict, best, describe_strategy, settle_verdict
 from dtrain_dagster.monitoring.diagnosis import diagnose
 from dtrain_dagster.monitoring.hangs import hang_verdict
 from dtrain_dagster.monitoring.learning import Evaluation, judge_learning
 from dtrain_dagster.monitoring.strategies import strategies
-from dtrain_dagster.monitoring.throughput import Throughput
-from dtrain_dagster.monitoring.verdicts import LiveVerdict, settle_verdict
-from dtrain_dagster.monitoring.windows import SEGMENTS, settled, windows
+from dtrain_dagster.monitoring.windows import SEGMENTS, Throughput, settled, windows
 from trainer.documents.events import (
     CheckpointEvent,
     CollectiveTiming,
@@ -55,8 +53,6 @@ TOGETHER_SECONDS, FRESH_SECONDS = 1.0, 10.0
 """Seconds between two rows of that track, and the greatest age of a node's sample in it."""
 MOST_NODES = 2048
 """The most nodes that are kept. No training has more; further ones are ignored."""
-UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
-"""The errors that an event written to another contract raises."""
 
 
 class PerformanceDashboard:
@@ -66,8 +62,7 @@ class PerformanceDashboard:
         self.token = uuid.uuid4().hex
         """The fold's identity: versions of another fold mean nothing here."""
         self.version = 0
-        self.progress = JobProgress()
-        self.total_steps: int | None = None
+        self.view = JobView()
         self.started_at: float | None = None
         self.heard_at: float | None = None
         self.tracks: dict[str, Track] = {}
@@ -153,8 +148,8 @@ class PerformanceDashboard:
     def verdict(self, training: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the bottleneck of the latest steps and the changes that would help, the best first; None if it is not
         known."""
-        recent = [*self.progress.recent, *self.progress.hang]
-        look = (self.counts["timing"], self.counts["hang"], len(self.progress.hang))
+        recent = [*self.view.recent, *self.view.hang]
+        look = (self.counts["timing"], self.counts["hang"], len(self.view.hang))
         try:
             if look != self._looked_at:  # however many read it: only new steps are another look
                 self._verdict, self._looked_at = settle_verdict(self._verdict, diagnose(recent)), look
@@ -204,7 +199,7 @@ class PerformanceDashboard:
         if take is not None:
             take(item)
         if kind != "node":  # most events are of this kind, and tell nothing of progress
-            self.progress = advance(self.progress, [item])
+            self.view = fold(self.view, [item])
         if kind == "hang":
             self._tell_hang(item)
         for text in sentences(item):
@@ -213,8 +208,6 @@ class PerformanceDashboard:
 
     def _take_step(self, item: dict[str, Any]) -> None:
         told = read_event(StepEvent, item)
-        if told.step_seconds and told.eta_seconds is not None:
-            self.total_steps = told.step + round(told.eta_seconds / told.step_seconds)
         names = ("step", "time", "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second", "step_seconds")
         self.throughput = self.throughput.after(told)
         self._add("steps", "step", {name: getattr(told, name) for name in names})
@@ -230,9 +223,7 @@ class PerformanceDashboard:
             mean = self._loss_sum / self._loss_count if self._loss_count else None
             self._loss_sum, self._loss_count = 0.0, 0
             kept = [item for item in self.evaluations if item.step < found.step]  # steps may be done anew
-            made = Evaluation(
-                step=found.step, loss=float(found.loss or 0.0), epoch=self.progress.epoch, training_loss=mean
-            )
+            made = Evaluation(step=found.step, loss=float(found.loss or 0.0), epoch=self.view.epoch, training_loss=mean)
             best = min([*kept, made], key=lambda item: item.loss)
             latest = [*kept, made][-POINTS:]
             self.evaluations = latest if best.step >= latest[0].step else [best, *latest]
@@ -310,7 +301,7 @@ class PerformanceDashboard:
 
     def _tell_hang(self, item: dict[str, Any]) -> None:
         """Note the rank that keeps the others waiting, as far as ranks have reported: a later report may change it."""
-        said = {"time": item["time"], "kind": "hang", "step": item["step"], "text": hang_verdict(self.progress.hang)}
+        said = {"time": item["time"], "kind": "hang", "step": item["step"], "text": hang_verdict(self.view.hang)}
         for entries in (self.news, self.marks):
             before = [entry for entry in entries if (entry["kind"], entry.get("step")) == ("hang", item["step"])]
             if before:
@@ -356,7 +347,7 @@ def collective(entry: CollectiveTiming) -> dict[str, Any]:
 
 
 def sentences(item: dict[str, Any]) -> tuple[str, ...]:
-    """Return the sentences that tell people of an event: the news of `dtrain_dagster.jobs.progress`, and details for
+    """Return the sentences that tell people of an event: the news of `dtrain_dagster.jobs.view`, and details for
     the page's reader. Pure."""
     known = news([item])
     if known:

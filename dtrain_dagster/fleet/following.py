@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from dtrain_dagster.fleet.grants import Standing
 from dtrain_dagster.fleet.jobs import FleetJob
-from dtrain_dagster.jobs.progress import JobProgress, advance
-from dtrain_dagster.planning.projection import ProgressRate, TimeLeft, time_left
+from dtrain_dagster.jobs.view import JobFollower
+from dtrain_dagster.planning.projection import TimeLeft, time_left
 from trainer.documents.events import EvaluationEvent, read_events
-from trainer.rundir import RunDir, SeenFiles
+from trainer.rundir import RunDir
 
 MEASURED_SPREAD = 0.1
 """Standard deviation of the work left, as a fraction of it, once a job tells its speed."""
 
 
-@dataclass(slots=True)
-class Followed:
+class Followed(JobFollower):
     """A job as far as its events were read."""
 
-    rundir: RunDir
-    seen: SeenFiles = field(default_factory=SeenFiles)
-    progress: JobProgress = field(default_factory=JobProgress)
-    pace: ProgressRate = field(default_factory=ProgressRate)
-    judged: dict[int, EvaluationEvent] = field(default_factory=dict)
-    """The evaluations of the validation split by step; of a step that was done again, the last."""
+    def __init__(self, rundir: RunDir) -> None:
+        super().__init__(rundir)
+        self.judged: dict[int, EvaluationEvent] = {}
+        """The evaluations of the validation split by step; of a step that was done again, the last."""
 
-    def read(self) -> None:
+    def look(self) -> None:
         """Read what has come since."""
-        for events in self.rundir.looks(self.seen):
-            self.progress = advance(self.progress, events)
-            self.pace = self.pace.after(events)
+        for events in self.read():
             for event in read_events(EvaluationEvent, events):
                 if event.split == "valid" and event.step is not None:
                     self.judged[event.step] = event
@@ -43,11 +38,11 @@ class Followed:
 
     def trains_since(self, launched_at: float | None) -> bool:
         """Return whether it has told of a step since then."""
-        return bool(self.pace.reports) and launched_at is not None and self.pace.reports[-1][0] >= launched_at
+        return bool(self.view.reports) and launched_at is not None and self.view.reports[-1][0] >= launched_at
 
     def left(self, now: float) -> TimeLeft | None:
         """Return the time to its end as it goes now; None while that is not known."""
-        return time_left(self.pace, None, now)
+        return time_left(self.view, None, now)
 
     def work_left(self, job: FleetJob, nodes: int, now: float) -> float | None:
         """Return the work that is left, as node-seconds on one node, of a job that trains on this many. None while that

@@ -26,8 +26,7 @@ from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, FleetSt
 from dtrain_dagster.fleet.records import Call, Entry, FleetRecords
 from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Pause, RaiseGrant, Start, decide
 from dtrain_dagster.fleet.source import CONTINUE, JobSource, Verdict
-from dtrain_dagster.jobs.progress import start_job
-from dtrain_dagster.jobs.work_record import note_job
+from dtrain_dagster.jobs.progress import note_job, start_job
 from dtrain_dagster.settings.tiers import Tier
 from trainer.documents.events import EvaluationEvent
 from trainer.errors import ConfigError, DamagedError
@@ -167,7 +166,7 @@ class FleetRunner:
 
     def _follow(self, entry: Entry) -> Followed:
         followed = self.followed.setdefault(entry.job.job_id, Followed(rundir_of(entry.job)))
-        followed.read()
+        followed.look()
         note_job(entry.job.job_id)
         return followed
 

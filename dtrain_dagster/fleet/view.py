@@ -224,18 +224,18 @@ class FleetWatch:
         rundir = RunDir(job.order.job.run_dir)
         followed = self._followed.setdefault(job.job_id, Followed(rundir))
         try:
-            followed.read()
+            followed.look()
             has_nodes = FleetState(view.state).has_nodes
             usage = presence.usage(rundir.nodes(), "", has_nodes, now, stale_seconds(rundir.storage))
             price = launch_price(rundir, "dedicated") or limits.usd_per_node_hour
         except (DamagedError, OSError) as error:
             return replace(view, reason=str(error))
         more_usd = max(0.0, _node_seconds(usage) - kept.node_seconds) * price / 3600
-        progress, left = followed.progress, followed.left(now) if has_nodes else None
+        progress, left = followed.view, followed.left(now) if has_nodes else None
         return replace(
             view,
             step=progress.step or None,
-            total_steps=followed.pace.total_steps,
+            total_steps=progress.total_steps,
             loss=progress.loss,
             valid_loss=progress.valid_loss,
             seconds_left=left.seconds if left else None,

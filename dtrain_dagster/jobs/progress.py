@@ -10,23 +10,30 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from dtrain_dagster.clusters.base import OWNER, ClusterError, GPUClusterManager, JobSpec, JobState, JobStatus
 from dtrain_dagster.costs.budget import is_spent, write_limit
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.jobs.orders import keep_order
-from dtrain_dagster.jobs.work_record import note_job
+from dtrain_dagster.jobs.view import JobFollower, JobView, news
+from dtrain_dagster.monitoring.hangs import HangNews
 from trainer.config import JobConfig
 from trainer.errors import DamagedError
 from trainer.model.allowed_factories import refuse_foreign_factories
 from trainer.printable import visible
-from trainer.rundir import EVALUATION, JOB, LAUNCH, LIMIT, RESULT, RunDir, SeenFiles
+from trainer.rundir import EVALUATION, JOB, LAUNCH, LIMIT, RESULT, RunDir
+
+WORK_FILE = "DTRAIN_WORK_FILE"
+"""Variable: the file to which a process adds the jobs that it starts or follows; unset outside of `dtrain work`."""
 
 REGISTRATION = "registration.json"
 """File of a run directory: the name, version and alias under which the model was registered."""
@@ -36,22 +43,8 @@ CLAIM = "claim.json"
 """File of a run directory: the Dagster run whose asset this job became. Its result is not taken a second time."""
 PERFORMANCE_REPORT = "reports/performance_report.json"
 """File of a run directory: how fast its nodes were, and the diagnosis of all its steps, from the asset of that name."""
-STAGES = {
-    "test split": "evaluating the test split",
-    "baselines": "fitting the baselines",
-    "report": "writing the report",
-    "model": "writing the model",
-}
-"""The words for the stages of the finish (`trainer.documents.schemas.FinishStage`)."""
-
-
-UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
-"""Errors that an event raises which was written to another contract."""
-
 JOB_TAG = "dtrain/job"
 """The tag of a Dagster run that names the job which it follows."""
-RESUMED = "resumed from"
-"""The first words of the news that a job has resumed, of which its cluster tells people."""
 
 
 class BudgetSpentError(ClusterError):
@@ -231,176 +224,85 @@ def start_job(
     manager.submit_job(spec)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobProgress:
-    """The progress of a job. Fields are None until they are known."""
-
-    phase: str = "waiting for nodes"
-    step: int = 0
-    epoch: int = 0
-    """The epoch of that step, counted from 1 as people do; 0 while none is known. Files count from 0."""
-    loss: float | None = None
-    valid_loss: float | None = None
-    samples_per_second: float | None = None
-    nodes_alive: int = 0
-    news: tuple[str, ...] = ()
-    """Sentences on events since the last look that a person should know: nodes lost and found, saves that failed."""
-    recent: tuple[Mapping[str, Any], ...] = ()
-    """The latest events that tell what slows the steps, see `monitoring.alerts`."""
-    hang: tuple[dict[str, Any], ...] = ()
-    """Reports of ranks that see no progress, until there is some."""
-
-    def shares(self) -> dict[str, float]:
-        """Return the share of each segment in the latest steps (`monitoring.windows.SEGMENTS`); empty while not
-        known."""
-        from dtrain_dagster.monitoring.alerts import LATEST_WINDOWS
-        from dtrain_dagster.monitoring.windows import settled, shares, windows
-
-        return shares(settled(windows(self.recent))[-LATEST_WINDOWS:])
-
-    def explained(self, message: str) -> str:
-        """Return the message, with the rank that kept the others waiting, if that is the cause."""
-        from dtrain_dagster.monitoring.hangs import hang_verdict
-
-        return f"{message}; {hang_verdict(self.hang)}" if self.hang else message
-
-
-def advance(progress: JobProgress, events: Sequence[dict[str, Any]]) -> JobProgress:
-    """Return the progress after these events. Pure."""
-    from dtrain_dagster.monitoring.alerts import keep
-    from dtrain_dagster.monitoring.hangs import unresolved
-
-    progress = replace(progress, recent=keep(progress.recent, events))
-    with suppress(*UNREADABLE):
-        progress = replace(progress, hang=unresolved(progress.hang, events))
-    for item in events:
-        with suppress(*UNREADABLE):
-            progress = _after(progress, item)
-    return progress
-
-
-def _after(progress: JobProgress, item: Mapping[str, Any]) -> JobProgress:
-    """Return the progress after one event; raise one of `UNREADABLE` where it was written to another contract."""
-    if item["kind"] == "phase":
-        return _after_phase(progress, item)
-    from trainer.documents import events  # not above: only who follows a job has events
-
-    if item["kind"] == events.StepEvent.kind:
-        told = events.read_event(events.StepEvent, item)
-        return replace(
-            progress,
-            phase="training",
-            step=told.step,
-            epoch=0 if told.epoch is None else told.epoch + 1,
-            loss=None if told.loss is None else float(told.loss),
-            samples_per_second=told.samples_per_second,
-        )
-    if item["kind"] == events.FinishEvent.kind:
-        stage = events.read_event(events.FinishEvent, item).stage
-        return replace(progress, phase=STAGES.get(stage, "finishing"))
-    if item["kind"] == events.EvaluationEvent.kind:
-        judged = events.read_event(events.EvaluationEvent, item)
-        return replace(progress, valid_loss=judged.loss) if judged.split == "valid" else progress
-    return progress
-
-
-def news(events: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """Return one sentence for each unusual event, to be printed as it is. Pure."""
-    found = []
-    for item in events:
-        with suppress(*UNREADABLE):
-            found.append(visible(_sentence(item)))
-    return tuple(dict.fromkeys(filter(None, found)))
-
-
-def _sentence(item: Mapping[str, Any]) -> str:
-    """Return a sentence on an unusual event, "" for a usual one; raise one of `UNREADABLE` as `_after`."""
-    from trainer.documents import events  # not above: only a process that follows a job has events
-
-    kind = item["kind"]
-    if kind == "membership":
-        formed = events.read_event(events.MembershipEvent, item)
-        if formed.generation <= 1 or formed.world_size is None:
-            return ""
-        went = "node(s) {} left when asked to" if formed.was_asked else "lost node(s) {}"
-        change = [went.format(_listed(formed.lost))] if formed.lost else []
-        change += [f"took in node(s) {_listed(formed.joined)}"] if formed.joined else []
-        mode = ", in parameter-server mode" if formed.has_parameter_server else ""
-        return (
-            f"generation {formed.generation} at step {formed.step}: {' and '.join(change) or 'the same nodes'}; "
-            f"goes on with {formed.world_size} rank(s){mode} after {formed.seconds:.2f} s ({formed.reason})"
-        )
-    if kind == "out_of_memory":
-        short = events.read_event(events.OutOfMemoryEvent, item)
-        if short.device == "cpu":
-            return f"out of memory at step {short.step}: rank {short.rank}'s GPU is too small, it continues on the CPU"
-        more = " and activation checkpointing" if short.activation_checkpointing else ""
-        return f"out of memory at step {short.step}: goes on with {short.samples} samples at once{more}"
-    if kind == "checkpoint_failed":
-        failed = events.read_event(events.CheckpointFailedEvent, item)
-        end = "given up; training goes on" if failed.gives_up else "will be tried again"
-        return f"the checkpoint of step {failed.step} could not be saved ({failed.message}): {end}"
-    if kind == "resume":
-        resumed = events.read_event(events.ResumeEvent, item)
-        return "; ".join([f"{RESUMED} {resumed.path} at step {resumed.step}", *resumed.changes])
-    if kind == "error":
-        error = events.read_event(events.ErrorEvent, item)
-        return "" if error.fatal else error.message
-    return ""
-
-
-def _listed(nodes: Sequence[int]) -> str:
-    return ", ".join(map(str, nodes))
-
-
-def _after_phase(progress: JobProgress, item: Mapping[str, Any]) -> JobProgress:
-    """Return the progress after a phase event, which says what has just been *done*; here that becomes what a person
-    waits for now."""
-    doing = {"data": "loading the model", "startup": "starting", "finalise": "judged and written"}
-    if item["rank"] != 0 or item["name"] not in doing or (progress.step and item["name"] != "finalise"):
-        return progress
-    return replace(progress, phase=doing[item["name"]])
-
-
-def last_step(rundir: RunDir) -> tuple[int, float] | None:
-    """Return the last step that a training reported, and its loss; the newest events are read first."""
-    from trainer.documents.events import EventError, StepEvent, read_event
-
-    for events in rundir.newest_events():
-        for event in reversed(events):
-            if event["kind"] == "step":
-                with suppress(EventError):
-                    told = read_event(StepEvent, event)
-                    if told.loss is not None:
-                        return told.step, told.loss
-    return None
-
-
 def follow_job(
     manager: GPUClusterManager,
     rundir: RunDir,
     job_id: str,
     now: Callable[[], float] = time.time,
     take: Callable[[list[dict[str, Any]]], object] = lambda events: None,
-) -> Iterator[tuple[JobStatus, JobProgress]]:
-    """Yield the job's status and progress, again and again, until it has ended; the last one yielded is final. ``take``
-    is called before each with the events that have come since."""
-    from dtrain_dagster.monitoring.hangs import HangNews
-
-    seen = SeenFiles()
-    progress, hang_news = JobProgress(), HangNews()
+) -> Iterator[tuple[JobStatus, JobView]]:
+    """Yield the job's status and view, again and again, until it has ended; the last one yielded is final. ``take`` is
+    called before each with the events that have come since."""
+    follower, hang_news = JobFollower(rundir), HangNews()
     note_job(job_id)
     while True:
         status = manager.job_status(job_id)  # asked first, so that the final round reads all events
         told: tuple[str, ...] = ()
-        for events in rundir.looks(seen, is_live=not status.state.is_final):
+        for events in follower.read(is_live=not status.state.is_final):
             take(events)
-            progress = advance(progress, events)
             told += news(events)
-        hang = hang_news.tell(progress.hang, now(), status.state.is_final)
-        progress = replace(progress, news=(*dict.fromkeys(told), *map(visible, hang)))
-        progress = replace(progress, nodes_alive=status.nodes_alive)
-        yield status, progress
+        hang = map(visible, hang_news.tell(follower.view.hang, now(), status.state.is_final))
+        yield status, replace(follower.view, news=(*dict.fromkeys(told), *hang), nodes_alive=status.nodes_alive)
         if status.state.is_final:
             return
         manager.wait(status)
+
+
+class WaitNews:
+    """What was told last of one job that is followed."""
+
+    def __init__(self) -> None:
+        self._told = ""
+
+    def tell(self, status: JobStatus) -> str:
+        """Return a sentence where the reason of the wait is another than before, or the wait is over; else ""."""
+        words = describe_wait(status)
+        reason = words.partition(";")[0]  # what follows is how long it has been
+        if reason == self._told:
+            return ""
+        self._told = reason
+        return words or ("" if status.state.is_final else "all nodes have their places")
+
+
+def describe_wait(status: JobStatus) -> str:
+    """Return what a job that goes on waits for, in the words of its cluster; "" where it does not wait. Pure."""
+    return "" if status.state.is_final else visible(status.message)
+
+
+@contextmanager
+def work_file() -> Iterator[Path]:
+    """Yield a file for the jobs of one command, and name it in the environment for processes that begin meanwhile."""
+    before = os.environ.get(WORK_FILE)
+    with TemporaryDirectory(prefix="dtrain-work-") as folder:
+        path = Path(folder) / "jobs"
+        os.environ[WORK_FILE] = str(path)
+        try:
+            yield path
+        finally:
+            os.environ.pop(WORK_FILE)
+            if before is not None:
+                os.environ[WORK_FILE] = before
+
+
+def note_job(job_id: str) -> None:
+    """Note that this process started a job, or follows it. Nothing is noted outside of `dtrain work`, or where the file
+    is gone: what is told after Ctrl-C must not hinder the job."""
+    if path := os.environ.get(WORK_FILE):
+        _note(path, job_id)
+
+
+@cache
+def _note(path: str, job_id: str) -> None:
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # each line is one write
+        try:
+            os.write(descriptor, f"{job_id}\n".encode())
+        finally:
+            os.close(descriptor)
+
+
+def noted_jobs(path: Path) -> list[str]:
+    """Return the jobs that were noted in a file, each once, in the order in which they were begun."""
+    with suppress(FileNotFoundError):
+        return list(dict.fromkeys(path.read_text().split()))
+    return []

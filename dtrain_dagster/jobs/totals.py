@@ -5,14 +5,83 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from dtrain_dagster.clusters import presence
-from dtrain_dagster.costs.launches import LaunchTotals, sum_launches
+from dtrain_dagster.costs.prices import PriceError
+from dtrain_dagster.costs.tracker import CostTracker, bill_usage, paid_wall_seconds
+from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.settings.tiers import Tier
+from dtrain_dagster.support.formatting import format_duration
 from trainer.documents.events import PhaseEvent, read_events
 from trainer.documents.presences import NodePresence
 from trainer.elastic.generation_record import generations
 from trainer.rundir import RunDir
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchTotals:
+    """The time and dollars of a job over all launches, and of the last one."""
+
+    launches: int
+    seconds: float
+    """Seconds in which at least one node was there."""
+    node_hours: float
+    usd: float | None
+    """None where no price was asked for, or none is known."""
+    last: LaunchTotals | None = None
+    """The same of the last launch; None for a job with one launch."""
+
+    @property
+    def words(self) -> str:
+        """Return the time for a person: ``17 s``, or ``10 min 02 s over 2 launches, of which the last took 2 min
+        12 s``."""
+        return f"{format_duration(self.seconds)} {self.of_which}".strip()
+
+    @property
+    def of_which(self) -> str:
+        """Return the launches, and what of the time the last one took; "" for a job with one launch."""
+        if self.last is None:
+            return ""
+        return f"over {self.launches} launches, of which the last took {format_duration(self.last.seconds)}"
+
+    @property
+    def node_hours_words(self) -> str:
+        """Return the node-hours for a person, with those of the last launch where there were several."""
+        of_last = f" (the last launch: {self.last.node_hours:.4f})" if self.last else ""
+        return f"{self.node_hours:.4f} node-hours{of_last}"
+
+    def last_metadata(self) -> dict[str, float]:
+        """Return what of the totals the last launch took, for the metadata of an asset; nothing for a single launch."""
+        if self.last is None:
+            return {}
+        found = {
+            "last_launch_seconds": round(self.last.seconds, 1),
+            "last_launch_node_hours": round(self.last.node_hours, 5),
+        }
+        return found if self.last.usd is None else {**found, "last_launch_usd": round(self.last.usd, 5)}
+
+
+def sum_launches(usage: Sequence[NodeUsage], tier: Tier | None = None) -> LaunchTotals:
+    """Return the totals of a job from the paid presence of its nodes; what is recorded twice is paid for once. Nodes of
+    its probes count among hours and dollars; they are no launch of it. ``tier``: the one that was requested, with which
+    dollars are counted as well."""
+    mine = [item for item in usage if not item.is_probe]
+    numbers = {item.launch for item in mine}
+    last = sum_launches([item for item in mine if item.launch == max(numbers)], tier) if len(numbers) > 1 else None
+    usd = None
+    if tier is not None:
+        with suppress(PriceError):
+            usd = CostTracker("", usage, tier).total_usd
+    return LaunchTotals(
+        launches=len(numbers),
+        seconds=paid_wall_seconds(mine),
+        node_hours=sum(item.hours for item in bill_usage(usage)[0]),
+        usd=usd,
+        last=last,
+    )
 
 
 def sum_presences(nodes: Sequence[NodePresence], running: bool, now: float, stale: float = math.inf) -> LaunchTotals:

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from dtrain_dagster.monitoring.contention import with_own_cores
-from dtrain_dagster.monitoring.diagnosis import SlowdownCause, diagnose
+from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose
 from dtrain_dagster.monitoring.step_model import Strategy
 from dtrain_dagster.monitoring.stragglers import FEWEST_WINDOWS, LEAST_SECONDS
 from dtrain_dagster.monitoring.strategies import communication_strategies, contention_strategies, waiting_strategies
 from dtrain_dagster.monitoring.windows import (
     COMMUNICATION_LIMIT,
+    LATEST_WINDOWS,
     communication_cost,
     exceeds_limit,
     seconds_of,
     settled,
     windows,
+    with_own_cores,
     worlds,
 )
 from trainer.documents.events import TimingEvent
 
-KINDS = ("timing", "link", "checkpoint")
-"""Events that tell what slows steps."""
-KEPT_WINDOWS, LATEST_WINDOWS = 40, 10
-"""Windows that are kept of a running job, and those that decide about communication."""
-KEPT_EVENTS = 10 * KEPT_WINDOWS
-"""Upper bound of the events kept: saves and links are reported where no windows are (``training.timing``)."""
+CLEARLY_MORE, CLEARLY_MORE_SHARE = 1.25, 0.02
+"""How many times as much as the present cause, and how much of training time besides, another one must cost to take its
+place."""
+LOOKS = 2
+"""Looks in a row, each with new steps, after which a changed verdict is believed."""
+_Key = tuple[SlowdownCause, int | None]
+
 COMMUNICATION = "communication"
 STRAGGLERS = (SlowdownCause.SLOW_COMPUTE, SlowdownCause.SLOW_INPUT, SlowdownCause.SLOW_RANK)
 
@@ -47,13 +49,6 @@ class Alert:
     def text(self) -> str:
         """Return the message: the problem, and what would help, the best first."""
         return "\n".join([self.sentence, *(f"- {describe_strategy(item)}" for item in self.strategies)])
-
-
-def keep(recent: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Return the events to decide from: those kept so far and these, back to the oldest of the latest windows."""
-    found = [*recent, *(item for item in events if item["kind"] in KINDS)][-KEPT_EVENTS:]
-    timing = [place for place, item in enumerate(found) if item["kind"] == "timing"]
-    return tuple(found[timing[-KEPT_WINDOWS] :] if len(timing) > KEPT_WINDOWS else found)
 
 
 def alerts(
@@ -128,3 +123,35 @@ def describe_strategy(item: Strategy) -> str:
     if item.gain < -0.005:
         gain += f", {item.gain:+.0%} samples/s"
     return f"{item.name}: {item.change}: {gain}, communication then {item.communication_share:.0%} of the step"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveVerdict:
+    """The verdict that is shown, and the change that has been seen once or more often."""
+
+    shown: Diagnosis
+    change: _Key | None = None
+    seen: int = 0
+    """Looks in a row that named the change."""
+
+
+def settle_verdict(before: LiveVerdict | None, found: Diagnosis) -> LiveVerdict:
+    """Return the verdict after a look that found this diagnosis. A hang is shown at once, as is the first verdict; the
+    figures of the shown cause are always those of the latest look that named it."""
+    if before is None or SlowdownCause.UNKNOWN in (before.shown.cause, found.cause):
+        return LiveVerdict(shown=found)
+    key, shown = _key_of(found), _key_of(before.shown)
+    if key == shown or SlowdownCause.HANG in (found.cause, before.shown.cause):
+        return LiveVerdict(shown=found)
+    same = next((item for item in found.also if _key_of(item) == shown), None)
+    if same is not None and found.share < CLEARLY_MORE * same.share + CLEARLY_MORE_SHARE:
+        others = (replace(found, also=()), *(item for item in found.also if item is not same))
+        return LiveVerdict(shown=replace(same, also=others))
+    seen = before.seen + 1 if key == before.change else 1
+    if seen >= LOOKS:
+        return LiveVerdict(shown=found)
+    return LiveVerdict(shown=replace(same, also=before.shown.also) if same else before.shown, change=key, seen=seen)
+
+
+def _key_of(found: Diagnosis) -> _Key:
+    return found.cause, found.node_id

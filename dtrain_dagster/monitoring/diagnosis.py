@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from dtrain_dagster.monitoring.contention import find_contention, ranks_that_share_cores
 from dtrain_dagster.monitoring.hangs import hang_verdict, unresolved
-from dtrain_dagster.monitoring.noise import NOISE_FACTOR, is_steadily_above
 from dtrain_dagster.monitoring.stragglers import (
     FEWEST_WINDOWS,
     LATE_SHARE,
@@ -21,9 +19,13 @@ from dtrain_dagster.monitoring.stragglers import (
 )
 from dtrain_dagster.monitoring.windows import (
     COMMUNICATION_LIMIT,
+    NOISE_FACTOR,
     collective_link,
     exceeds_limit,
+    find_contention,
+    is_steadily_above,
     latency_share,
+    ranks_that_share_cores,
     seconds_of,
     settled,
     shares,

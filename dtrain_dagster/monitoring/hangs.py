@@ -8,7 +8,7 @@ also where nobody waits *in* a collective, since the processor is ahead of the G
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ MOST_NAMES = 6
 """Ranks that are named; of more, the rest is counted."""
 START = "start"
 """Reason for the first generation of a launch (`trainer.elastic.generation`)."""
-Report = dict[str, Any]
+Report = Mapping[str, Any]
 
 
 def unresolved(reports: Sequence[Report], events: Iterable[Report]) -> tuple[Report, ...]:

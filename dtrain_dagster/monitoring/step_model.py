@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dtrain_dagster.monitoring.noise import median_error
-from dtrain_dagster.monitoring.windows import seconds_of
+from dtrain_dagster.monitoring.windows import median_error, seconds_of
 from trainer.documents.events import TimingEvent
 
 WORTH_IT = 0.01

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from dtrain_dagster.monitoring.contention import ranks_that_share_cores
-from dtrain_dagster.monitoring.noise import NOISE_FACTOR
-from dtrain_dagster.monitoring.windows import seconds_of
+from dtrain_dagster.monitoring.windows import NOISE_FACTOR, ranks_that_share_cores, seconds_of
 from trainer.documents.events import TimingEvent
 
 LATE_SHARE = 0.03

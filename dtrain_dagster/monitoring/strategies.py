@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dtrain_dagster.monitoring.contention import find_contention, ranks_that_share_cores
 from dtrain_dagster.monitoring.diagnosis import INPUT_SHARE
 from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, MEMORY_TARGET, gpu_memory
 from dtrain_dagster.monitoring.step_model import WORTH_IT, StepModel, Strategy, step_model
@@ -21,13 +20,15 @@ from dtrain_dagster.monitoring.windows import (
     COMMUNICATION_LIMIT,
     collective_link,
     exceeds_limit,
+    find_contention,
     latency_share,
+    ranks_that_share_cores,
     seconds_of,
     typical_collectives,
     worlds,
 )
 from trainer.documents.events import CheckpointEvent, TimingEvent, read_events
-from trainer.performance.link import Link, bytes_carried, exposed_seconds, ring_messages
+from trainer.performance.link import Link, bytes_carried, ring_messages
 
 CHECKPOINT_BUDGET = 0.01
 """Share of training time that checkpoints may cost."""
@@ -61,8 +62,7 @@ def communication_strategies(world: Sequence[TimingEvent], training: Mapping[str
     fit = collective_link(typical_collectives(world))
     ranked = [*_more_work(now, training), *_fewer_nodes(now, world)]
     if fit:
-        ranked += _compression(now, world, fit, training) + _buckets(now, world, fit)
-        ranked += _hierarchy(now, world, fit, training)
+        ranked += _compression(now, world, fit, training) + _hierarchy(now, world, fit, training)
     return ranked
 
 
@@ -110,37 +110,6 @@ def _compression(
         change = f"training.communication = {setting} (now {present})"
         found.append(now.to(_less_communication(now, world, saved), name, change, note))
     return found
-
-
-def _buckets(now: StepModel, world: Sequence[TimingEvent], fit: Link) -> list[Strategy]:
-    """Return another number of buckets: few pay latency less often, many begin earlier. The best of some."""
-    buckets = _buckets_of(world)
-    total = sum(item.bytes for item in buckets)
-    if not buckets:
-        return []
-    commit = sum(item.wire_seconds for item in typical_collectives(world)) - sum(item.wire_seconds for item in buckets)
-    hidden = sum(item.wire_seconds * item.overlap for item in buckets)
-    # What a backward pass hides: all of its last micro-batch at most, and no less than what it does hide.
-    backward = statistics.median(window.mean("backward") for window in world) / _micro_batches(world)
-    if len(buckets) > 1:
-        backward = max(backward, hidden * len(buckets) / (len(buckets) - 1))
-
-    def exposed(count: int) -> float:
-        hiding = backward * (count - 1) / count  # the last bucket is full when the pass is done
-        return commit + exposed_seconds([fit.seconds(total / count)] * count, hiding)
-
-    def then(count: int) -> StepModel:
-        """Return the step with the predicted change, so that an error of the model today does not count as a gain."""
-        change = exposed(count) - exposed(len(buckets))
-        return replace(now, communication=min(now.communication, max(0.0, now.communication + change)))
-
-    count = min((1, 2, 4, 8, 16), key=lambda number: (exposed(number), number))
-    change = f"{count} gradient bucket(s) of {_megabytes(total / count)} instead of {len(buckets)}"
-    note = (
-        "no setting does this, it takes a change of `trainer.parallel.buckets`; at best: communication and backward "
-        "pass share processors where there is no GPU"
-    )
-    return [now.to(then(count), "another bucket size", change, note)]
 
 
 def _hierarchy(
@@ -217,8 +186,6 @@ def waiting_strategies(world: Sequence[TimingEvent], node_id: int | None = None)
             f"rank {item.rank} would be as fast as the others",
         )
     ]  # fmt: skip
-    if item.typically and item.why == "compute":
-        found += _deal_less(now, world, item)
     if size > 2:
         without = replace(ready.with_work(size / (size - 1)), nodes=max(1, now.nodes - 1))
         found.append(now.to(without, f"go on without node {item.node_id}", f"its work goes to the others{besides}"))
@@ -244,30 +211,6 @@ def _on_time(now: StepModel, item: Straggler, saved: float, size: int) -> StepMo
     if item.why == "input":
         return replace(now, input=max(0.0, now.input - own))
     return replace(now, computing=max(0.0, now.computing - own))
-
-
-def _deal_less(now: StepModel, world: Sequence[TimingEvent], item: Straggler) -> list[Strategy]:
-    """Return the deal of whole micro-batches with which all ranks are done soonest."""
-    count, size = int(world[-1].facts.get("micro_batches") or 0), world[-1].world_size
-    if not count or count <= size or not item.other_seconds:
-        return []
-    speed = [1.0] * size
-    speed[item.rank] = item.other_seconds / item.own_seconds
-    dealt = [0] * size
-    for _ in range(count):
-        rank = min(range(size), key=lambda number: (dealt[number] + 1) / speed[number])
-        dealt[rank] += 1
-    longest = max(share / pace for share, pace in zip(dealt, speed, strict=True))
-    today = max(-(-count // size) / pace for pace in speed)
-    saved = (1 - longest / today) * item.own_seconds
-    then = replace(now, computing=now.computing - min(saved, now.computing))
-    text = " : ".join(map(str, dealt))
-    return [
-        now.to(
-            then, f"deal rank {item.rank} less", f"deal the {count} micro-batches {text}",
-            "finer with more and smaller micro-batches; the trainer deals evenly",
-        )
-    ]  # fmt: skip
 
 
 def _input(world: Sequence[TimingEvent]) -> list[Strategy]:
@@ -333,15 +276,6 @@ def _buckets_of(world: Sequence[TimingEvent]) -> list[Any]:
     return [item for item in typical_collectives(world) if "bucket" in item.name]
 
 
-def _micro_batches(world: Sequence[TimingEvent]) -> int:
-    count = world[-1].facts.get("micro_batches")
-    return -(-int(count) // world[-1].world_size) if count else 1
-
-
 def _setting(name: str, training: Mapping[str, Any], factor: int) -> str:
     now = training.get(name)
     return f"training.{name} = {factor * int(now)} (now {now})" if now else f"{factor} times training.{name}"
-
-
-def _megabytes(count: float) -> str:
-    return f"{count / 1e6:.3g} MB"

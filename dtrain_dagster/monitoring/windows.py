@@ -7,15 +7,28 @@ that exist.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trainer.documents.events import CollectiveTiming, TimingEvent, read_events
+from trainer.documents.events import CollectiveTiming, StepEvent, TimingEvent, read_events
 from trainer.performance.link import Link, fit_collective
 
+FEWEST_CROWDED = 3
+"""Windows that must tell of it."""
+
+NOISE_FACTOR = 3.5
+"""Robust standard errors by which a figure must exceed the noise."""
+
+TELLING = ("timing", "link", "checkpoint")
+"""Events that tell what slows steps."""
+KEPT_WINDOWS, LATEST_WINDOWS = 40, 10
+"""Windows that are kept of a running job, and those that decide about communication."""
+KEPT_EVENTS = 10 * KEPT_WINDOWS
+"""Upper bound of the events kept: saves and links are reported where no windows are (``training.timing``)."""
 SEGMENTS = ("input", "forward", "backward", "communication", "waiting", "optimizer", "checkpoint", "other")
 """Parts of a step, in the order in which they are drawn; they sum to a rank's step time."""
 COMMUNICATION_LIMIT = 0.20
@@ -145,3 +158,128 @@ def _typical(items: Sequence[CollectiveTiming]) -> CollectiveTiming:
 
 def _medians(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     return tuple(statistics.median(column) for column in zip(*rows, strict=False))
+
+
+def median_error(values: Sequence[float]) -> float:
+    """Return the robust standard error of the median of these values, in their unit."""
+    middle = statistics.median(values)
+    spread = 1.4826 * statistics.median(abs(value - middle) for value in values)
+    return 1.2533 * spread / math.sqrt(len(values))
+
+
+def is_steadily_above(limit: float, values: Sequence[float]) -> bool:
+    """Return whether values are above the limit by more than their noise. On a machine that does other work too,
+    processes that wait for a processor look like a network that is slow now and then."""
+    return statistics.median(values) - NOISE_FACTOR * median_error(values) > limit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contention:
+    """A machine with fewer cores than ranks."""
+
+    ranks: int
+    cores: int
+    """Cores that these may use."""
+    machines: int
+    """Machines in all."""
+
+    @property
+    def reason(self) -> str:
+        """Return who shares what: ``3 ranks share 2 cores``."""
+        return f"{self.ranks} ranks share {self.cores} core{'' if self.cores == 1 else 's'}"
+
+
+def find_contention(world: Sequence[TimingEvent]) -> Contention | None:
+    """Return the machine whose ranks share cores in windows of one world; None where none do, or the trainer does not
+    tell. It is told however little it costs, so that the verdict does not change with the noise."""
+    if len(world) < FEWEST_CROWDED or not (sharing := ranks_that_share_cores(world[-1])):
+        return None
+    last, rank = world[-1], sharing[0]
+    ranks, machines = last.machines.count(last.machines[rank]), len(set(last.machines))
+    return Contention(ranks=ranks, cores=last.cores[rank], machines=machines)
+
+
+def ranks_that_share_cores(window: TimingEvent) -> tuple[int, ...]:
+    """Return the ranks on machines that have more ranks than cores; none where that is not known, or ranks compute on
+    GPUs."""
+    if not window.machines or not window.cores or window.facts.get("device", "cpu") != "cpu":
+        return ()
+    rows = enumerate(zip(window.machines, window.cores, strict=True))
+    return tuple(rank for rank, (machine, cores) in rows if 0 < cores < window.machines.count(machine))
+
+
+def with_own_cores(found: Sequence[TimingEvent]) -> list[TimingEvent]:
+    """Return the windows in which no ranks share cores: only these tell what communication costs."""
+    return [window for window in found if not ranks_that_share_cores(window)]
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """What was trained so far; `after` adds events as they come."""
+
+    seconds: float = 0.0
+    rank_seconds: float = 0.0
+    """Seconds times ranks."""
+    by_node: Mapping[int, int] = field(default_factory=dict)
+    """The samples of each node."""
+    reported_seconds: float = 0.0
+    reported_samples: float = 0.0
+    """Those of `step` events, each of which stands for one step."""
+
+    def after(self, event: TimingEvent | StepEvent) -> Throughput:
+        """Return the throughput with this event."""
+        if isinstance(event, StepEvent):
+            if not event.step_seconds or event.samples_per_second is None:
+                return self
+            samples = self.reported_samples + event.samples_per_second * event.step_seconds
+            return replace(self, reported_seconds=self.reported_seconds + event.step_seconds, reported_samples=samples)
+        if not event.samples or len(event.samples) != event.world_size:
+            return self
+        by_node = dict(self.by_node)
+        for node, samples in zip(event.nodes, event.samples, strict=True):
+            by_node[node] = by_node.get(node, 0) + samples
+        seconds = event.total_seconds
+        ranks = self.rank_seconds + seconds * event.world_size
+        return replace(self, seconds=self.seconds + seconds, rank_seconds=ranks, by_node=by_node)
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """The samples of all nodes per second; None where nothing was recorded."""
+        if self.seconds:
+            return sum(self.by_node.values()) / self.seconds
+        return self.reported_samples / self.reported_seconds if self.reported_seconds else None
+
+    @property
+    def per_rank(self) -> float | None:
+        """The samples of a rank per second, mean over ranks; None where no windows were recorded."""
+        return sum(self.by_node.values()) / self.rank_seconds if self.rank_seconds else None
+
+    def of_node(self, node: int) -> float | None:
+        """Return the samples of a node per second of the whole training, so that nodes add up to all; None where no
+        windows were recorded."""
+        return self.by_node.get(node, 0) / self.seconds if self.seconds else None
+
+
+def throughput(found: Iterable[TimingEvent], steps: Iterable[StepEvent] = ()) -> Throughput:
+    """Return the throughput over these windows and steps."""
+    whole = Throughput()
+    for window in found:
+        whole = whole.after(window)
+    for step in steps:
+        whole = whole.after(step)
+    return whole
+
+
+def samples_per_second_by_rank(world: Sequence[TimingEvent]) -> list[float] | None:
+    """Return the samples per second of each rank of one world; None where they are not known."""
+    seconds = sum(window.total_seconds for window in world)
+    if not seconds or any(len(window.samples) != window.world_size for window in world):
+        return None
+    return [sum(column) / seconds for column in zip(*(window.samples for window in world), strict=True)]
+
+
+def keep(recent: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """Return the events to decide from: those kept so far and these, back to the oldest of the latest windows."""
+    found = [*recent, *(item for item in events if item["kind"] in TELLING)][-KEPT_EVENTS:]
+    timing = [place for place, item in enumerate(found) if item["kind"] == "timing"]
+    return tuple(found[timing[-KEPT_WINDOWS] :] if len(timing) > KEPT_WINDOWS else found)

@@ -5,24 +5,39 @@ Nodes cost money; a wrong argument is found here within seconds.
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from dtrain_dagster.costs.prices import SkuPrice
-from dtrain_dagster.planning.job_data import data_of
-from dtrain_dagster.planning.memory_fit import MemoryRoom, judge_memory
+from dtrain_dagster.costs.prices import SkuPrice, alternatives_to
+from dtrain_dagster.planning.build_plan import PlannedJob
+from dtrain_dagster.planning.memory_fit import MemoryRoom, judge_memory, room_of, room_of_sku, why_too_small
 from dtrain_dagster.support.user_code import stage_files
 from dtrain_dagster.support.user_sources import StagingError, resolve_user_sources
 from trainer.comm.encryption import refuse_nccl, refuse_own_connections
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
+from trainer.data.manifest import DatasetError, describe, kind_of, load_manifest
 from trainer.data.sampler import Sampler
 from trainer.isolation.rehearsal import RehearsalError, UnsureRehearsalError, rehearse
 from trainer.model.allowed_factories import modules_of_settings, refuse_foreign_factories, refuse_other_kinds
 from trainer.performance.memory import ModelBytes
-from trainer.spec import WINDOWS
+from trainer.secrets.redaction import redact
+from trainer.spec import OWN, WINDOWS, DataSpec, RowSpec
+from trainer.storage.open import open_storage
 from trainer.strategies import PACKAGES, require_package
+
+MAKE_SECONDS = 600.0
+"""The most seconds that a function may take to make its datasets here."""
+
+TooSmall = Callable[[SkuPrice, int], str]
+"""Why so many nodes of a SKU have too little memory; "" if they have enough, or that is not known."""
 
 SPLITS = ("train", "valid", "test")
 """The splits that every training reads."""
@@ -112,3 +127,87 @@ def check_memory(
     if fit.refusal:
         raise ConfigError(f"the model {fit.refusal}")
     return replace(checked, sentences=(*checked.sentences, fit.warning)) if fit.warning else checked
+
+
+def memory_of(planned: PlannedJob, checked: Checked) -> tuple[TooSmall, tuple[str, ...]]:
+    """Return which other nodes are too small for a planned training, and sentences on what is known of it. Raise
+    `trainer.config.ConfigError` where its own nodes are too small."""
+    price, tier, count, each = planned.price, planned.tier, planned.node_count, planned.sizes.processes_per_node
+    model = checked.model or (planned.script.model if planned.script else None)
+    room = room_of(planned.kind, price, tier, count, each)
+    prices = tuple(alternatives_to(price.sku).values()) if planned.kind.buys_nodes else ()
+    checked = check_memory(replace(checked, model=model), planned.job.training, room, prices)
+
+    def too_small(other: SkuPrice, nodes: int) -> str:
+        if model is None or room is None:
+            return ""
+        if other.sku == price.sku:
+            there = room.on_nodes(nodes)
+        elif planned.kind.buys_nodes:
+            there = room_of_sku(other, nodes, other.gpus or each)
+        else:
+            return ""  # the price of another SKU stands in for the same nodes
+        return why_too_small(model, planned.job.training, there)
+
+    return too_small, checked.sentences
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobData:
+    """The data of a job."""
+
+    kind: str
+    """See `trainer.spec`."""
+    samples: Mapping[str, int]
+    """The number of samples of each split."""
+    dataset_id: str
+    spec: DataSpec | RowSpec | None
+    """None for a dataset of the user's own."""
+    model: ModelBytes | None = None
+    """The bytes of the job's model, of which a dataset of the user's own was tried; None for others."""
+
+
+def data_of(job: JobConfig) -> JobData:
+    """Return what is known of a job's data. Model and loss of a job on datasets of the user's own are tried on their
+    first samples. Raise `DatasetError` where the data cannot be used, and `ConfigError` where one of their functions is
+    not allowed, fails or does not fit."""
+    if job.dataset.factory is not None:
+        refuse_foreign_factories(job)
+        made = _made(job.dataset.uri, json.dumps(job.dataset.args), job.to_json())
+        model = ModelBytes(**made["model"])
+        return JobData(kind=OWN, samples=made["samples"], dataset_id=made["dataset_id"], spec=None, model=model)
+    manifest = load_manifest(open_storage(job.dataset.uri))
+    try:
+        kind, spec = kind_of(manifest), describe(manifest)
+    except ValueError as error:
+        raise DatasetError(f"{job.dataset.uri}/manifest.json: {error}") from None
+    return JobData(kind=kind, samples=manifest["samples"], dataset_id=manifest["dataset_id"], spec=spec)
+
+
+def samples_of(job: JobConfig) -> Mapping[str, int]:
+    """Return the number of samples of each split of a job's data. Raise as `data_of` does."""
+    if job.dataset.factory is not None:
+        return data_of(job).samples
+    samples: Mapping[str, int] = load_manifest(open_storage(job.dataset.uri))["samples"]
+    return samples
+
+
+@lru_cache(maxsize=8)
+def _made(uri: str, args: str, text: str) -> dict[str, Any]:
+    """Return what a job on the datasets of a function is, from a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="dtrain-dataset-") as folder:
+        path = Path(folder, "job.json")
+        path.write_text(text)
+        command = [sys.executable, "-m", "trainer.engine.own_problem", str(path)]
+        seen = os.pathsep.join([os.environ.get("PYTHONPATH", ""), os.getcwd()]).strip(os.pathsep)
+        try:
+            done = subprocess.run(
+                command, env={**os.environ, "PYTHONPATH": seen}, capture_output=True, text=True, timeout=MAKE_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"dataset.uri = {uri!r} made no dataset here within {MAKE_SECONDS:.0f} s") from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-3:] or ["it said nothing"]
+        raise ConfigError(redact("\n".join(said)))
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found

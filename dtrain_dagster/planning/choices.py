@@ -13,9 +13,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from typing import Literal, Protocol
+from typing import Literal
 
-from dtrain_dagster.costs.estimate import estimate_cost
+from dtrain_dagster.costs.estimate import Forecast, estimate_cost
 from dtrain_dagster.costs.evictions import tell_evictions, tell_spot_price
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.prices import LISTED, Figure, PriceError, SkuPrice
@@ -27,27 +27,6 @@ Origin = Literal["measured", "scaled", "guessed"]
 
 class PlanError(ValueError):
     """No choice keeps the deadline and the budget. The message names those that come nearest, and the settings."""
-
-
-class TimeForecast(Protocol):
-    """The interface that this module needs of a forecast of the training's time."""
-
-    @property
-    def basis(self) -> str:
-        """Return ``history``, ``probe`` or ``table``."""
-
-    @property
-    def basis_words(self) -> str:
-        """Return the basis in words."""
-        ...
-
-    def seconds_at(self, node_count: int, speed: float = 1.0) -> Interval:
-        """Return the wall-clock seconds of the whole training on ``node_count`` nodes, each of which computes ``speed``
-        times as fast as those that the forecast is for."""
-
-    def startup_at(self, node_count: int) -> float:
-        """Return the seconds of the start-up on ``node_count`` nodes."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +127,7 @@ class Choices:
 
 
 def choices(
-    forecast: TimeForecast,
+    forecast: Forecast,
     baseline: Baseline,
     prices: Iterable[SkuPrice],
     node_counts: Iterable[int],
@@ -262,7 +241,7 @@ def name_nodes(node_count: int, sku: str, tier: Tier, place: str = "") -> str:
 
 
 def _choice(
-    forecast: TimeForecast, baseline: Baseline, price: SkuPrice, node_count: int, tier: Tier, epochs: float
+    forecast: Forecast, baseline: Baseline, price: SkuPrice, node_count: int, tier: Tier, epochs: float
 ) -> PlanChoice:
     own = price.sku == baseline.price.sku
     ranks_per_node = baseline.ranks_per_node if own else price.gpus
@@ -303,7 +282,7 @@ def _choice(
     )
 
 
-def _time_from(origin: Origin, forecast: TimeForecast, baseline: Baseline, price: SkuPrice) -> str:
+def _time_from(origin: Origin, forecast: Forecast, baseline: Baseline, price: SkuPrice) -> str:
     if price.sku == baseline.price.sku:
         return f"{origin}{' to other nodes' if origin == 'scaled' else ''}: {forecast.basis_words}"
     return (

@@ -1,14 +1,15 @@
-"""Past runs of this Dagster instance as evidence for a planned training: how long they took, and how good their
-estimates were."""
+"""Past runs as evidence for a planned training, of a Dagster instance or of a home: how long they took, and how good
+their estimates were."""
 
 from __future__ import annotations
 
 import logging
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -17,6 +18,7 @@ from dtrain_dagster.costs.estimate import PRIOR_SPREAD, Basis, Forecast, Learned
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import hardware_of
+from dtrain_dagster.jobs.orders import latest_orders
 from dtrain_dagster.jobs.progress import fingerprint
 from dtrain_dagster.planning.probe import read_measured
 from dtrain_dagster.planning.probe_cost import PastProbe
@@ -157,35 +159,71 @@ def past_runs(
 ) -> list[PastRun]:
     """Return the latest runs of the same pace, the newest first, that lost no node and did not start again. Folders
     that are gone or unreadable do not count."""
-    found = []
-    for _, _, metadata in _materializations(instance, names.key("trained_checkpoint")):
+    made = _materializations(instance, names.key("trained_checkpoint"))
+    folders = (RunDir(str(said["run_dir"])) for _, _, said in made if "run_dir" in said)
+    return _usable(folders, keeps_cache, lambda plan: bool(plan) and plan.get("pace") == pace)
+
+
+class HomeHistory:
+    """Past runs of a home as evidence for a training that no Dagster asset plans. They are found by its latest orders,
+    whoever gave them: Dagster, a shell, a search or a fleet."""
+
+    def __init__(self, home: Path, processes_per_node: int, sku: str, shares_machine: bool) -> None:
+        """``sku``: of the nodes that are planned. ``shares_machine``: whether all nodes are this one machine, which
+        keeps what was unpacked for the next run."""
+        self.processes_per_node, self.sku, self.shares_machine = processes_per_node, sku, shares_machine
+        self._orders = [(self._mark(job), job) for job in latest_orders(home, LOOK_BACK)]
+        self._runs: dict[str, list[PastRun]] = {}
+
+    def forecast(self, job: JobConfig, sizes: Sizes) -> Forecast | None:
+        """Return what past runs of the same pace and global batch tell of a job, on the nodes that the latest of them
+        had; None where there are none. Of the trainer's own code they may have had another version."""
+        runs = self.runs_like(job)
+        if not runs:
+            return None
+        sizes = replace(sizes, stated_ranks=job.training.world_size)
+        count, speed_of = runs[0].measured.node_count, lambda name: hardware_of(name).speed
+        return from_history(runs, (), sizes, count, self.sku, speed_of, lambda basis: LearnedCorrection())
+
+    def runs_like(self, job: JobConfig) -> list[PastRun]:
+        """Return the latest runs of the same pace and global batch, as `past_runs` does."""
+        mark = self._mark(job)
+        if mark not in self._runs:
+            folders = (RunDir(order.run_dir) for its, order in self._orders if its == mark)
+            self._runs[mark] = _usable(folders, self.shares_machine, lambda plan: True, self.sku)
+        return self._runs[mark]
+
+    def _mark(self, job: JobConfig) -> str:
+        return f"{pace_mark(job, self.processes_per_node)}-w{job.training.world_size}"
+
+
+def _usable(
+    folders: Iterable[RunDir], keeps_cache: bool, is_wanted: Callable[[Mapping[str, Any]], bool], sku: str = ""
+) -> list[PastRun]:
+    """Return the first `MOST_READ` runs that can be learned from. ``is_wanted``: by their plan. ``sku``: of nodes whose
+    records name none."""
+    found: list[PastRun] = []
+    for rundir in folders:
         try:
-            run = _read(RunDir(str(metadata["run_dir"])), pace, keeps_cache)
+            plan, result = rundir.read_json(PLAN) or {}, rundir.read_json(RESULT)
+            if not is_wanted(plan) or not result or result["status"] != "succeeded" or JobCourse.read(rundir).disturbed:
+                continue
+            nodes, sku_here = rundir.nodes(), (rundir.read_json(LAUNCH) or {}).get("sku", plan.get("sku", sku))
+            count, batch = len({node.node_id for node in nodes}), rundir.read_job().training.global_batch_size
+            run = PastRun(
+                job_id=rundir.uri.rsplit("/", 1)[-1],
+                fingerprint=plan.get("fingerprint", ""),
+                sku=hardware_of(sku_here).sku,
+                measured=read_measured(list(rundir.events()), nodes, count, batch, keeps_cache),
+                wall_seconds=max(node.ended_at or 0.0 for node in nodes) - min(node.started_at for node in nodes),
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
-            _log.info("the run directory %s cannot be used: %r", metadata.get("run_dir"), error)
+            _log.info("the run directory %s cannot be used: %r", rundir.uri, error)
             continue
-        if run is not None:
-            found.append(run)
+        found.append(run)
         if len(found) == MOST_READ:
             break
     return found
-
-
-def _read(rundir: RunDir, pace: str, keeps_cache: bool) -> PastRun | None:
-    plan, result = rundir.read_json(PLAN), rundir.read_json(RESULT)
-    if not plan or plan.get("pace") != pace or not result or result["status"] != "succeeded":
-        return None
-    if JobCourse.read(rundir).disturbed:
-        return None
-    nodes, events = rundir.nodes(), list(rundir.events())
-    batch = rundir.read_job().training.global_batch_size
-    return PastRun(
-        job_id=rundir.uri.rsplit("/", 1)[-1],
-        fingerprint=plan["fingerprint"],
-        sku=hardware_of((rundir.read_json(LAUNCH) or {}).get("sku", plan["sku"])).sku,
-        measured=read_measured(events, nodes, plan["node_count"], batch, keeps_cache),
-        wall_seconds=max(node.ended_at or 0.0 for node in nodes) - min(node.started_at for node in nodes),
-    )
 
 
 def past_probes(instance: dg.DagsterInstance, names: GraphNames = STOCK_NAMES) -> list[PastProbe]:
@@ -267,24 +305,21 @@ def from_history(
     """
     same = [run for run in runs if run.sku == sku]
     others = [run for run in runs if run.sku != sku]
+    exactly = f"{len(totals)} past run(s) of exactly this training"
     if totals and not any(run.measured.node_count == node_count for run in same):
-        steps = sizes.work(node_count).steps
-        lump = Measured(node_count=node_count, startup_seconds=0.0, step_seconds=totals[-1] / steps)
-        words = f"{len(totals)} past run(s) of exactly this training"
-        return _history(words, (lump,), (), sizes, totals, learned_of, spread_of_runs(totals))
-    if same:
-        chosen = _newest_of_each_count(same, node_count)
+        step_seconds, words, jobs = totals[-1] / sizes.work(node_count).steps, exactly, tuple[str, ...]()
+        lump = Measured(node_count=node_count, startup_seconds=0.0, step_seconds=step_seconds)
+        measured: tuple[Measured, ...] = (lump,)
+        spread = spread_of_runs(totals)
+    elif same:
+        measured, jobs = _parts(_newest_of_each_count(same, node_count))
+        count = measured[0].node_count
         words = f"{len(same)} past run(s) at the same pace, the latest {same[0].job_id}"
-        if totals:
-            words = f"{len(totals)} past run(s) of exactly this training"
-        elif chosen[0].measured.node_count != node_count:
-            words += f", on {chosen[0].measured.node_count} node(s) instead of {node_count}"
-        paces = [
-            item.measured.step_seconds for item in same if item.measured.node_count == chosen[0].measured.node_count
-        ]
+        words += "" if count == node_count else f", on {count} node(s) instead of {node_count}"
+        words = exactly if totals else words
+        paces = [run.measured.step_seconds for run in same if run.measured.node_count == count]
         spread = max(spread_of_runs(totals), spread_of_runs(paces))
-        return _history(words, *_parts(chosen), sizes, totals, learned_of, spread)
-    if others:
+    elif others:
         nearest = [run for run in others if run.sku == others[0].sku]
         speed = speed_of(nearest[0].sku) / speed_of(sku)
         measured, jobs = _parts(_newest_of_each_count(nearest, node_count))
@@ -298,7 +333,18 @@ def from_history(
             rests_on=jobs,
             measured_speed=speed,
         )
-    return None
+    else:
+        return None
+    return Forecast(
+        measured=measured,
+        sizes=sizes,
+        basis="history",
+        basis_words=words,
+        learned=learned_of("history"),
+        rests_on=jobs,
+        totals=tuple(totals),
+        run_spread=spread,
+    )
 
 
 def spread_of_runs(seconds: Sequence[float]) -> float:
@@ -317,27 +363,6 @@ def knows(forecast: Forecast | None, node_count: int) -> bool:
     """Return whether the forecast rests on past runs on exactly this number of nodes, so that a probe would tell
     nothing new."""
     return forecast is not None and forecast.basis == "history" and forecast.measured[0].node_count == node_count
-
-
-def _history(
-    words: str,
-    measured: tuple[Measured, ...],
-    jobs: tuple[str, ...],
-    sizes: Sizes,
-    totals: Sequence[float],
-    learned_of: Callable[[Basis], LearnedCorrection],
-    run_spread: float,
-) -> Forecast:
-    return Forecast(
-        measured=measured,
-        sizes=sizes,
-        basis="history",
-        basis_words=words,
-        learned=learned_of("history"),
-        rests_on=jobs,
-        totals=tuple(totals),
-        run_spread=run_spread,
-    )
 
 
 def _newest_of_each_count(runs: Sequence[PastRun], planned: int) -> list[PastRun]:

@@ -14,7 +14,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, MEMORY_TARGET, GPUMemory, gpu_memory
 from dtrain_dagster.monitoring.step_model import step_model
 from dtrain_dagster.monitoring.windows import seconds_of, settled, windows, worlds
-from dtrain_dagster.planning.options import BaseRun, Option, best_of, build_options
+from dtrain_dagster.planning.options import BaseRun, Change, best_of, build_options, change_table
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.events import EvaluationEvent, NodeEvent, OutOfMemoryEvent, read_events
@@ -43,28 +43,25 @@ class Utilization:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recommendation:
-    """A change for the next run, with its saving and its loss of time."""
-
-    title: str
-    sentence: str
-    """The effect, with its figures and what they leave out."""
-    setting: str
-    """The setting to change."""
-    saved_usd: float
-    """Dollars saved of what this run has cost."""
-    lost_seconds: float
-    """Seconds lost; negative where it would be quicker."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Optimization:
     """All advice on one job."""
 
     utilization: Utilization | None
-    recommendations: tuple[Recommendation, ...]
+    recommendations: tuple[Change, ...]
     not_known: tuple[str, ...]
     """Sentences on what nothing is recommended about, and why."""
+
+    def document(self) -> dict[str, Any]:
+        """Return the advice for JSON."""
+        used = asdict(self.utilization) if self.utilization else None
+        advice = [item.document() for item in self.recommendations]
+        return {"utilization": used, "recommendations": advice, "not_known": self.not_known}
+
+    @property
+    def markdown(self) -> str:
+        """Return the changes for the next run, and the settings for which none can be recommended."""
+        lines = "\n".join(f"- {line}" for line in self.not_known)
+        return change_table(self.recommendations) + (f"\n\nNothing is recommended for:\n{lines}" if lines else "")
 
 
 class ResourceOptimizer:
@@ -117,10 +114,10 @@ class ResourceOptimizer:
             utilization=self.utilization, recommendations=self.recommendations(), not_known=self.not_known()
         )
 
-    def recommendations(self) -> tuple[Recommendation, ...]:
+    def recommendations(self) -> tuple[Change, ...]:
         """Return the changes that are worth it, the most dollars first."""
         used, rows = self.utilization, self._rows()
-        found: list[Recommendation] = []
+        found: list[Change] = []
         if used and used.fraction < LOW_UTILIZATION:
             found += self._fewer_nodes(best_of(rows, "fewer nodes"), used)
             found += self._smaller_sku(rows, used)
@@ -143,7 +140,7 @@ class ResourceOptimizer:
             said.append("batch size: max_steps is fixed, and a larger batch in as many steps is more work")
         return tuple(said)
 
-    def _rows(self) -> tuple[Option, ...]:
+    def _rows(self) -> tuple[Change, ...]:
         if not self.wall_seconds or not self.usd:
             return ()
         base = BaseRun(
@@ -159,7 +156,7 @@ class ResourceOptimizer:
         world = self._world if self._now else []
         return build_options(base, world, self._events, self.training, self._prices, self._today)
 
-    def _fewer_nodes(self, option: Option | None, used: Utilization) -> list[Recommendation]:
+    def _fewer_nodes(self, option: Change | None, used: Utilization) -> list[Change]:
         if not self._now or not option or not option.step:
             return []
         parts = [
@@ -169,7 +166,7 @@ class ResourceOptimizer:
         why = f"{_low(used)} A step takes {parts[0]} and {parts[1]} node(s)"
         return self._worth_it(f"{option.node_count} node(s)", why, option)
 
-    def _smaller_sku(self, options: Iterable[Option], used: Utilization) -> list[Recommendation]:
+    def _smaller_sku(self, options: Iterable[Change], used: Utilization) -> list[Change]:
         """Return the cheapest of the slower SKUs."""
         if not self._now or used.of != "GPU":
             return []
@@ -185,15 +182,15 @@ class ResourceOptimizer:
         )
         return self._worth_it(price.sku, why, option)
 
-    def _spot(self, option: Option | None, used: Utilization) -> list[Recommendation]:
+    def _spot(self, option: Change | None, used: Utilization) -> list[Change]:
         if not option:
             return []
         spot = self.price.figure("spot")
         ratio = spot.usd_per_hour / self.price.usd_per_hour("dedicated")
-        why = f"{_low(used)} Spot nodes cost {ratio:.0%} of dedicated ones ({spot.recorded_on}); {option.note}"
+        why = f"{_low(used)} Spot nodes cost {ratio:.0%} of dedicated ones ({spot.recorded_on}); {option.why}"
         return self._worth_it("Spot", why, option)
 
-    def _larger_batch(self, option: Option | None) -> list[Recommendation]:
+    def _larger_batch(self, option: Change | None) -> list[Change]:
         memory = self.memory
         if isinstance(memory, str) or not option:
             return []
@@ -202,28 +199,18 @@ class ResourceOptimizer:
             f"GPU memory is {memory.fraction:.0%} full at most, {_gib(memory.used)} of {_gib(memory.total)}: "
             f"{_gib(memory.state)} for weights, gradients and moments, {memory.bytes_per_sample / 2**20:.3g} MiB for "
             f"each of {memory.batch} samples. {option.batch_size} of them would fill {MEMORY_TARGET:.0%}. "
-            f"{batch_words(memory, self.training)} Fewer steps save {saved} ({self.price_words}); {option.note}"
+            f"{batch_words(memory, self.training)} Fewer steps save {saved} ({self.price_words}); {option.why}"
         )
-        return [_recommendation("a larger batch", sentence, option)]
+        return [replace(option, name="a larger batch", why=sentence)]
 
-    def _worth_it(self, title: str, why: str, option: Option) -> list[Recommendation]:
+    def _worth_it(self, title: str, why: str, option: Change) -> list[Change]:
         if not option.is_worth_it(self.usd) or not option.usd:
             return []
         saved, lost = option.saved_usd, option.lost_seconds
         longer = "longer" if lost >= 0 else "shorter"
         time = f"{format_duration(abs(lost))} {longer} than {format_duration(self.wall_seconds)}"
         cost = f"{dollars(option.usd.expected)} instead of {dollars(self.usd)}, {saved / self.usd:.0%} less"
-        return [_recommendation(title, f"{why}: {cost} ({self.price_words}), and {time}", option)]
-
-
-def _recommendation(title: str, sentence: str, option: Option) -> Recommendation:
-    return Recommendation(
-        title=title,
-        sentence=sentence,
-        setting=option.change,
-        saved_usd=option.saved_usd,
-        lost_seconds=option.lost_seconds,
-    )
+        return [replace(option, name=title, why=f"{why}: {cost} ({self.price_words}), and {time}")]
 
 
 def utilization(events: Iterable[Mapping[str, Any]]) -> Utilization | None:

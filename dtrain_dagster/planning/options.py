@@ -1,8 +1,8 @@
 """The table of options: what a training would take and cost if one thing about it were changed, each priced once. Pure.
 
-The plan's table, the refusal of a plan, the alert of a cost overrun and the advice after a run print rows of it, so
-that one option has one dollar figure for the same training. Which rows are printed where is decided there; how a
-forecast of the time is come by belongs to `probe` and `history`, how a step changes to `monitoring.step_model`.
+The alert of a cost overrun and the advice after a run print rows of it, and the plan's table and its refusal have the
+same dollars for the same training. Which rows are printed where is decided there; how a step changes belongs to
+`monitoring.step_model`.
 
 Every row is priced by `dtrain_dagster.costs.estimate.estimate_cost`:
 
@@ -25,9 +25,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from typing import Any, Literal
+from typing import Any
 
-from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_cost, estimate_forecast
+from dtrain_dagster.costs.estimate import Estimate, estimate_cost
 from dtrain_dagster.costs.evictions import evictions_of, expected_slowdown, tell_evictions, tell_spot_price
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.prices import PriceError, SkuPrice
@@ -35,57 +35,65 @@ from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, GPUMemory, gpu_memo
 from dtrain_dagster.monitoring.step_model import WORTH_IT, StepModel, step_model
 from dtrain_dagster.monitoring.strategies import communication_strategies, on_fewer_nodes
 from dtrain_dagster.settings.tiers import Tier
-from dtrain_dagster.support.formatting import format_duration
+from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.events import OutOfMemoryEvent, TimingEvent, read_events
 from trainer.performance.memory import format_bytes
 
-OptionKind = Literal[
-    "as planned", "fewer nodes", "other nodes", "other SKU", "spot", "larger batch", "smaller model",
-    "precision",
-]  # fmt: skip
 FITS = 0.9
 """Share of another GPU's memory that a training may need to fit there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
-    """A row: a change, and the time and cost of the training with it."""
+class Change:
+    """A change of a training, and its time and dollars with it."""
 
-    kind: OptionKind
-    change: str
+    name: str
+    setting: str
     """The action, with the setting."""
     node_count: int
     sku: str
     tier: Tier
     seconds: Interval | None
-    """Paid wall-clock seconds; None where the option cannot be priced, see ``why_not``."""
+    """Paid wall-clock seconds; None where the change cannot be priced."""
     usd: Interval | None
     saved_usd: float = 0.0
-    """Dollars saved against the run as it is; negative where the option is dearer."""
+    """Dollars saved against the run as it is; negative where the change is dearer."""
     lost_seconds: float = 0.0
-    """Seconds lost; negative where the option is quicker."""
-    assumptions: tuple[str, ...] = ()
-    """Assumptions of the figures, each a sentence or a phrase."""
-    why_not: str = ""
-    """Reason why the option is impossible; empty where it is possible."""
+    """Seconds lost; negative where it is quicker."""
+    why: str = ""
+    """What the figures rest on, or why the change is impossible."""
+    is_possible: bool = True
+    of: str = ""
+    """What it saves on, in words."""
     step: StepModel | None = None
     """The step as it would be, where the change is one of the step."""
     batch_size: int | None = None
     """Samples of a micro-batch, where the change is one of it."""
 
-    @property
-    def is_possible(self) -> bool:
-        """Return whether nothing speaks against the option."""
-        return not self.why_not
-
-    @property
-    def note(self) -> str:
-        """Return the caveats in one line."""
-        return self.why_not or "; ".join(self.assumptions)
-
     def is_worth_it(self, usd: float) -> bool:
-        """Return whether the option is possible and saves at least `WORTH_IT` of ``usd``."""
+        """Return whether the change is possible and saves at least `WORTH_IT` of ``usd``."""
         return self.is_possible and self.saved_usd > 0 and self.saved_usd >= WORTH_IT * usd
+
+    @property
+    def text(self) -> str:
+        """Return the change as a line of a message."""
+        saved = f"saves {dollars(self.saved_usd)} {self.of}".rstrip()
+        return f"{self.name}: {self.setting}: {saved}" + (f" ({self.why})" if self.why else "")
+
+    def document(self) -> dict[str, str | float]:
+        """Return the change for JSON."""
+        said = {"title": self.name, "setting": self.setting, "sentence": self.why}
+        return {**said, "saved_usd": self.saved_usd, "lost_seconds": self.lost_seconds}
+
+
+def change_table(found: Iterable[Change]) -> str:
+    """Return changes as a Markdown table."""
+    rows = ["| what | change | saves | takes | why |", "|---|---|---|---|---|"]
+    for item in found:
+        saved = f"{dollars(item.saved_usd)} {item.of}".rstrip()
+        took = f"{format_duration(abs(item.lost_seconds))} {'more' if item.lost_seconds >= 0 else 'less'}"
+        rows.append(f"| **{item.name}** | {item.setting} | {saved} | {took} | {item.why} |")
+    return "\n".join(rows) if len(rows) > 2 else "These figures do not suggest any change."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,24 +133,6 @@ class BaseRun:
         )
 
 
-def price_forecast(forecast: Forecast, price: SkuPrice, tier: Tier, node_count: int, planned: int) -> Option:
-    """Return the row of a whole training on ``node_count`` nodes, with the time of a forecast. ``planned``: nodes of
-    the settings. Raise `PriceError` where the SKU has no price on that tier."""
-    estimate = estimate_forecast(forecast, price, tier, node_count)
-    own = node_count == planned
-    change = "as planned" if own else f"{node_count} node(s) (DTRAIN_NODES={node_count})"
-    return Option(
-        kind="as planned" if own else "fewer nodes" if node_count < planned else "other nodes",
-        change=change,
-        node_count=node_count,
-        sku=price.sku,
-        tier=tier,
-        seconds=estimate.seconds,
-        usd=estimate.usd,
-        assumptions=_spot_words(estimate.usd.expected, node_count, price, tier, forecast.startup_at(node_count)),
-    )
-
-
 def build_options(
     base: BaseRun,
     world: Sequence[TimingEvent],
@@ -150,8 +140,8 @@ def build_options(
     training: Mapping[str, Any],
     prices: Iterable[SkuPrice],
     today: date,
-) -> tuple[Option, ...]:
-    """Return every change of one thing, impossible ones with the reason, in the order of `OptionKind`.
+) -> tuple[Change, ...]:
+    """Return every change of one thing, impossible ones with the reason.
 
     ``world``: timing of the steps of the world that trained; without any, only prices count. ``events``: for the memory
     of the GPUs. ``training``: the trainer's configuration. ``prices``: of the SKUs that may be bought; those that are
@@ -166,20 +156,19 @@ def build_options(
         *_price_spot(base),
         *_price_larger_batch(base, world, now, memory, events, training),
         *_price_smaller_model(base, now),
-        *_price_precision(base, training),
     )
 
 
-def best_of(options: Iterable[Option], kind: OptionKind) -> Option | None:
-    """Return the possible option of that kind that saves most; None where there is none."""
-    found = [item for item in options if item.kind == kind and item.is_possible]
+def best_of(options: Iterable[Change], name: str) -> Change | None:
+    """Return the possible change of that name that saves most; None where there is none."""
+    found = [item for item in options if item.name == name and item.is_possible]
     return max(found, key=lambda item: item.saved_usd, default=None)
 
 
 def _priced(
     base: BaseRun,
-    kind: OptionKind,
-    change: str,
+    name: str,
+    setting: str,
     seconds: float,
     *,
     node_count: int | None = None,
@@ -188,7 +177,7 @@ def _priced(
     assumptions: Sequence[str] = (),
     step: StepModel | None = None,
     batch_size: int | None = None,
-) -> Option:
+) -> Change:
     """``seconds``: as long as the run takes with this change and the evictions of its own tier and nodes."""
     price, tier, count = price or base.price, tier or base.tier, node_count or base.node_count
     evictions = evictions_of(base.price, base.tier, base.startup_seconds)
@@ -201,9 +190,10 @@ def _priced(
     exact = Interval(low=undisturbed, expected=undisturbed, high=undisturbed)
     estimate: Estimate = estimate_cost(exact, price, tier, count, base.startup_seconds)
     usd = estimate.usd.scaled(base.paid_share())
-    return Option(
-        kind=kind,
-        change=change,
+    spot = tell_evictions(usd.expected, count, price, tier, base.startup_seconds), tell_spot_price(price, tier)
+    return Change(
+        name=name,
+        setting=setting,
         node_count=count,
         sku=price.sku,
         tier=tier,
@@ -211,31 +201,32 @@ def _priced(
         usd=usd,
         saved_usd=base.usd - usd.expected,
         lost_seconds=estimate.seconds.expected - base.seconds,
-        assumptions=(*said, *_spot_words(usd.expected, count, price, tier, base.startup_seconds)),
+        why="; ".join([*said, *filter(None, spot)]),
         step=step,
         batch_size=batch_size,
     )
 
 
 def _refused(
-    base: BaseRun, kind: OptionKind, change: str, why_not: str, sku: str | None = None, tier: Tier | None = None
-) -> Option:
-    return Option(
-        kind=kind,
-        change=change,
+    base: BaseRun, name: str, setting: str, why: str, sku: str | None = None, tier: Tier | None = None
+) -> Change:
+    return Change(
+        name=name,
+        setting=setting,
         node_count=base.node_count,
         sku=sku or base.price.sku,
         tier=tier or base.tier,
         seconds=None,
         usd=None,
-        why_not=why_not,
+        why=why,
+        is_possible=False,
     )
 
 
 def _price_fewer_nodes(
     base: BaseRun, world: Sequence[TimingEvent], now: StepModel | None, memory: GPUMemory | str,
     training: Mapping[str, Any],
-) -> list[Option]:  # fmt: skip
+) -> list[Change]:  # fmt: skip
     if now is None:
         return [_refused(base, "fewer nodes", "fewer nodes (DTRAIN_NODES)", "no timing of its steps is known")]
     found = []
@@ -284,7 +275,7 @@ def _nodes_setting(count: int, now: StepModel, world: Sequence[TimingEvent], tra
 
 def _price_other_skus(
     base: BaseRun, now: StepModel | None, memory: GPUMemory | str, prices: Iterable[SkuPrice], today: date
-) -> list[Option]:
+) -> list[Change]:
     """Return options with as many GPUs in each node. All of forward and backward pass is taken to be as much slower as
     the GPU is. That is an upper bound of the loss, since the time in which a GPU idles does not grow."""
     found = []
@@ -315,7 +306,7 @@ def _why_not_sku(price: SkuPrice, base: BaseRun, memory: GPUMemory | str, today:
     return _why_not_offered(price, base.tier)
 
 
-def _price_spot(base: BaseRun) -> list[Option]:
+def _price_spot(base: BaseRun) -> list[Change]:
     change = "DTRAIN_TIER = spot"
     why = "" if base.tier == "dedicated" else "its nodes are Spot already"
     if why := why or _why_not_offered(base.price, "spot"):
@@ -330,7 +321,7 @@ def _price_larger_batch(
     memory: GPUMemory | str,
     events: Sequence[Mapping[str, Any]],
     training: Mapping[str, Any],
-) -> list[Option]:
+) -> list[Change]:
     """Return the option of a batch as large as the GPU's memory holds; if that was not measured, as large as
     communication calls for. A fixed number of steps with a larger batch is more work, not the same work in fewer
     steps."""
@@ -360,7 +351,7 @@ def _price_larger_batch(
     return [_priced(base, "larger batch", change, seconds, assumptions=(note,), step=then, batch_size=batch)]
 
 
-def _price_smaller_model(base: BaseRun, now: StepModel | None) -> list[Option]:
+def _price_smaller_model(base: BaseRun, now: StepModel | None) -> list[Change]:
     change = "half the parameters (model_args)"
     if now is None:
         return [_refused(base, "smaller model", change, "no timing of its steps is known")]
@@ -369,23 +360,9 @@ def _price_smaller_model(base: BaseRun, now: StepModel | None) -> list[Option]:
     return [_priced(base, "smaller model", change, base.seconds_with(now, then), assumptions=(note,), step=then)]
 
 
-def _price_precision(base: BaseRun, training: Mapping[str, Any]) -> list[Option]:
-    """Return the option of another precision, whose gain depends on model and GPU and has not been measured."""
-    now = training.get("precision", "fp32")
-    if now != "fp32":
-        return [_refused(base, "precision", "training.precision", f"it is {now} already")]
-    why = "what it gains on these GPUs has not been measured: `dtrain tune` measures it"
-    return [_refused(base, "precision", "training.precision = bf16", why)]
-
-
 def _why_not_offered(price: SkuPrice, tier: Tier) -> str:
     try:
         price.figure(tier)
     except PriceError as error:
         return str(error)
     return ""
-
-
-def _spot_words(usd: float, count: int, price: SkuPrice, tier: Tier, startup: float | None) -> tuple[str, ...]:
-    said = (tell_evictions(usd, count, price, tier, startup), tell_spot_price(price, tier))
-    return tuple(sentence for sentence in said if sentence)

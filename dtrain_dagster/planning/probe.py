@@ -13,16 +13,20 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import psutil
+
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobState
 from dtrain_dagster.costs.estimate import Forecast, LearnedCorrection, Measured, Sizes
-from dtrain_dagster.jobs.progress import BudgetSpentError, follow_job, ran_out, start_job
-from dtrain_dagster.jobs.wait_news import WaitNews
+from dtrain_dagster.jobs.progress import BudgetSpentError, WaitNews, follow_job, ran_out, start_job
 from dtrain_dagster.monitoring.windows import communication_cost, settled, shares, windows
-from dtrain_dagster.planning.machine_load import cores_of_others
 from trainer.config import JobConfig, TrackingConfig
 from trainer.documents.events import EvaluationEvent, PhaseEvent, StepEvent, TimingEvent, read_events
 from trainer.documents.presences import NodePresence
 from trainer.rundir import RESULT, RunDir
+
+LISTENING_SECONDS = 1.0
+"""Seconds in which the use of the cores is counted. The load averages of the system reach back a minute, in which a
+probe or a training of our own may have run."""
 
 LEAST_STEPS, MOST_STEPS, SHARE_OF_TRAINING = 24, 120, 0.1
 """A probe does a tenth of the training's steps, within these bounds: of a long training, next to nothing."""
@@ -258,3 +262,11 @@ def _intervals(
             found.append((count, item.step_seconds, fills.get(item.step, 1.0)))
             before = item.step
     return found
+
+
+def cores_of_others(sizes: Sizes) -> float:
+    """Return how many cores of the machine are in use, counted for a second while nothing of the plan runs on it; 0
+    where each node is a machine of its own, which cannot be seen from here."""
+    if not sizes.cores:
+        return 0.0
+    return min(float(sizes.cores), psutil.cpu_percent(interval=LISTENING_SECONDS) / 100 * sizes.cores)

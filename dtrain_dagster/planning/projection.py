@@ -15,82 +15,21 @@ that two looks in a row agree (`sensors.cost_overrun`).
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, TypeGuard
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
+from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.costs.estimate import MINIMUM_MARGIN
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.jobs.view import JobView
 from dtrain_dagster.support.formatting import format_duration
-from trainer.documents.events import CheckpointEvent, EvaluationEvent, FinishEvent, StepEvent, read_events
 
-KEPT_REPORTS, KEPT_PAUSES = 20, 5
+WAITING = JobView().phase
+STARTING = "starting"
+
 COUNTS_FROM_SHARE, COUNTS_FROM_REPORTS = 0.05, 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProgressRate:
-    """The progress and recent speed of a job, from its events."""
-
-    step: int = 0
-    reports: tuple[tuple[float, float, int], ...] = ()
-    """(when, seconds per step, step) of the latest ``step`` events."""
-    evaluation_seconds: tuple[float, ...] = ()
-    checkpoint_seconds: tuple[float, ...] = ()
-    """Seconds for which each save has held up training."""
-    paused_seconds: float = 0.0
-    """Seconds of all evaluations and saves so far."""
-    total_steps: int | None = None
-    """All steps of the training, as it says itself."""
-    finish_began: float | None = None
-    """Unix time at which the finish began; None while it trains."""
-
-    def after(self, events: Iterable[Mapping[str, Any]]) -> ProgressRate:
-        """Return the rate with these events added, in order of time. Events of another contract are left out."""
-        pace = self
-        rows = list(events)
-        for step in read_events(StepEvent, rows):
-            if _is_positive(step.step_seconds):
-                report = float(step.time), float(step.step_seconds), step.step
-                pace = replace(pace, step=step.step, reports=(*pace.reports, report)[-KEPT_REPORTS:])
-                if step.eta_seconds is not None and 0 <= step.eta_seconds < float("inf"):
-                    pace = replace(pace, total_steps=step.step + round(step.eta_seconds / step.step_seconds))
-        for evaluation in read_events(EvaluationEvent, rows):
-            if evaluation.split == "valid" and _is_positive(evaluation.seconds):
-                took = (*pace.evaluation_seconds, float(evaluation.seconds))
-                pace = replace(pace, evaluation_seconds=took[-KEPT_PAUSES:])._paused(took[-1])
-        for checkpoint in read_events(CheckpointEvent, rows):
-            if _is_positive(checkpoint.stall_seconds):
-                took = (*pace.checkpoint_seconds, float(checkpoint.stall_seconds))
-                pace = replace(pace, checkpoint_seconds=took[-KEPT_PAUSES:])._paused(took[-1])
-        for stage in read_events(FinishEvent, rows):
-            if pace.finish_began is None or stage.stage == "test split":  # a second time, after a node was lost
-                pace = replace(pace, finish_began=float(stage.time))
-        if pace.finish_began is not None and pace.reports and pace.reports[-1][0] > pace.finish_began:
-            pace = replace(pace, finish_began=None)  # of a launch that was lost: another one trains again
-        return pace
-
-    def _paused(self, seconds: float) -> ProgressRate:
-        return replace(self, paused_seconds=self.paused_seconds + seconds)
-
-    def kept(self) -> dict[str, Any]:
-        """Return the rate for JSON, below 1 kB, and as exact as an estimate needs it."""
-        reports = tuple((round(at, 1), float(f"{seconds:.4g}"), step) for at, seconds, step in self.reports)
-        return asdict(replace(self, reports=reports))
-
-    @classmethod
-    def restored(cls, kept: Mapping[str, Any]) -> ProgressRate:
-        """Return the rate from `kept`. Raise KeyError, TypeError or ValueError for anything else."""
-        return cls(
-            step=int(kept["step"]),
-            reports=tuple((float(at), float(seconds), int(step)) for at, seconds, step in kept["reports"]),
-            evaluation_seconds=tuple(map(float, kept["evaluation_seconds"])),
-            checkpoint_seconds=tuple(map(float, kept["checkpoint_seconds"])),
-            paused_seconds=float(kept.get("paused_seconds") or 0.0),
-            total_steps=None if kept.get("total_steps") is None else int(kept["total_steps"]),
-            finish_began=None if kept.get("finish_began") is None else float(kept["finish_began"]),
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,7 +111,7 @@ def _key(kind: str, level: float) -> str:
     return f"{kind} {100 * level:g}%"
 
 
-def project(tracker: CostTracker, plan: Mapping[str, Any] | None, pace: ProgressRate) -> Projection:
+def project(tracker: CostTracker, plan: Mapping[str, Any] | None, view: JobView) -> Projection:
     """Return the projection. ``plan``: the content of ``plan.json``. Raise KeyError, TypeError or ValueError for a
     damaged one."""
     if plan is None:
@@ -182,50 +121,50 @@ def project(tracker: CostTracker, plan: Mapping[str, Any] | None, pace: Progress
     if not estimate.expected > 0:
         raise ValueError(f"the plan's estimate is {estimate.expected} dollars")
     so_far, steps = tracker.total_usd, int((plan.get("work") or {}).get("steps") or 0)
-    if not pace.reports or not steps:
-        at_end = _shifted(estimate, so_far, plan) if not pace.step else None
+    if not view.reports or not steps:
+        at_end = _shifted(estimate, so_far, plan) if not view.step else None
         return Projection(so_far=so_far, estimated=estimate.expected, at_end=at_end)
-    left = usd_left(tracker, pace, plan)
+    left = usd_left(tracker, view, plan)
     return Projection(
         so_far=so_far,
         estimated=estimate.expected,
         at_end=Interval(low=so_far + left.low, expected=so_far + left.expected, high=so_far + left.high),
-        counts=pace.step >= COUNTS_FROM_SHARE * steps and len(pace.reports) >= COUNTS_FROM_REPORTS,
+        counts=view.step >= COUNTS_FROM_SHARE * steps and len(view.reports) >= COUNTS_FROM_REPORTS,
     )
 
 
-def time_left(pace: ProgressRate, plan: Mapping[str, Any] | None, now: float) -> TimeLeft | None:
+def time_left(view: JobView, plan: Mapping[str, Any] | None, now: float) -> TimeLeft | None:
     """Return the time left of a job that runs, at Unix time ``now``: its steps at their latest speed, evaluations and
     saves, and the finish as far as the plan foresees it. None where it is not known: before the first report, and in a
     finish that the plan does not foresee or that takes longer."""
     try:
         work, phases = (plan or {}).get("work") or {}, (plan or {}).get("phases") or {}
-        finish, total = phases.get("finish"), work.get("steps") or pace.total_steps
-        if pace.finish_began is not None:
-            left = float(finish or 0.0) - max(0.0, now - pace.finish_began)
+        finish, total = phases.get("finish"), work.get("steps") or view.total_steps
+        if view.finish_began is not None:
+            left = float(finish or 0.0) - max(0.0, now - view.finish_began)
             return TimeLeft(seconds=left, has_finish=True) if left > 0 else None
-        if not pace.reports or not total:
+        if not view.reports or not total:
             return None
-        steps = max(0.0, int(total) - pace.step - _steps_since(now, pace))
-        pauses = _pauses_left(pace, work, phases) if work else pace.paused_seconds * steps / max(1, pace.step)
-        seconds = steps * statistics.median(took for _, took, _ in pace.reports) + pauses + float(finish or 0.0)
+        steps = max(0.0, int(total) - view.step - _steps_since(now, view))
+        pauses = sum(pauses_left(view, work, phases)) if work else view.paused_seconds * steps / max(1, view.step)
+        seconds = steps * statistics.median(took for _, took, _ in view.reports) + pauses + float(finish or 0.0)
         return TimeLeft(seconds=seconds, has_finish=finish is not None)
     except (KeyError, TypeError, ValueError, AttributeError):  # a plan of another version
         return None
 
 
-def usd_left(tracker: CostTracker, pace: ProgressRate, plan: Mapping[str, Any]) -> Interval:
+def usd_left(tracker: CostTracker, view: JobView, plan: Mapping[str, Any]) -> Interval:
     """Return the dollars still to be paid from now, which is the end of the last node's presence, to the end."""
     work, phases = plan["work"], plan.get("phases") or {}
-    now = max((node.ended_at for node in tracker.nodes), default=pace.reports[-1][0])
-    rates = [_usd_per_second(tracker, at - max(1.0, seconds), at) for at, seconds, _ in pace.reports]
-    took = sorted(seconds * rate for (_, seconds, _), rate in zip(pace.reports, rates, strict=True))
+    now = max((node.ended_at for node in tracker.nodes), default=view.reports[-1][0])
+    rates = [_usd_per_second(tracker, at - max(1.0, seconds), at) for at, seconds, _ in view.reports]
+    took = sorted(seconds * rate for (_, seconds, _), rate in zip(view.reports, rates, strict=True))
     finish = float(phases.get("finish") or 0.0)
-    if pace.finish_began is not None:
-        finish = max(0.0, finish - max(0.0, now - pace.finish_began))
-    fixed = rates[-1] * (_pauses_left(pace, work, phases) + finish)
-    steps = max(0.0, work["steps"] - pace.step - _steps_since(now, pace))
-    if pace.finish_began is not None:  # it may have stopped early
+    if view.finish_began is not None:
+        finish = max(0.0, finish - max(0.0, now - view.finish_began))
+    fixed = rates[-1] * (sum(pauses_left(view, work, phases)) + finish)
+    steps = max(0.0, work["steps"] - view.step - _steps_since(now, view))
+    if view.finish_began is not None:  # it may have stopped early
         fixed, steps = rates[-1] * finish, 0.0
     expected = fixed + steps * statistics.median(took)
     return Interval(
@@ -235,24 +174,24 @@ def usd_left(tracker: CostTracker, pace: ProgressRate, plan: Mapping[str, Any]) 
     )
 
 
-def _pauses_left(pace: ProgressRate, work: Mapping[str, Any], phases: Mapping[str, Any]) -> float:
-    """Return the seconds of the evaluations and saves that are left: as measured, or else as planned."""
-    share = max(0.0, 1 - pace.step / work["steps"])
+def pauses_left(view: JobView, work: Mapping[str, Any], phases: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the seconds of the evaluations and of the saves that are left: as measured, or else as planned."""
+    share = max(0.0, 1 - view.step / work["steps"])
 
     def pause(measured: Sequence[float], name: str) -> float:
         if measured:
             return statistics.fmean(measured) * share * float(work.get(f"{name}s") or 0)
         return share * float(phases.get(name) or 0.0)
 
-    return pause(pace.evaluation_seconds, "evaluation") + pause(pace.checkpoint_seconds, "checkpoint")
+    return pause(view.evaluation_seconds, "evaluation"), pause(view.checkpoint_seconds, "checkpoint")
 
 
-def _steps_since(now: float, pace: ProgressRate) -> float:
-    """Return the steps done since the last report, as far as the pace says; at most those between two reports, so that
+def _steps_since(now: float, view: JobView) -> float:
+    """Return the steps done since the last report, as far as the view says; at most those between two reports, so that
     time in which nothing is done counts as lost."""
-    if len(pace.reports) < 2:
+    if len(view.reports) < 2:
         return 0.0
-    (_, _, before), (at, seconds, last) = pace.reports[-2:]
+    (_, _, before), (at, seconds, last) = view.reports[-2:]
     return min(max(0.0, now - at) / seconds, max(0.0, last - before))
 
 
@@ -286,5 +225,33 @@ def _usd_per_second(tracker: CostTracker, first: float, last: float) -> float:
     return 0.0
 
 
-def _is_positive(value: float | None) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+def describe_training(
+    view: JobView,
+    total_steps: int | None,
+    left: TimeLeft | None = None,
+    state: JobState | None = None,
+    with_share: bool = False,
+) -> list[str]:
+    """Return the parts of the line, as far as they are known. ``state``: of the job; one that has ended is told by its
+    state, and has neither a speed nor nodes. ``with_share``: also which share of the steps is done."""  # fmt: skip
+    ended = state is not None and state.is_final
+    phase = STARTING if view.phase == WAITING and view.nodes_alive else view.phase
+    parts = [str(state) if ended else phase]
+    if view.step:
+        share = f" ({view.step / total_steps:.0%})" if with_share and total_steps else ""
+        parts.append(f"step {view.step}" + (f"/{total_steps}" if total_steps else "") + share)
+        parts += [f"epoch {view.epoch}"] if view.epoch else []
+    if left is not None and not ended:
+        parts.append(f"ETA {left.words}")
+    if view.loss is not None:
+        parts.append(f"loss {view.loss:.4f}")
+    if view.valid_loss is not None:
+        parts.append(f"valid {view.valid_loss:.4f}")
+    if view.samples_per_second is not None and not ended:
+        parts.append(f"{view.samples_per_second:,.0f} samples/s")
+    return parts
+
+
+def count_nodes(count: int) -> str:
+    """Return ``1 node`` or ``3 nodes``."""
+    return f"{count} node" + ("" if count == 1 else "s")

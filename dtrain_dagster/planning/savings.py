@@ -7,41 +7,26 @@ left. One that changes the training saves in another run like this one. An optio
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
 
 from dtrain_dagster.costs.prices import SkuPrice
 from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.jobs.view import JobView
 from dtrain_dagster.monitoring.step_model import step_model
 from dtrain_dagster.monitoring.windows import worlds
-from dtrain_dagster.planning.options import BaseRun, Option, OptionKind, best_of, build_options
-from dtrain_dagster.planning.projection import ProgressRate, Projection
+from dtrain_dagster.planning.options import BaseRun, Change, best_of, build_options
+from dtrain_dagster.planning.projection import Projection, pauses_left
 from dtrain_dagster.settings.tiers import Tier, tier_of
-from dtrain_dagster.support.formatting import dollars
 from trainer.documents.events import TimingEvent
 
 LEFT, ANOTHER = "of what is left, from the checkpoint", "in another run like this one"
 STILL_THERE_SECONDS = 60.0
 """Nodes whose intervals end within so long of the last end count as there: their clocks and looks differ."""
-_FROM_CHECKPOINT: tuple[OptionKind, ...] = ("fewer nodes", "other SKU", "spot")
-_ANOTHER_RUN: tuple[OptionKind, ...] = ("larger batch", "smaller model")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Saving:
-    """A row of the table of options, and the run that it saves on: `LEFT` or `ANOTHER`."""
-
-    option: Option
-    when: str
-
-    @property
-    def text(self) -> str:
-        """Return the saving as a line of a message."""
-        note = f" ({self.option.note})" if self.option.note else ""
-        saved = dollars(self.option.saved_usd)
-        return f"{self.option.kind}: {self.option.change}: saves {saved} {self.when}{note}"
+_FROM_CHECKPOINT = ("fewer nodes", "other SKU", "spot")
+_ANOTHER_RUN = ("larger batch", "smaller model")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +48,7 @@ def paid_nodes(usage: Sequence[NodeUsage], table: Mapping[str, SkuPrice], tier: 
 
 
 def rest_and_whole(
-    nodes: PaidNodes, projection: Projection, plan: Mapping[str, Any], pace: ProgressRate
+    nodes: PaidNodes, projection: Projection, plan: Mapping[str, Any], view: JobView
 ) -> tuple[BaseRun, BaseRun]:
     """Return the rest of a running job, and the whole of it as projected, both on the present nodes.
 
@@ -76,13 +61,9 @@ def rest_and_whole(
     planned = {name: float(phases.get(name) or 0.0) for name in ("startup", "evaluation", "checkpoint", "finish")}
     planned["steps"] = float(phases.get("steps") or 0.0)
     left, restart = planned, 0.0
-    if pace.reports and steps:
-        share, step = max(0.0, 1 - pace.step / steps), statistics.median(item[1] for item in pace.reports)
-        evaluation, checkpoint = share * planned["evaluation"], share * planned["checkpoint"]
-        if pace.evaluation_seconds:
-            evaluation = share * statistics.fmean(pace.evaluation_seconds) * float(work.get("evaluations") or 0)
-        if pace.checkpoint_seconds:
-            checkpoint = share * statistics.fmean(pace.checkpoint_seconds) * float(work.get("checkpoints") or 0)
+    if view.reports and steps:
+        share, step = max(0.0, 1 - view.step / steps), statistics.median(item[1] for item in view.reports)
+        evaluation, checkpoint = pauses_left(view, work, phases)
         left = planned | {"startup": 0.0, "steps": share * steps * step}
         left |= {"evaluation": evaluation, "checkpoint": checkpoint}
         training = (plan.get("job") or {}).get("training") or {}
@@ -100,27 +81,17 @@ def savings(
     training: Mapping[str, Any],
     table: Mapping[str, SkuPrice],
     today: date,
-) -> tuple[Saving, ...]:
+) -> tuple[Change, ...]:
     """Return the best option of each kind that is worth it, the largest saving first. ``found``, ``events``: how the
     latest steps went; without any, only prices count. ``today``: for SKUs that are retired by then."""
     groups = worlds(found)
     world = groups[0] if groups and step_model(groups[0]).samples else []
-    told: list[Saving] = []
+    told: list[Change] = []
     for base, kinds, when in ((rest, _FROM_CHECKPOINT, LEFT), (whole, _ANOTHER_RUN, ANOTHER)):
         options = build_options(base, world, events, training, table.values(), today) if base.usd > 0 else ()
-        best = [best_of(options, kind) for kind in kinds]
-        told += [Saving(option=item, when=when) for item in best if item and item.is_worth_it(base.usd)]
-    return tuple(sorted(told, key=lambda item: -item.option.saved_usd))
-
-
-def saving_table(found: Iterable[Saving]) -> str:
-    """Return the rows as a Markdown table."""
-    rows = ["| what | change | saves | | note |", "|---|---|---|---|---|"]
-    for item in found:
-        option = item.option
-        saved = dollars(option.saved_usd)
-        rows.append(f"| **{option.kind}** | {option.change} | {saved} | {item.when} | {option.note} |")
-    return "\n".join(rows) if len(rows) > 2 else "These figures do not suggest any change."
+        best = [best_of(options, name) for name in kinds]
+        told += [replace(item, of=when) for item in best if item and item.is_worth_it(base.usd)]
+    return tuple(sorted(told, key=lambda item: -item.saved_usd))
 
 
 def _base_run(

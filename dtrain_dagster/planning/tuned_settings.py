@@ -14,7 +14,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from dtrain_dagster.planning.job_data import data_of
+from dtrain_dagster.planning.check_job import data_of
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
 from trainer.data.manifest import NoDatasetError
 from trainer.storage.open import open_storage

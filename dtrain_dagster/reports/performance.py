@@ -15,13 +15,15 @@ from dtrain_dagster.costs.verdict import Goodput, judge_job
 from dtrain_dagster.monitoring.diagnosis import Diagnosis
 from dtrain_dagster.monitoring.step_model import Strategy
 from dtrain_dagster.monitoring.strategies import strategies
-from dtrain_dagster.monitoring.throughput import Throughput, samples_per_second_by_rank, throughput
 from dtrain_dagster.monitoring.windows import (
     SEGMENTS,
+    Throughput,
     collective_link,
     communication_cost,
+    samples_per_second_by_rank,
     settled,
     shares,
+    throughput,
     typical_collectives,
     windows,
     worlds,
@@ -89,7 +91,7 @@ class Performance:
     """The bottleneck in one sentence, with its evidence."""
     diagnosis: Diagnosis
     samples_per_second: float
-    """The rate over all nodes while they trained (`dtrain_dagster.monitoring.throughput`)."""
+    """The rate over all nodes while they trained (`dtrain_dagster.monitoring.windows`)."""
     samples_per_second_per_rank: float
     step_milliseconds_median: float
     step_milliseconds_p95: float

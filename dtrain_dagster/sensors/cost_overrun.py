@@ -15,8 +15,9 @@ from dtrain_dagster.costs.plan import PLAN, PLANNED_FOR, STOCK_TRAINED
 from dtrain_dagster.costs.prices import STAND_IN, alternatives_to
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.jobs.view import JobView, fold
 from dtrain_dagster.monitoring.windows import settled, windows
-from dtrain_dagster.planning.projection import Overrun, ProgressRate, Projection, overruns, thresholds
+from dtrain_dagster.planning.projection import Overrun, Projection, overruns, thresholds
 from dtrain_dagster.planning.projection import project as project_cost
 from dtrain_dagster.resources import cluster_resource, project_resource
 from dtrain_dagster.settings.environment import Settings
@@ -30,7 +31,7 @@ from trainer.printable import visible
 from trainer.rundir import EVENTS, RunDir
 
 if TYPE_CHECKING:
-    from dtrain_dagster.planning.savings import Saving
+    from dtrain_dagster.planning.options import Change
 
 COST_TOLD = "cost_alerts.json"
 """The file in a run directory that lists the cost alerts that were sent, and when. It is separate from
@@ -83,7 +84,7 @@ def build_cost_overrun_sensor(settings: Settings, names: GraphNames = STOCK_NAME
                     count += 1
                     context.log.warning(sentence)
                     advice = _advice(context, plan, usage, rundir, projection)
-                    body = "\n".join([sentence, *(f"- {saving.text}" for saving in advice)])
+                    body = "\n".join([sentence, *(f"- {change.text}" for change in advice)])
                     try:  # recorded now, not with the result of this tick: later steps may fail or hang
                         check = _check(job_id, item, projection, advice, plan)
                         context.instance.report_runless_asset_event(check)
@@ -110,15 +111,15 @@ def judge_cost(
     """Return a job's projection, the overruns to report, and the state for the next look, as JSON. ``look``: the last
     look's state, with ``told``, the keys of all reported overruns."""
     try:
-        pace, read = ProgressRate.restored(look["pace"]), str(look["read"])
+        view, read = JobView.with_rate(look["pace"]), str(look["read"])
     except (KeyError, TypeError, ValueError):  # none, or of another version: start from the latest events
-        pace, read = ProgressRate(), ""
+        view, read = JobView(), ""
     events, read = recent_events(rundir, after=read)
-    pace = pace.after(events)
-    projection = project_cost(tracker, plan, pace)
+    view = fold(view, events)
+    projection = project_cost(tracker, plan, view)
     due = overruns(projection, limit, look["told"], look.get("projected"))
     over = projection.over_at_end if projection.counts else None
-    return projection, due, {"told": look["told"], "projected": over, "pace": pace.kept(), "read": read}
+    return projection, due, {"told": look["told"], "projected": over, "pace": view.kept_rate(), "read": read}
 
 
 def _advice(
@@ -127,7 +128,7 @@ def _advice(
     usage: Sequence[NodeUsage],
     rundir: RunDir,
     projection: Projection,
-) -> "tuple[Saving, ...]":
+) -> "tuple[Change, ...]":
     """Return what would save money; empty where that cannot be computed, for the alert must not wait for it."""
     from dtrain_dagster.planning.savings import paid_nodes, rest_and_whole, savings
 
@@ -135,7 +136,7 @@ def _advice(
         events, _ = recent_events(rundir)
         table, training = alternatives_to(usage[-1].sku), (plan.get("job") or {}).get("training") or {}
         nodes = paid_nodes(usage, table, plan["tier"])
-        rest, whole = rest_and_whole(nodes, projection, plan, ProgressRate().after(events))
+        rest, whole = rest_and_whole(nodes, projection, plan, fold(JobView(), events))
         today = datetime.now(UTC).date()
         return savings(rest, whole, settled(windows(events)), events, training, table, today)
     except Exception as error:  # of any kind: events and plans of other versions, unknown prices
@@ -168,9 +169,9 @@ def _sentence(job_id: str, item: Overrun, projection: Projection) -> str:
 
 
 def _check(
-    job_id: str, item: Overrun, projection: Projection, advice: "tuple[Saving, ...]", plan: Mapping[str, Any]
+    job_id: str, item: Overrun, projection: Projection, advice: "tuple[Change, ...]", plan: Mapping[str, Any]
 ) -> dg.AssetCheckEvaluation:
-    from dtrain_dagster.planning.savings import saving_table
+    from dtrain_dagster.planning.options import change_table
 
     words = plan.get("price_words", STAND_IN)
     metadata: dict[str, Any] = {
@@ -181,7 +182,7 @@ def _check(
         "cost_so_far": f"{dollars(projection.so_far)} ({words})",
         "cost_so_far_usd": projection.so_far,
         "estimated_usd": projection.estimated,
-        "what_to_do": dg.MarkdownMetadataValue(saving_table(advice)),
+        "what_to_do": dg.MarkdownMetadataValue(change_table(advice)),
         "or": "let it finish if the result is worth it, or terminate the run: the checkpoint stays",
     }
     if projection.at_end is not None:

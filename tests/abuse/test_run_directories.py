@@ -47,7 +47,8 @@ from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.dashboard.job_board import JobBoard
-from dtrain_dagster.jobs.progress import choose_job, follow_job, known_jobs, news, start_job
+from dtrain_dagster.jobs.progress import choose_job, follow_job, known_jobs, start_job
+from dtrain_dagster.jobs.view import news
 from dtrain_dagster.registry.endpoint import EndpointCheck, Finding
 from dtrain_dagster.registry.once import registering
 from dtrain_dagster.registry.run_model import RunModelError, load_run_model

@@ -13,8 +13,7 @@ from mlflow import MlflowClient
 
 from dtrain_dagster.assets.given_dataset import build_given_dataset
 from dtrain_dagster.assets.pipeline import Pipeline
-from dtrain_dagster.assets.plan_end import ROOM, room_needed, try_places
-from dtrain_dagster.assets.planning import build_cost_estimate
+from dtrain_dagster.assets.planning import ROOM, build_cost_estimate, room_needed, try_places
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.graph_names import GraphNames

@@ -23,7 +23,7 @@ from dtrain_dagster.clusters.base import JobSpec
 from dtrain_dagster.costs.estimate import Estimate, Work
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.plan import TrainingPlan
-from dtrain_dagster.jobs.progress import JobProgress, advance
+from dtrain_dagster.jobs.view import JobView, fold
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
 from tests.dtrain_dagster.simulated_timing import Simulation
@@ -49,9 +49,9 @@ def test_the_first_to_see_it_tells_by_log_check_and_message_and_nobody_tells_aga
 
     @dg.asset(name="job", check_specs=[dg.AssetCheckSpec("communication_within_limits", asset="job")])
     def followed(context: dg.AssetExecutionContext):
-        progress, told = JobProgress(), rundir.read_json(TOLD) or {}
+        progress, told = JobView(), rundir.read_json(TOLD) or {}
         for item in SLOW_NETWORK.events():
-            progress = advance(progress, [item])
+            progress = fold(progress, [item])
             tell_of(progress.recent, told, context, rundir, TRAINING, [address])
         return dg.MaterializeResult(check_results=[communication_check(SLOW_NETWORK.events(), TRAINING)])
 
@@ -160,6 +160,6 @@ def test_a_job_within_the_limit_passes_and_one_without_timing_is_not_judged():
 
 def test_progress_knows_the_shares_of_the_latest_steps_only():
     events = Simulation(windows=30, late_compute={1: 0.1}, since=15).events()
-    assert advance(JobProgress(), events).shares()["waiting"] > 0.2
-    assert advance(JobProgress(), events[:15]).shares()["waiting"] < 0.1
-    assert advance(JobProgress(), []).shares() == {}
+    assert fold(JobView(), events).shares()["waiting"] > 0.2
+    assert fold(JobView(), events[:15]).shares()["waiting"] < 0.1
+    assert fold(JobView(), []).shares() == {}

@@ -21,7 +21,8 @@ from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.status import read_course
 from dtrain_dagster.cli.time_left import LeftClock
 from dtrain_dagster.clusters.base import JobState, JobStatus
-from dtrain_dagster.costs.launches import LaunchTotals
+from dtrain_dagster.jobs.totals import LaunchTotals
+from dtrain_dagster.jobs.view import JobView, fold
 from trainer.rundir import RunDir
 
 DTRAIN = str(Path(sys.executable).parent / "dtrain")
@@ -79,15 +80,14 @@ def test_the_time_left_has_the_finish_that_past_runs_had(tmp_path: Path):
         return 100.0
 
     plain, whole = LeftClock(rundir), LeftClock(rundir, expect)
-    assert whole.left(status) is None, "before the first step"
-    for clock in (plain, whole):
-        clock.take(list(rundir.events()))
-    to_the_last_step, to_the_end = plain.left(status), whole.left(status)
+    assert whole.left(status, JobView()) is None, "before the first step"
+    view = fold(JobView(), list(rundir.events()))
+    to_the_last_step, to_the_end = plain.left(status, view), whole.left(status, view)
     assert to_the_last_step is not None
     assert to_the_end is not None
     assert to_the_end.seconds == pytest.approx(to_the_last_step.seconds + 100, abs=1)
     assert (to_the_last_step.has_finish, to_the_end.has_finish) == (False, True)
-    whole.left(status)
+    whole.left(status, view)
     assert len(asked) == 1, "a home's past runs are read once"
 
 

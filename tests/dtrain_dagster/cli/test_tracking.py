@@ -21,7 +21,7 @@ from small_job import write_dataset
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.tracking import as_tracked_before
 from dtrain_dagster.jobs.orders import script_of
-from dtrain_dagster.jobs.progress import last_step
+from dtrain_dagster.jobs.view import last_step
 from tests.tables import copy_tables
 from trainer.config import DatasetRef, JobConfig, TrackingConfig
 from trainer.rundir import TRACKING, RunDir

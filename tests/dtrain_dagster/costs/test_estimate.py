@@ -27,7 +27,7 @@ from dtrain_dagster.costs.estimate import (
 )
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.planning.limits import Limits, explain_excess, least, most_epochs, remedies
+from dtrain_dagster.planning.build_plan import Limits, explain_excess, least, most_epochs, remedies
 from dtrain_dagster.planning.probe import probe_counts, read_measured
 from dtrain_dagster.planning.scoring import Score, learn, summarise_scores
 from trainer.documents.presences import NodePresence

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dtrain_dagster.costs.launches import sum_launches
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.jobs.totals import sum_phases
+from dtrain_dagster.jobs.totals import sum_launches, sum_phases
 from trainer.rundir import event
 
 SKU = "Standard_NC6s_v3"

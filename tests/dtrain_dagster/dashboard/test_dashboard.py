@@ -107,7 +107,7 @@ def test_what_cannot_be_understood_takes_nothing_else_away():
     ]
     old = [item for item in told(10) if item["kind"] != "timing"]
     board = folded([*old, *strange])
-    assert board.progress.step == 50
+    assert board.view.step == 50
     assert len(board.tracks["steps"].rows) == 10
     assert board.ranks() is None
     assert board.details({})["collectives"] == []
@@ -379,7 +379,7 @@ def test_remote_storage_is_asked_no_more_than_it_takes(remote: str, monkeypatch:
     job.rundir.write_json("status.json", {"state": "running", "started_at": START})
     job.rundir.append_events(1, 0, 2, told(1, first=1))
     job._read_at = -1e9
-    assert (job.refresh(time.time()).row.state, job.dashboard.progress.step) == ("running", 10)
+    assert (job.refresh(time.time()).row.state, job.dashboard.view.step) == ("running", 10)
 
 
 # ---- Prometheus and Grafana

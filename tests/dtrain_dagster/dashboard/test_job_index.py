@@ -18,8 +18,7 @@ from benchmarks.abuse.websites import served
 from benchmarks.dashboard_load import write_jobs
 from dtrain_dagster.dashboard import job_index
 from dtrain_dagster.dashboard.job_board import JobBoard
-from dtrain_dagster.dashboard.job_index import JobIndex, Listing, Seen, keeps_seconds
-from dtrain_dagster.dashboard.job_row import DAMAGED, JobRow
+from dtrain_dagster.dashboard.job_index import DAMAGED, JobIndex, JobRow, Listing, Seen, keeps_seconds
 from dtrain_dagster.dashboard.server import build_app
 from tests.dtrain_dagster.told_events import told, write_run
 from trainer.rundir import RunDir

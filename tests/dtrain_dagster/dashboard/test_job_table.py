@@ -26,7 +26,7 @@ from dtrain_dagster.dashboard.job_figures import (
     verdict_of,
 )
 from dtrain_dagster.dashboard.job_groups import FleetGroups, group_of
-from dtrain_dagster.dashboard.job_row import JobRow
+from dtrain_dagster.dashboard.job_index import JobRow
 from dtrain_dagster.dashboard.job_table import JobTable, table_row
 from dtrain_dagster.dashboard.server import build_app
 from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.losses import Change, changes_to_mark, losses_of, missing_nodes, tell_losses
-from dtrain_dagster.jobs.progress import news
+from dtrain_dagster.jobs.view import news
 from tests.dtrain_dagster.told_events import START, event, membership, told, write_run
 from trainer.documents.presences import NodePresence
 from trainer.documents.schemas import LEAVING

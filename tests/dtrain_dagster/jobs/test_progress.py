@@ -3,7 +3,8 @@
 import pytest
 
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.jobs.progress import JobProgress, KnownJob, advance, choose_job, fingerprint
+from dtrain_dagster.jobs.progress import KnownJob, choose_job, fingerprint
+from dtrain_dagster.jobs.view import JobView, fold
 from dtrain_dagster.support.user_code import digest_user_code, stage_for_nodes
 from trainer.config import DatasetRef, JobConfig
 from trainer.rundir import event
@@ -70,16 +71,16 @@ def test_the_fingerprint_changes_with_what_is_trained_and_with_nothing_else(tmp_
 
 def test_progress_follows_the_events():
     step = {"epoch": 1, "loss": -1.5, "samples_per_second": 10.0, "eta_seconds": 5.0}
-    progress = advance(JobProgress(), [event("phase", 0, 1, name="data"), event("phase", 1, 1, name="other")])
+    progress = fold(JobView(), [event("phase", 0, 1, name="data"), event("phase", 1, 1, name="other")])
     assert (progress.phase, progress.step) == ("loading the model", 0)
-    progress = advance(progress, [event("step", 0, 1, step=20, **step)])
+    progress = fold(progress, [event("step", 0, 1, step=20, **step)])
     assert (progress.phase, progress.step, progress.loss) == ("training", 20, -1.5)
-    progress = advance(progress, [event("evaluation", 0, 1, step=20, split="valid", loss=-1.6)])
+    progress = fold(progress, [event("evaluation", 0, 1, step=20, split="valid", loss=-1.6)])
     assert progress.valid_loss == -1.6
     assert progress.epoch == 2, "files count from 0, people from 1"
     words = []
     for stage in ("test split", "baselines", "report", "model", "one of a later version"):
-        progress = advance(progress, [event("finish", 0, 1, stage=stage)])
+        progress = fold(progress, [event("finish", 0, 1, stage=stage)])
         words.append(progress.phase)
     assert words == [
         "evaluating the test split",
@@ -88,7 +89,7 @@ def test_progress_follows_the_events():
         "writing the model",
         "finishing",
     ]
-    assert advance(progress, [event("step", 0, 1, step=21, **step)]).phase == "training", "a launch was lost"
+    assert fold(progress, [event("step", 0, 1, step=21, **step)]).phase == "training", "a launch was lost"
 
 
 def test_another_version_of_an_installed_factory_is_another_training(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.jobs.progress import JobProgress, advance
+from dtrain_dagster.jobs.view import JobView, fold
 from dtrain_dagster.monitoring.hangs import SETTLE_SECONDS, HangNews, hang_verdict, unresolved
 from trainer.rundir import event
 
@@ -85,19 +85,19 @@ def test_the_verdict_names_who_is_missing_and_where_it_stands(reports: list[dict
 
 def test_a_hang_is_told_once_all_have_spoken_and_forgotten_with_the_next_step() -> None:
     tell = HangNews()
-    progress = advance(JobProgress(), [report(0, 33), report(2, 33)])
+    progress = fold(JobView(), [report(0, 33), report(2, 33)])
     assert list(tell.tell(progress.hang, 100.0, is_final=False)) == [], "rank 1 may only be slower to speak"
-    progress = advance(progress, [report(1, 32, ended=True)])
+    progress = fold(progress, [report(1, 32, ended=True)])
     [said] = tell.tell(progress.hang, 101.0, is_final=False)
     assert "rank 1 (node 2) never entered" in said
     assert list(tell.tell(progress.hang, 102.0, is_final=False)) == []
     assert progress.explained("failed") == f"failed; {said}"
     assert "stacks" not in progress.hang[0]
     step = {"epoch": 0, "loss": 1.0, "samples_per_second": 1.0, "eta_seconds": 1.0}
-    earlier = advance(progress, [event("step", 0, 1, step=16, **step)])
+    earlier = fold(progress, [event("step", 0, 1, step=16, **step)])
     assert earlier.hang == progress.hang
-    assert advance(progress, [event("step", 0, 1, step=18, **step)]).explained("failed") == "failed"
-    assert advance(progress, [event("step", 0, 2, step=11, **step)]).hang == (), "done again, by those who are left"
+    assert fold(progress, [event("step", 0, 1, step=18, **step)]).explained("failed") == "failed"
+    assert fold(progress, [event("step", 0, 2, step=11, **step)]).hang == (), "done again, by those who are left"
 
 
 def test_who_stays_silent_is_waited_for_only_so_long() -> None:

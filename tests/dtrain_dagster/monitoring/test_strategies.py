@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.monitoring.alerts import (
-    COMMUNICATION,
-    KEPT_EVENTS,
-    KEPT_WINDOWS,
-    alerts,
-    best,
-    communication_alert,
-    describe_strategy,
-    keep,
-)
+from dtrain_dagster.monitoring.alerts import COMMUNICATION, alerts, best, communication_alert, describe_strategy
 from dtrain_dagster.monitoring.gpu_memory import GPUMemory, gpu_memory
 from dtrain_dagster.monitoring.step_model import Strategy, step_model
 from dtrain_dagster.monitoring.strategies import strategies
-from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows
+from dtrain_dagster.monitoring.windows import (
+    COMMUNICATION_LIMIT,
+    KEPT_EVENTS,
+    KEPT_WINDOWS,
+    keep,
+    settled,
+    shares,
+    windows,
+)
 from tests.dtrain_dagster.simulated_timing import Simulation
 from trainer.rundir import event
 
@@ -64,10 +63,6 @@ def test_where_latency_counts_fewer_bytes_are_promised_nothing():
     assert not found["fp16 compression"].is_worth_it
     assert not found["top-k compression"].is_worth_it
     assert found["more accumulation"].gain > 0.4
-    assert not found["another bucket size"].is_worth_it
-    many = of(replace(SMALL, buckets=(10_000,) * 8))["another bucket size"]
-    assert many.change.startswith("1 gradient bucket(s) of 0.08 MB instead of 8")
-    assert many.samples_per_second == pytest.approx(rate(replace(SMALL, buckets=(80_000,))), rel=0.05)
     assert found["fewer nodes"].cost_gain > 0
     ranked = [item.gain for item in found.values() if item.gain >= 0.01]
     assert ranked == sorted(ranked, reverse=True)
@@ -88,13 +83,11 @@ def test_sums_within_nodes_are_for_several_ranks_on_each():
     assert found["fewer nodes"].change.startswith("1 node(s) instead of 2")
 
 
-def test_a_straggler_is_replaced_or_dealt_less_and_no_word_of_the_network():
+def test_a_straggler_is_replaced_and_no_word_of_the_network():
     late = Simulation(windows=16, noise=0.0, outliers=0.0, micro_batches=(4, 4, 4), late_compute={1: 0.1})
     found = of(late)
     assert next(iter(found)) == "replace node 11"
     assert found["replace node 11"].samples_per_second == pytest.approx(rate(replace(late, late_compute={})), rel=0.03)
-    assert found["deal rank 1 less"].change == "deal the 12 micro-batches 5 : 3 : 4"
-    assert found["deal rank 1 less"].gain < found["replace node 11"].gain
     assert "go on without node 11" in found
     assert not {"more accumulation", "fp16 compression", "fewer nodes"} & set(found)
 
@@ -232,7 +225,9 @@ def test_people_are_told_once_with_what_would_help_the_most_first():
     assert "32% on the network, 1% waiting" in first
     assert "limit 20%" in first
     assert len(help_) == 5
-    gains = [int(line.split("+")[1].split("%")[0]) for line in help_]
+    quicker = [line for line in help_ if "samples per dollar" not in line]
+    assert quicker == help_[: len(quicker)], "what is only cheaper comes last"
+    gains = [int(line.split("+")[1].split("%")[0]) for line in quicker]
     assert gains == sorted(gains, reverse=True)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 from dtrain_dagster.dashboard.series import PerformanceDashboard
+from dtrain_dagster.monitoring.alerts import LiveVerdict, settle_verdict
 from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause
-from dtrain_dagster.monitoring.verdicts import LiveVerdict, settle_verdict
 from tests.dtrain_dagster.simulated_timing import Simulation
 
 

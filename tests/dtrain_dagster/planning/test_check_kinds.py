@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.cli.job_options import total_steps
-from dtrain_dagster.planning.check_job import check_job
-from dtrain_dagster.planning.job_data import data_of
+from dtrain_dagster.planning.check_job import check_job, data_of
 from tests.kinds import build_table
 from trainer.config import ConfigError, JobConfig, parse_job
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain_dagster.assets.plan_choices import choices_metadata, explain_choice
+from dtrain_dagster.assets.plan_limits import choices_metadata, explain_choice
 from dtrain_dagster.costs.evictions import Evictions, with_evictions
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.prices import price_of, price_table

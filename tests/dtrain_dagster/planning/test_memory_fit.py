@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.costs.prices import SkuPrice, price_of, price_table
-from dtrain_dagster.planning.check_job import Checked, check_job, check_memory
+from dtrain_dagster.planning.check_job import Checked, check_job, check_memory, memory_of
 from dtrain_dagster.planning.choices import Baseline, choices
 from dtrain_dagster.planning.memory_fit import MemoryRoom, judge_memory, room_of, room_of_sku, why_too_small
-from dtrain_dagster.planning.plan_memory import memory_of
 from dtrain_dagster.settings.cluster_kinds import KINDS
 from tests.dtrain_dagster.planning.test_check_job import job_of
 from tests.dtrain_dagster.planning.test_options import NODES, TODAY, Known

@@ -70,12 +70,12 @@ def test_less_than_half_used_is_answered_with_dollars_and_seconds_that_come_true
     assert fewer.setting == "DTRAIN_NODES = 1, gradient_accumulation_steps = 6: the global batch stays"
     assert fewer.lost_seconds == pytest.approx(alone - wall, rel=0.1)
     assert fewer.saved_usd == pytest.approx(usd - alone / 3600 * V100.usd_per_hour("dedicated"), rel=0.02)
-    assert "GPU utilisation was 30%, below 50%" in fewer.sentence
+    assert "GPU utilisation was 30%, below 50%" in fewer.why
 
     smaller = found["DTRAIN_GPU_TYPE"]
     t4 = price_of("Standard_NC4as_T4_v3")
     slow = AROUND + seconds_of_steps(replace(RUN, computing=0.02 / t4.speed))
-    assert smaller.title == t4.sku
+    assert smaller.name == t4.sku
     # At most: a longer backward pass hides more of the communication.
     assert slow - wall <= smaller.lost_seconds < 1.6 * (slow - wall)
     best = usd - 3 * slow / 3600 * t4.usd_per_hour("dedicated")
@@ -84,8 +84,8 @@ def test_less_than_half_used_is_answered_with_dollars_and_seconds_that_come_true
     evicted = 0.075 * 3 * wall / 3600 * 40.0
     assert found["DTRAIN_TIER"].lost_seconds == pytest.approx(evicted)
     assert found["DTRAIN_TIER"].setting == "DTRAIN_TIER = spot"
-    assert "Spot nodes cost 13% of dedicated ones (2024-09)" in found["DTRAIN_TIER"].sentence
-    assert "evictions are expected to cost" in found["DTRAIN_TIER"].sentence
+    assert "Spot nodes cost 13% of dedicated ones (2024-09)" in found["DTRAIN_TIER"].why
+    assert "evictions are expected to cost" in found["DTRAIN_TIER"].why
     assert usd / 2 < found["DTRAIN_TIER"].saved_usd < usd
 
 
@@ -103,13 +103,13 @@ def test_fewer_nodes_are_for_those_who_wait_for_each_other():
         [*slow, *looks()], usage, price=V100, tier="dedicated", training={}, prices=[], today=date(2026, 3, 1),
         price_words="",
     )  # fmt: skip
-    assert [item.title for item in found.recommendations()] == ["Spot"]
+    assert [item.name for item in found.recommendations()] == ["Spot"]
 
 
 def test_a_smaller_sku_is_there_offered_and_large_enough():
     def names(**other: Any) -> list[str]:
         memory = other.pop("memory", 0.5)
-        return [item.title for item in optimizer(looks(memory=memory), **other).recommendations()]
+        return [item.name for item in optimizer(looks(memory=memory), **other).recommendations()]
 
     t4 = price_of("Standard_NC4as_T4_v3")
     assert t4.sku in names(prices=[t4])
@@ -143,14 +143,14 @@ def test_a_batch_for_memory_that_is_not_used_and_what_it_does_to_the_training():
     sample = (0.2 * 16 * GIB - 4 * parameters) / 128
     batch = int((0.85 * 16 * GIB - 4 * parameters) / sample) // 8 * 8
     assert found.setting == f"training.batch_size_per_gpu = {batch} (now 128)"
-    assert f"{sample / 2**20:.3g} MiB for each of 128 samples" in found.sentence
-    assert f"grows from 768 to {batch * 6} samples" in found.sentence
-    assert f"stays at 0.002, where {2e-3 * (batch / 128) ** 0.5:.2g} (square root)" in found.sentence
-    assert "With batch_size_per_gpu = 256 and gradient_accumulation_steps = 1 both stay" in found.sentence
+    assert f"{sample / 2**20:.3g} MiB for each of 128 samples" in found.why
+    assert f"grows from 768 to {batch * 6} samples" in found.why
+    assert f"stays at 0.002, where {2e-3 * (batch / 128) ** 0.5:.2g} (square root)" in found.why
+    assert "With batch_size_per_gpu = 256 and gradient_accumulation_steps = 1 both stay" in found.why
     assert found.lost_seconds < 0 < found.saved_usd
 
     scaled = optimizer(looks(used=0.9, memory=0.2), training=TRAINING | {"lr_scaling": "linear"})
-    assert f"raises the learning rate {batch / 128:.3g}-fold by itself" in scaled.recommendations()[0].sentence
+    assert f"raises the learning rate {batch / 128:.3g}-fold by itself" in scaled.recommendations()[0].why
     assert not optimizer(looks(used=0.9, memory=0.71)).recommendations()
 
 
@@ -166,4 +166,4 @@ def test_a_batch_for_memory_that_is_not_used_and_what_it_does_to_the_training():
 def test_what_cannot_be_told_is_said(extra: list[dict[str, Any]], words: str):
     found = optimizer(extra)
     assert any(line.startswith(words) for line in found.not_known())
-    assert not any(item.title == "a larger batch" for item in found.recommendations())
+    assert not any(item.name == "a larger batch" for item in found.recommendations())

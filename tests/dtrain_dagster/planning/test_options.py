@@ -16,12 +16,13 @@ from dtrain_dagster.costs.evictions import evictions_of, without_evictions
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.prices import SkuPrice, price_of, price_table
 from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.jobs.view import JobView
 from dtrain_dagster.monitoring.windows import settled, windows, worlds
+from dtrain_dagster.planning.build_plan import Limits, remedies
 from dtrain_dagster.planning.choices import Baseline, choices
-from dtrain_dagster.planning.limits import Limits, remedies
 from dtrain_dagster.planning.optimizer import ResourceOptimizer
 from dtrain_dagster.planning.options import BaseRun, best_of, build_options
-from dtrain_dagster.planning.projection import ProgressRate, Projection
+from dtrain_dagster.planning.projection import Projection
 from dtrain_dagster.planning.savings import paid_nodes, rest_and_whole, savings
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars
@@ -86,9 +87,9 @@ def in_the_alert(
     usd = NODES * hours * nodes.price.usd_per_hour("dedicated")
     projection = Projection(so_far=0.0, estimated=usd, at_end=Interval(low=usd, expected=usd, high=usd))
     phases = {"startup": startup, "steps": 3600 * hours - startup}
-    rest, whole = rest_and_whole(nodes, projection, {"phases": phases}, ProgressRate())
+    rest, whole = rest_and_whole(nodes, projection, {"phases": phases}, JobView())
     found = savings(rest, whole, settled(windows(events)), events, TRAINING, TABLE, TODAY)
-    return {item.option.kind: usd - item.option.saved_usd for item in found}
+    return {item.name: usd - item.saved_usd for item in found}
 
 
 def in_the_advice(sku: str, events: list[dict[str, Any]], hours: float = HOURS) -> dict[str, float]:
@@ -139,14 +140,14 @@ def test_another_size_fewer_nodes_and_a_larger_batch_cost_the_same_wherever_they
         "fewer nodes": "DTRAIN_NODES", "other SKU": "DTRAIN_GPU_TYPE", "larger batch": "training.batch_size_per_gpu"
     }  # fmt: skip
     for kind, setting in settings.items():
-        row = best_of(rows, kind)  # type: ignore[arg-type]
+        row = best_of(rows, kind)
         assert row
         assert row.usd
         assert row.seconds
         assert alert[kind] == pytest.approx(row.usd.expected), kind
         assert advice[setting] == pytest.approx(row.usd.expected), kind
         hours, price = row.seconds.expected / 3600, price_of(row.sku)
-        if row.kind != "larger batch":
+        if row.name != "larger batch":
             alone = replace(price, speed=1.0)
             assert in_the_plan(alone, "dedicated", row.node_count, hours) == pytest.approx(row.usd.expected)
             assert in_the_refusal(alone, "dedicated", row.node_count, hours) == dollars(row.usd.expected)
@@ -161,12 +162,11 @@ def seconds_of(events: list[dict[str, Any]]) -> float:
 def test_what_cannot_be_had_is_a_row_with_the_reason():
     base = BaseRun(price=price_of(V100), tier="spot", node_count=2, seconds=3600.0, usd=1.0)
     rows = build_options(base, [], [], {"precision": "fp32"}, price_table().values(), date(2026, 3, 1))
-    by_kind = {item.kind: item for item in rows if item.kind != "other SKU"}
-    assert by_kind["spot"].why_not == "its nodes are Spot already"
-    assert "no timing" in by_kind["fewer nodes"].why_not
-    assert "not been measured" in by_kind["precision"].why_not
-    assert any("retired on" in item.why_not for item in rows if item.kind == "other SKU")
-    assert all((item.usd is None) == bool(item.why_not) for item in rows)
+    by_kind = {item.name: item for item in rows if item.name != "other SKU"}
+    assert by_kind["spot"].why == "its nodes are Spot already"
+    assert "no timing" in by_kind["fewer nodes"].why
+    assert any("retired on" in item.why for item in rows if item.name == "other SKU")
+    assert all((item.usd is None) is not item.is_possible for item in rows)
 
 
 def test_a_run_on_spot_nodes_is_not_charged_for_its_evictions_twice():
@@ -205,10 +205,7 @@ def test_starting_again_is_paid_where_nodes_change_and_only_there():
     again, events = replace(base, restart_seconds=900.0), RUN.events()
     world = worlds(settled(windows(events)))[0]
     for kind, more in (("spot", 900 * (1 + 0.075 * 2 * STARTUP / 3600)), ("larger batch", 0.0)):
-        first, second = (
-            best_of(build_options(item, world, [], TRAINING, [], TODAY), kind)  # type: ignore[arg-type]
-            for item in (base, again)
-        )
+        first, second = (best_of(build_options(item, world, [], TRAINING, [], TODAY), kind) for item in (base, again))
         assert first
         assert second
         assert second.lost_seconds - first.lost_seconds == pytest.approx(more)

@@ -17,7 +17,7 @@ from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.planning.limits import Limits, explain_dear_probe, explain_excess
+from dtrain_dagster.planning.build_plan import Limits, explain_dear_probe, explain_excess
 from dtrain_dagster.planning.probe_cost import (
     ExpectedProbe,
     PastProbe,

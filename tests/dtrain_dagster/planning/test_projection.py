@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from dtrain_dagster.costs.prices import price_table
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.jobs.view import JobView, fold
 from dtrain_dagster.monitoring.windows import settled, windows
-from dtrain_dagster.planning.options import BaseRun
-from dtrain_dagster.planning.projection import ProgressRate, Projection, TimeLeft, overruns, project, time_left
-from dtrain_dagster.planning.savings import ANOTHER, paid_nodes, rest_and_whole, saving_table, savings
+from dtrain_dagster.planning.options import BaseRun, change_table
+from dtrain_dagster.planning.projection import Projection, TimeLeft, overruns, project, time_left
+from dtrain_dagster.planning.savings import ANOTHER, paid_nodes, rest_and_whole, savings
 from dtrain_dagster.settings.tiers import Tier
 from tests.dtrain_dagster.simulated_timing import Simulation
 
@@ -49,7 +50,7 @@ def steps(last: int, seconds: float, began: float = BEGAN + 60, every: int = 10)
 
 
 def projected(intervals: list[NodeUsage], events: list[dict[str, Any]], the_plan: Any = None) -> Projection:
-    return project(CostTracker("c", intervals, "dedicated"), the_plan or plan(), ProgressRate().after(events))
+    return project(CostTracker("c", intervals, "dedicated"), the_plan or plan(), fold(JobView(), events))
 
 
 @pytest.mark.parametrize(
@@ -77,35 +78,37 @@ def finish(at: float, stage: str = "test split") -> dict[str, Any]:
 
 def test_the_time_left_includes_the_finish_and_runs_down_while_it_lasts():
     trained, end = steps(1000, 3.0), BEGAN + 3060
-    half = ProgressRate().after(steps(500, 3.0))
+    half = fold(JobView(), steps(500, 3.0))
     assert time_left(half, plan(), BEGAN + 1560) == TimeLeft(seconds=500 * 3 + 40 + 5 + 40, has_finish=True)
     assert time_left(half, plan(), BEGAN + 1575).seconds == 495 * 3 + 40 + 5 + 40, "five steps since the report"
-    done = ProgressRate().after(trained)
+    done = fold(JobView(), trained)
     assert time_left(done, plan(), end) == TimeLeft(seconds=40, has_finish=True), "not 0 s with the finish to come"
-    pace = done.after([finish(end + 20)])
+    pace = fold(done, [finish(end + 20)])
     assert time_left(pace, plan(), end + 30).seconds == 30
-    pace = pace.after([finish(end + 40, "baselines")])
+    pace = fold(pace, [finish(end + 40, "baselines")])
     assert time_left(pace, plan(), end + 50).seconds == 10
     assert time_left(pace, plan(), end + 70) is None, "longer than planned: nobody knows how much"
-    again = pace.after([finish(end + 100)])
+    again = fold(pace, [finish(end + 100)])
     assert time_left(again, plan(), end + 110).seconds == 30, "a node was lost, and the others begin it again"
-    anew = pace.after([{"kind": "step", "time": end + 200, "step": 990, "step_seconds": 3.0}])
+    anew = fold(pace, [{"kind": "step", "time": end + 200, "step": 990, "step_seconds": 3.0}])
     assert time_left(anew, plan(), end + 200).seconds > 30, "a launch was lost, and another trains again"
     for kept in (half, pace):
-        assert ProgressRate.restored(kept.kept()) == kept
-    old = {name: value for name, value in half.kept().items() if not name.startswith(("paused", "total", "finish"))}
-    assert ProgressRate.restored(old) == half, "what a sensor of an earlier version has kept"
+        assert JobView.with_rate(kept.kept_rate()).kept_rate() == kept.kept_rate()
+    old = {
+        name: value for name, value in half.kept_rate().items() if not name.startswith(("paused", "total", "finish"))
+    }
+    assert JobView.with_rate(old).kept_rate() == half.kept_rate(), "what a sensor of an earlier version has kept"
 
 
 def test_without_a_plan_the_time_left_is_to_the_last_step():
     reports = [{**report, "eta_seconds": (1000 - report["step"]) * 3.0} for report in steps(500, 3.0)]
     pause = {"kind": "evaluation", "time": BEGAN + 900, "split": "valid", "seconds": 20.0}
-    left = time_left(ProgressRate().after([*reports, pause]), None, BEGAN + 1560)
+    left = time_left(fold(JobView(), [*reports, pause]), None, BEGAN + 1560)
     assert left == TimeLeft(seconds=1500 + 20, has_finish=False)
     assert left.words == "25 min 20 s to the last step"
-    assert time_left(ProgressRate().after([*reports, finish(BEGAN + 1600)]), None, BEGAN + 1601) is None
-    assert time_left(ProgressRate(), plan(), BEGAN) is None
-    assert time_left(ProgressRate().after(reports), {"work": 3}, BEGAN) is None, "a plan of another version"
+    assert time_left(fold(JobView(), [*reports, finish(BEGAN + 1600)]), None, BEGAN + 1601) is None
+    assert time_left(JobView(), plan(), BEGAN) is None
+    assert time_left(fold(JobView(), reports), {"work": 3}, BEGAN) is None, "a plan of another version"
 
 
 @pytest.mark.parametrize("stopped_at", [1000, 600])
@@ -189,7 +192,7 @@ def test_other_nodes_than_planned_cost_what_they_cost_and_without_a_plan_there_i
     assert dear.at_end is not None
     ratio = price_table()[T4].usd_per_hour("dedicated") / HOURLY
     assert cheap.at_end.expected == pytest.approx(ratio * dear.at_end.expected)
-    alone = project(CostTracker("c", usage(3600), "dedicated"), None, ProgressRate())
+    alone = project(CostTracker("c", usage(3600), "dedicated"), None, JobView())
     assert (alone.so_far, alone.at_end, alone.over_so_far) == (pytest.approx(2 * HOURLY), None, None)
 
 
@@ -215,9 +218,9 @@ def test_any_history_has_an_end_that_costs_no_less_than_what_was_paid(stays, rep
 @pytest.mark.parametrize("damage", [{}, {"estimate": None}, {"estimate": {"usd": {"expected": 0}}}])
 def test_a_damaged_plan_is_an_error_and_strange_events_are_nothing(damage):
     with pytest.raises((KeyError, TypeError, ValueError)):
-        project(CostTracker("c", usage(10), "dedicated"), damage, ProgressRate())
+        project(CostTracker("c", usage(10), "dedicated"), damage, JobView())
     strange = [{"kind": "step"}, {"kind": "step", "step": 5, "step_seconds": "fast"}, {"kind": "evaluation"}, {}]
-    assert ProgressRate().after(strange) == ProgressRate()
+    assert fold(JobView(), strange) == JobView()
 
 
 def told(actual: float, end: float, before: float | None, known: set[str] = frozenset(), counts: bool = True):  # type: ignore[assignment]
@@ -280,23 +283,23 @@ def test_each_change_has_its_dollars_from_this_runs_figures():
     found = savings(
         REST, WHOLE, settled(windows(slow_network)), slow_network, {"batch_size_per_gpu": 64}, price_table(), TODAY
     )
-    by_name = {item.option.kind: item.option for item in found}
+    by_name = {item.name: item for item in found}
     assert set(by_name) == {"fewer nodes", "other SKU", "spot", "smaller model", "larger batch"}
-    saved = [item.option.saved_usd for item in found]
+    saved = [item.saved_usd for item in found]
     assert saved == sorted(saved, reverse=True)
-    assert all(0 < item.option.saved_usd < (200 if item.when == ANOTHER else 100) for item in found)
+    assert all(0 < item.saved_usd < (200 if item.of == ANOTHER else 100) for item in found)
     row = price_table()[V100]
     assert by_name["spot"].saved_usd == pytest.approx(100 * (1 - row.usd_per_hour("spot") / HOURLY))
-    assert "how often Spot nodes are evicted is not known" in by_name["spot"].note
-    assert "batch_size_per_gpu" in by_name["larger batch"].change
-    assert "**fewer nodes**" in saving_table(found)
-    assert all(item.text.startswith(f"{item.option.kind}: ") for item in found)
+    assert "how often Spot nodes are evicted is not known" in by_name["spot"].why
+    assert "batch_size_per_gpu" in by_name["larger batch"].setting
+    assert "**fewer nodes**" in change_table(found)
+    assert all(item.text.startswith(f"{item.name}: ") for item in found)
 
     quick_network = Simulation(windows=14, buckets=(1_000,), latency=1e-6).events()
     other = savings(
         REST, WHOLE, settled(windows(quick_network)), quick_network, {"max_steps": 100}, price_table(), TODAY
     )
-    others = {item.option.kind: item.option.saved_usd for item in other}
+    others = {item.name: item.saved_usd for item in other}
     assert "larger batch" not in others, "of a fixed number of steps"
     assert others.get("fewer nodes", 0.0) < by_name["fewer nodes"].saved_usd / 2, (
         "hardly anything is lost to communication"
@@ -305,10 +308,10 @@ def test_each_change_has_its_dollars_from_this_runs_figures():
 
 def test_without_measurements_prices_alone_speak_and_what_saves_nothing_is_not_said():
     told = savings(REST, WHOLE, [], [], {}, price_table(), TODAY)
-    assert {item.option.kind for item in told} <= {"other SKU", "spot"}
+    assert {item.name for item in told} <= {"other SKU", "spot"}
     cheapest = rest_of(1.0, T4, "spot")
     assert savings(cheapest, cheapest, [], [], {}, {T4: price_table()[T4]}, TODAY) == ()
-    assert "do not suggest any change" in saving_table(())
+    assert "do not suggest any change" in change_table(())
 
 
 def test_what_is_left_of_a_job_is_that_of_its_nodes_and_a_change_of_them_pays_a_start():
@@ -318,13 +321,13 @@ def test_what_is_left_of_a_job_is_that_of_its_nodes_and_a_change_of_them_pays_a_
     made = projected(intervals, events, the_plan)
     nodes = paid_nodes([*intervals, *usage(10, nodes=5)], price_table(), "dedicated")
     assert (nodes.node_count, nodes.price.sku) == (2, V100), "nodes that have left are paid for no more"
-    rest, whole = rest_and_whole(nodes, made, the_plan, ProgressRate().after(events))
+    rest, whole = rest_and_whole(nodes, made, the_plan, fold(JobView(), events))
     assert made.at_end
     assert rest.usd == pytest.approx(made.at_end.expected - made.so_far)
     assert rest.seconds == pytest.approx(500 * 3 + 40 + 5 + 40), "steps, evaluations, saves, finish"
     assert (rest.step_seconds, rest.evaluation_seconds) == (pytest.approx(1500), pytest.approx(40))
     assert rest.restart_seconds == 60 + 100 / 2 * 3.0, "the start-up, and half of what lies between two checkpoints"
     assert (whole.usd, whole.restart_seconds) == (made.at_end.expected, 0.0)
-    before, _ = rest_and_whole(nodes, projected(usage(50), [], the_plan), the_plan, ProgressRate())
+    before, _ = rest_and_whole(nodes, projected(usage(50), [], the_plan), the_plan, JobView())
     assert before.restart_seconds == 0.0, "nothing is done that would be done again"
     assert "starting again" in savings(rest, whole, [], [], {}, price_table(), TODAY)[0].text

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain_dagster.jobs.source_tags import source_tags
+from dtrain_dagster.jobs.orders import source_tags
 from dtrain_dagster.registry.run_record import add_to_run, cost_metrics, note_of
 from tests.tables import copy_tables
 from trainer.documents.schemas import LEAVING

@@ -12,7 +12,7 @@ from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.planning.variance import explain_variance, reasons
+from dtrain_dagster.costs.verdict import explain_variance, reasons
 
 SKU = "Standard_NC6s_v3"
 
