@@ -192,5 +192,6 @@ def _basis(share: float, machine: Machine | None, pue: float) -> str:
         )
     return (
         f"GPU power measured on nodes of {share:.0%} of the node time, else rated power (an upper bound where the "
-        f"utilisation is not known); hosts {hosts}; times a PUE of {pue} ({origin[_table()['datacentre']['source']]['source']})"
+        f"utilisation is not known); hosts {hosts}; times a PUE of {pue} "
+        f"({origin[_table()['datacentre']['source']]['source']})"
     )
