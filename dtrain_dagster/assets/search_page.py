@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 MOST_PARAMETERS = 2
 """The columns of values on the page; the file has all."""
-LAST = "after its last trial"
-"""When a search has ended that nothing has ended before."""
 
 
 def search_page(
@@ -60,7 +58,6 @@ def search_page(
         "improvements": dg.MarkdownMetadataValue(improvements_list(found, metric)),
         "planned": dg.MarkdownMetadataValue("\n".join(f"- {line}" for line in search.plan.lines)),
         "price": price_words,
-        "ended": result["ended"] or LAST,
         "seconds": round(seconds, 1),
     }
 
@@ -83,10 +80,9 @@ def verdict_of(result: Mapping[str, Any], price_words: str) -> str:
         if counts.get(state)
     ]
     others = f"; {' and '.join(ended)}" if ended else ""
-    early = f"; the search ended early: {result['ended']}" if result["ended"] else ""
     return (
         f"Trial {best['trial']} of {count} is the best: {result['metric']} {best['score']:.6g} after "
-        f"{best['evaluations']} evaluations{others}; {paid}{early}."
+        f"{best['evaluations']} evaluations{others}; {paid}."
     )
 
 

@@ -22,7 +22,7 @@ from urllib.parse import quote
 from dtrain_dagster.costs.plan import PLANNED_FOR
 from dtrain_dagster.fleet.records import FOLDER as FLEETS
 from dtrain_dagster.fleet.records import JOBS
-from dtrain_dagster.search.places import FOLDER as SEARCHES
+from dtrain_dagster.search import FOLDER as SEARCHES
 
 WALK_FORWARD = "walk_forward"
 """The end of the prefix of a walk forward's assets; the prefix of a graph with a name comes before it."""

@@ -12,8 +12,8 @@ from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.planning.build_plan import sizes_of
 from dtrain_dagster.planning.history import pace_mark
 from dtrain_dagster.planning.probe import forecast
-from dtrain_dagster.search.costing import TrialSeconds
 from dtrain_dagster.search.run import SearchRequest
+from dtrain_dagster.search.trials import TrialSeconds
 
 
 def measure_trial(

@@ -10,14 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtrain_dagster.search.costing import TrialSeconds
-from dtrain_dagster.search.places import FOLDER
-from dtrain_dagster.search.pruning import REDUCTION, Pruner
+from dtrain_dagster.search import FOLDER
+from dtrain_dagster.search.kept import RESULT
 from dtrain_dagster.search.settings import SearchSettings
+from dtrain_dagster.search.trials import REDUCTION, Pruner, TrialSeconds
 from dtrain_dagster.support.formatting import dollars, format_duration
 
-RESULT = "result.json"
-"""The file of a search's folder with its whole result."""
 LEAST_SCORES = 5
 """Trials of earlier searches from which something is said of what this one finds."""
 SURE = 0.95
@@ -55,19 +53,17 @@ def plan_search(
 ) -> SearchPlan:  # fmt: skip
     """Return the plan. ``usual``: what a trial takes; ``at_once``: nodes that work at the same time; ``past``: earlier
     searches of the same data and metric."""
-    cost = usual.cost(usd_per_node_hour)
-    whole = cost.whole_usd(usual.of)
+    whole = usual.total * usd_per_node_hour / 3600
     most = settings.trials * whole
     alike = [item.share for item in past if item.pruner == settings.pruner]
-    fixed = (cost.startup_usd + cost.finish_usd) / whole if whole else 0.0
+    fixed = (usual.startup + usual.finish) / usual.total
     if settings.pruner is Pruner.NONE:
         share, basis = 1.0, "no trial is ended early"
     elif alike:
         share, basis = statistics.fmean(alike), f"as in {len(alike)} earlier search(es) of this data"
     else:
         share = fixed + (1 - fixed) * halving_share(usual.of)
-        own = "" if settings.pruner is Pruner.ASHA else "; there is no earlier search of this data to go by"
-        basis = f"as successive halving ends trials{own}"
+        basis = "as successive halving ends trials"
     limit = math.inf if budget_usd is None else budget_usd
     expected = min(limit, share * most)
     seconds = share * settings.trials * usual.total / max(1, at_once)

@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from dtrain_dagster.search.check_space import PARTS, job_of_trial
-from dtrain_dagster.search.sampling import distribution_of, frozen_trial, quiet
+from dtrain_dagster.search.check_space import PARTS, job_of_trial, shown_values
+from dtrain_dagster.search.sampling import distribution_of, quiet, stored_value
 from dtrain_dagster.search.settings import SearchSettings
 from dtrain_dagster.search.space import Space
 from dtrain_dagster.search.trials import Trial, TrialState, best_trial
+from dtrain_dagster.support.formatting import dollars
 from trainer.config import JobConfig
 
 LEAST_FOR_IMPORTANCE = 8
@@ -92,13 +93,12 @@ def importances(space: Space, trials: Sequence[Trial], sign: float) -> dict[str,
         return {}
     study = optuna.create_study()
     for trial in scored:
-        frozen = frozen_trial(space, trial, sign)
         best = trial.best(sign)
         assert best is not None
         study.add_trial(
             optuna.trial.create_trial(
                 value=sign * best,
-                params={item.name: frozen.params[item.name] for item in always},
+                params={item.name: stored_value(item, trial.values[item.name]) for item in always},
                 distributions={item.name: distribution_of(item) for item in always},
             )
         )
@@ -177,3 +177,17 @@ def result_document(
         "improvements": [{**asdict(item), "usd_per_gain": item.usd_per_gain} for item in improvements(trials, sign)],
         **extra,
     }
+
+
+def write_notice(result: Mapping[str, Any]) -> tuple[str, str]:
+    """Return title and text of the notice. Pure."""
+    counts = ", ".join(f"{count} {state}" for state, count in result["counts"].items())
+    lines = [f"{len(result['trials'])} trials ({counts}), {dollars(result['usd'])}"]
+    if best := result["best"]:
+        lines.append(
+            f"best: trial {best['trial']}, {result['metric']} {best['score']:.6g} with {shown_values(best['values'])}"
+        )
+        lines.append(f"dtrain train … --settings {result['settings_file']}")
+    else:
+        lines.append("no trial was evaluated: see `dtrain logs` of one for why")
+    return f"dtrain: search {result['name']} has ended", "\n".join(lines)

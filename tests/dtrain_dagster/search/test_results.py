@@ -11,14 +11,12 @@ from played_search import SPACE, USUAL, play, source_of
 
 from dtrain_dagster.planning.tuned_settings import read_tuned
 from dtrain_dagster.reports import search_charts
-from dtrain_dagster.search.costing import TrialSeconds, learned_seconds
 from dtrain_dagster.search.plan import PastSearch, halving_share, past_searches, plan_search
-from dtrain_dagster.search.pruning import Pruner
 from dtrain_dagster.search.results import importances, improvements, result_document, settings_document
 from dtrain_dagster.search.sampling import Sampler
 from dtrain_dagster.search.settings import SearchSettings
 from dtrain_dagster.search.space import parse_space
-from dtrain_dagster.search.trials import Trial, TrialState
+from dtrain_dagster.search.trials import Pruner, Trial, TrialSeconds, TrialState
 from trainer.config import ConfigError, DatasetRef, FactoryConfig, JobConfig
 
 BASE = JobConfig(job_id="base", run_dir="/tmp/base", dataset=DatasetRef(uri="/tmp/data", dataset_id="d1"))
@@ -65,13 +63,12 @@ def test_halving_does_what_is_left_at_each_rung() -> None:
     assert halving_share(9) == pytest.approx((1 + 2 / 3 + 6 / 9) / 9)
 
 
-def test_what_trials_take_is_learned_from_their_bills() -> None:
-    """A start is what an ended trial was paid beyond its evaluations, a finish what a whole one was paid besides."""
+def test_what_trials_take_is_learned_from_the_bills_of_those_that_went_to_their_ends() -> None:
     whole = replace(trial(0, (1.0, 1.0, 1.0, 1.0), 0.0, 1.0), node_seconds=4 * 10 + 7 + 3)
     ended = replace(trial(1, (1.0, 1.0), 0.0, 1.0), node_seconds=2 * 10 + 7, state=TrialState.PRUNED)
-    found = learned_seconds(TrialSeconds(startup=1, training=4, of=4, finish=1), [whole, ended], 1.0)
-    assert found == TrialSeconds(startup=7.0, training=40.0, of=4, finish=3.0)
-    assert learned_seconds(found, [], 1.0) is found
+    expected = TrialSeconds(startup=7, training=4, of=4, finish=3)
+    assert expected.learned_from([whole, ended]) == replace(expected, training=40.0)
+    assert expected.learned_from([ended]) is expected
 
 
 def test_the_result_is_kept_and_found_by_the_next_search_of_the_data(tmp_path: Path) -> None:
