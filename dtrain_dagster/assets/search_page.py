@@ -131,15 +131,11 @@ def pictures_of(source: TrialSource, sign: float, metric: str, importance: Mappi
     from dtrain_dagster.reports import search_charts
 
     trials = source.trials
-    pictures = {
-        "History": search_charts.history_chart(trials, sign, metric),
+    return {
         "Score against dollars": search_charts.dollars_chart(trials, sign, metric),
         "Learning curves": search_charts.curves_chart(trials, sign, metric),
-        "Parallel coordinates": search_charts.coordinates_chart(source.space, trials, sign, metric),
+        **search_charts.optuna_charts(source.space, trials, sign, metric, bool(importance)),
     }
-    if importance:
-        pictures["Importance"] = search_charts.importance_chart(importance, metric)
-    return pictures
 
 
 def _in_short(value: Any) -> str:

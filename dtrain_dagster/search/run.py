@@ -33,7 +33,7 @@ from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
 from dtrain_dagster.planning.build_plan import sizes_of
 from dtrain_dagster.search.check_space import job_of_trial
 from dtrain_dagster.search.kept import RESULT, SEARCH, kept_search, search_folder
-from dtrain_dagster.search.plan import past_searches, plan_search
+from dtrain_dagster.search.plan import plan_search
 from dtrain_dagster.search.results import flat_rows, importances, result_document, settings_document, write_notice
 from dtrain_dagster.search.settings import SearchSettings
 from dtrain_dagster.search.source import TrialSource
@@ -145,8 +145,7 @@ class Search:
         self.request, self.expected, self.before_usd = request, expected, before_usd
         self.folder = search_folder(home, request.name)
         self.plan = plan_search(
-            request.settings, expected, request.usd_per_node_hour, request.at_once, request.budget_usd,
-            past_searches(home, request.name, request.base.dataset.dataset_id, request.settings.metric),
+            request.settings, expected, request.usd_per_node_hour, request.at_once, request.budget_usd
         )  # fmt: skip
         self._home, self._manager, self._env, self._told = home, manager, env, told
         self._storage = open_storage(str(self.folder))
