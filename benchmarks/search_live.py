@@ -24,8 +24,7 @@ from benchmarks.host import Workplace, tell
 from benchmarks.search import SPACE, base_job
 from benchmarks.search_policies import USD_PER_NODE_HOUR, Recorded, play, pool_of
 from dtrain_dagster.planning.job_data import samples_of
-from dtrain_dagster.search.measure import measure_trial
-from dtrain_dagster.search.run import SearchRequest, open_search
+from dtrain_dagster.search.run import SearchRequest, measure_trial, open_search
 from dtrain_dagster.search.settings import SearchSettings
 from dtrain_dagster.search.space import parse_space
 from dtrain_dagster.search.trials import Trial, TrialSeconds

@@ -130,8 +130,7 @@ def search_space(
     """Return the search of a space around a plan's training."""
     from dtrain_dagster.planning.check_job import check_job
     from dtrain_dagster.search.check_space import check_space
-    from dtrain_dagster.search.measure import seconds_of_parts
-    from dtrain_dagster.search.run import open_search
+    from dtrain_dagster.search.run import open_search, seconds_of_parts
     from dtrain_dagster.search.space import parse_space
 
     cluster = of_plan(cluster, plan)

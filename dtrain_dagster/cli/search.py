@@ -156,8 +156,7 @@ def search(
     from dtrain_dagster.costs.prices import price_of, price_words
     from dtrain_dagster.planning.job_data import samples_of
     from dtrain_dagster.search.check_space import check_space
-    from dtrain_dagster.search.measure import measure_trial
-    from dtrain_dagster.search.run import SearchRequest, open_search
+    from dtrain_dagster.search.run import SearchRequest, measure_trial, open_search
     from dtrain_dagster.search.settings import SearchSettings, pruner_of, sampler_of
     from dtrain_dagster.search.space import parse_space
     from dtrain_dagster.support.user_sources import ensure_importable

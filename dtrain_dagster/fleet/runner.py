@@ -19,7 +19,7 @@ from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobSta
 from dtrain_dagster.costs.budget import launch_price, write_limit
 from dtrain_dagster.costs.money import SECOND, usd
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.fleet.endings import LaunchFacts, explain_launch_end, judge_launch_end
+from dtrain_dagster.fleet.endings import explain_launch_end, judge_launch_end
 from dtrain_dagster.fleet.following import MEASURED_SPREAD, Followed
 from dtrain_dagster.fleet.grants import Standing, margin_units, node_limit
 from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, FleetState, JobOrder, Outcome
@@ -328,9 +328,9 @@ class FleetRunner:
     def _note_start(self, entry: Entry, problem: str, now: float) -> None:
         """Note that a launch could not be started: a failure of its job, after several tries."""
         if problem and launch_mark(rundir_of(entry.job)) == entry.kept.before:  # else the next look says how it stands
-            failed = LaunchFacts(state=JobState.FAILED, message=problem)
-            end = judge_launch_end(failed, entry.kept.state, entry.kept.reason, entry.kept.failures, now)
-            kept = replace(entry.kept, failures=end.failures, not_before=end.not_before)
+            kept = entry.kept
+            end = judge_launch_end(JobState.FAILED, kept.state, kept.reason, kept.failures, now, message=problem)
+            kept = replace(kept, failures=end.failures, not_before=end.not_before)
             self._settle(replace(entry, kept=kept), end.state, end.reason)
 
 

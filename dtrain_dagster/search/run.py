@@ -13,6 +13,7 @@ Whoever begins a search of a name that is there continues it: nothing is bought 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -25,12 +26,15 @@ from dtrain_dagster.clusters.job_notices import RETRIES
 from dtrain_dagster.clusters.notice_claims import send_once, send_safely
 from dtrain_dagster.clusters.notice_text import PART_OF
 from dtrain_dagster.clusters.notice_text import SEARCH as SEARCH_PART
+from dtrain_dagster.costs.estimate import LearnedCorrection, Parts, Sizes
 from dtrain_dagster.costs.export import to_csv
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, JobOrder
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
 from dtrain_dagster.planning.build_plan import sizes_of
+from dtrain_dagster.planning.history import pace_mark
+from dtrain_dagster.planning.probe import forecast
 from dtrain_dagster.search.check_space import job_of_trial
 from dtrain_dagster.search.kept import RESULT, SEARCH, kept_search, search_folder
 from dtrain_dagster.search.plan import plan_search
@@ -179,8 +183,7 @@ class Search:
         request, job_id = self.request, trial_id(self.request.name, number)
         job = job_of_trial(request.base, parse_space(request.space), values, f"trial {number}")
         job = replace(job, job_id=job_id, run_dir=f"{self._jobs_uri}/{job_id}")
-        sizes = sizes_of(job, request.samples, request.processes_per_node, None)
-        of = max(1, replace(sizes, stated_ranks=job.training.world_size).work(request.most_nodes).evaluations)
+        of = max(1, trial_sizes(request, job, None).work(request.most_nodes).evaluations)
         made = FleetJob(
             job_id=job_id, least_nodes=request.least_nodes, most_nodes=request.most_nodes,
             node_seconds=max(1.0, usual.evaluation * of + usual.finish), startup_seconds=usual.startup,
@@ -322,3 +325,38 @@ def open_search(
             "another name"
         )
     return Search(home, request, manager, env, TrialSeconds(**kept["expected"]), float(kept["before_usd"]), told)
+
+
+def measure_trial(
+    manager: GPUClusterManager, request: SearchRequest, env: Mapping[str, str], is_this_machine: bool,
+    told: Callable[[str], object] = lambda sentence: None,
+) -> tuple[TrialSeconds, float]:  # fmt: skip
+    """Return what a trial takes in node-seconds, and the dollars that finding it out has cost: a probe, as a plan runs
+    one, on the least nodes of a trial. It is not run again where one of this job was before, and then costs nothing.
+    Raise as `dtrain_dagster.planning.probe.run_probe` does."""
+    nodes, ranks = request.least_nodes, request.processes_per_node
+    sizes = trial_sizes(request, request.base, os.cpu_count() if is_this_machine else None)
+    mark = f"{pace_mark(request.base, ranks)}-w{request.base.training.world_size}-{request.name}"
+    most = None if request.budget_usd is None else request.budget_usd / request.usd_per_node_hour * 3600
+    found = forecast(
+        manager, request.base, sizes, (nodes,), mark, dict(env), LearnedCorrection(), told, left=lambda: most
+    )
+    usage = [item for job_id in found.rests_on for item in manager.node_usage(job_id)]
+    usd = CostTracker("", usage, request.tier).total_usd
+    return seconds_of_parts(found.parts(nodes), nodes, sizes.work(nodes).evaluations), usd
+
+
+def seconds_of_parts(parts: Parts, nodes: int, evaluations: int) -> TrialSeconds:
+    """Return the node-seconds of a trial from the seconds of its phases on this many nodes. Pure."""
+    return TrialSeconds(
+        startup=nodes * parts.startup,
+        training=nodes * (parts.steps + parts.evaluation + parts.checkpoint),
+        of=max(1, evaluations),
+        finish=nodes * parts.finish,
+    )
+
+
+def trial_sizes(request: SearchRequest, job: JobConfig, cores: int | None) -> Sizes:
+    """Return how much the job of a trial has to do. ``cores``: of the one machine of all nodes, see `Sizes`."""
+    sizes = sizes_of(job, request.samples, request.processes_per_node, cores)
+    return replace(sizes, stated_ranks=job.training.world_size)
