@@ -54,7 +54,7 @@ def run_live(folder: Path, settings: SearchSettings, epochs: int) -> tuple[list[
 def replayed(trials: list[Trial], expected: TrialSeconds, settings: SearchSettings) -> tuple[list[Trial], float]:
     """Return the trials of the same search played on these, and its dollars. Where it wants an evaluation that there
     is not, or values that were not drawn, it decides otherwise: such a trial ends there, as one without a number."""
-    usual = expected.learned_from(trials)
+    usual = billed_seconds(trials, expected)
     rows = [Recorded(trial.values, padded(trial), pace(trial) or usual.evaluation) for trial in trials]
     pool = pool_of(parse_space(SPACE), rows)
     played = play(pool, expected, settings, actual=usual)
@@ -65,6 +65,14 @@ def pace(trial: Trial) -> float | None:
     """Return the seconds from one evaluation of a trial to the next, in the middle; None where it had not two."""
     gaps = [after - before for before, after in pairwise(trial.times)]
     return statistics.median(gaps) if gaps else None
+
+
+def billed_seconds(trials: list[Trial], expected: TrialSeconds) -> TrialSeconds:
+    """Return what trials took by their bills: what was paid beyond their evaluations is the start."""
+    each = {trial.number: pace(trial) or expected.evaluation for trial in trials}
+    starts = [max(0.0, trial.node_seconds - each[trial.number] * len(trial.scores)) for trial in trials]
+    training = statistics.median(each.values()) * expected.of
+    return TrialSeconds(startup=statistics.median(starts), training=training, of=expected.of, finish=0.0)
 
 
 def padded(trial: Trial) -> tuple[float, ...]:
