@@ -1,6 +1,6 @@
 """Play 2,000 jobs through a fleet's decisions, and through first-come-first-served at equal budget and nodes.
 
-Run `python -m benchmarks.fleet`. Nothing is trained: `dtrain_dagster.fleet.simulation` moves the jobs in virtual time,
+Run `python -m benchmarks.fleet`. Nothing is trained: `benchmarks.fleet_simulation` moves the jobs in virtual time,
 and `dtrain_dagster.fleet.scheduling.decide` decides as it does for real ones. Jobs come over 24 hours, of random sizes,
 priorities and widths; what was expected of them is wrong by a factor (log-normal, sigma 0.5), one in twelve fails,
 nodes are lost, and the orchestrator is dead twice for an hour. The budget pays for 60 % of the work.
@@ -34,10 +34,10 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from benchmarks.checkpoint import RESULTS, _cpu
+from benchmarks.fleet_simulation import Played, SimulatedJob, Surroundings, play
 from dtrain_dagster.costs.estimate import CONFIDENCE_90
 from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState
 from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Start
-from dtrain_dagster.fleet.simulation import Played, SimulatedJob, Surroundings, play
 
 PRICE = 3.06
 NODES = 96

@@ -1,5 +1,6 @@
-"""Dollars that a search takes to the score that random search reaches with its whole budget: by `worth`, with values
-that are chosen by what is known, and by successive halving (ASHA).
+"""Dollars that a search takes to the score that random search reaches with its whole budget: by what `dtrain search`
+does by itself (`gp`: values by Optuna's Gaussian process, ended early by successive halving), and by halving of random
+values (ASHA).
 
 `python -m benchmarks.search --record FILE` trains a random sample of a space for real (a network for the
 digits of scikit-learn as a table of rows; learning rate, weight decay, batch, width, depth and dropout vary), each to
@@ -10,14 +11,13 @@ next training of the order; chosen values are the best one, as the sampler has i
 clock and the fleet are played. The trainings are recorded one after the other in one process, so that what a start and
 a finish take is given.
 
-    dollars_vs_random         dollars of `worth` to the score that random search has at the end of its budget, over that
-                              budget: mean over orders
+    dollars_vs_random         dollars of `gp` to the score that random search has at the end of its budget, over that
+                              budget: mean over orders; it promises 0.5
     dollars_vs_random_first   the same, over the dollars at which random search had that score first: mean over mean
     dollars_vs_asha           the same, over the dollars that ASHA takes to it in random order: mean over mean, with
                               its 95 % interval over orders (bootstrap); all orders are of the same trainings, so it
-                              says nothing of other problems
-    dollars                   of each policy, over random search's budget: mean. `worth_random` and `asha_model` are
-                              the two halves of `worth` alone: only ending trials, and only choosing values
+                              says nothing of other problems; it promises 0.9
+    dollars                   of each policy, over random search's budget: mean
     unreached                 orders in which a policy used all trainings up; they count with all their dollars
     rows                      each order: the score, and the dollars of each policy over random search's budget
     any_order                 whether trials knew all that had ended (``--any-order``); else trial n those up to n - 2
@@ -44,11 +44,10 @@ from benchmarks.checkpoint import RESULTS
 from benchmarks.host import tell
 from benchmarks.search_policies import Pool, Recorded, play, pool_of
 from dtrain_dagster.search.check_space import job_of_trial
-from dtrain_dagster.search.costing import TrialSeconds
-from dtrain_dagster.search.pruning import Pruner
 from dtrain_dagster.search.sampling import Sampler, draw_values
 from dtrain_dagster.search.settings import SearchSettings
 from dtrain_dagster.search.space import parse_space
+from dtrain_dagster.search.trials import Pruner, TrialSeconds
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.documents.events import EvaluationEvent, read_events
 from trainer.rundir import RunDir
@@ -66,9 +65,7 @@ CURVES = RESULTS / "search_curves.json"
 POLICIES = {
     "random_first": (Sampler.RANDOM, Pruner.NONE),
     "asha": (Sampler.RANDOM, Pruner.ASHA),
-    "worth": (Sampler.MODEL, Pruner.WORTH),
-    "worth_random": (Sampler.RANDOM, Pruner.WORTH),
-    "asha_model": (Sampler.MODEL, Pruner.ASHA),
+    "gp": (Sampler.GP, Pruner.ASHA),
 }
 EPOCHS, PARALLEL, TRIALS, ORDERS = 12, 2, 32, 20
 RESAMPLES = 10_000
@@ -156,13 +153,13 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     chosen = np.random.default_rng(0).integers(0, len(rows), (RESAMPLES, len(rows)))
 
     def ratio(name: str) -> tuple[float, list[float]]:
-        drawn = usd["worth"][chosen].mean(1) / usd[name][chosen].mean(1)
+        drawn = usd["gp"][chosen].mean(1) / usd[name][chosen].mean(1)
         ends = [round(float(value), 4) for value in np.percentile(drawn, [2.5, 97.5])]
-        return round(float(usd["worth"].mean() / usd[name].mean()), 4), ends
+        return round(float(usd["gp"].mean() / usd[name].mean()), 4), ends
 
     vs_asha, interval = ratio("asha")
     return {
-        "dollars_vs_random": round(float(usd["worth"].mean()), 4),
+        "dollars_vs_random": round(float(usd["gp"].mean()), 4),
         "dollars_vs_random_first": ratio("random_first")[0],
         "dollars_vs_asha": vs_asha,
         "dollars_vs_asha_interval": interval,

@@ -13,23 +13,21 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import sys
 import tempfile
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.host import Workplace, tell
 from benchmarks.search import SPACE, base_job
 from benchmarks.search_policies import USD_PER_NODE_HOUR, Recorded, play, pool_of
 from dtrain_dagster.planning.check_job import samples_of
-from dtrain_dagster.search.costing import TrialSeconds, learned_seconds, pace
-from dtrain_dagster.search.measure import measure_trial
-from dtrain_dagster.search.pruning import Pruner
-from dtrain_dagster.search.run import SearchRequest, open_search
-from dtrain_dagster.search.sampling import Sampler
+from dtrain_dagster.search.run import SearchRequest, measure_trial, open_search
 from dtrain_dagster.search.settings import SearchSettings
 from dtrain_dagster.search.space import parse_space
-from dtrain_dagster.search.trials import Trial
+from dtrain_dagster.search.trials import Trial, TrialSeconds
 
 NODES = 2
 
@@ -56,16 +54,25 @@ def run_live(folder: Path, settings: SearchSettings, epochs: int) -> tuple[list[
 def replayed(trials: list[Trial], expected: TrialSeconds, settings: SearchSettings) -> tuple[list[Trial], float]:
     """Return the trials of the same search played on these, and its dollars. Where it wants an evaluation that there
     is not, or values that were not drawn, it decides otherwise: such a trial ends there, as one without a number."""
-    usual = pace_of(trials, expected)
-    rows = [Recorded(trial.values, padded(trial), pace(trial, 1.0) or usual.evaluation) for trial in trials]
+    usual = billed_seconds(trials, expected)
+    rows = [Recorded(trial.values, padded(trial), pace(trial) or usual.evaluation) for trial in trials]
     pool = pool_of(parse_space(SPACE), rows)
     played = play(pool, expected, settings, actual=usual)
     return list(played.ended), played.usd
 
 
-def pace_of(trials: list[Trial], expected: TrialSeconds) -> TrialSeconds:
-    """Return what trials took by their bills."""
-    return learned_seconds(expected, trials, 1.0)
+def pace(trial: Trial) -> float | None:
+    """Return the seconds from one evaluation of a trial to the next, in the middle; None where it had not two."""
+    gaps = [after - before for before, after in pairwise(trial.times)]
+    return statistics.median(gaps) if gaps else None
+
+
+def billed_seconds(trials: list[Trial], expected: TrialSeconds) -> TrialSeconds:
+    """Return what trials took by their bills: what was paid beyond their evaluations is the start."""
+    each = {trial.number: pace(trial) or expected.evaluation for trial in trials}
+    starts = [max(0.0, trial.node_seconds - each[trial.number] * len(trial.scores)) for trial in trials]
+    training = statistics.median(each.values()) * expected.of
+    return TrialSeconds(startup=statistics.median(starts), training=training, of=expected.of, finish=0.0)
 
 
 def padded(trial: Trial) -> tuple[float, ...]:
@@ -82,9 +89,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", action="store_true")
     asked = parser.parse_args()
-    settings = SearchSettings(
-        trials=asked.trials, parallel=NODES, sampler=Sampler.MODEL, pruner=Pruner.WORTH, seed=asked.seed
-    )
+    settings = SearchSettings(trials=asked.trials, parallel=NODES, seed=asked.seed)
     with tempfile.TemporaryDirectory(prefix="dtrain-search-") as folder:
         live, expected = run_live(Path(folder), settings, asked.epochs)
     played, usd = replayed(live, expected, settings)

@@ -11,18 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import optuna
 
 from dtrain_dagster.costs.money import SECOND, nano_usd
 from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Outcome
-from dtrain_dagster.search.costing import TrialSeconds
-from dtrain_dagster.search.outlook import outlook_of
-from dtrain_dagster.search.sampling import Sampler
+from dtrain_dagster.search.sampling import RANDOM_FIRST, Sampler, as_optuna, ask_for_values
 from dtrain_dagster.search.settings import SearchSettings
-from dtrain_dagster.search.source import Draw, TrialJob, TrialSource
+from dtrain_dagster.search.source import Draw, TrialSource
 from dtrain_dagster.search.space import Space
-from dtrain_dagster.search.study import MemoryRecord
-from dtrain_dagster.search.surface import place_of
-from dtrain_dagster.search.trials import Trial
+from dtrain_dagster.search.study import StudyRecord
+from dtrain_dagster.search.trials import Trial, TrialSeconds
 from trainer.documents.events import EvaluationEvent
 
 USD_PER_NODE_HOUR = 3.06
@@ -56,14 +54,29 @@ class Pool:
         def draw(number: int, known: Sequence[Trial], running: Sequence[Trial]) -> Mapping[str, Any] | None:
             taken = {mark_of(trial.values) for trial in [*known, *running]}
             left = [row.values for row in order if mark_of(row.values) not in taken]
-            if settings.sampler is Sampler.MODEL and left:
-                outlook = outlook_of(self.space, known, running, settings.sign)
-                if outlook is not None and outlook.surface is not None:
-                    places = np.array([place_of(self.space, values) for values in left])
-                    return left[int(np.argmax(outlook.gains(places)))]
-            return left[0] if left else None
+            if settings.sampler is not Sampler.GP or not left:
+                return left[0] if left else None
+            sampler = OneOf(self.space, left, settings.seed)
+            ask_for_values(self.space, sampler, known, running, settings.sign)
+            return left[sampler.chosen]
 
         return draw
+
+
+class OneOf(optuna.samplers.GPSampler):
+    """Optuna's Gaussian process, which chooses among given values instead of from the whole space."""
+
+    def __init__(self, space: Space, left: Sequence[Mapping[str, Any]], seed: int) -> None:
+        super().__init__(seed=seed, n_startup_trials=RANDOM_FIRST[Sampler.GP])
+        self.chosen = 0
+        """The place of the values that it chose; the first while it does not know enough."""
+        self._left = [as_optuna(space, Trial(number=0, values=values, of=1), 0.0) for values in left]
+
+    def _optimize_acqf(self, acqf: Any, best_params: Any) -> Any:
+        """Return the given values with the best acquisition: the method that Optuna has for another optimizer."""
+        places = acqf.search_space.get_normalized_params(self._left)
+        self.chosen = int(np.argmax(acqf.eval_acqf_no_grad(places)))
+        return places[self.chosen]
 
 
 def pool_of(space: Space, rows: Sequence[Recorded]) -> Pool:
@@ -97,12 +110,13 @@ def play(
     something else; ``draw``: see `TrialSource`."""
     of, going, real = usual.of, dict[str, Recorded](), actual or usual
 
-    def make_job(number: int, values: Mapping[str, Any], now: TrialSeconds) -> TrialJob:
+    def make_job(number: int, values: Mapping[str, Any], now: TrialSeconds) -> tuple[FleetJob, int]:
         job = FleetJob(job_id=f"{number:04d}", node_seconds=now.training)
         going[job.job_id] = pool.by_values[mark_of(values)]
-        return TrialJob(job=job, of=of)
+        return job, of
 
-    source = TrialSource(pool.space, settings, make_job, MemoryRecord(), usual, USD_PER_NODE_HOUR, draw=draw)
+    record = StudyRecord(None, "played", pool.space, settings.sign)
+    source = TrialSource(pool.space, settings, make_job, record, usual, draw=draw)
     played, running, waiting = Played(), dict[str, tuple[float, list[EvaluationEvent]]](), list[tuple[float, str]]()
     paid, now = 0.0, 0.0
 
@@ -133,7 +147,7 @@ def play(
         if target is not None and score <= target:
             played.is_reached = True
             break
-        if source.judge(job_id, tuple(told)).ends:
+        if source.judge(job_id, tuple(told)):
             end(job_id, FleetState.ENDED, now)
         elif len(told) == of:
             heapq.heappush(waiting, (now + real.finish, job_id))

@@ -41,7 +41,7 @@ DEFAULT_SPACE = {
 class SamplerOption(Enum):
     """How values are drawn."""
 
-    model = "model"
+    gp = "gp"
     tpe = "tpe"
     random = "random"
     qmc = "qmc"
@@ -51,9 +51,7 @@ class SamplerOption(Enum):
 class PrunerOption(Enum):
     """What ends trials early."""
 
-    worth = "worth"
     asha = "asha"
-    hyperband = "hyperband"
     none = "none"
 
 
@@ -77,14 +75,11 @@ class SearchOptions(LaunchpadOptions):
     """Nodes of a trial at most."""
     budget_usd: float = Field(default=0.0, ge=0, lt=math.inf)
     """Dollars that all trials may cost together, held by the nodes. 0: twice what all of them take to their ends."""
-    sampler: SamplerOption = SamplerOption.model
-    """How values are drawn: where most improvement is expected (model), more where trials were good (tpe), at random,
+    sampler: SamplerOption = SamplerOption.gp
+    """How values are drawn: where most improvement is expected (gp), more where trials were good (tpe), at random,
     evenly (qmc), or all of a grid."""
     pruner: PrunerOption = PrunerOption.asha
-    """What ends trials early: successive halving (asha, hyperband), that their dollars would do more in a fresh trial
-    (worth), or nothing."""
-    worth_usd: float = Field(default=0.0, ge=0, lt=math.inf)
-    """The most dollars that an improvement of the metric by 1 is worth: the search ends where none is. 0: any."""
+    """What ends trials early: successive halving (asha), or nothing."""
     seed: int = Field(default=0, ge=0)
     """The same seed gives the same trials."""
     any_order: bool = False
@@ -104,8 +99,8 @@ def build_hyperparameter_search(pipeline: Pipeline) -> dg.AssetsDefinition:
         required_resource_keys=pipeline.names.resources,
         description=(
             "Trials of the planned training over a space, several at once under one budget, ended early by successive "
-            "halving, or when what they would still cost exceeds what they can still gain. Give its file to "
-            "`settings_file` of `cost_estimate`. It runs trainings, so it is not part of the job `train`."
+            "halving. Give its file to `settings_file` of `cost_estimate`. It runs trainings, so it is not part of the "
+            "job `train`."
         ),
     )
     def hyperparameter_search(
@@ -135,8 +130,7 @@ def search_space(
     """Return the search of a space around a plan's training."""
     from dtrain_dagster.planning.check_job import check_job
     from dtrain_dagster.search.check_space import check_space
-    from dtrain_dagster.search.measure import seconds_of_parts
-    from dtrain_dagster.search.run import open_search
+    from dtrain_dagster.search.run import open_search, seconds_of_parts
     from dtrain_dagster.search.space import parse_space
 
     cluster = of_plan(cluster, plan)
@@ -164,7 +158,7 @@ def pages_of(project: ProjectResource, search: "Search", source: "TrialSource", 
     """Return the addresses of a search's jobs and of its best trial on the dashboard, and of its run in MLflow.
     ``run_id``: "" where there is none."""
     from dtrain_dagster.dashboard.job_groups import group_page
-    from dtrain_dagster.search.jobs import trial_id
+    from dtrain_dagster.search.run import trial_id
 
     name, best = search.request.name, source.best
     return {
@@ -222,7 +216,6 @@ def request_of(
         seed=config.seed,
         metric=config.metric,
         maximise=config.maximise,
-        worth_usd=config.worth_usd or None,
         repeatable=not config.any_order,
     )
     place = {"job_id": "search", "run_dir": f"{project.jobs_uri}/search", "tracking": {"tensorboard": False}}

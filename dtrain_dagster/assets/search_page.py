@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 MOST_PARAMETERS = 2
 """The columns of values on the page; the file has all."""
-LAST = "after its last trial"
-"""When a search has ended that nothing has ended before."""
 
 
 def search_page(
@@ -60,7 +58,6 @@ def search_page(
         "improvements": dg.MarkdownMetadataValue(improvements_list(found, metric)),
         "planned": dg.MarkdownMetadataValue("\n".join(f"- {line}" for line in search.plan.lines)),
         "price": price_words,
-        "ended": result["ended"] or LAST,
         "seconds": round(seconds, 1),
     }
 
@@ -83,10 +80,9 @@ def verdict_of(result: Mapping[str, Any], price_words: str) -> str:
         if counts.get(state)
     ]
     others = f"; {' and '.join(ended)}" if ended else ""
-    early = f"; the search ended early: {result['ended']}" if result["ended"] else ""
     return (
         f"Trial {best['trial']} of {count} is the best: {result['metric']} {best['score']:.6g} after "
-        f"{best['evaluations']} evaluations{others}; {paid}{early}."
+        f"{best['evaluations']} evaluations{others}; {paid}."
     )
 
 
@@ -135,15 +131,11 @@ def pictures_of(source: TrialSource, sign: float, metric: str, importance: Mappi
     from dtrain_dagster.reports import search_charts
 
     trials = source.trials
-    pictures = {
-        "History": search_charts.history_chart(trials, sign, metric),
+    return {
         "Score against dollars": search_charts.dollars_chart(trials, sign, metric),
         "Learning curves": search_charts.curves_chart(trials, sign, metric),
-        "Parallel coordinates": search_charts.coordinates_chart(source.space, trials, sign, metric),
+        **search_charts.optuna_charts(source.space, trials, sign, metric, bool(importance)),
     }
-    if importance:
-        pictures["Importance"] = search_charts.importance_chart(importance, metric)
-    return pictures
 
 
 def _in_short(value: Any) -> str:

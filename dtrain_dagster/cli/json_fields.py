@@ -267,7 +267,6 @@ SEARCH_RESULT = {
     "planned": "what was planned before the first trial",
     "planned.at_most_usd": "the most dollars",
     "planned.expected_usd": "the expected dollars",
-    "ended": "why it ended before all trials; empty where it did not",
     "settings_file": "the settings of the best trial, for `dtrain train --settings`",
     "importance": "the parameters in what made scores differ; empty where too few trials were scored",
     "importance.*": "the share of a parameter, by its name",

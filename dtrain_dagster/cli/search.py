@@ -38,11 +38,10 @@ from dtrain_dagster.cli.train import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dtrain_dagster.search.costing import TrialSeconds
     from dtrain_dagster.search.run import Search, SearchView
     from dtrain_dagster.search.settings import SearchSettings
     from dtrain_dagster.search.tracking import SearchTracker
-    from dtrain_dagster.search.trials import Trial
+    from dtrain_dagster.search.trials import Trial, TrialSeconds
     from dtrain_dagster.settings.environment import Settings
     from trainer.config import JobConfig, TrackingConfig
 
@@ -72,19 +71,14 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--sampler",
-    default="model",
+    default="gp",
     show_default=True,
     metavar="NAME",
-    help="model (of what trials ended with), tpe, random, qmc (evenly) or grid (all).",
+    help="gp (a Gaussian process), tpe, random, qmc (evenly) or grid (all).",
 )
 @click.option(
     "--pruner", default="asha", show_default=True, metavar="NAME",
-    help="What ends trials early: asha (after 1, 3, 9, … evaluations a third goes on), hyperband, worth (its dollars "
-    "would do more in a fresh one) or none.",
-)  # fmt: skip
-@click.option(
-    "--worth", "worth_usd", type=float, metavar="USD",
-    help="Dollars that an improvement of the metric by 1 is worth: the search ends when no trial is worth its cost.",
+    help="What ends trials early: asha (after 1, 3, 9, … evaluations a third goes on) or none.",
 )  # fmt: skip
 @click.option(
     "--metric",
@@ -126,7 +120,6 @@ def search(
     budget: float | None,
     sampler: str,
     pruner: str,
-    worth_usd: float | None,
     metric: str,
     maximise: bool,
     seed: int,
@@ -163,8 +156,7 @@ def search(
     from dtrain_dagster.costs.prices import price_of, price_words
     from dtrain_dagster.planning.check_job import samples_of
     from dtrain_dagster.search.check_space import check_space
-    from dtrain_dagster.search.measure import measure_trial
-    from dtrain_dagster.search.run import SearchRequest, open_search
+    from dtrain_dagster.search.run import SearchRequest, measure_trial, open_search
     from dtrain_dagster.search.settings import SearchSettings, pruner_of, sampler_of
     from dtrain_dagster.search.space import parse_space
     from dtrain_dagster.support.user_sources import ensure_importable
@@ -175,7 +167,7 @@ def search(
     least, most = _nodes_of_trial(nodes_per_trial, settings.nodes)
     wanted = SearchSettings(
         trials=trials, parallel=parallel or max(1, settings.nodes // least), sampler=sampler_of(sampler),
-        pruner=pruner_of(pruner), seed=seed, metric=metric, maximise=maximise, worth_usd=worth_usd,
+        pruner=pruner_of(pruner), seed=seed, metric=metric, maximise=maximise,
         repeatable=not any_order,
     )  # fmt: skip
     cluster, project = cluster_of(settings)
@@ -369,7 +361,6 @@ def summary(result: Mapping[str, Any]) -> list[str]:
         f"{len(result['trials'])} trials ({counts}) cost {dollars(result['usd'])}; the plan was at most "
         f"{dollars(planned['at_most_usd'])}, with {dollars(planned['expected_usd'])} expected"
     ]
-    lines += [result["ended"]] if result["ended"] else []
     for item in result["improvements"][1:]:
         lines.append(
             f"  trial {item['trial']}: {result['metric']} {item['score']:.6g}, better by {item['gained']:.3g} for "

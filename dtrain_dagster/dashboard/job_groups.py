@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from dtrain_dagster.fleet.records import FOLDER as FLEETS
 from dtrain_dagster.fleet.records import JOBS
-from dtrain_dagster.search.places import FOLDER as SEARCHES
+from dtrain_dagster.search import FOLDER as SEARCHES
 
 _SCALING = re.compile(r"scaling-(.+)-((?:weak|strong)-\d+of\d+)-\d+")
 _PROBE = re.compile(r"probe-(.+)-(\d+)n")

@@ -19,20 +19,6 @@ CAME_TO_LIMIT = "it reached its limit, and saved a checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchFacts:
-    """The end of a launch, as its cluster and its run directory tell it."""
-
-    state: JobState
-    message: str = ""
-    """The reason, in the words of the cluster."""
-    has_own_result: bool = False
-    """Whether the training itself says how this launch ended."""
-    came_to_limit: bool = False
-    retry_at: float | None = None
-    """Unix time at which nodes may be had; None where some were."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchEnd:
     """What the end of a launch means."""
 
@@ -42,29 +28,34 @@ class LaunchEnd:
     not_before: float = 0.0
 
 
-def judge_launch_end(facts: LaunchFacts, was: FleetState, asked: str, failures: int, now: float) -> LaunchEnd:
+def judge_launch_end(
+    state: JobState, was: FleetState, asked: str, failures: int, now: float, message: str = "",
+    has_own_result: bool = False, came_to_limit: bool = False, retry_at: float | None = None,
+) -> LaunchEnd:  # fmt: skip
     """Return what the end of a launch means for its job. ``was``: its state in the fleet, and ``asked``: why it was to
-    leave its nodes, if it was. ``failures``: those before, in a row. Pure.
+    leave its nodes, if it was. ``failures``: those before, in a row. ``message``: the reason, in the words of the
+    cluster; ``has_own_result``: whether the training itself says how this launch ended; ``retry_at``: Unix time at
+    which nodes may be had, None where some were. Pure.
 
     A launch that ended by a failure of the training is the end of the job. One that ended by a failure of something
     else (its supervisor was killed, no node came) is tried again, a few times.
     """
-    if facts.state is JobState.SUCCEEDED:
+    if state is JobState.SUCCEEDED:
         return LaunchEnd(state=FleetState.SUCCEEDED)
     if was is FleetState.ENDING:
         return LaunchEnd(state=FleetState.ENDED, reason=asked)
-    if facts.came_to_limit:
+    if came_to_limit:
         return LaunchEnd(state=FleetState.PAUSED, reason=CAME_TO_LIMIT)
-    if facts.state is JobState.CANCELLED:
+    if state is JobState.CANCELLED:
         if was is FleetState.PAUSING:
             return LaunchEnd(state=FleetState.PAUSED, reason=asked)
         return LaunchEnd(state=FleetState.ENDED, reason="a person cancelled it")
-    if facts.retry_at is not None:
-        return LaunchEnd(state=FleetState.PAUSED, reason=facts.message, failures=failures, not_before=facts.retry_at)
-    if facts.has_own_result or failures + 1 >= MOST_FAILURES:
-        return LaunchEnd(state=FleetState.FAILED, reason=facts.message, failures=failures + 1)
+    if retry_at is not None:
+        return LaunchEnd(state=FleetState.PAUSED, reason=message, failures=failures, not_before=retry_at)
+    if has_own_result or failures + 1 >= MOST_FAILURES:
+        return LaunchEnd(state=FleetState.FAILED, reason=message, failures=failures + 1)
     wait = PATIENCE_SECONDS * 2**failures
-    return LaunchEnd(state=FleetState.PAUSED, reason=facts.message, failures=failures + 1, not_before=now + wait)
+    return LaunchEnd(state=FleetState.PAUSED, reason=message, failures=failures + 1, not_before=now + wait)
 
 
 def explain_launch_end(rundir: RunDir, status: JobStatus, kept: KeptState, now: float) -> LaunchEnd:
@@ -75,11 +66,14 @@ def explain_launch_end(rundir: RunDir, status: JobStatus, kept: KeptState, now: 
         own, spent = result.get("status") == "failed" and is_its, ran_out(rundir)
     except DamagedError as error:
         return LaunchEnd(state=FleetState.FAILED, reason=str(error))
-    facts = LaunchFacts(
-        state=status.state,
+    return judge_launch_end(
+        status.state,
+        kept.state,
+        kept.reason,
+        kept.failures,
+        now,
         message=str(result.get("error") or status.message) if own else status.message,
         has_own_result=own,
         came_to_limit=spent,
         retry_at=status.starved.retry_at if status.starved else None,
     )
-    return judge_launch_end(facts, kept.state, kept.reason, kept.failures, now)

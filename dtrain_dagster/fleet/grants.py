@@ -10,6 +10,7 @@ grants, kept within the budget, bounds what is paid, whoever is alive.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState
@@ -68,6 +69,15 @@ class Standing:
     def is_begun(self) -> bool:
         """Return whether anything was ever paid for it."""
         return self.launched_at is not None
+
+    @property
+    def verb(self) -> str:
+        """Return what happens to it when it is given nodes, in a word."""
+        return "continued" if self.is_begun else "begun"
+
+    def deadline(self, limits: FleetLimits) -> float:
+        """Return the Unix time by which it must have ended."""
+        return min((at for at in (self.job.deadline, limits.deadline) if at is not None), default=math.inf)
 
     def seconds_left(self, nodes: int, deviations: float = 0.0) -> float:
         """Return the seconds to its end on this many nodes, with a start unless it trains on them already.

@@ -174,8 +174,3 @@ class Outcome:
     def usd(self) -> float:
         """Return its dollars."""
         return usd(self.paid_units)
-
-    @property
-    def best_loss(self) -> float | None:
-        """Return the lowest validation loss; None where it was never judged."""
-        return min((item.loss for item in self.evaluations if item.loss is not None), default=None)

@@ -3,7 +3,6 @@
     fleet.json              its limits
     jobs/<job_id>.json      a job as its source gave it, and its order; written before anything of it is bought
     states/<job_id>.json    how it stands: its state, nodes, grant and bill
-    calls/000001.json       what the source was asked and told, in order, by which a new source comes to the same state
     source.json             whether the source may give more jobs
     cancel.json             somebody wants the fleet to end
     orchestrator.lock       held by the one process that may decide
@@ -29,16 +28,15 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from dtrain_dagster.fleet.grants import Standing
-from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, FleetState, JobOrder, Outcome
+from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, FleetState, JobOrder
 from trainer.config import parse_job
-from trainer.documents.events import EvaluationEvent
 from trainer.documents.places import PlaceError, checked_id
 from trainer.errors import DamagedError
 from trainer.runtime.file_lock import hold_lock
 from trainer.storage.open import open_storage
 
 FOLDER = "fleets"
-FLEET, JOBS, STATES, CALLS = "fleet.json", "jobs", "states", "calls"
+FLEET, JOBS, STATES = "fleet.json", "jobs", "states"
 SOURCE, CANCEL = "source.json", "cancel.json"
 LOCK = "orchestrator.lock"
 LOCK_SECONDS = 2.0
@@ -94,17 +92,6 @@ class Entry:
             grant_units=kept.grant_units, left_node_seconds=kept.left_node_seconds, left_spread=kept.left_spread,
             launched_at=kept.launched_at, not_before=kept.not_before,
         )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """Something that the source of a fleet was asked or told."""
-
-    job_id: str
-    outcome: Outcome | None = None
-    """It was told of the job's end."""
-    evaluations: tuple[EvaluationEvent, ...] = ()
-    """It judged the job; these are new since the judgement before. With neither, it gave this job."""
 
 
 class FleetRecords:
@@ -201,16 +188,6 @@ class FleetRecords:
         """Remember how a job stands now, and return it so."""
         self._write(f"{STATES}/{entry.job.job_id}.json", asdict(kept))
         return replace(entry, kept=kept)
-
-    def calls(self) -> list[Call]:
-        """Return what the source was asked and told, in order."""
-        return [
-            self._valid(Call, self._read(f"{CALLS}/{name}"), f"{CALLS}/{name}") for name in self.storage.list(CALLS)
-        ]
-
-    def note_call(self, number: int, call: Call) -> None:
-        """Remember the call of this number, from 1 on."""
-        self._write(f"{CALLS}/{number:06d}.json", asdict(call))
 
     def note_source(self, may_give_more: bool) -> None:
         """Remember whether the source may give more jobs."""

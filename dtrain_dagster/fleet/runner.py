@@ -19,13 +19,13 @@ from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobSta
 from dtrain_dagster.costs.budget import launch_price, write_limit
 from dtrain_dagster.costs.money import SECOND, usd
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.fleet.endings import LaunchFacts, explain_launch_end, judge_launch_end
+from dtrain_dagster.fleet.endings import explain_launch_end, judge_launch_end
 from dtrain_dagster.fleet.following import MEASURED_SPREAD, Followed
 from dtrain_dagster.fleet.grants import Standing, margin_units, node_limit
 from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, FleetState, JobOrder, Outcome
-from dtrain_dagster.fleet.records import Call, Entry, FleetRecords
+from dtrain_dagster.fleet.records import Entry, FleetRecords
 from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Pause, RaiseGrant, Start, decide
-from dtrain_dagster.fleet.source import CONTINUE, JobSource, Verdict
+from dtrain_dagster.fleet.source import JobSource
 from dtrain_dagster.jobs.progress import note_job, start_job
 from dtrain_dagster.settings.tiers import Tier
 from trainer.documents.events import EvaluationEvent
@@ -68,21 +68,19 @@ class FleetRunner:
         self.limits: FleetLimits = records.limits()
         self.entries: dict[str, Entry] = {entry.job.job_id: entry for entry in records.entries()}
         self.followed: dict[str, Followed] = {}
-        self.judged: dict[str, dict[int | None, EvaluationEvent]] = {}
-        """The evaluations that the source has judged, by job and step."""
-        self.verdicts: dict[str, Verdict] = {}
-        """The last verdict on each job."""
-        self.calls, self.source_is_dry = 0, False
+        self.judged: dict[str, Sequence[EvaluationEvent]] = {}
+        """The evaluations that the source has judged, by job."""
+        self.source_is_dry = False
         self.has_begun = False
         """Whether the last look began a job."""
         self.trouble: dict[str, str] = {}
         """What kept the last look at a job from being one."""
-        self.unnoted: dict[str, Entry] = {}
-        """Jobs that were written down before the call was that gave them: the source gives them again."""
         self.told_limits: dict[str, float] = {}
         """Node-seconds that the nodes of each job were told. Others may not know their last grant: who ran the fleet
         before died, perhaps just then."""
-        self._replay()
+        for job_id in source.resume([entry.job for entry in self.entries.values()]):
+            if self.entries[job_id].kept.state.is_final:
+                self._tell_end(self.entries[job_id])
 
     def run(self, watch: Callable[[], object] = lambda: None) -> None:
         """Look and act until the fleet is over. ``watch`` is called after each look."""
@@ -206,30 +204,6 @@ class FleetRunner:
 
     # The source
 
-    def _replay(self) -> None:
-        """Bring a new source to the state of the one before. Raise `FleetError` where it goes another way."""
-        calls = self.records.calls()
-        for self.calls, call in enumerate(calls, 1):
-            if call.outcome is not None:
-                self.source.on_end(call.job_id, call.outcome)
-                continue
-            if call.evaluations:
-                self._ask_for_verdict(call.job_id, call.evaluations)
-                continue
-            given = self.source.next_job()
-            known = self.entries.get(call.job_id)
-            if given is None or known is None or given.job_id != call.job_id:
-                raise FleetError(
-                    f"fleet {self.records.name}: its source gave job {call.job_id} before, and now "
-                    f"{given.job_id if given else 'none'}: give the same jobs in the same order, or another name"
-                )
-        told = {call.job_id for call in calls if call.outcome is not None}
-        asked = {call.job_id for call in calls}
-        self.unnoted = {job_id: self.entries.pop(job_id) for job_id in list(self.entries) if job_id not in asked}
-        for entry in list(self.entries.values()):
-            if entry.kept.state.is_final and entry.job.job_id not in told:
-                self._tell_end(entry)
-
     def _ask_source(self) -> None:
         """Take jobs from the source as long as fewer wait than it says."""
         while self._waiting() < self.source.waiting_ahead:
@@ -239,32 +213,21 @@ class FleetRunner:
                 return
             if job.job_id in self.entries:
                 raise FleetError(f"job {job.job_id!r} was given twice: each needs a job_id of its own")
-            known = self.unnoted.pop(job.job_id, None)
-            self.entries[job.job_id] = known or self.records.add(job, len(self.entries))
-            self._note_call(Call(job_id=job.job_id))
+            self.entries[job.job_id] = self.records.add(job, len(self.entries))
 
     def _waiting(self) -> int:
         return sum(entry.kept.state is FleetState.WAITING for entry in self.entries.values())
 
     def _judge(self) -> None:
         """Ask the source for its verdict on each running job that was evaluated since."""
-        for entry in list(self.entries.values()):
-            job_id = entry.job.job_id
+        for job_id, entry in list(self.entries.items()):
             if entry.kept.state is not FleetState.RUNNING or job_id not in self.followed:
                 continue
-            known = self.judged.get(job_id, {})
-            new = tuple(item for item in self.followed[job_id].evaluations if known.get(item.step) != item)
-            if new:
-                self._ask_for_verdict(job_id, new)
-                self._note_call(Call(job_id=job_id, evaluations=new))
-            if (verdict := self.verdicts.get(job_id, CONTINUE)).ends:
-                self._leave(entry, FleetState.ENDING, verdict.reason)
-
-    def _ask_for_verdict(self, job_id: str, new: Sequence[EvaluationEvent]) -> None:
-        known = self.judged.setdefault(job_id, {})
-        known |= {item.step: item for item in new}
-        evaluations = sorted(known.values(), key=lambda item: item.step or 0)
-        self.verdicts[job_id] = self.source.judge(job_id, tuple(evaluations))
+            evaluations = self.followed[job_id].evaluations
+            if evaluations and evaluations != self.judged.get(job_id):
+                self.judged[job_id] = evaluations
+                if reason := self.source.judge(job_id, evaluations):
+                    self._leave(entry, FleetState.ENDING, reason)
 
     def _tell_end(self, entry: Entry) -> None:
         kept = entry.kept
@@ -274,12 +237,7 @@ class FleetRunner:
             evaluations=tuple(evaluations),
         )  # fmt: skip
         self.source.on_end(entry.job.job_id, outcome)
-        self._note_call(Call(job_id=entry.job.job_id, outcome=outcome))
         self.source_is_dry = False  # it may give more for what it has learned
-
-    def _note_call(self, call: Call) -> None:
-        self.calls += 1
-        self.records.note_call(self.calls, call)
 
     # What is done
 
@@ -369,9 +327,9 @@ class FleetRunner:
     def _note_start(self, entry: Entry, problem: str, now: float) -> None:
         """Note that a launch could not be started: a failure of its job, after several tries."""
         if problem and launch_mark(rundir_of(entry.job)) == entry.kept.before:  # else the next look says how it stands
-            failed = LaunchFacts(state=JobState.FAILED, message=problem)
-            end = judge_launch_end(failed, entry.kept.state, entry.kept.reason, entry.kept.failures, now)
-            kept = replace(entry.kept, failures=end.failures, not_before=end.not_before)
+            kept = entry.kept
+            end = judge_launch_end(JobState.FAILED, kept.state, kept.reason, kept.failures, now, message=problem)
+            kept = replace(kept, failures=end.failures, not_before=end.not_before)
             self._settle(replace(entry, kept=kept), end.state, end.reason)
 
 

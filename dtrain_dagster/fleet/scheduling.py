@@ -20,11 +20,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dtrain_dagster.costs.money import usd
 from dtrain_dagster.fleet import waits
 from dtrain_dagster.fleet.grants import Standing, first_grant, next_grant, units_to_end
 from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState
-from dtrain_dagster.support.formatting import dollars, format_duration
+from dtrain_dagster.support.formatting import format_duration
 
 LEAST_EFFICIENCY = 0.6
 """Share of their time that nodes must work as well as one alone, for a job to get more than it has to have."""
@@ -157,11 +156,6 @@ class _Look:
         """Return the jobs without nodes, in order of rank."""
         return [item for item in self.jobs if item.state in _RESTING and item.job.job_id not in self.over]
 
-    def deadline_of(self, standing: Standing) -> float:
-        """Return the Unix time by which a job must have ended."""
-        own = (standing.job.deadline, self.limits.deadline)
-        return min((at for at in own if at is not None), default=math.inf)
-
     def most_nodes_of(self, standing: Standing) -> int:
         """Return the most nodes that a job may have here."""
         return min(standing.job.most_nodes, self.limits.nodes)
@@ -188,7 +182,7 @@ class _Look:
     def end_hopeless(self) -> None:
         """End what can no longer end in time, or needs more nodes than there are."""
         for item in self.running:
-            deadline = self.deadline_of(item)
+            deadline = item.deadline(self.limits)
             if deadline == math.inf:
                 continue
             at_least = item.seconds_left(item.nodes, deviations=-2.0)
@@ -198,18 +192,11 @@ class _Look:
                 words = f"it needs at least {format_duration(at_least)} more, and its deadline is in "
                 self.end(item, words + format_duration(deadline - self.now))
         for item in self.candidates:
-            deadline, most = self.deadline_of(item), self.most_nodes_of(item)
+            deadline, most = item.deadline(self.limits), self.most_nodes_of(item)
             if item.job.least_nodes > self.limits.nodes:
                 self.end(item, f"it needs {item.job.least_nodes} nodes, but the fleet has {self.limits.nodes}")
-            elif deadline < math.inf and self.now + (needs := item.seconds_left(most)) > deadline:
-                left = max(0.0, deadline - self.now)
-                on = f"{most} node{'s' if most > 1 else ''}"
-                begun = "continued" if item.is_begun else "begun"
-                self.end(
-                    item,
-                    f"not {begun}: it would take {format_duration(needs)} on {on}, and its deadline is in "
-                    f"{format_duration(left)}",
-                )
+            elif self.now + item.seconds_left(most) > deadline:
+                self.end(item, waits.too_late(item, most, self.limits, self.now))
 
     def raise_grants(self) -> None:
         """Promise more dollars to those that use up theirs; where they run short, pause the last in rank."""
@@ -244,12 +231,7 @@ class _Look:
                 continue
             needs = units_to_end(item, nodes, self.limits)
             if needs > self.unspent_units:
-                begun = "continued" if item.is_begun else "begun"
-                self.end(
-                    item,
-                    f"not {begun}: it would cost {dollars(usd(needs))} to its end, and "
-                    f"{dollars(max(0.0, usd(self.unspent_units)))} of the budget is left",
-                )
+                self.end(item, waits.too_dear(item, needs, self.unspent_units))
                 continue
             free_units = self.free_units - held_units - self.needed_above(job.priority)
             held_units += needs  # also where it has to wait, so that what comes after it does not use it up
@@ -307,7 +289,7 @@ class _Look:
     def fewest_in_time(self, standing: Standing) -> int:
         """Return the fewest nodes on which a job probably ends by its deadline; the most that it may have where it
         needs them all."""
-        most, left = self.most_nodes_of(standing), self.deadline_of(standing) - self.now
+        most, left = self.most_nodes_of(standing), standing.deadline(self.limits) - self.now
         fits = (
             nodes
             for nodes in range(standing.job.least_nodes, most + 1)
@@ -337,8 +319,7 @@ class _Look:
                 self.left_waiting[job_id] = waits.BUDGET_IS_PROMISED
                 continue
             self.free_units -= grant - item.grant_units
-            reason = "continued" if item.is_begun else "begun"
-            self.decisions.append(Start(job_id=job_id, nodes=nodes, grant_units=grant, reason=reason))
+            self.decisions.append(Start(job_id=job_id, nodes=nodes, grant_units=grant, reason=item.verb))
             self.over.add(job_id)
 
     def spread_free_nodes(self, starting: list[Standing], chosen: dict[str, int], held_units: int) -> None:

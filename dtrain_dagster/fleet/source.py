@@ -1,36 +1,17 @@
 """Where the jobs of a fleet come from: `JobSource`. A list that is known beforehand is the simplest one.
 
-A source is told everything that it may decide by, and decides nothing by anything else (no clock, no files of a job, no
-unseeded random numbers). The runner writes down what it asked and told, in order. An orchestrator that is started again
-makes a new source and repeats these calls to it, so that it comes to the same state; a job that it then gives must be
-the one that it gave before.
+A source remembers itself what it has to know after the orchestrator was killed: a new one is told which jobs were given
+before, and asked which ends it wants to be told again.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 from dtrain_dagster.fleet.jobs import FleetError, FleetJob, Outcome
 from trainer.documents.events import EvaluationEvent
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a source thinks of a running job."""
-
-    reason: str = ""
-    """Why it is to be ended now, for people to read; "": it goes on."""
-
-    @property
-    def ends(self) -> bool:
-        """Return whether the job is ended."""
-        return bool(self.reason)
-
-
-CONTINUE = Verdict()
 
 
 class JobSource(Protocol):
@@ -41,16 +22,20 @@ class JobSource(Protocol):
         """How many of its jobs may wait for nodes. With 1 it is asked for a job only when the one before has begun and
         nodes are free, so that it decides as late as it can."""
 
-    def next_job(self) -> FleetJob | None:
-        """Return one more job; None where there is none now, which must change nothing, as it is not repeated to a new
-        source. The fleet is over when it gives none and no job runs or can be continued."""
+    def resume(self, given: Sequence[FleetJob]) -> Collection[str]:
+        """Take over the jobs that were given before, in their order, and return the ids of those of whose end it has to
+        be told again, if they are over. Called once, first. Raise `FleetError` where they cannot be its own."""
 
-    def judge(self, job_id: str, evaluations: Sequence[EvaluationEvent]) -> Verdict:
-        """Return whether a running job goes on. ``evaluations``: all that it has had of its validation split, in order
-        of steps. It is asked each time that one more has come."""
+    def next_job(self) -> FleetJob | None:
+        """Return one more job; None where there is none now. The fleet is over when it gives none and no job runs or
+        can be continued."""
+
+    def judge(self, job_id: str, evaluations: Sequence[EvaluationEvent]) -> str:
+        """Return why a running job is to be ended now, for people to read; "" where it goes on. ``evaluations``: all
+        that it has had of its validation split, in order of steps. It is asked each time that one more has come."""
 
     def on_end(self, job_id: str, outcome: Outcome) -> None:
-        """Take note that a job is over. It is told once for each job that it gave, in the order in which they ended."""
+        """Take note that a job is over."""
 
 
 class ListedJobs:
@@ -65,13 +50,24 @@ class ListedJobs:
             raise FleetError(f"job {twice[0]!r} is there twice: each needs a job_id of its own")
         self._left.reverse()
 
+    def resume(self, given: Sequence[FleetJob]) -> Collection[str]:
+        """Leave out what was given before."""
+        known = {job.job_id for job in self._left}
+        if lost := [job.job_id for job in given if job.job_id not in known]:
+            raise FleetError(
+                f"job {lost[0]} was given before, and is not there now: give the same jobs, or the fleet another name"
+            )
+        ids = {job.job_id for job in given}
+        self._left = [job for job in self._left if job.job_id not in ids]
+        return ()
+
     def next_job(self) -> FleetJob | None:
         """Return the next job of the list."""
         return self._left.pop() if self._left else None
 
-    def judge(self, job_id: str, evaluations: Sequence[EvaluationEvent]) -> Verdict:
+    def judge(self, job_id: str, evaluations: Sequence[EvaluationEvent]) -> str:
         """Return that the job goes on."""
-        return CONTINUE
+        return ""
 
     def on_end(self, job_id: str, outcome: Outcome) -> None:
         """Take note of nothing."""

@@ -17,18 +17,13 @@ from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.fleet.following import Followed
 from dtrain_dagster.fleet.grants import Standing
 from dtrain_dagster.fleet.jobs import FleetLimits, FleetState
+from dtrain_dagster.fleet.outlook import Expected, expect
 from dtrain_dagster.fleet.records import Entry, FleetRecords
 from dtrain_dagster.fleet.scheduling import FleetFacts, why_waiting
-from dtrain_dagster.fleet.simulation import SimulatedEnd, play_on
 from dtrain_dagster.fleet.waits import Wait
 from trainer.documents.presences import stale_seconds
 from trainer.errors import DamagedError
 from trainer.rundir import RunDir
-
-MOST_MOVES = 200_000
-"""How far a fleet is played forward, see `play_on`: further than one of 200 jobs goes, and about a second of work."""
-OUTLOOK_PAUSES = 20.0
-"""The least time between two such plays, as a multiple of what the last one took."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +43,7 @@ class JobView:
     begins_in_seconds: float | None = None
     """Seconds until it is expected to be given nodes, of a job without."""
     ends_in_seconds: float | None = None
-    """Seconds until it is expected to be over, with its waits and pauses."""
+    """Seconds until it is expected to be over, with its wait."""
     becomes: str = ""
     """The state in which it is expected to end."""
     waits_for: str = ""
@@ -145,17 +140,10 @@ class FleetView:
 
 
 class FleetWatch:
-    """Makes views of one fleet, again and again; what was read of a job is kept.
-
-    What is expected of it is computed anew when that takes a small part of the time only.
-    """
+    """Makes views of one fleet, again and again; what was read of a job is kept."""
 
     def __init__(self, records: FleetRecords) -> None:
         self.records = records
-        self._ends: dict[str, SimulatedEnd] = {}
-        """What was expected of each job last…"""
-        self._expected_at = self._took = 0.0
-        """…and when; Unix time, and the seconds that it took."""
         self._followed: dict[str, Followed] = {}
         self._done: dict[str, JobView] = {}
 
@@ -172,7 +160,7 @@ class FleetWatch:
             facts = FleetFacts(
                 limits=limits, jobs=tuple(standings.values()), settled_units=settled, more_may_come=may_grow
             )
-            waits, ends = why_waiting(facts, now), self._expected(facts, now)
+            waits, ends = why_waiting(facts, now), expect(facts, now)
             jobs = [_with_outlook(job, ends.get(job.job_id), waits.get(job.job_id), now) for job in jobs]
         return FleetView(
             name=self.records.name,
@@ -187,14 +175,6 @@ class FleetWatch:
             may_grow=may_grow,
             jobs=tuple(jobs),
         )
-
-    def _expected(self, facts: FleetFacts, now: float) -> dict[str, SimulatedEnd]:
-        """Return what is expected of the jobs that are not over."""
-        if now - self._expected_at >= OUTLOOK_PAUSES * self._took:
-            began = time.monotonic()
-            self._ends = {end.job_id: end for end in play_on(facts, now, MOST_MOVES)}
-            self._expected_at, self._took = now, time.monotonic() - began
-        return self._ends
 
     def _job(self, entry: Entry, limits: FleetLimits, now: float, standings: dict[str, Standing]) -> JobView:
         """Return a job without what is expected of it, and note in ``standings`` how it stands if it is not over."""
@@ -244,21 +224,18 @@ class FleetWatch:
         )
 
 
-def _with_outlook(job: JobView, end: SimulatedEnd | None, wait: Wait | None, now: float) -> JobView:
+def _with_outlook(job: JobView, end: Expected | None, wait: Wait | None, now: float) -> JobView:
     """Return a job with what is expected of it, and why it waits."""
-    if FleetState(job.state).is_final:
+    if end is None:
         return job
     if wait is not None:
         job = replace(job, waits_for=str(wait.limit), waiting=wait.words)
-    if end is None:
-        return job
-    begins_at = None if FleetState(job.state).has_nodes else end.begun_at
     return replace(
         job,
-        begins_in_seconds=None if begins_at is None else max(0.0, begins_at - now),
-        ends_in_seconds=max(0.0, end.ended_at - now),
+        begins_in_seconds=None if end.begins_at is None else end.begins_at - now,
+        ends_in_seconds=end.ends_at - now,
         becomes=str(end.state),
-        expected_end=end.reason if end.state is FleetState.ENDED else "",
+        expected_end=end.reason,
     )
 
 

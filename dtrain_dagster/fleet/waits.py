@@ -1,9 +1,15 @@
-"""Why a job of a fleet waits: which of the fleet's limits keeps it from nodes, in a word and in a sentence. Pure."""
+"""Why a job of a fleet waits, or is never begun: which of the fleet's limits keeps it from nodes, in a word and in a
+sentence. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+
+from dtrain_dagster.costs.money import usd
+from dtrain_dagster.fleet.grants import Standing
+from dtrain_dagster.fleet.jobs import FleetLimits
+from dtrain_dagster.support.formatting import dollars, format_duration
 
 
 class Limit(StrEnum):
@@ -47,3 +53,20 @@ def wait_for_nodes(nodes: int, free: int, least_nodes: int) -> Wait:
     if nodes > least_nodes:
         return Wait(Limit.DEADLINE, f"it needs {count} to end by its deadline, and {there}")
     return Wait(Limit.NODES, f"it needs {count}, and {there}")
+
+
+def too_late(standing: Standing, nodes: int, limits: FleetLimits, at: float) -> str:
+    """Return why a job is not begun on this many nodes at this Unix time: it would end after its deadline."""
+    needs, left = standing.seconds_left(nodes), max(0.0, standing.deadline(limits) - at)
+    return (
+        f"not {standing.verb}: it would take {format_duration(needs)} on {nodes} node{'s' if nodes > 1 else ''}, and "
+        f"its deadline is in {format_duration(left)}"
+    )
+
+
+def too_dear(standing: Standing, needs: int, unspent: int) -> str:
+    """Return why a job is not begun: it costs more than is left."""
+    return (
+        f"not {standing.verb}: it would cost {dollars(usd(needs))} to its end, and "
+        f"{dollars(max(0.0, usd(unspent)))} of the budget is left"
+    )

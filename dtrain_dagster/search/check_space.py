@@ -1,10 +1,9 @@
 """The check of a space against the job that it varies, before anything is bought: every field is there and accepts both
-ends of its range, and every model and loss takes the arguments that it would be given.
+ends of its range, and the least and the greatest trial with each model and loss could be trained.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
@@ -47,8 +46,6 @@ def check_space(
     not be trained, and returns what it could not find out. Raise `SpaceError`."""
     for parameter in space.parameters:
         _check_field(parameter, base, source)
-    for parameter in space.parameters:
-        _check_argument(parameter, space, base, source)
     for values in space.corners():
         try:
             job_of_trial(base, space, values, source)
@@ -92,80 +89,25 @@ def shown_values(values: Mapping[str, Value]) -> str:
 
 
 def _check_field(parameter: Parameter, base: JobConfig, source: str) -> None:
-    """Raise `SpaceError` for a field that is not there, or that no search can vary."""
+    """Raise `SpaceError` for a field that no search can vary. Whether it is there is found out with the job."""
     where, field = f"{source}: {parameter.name}", parameter.field
-    said = f"{field}" if field == parameter.name else f"field = {field}"
     section, _, rest = field.partition(".")
-    known = [item.name for item in fields(DistributedTrainingConfig) if item.name not in OF_CLUSTER]
-    if section == "training":
-        if rest in OF_CLUSTER:
-            raise SpaceError(f"{where}: {said} says how a job runs, not what it learns; set it for all trials")
-        if rest not in known:
-            hint = did_you_mean(f"training.{rest}", [f"training.{name}" for name in known])
-            raise SpaceError(f"{where}: there is no field {field}{hint}")
+    if section == "training" and rest in OF_CLUSTER:
+        said = f"{field}" if field == parameter.name else f"field = {field}"
+        raise SpaceError(f"{where}: {said} says how a job runs, not what it learns; set it for all trials")
+    if section in PARTS and base.is_of_script:
+        raise SpaceError(f"{where}: the model and the loss of a script are the script's own; vary fields of training")
+    is_argument = rest.startswith("args.") and rest.count(".") == 1 and rest != "args."
+    if section == "training" or (section in PARTS and (rest == "factory" or is_argument)):
         return
-    if section in PARTS and (rest == "factory" or (rest.startswith("args.") and "." not in rest[5:] and rest[5:])):
-        if base.is_of_script:
-            raise SpaceError(
-                f"{where}: the model and the loss of a script are the script's own; vary fields of training"
-            )
+    if section == "dataset" and is_argument and base.dataset.factory is not None:
         return
-    if section == "dataset" and rest.startswith("args.") and base.dataset.factory is not None:
-        return
-    places = [*(f"training.{name}" for name in known), "model.factory", "loss.factory"]
-    hint = did_you_mean(field, places)
-    if not hint and rest == "" and section:
-        hint = did_you_mean(f"training.{section}", places)
+    places = [f"training.{item.name}" for item in fields(DistributedTrainingConfig) if item.name not in OF_CLUSTER]
+    hint = did_you_mean(field if rest else f"training.{section}", [*places, "model.factory", "loss.factory"])
     raise SpaceError(
-        f"{where}: there is no field {field} to vary{hint or ''}; fields are training.NAME, model.factory, "
+        f"{where}: there is no field {field} to vary{hint}; fields are training.NAME, model.factory, "
         "model.args.NAME, loss.factory, loss.args.NAME"
     )
-
-
-def _check_argument(parameter: Parameter, space: Space, base: JobConfig, source: str) -> None:
-    """Raise `SpaceError` for an argument that a stock model or loss does not have. Those of the user's own are tried
-    out in a process of their own, by `check_space`'s ``check``."""
-    part, _, name = parameter.field.partition(".args.")
-    if not name or part not in PARTS:
-        return
-    for factory in _factories_of(parameter, part, space, base):
-        accepted = stock_arguments(part, factory)
-        if accepted is None or name in accepted:
-            continue
-        many = any(item.field == f"{part}.factory" for item in space.parameters)
-        remedy = f'; make it conditional: "when": {{"{part}.factory": …}}' if many and not parameter.when else ""
-        raise SpaceError(
-            f"{source}: {parameter.name}: the {part} {factory!r} has no argument {name!r}{did_you_mean(name, accepted)}"
-            f"{'' if accepted else '; it takes none'}{remedy}"
-        )
-
-
-def _factories_of(parameter: Parameter, part: str, space: Space, base: JobConfig) -> Sequence[str]:
-    """Return the models or losses beside which a parameter can be there."""
-    chosen = [item for item in space.parameters if item.field == f"{part}.factory"]
-    if not chosen:
-        return (getattr(base, part).factory,)
-    found: list[str] = []
-    for item in chosen:
-        found += [str(value) for value in parameter.when.get(item.name, item.domain.ends())]
-    return found
-
-
-def stock_arguments(part: str, factory: str) -> list[str] | None:
-    """Return the names of the arguments of a stock model or loss; None for another, or an unknown one."""
-    if ":" in factory:
-        return None
-    from trainer.model import losses, rows, stock  # torch
-
-    tables: dict[str, Sequence[Mapping[str, Callable[..., Any]]]] = {
-        "model": (stock.STOCK, rows.MODELS),
-        "loss": (losses.STOCK, rows.LOSSES),
-    }
-    for table in tables[part]:
-        if factory in table:
-            names = inspect.signature(table[factory]).parameters
-            return [name for name in names if name not in ("self", "spec", "outputs")]
-    return None
 
 
 def _without_place(error: ConfigError, source: str, place: str) -> str:

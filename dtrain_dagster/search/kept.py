@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dtrain_dagster.fleet.records import FleetRecords
-from dtrain_dagster.search.places import FOLDER
-from dtrain_dagster.search.plan import RESULT
-from dtrain_dagster.search.run import SEARCH, kept_search, search_folder
+from dtrain_dagster.search import FOLDER
 from dtrain_dagster.search.space import SpaceError
+
+SEARCH, RESULT = "search.json", "result.json"
+"""Files of a search's folder: what was asked for, and the whole result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,3 +57,20 @@ def read_search(home: Path, name: str) -> KeptSearch:
         jobs=len(fleet.entries()) if fleet.is_there() else 0,
         result=result,
     )
+
+
+def search_folder(home: Path, name: str) -> Path:
+    """Return the folder of a search."""
+    return home / FOLDER / name
+
+
+def kept_search(home: Path, name: str) -> dict[str, Any] | None:
+    """Return what was kept of a search when it began; None where there is none."""
+    path = search_folder(home, name) / SEARCH
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise SpaceError(f"{path} is damaged: {error}; choose another name, or remove the folder") from None
+    return found if isinstance(found, dict) else None

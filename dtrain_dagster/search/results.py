@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dtrain_dagster.search.check_space import PARTS, job_of_trial
-from dtrain_dagster.search.sampling import distribution_of, frozen_trial, quiet
+from dtrain_dagster.search.check_space import PARTS, job_of_trial, shown_values
+from dtrain_dagster.search.sampling import distribution_of, quiet, stored_value
 from dtrain_dagster.search.settings import SearchSettings
 from dtrain_dagster.search.space import Space
 from dtrain_dagster.search.trials import Trial, TrialState, best_trial
+from dtrain_dagster.support.formatting import dollars
 from trainer.config import JobConfig
+
+if TYPE_CHECKING:
+    import optuna
 
 LEAST_FOR_IMPORTANCE = 8
 """Trials with a score below which nothing is said of what mattered."""
@@ -80,29 +84,34 @@ def spent_until(trials: Sequence[Trial], time: float) -> float:
     return total
 
 
+def scored_study(space: Space, trials: Sequence[Trial], sign: float) -> optuna.Study:
+    """Return a study of the trials that are over and have a score, each complete with its best one, and of the
+    parameters that every trial has."""
+    import optuna
+
+    quiet(optuna)
+    always = [item for item in space.parameters if not item.when and len(item.domain.ends()) > 1]
+    study = optuna.create_study(direction="minimize" if sign > 0 else "maximize")
+    for trial in trials:
+        if trial.state.is_final and (best := trial.best(sign)) is not None:
+            study.add_trial(
+                optuna.trial.create_trial(
+                    value=best,
+                    params={item.name: stored_value(item, trial.values[item.name]) for item in always},
+                    distributions={item.name: distribution_of(item) for item in always},
+                )
+            )
+    return study
+
+
 def importances(space: Space, trials: Sequence[Trial], sign: float) -> dict[str, float]:
     """Return name of a parameter → its share in what made scores differ (Optuna's PED-ANOVA); empty where too few
     trials were scored. A parameter that is not in every trial is left out."""
     import optuna
 
-    quiet(optuna)
-    scored = [trial for trial in trials if trial.state.is_final and trial.best(sign) is not None]
-    always = [item for item in space.parameters if not item.when and len(item.domain.ends()) > 1]
-    if len(scored) < LEAST_FOR_IMPORTANCE or not always:
-        return {}
-    study = optuna.create_study()
-    for trial in scored:
-        frozen = frozen_trial(space, trial, sign)
-        best = trial.best(sign)
-        assert best is not None
-        study.add_trial(
-            optuna.trial.create_trial(
-                value=sign * best,
-                params={item.name: frozen.params[item.name] for item in always},
-                distributions={item.name: distribution_of(item) for item in always},
-            )
-        )
-    if len({trial.value for trial in study.trials}) < 2:
+    study = scored_study(space, trials, sign)
+    scored = study.trials
+    if len(scored) < LEAST_FOR_IMPORTANCE or not scored[0].params or len({trial.value for trial in scored}) < 2:
         return {}
     evaluator = optuna.importance.PedAnovaImportanceEvaluator()
     found = optuna.importance.get_param_importances(study, evaluator=evaluator)
@@ -177,3 +186,17 @@ def result_document(
         "improvements": [{**asdict(item), "usd_per_gain": item.usd_per_gain} for item in improvements(trials, sign)],
         **extra,
     }
+
+
+def write_notice(result: Mapping[str, Any]) -> tuple[str, str]:
+    """Return title and text of the notice. Pure."""
+    counts = ", ".join(f"{count} {state}" for state, count in result["counts"].items())
+    lines = [f"{len(result['trials'])} trials ({counts}), {dollars(result['usd'])}"]
+    if best := result["best"]:
+        lines.append(
+            f"best: trial {best['trial']}, {result['metric']} {best['score']:.6g} with {shown_values(best['values'])}"
+        )
+        lines.append(f"dtrain train … --settings {result['settings_file']}")
+    else:
+        lines.append("no trial was evaluated: see `dtrain logs` of one for why")
+    return f"dtrain: search {result['name']} has ended", "\n".join(lines)

@@ -13,6 +13,7 @@ Whoever begins a search of a name that is there continues it: nothing is bought 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,24 +22,28 @@ from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager
+from dtrain_dagster.clusters.job_notices import RETRIES
+from dtrain_dagster.clusters.notice_claims import send_once, send_safely
 from dtrain_dagster.clusters.notice_text import PART_OF
 from dtrain_dagster.clusters.notice_text import SEARCH as SEARCH_PART
+from dtrain_dagster.costs.estimate import LearnedCorrection, Parts, Sizes
 from dtrain_dagster.costs.export import to_csv
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.fleet.jobs import FleetLimits
+from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, JobOrder
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
-from dtrain_dagster.search.costing import TrialSeconds
-from dtrain_dagster.search.jobs import TrialJobs, trial_id
-from dtrain_dagster.search.notices import tell_of_search
-from dtrain_dagster.search.places import FOLDER
-from dtrain_dagster.search.plan import RESULT, past_searches, plan_search
-from dtrain_dagster.search.results import flat_rows, importances, result_document, settings_document
+from dtrain_dagster.planning.build_plan import sizes_of
+from dtrain_dagster.planning.history import pace_mark
+from dtrain_dagster.planning.probe import forecast
+from dtrain_dagster.search.check_space import job_of_trial
+from dtrain_dagster.search.kept import RESULT, SEARCH, kept_search, search_folder
+from dtrain_dagster.search.plan import plan_search
+from dtrain_dagster.search.results import flat_rows, importances, result_document, settings_document, write_notice
 from dtrain_dagster.search.settings import SearchSettings
 from dtrain_dagster.search.source import TrialSource
 from dtrain_dagster.search.space import SpaceError, parse_space
 from dtrain_dagster.search.study import StudyRecord
-from dtrain_dagster.search.trials import Trial
+from dtrain_dagster.search.trials import Trial, TrialSeconds
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.config import JobConfig
@@ -46,7 +51,7 @@ from trainer.documents.places import PlaceError, checked_id
 from trainer.rundir import RunDir
 from trainer.storage.open import open_storage
 
-SEARCH, BEST, TRIALS = "search.json", "best.json", "trials.csv"
+BEST, TRIALS = "best.json", "trials.csv"
 UNASKED = 2.0
 """Times what its trials cost to their ends that a search may cost to which nobody gave a budget."""
 MARGIN_SECONDS = 30.0
@@ -144,8 +149,7 @@ class Search:
         self.request, self.expected, self.before_usd = request, expected, before_usd
         self.folder = search_folder(home, request.name)
         self.plan = plan_search(
-            request.settings, expected, request.usd_per_node_hour, request.at_once, request.budget_usd,
-            past_searches(home, request.name, request.base.dataset.dataset_id, request.settings.metric),
+            request.settings, expected, request.usd_per_node_hour, request.at_once, request.budget_usd
         )  # fmt: skip
         self._home, self._manager, self._env, self._told = home, manager, env, told
         self._storage = open_storage(str(self.folder))
@@ -159,15 +163,7 @@ class Search:
         request = self.request
         space = parse_space(request.space)
         record = StudyRecord(self.folder, request.name, space, request.settings.sign)
-        make_job = TrialJobs(
-            name=request.name, space=space, base=request.base, jobs_uri=request.base.run_dir.rpartition("/")[0],
-            samples=request.samples, least_nodes=request.least_nodes, most_nodes=request.most_nodes,
-            processes_per_node=request.processes_per_node,
-        )  # fmt: skip
-        source = TrialSource(
-            space, request.settings, make_job, record, self.expected, request.usd_per_node_hour,
-            (request.least_nodes + request.most_nodes) / 2,
-        )  # fmt: skip
+        source = TrialSource(space, request.settings, self._make_job, record, self.expected)
         fleet = FleetRecords(self._home, request.name)
         env = {**self._env, PART_OF: SEARCH_PART}
         terms = LaunchTerms(processes_per_node=request.processes_per_node, env=env, tier=request.tier)
@@ -178,8 +174,34 @@ class Search:
             runner.run(lambda: watch(self._view(source)))
         self._keep(source)
         if not fleet.is_cancelled():  # somebody knows already, and may go on with it
-            tell_of_search(RunDir(str(self.folder)), self.result(source), make_job.jobs_uri)
+            self._tell_end(self.result(source))
         return source
+
+    def _make_job(self, number: int, values: Mapping[str, Any], usual: TrialSeconds) -> tuple[FleetJob, int]:
+        """Return the job of a trial, and how often it is evaluated if it goes to its end. Raise `ConfigError` for
+        values that do not go together."""
+        request, job_id = self.request, trial_id(self.request.name, number)
+        job = job_of_trial(request.base, parse_space(request.space), values, f"trial {number}")
+        job = replace(job, job_id=job_id, run_dir=f"{self._jobs_uri}/{job_id}")
+        of = max(1, trial_sizes(request, job, None).work(request.most_nodes).evaluations)
+        made = FleetJob(
+            job_id=job_id, least_nodes=request.least_nodes, most_nodes=request.most_nodes,
+            node_seconds=max(1.0, usual.evaluation * of + usual.finish), startup_seconds=usual.startup,
+            order=JobOrder(job=job),
+        )  # fmt: skip
+        return made, of
+
+    @property
+    def _jobs_uri(self) -> str:
+        return self.request.base.run_dir.rpartition("/")[0]
+
+    def _tell_end(self, result: Mapping[str, Any]) -> None:
+        """Tell people once that the search has ended, with the loss curve of its best trial as the picture; trials are
+        not told one by one. It never raises."""
+        folder, best = RunDir(str(self.folder)), result["best"]
+        pictured = RunDir(f"{self._jobs_uri}/{trial_id(result['name'], best['trial'])}") if best else None
+        mark = f"end-{len(result['trials'])}"  # it may be given more trials later
+        send_safely(folder, lambda urls: send_once(folder, mark, urls, lambda: write_notice(result), pictured), RETRIES)
 
     @property
     def budget_usd(self) -> float:
@@ -226,7 +248,7 @@ class Search:
             "name": request.name, "dataset_id": request.base.dataset.dataset_id, "pruner": str(request.settings.pruner),
             "sampler": str(request.settings.sampler), "seed": request.settings.seed, "budget_usd": self.budget_usd,
             "planned": {"at_most_usd": self.plan.at_most_usd, "expected_usd": self.plan.expected_usd},
-            "ended": source.ended, "settings_file": self.best_file if source.best is not None else None,
+            "settings_file": self.best_file if source.best is not None else None,
             "importance": importances(source.space, source.trials, request.settings.sign),
         }  # fmt: skip
         return result_document(source.trials, request.settings, self.before_usd, more)
@@ -269,22 +291,9 @@ class Search:
         return min(seconds, budget / self.request.usd_per_node_hour * 3600 / at_once)
 
 
-def search_folder(home: Path, name: str) -> Path:
-    """Return the folder of a search."""
-    return home / FOLDER / name
-
-
-def kept_search(home: Path, name: str) -> dict[str, Any] | None:
-    """Return what was kept of a search when it began; None where there is none."""
-    try:
-        found = json.loads((search_folder(home, name) / SEARCH).read_text())
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise SpaceError(
-            f"{search_folder(home, name) / SEARCH} is damaged: {error}; choose another name, or remove the folder"
-        ) from None
-    return found if isinstance(found, dict) else None
+def trial_id(search: str, number: int) -> str:
+    """Return the id of the job of a trial."""
+    return f"{search}-{number:04d}"
 
 
 def open_search(
@@ -308,7 +317,7 @@ def open_search(
         }  # fmt: skip
         open_storage(str(search_folder(home, request.name))).write(SEARCH, json.dumps(document, indent=1).encode())
         return Search(home, request, manager, env, expected, before_usd, told)
-    before = kept["described"]
+    before = {name: value for name, value in kept["described"].items() if value is not None}  # once there was more
     if before != described:
         differs = sorted(name for name in before.keys() | described.keys() if before.get(name) != described.get(name))
         raise SpaceError(
@@ -316,3 +325,38 @@ def open_search(
             "another name"
         )
     return Search(home, request, manager, env, TrialSeconds(**kept["expected"]), float(kept["before_usd"]), told)
+
+
+def measure_trial(
+    manager: GPUClusterManager, request: SearchRequest, env: Mapping[str, str], is_this_machine: bool,
+    told: Callable[[str], object] = lambda sentence: None,
+) -> tuple[TrialSeconds, float]:  # fmt: skip
+    """Return what a trial takes in node-seconds, and the dollars that finding it out has cost: a probe, as a plan runs
+    one, on the least nodes of a trial. It is not run again where one of this job was before, and then costs nothing.
+    Raise as `dtrain_dagster.planning.probe.run_probe` does."""
+    nodes, ranks = request.least_nodes, request.processes_per_node
+    sizes = trial_sizes(request, request.base, os.cpu_count() if is_this_machine else None)
+    mark = f"{pace_mark(request.base, ranks)}-w{request.base.training.world_size}-{request.name}"
+    most = None if request.budget_usd is None else request.budget_usd / request.usd_per_node_hour * 3600
+    found = forecast(
+        manager, request.base, sizes, (nodes,), mark, dict(env), LearnedCorrection(), told, left=lambda: most
+    )
+    usage = [item for job_id in found.rests_on for item in manager.node_usage(job_id)]
+    usd = CostTracker("", usage, request.tier).total_usd
+    return seconds_of_parts(found.parts(nodes), nodes, sizes.work(nodes).evaluations), usd
+
+
+def seconds_of_parts(parts: Parts, nodes: int, evaluations: int) -> TrialSeconds:
+    """Return the node-seconds of a trial from the seconds of its phases on this many nodes. Pure."""
+    return TrialSeconds(
+        startup=nodes * parts.startup,
+        training=nodes * (parts.steps + parts.evaluation + parts.checkpoint),
+        of=max(1, evaluations),
+        finish=nodes * parts.finish,
+    )
+
+
+def trial_sizes(request: SearchRequest, job: JobConfig, cores: int | None) -> Sizes:
+    """Return how much the job of a trial has to do. ``cores``: of the one machine of all nodes, see `Sizes`."""
+    sizes = sizes_of(job, request.samples, request.processes_per_node, cores)
+    return replace(sizes, stated_ranks=job.training.world_size)

@@ -9,34 +9,36 @@ values.
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtrain_dagster.search.outlook import choose_values, outlook_of
 from dtrain_dagster.search.space import Choices, Parameter, Range, Space, SpaceError, Value
-from dtrain_dagster.search.trials import Trial, TrialState
+from dtrain_dagster.search.trials import Trial
 
 if TYPE_CHECKING:
     import optuna
 
-RANDOM_FIRST = 10
-"""Trials that the tree-structured Parzen estimator draws at random before it learns from results."""
+RANDOM_FIRST = {"gp": 5, "tpe": 10}
+"""Trials that a sampler draws at random before it learns from results."""
 MOST_OF_GRID = 100_000
+MOST_DRAWS = 200
+"""Random draws after which values are taken that were tried before."""
 
 
 class Sampler(StrEnum):
     """How values are drawn."""
 
+    GP = "gp"
+    """Where the best score is expected to improve the most, by Optuna's Gaussian process."""
     TPE = "tpe"
     """Optuna's tree-structured Parzen estimator: more where trials were good."""
     RANDOM = "random"
     """Each evenly from its range."""
-    MODEL = "model"
-    """Where the best score is expected to improve the most, by a Gaussian process over what trials ended with, or are
-    expected to have ended with where they were ended early: `dtrain_dagster.search.outlook`."""
     QMC = "qmc"
     """Evenly over the whole space (Sobol's sequence), with fewer gaps than at random."""
     GRID = "grid"
@@ -56,30 +58,72 @@ def draw_values(
     ``running``: of those that are not known yet, so that the same is not drawn again. ``sign``: 1 where the metric is
     minimised, else -1."""
     if sampler is Sampler.QMC:
-        return _by_shares(space, _sobol(len(space.parameters), seed, number))
+        from scipy.stats import qmc
+
+        points = qmc.Sobol(len(space.parameters), scramble=True, seed=np.random.default_rng(seed))
+        if number:
+            points.fast_forward(number)
+        shares = dict(zip((item.name for item in space.parameters), points.random(1)[0], strict=True))
+        return space.draw(lambda item: item.domain.at(float(shares[item.name])))
     if sampler is Sampler.GRID:
         combinations = grid_of(space)
         order = np.random.default_rng(seed).permutation(len(combinations))
         return combinations[order[number]] if number < len(combinations) else None
-    if sampler is Sampler.MODEL:
-        outlook = outlook_of(space, known, running, sign)
-        if outlook is not None and outlook.surface is not None:
-            return choose_values(outlook, [*known, *running], sign, np.random.default_rng([seed, number]))
     import optuna
 
     quiet(optuna)
     own_seed = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
-    drawer: optuna.samplers.BaseSampler
+    made: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=own_seed)
     if sampler is Sampler.TPE:
-        drawer = optuna.samplers.TPESampler(seed=own_seed, n_startup_trials=RANDOM_FIRST, constant_liar=True)
-    else:
-        drawer = optuna.samplers.RandomSampler(seed=own_seed)
-    study = optuna.create_study(sampler=drawer)
-    if sampler is Sampler.TPE:
-        study.add_trials([frozen_trial(space, trial, sign) for trial in known])
-        study.add_trials([frozen_trial(space, trial, sign, as_running=True) for trial in running])
-    trial = study.ask()
-    return space.draw(lambda item: _suggest(trial, item))
+        made = optuna.samplers.TPESampler(seed=own_seed, n_startup_trials=RANDOM_FIRST[sampler], constant_liar=True)
+    elif sampler is Sampler.GP:
+        made = optuna.samplers.GPSampler(seed=own_seed, n_startup_trials=RANDOM_FIRST[sampler])
+    drawn = ask_for_values(space, made, known, running, sign)
+    random, tried = np.random.default_rng([seed, number]), [trial.values for trial in (*known, *running)]
+    for _ in range(MOST_DRAWS if sampler is Sampler.GP else 0):
+        if drawn not in tried:
+            break
+        drawn = space.draw(lambda item: item.domain.at(random.random()))
+    return drawn
+
+
+def ask_for_values(
+    space: Space, sampler: optuna.samplers.BaseSampler, known: Sequence[Trial], running: Sequence[Trial], sign: float
+) -> dict[str, Value]:
+    """Return the values that one of Optuna's samplers draws beside these trials. It draws one for every parameter,
+    those included that are not there beside the others."""
+    import optuna
+
+    study = optuna.create_study(sampler=sampler)
+    ended = [trial for trial in known if trial.state.is_final]
+    for trial, goal in zip(ended, goals_of(ended, sign), strict=True):
+        study.add_trial(as_optuna(space, trial, goal))
+    for trial in running:
+        study.add_trial(as_optuna(space, trial))
+    found = study.ask({item.name: distribution_of(item) for item in space.parameters}).params
+    return space.draw(lambda item: _value_of(item, found[item.name]))
+
+
+def goals_of(trials: Sequence[Trial], sign: float) -> list[float | None]:
+    """Return what each trial counts with, lower being better: the logarithm of how far its best score lies above a
+    floor, so that one bad trial does not make all others look alike. One that diverged or failed counts as the worst;
+    None where there is no score at all.
+
+    The floor is as far below the best score as that is below the middle one; zero where scores are positive and that
+    would be below it, as of a loss that cannot be negative."""
+    scores = [_goal(trial, sign) for trial in trials]
+    finite = [score for score in scores if math.isfinite(score)]
+    if not finite:
+        return [None] * len(trials)
+    best, worst = min(finite), max(finite)
+    gap = (statistics.median(finite) - best) or (worst - best) or abs(best) or 1.0
+    floor = max(0.0, best - gap) if best > 0 else best - gap
+    return [math.log(min(score, worst) - floor) for score in scores]
+
+
+def _goal(trial: Trial, sign: float) -> float:
+    best = trial.best(sign)
+    return math.inf if best is None or not math.isfinite(trial.scores[-1]) else sign * best
 
 
 def grid_of(space: Space) -> list[dict[str, Value]]:
@@ -110,27 +154,19 @@ def _grid_values(parameter: Parameter) -> Sequence[Value]:
     return [round(domain.low + step * place) if domain.whole else domain.low + step * place for place in range(count)]
 
 
-def frozen_trial(space: Space, trial: Trial, sign: float, as_running: bool = False) -> optuna.trial.FrozenTrial:
-    """Return a trial as Optuna has it, with a score at which lower is better. ``as_running``: as one of which nothing
-    but its values is known."""
+def as_optuna(space: Space, trial: Trial, goal: float | None = None) -> optuna.trial.FrozenTrial:
+    """Return a trial as Optuna has it: complete with this goal, or running. A parameter that it does not have is in the
+    middle, since Optuna's Gaussian process knows no conditions."""
     import optuna
 
     states = optuna.trial.TrialState
-    best = trial.best(sign)
-    state = states.RUNNING
-    if not as_running and trial.state.is_final:
-        state = states.FAIL if best is None else states.PRUNED
-        if trial.state is TrialState.COMPLETE and best is not None:
-            state = states.COMPLETE
-    parameters = {item.name: item for item in space.parameters}
-    shown = {} if as_running else dict(enumerate(trial.curve(sign).scores, start=1))
     return optuna.trial.create_trial(
-        state=state,
-        value=sign * best if state is states.COMPLETE and best is not None else None,
-        params={name: stored_value(parameters[name], value) for name, value in trial.values.items()},
-        distributions={name: distribution_of(parameters[name]) for name in trial.values},
-        intermediate_values=shown,
-        system_attrs={} if as_running else dict(trial.marks),
+        state=states.RUNNING if goal is None else states.COMPLETE,
+        value=goal,
+        params={
+            item.name: stored_value(item, trial.values.get(item.name, item.domain.at(0.5))) for item in space.parameters
+        },
+        distributions={item.name: distribution_of(item) for item in space.parameters},
     )
 
 
@@ -148,18 +184,6 @@ def distribution_of(parameter: Parameter) -> optuna.distributions.BaseDistributi
     return optuna.distributions.FloatDistribution(domain.low, domain.high, log=domain.log, step=domain.step)
 
 
-def _suggest(trial: optuna.Trial, parameter: Parameter) -> Value:
-    domain = parameter.domain
-    if isinstance(domain, Choices):
-        marks = [stored_value(parameter, value) for value in domain.values]
-        return domain.values[marks.index(trial.suggest_categorical(parameter.name, marks))]
-    if domain.whole:
-        return trial.suggest_int(
-            parameter.name, int(domain.low), int(domain.high), log=domain.log, step=int(domain.step or 1)
-        )
-    return trial.suggest_float(parameter.name, domain.low, domain.high, log=domain.log, step=domain.step)
-
-
 def stored_value(parameter: Parameter, value: Value) -> Any:
     """Return a value as Optuna takes it: lists and maps as text."""
     if isinstance(parameter.domain, Range) or value is None or isinstance(value, bool | int | float | str):
@@ -167,18 +191,12 @@ def stored_value(parameter: Parameter, value: Value) -> Any:
     return json.dumps(value, sort_keys=True)
 
 
-def _by_shares(space: Space, shares: np.ndarray) -> dict[str, Value]:
-    by_name = {item.name: float(share) for item, share in zip(space.parameters, shares, strict=True)}
-    return space.draw(lambda item: item.domain.at(by_name[item.name]))
-
-
-def _sobol(dimensions: int, seed: int, number: int) -> np.ndarray:
-    from scipy.stats import qmc
-
-    points = qmc.Sobol(dimensions, scramble=True, seed=np.random.default_rng(seed))
-    if number:
-        points.fast_forward(number)
-    return points.random(1)[0]
+def _value_of(parameter: Parameter, stored: Any) -> Value:
+    """Return the value that Optuna has so."""
+    domain = parameter.domain
+    if isinstance(domain, Range):
+        return stored
+    return domain.values[[stored_value(parameter, value) for value in domain.values].index(stored)]
 
 
 def quiet(optuna: Any) -> None:

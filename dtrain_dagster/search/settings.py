@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from dtrain_dagster.search.pruning import Pruner
 from dtrain_dagster.search.sampling import Sampler
 from dtrain_dagster.search.space import SpaceError, did_you_mean
+from dtrain_dagster.search.trials import Pruner
 
 LOSS = "loss"
 MOST_TRIALS = 10_000
@@ -22,16 +21,13 @@ class SearchSettings:
     """The largest number of trials."""
     parallel: int = 2
     """Trials that may run at once."""
-    sampler: Sampler = Sampler.MODEL
+    sampler: Sampler = Sampler.GP
     pruner: Pruner = Pruner.ASHA
     seed: int = 0
     metric: str = LOSS
     """``loss`` of the validation split, or the name of a metric that the task measures there, such as ``accuracy``."""
     maximise: bool = False
     """Whether more of the metric is better."""
-    worth_usd: float | None = None
-    """The most dollars that an improvement of the metric by 1 is worth; None: trials are compared with each other
-    only."""
     repeatable: bool = True
     """Whether trial n knows exactly the trials up to n - ``parallel``, and waits for them to end: then the same seed
     gives the same trials, however long each takes. False: it knows all that have ended, and never waits."""
@@ -43,10 +39,6 @@ class SearchSettings:
             raise SpaceError(f"parallel = {self.parallel}: at least one trial has to run")
         if self.seed < 0:
             raise SpaceError(f"seed = {self.seed}: seeds are 0 or more")
-        if self.worth_usd is not None and not 0 < self.worth_usd < math.inf:
-            raise SpaceError(
-                f"worth_usd = {self.worth_usd:g}: an improvement is worth more than 0 dollars; or leave it out"
-            )
 
     @property
     def sign(self) -> float:
@@ -55,11 +47,7 @@ class SearchSettings:
 
     def decisive(self) -> dict[str, Any]:
         """Return what decides which trials the search has. More ``trials`` only continue it."""
-        return {
-            "parallel": self.parallel, "sampler": str(self.sampler), "pruner": str(self.pruner), "seed": self.seed,
-            "metric": self.metric, "maximise": self.maximise, "worth_usd": self.worth_usd,
-            "repeatable": self.repeatable,
-        }  # fmt: skip
+        return {name: value for name, value in asdict(self).items() if name != "trials"}
 
 
 def sampler_of(name: str) -> Sampler:

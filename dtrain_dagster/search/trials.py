@@ -1,14 +1,29 @@
-"""The trials of a search as they are remembered: what was drawn, what was measured, how it ended. Plain data."""
+"""The trials of a search: what was drawn, what was measured, how it ended, what one takes, and when one is ended early.
+Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from dtrain_dagster.search.curves import Curve
+REDUCTION = 3
+"""Of this many trials, one goes on to the next rung of successive halving."""
+RUNGS = frozenset(REDUCTION**rung for rung in range(20))
+"""Evaluations at which there is something to decide."""
+DIVERGED = "diverged: its score is not a finite number"
+
+
+class Pruner(StrEnum):
+    """What ends trials early."""
+
+    ASHA = "asha"
+    """Asynchronous successive halving: after 1, 3, 9, … evaluations the best third goes on."""
+    NONE = "none"
+    """Every trial goes to its end."""
 
 
 class TrialState(StrEnum):
@@ -51,22 +66,67 @@ class Trial:
     usd: float = 0.0
     node_seconds: float = 0.0
     """What was paid for it; 0 while it runs."""
-    marks: Mapping[str, Any] = field(default_factory=dict)
-    """What a pruner keeps of it, such as its rungs."""
-
-    def curve(self, sign: float) -> Curve:
-        """Return its evaluations as a curve at which lower is better. ``sign``: 1 for a metric that is minimised, else
-        -1. An evaluation that is not finite is the worst possible one, at infinity."""
-        scores = tuple(sign * score if math.isfinite(score) else math.inf for score in self.scores)
-        return Curve(scores, max(self.of, len(scores)))
 
     def best(self, sign: float) -> float | None:
-        """Return the best score of the metric itself; None where there is none that is finite."""
+        """Return the best score of the metric itself; None where there is none that is finite. ``sign``: 1 for a metric
+        that is minimised, else -1."""
         finite = [score for score in self.scores if math.isfinite(score)]
         return sign * min(sign * score for score in finite) if finite else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialSeconds:
+    """What a trial takes, in node-seconds."""
+
+    startup: float
+    """From the purchase of its nodes to its first step."""
+    training: float
+    """All of its steps and evaluations."""
+    of: int
+    """Its evaluations."""
+    finish: float
+    """From its last evaluation to its end."""
+
+    @property
+    def evaluation(self) -> float:
+        """Return what one evaluation takes, with the steps before it."""
+        return self.training / self.of
+
+    @property
+    def total(self) -> float:
+        """Return the sum."""
+        return self.startup + self.training + self.finish
+
+    def learned_from(self, over: Iterable[Trial]) -> TrialSeconds:
+        """Return the same with a training that is as long as the bills of those that went to their ends say."""
+        bills = [trial.node_seconds for trial in over if trial.state is TrialState.COMPLETE and trial.node_seconds > 0]
+        if not bills:
+            return self
+        return replace(self, training=max(1.0, statistics.median(bills) - self.startup - self.finish))
 
 
 def best_trial(trials: Sequence[Trial], sign: float) -> Trial | None:
     """Return the trial with the best score, of equals the first; None where none was evaluated."""
     scored = [(sign * score, trial.number, trial) for trial in trials if (score := trial.best(sign)) is not None]
     return min(scored)[2] if scored else None
+
+
+def why_ended(pruner: Pruner, trial: Trial, others: Iterable[Trial], sign: float) -> str:
+    """Return why a trial ends after its last evaluation; "" where it goes on. ``others``: what is known of the others.
+
+    This is the rule of asynchronous successive halving (Li et al., 2020). Optuna's pruner has the same, but goes by
+    marks that trials leave in a storage as they run: by what had run by chance, so a seed would not give the same
+    trials.
+    """
+    count = len(trial.scores)
+    if trial.scores and not math.isfinite(trial.scores[-1]):
+        return DIVERGED
+    if pruner is Pruner.NONE or count not in RUNGS or count >= trial.of:
+        return ""
+    known = [sign * other.scores[count - 1] for other in others if len(other.scores) >= count]
+    own = sign * trial.scores[-1]
+    rivals = sorted([own, *(score for score in known if math.isfinite(score))])
+    if own <= rivals[max(0, len(rivals) // REDUCTION - 1)]:
+        return ""
+    rung = round(math.log(count, REDUCTION)) + 1
+    return f"not among the best at rung {rung}, after {count} evaluation(s)"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.costs.money import SECOND, nano_usd
 from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Outcome
-from dtrain_dagster.search.costing import TrialSeconds
 from dtrain_dagster.search.settings import SearchSettings
-from dtrain_dagster.search.source import TrialJob, TrialSource
+from dtrain_dagster.search.source import TrialSource
 from dtrain_dagster.search.space import parse_space
-from dtrain_dagster.search.study import MemoryRecord, TrialRecord
+from dtrain_dagster.search.study import StudyRecord
+from dtrain_dagster.search.trials import TrialSeconds
 from trainer.documents.events import EvaluationEvent
 
 SPACE = parse_space(
@@ -35,12 +36,13 @@ def score(values: Mapping[str, Any], place: int) -> float:
     return level + 1.5 / place
 
 
-def make_job(number: int, values: Mapping[str, Any], usual: TrialSeconds) -> TrialJob:
-    return TrialJob(job=FleetJob(job_id=f"trial-{number}", node_seconds=usual.training), of=OF)
+def make_job(number: int, values: Mapping[str, Any], usual: TrialSeconds) -> tuple[FleetJob, int]:
+    return FleetJob(job_id=f"trial-{number}", node_seconds=usual.training), OF
 
 
-def source_of(settings: SearchSettings, record: TrialRecord | None = None) -> TrialSource:
-    return TrialSource(SPACE, settings, make_job, record or MemoryRecord(), USUAL, PRICE)
+def source_of(settings: SearchSettings, folder: Path | None = None) -> TrialSource:
+    """``folder``: where its study is; None: in memory."""
+    return TrialSource(SPACE, settings, make_job, StudyRecord(folder, "played", SPACE, settings.sign), USUAL)
 
 
 def play(
@@ -50,8 +52,8 @@ def play(
     curve: Callable[[Mapping[str, Any], int], float] = score,
     stop_after: int = 10**9,
 ) -> TrialSource:
-    """Run the source's trials; ``calls`` takes what a fleet writes down. ``delay``: seconds by which an evaluation
-    comes late; ``stop_after``: evaluations after which the orchestrator is killed."""
+    """Run the source's trials; ``calls`` takes what a fleet was given and has told. ``delay``: seconds by which an
+    evaluation comes late; ``stop_after``: evaluations after which the orchestrator is killed."""
     running: dict[str, list[EvaluationEvent]] = {}
     begun: dict[str, float] = {}
     waiting: list[tuple[float, str]] = []
@@ -90,18 +92,16 @@ def play(
             EvaluationEvent(time=now, split="valid", step=10 * place, loss=curve(source.trials[number].values, place))
         )
         seen += 1
-        if source.judge(job_id, tuple(told)).ends:
+        if source.judge(job_id, tuple(told)):
             end(job_id, FleetState.ENDED)
         else:
             heapq.heappush(waiting, (now + (USUAL.finish if place == OF else EACH + delay(number, place)), job_id))
 
 
-def replay(source: TrialSource, calls: Calls) -> None:
+def resume(source: TrialSource, calls: Calls) -> None:
     """Bring a new source to the state of the one before, as a fleet does."""
-    for job_id, outcome in calls:
-        if outcome is None:
-            job = source.next_job()
-            assert job is not None
-            assert job.job_id == job_id
-        else:
-            source.on_end(job_id, outcome)
+    given = [FleetJob(job_id=job_id, node_seconds=1.0) for job_id, outcome in calls if outcome is None]
+    ends = {job_id: outcome for job_id, outcome in calls if outcome is not None}
+    for job_id in source.resume(given):
+        if job_id in ends:
+            source.on_end(job_id, ends[job_id])

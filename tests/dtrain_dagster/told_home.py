@@ -50,8 +50,8 @@ def write_home(home: Path) -> Path:
         for number in range(2)
     ]  # fmt: skip
     more = {
-        "name": "wide", "dataset_id": "d", "pruner": "asha", "sampler": "model", "seed": 0, "budget_usd": 1.0,
-        "planned": {"at_most_usd": 1.0, "expected_usd": 0.5}, "ended": "", "importance": {},
+        "name": "wide", "dataset_id": "d", "pruner": "asha", "sampler": "gp", "seed": 0, "budget_usd": 1.0,
+        "planned": {"at_most_usd": 1.0, "expected_usd": 0.5}, "importance": {},
         "settings_file": str(folder / "best.json"),
     }  # fmt: skip
     found = result_document(trials, SearchSettings(), 0.001, more)

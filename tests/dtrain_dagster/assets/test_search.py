@@ -86,15 +86,13 @@ def test_each_improvement_has_its_price() -> None:
 def test_the_verdict_of_a_search_says_what_was_best_and_what_all_cost() -> None:
     best = {"trial": 3, "score": 0.25, "evaluations": "9/9"}
     result: dict[str, Any] = {
-        "metric": "loss", "best": best, "trials": [{"reason": ""}] * 5, "usd": 0.5, "ended": "",
+        "metric": "loss", "best": best, "trials": [{"reason": ""}] * 5, "usd": 0.5,
         "counts": {"complete": 2, "pruned": 2, "failed": 1},
     }  # fmt: skip
     assert verdict_of(result, "stand-in price") == (
         "Trial 3 of 5 is the best: loss 0.25 after 9/9 evaluations; 2 ended early and 1 failed; all 5 trials cost "
         "$0.5000 (stand-in price)."
     )
-    ended = verdict_of({**result, "ended": "no further trial is worth its cost"}, "list")
-    assert ended.endswith("; the search ended early: no further trial is worth its cost.")
     none = {**result, "best": None, "trials": [{"reason": "out of memory"}], "counts": {"failed": 1}}
     assert verdict_of(none, "list") == "No trial was evaluated (out of memory); it cost $0.5000 (list)."
 

@@ -138,7 +138,7 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         "search": [
             *("--any-order", "--budget", "--config", "--dataset", "--epochs", "--json", "--loss", "--maximise"),
             *("--metric", "--model", "--name", "--nodes", "--nodes-per-trial", "--out", "--parallel", "--plan"),
-            *("--procs-per-node", "--pruner", "--sampler", "--seed", "--set", "--space", "--trials", "--worth"),
+            *("--procs-per-node", "--pruner", "--sampler", "--seed", "--set", "--space", "--trials"),
         ],
         "jobs": ["--json"],
         "status": ["--json", "job_id"],

@@ -176,7 +176,7 @@ def test_a_search_of_which_every_process_is_killed_ends_as_if_nothing_had_happen
             ["--space", '{"training.learning_rate": {"low": -1.0, "high": 1.0, "log": true}}'],
             "no logarithm of low = -1",
         ),
-        (["--space", '{"model.args.chanels": {"low": 8, "high": 16}}'], "did you mean channels?"),
+        (["--space", '{"model.args.chanels": {"low": 8, "high": 16}}'], "argument 'chanels'; it accepts: channels"),
         (["--space", "nowhere.json"], "nowhere.json: there is no such file"),
         (["--space", "{"], "is not JSON"),
         (["--space", "space.json", "--sampler", "tp"], "did you mean tpe?"),
@@ -205,7 +205,7 @@ def test_lines_for_people_are_whole() -> None:
         "not worth it"
     )
     nothing = {
-        "trials": [], "counts": {}, "usd": 0.0, "planned": {"at_most_usd": 1.0, "expected_usd": 0.5}, "ended": "",
+        "trials": [], "counts": {}, "usd": 0.0, "planned": {"at_most_usd": 1.0, "expected_usd": 0.5},
         "improvements": [], "metric": "loss", "best": None, "settings_file": None,
     }  # fmt: skip
     assert "no trial was evaluated" in summary(nothing)[-1]

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.search.notices import tell_of_search, write_notice
+from dtrain_dagster.search.results import write_notice
+from dtrain_dagster.search.run import Search, SearchRequest
+from dtrain_dagster.search.settings import SearchSettings
+from dtrain_dagster.search.trials import TrialSeconds
 from tests.webhook import web_hook
-from trainer.rundir import RunDir
+from trainer.config import DatasetRef, JobConfig
 
 RESULT: dict[str, Any] = {
     "name": "rates", "trials": [{}, {}, {}], "counts": {"complete": 1, "pruned": 2}, "usd": 0.5, "metric": "valid_loss",
@@ -18,10 +21,17 @@ RESULT: dict[str, Any] = {
 
 
 def test_the_end_of_a_search_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = JobConfig(job_id="search", run_dir=f"{tmp_path}/jobs/search", dataset=DatasetRef(uri="/tmp/data"))
+    request = SearchRequest(
+        name="rates", space={}, settings=SearchSettings(), base=base, samples={}, budget_usd=None, nodes=1,
+        usd_per_node_hour=3.6,
+    )  # fmt: skip
+    usual = TrialSeconds(startup=1, training=1, of=1, finish=1)
+    search = Search(tmp_path, request, None, {}, usual)  # type: ignore[arg-type]
     with web_hook() as (url, heard):
         monkeypatch.setenv("DTRAIN_NOTIFY", url)
         for _ in range(2):  # a search that has ended is begun again: it goes on, and ends at once
-            tell_of_search(RunDir(str(tmp_path / "search")), RESULT, str(tmp_path / "jobs"))
+            search._tell_end(RESULT)
     assert [item["title"] for item in heard] == ["dtrain: search rates has ended"]
     assert heard[0]["message"].splitlines() == [
         "3 trials (1 complete, 2 pruned), $0.5000",

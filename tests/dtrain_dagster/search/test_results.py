@@ -11,14 +11,12 @@ from played_search import SPACE, USUAL, play, source_of
 
 from dtrain_dagster.planning.tuned_settings import read_tuned
 from dtrain_dagster.reports import search_charts
-from dtrain_dagster.search.costing import TrialSeconds, learned_seconds
-from dtrain_dagster.search.plan import PastSearch, halving_share, past_searches, plan_search
-from dtrain_dagster.search.pruning import Pruner
+from dtrain_dagster.search.plan import halving_share, plan_search
 from dtrain_dagster.search.results import importances, improvements, result_document, settings_document
 from dtrain_dagster.search.sampling import Sampler
 from dtrain_dagster.search.settings import SearchSettings
 from dtrain_dagster.search.space import parse_space
-from dtrain_dagster.search.trials import Trial, TrialState
+from dtrain_dagster.search.trials import Pruner, Trial, TrialSeconds, TrialState
 from trainer.config import ConfigError, DatasetRef, FactoryConfig, JobConfig
 
 BASE = JobConfig(job_id="base", run_dir="/tmp/base", dataset=DatasetRef(uri="/tmp/data", dataset_id="d1"))
@@ -43,7 +41,7 @@ def test_what_each_improvement_cost_adds_up_to_the_dollars_until_then() -> None:
     assert [item.trial for item in improvements(trials, -1.0)] == [0]
 
 
-def test_the_plan_says_at_most_and_expected_and_is_honest_about_what_it_does_not_know() -> None:
+def test_the_plan_says_at_most_and_expected_and_how_far_up_the_best_will_be() -> None:
     settings = SearchSettings(trials=10, pruner=Pruner.ASHA)
     plan = plan_search(settings, USUAL, 3600.0, 2, None)
     assert plan.trial_usd == pytest.approx(USUAL.total)
@@ -53,10 +51,6 @@ def test_the_plan_says_at_most_and_expected_and_is_honest_about_what_it_does_not
     assert plan_search(settings, USUAL, 3600.0, 2, 50.0).at_most_usd == 50.0
     everything = plan_search(replace(settings, pruner=Pruner.NONE), USUAL, 3600.0, 2, None)
     assert everything.expected_usd == everything.at_most_usd
-    past = [PastSearch(name="a", pruner="asha", share=0.4, scores=tuple(0.1 * n for n in range(1, 21)))]
-    known = plan_search(settings, USUAL, 3600.0, 2, None, past)
-    assert known.expected_usd == pytest.approx(0.4 * known.at_most_usd)
-    assert "expected to find loss 0.2 or better, and with 95% 0.6" in known.lines[2]
 
 
 def test_halving_does_what_is_left_at_each_rung() -> None:
@@ -65,31 +59,20 @@ def test_halving_does_what_is_left_at_each_rung() -> None:
     assert halving_share(9) == pytest.approx((1 + 2 / 3 + 6 / 9) / 9)
 
 
-def test_what_trials_take_is_learned_from_their_bills() -> None:
-    """A start is what an ended trial was paid beyond its evaluations, a finish what a whole one was paid besides."""
+def test_what_trials_take_is_learned_from_the_bills_of_those_that_went_to_their_ends() -> None:
     whole = replace(trial(0, (1.0, 1.0, 1.0, 1.0), 0.0, 1.0), node_seconds=4 * 10 + 7 + 3)
     ended = replace(trial(1, (1.0, 1.0), 0.0, 1.0), node_seconds=2 * 10 + 7, state=TrialState.PRUNED)
-    found = learned_seconds(TrialSeconds(startup=1, training=4, of=4, finish=1), [whole, ended], 1.0)
-    assert found == TrialSeconds(startup=7.0, training=40.0, of=4, finish=3.0)
-    assert learned_seconds(found, [], 1.0) is found
+    expected = TrialSeconds(startup=7, training=4, of=4, finish=3)
+    assert expected.learned_from([whole, ended]) == replace(expected, training=40.0)
+    assert expected.learned_from([ended]) is expected
 
 
-def test_the_result_is_kept_and_found_by_the_next_search_of_the_data(tmp_path: Path) -> None:
+def test_the_result_has_the_best_trial_and_all_dollars() -> None:
     settings = SearchSettings(trials=12, sampler=Sampler.RANDOM, pruner=Pruner.ASHA)
     source = play(source_of(settings), [])
     document = result_document(source.trials, settings, 0.5, {"dataset_id": "d1", "pruner": "asha"})
     assert document["usd"] == pytest.approx(0.5 + sum(item.usd for item in source.trials))
     assert document["best"]["trial"] == source.best.number  # type: ignore[union-attr]
-    folder = tmp_path / "searches" / "first"
-    folder.mkdir(parents=True)
-    (folder / "result.json").write_text(json.dumps(document))
-    (tmp_path / "searches" / "broken").mkdir()
-    (tmp_path / "searches" / "broken" / "result.json").write_text("{")
-    [past] = past_searches(tmp_path, "second", "d1", "loss")
-    assert past.name == "first"
-    assert 0 < past.share < 1
-    assert not past_searches(tmp_path, "first", "d1", "loss")
-    assert not past_searches(tmp_path, "second", "d2", "loss")
     assert importances(SPACE, source.trials, 1.0)
     assert importances(SPACE, source.trials[:3], 1.0) == {}
 
@@ -98,13 +81,12 @@ def test_pictures_are_drawn_of_any_search() -> None:
     settings = SearchSettings(trials=12, sampler=Sampler.RANDOM, pruner=Pruner.ASHA)
     for trials in (play(source_of(settings), []).trials, ()):
         charts = (
-            search_charts.history_chart(trials, 1.0, "loss"),
             search_charts.dollars_chart(trials, 1.0, "loss"),
             search_charts.curves_chart(trials, 1.0, "loss"),
-            search_charts.coordinates_chart(SPACE, trials, 1.0, "loss"),
+            *search_charts.optuna_charts(SPACE, trials, 1.0, "loss", has_importance=True).values(),
         )
+        assert len(charts) == (5 if trials else 2)
         assert all(b"</svg>" in chart for chart in charts)
-    assert b"width" in search_charts.importance_chart({"width": 0.7, "rate": 0.3}, "loss")
 
 
 class TestSettingsFile:

@@ -8,16 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from played_search import OF, SPACE, USUAL, Calls, make_job, play, replay, score, source_of
+from played_search import OF, SPACE, USUAL, Calls, make_job, play, resume, score, source_of
 
 from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Outcome
-from dtrain_dagster.search.pruning import DIVERGED, Pruner
 from dtrain_dagster.search.sampling import Sampler, draw_values, grid_of
 from dtrain_dagster.search.settings import SearchSettings, pruner_of, sampler_of
 from dtrain_dagster.search.source import TrialSource
 from dtrain_dagster.search.space import SpaceError, parse_space
-from dtrain_dagster.search.study import MemoryRecord, StudyRecord
-from dtrain_dagster.search.trials import TrialState, best_trial
+from dtrain_dagster.search.study import StudyRecord
+from dtrain_dagster.search.trials import DIVERGED, Pruner, Trial, TrialState, best_trial, why_ended
 from trainer.documents.events import EvaluationEvent
 from trainer.errors import ConfigError
 
@@ -32,11 +31,9 @@ def fates(source: TrialSource) -> list[tuple[object, ...]]:
     [
         (Sampler.TPE, Pruner.ASHA),
         (Sampler.TPE, Pruner.NONE),
-        (Sampler.RANDOM, Pruner.HYPERBAND),
+        (Sampler.RANDOM, Pruner.ASHA),
         (Sampler.QMC, Pruner.ASHA),
-        (Sampler.QMC, Pruner.HYPERBAND),
-        (Sampler.MODEL, Pruner.ASHA),
-        (Sampler.MODEL, Pruner.WORTH),
+        (Sampler.GP, Pruner.ASHA),
     ],
 )
 def test_the_same_seed_gives_the_same_trials_in_whatever_order_they_end(sampler: Sampler, pruner: Pruner) -> None:
@@ -64,15 +61,15 @@ def test_in_any_order_no_trial_waits_for_another() -> None:
     assert [job_id for job_id, outcome in calls if outcome is not None].index("trial-1") == 2
 
 
-@pytest.mark.parametrize(("pruner", "stop_after"), [(Pruner.ASHA, 7), (Pruner.ASHA, 30), (Pruner.WORTH, 30)])
-def test_a_killed_search_goes_on_with_the_same_trials(tmp_path: Path, pruner: Pruner, stop_after: int) -> None:
+@pytest.mark.parametrize("stop_after", [7, 30])
+def test_a_killed_search_goes_on_with_the_same_trials(tmp_path: Path, stop_after: int) -> None:
     """The trials that ran begin again in the played fleet; what was drawn and decided is what the study holds."""
-    settings = SearchSettings(trials=9, parallel=2, pruner=pruner, seed=3)
+    settings = SearchSettings(trials=9, parallel=2, seed=3)
     whole = play(source_of(settings), [])
     calls: Calls = []
-    play(source_of(settings, StudyRecord(tmp_path, "killed", SPACE, 1.0)), calls, stop_after=stop_after)
-    again = source_of(settings, StudyRecord(tmp_path, "killed", SPACE, 1.0))
-    replay(again, calls)
+    play(source_of(settings, tmp_path), calls, stop_after=stop_after)
+    again = source_of(settings, tmp_path)
+    resume(again, calls)
     given = [job_id for job_id, outcome in calls if outcome is None]
     play(again, calls)
     assert [trial.values for trial in again.trials] == [trial.values for trial in whole.trials]
@@ -85,20 +82,20 @@ def test_a_killed_search_goes_on_with_the_same_trials(tmp_path: Path, pruner: Pr
 def test_a_decision_that_was_written_is_told_again_whatever_is_known_by_then(tmp_path: Path) -> None:
     settings = SearchSettings(trials=6, parallel=2, pruner=Pruner.ASHA)
     calls: Calls = []
-    first = play(source_of(settings, StudyRecord(tmp_path, "told", SPACE, 1.0)), calls)
+    first = play(source_of(settings, tmp_path), calls)
     pruned = next(trial for trial in first.trials if trial.state is TrialState.PRUNED)
-    kept = StudyRecord(tmp_path, "told", SPACE, 1.0).begun(pruned.number)
+    kept = StudyRecord(tmp_path, "played", SPACE, 1.0).begun(pruned.number)
     assert kept is not None
     assert (kept.reason, kept.scores, kept.values) == (pruned.reason, pruned.scores, pruned.values)
-    again = source_of(settings, StudyRecord(tmp_path, "told", SPACE, 1.0))
+    again = source_of(settings, tmp_path)
     job_id = f"trial-{pruned.number}"
     ended = next(place for place, (name, outcome) in enumerate(calls) if name == job_id and outcome is not None)
-    replay(again, calls[:ended])
+    resume(again, calls[:ended])
     lost = [
         EvaluationEvent(time=float(place), split="valid", step=place, loss=0.0)  # better than all, and too late
         for place in range(1, OF)
     ]
-    assert again.judge(job_id, lost).reason == pruned.reason
+    assert again.judge(job_id, lost) == pruned.reason
 
 
 def test_evaluations_after_a_decision_do_not_count() -> None:
@@ -110,8 +107,8 @@ def test_evaluations_after_a_decision_do_not_count() -> None:
         assert job is not None
         told = [EvaluationEvent(time=float(place), split="valid", step=place, loss=loss) for place in range(1, OF + 1)]
         verdict = source.judge(job.job_id, told[:1])
-        assert verdict.ends is (number == 1)
-        state = FleetState.ENDED if verdict.ends else FleetState.SUCCEEDED
+        assert bool(verdict) is (number == 1)
+        state = FleetState.ENDED if verdict else FleetState.SUCCEEDED
         source.on_end(job.job_id, Outcome(state=state, evaluations=tuple(told)))
     assert [len(trial.scores) for trial in source.trials] == [OF, 1]
 
@@ -144,7 +141,7 @@ def test_a_trial_whose_score_is_no_number_ends_at_once_and_is_never_best() -> No
     assert all(len(trial.scores) == 2 for trial in diverged)
     assert source.best is not None
     assert source.best.state is TrialState.COMPLETE
-    play(source_of(SearchSettings(trials=8, pruner=Pruner.WORTH)), [], curve=diverging)  # infinity breaks nothing
+    play(source_of(SearchSettings(trials=8)), [], curve=diverging)  # infinity breaks nothing
 
 
 def test_values_that_do_not_go_together_are_told_and_cost_nothing() -> None:
@@ -154,7 +151,7 @@ def test_values_that_do_not_go_together_are_told_and_cost_nothing() -> None:
         return make_job(number, values, usual)  # type: ignore[arg-type]
 
     settings = SearchSettings(trials=3, parallel=1, sampler=Sampler.RANDOM)
-    source = TrialSource(SPACE, settings, refusing, MemoryRecord(), USUAL, 3.6)  # type: ignore[arg-type]
+    source = TrialSource(SPACE, settings, refusing, StudyRecord(None, "played", SPACE, 1.0), USUAL)  # type: ignore[arg-type]
     play(source, [])
     assert [trial.state for trial in source.trials][1] is TrialState.FAILED
     assert source.trials[1].reason == "no training: no ranks for that batch"
@@ -221,7 +218,7 @@ def test_a_grid_is_every_combination_once() -> None:
 def test_a_grid_is_searched_to_its_end_whatever_ends_its_trials(pruner: Pruner) -> None:
     space = parse_space({"training.learning_rate": [1e-3, 1e-2, 1e-1], "training.weight_decay": [0.0, 1.0]})
     settings = SearchSettings(trials=20, parallel=2, sampler=Sampler.GRID, pruner=pruner)
-    source = play(TrialSource(space, settings, make_job, MemoryRecord(), USUAL, 3.6), [])
+    source = play(TrialSource(space, settings, make_job, StudyRecord(None, "played", space, 1.0), USUAL), [])
     assert len({str(trial.values) for trial in source.trials}) == len(source.trials) == 6
     assert source.best is not None
     assert source.best.values == {"training.learning_rate": 1e-2, "training.weight_decay": 0.0}
@@ -229,12 +226,24 @@ def test_a_grid_is_searched_to_its_end_whatever_ends_its_trials(pruner: Pruner) 
     assert ended == ({TrialState.COMPLETE} if pruner is Pruner.NONE else {TrialState.COMPLETE, TrialState.PRUNED})
 
 
+def test_of_three_trials_that_came_so_far_the_best_goes_on() -> None:
+    def trial(number: int, *scores: float) -> Trial:
+        return Trial(number=number, values={}, of=OF, scores=scores)
+
+    others = [trial(0, 0.5, 0.4), trial(1, 0.6), trial(2, math.nan), trial(3, 0.9, 0.3, 0.2)]
+    assert why_ended(Pruner.ASHA, trial(4, 0.5), others, 1.0) == ""
+    assert why_ended(Pruner.ASHA, trial(4, 0.55), others, 1.0) == "not among the best at rung 1, after 1 evaluation(s)"
+    assert why_ended(Pruner.ASHA, trial(4, 0.95), others, -1.0) == ""
+    assert why_ended(Pruner.ASHA, trial(4, 0.55, 9.0), others, 1.0) == "", "there is no rung at two"
+    assert why_ended(Pruner.ASHA, trial(4, 0.5, 0.5, 0.3), others, 1.0).startswith("not among the best at rung 2")
+    assert why_ended(Pruner.NONE, trial(4, 0.95), others, 1.0) == ""
+    assert why_ended(Pruner.NONE, trial(4, math.inf), (), 1.0) == DIVERGED
+
+
 def test_names_are_explained() -> None:
     with pytest.raises(SpaceError, match=r"did you mean random\?"):
         sampler_of("rndom")
-    with pytest.raises(SpaceError, match="there are worth, asha, hyperband, none"):
+    with pytest.raises(SpaceError, match="there are asha, none"):
         pruner_of("zzz")
     with pytest.raises(SpaceError, match="trials = 0"):
         SearchSettings(trials=0)
-    with pytest.raises(SpaceError, match="worth_usd = -1"):
-        SearchSettings(worth_usd=-1.0)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_job import write_dataset
 
-from dtrain_dagster.search.check_space import check_space, extremes, job_of_trial, stock_arguments
+from dtrain_dagster.search.check_space import check_space, extremes, job_of_trial
 from dtrain_dagster.search.space import Choices, Range, SpaceError, parse_space
 from trainer.config import ConfigError, DatasetRef, FactoryConfig, JobConfig
 
@@ -85,13 +85,6 @@ class TestWhatIsRefused:
     def test_a_field_that_is_not_there(self, name: str, hint: str) -> None:
         assert hint in said({name: {"low": 1, "high": 2}})
 
-    def test_an_argument_that_the_model_does_not_have(self) -> None:
-        told = said({"model.args.chanels": {"low": 8, "high": 16}})
-        assert "the model 'tcn' has no argument 'chanels'; did you mean channels?" in told
-        told = said({"model.factory": ["tcn", "lstm"], "model.args.channels": {"low": 8, "high": 16}})
-        assert "the model 'lstm' has no argument 'channels'" in told
-        assert "make it conditional" in told
-
     def test_values_that_the_field_does_not_take(self) -> None:
         assert "training.min_lr_fraction = 2.0" in said({"training.min_lr_fraction": {"low": 0.1, "high": 2.0}})
         assert "training.precision" in said({"training.precision": ["fp32", "fp8"]})
@@ -163,11 +156,6 @@ class TestWhatIsDrawn:
         pairs = {(item["model.factory"], item["training.learning_rate"]) for item in found}
         assert pairs >= {("tcn", 1e-4), ("tcn", 1e-1), ("lstm", 1e-4), ("lstm", 1e-1)}
 
-    def test_stock_parts_tell_their_arguments(self) -> None:
-        assert stock_arguments("model", "tcn") == ["channels", "dropout"]
-        assert stock_arguments("model", "mine:model") is None
-        assert stock_arguments("loss", "cross_entropy") == []
-
 
 @pytest.mark.long
 @pytest.mark.slow
@@ -193,3 +181,6 @@ def test_an_argument_of_ones_own_model_is_named_before_anything_runs(
     assert check_space(parse_space({"model.args.wide": {"low": 1, "high": 8}}), base, check) == []
     with pytest.raises(SpaceError, match="it accepts: wide=4"):
         check_space(parse_space({"model.args.width": {"low": 1, "high": 8}}), base, check)
+    both = {"model.factory": ["tcn", "lstm"], "model.args.channels": {"low": 8, "high": 16}}
+    with pytest.raises(SpaceError, match=r"unexpected keyword argument 'channels'.*make it conditional"):
+        check_space(parse_space(both), base, check)

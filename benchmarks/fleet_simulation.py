@@ -1,8 +1,7 @@
 """A fleet played through without nodes: the same `scheduling.decide`, jobs that behave as they may, virtual seconds.
 
 Jobs take longer or shorter than was expected of them, fail, and lose nodes; the orchestrator is away at times, and then
-nodes stop at their limits by themselves, late by as much as they are allowed. It serves benchmarks and tests. From a
-fleet as it stands, with jobs that take what is expected, it tells what that is likely to come to: `play_on`.
+nodes stop at their limits by themselves, late by as much as they are allowed.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from dtrain_dagster.costs.money import usd
 from dtrain_dagster.fleet.grants import Standing, node_limit
@@ -19,8 +18,6 @@ from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Pause, Ra
 
 TICK_SECONDS = 1e-6
 """The least time that passes between two events, so that rounding does not hold time up."""
-EXPECTED_PAUSE_SECONDS = 5.0
-"""Seconds that a job is expected to take to save a checkpoint and leave its nodes."""
 KNOWN_FROM = 0.05
 """Share of a job's work from which on its speed is known."""
 Policy = Callable[[FleetFacts, float], Sequence[Decision]]
@@ -45,8 +42,6 @@ class Surroundings:
 
     look_seconds: float = 300.0
     """Seconds between two looks of the orchestrator, besides those at every end and arrival."""
-    looks_in_time: bool = False
-    """Whether it also looks before any node comes to its limit, as one does that looks every second."""
     away: Sequence[tuple[float, float]] = ()
     """From when to when the orchestrator is dead, in order of time."""
     seed: int = 0
@@ -81,9 +76,6 @@ class _Run:
     leaves_at: float = math.inf
     """Time at which it has left its nodes, having been asked to."""
     launched_at: float | None = None
-    not_before: float = 0.0
-    begun_at: float | None = None
-    """Time at which it was given nodes first, as far as was played."""
     ended_at: float | None = None
     reason: str = ""
     launches: int = 0
@@ -112,8 +104,6 @@ class SimulatedEnd:
     paid_seconds: float
     ended_at: float
     launches: int
-    begun_at: float | None = None
-    """Time at which it was given nodes first; None: never, or before the play began."""
     reason: str = ""
 
 
@@ -142,50 +132,10 @@ def play(jobs: Iterable[SimulatedJob], limits: FleetLimits, around: Surroundings
     return _Play(runs, limits, around, policy).run()
 
 
-def play_on(facts: FleetFacts, now: float, most_moves: float = math.inf) -> tuple[SimulatedEnd, ...]:
-    """Return what becomes of the jobs of a fleet that are not over, if each takes what is expected of it, no more jobs
-    come, and `decide` goes on with it at Unix time ``now``. ``most_moves``: how often a job is
-    moved from one event to the next, at most; jobs that have not ended by then are left out."""
-    runs = [_run_of(standing, facts.limits, now) for standing in facts.jobs if not standing.state.is_final]
-    if not runs:
-        return ()
-    around = Surroundings(
-        look_seconds=facts.limits.slice_seconds / 2,
-        looks_in_time=True,
-        pause_seconds=(EXPECTED_PAUSE_SECONDS, EXPECTED_PAUSE_SECONDS),
-        startup_shares=(1.0, 1.0),
-        late_shares=(0.0,),
-    )
-    settled = facts.settled_units + sum(item.paid_units for item in facts.jobs if item.state.is_final)
-    played = _Play(runs, facts.limits, around, decide, settled).run(most_moves)
-    return tuple(end for end in played.ends if end.state.is_final)
-
-
-def _run_of(standing: Standing, limits: FleetLimits, now: float) -> _Run:
-    """Return a job as the simulation moves it on, from where it stands."""
-    left = max(standing.left, TICK_SECONDS)
-    expected = replace(standing.job, node_seconds=left, spread=standing.spread)
-    made = _Run(
-        spec=SimulatedJob(job=expected, arrives_at=now, node_seconds=left), number=standing.number,
-        state=standing.state, nodes=standing.nodes, grant_units=standing.grant_units,
-        paid_seconds=limits.seconds_of(standing.paid_units), launched_at=standing.launched_at,
-        not_before=standing.not_before,
-    )  # fmt: skip
-    if standing.nodes:
-        started = (standing.launched_at or now) + standing.job.startup_seconds
-        made.works_from = now if standing.is_training else max(now, started)
-        made.limit = node_limit(standing, made.paid_seconds, limits)
-        if standing.state is not FleetState.RUNNING:
-            made.leaves_at = now + EXPECTED_PAUSE_SECONDS
-    return made
-
-
 class _Play:
-    """The state of one call of `play` or `play_on`. ``runs``: in order of their arrival."""
+    """The state of one call of `play`. ``runs``: in order of their arrival."""
 
-    def __init__(
-        self, runs: list[_Run], limits: FleetLimits, around: Surroundings, policy: Policy, settled_units: int = 0
-    ) -> None:
+    def __init__(self, runs: list[_Run], limits: FleetLimits, around: Surroundings, policy: Policy) -> None:
         self.limits, self.around, self.policy = limits, around, policy
         self.random = random.Random(around.seed)
         self.runs = runs
@@ -194,16 +144,15 @@ class _Play:
         self.now = self.runs[0].spec.arrives_at
         self.next_look = self.now
         self.live: list[_Run] = []
-        self.settled_units = settled_units
+        self.settled_units = 0
         self.busy_seconds = 0.0
         self.most_granted, self.most_nodes = 0, 0
         self.counts: dict[str, int] = {}
 
-    def run(self, most_moves: float = math.inf) -> Played:
-        """Play until no job is left, or jobs were moved so often."""
-        began, moves = self.now, 0
-        while (self.arrived < len(self.runs) or self.live) and moves < most_moves:
-            moves += len(self.live)
+    def run(self) -> Played:
+        """Play until no job is left."""
+        began = self.now
+        while self.arrived < len(self.runs) or self.live:
             self._arrive()
             if self.now >= self.next_look and not self._is_away():
                 self._look()
@@ -212,7 +161,6 @@ class _Play:
             SimulatedEnd(
                 job_id=run.spec.job.job_id, state=run.state, paid_seconds=run.paid_seconds, launches=run.launches,
                 ended_at=run.ended_at if run.ended_at is not None else self.now, reason=run.reason,
-                begun_at=run.begun_at,
             )
             for run in self.runs
         )  # fmt: skip
@@ -255,9 +203,6 @@ class _Play:
                 self._set_limit(run)
             else:
                 self._leave(run, item)
-        if self.around.looks_in_time:
-            ahead = [(run.limit - run.paid_seconds) / run.nodes for run in self.live if run.state is FleetState.RUNNING]
-            self.next_look = min(self.next_look, self.now + max(1.0, min(ahead, default=math.inf) / 2))
         granted = self.settled_units + sum(run.grant_units for run in self.live)
         self.most_granted = max(self.most_granted, granted)
         self.most_nodes = max(self.most_nodes, sum(run.nodes for run in self.live))
@@ -273,14 +218,13 @@ class _Play:
         return Standing(
             job=run.spec.job, number=run.number, state=run.state, nodes=run.nodes, grant_units=run.grant_units,
             paid_units=self.limits.units_of(run.paid_seconds), left_node_seconds=left,
-            left_spread=0.1 if known else None, launched_at=run.launched_at, not_before=run.not_before,
+            left_spread=0.1 if known else None, launched_at=run.launched_at,
             is_training=run.nodes > 0 and self.now >= run.works_from,
         )  # fmt: skip
 
     def _start(self, run: _Run, start: Start) -> None:
         run.state, run.nodes, run.grant_units = FleetState.RUNNING, start.nodes, start.grant_units
         run.launched_at, run.launches = self.now, run.launches + 1
-        run.begun_at = self.now if run.begun_at is None else run.begun_at
         run.works_from = self.now + run.spec.job.startup_seconds * self.random.uniform(*self.around.startup_shares)
         run.leaves_at = math.inf
         self._draw_loss(run)

@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain_dagster.fleet.grants import Standing
-from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState
-from dtrain_dagster.fleet.scheduling import FleetFacts
-from dtrain_dagster.fleet.simulation import SimulatedJob, Surroundings, play, play_on
+from benchmarks.fleet_simulation import SimulatedJob, Surroundings, play
+from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits
 
 
 def jobs_of(seed: int, count: int) -> list[SimulatedJob]:
@@ -78,23 +76,3 @@ def test_short_jobs_under_a_small_budget_are_not_paused_and_continued_in_turns(t
     assert played.overspent_usd == 0
     assert [end.state for end in played.ends] == ["succeeded"] * 4, [end.reason for end in played.ends]
     assert [end.launches for end in played.ends] == [1] * 4
-
-
-def test_what_is_expected_of_a_fleet_is_told_from_where_it_stands():
-    limits = FleetLimits(budget_usd=1.3, nodes=1, usd_per_node_hour=3.6, margin_seconds=10.0, slice_seconds=60.0)
-    now, job = 5000.0, {"node_seconds": 400.0, "startup_seconds": 20.0}
-    runs = Standing(
-        job=FleetJob(job_id="runs", **job), number=0, state=FleetState.RUNNING, nodes=1,
-        paid_units=limits.units_of(300), grant_units=limits.units_of(350), left_node_seconds=250.0, left_spread=0.1,
-        launched_at=4700.0, is_training=True,
-    )  # fmt: skip
-    jobs = (runs, *(Standing(job=FleetJob(job_id=name, **job), number=1) for name in ("next", "poor")))
-    facts = FleetFacts(limits=limits, jobs=jobs, settled_units=limits.units_of(50))
-    runs_end, next_end, poor_end = play_on(facts, now)
-    assert (runs_end.state, runs_end.begun_at, runs_end.ended_at) == ("succeeded", None, pytest.approx(now + 250))
-    assert (next_end.state, next_end.begun_at) == ("succeeded", pytest.approx(now + 250))
-    assert next_end.ended_at == pytest.approx(now + 250 + 420), "its promises are raised in time"
-    assert (poor_end.state, poor_end.begun_at) == ("ended", None)
-    assert "$0.2800 of the budget is left" in poor_end.reason
-    assert play_on(facts, now, most_moves=9) == (), "what is too far away is not told"
-    assert play_on(FleetFacts(limits=limits, jobs=()), now) == ()

@@ -1,4 +1,0 @@
-"""Where searches are kept, for those who need nothing else of them."""
-
-FOLDER = "searches"
-"""The folder of a home with a folder for each search."""

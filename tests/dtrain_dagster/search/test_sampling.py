@@ -1,0 +1,97 @@
+"""Values that are chosen by what trials so far have come to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from played_search import OF, SPACE, play, score, source_of
+
+from dtrain_dagster.search.sampling import RANDOM_FIRST, Sampler, draw_values, goals_of
+from dtrain_dagster.search.settings import SearchSettings
+from dtrain_dagster.search.space import parse_space
+from dtrain_dagster.search.trials import Pruner, Trial, TrialState
+
+
+def trials_of(count: int, seed: int = 0) -> list[Trial]:
+    """Trials with random values, whose score is best at a learning rate of 0.01 and no decay."""
+    found = []
+    for number in range(count):
+        values = draw_values(SPACE, Sampler.RANDOM, seed, number, (), (), 1.0)
+        assert values is not None
+        scores = tuple(score(values, place) for place in range(1, OF + 1))
+        found.append(Trial(number=number, values=values, of=OF, scores=scores, state=TrialState.COMPLETE))
+    return found
+
+
+def test_chosen_values_are_better_than_random_ones_and_not_the_same_twice() -> None:
+    random, chosen = (
+        [
+            play(source_of(SearchSettings(trials=20, parallel=2, sampler=sampler, pruner=Pruner.NONE, seed=seed)), [])
+            for seed in range(2)
+        ]
+        for sampler in (Sampler.RANDOM, Sampler.GP)
+    )
+    late = [np.mean([trial.best(1.0) for trial in source.trials[12:]]) for source in (*random, *chosen)]
+    assert np.mean(late[2:]) < 0.9 * np.mean(late[:2])
+    assert all(len({str(trial.values) for trial in source.trials}) == 20 for source in chosen)
+
+
+def test_a_small_space_is_tried_out_before_anything_is_repeated() -> None:
+    space = parse_space({"training.schedule": ["cosine", "constant"], "training.seed": [1, 2, 3, 4]})
+    known: list[Trial] = []
+    for number in range(14):
+        values = draw_values(space, Sampler.GP, 0, number, known, (), 1.0)
+        assert values is not None
+        tried = {str(trial.values) for trial in known}
+        assert number < RANDOM_FIRST["gp"] or len(tried) == 8 or str(values) not in tried
+        loss = values["training.seed"] / 10
+        known.append(Trial(number=number, values=values, of=1, scores=(loss,), times=(1.0,), state=TrialState.COMPLETE))
+    assert len({str(trial.values) for trial in known}) == 8  # and then some of them again
+
+
+@pytest.mark.parametrize("sampler", [Sampler.GP, Sampler.TPE, Sampler.RANDOM, Sampler.QMC])
+def test_values_under_conditions_and_lists_are_drawn_by_every_sampler(sampler: Sampler) -> None:
+    space = parse_space(
+        {
+            "model.factory": ["tcn", "lstm"],
+            "model.args.channels": {"choices": [[8, 8], [16, 32]], "when": {"model.factory": "tcn"}},
+            "model.args.layers": {"low": 1, "high": 3, "when": {"model.factory": "lstm"}},
+        }
+    )
+    known: list[Trial] = []
+    for number in range(14):
+        values = draw_values(space, sampler, 1, number, known, (), 1.0)
+        assert values is not None
+        other = "model.args.channels" if values["model.factory"] == "tcn" else "model.args.layers"
+        assert values.keys() == {"model.factory", other}
+        assert values[other] in ([8, 8], [16, 32], 1, 2, 3)
+        known.append(Trial(number=number, values=values, of=1, scores=(1.0 * number,), state=TrialState.COMPLETE))
+    assert {trial.values["model.factory"] for trial in known} == {"tcn", "lstm"}
+
+
+def test_where_trials_fail_or_diverge_no_more_are_drawn() -> None:
+    """A trial without a number says of its values that they are bad, not nothing."""
+    known = [
+        replace(trial, scores=(math.nan,), state=TrialState.PRUNED)
+        if trial.values["training.learning_rate"] > 0.003
+        else trial
+        for trial in trials_of(24)
+    ]
+    drawn = [draw_values(SPACE, Sampler.GP, seed, 24, known, (), 1.0) for seed in range(4)]
+    assert max(values["training.learning_rate"] for values in drawn if values is not None) < 0.01
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_what_trials_count_with_keeps_their_order_whatever_their_scores_are(sign: float) -> None:
+    def trial(*scores: float) -> Trial:
+        return Trial(number=0, values={}, of=9, scores=tuple(sign * value for value in scores), state=TrialState.PRUNED)
+
+    for level in (-5.0, 0.0, 1e-9, 7.0):
+        goals = goals_of([trial(level + 3), trial(level + 9, level), trial(level + 1e6), trial(math.nan)], sign)
+        assert goals[1] < goals[0] < goals[2] == goals[3]  # type: ignore[operator]
+        assert all(math.isfinite(goal) for goal in goals)  # type: ignore[arg-type]
+    assert goals_of([trial(), trial(math.nan)], sign) == [None, None]
+    assert len(set(goals_of([trial(2.0), trial(2.0)], sign))) == 1
