@@ -124,7 +124,7 @@ def azure_like(run_dir: str) -> Iterator[Callable[[Answer], str]]:
 @pytest.fixture(scope="module")
 def rows_of(run_dir: str) -> Callable[[np.ndarray], list[dict[str, float]]]:
     """What the job's model answers, row by row."""
-    from dtrain_dagster.registry.versions import load_run_model
+    from dtrain_dagster.registry.run_model import load_run_model
 
     saved = load_run_model(RunDir(run_dir))
     answered: dict[tuple[tuple[int, ...], bytes], dict[str, np.ndarray] | ValueError] = {}
@@ -166,7 +166,8 @@ def test_an_endpoint_that_answers_as_azure_ml_passes(
     assert check.rows == 32
     assert check.max_relative_difference is not None
     assert check.latency_seconds is not None
-    assert set(check.figures()) == {"message", "url", *names, "rows", "max_relative_difference", "latency_seconds"}
+    measured = {"rows", "max_relative_difference", "max_relative_difference_to_training", "latency_seconds"}
+    assert set(check.figures()) == {"message", "url", *names, *measured}
     assert "good" not in repr(endpoint)
 
 
@@ -255,11 +256,11 @@ def test_nobody_there_is_a_finding(run_dir: str) -> None:
 def test_mlflows_own_server_passes_the_same_check(home: Path, run_dir: str) -> None:
     uri = f"sqlite:///{home}/mlflow.db"
     copy_tables(home / "mlflow.db")
-    model = registry.register_model(run_dir, uri, "forecaster", {}, "# card")
-    with registry.scoring_server(model.uri, uri) as server:
-        check = registry.check_endpoint(registry.ScoringEndpoint(url=f"{server.url}/invocations"), run_dir)
+    model = registry.MLflowRegistry(uri).register_model(run_dir, "forecaster", {}, "# card")
+    with registry.MLflowRegistry(uri).served(model) as server:
+        check = registry.check_endpoint(registry.ScoringEndpoint(url=server.url), run_dir)
         other = small_job.train(home, home / "dataset", "job-b", steps=5)
-        wrong = registry.check_endpoint(registry.ScoringEndpoint(url=f"{server.url}/invocations"), other)
+        wrong = registry.check_endpoint(registry.ScoringEndpoint(url=server.url), other)
     assert check.passed, check.message
     assert [item.name for item in check.findings] == ["answers", "schema", "equality", "one_by_one", "refusal"]
     assert [item.name for item in wrong.findings if not item.passed] == ["equality"]
