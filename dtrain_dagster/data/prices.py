@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtrain_dagster.data.build_once import give_name
 from dtrain_dagster.data.engines import DUCKDB, DataEngine
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.support.secrets import redact
@@ -120,11 +121,7 @@ def write_prices(
             "columns": redact(list(views.notes)),
         }
         (building / "manifest.json").write_text(json.dumps(manifest, indent=2, sort_keys=True))
-        try:
-            building.rename(target)
-        except OSError:
-            if not (target / "manifest.json").exists():  # else another process has built it meanwhile
-                raise
+        give_name(building, target)
         return _ref(target, built=True)
 
 
