@@ -119,7 +119,7 @@ def shard_year(
     shape = DatasetParams(window=config.window, horizon=config.horizon, shards=config.shards)
     try:
         split = YearSplit(year=int(context.partition_key), valid_years=config.valid_years)
-        with opened_engine(settings.data_engine, project.storage_uri) as engine:
+        with opened_engine(settings.data_engine) as engine:
             built = build_year(stock_prices, project.storage_uri, split, shape, settings.calendar, engine)
     except DataError as error:
         raise dg.Failure(str(error), allow_retries=False) from error

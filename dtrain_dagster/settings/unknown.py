@@ -24,7 +24,6 @@ def is_ours(name: str) -> bool:
 def known_variables() -> set[str]:
     """Return the names of all variables that the project reads."""
     from dtrain_dagster.settings.azure import AzureSettings  # not above: only who has such a variable needs to know
-    from dtrain_dagster.settings.data_engine import DataEngineSettings
     from dtrain_dagster.settings.kubernetes import KubernetesSettings
     from dtrain_dagster.settings.notices import NoticeSettings
     from dtrain_dagster.settings.ray import RaySettings
@@ -33,7 +32,7 @@ def known_variables() -> set[str]:
 
     names = {name for name in (*INTERNAL, *(each for group in GROUPS for each in group.variables)) if is_ours(name)}
     kinds = (
-        *(Settings, AzureSettings, DataEngineSettings, KubernetesSettings, NoticeSettings, RaySettings),
+        *(Settings, AzureSettings, KubernetesSettings, NoticeSettings, RaySettings),
         *(SlurmSettings, WalkForwardSettings),
     )
     for kind in kinds:
