@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ AHEAD = 2
 """Tasks for each CPU that are under way or done and not yet fetched, so that memory is bounded."""
 RETRIES = 4
 """How often a task is run again whose worker died."""
+CONNECT_SECONDS = 10.0
 _PACKAGES = ("numpy", "pandas", "pyarrow")
 
 
@@ -106,6 +108,9 @@ class RayEngine:
                 ) from None
             if not ray.is_initialized():
                 try:
+                    if self.address != "auto":  # Ray itself takes minutes to find out that nobody is there
+                        host, _, port = self.address.rpartition(":")
+                        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
                     ray.init(address=self.address, namespace="dtrain", log_to_driver=False, logging_level=logging.ERROR)
                 except Exception as error:  # of any kind: Ray says with a bare one that it did not answer in time
                     raise DataEngineError(
