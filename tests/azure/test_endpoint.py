@@ -22,7 +22,6 @@ from dtrain_dagster import registry
 from dtrain_dagster.registry.endpoint import Finding
 from dtrain_dagster.registry.smoke_test import AnswerError, as_columns, parse_predictions
 from tests.loopback import LoopbackServer
-from tests.tables import copy_tables
 from trainer.rundir import RunDir
 
 ROW = {"mu": 0.1, "sigma": 0.2}
@@ -249,21 +248,6 @@ def test_nobody_there_is_a_finding(run_dir: str) -> None:
     check = registry.check_endpoint(registry.ScoringEndpoint(url="http://127.0.0.1:9/invocations"), run_dir)
     assert [item.name for item in check.findings] == ["answers"]
     assert "cannot be reached" in check.message
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_mlflows_own_server_passes_the_same_check(home: Path, run_dir: str) -> None:
-    uri = f"sqlite:///{home}/mlflow.db"
-    copy_tables(home / "mlflow.db")
-    model = registry.MLflowRegistry(uri).register_model(run_dir, "forecaster", {}, "# card")
-    with registry.MLflowRegistry(uri).served(model) as server:
-        check = registry.check_endpoint(registry.ScoringEndpoint(url=server.url), run_dir)
-        other = small_job.train(home, home / "dataset", "job-b", steps=5)
-        wrong = registry.check_endpoint(registry.ScoringEndpoint(url=server.url), other)
-    assert check.passed, check.message
-    assert [item.name for item in check.findings] == ["answers", "schema", "equality", "one_by_one", "refusal"]
-    assert [item.name for item in wrong.findings if not item.passed] == ["equality"]
 
 
 @pytest.mark.slow
