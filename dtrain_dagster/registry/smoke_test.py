@@ -54,10 +54,9 @@ class Agreement:
     passed: bool
     message: str
     """A text that continues ``the scoring server …``."""
-    max_abs_difference: float
-    """The largest difference from the run directory's weights, in the columns' own units."""
     max_relative_difference: float
-    """The same as a fraction of each column's root mean square; judged by the tolerance for the same weights."""
+    """The largest difference from the run directory's weights, as a fraction of each column's root mean square; judged
+    by the tolerance for the same weights."""
     max_relative_difference_to_training: float
     """The largest difference from ``predictions.npz``; judged by `TRAINING_TOLERANCE`. 0 where training wrote no such
     column."""
@@ -173,8 +172,6 @@ def compare_answers(
 ) -> Agreement:
     """Return how far the served columns agree. ``tolerance`` bounds the difference from the run directory's weights,
     see `SAME_WEIGHTS_TOLERANCE`; a server with other hardware needs more. Raise `AnswerError` for other columns."""
-    import numpy as np
-
     expected = sample.expected
     if set(served) != set(expected):
         raise AnswerError(f"answers with {sorted(served)}, the job's model gives {sorted(expected)}")
@@ -189,7 +186,6 @@ def compare_answers(
             f"{tolerance:.0e}) and {to_training:.1e} from training's own predictions (allowed "
             f"{TRAINING_TOLERANCE:.0e}; compared: {', '.join(sample.trained) or 'no column'})"
         ),
-        max_abs_difference=max(float(np.abs(served[name] - expected[name]).max()) for name in expected),
         max_relative_difference=relative,
         max_relative_difference_to_training=to_training,
     )
