@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain_dagster.data.build_once import give_name
 from dtrain_dagster.data.engines import DUCKDB, DataEngine
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.support.secrets import redact
@@ -94,7 +93,8 @@ def write_prices(
     attributed, text or nothing in place of a price, a row twice, a date out of order. Raise `OSError` where the disk is
     full. Nothing half-written is left behind.
     """
-    from dtrain_dagster.data.price_file import opened  # not above: loading the code location needs neither
+    from dtrain_dagster.data.build_once import give_name  # not above: loading the code location needs none of these
+    from dtrain_dagster.data.price_file import opened
     from dtrain_dagster.support.building import building_in
 
     folder = Path(storage_uri) / "prices"
