@@ -58,11 +58,15 @@ def shard_ours(folder: Path) -> int:
 
 def shard_ray(folder: Path) -> int:
     """Build a dataset as the product does with ``DTRAIN_DATA_ENGINE=ray``, on a Ray that is started for it."""
-    from dtrain_dagster.data.ray_engine import opened_ray_engine
-    from dtrain_dagster.support.ray_session import RayPlace
+    import ray
 
-    place = RayPlace(cpus=len(os.sched_getaffinity(0)), store_bytes=RAY_STORE_BYTES)
-    with opened_ray_engine(place, str(folder / "ray")) as engine:
+    from dtrain_dagster.data.ray_engine import opened_ray_engine
+
+    ray.init(
+        num_cpus=len(os.sched_getaffinity(0)), object_store_memory=RAY_STORE_BYTES, include_dashboard=False,
+        log_to_driver=False, logging_level="error",
+    )  # fmt: skip
+    with opened_ray_engine("auto") as engine:
         return _shard(folder / "walks.parquet", folder / "ray", engine)
 
 

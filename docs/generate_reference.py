@@ -33,7 +33,6 @@ from dtrain_dagster.cli.reference import describe_commands
 from dtrain_dagster.dashboard import prometheus
 from dtrain_dagster.definitions import defs
 from dtrain_dagster.settings.azure import AzureSettings
-from dtrain_dagster.settings.data_engine import DataEngineSettings
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.kubernetes import KubernetesSettings
 from dtrain_dagster.settings.notices import NoticeSettings
@@ -53,7 +52,6 @@ SETTINGS: tuple[tuple[str, str, type[BaseSettings]], ...] = (
     ("Kubernetes", "Read with `DTRAIN_CLUSTER=kubernetes`; see [On Kubernetes](../kubernetes.md).", KubernetesSettings),
     ("Ray", "Read with `DTRAIN_CLUSTER=ray`; see [On Ray](../ray.md).", RaySettings),
     ("Azure ML", "Read with `DTRAIN_CLUSTER=azure_ml`; see [On Azure ML](../azure.md).", AzureSettings),
-    ("Data engine", "See [Data larger than memory](../large-data.md).", DataEngineSettings),
     ("Links and notices", "See [Watching a training](../monitoring.md#alerts).", NoticeSettings),
 )
 """The sections of the page of environment variables: title, remark, class."""

@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 
 from dtrain_dagster.jobs.orders import order_of
-from dtrain_dagster.registry.packed import PackedError, packed_files
-from dtrain_dagster.registry.promotion import predict_in_isolation
+from dtrain_dagster.registry.local import MLflowRegistry
+from dtrain_dagster.registry.packed import PackedError
 from dtrain_dagster.registry.run_model import load_run_model
 from trainer.config import JobConfig, TrackingConfig
 from trainer.data.shards import DataShardManager
+from trainer.isolation.runner import Isolated
 from trainer.run import run_job
 from trainer.rundir import RunDir
 
@@ -133,10 +134,10 @@ def test_a_registered_model_answers_with_the_code_it_was_packed_with(home: Path,
     own = load_run_model(rundir, order_of(home, rundir))
     shards = DataShardManager(job.dataset.uri, str(home / "cache"), job.dataset.dataset_id)
     windows = shards.gather(shards.end_rows("test", np.arange(20)))[0].numpy()
-    with packed_files(MODEL, "1", registry) as folder:
+    with MLflowRegistry(registry).files(MODEL, "1") as folder:
         modules = {path.name for path in (folder / "code" / "trainer").iterdir()}
         assert {"saved_model.py", "model.py"} <= modules  # which this version has elsewhere
-        served = predict_in_isolation(folder, windows, 120.0)
+        served = Isolated(folder=folder, kind="mlflow", seconds=120.0).predict(windows)
     expected = own.predict(windows)
     assert served.keys() == expected.keys()
     for name, values in served.items():
@@ -145,10 +146,10 @@ def test_a_registered_model_answers_with_the_code_it_was_packed_with(home: Path,
 
 def test_its_digest_is_still_the_one_that_was_noted(home: Path, registry: str):
     [weights] = home.glob("mlartifacts/*/artifacts/model/artifacts/files/weights.pt")
-    with packed_files(MODEL, "1", registry):
+    with MLflowRegistry(registry).files(MODEL, "1"):
         pass
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
-    with pytest.raises(PackedError, match="changed"), packed_files(MODEL, "1", registry):
+    with pytest.raises(PackedError, match="changed"), MLflowRegistry(registry).files(MODEL, "1"):
         pass
 
 

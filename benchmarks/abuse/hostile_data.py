@@ -6,7 +6,6 @@ read correctly; the canary, and everything else outside the folder, stays unchan
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import math
@@ -196,23 +195,6 @@ def manifests(chance: random.Random) -> dict[str, Callable[[dict[str, Any]], Non
     return made
 
 
-def refuses_a_bomb(folder: Path) -> str:
-    """Return "" if a file of a few hundred kilobytes that unpacks to half a gigabyte is refused; else the fault."""
-    from dtrain_dagster.data.errors import DataError
-    from dtrain_dagster.data.prices import write_prices
-    from dtrain_dagster.data.sources import PriceFile
-
-    path = folder / "bomb.csv.gz"
-    with gzip.open(path, "wb", compresslevel=1) as file:
-        for _ in range(512):
-            file.write(b"\n" * (1 << 20))
-    try:
-        write_prices(PriceFile(str(path)), str(folder / "storage"))
-    except DataError as error:
-        return "" if "unpacks to more than" in str(error) else f"a bomb was read: {error}"
-    return "a bomb was taken for prices"
-
-
 def keeps_the_cache(uri: Path, cache: Path, chance: random.Random) -> str:
     """Return "" if numbers that were changed in the cache, at the same size and time, are not trained on; else the
     fault."""
@@ -252,7 +234,6 @@ def _attack_once(chance: random.Random, folder: Path, tally: Tally) -> None:
         place.mkdir()
         checks.append((f"prices in {name}", lambda place=place, name=name: takes_its_own_rows(place, name)))  # type: ignore[misc]
     checks.append(("a home of SQL", lambda: runs_no_sql(folder, folder / "written-by-sql")))
-    checks.append(("a bomb", lambda: refuses_a_bomb(folder)))
     checks.append(("a changed cache", lambda: keeps_the_cache(uri, folder / "cache", chance)))
     for number, (what, change) in enumerate(manifests(chance).items()):
         copy = changed(uri, folder / f"copy-{number}", change)

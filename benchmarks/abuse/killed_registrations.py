@@ -66,7 +66,7 @@ def prepare(folder: Path) -> None:
 
 def track(folder: Path) -> None:
     """Make a run of MLflow for the job, as if its training had reported to it."""
-    from dtrain_dagster.registry.versions import open_client
+    from dtrain_dagster.registry.client import open_client
     from trainer.rundir import RunDir
 
     client = open_client(_uri(folder))
@@ -79,42 +79,28 @@ def register(folder: Path, job: str) -> str:
     """Register a job as the asset ``registered_model`` does; return the version."""
     from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_registration, order_of
     from dtrain_dagster.jobs.progress import REGISTRATION
-    from dtrain_dagster.registry import PACKED_TAG, AliasDecision, promote, register_model
+    from dtrain_dagster.registry import PACKED_TAG, AliasDecision, MLflowRegistry
     from trainer.rundir import RunDir
 
     rundir = RunDir(str(folder / "jobs" / job))
-    model = register_model(
-        rundir.uri, _uri(folder), NAME, {"nodes": "1"}, "# card", cache_dir=str(folder / "cache"),
-        order=order_of(folder, rundir),
-    )  # fmt: skip
+    models = MLflowRegistry(_uri(folder))
+    model = models.register_model(
+        rundir.uri, NAME, {"nodes": "1"}, "# card", cache_dir=str(folder / "cache"), order=order_of(folder, rundir)
+    )
     digests = {name: model.tags[name] for name in (*MODEL_DIGESTS, PACKED_TAG)}
     keep_registration(folder, job, {"name": model.name, "version": model.version, **digests})
-    promote(model, AliasDecision(alias="champion", reason="it is better"), _uri(folder))
+    models.promote(model, AliasDecision(alias="champion", reason="it is better"))
     rundir.write_json(REGISTRATION, {"name": model.name, "version": model.version, "alias": "champion"})
     return model.version
 
 
-def age(folder: Path, job: str) -> None:
-    """Change the files that a kill has left as if an older version of the project, with one more file of code, wrote
-    them."""
-    from dtrain_dagster.registry.versions import find_version, open_client
-
-    client = open_client(_uri(folder))
-    if find_version(client, NAME, job) is not None:
-        return
-    for run in client.search_runs(
-        [item.experiment_id for item in client.search_experiments()], f"tags.job_id = '{job}'"
-    ):
-        client.log_text(run.info.run_id, "", "model/code/trainer/of_an_older_version.py")
-
-
 def champion(folder: Path) -> str:
     """Return the job whose model is champion; raise if its files are not those that were registered."""
-    from dtrain_dagster.registry.packed import packed_files
-    from dtrain_dagster.registry.versions import open_client
+    from dtrain_dagster.registry import MLflowRegistry
+    from dtrain_dagster.registry.client import open_client
 
     version = open_client(_uri(folder)).get_model_version_by_alias(NAME, "champion")
-    with packed_files(NAME, version.version, _uri(folder)):
+    with MLflowRegistry(_uri(folder)).files(NAME, version.version):
         return str(version.tags["job_id"])
 
 
@@ -124,8 +110,8 @@ def wrong(folder: Path, job: str) -> str:
     import numpy as np
 
     from dtrain_dagster.jobs.orders import MODEL_DIGESTS, order_of
-    from dtrain_dagster.registry.packed import PACKED_TAG, packed_files
-    from dtrain_dagster.registry.versions import open_client
+    from dtrain_dagster.registry import PACKED_TAG, MLflowRegistry
+    from dtrain_dagster.registry.client import open_client
     from trainer.rundir import RunDir
 
     client, rundir = open_client(_uri(folder)), RunDir(str(folder / "jobs" / job))
@@ -146,9 +132,6 @@ def wrong(folder: Path, job: str) -> str:
     ]
     order = order_of(folder, rundir)
     assert order is not None
-    of_run = client.get_run(found.run_id).data.tags
-    if of_run.get(PACKED_TAG) != found.tags[PACKED_TAG]:
-        said.append("the run says another digest")
     for where, facts in (("version", found.tags), ("order", order.registered)):
         if [facts.get(name) for name in MODEL_DIGESTS] != digests or facts.get(PACKED_TAG) != found.tags[PACKED_TAG]:
             said.append(f"the {where} says other digests")
@@ -156,11 +139,8 @@ def wrong(folder: Path, job: str) -> str:
         said.append("the order names another version")
     if champion(folder) != job or "challenger" in client.get_registered_model(NAME).aliases:
         said.append(f"the champion is of {champion(folder)}")
-    there = sorted(item.path for item in client.list_artifacts(found.run_id))
-    if there != ["evaluation.json", "model", "model_card.md"]:
-        said.append(f"the run holds {there}")
     for number in versions:
-        with packed_files(NAME, number, _uri(folder)) as files:  # raises where they differ from those registered
+        with MLflowRegistry(_uri(folder)).files(NAME, number) as files:  # raises where they differ
             model = mlflow.pyfunc.load_model(str(files))
             shape = [1 if size < 0 else size for size in model.metadata.signature.inputs.inputs[0].shape]
             if not np.isfinite(model.predict(np.zeros(shape, np.float32)).to_numpy()).all():
@@ -192,9 +172,6 @@ def attack(random: random.Random, rounds: int) -> Tally:
                 now = forks.run("champion", home)
                 if now.get("gave") not in (FIRST, job):
                     said.append(f"there is no champion between: {now.get('error')}")
-            if random.random() < 0.5:
-                _refuse(forks.run("age", home, job=job))
-                at.append("aged")
             tally.tried += 1
             again = forks.run("register", home, job=job)
             said += [again["error"]] if again["code"] else []

@@ -113,7 +113,7 @@ def wrong_tables(folder: Path) -> str:
 def wrong_shards(folder: Path) -> str:
     """Return "" if there is one complete dataset and, after their time, no leftovers of killed builders; else the
     fault."""
-    from dtrain_dagster.data.sharding import verify_dataset
+    from dtrain_dagster.data.build_once import verify_shards
     from dtrain_dagster.support.building import LEFT_SECONDS, sweep_leftovers
 
     for parent in (folder / "prices", folder / "datasets"):
@@ -124,7 +124,7 @@ def wrong_shards(folder: Path) -> str:
     if len(names) != 2:
         return f"there are {names}"
     [dataset] = (folder / "datasets").iterdir()
-    verify_dataset(str(dataset))
+    verify_shards(str(dataset))
     return ""
 
 

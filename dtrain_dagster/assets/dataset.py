@@ -94,7 +94,7 @@ def read_prices(
     from dtrain_dagster.reports.small_pictures import small_curves
 
     settings = load_settings()
-    with opened_engine(settings.data_engine, project.storage_uri) as engine:
+    with opened_engine(settings.data_engine) as engine:
         given = price_source(config.source or settings.prices)
         ref = write_prices(given, project.storage_uri, engine=engine, calendar=settings.calendar)
     manifest = ref.manifest()
@@ -182,7 +182,7 @@ def shard_prices(
     calendar = settings.calendar
     params = DatasetParams(**config.model_dump())
     validation = validated(stock_prices, calendar)
-    with opened_engine(settings.data_engine, project.storage_uri) as engine:
+    with opened_engine(settings.data_engine) as engine:
         built = build_dataset(stock_prices, validation, project.storage_uri, params, calendar, engine)
     return show_dataset(context, project, built, settings.data_engine)
 
@@ -248,15 +248,15 @@ def dataset_head(built: BuiltDataset, note: str) -> dict[str, Any]:
 
 
 @contextmanager
-def opened_engine(name: str, storage_uri: str) -> Iterator[DataEngine]:
+def opened_engine(name: str) -> Iterator[DataEngine]:
     """Yield the engine of data of this name. Raise `SettingsError` where its settings cannot be used."""
     if name == "duckdb":
         yield DUCKDB
         return
     from dtrain_dagster.data.ray_engine import opened_ray_engine
-    from dtrain_dagster.settings.data_engine import read_ray_place
+    from dtrain_dagster.settings.ray import RaySettings
 
-    with opened_ray_engine(read_ray_place(), storage_uri) as engine:
+    with opened_ray_engine(RaySettings.read().address) as engine:
         yield engine
 
 

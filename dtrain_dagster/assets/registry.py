@@ -26,10 +26,9 @@ from dtrain_dagster.support.page_entries import fit_page
 from dtrain_dagster.support.secrets import SecretError
 from trainer.evaluation.gate import POINT_RULE, RULE, gate, score_of
 from trainer.rundir import EVALUATION, RESULT, RunDir
-from trainer.spec import ROWS, WINDOWS
 
 if TYPE_CHECKING:
-    from dtrain_dagster.registry import Gate, RegisteredModel, ServingCheck, TrainingProvenance
+    from dtrain_dagster.registry import EndpointCheck, Gate, RegisteredModel, TrainingProvenance
 
 
 def build_registered_model(pipeline: Pipeline) -> dg.AssetsDefinition:
@@ -98,13 +97,9 @@ def register(
     result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
     provenance = provenance_of(context, cluster, project, job, plan)
     ordered = registry.ordered_job(rundir, order)
-    # A node wrote the evaluation: it must follow from the model and the dataset.
-    if manifest.get("kind", WINDOWS) == ROWS:
-        evaluation = registry.judge_rows(rundir, order, evaluation, project.cache_dir)
-        verdict = gate(evaluation)
-    else:
-        registry.refuse_false_evaluation(rundir, ordered, evaluation, project.cache_dir)
-        verdict = gate(evaluation)
+    # A node wrote the evaluation: what the gate reads follows from the model and the dataset.
+    evaluation = registry.judge_again(rundir, order, evaluation, project.cache_dir)
+    verdict = gate(evaluation)
     card = registry.model_card(project.model_name, ordered, result, evaluation, manifest, provenance, verdict)
     models = cluster.registry(project, context.run.run_id)
     model = models.register_model(
@@ -214,7 +209,7 @@ def provenance_of(
 
 
 def check_results(
-    verdict: "Gate", evaluation: dict[str, Any], serving: "ServingCheck"
+    verdict: "Gate", evaluation: dict[str, Any], serving: "EndpointCheck"
 ) -> list[dg.AssetCheckResult]:  # fmt: skip
     """Return both blocking checks of a version: the gate's, and that of a real server's answers."""
     score = score_of(evaluation)

@@ -1,6 +1,6 @@
 """Datasets that are named after their content and their settings: each is built once, and appears whole or not at all.
 
-What is in a dataset is said by the builder of its kind (`rows`).
+What is in a dataset is said by the builder of its kind (`rows`, `sharding`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.errors import DataError
+from dtrain_dagster.support.building import building_in
 from trainer.data.manifest import DatasetError, read_dataset_manifest
 from trainer.documents.places import PlaceError, inside
 from trainer.storage.open import open_storage
@@ -61,8 +62,6 @@ def build_once(storage_uri: str, dataset_id: str, write: Callable[[Path], dict[s
     """Return ``<storage>/datasets/<id>``, which is built unless it exists. ``write`` gets an empty folder with a folder
     ``data`` in it, writes the shards there and returns the manifest. Raise `DataError` where the existing dataset is
     damaged, and what ``write`` raises; then nothing is left."""
-    from dtrain_dagster.support.building import building_in  # not above: loading the code location does without
-
     folder = Path(storage_uri) / "datasets"
     target = folder / dataset_id
     built = not (target / "manifest.json").exists()
@@ -72,24 +71,36 @@ def build_once(storage_uri: str, dataset_id: str, write: Callable[[Path], dict[s
             manifest = write(building)
             (building / "manifest.json").write_text(json.dumps(manifest, indent=1))
             read_dataset_manifest(open_storage(str(building)))  # what nodes would refuse is refused here
-            try:
-                building.rename(target)
-            except OSError:
-                if not (target / "manifest.json").exists():  # else another process has built it meanwhile
-                    raise
+            give_name(building, target)
     else:
         verify_shards(str(target))
     return FinishedDataset(uri=str(target), manifest=read_dataset_manifest(open_storage(str(target))), built=built)
 
 
+def give_name(building: Path, target: Path) -> None:
+    """Rename a folder that is complete, unless another process has built the same meanwhile."""
+    try:
+        building.rename(target)
+    except OSError:
+        if not (target / "manifest.json").exists():
+            raise
+
+
 def verify_shards(uri: str) -> None:
-    """Check that there is a manifest and that the sha256 of each shard is as it says. Raise `DataError` that names the
-    first fault."""
+    """Check that there is a manifest and that the sha256 and rows of each shard are as it says. Raise `DataError` that
+    names the first fault."""
     for path, shard in _shards(uri):
         if not path.exists():
             raise DataError(f"{path} is missing; delete {uri} and rebuild the dataset")
-        if digest_files([path]) != [shard["sha256"]]:
+        if digest_files([path]) != [shard["sha256"]] or parquet_rows(path) != shard["rows"]:
             raise DataError(f"{path} does not match its manifest; delete {uri} and rebuild the dataset")
+
+
+def parquet_rows(path: Path) -> int:
+    """Return the rows of a Parquet file."""
+    import pyarrow.parquet as pq
+
+    return int(pq.read_metadata(path).num_rows)
 
 
 def shard_entry(folder: Path, name: str, split: str, rows: int) -> dict[str, Any]:

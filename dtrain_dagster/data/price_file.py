@@ -1,4 +1,4 @@
-"""A user's price file, opened once: its format, its digest, and the checks that it is safe to read.
+"""A user's price file, opened once: its format, its digest, and the check that it is whole.
 
 Everything after this works with the file that was opened, not with its name: the engine takes names for patterns, and a
 name may lead to another file a moment later.
@@ -6,10 +6,8 @@ name may lead to another file a moment later.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import os
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,12 +20,7 @@ from dtrain_dagster.data.errors import DataError
 if TYPE_CHECKING:
     import duckdb
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-_MOST_UNPACKED, _UNPACKED_TIMES = 1 << 28, 200
-"""The most bytes of a packed file's content, or its size times this: a file beyond both was made to fill a disk."""
-_MOST_ROWS, _ROWS_PER_BYTE = 10_000_000, 20
-"""The most rows that a Parquet file may claim, or this per byte of it: repeated values take next to no space."""
 _BLOCK = 1 << 20
 _PACKINGS = {".gz": "gzip", ".zst": "zstd"}
 
@@ -55,73 +48,39 @@ class GivenFile:
 
     def parquet_schema(self) -> pa.Schema:
         """Return the schema of a Parquet file. Raise `DataError` where it cannot be read."""
-        return self._parquet().schema_arrow
-
-    def refuse_unusable(self) -> None:
-        """Raise `DataError` for a file that is empty, cut short, or made to fill memory or disk."""
-        if not os.fstat(self.handle.fileno()).st_size:
-            raise DataError(f"{self.origin} is empty: no header and no rows")
-        if self.is_parquet:
-            self._refuse_false_claims()
-        elif self.packing != "none":
-            self._refuse_cut_short()
-
-    def refuse_changed(self) -> None:
-        """Raise `DataError` where it was written since it was opened: its digest would belong to other rows."""
-        if _state(self.handle) != self.before:
-            raise DataError(f"{self.origin} was written while it was read; try again once it is complete")
-
-    def _refuse_cut_short(self) -> None:
-        """Raise `DataError` unless the whole file unpacks: the engine would take half a file for a whole one."""
-        self.handle.seek(0)
-        unpacked, most = 0, max(_MOST_UNPACKED, _UNPACKED_TIMES * os.fstat(self.handle.fileno()).st_size)
-        try:
-            with self._unpacked() as content:
-                while block := content.read(_BLOCK):
-                    unpacked += len(block)
-                    if unpacked > most:
-                        raise DataError(
-                            f"{self.origin} unpacks to more than {most:,} bytes, which is too much for a price file"
-                        )
-        except (EOFError, OSError, zlib.error) as error:
-            raise DataError(
-                f"{self.origin} is not a complete {self.packing} file ({error}); fetch or compress it again"
-            ) from error
-
-    def _unpacked(self) -> Any:
-        if self.packing == "gzip":
-            return gzip.open(self.handle)
-        import pyarrow as pa
-
-        return pa.CompressedInputStream(pa.PythonFile(_Lent(self.handle), "rb"), self.packing)
-
-    def _parquet(self) -> pq.ParquetFile:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         self.handle.seek(0)
         try:
-            return pq.ParquetFile(self.handle)
+            return pq.read_schema(self.handle)
         except (pa.ArrowException, OSError) as error:
             reason = str(error).splitlines()[0]
             raise DataError(f"{self.origin} cannot be read as CSV or Parquet: {reason}") from error
 
-    def _refuse_false_claims(self) -> None:
-        rows, size = self._parquet().metadata.num_rows, os.fstat(self.handle.fileno()).st_size
-        if rows > max(_MOST_ROWS, _ROWS_PER_BYTE * size):
-            raise DataError(f"{self.origin} claims {rows:,} rows in {size:,} bytes, more than a price file can hold")
+    def refuse_unusable(self) -> None:
+        """Raise `DataError` for a file that is empty or cut short: the engine would take half a packed file for a whole
+        one."""
+        import pyarrow as pa
 
+        if not os.fstat(self.handle.fileno()).st_size:
+            raise DataError(f"{self.origin} is empty: no header and no rows")
+        if self.is_parquet:
+            self.parquet_schema()
+        elif self.packing != "none":
+            try:
+                with pa.input_stream(self.engine_path, compression=self.packing) as content:
+                    while content.read(_BLOCK):
+                        pass
+            except OSError as error:
+                raise DataError(
+                    f"{self.origin} is not a complete {self.packing} file ({error}); fetch or compress it again"
+                ) from error
 
-class _Lent:
-    """A file that its reader cannot close."""
-
-    closed = False
-
-    def __init__(self, handle: BufferedReader) -> None:
-        self.read, self.readable, self.seek, self.tell = handle.read, handle.readable, handle.seek, handle.tell
-
-    def close(self) -> None:
-        pass
+    def refuse_changed(self) -> None:
+        """Raise `DataError` where it was written since it was opened: its digest would belong to other rows."""
+        if _state(self.handle) != self.before:
+            raise DataError(f"{self.origin} was written while it was read; try again once it is complete")
 
 
 @contextmanager

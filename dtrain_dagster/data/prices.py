@@ -93,7 +93,8 @@ def write_prices(
     attributed, text or nothing in place of a price, a row twice, a date out of order. Raise `OSError` where the disk is
     full. Nothing half-written is left behind.
     """
-    from dtrain_dagster.data.price_file import opened  # not above: loading the code location needs neither
+    from dtrain_dagster.data.build_once import give_name  # not above: loading the code location needs none of these
+    from dtrain_dagster.data.price_file import opened
     from dtrain_dagster.support.building import building_in
 
     folder = Path(storage_uri) / "prices"
@@ -120,11 +121,7 @@ def write_prices(
             "columns": redact(list(views.notes)),
         }
         (building / "manifest.json").write_text(json.dumps(manifest, indent=2, sort_keys=True))
-        try:
-            building.rename(target)
-        except OSError:
-            if not (target / "manifest.json").exists():  # else another process has built it meanwhile
-                raise
+        give_name(building, target)
         return _ref(target, built=True)
 
 

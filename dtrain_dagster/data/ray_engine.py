@@ -1,28 +1,27 @@
-"""The engine of data on Ray: rows are sorted by Ray Data, tickers are computed by tasks.
+"""The engine of data on a Ray cluster: rows are sorted by Ray Data, tickers are computed by tasks.
 
 Only where things are computed is decided here; what is read and written stays with this process, so workers need no
-storage that they share with it, but the same versions of the packages that compute. Starting Ray belongs in
-`dtrain_dagster.support.ray_session`.
+storage that they share with it, but the same versions of the packages that compute. Starting and ending a cluster is
+Ray's own ``ray start`` and ``ray stop``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import os
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dtrain_dagster.data.disk_watch import is_too_full, says_full, watched
 from dtrain_dagster.data.engines import ORDER
 from dtrain_dagster.data.errors import DataEngineError
-from dtrain_dagster.support.building import building_in
-from dtrain_dagster.support.ray_session import RayError, RayPlace, ray_session
 
 if TYPE_CHECKING:
     import duckdb
@@ -38,6 +37,7 @@ AHEAD = 2
 """Tasks for each CPU that are under way or done and not yet fetched, so that memory is bounded."""
 RETRIES = 4
 """How often a task is run again whose worker died."""
+CONNECT_SECONDS = 10.0
 _PACKAGES = ("numpy", "pandas", "pyarrow")
 
 
@@ -45,31 +45,33 @@ _PACKAGES = ("numpy", "pandas", "pyarrow")
 class RayEngine:
     """See `opened_ray_engine`."""
 
-    place: RayPlace
-    spill: Path
-    stack: ExitStack
+    address: str
     name: str = "ray"
     _ray: Any = field(default=None)
+    _is_own: bool = False
+    """Whether the connection was made here."""
 
     def sorted_rows(self, database: duckdb.DuckDBPyConnection, select: str) -> tuple[pa.Schema, Iterator[pa.Table]]:
         """See `dtrain_dagster.data.engines.DataEngine`. The database reads and checks; it neither sorts nor spills."""
         reader: Any = database.execute(select).to_arrow_reader(BLOCK_ROWS)
-        return reader.schema, self._watched(lambda ray: self._sorted(ray, reader))
+        return reader.schema, self._sorted(reader)
 
-    def _sorted(self, ray: Any, reader: Any) -> Iterator[pa.Table]:
+    def _sorted(self, reader: Any) -> Iterator[pa.Table]:
         import pyarrow as pa
-        import ray.data
+
+        ray = self._connected()
+        from ray.data import DataContext, from_arrow_refs
 
         logging.getLogger("ray.data").setLevel(logging.ERROR)
-        context = ray.data.DataContext.get_current()
+        context = DataContext.get_current()
         context.enable_progress_bars = False
         context.print_on_execution_start = False
         context.execution_options.preserve_order = True
-        with _told_plainly(ray, self.spill):
+        with _told_plainly(ray):
             blocks = [ray.put(pa.Table.from_batches([batch])) for batch in reader if len(batch)]
             if not blocks:
                 return
-            rows = ray.data.from_arrow_refs(blocks).sort(list(ORDER))
+            rows: Any = from_arrow_refs(blocks).sort(list(ORDER))
             for table in rows.iter_batches(batch_size=None, batch_format="pyarrow"):
                 yield table.select(reader.schema.names).cast(reader.schema)
 
@@ -77,13 +79,9 @@ class RayEngine:
         self, frames: Iterator[tuple[str, pd.DataFrame]], work: Callable[[pd.DataFrame], Result]
     ) -> Iterator[Result]:
         """See `dtrain_dagster.data.engines.DataEngine`. A task that lost its worker is run again."""
-        return self._watched(lambda ray: self._computed(ray, frames, work))
-
-    def _computed(
-        self, ray: Any, frames: Iterator[tuple[str, pd.DataFrame]], work: Callable[[pd.DataFrame], Result]
-    ) -> Iterator[Result]:
+        ray = self._connected()
         compute = ray.remote(num_cpus=1, max_retries=RETRIES)(_compute)
-        with _told_plainly(ray, self.spill):
+        with _told_plainly(ray):
             shared = ray.put(work)
             most = AHEAD * max(1, int(ray.cluster_resources().get("CPU", 1)))
             under_way: deque[Any] = deque()
@@ -94,40 +92,55 @@ class RayEngine:
             while under_way:
                 yield from ray.get(under_way.popleft())
 
-    def _watched(self, give: Callable[[Any], Iterator[Result]]) -> Iterator[Result]:
-        """Yield what Ray gives. Raise OSError where it spills on this machine and the disk is full."""
-        ray = self._connected()
-        if self.place.address:
-            yield from give(ray)  # it spills on its own machines
-            return
-        connected = ray.init(ignore_reinit_error=True)  # it says where this process is connected, and changes nothing
-        logs = Path(connected.address_info["session_dir"]) / "logs"
-
-        def is_full() -> bool:
-            return says_full(logs) or is_too_full(self.spill)
-
-        yield from watched(give(ray), is_full, lambda: _no_room(self.spill, "the disk is full"))
+    def close(self) -> None:
+        """Close the connection, if it was made here."""
+        if self._is_own:
+            self._ray.shutdown()
 
     def _connected(self) -> Any:
         if self._ray is None:
+            os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")  # before the import, which reads it
             try:
-                self._ray = self.stack.enter_context(ray_session(self.place, self.spill))
-            except RayError as error:
-                raise DataEngineError(f"DTRAIN_DATA_ENGINE=ray: {error}") from error
-            if self.place.address:
-                with _told_plainly(self._ray, self.spill):
-                    there = self._ray.get(self._ray.remote(num_cpus=1)(_versions).remote())
-                refuse_other_versions(computing_versions(), there)
+                import ray
+            except ImportError as error:
+                raise DataEngineError(
+                    f"DTRAIN_DATA_ENGINE=ray: Ray cannot be imported ({error}): install dtrain with its extra `ray`"
+                ) from None
+            if not ray.is_initialized():
+                try:
+                    if self.address != "auto":  # Ray itself takes minutes to find out that nobody is there
+                        host, _, port = self.address.rpartition(":")
+                        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+                    ray.init(address=self.address, namespace="dtrain", log_to_driver=False, logging_level=logging.ERROR)
+                except Exception as error:  # of any kind: Ray says with a bare one that it did not answer in time
+                    raise DataEngineError(
+                        f"DTRAIN_DATA_ENGINE=ray: no Ray answers at DTRAIN_RAY_ADDRESS={self.address}: "
+                        f"{_first_line(error)}; this machine must be a node of the cluster: `ray start --head` makes "
+                        "one here, `ray start --address=…` joins one"
+                    ) from error
+                self._is_own = True
+            self._ray = ray
+            with _told_plainly(ray):
+                there = ray.get(ray.remote(num_cpus=1)(_versions).remote())
+            refuse_other_versions(computing_versions(), there)
         return self._ray
 
 
 @contextmanager
-def opened_ray_engine(place: RayPlace, storage_uri: str) -> Iterator[RayEngine]:
-    """Yield the engine. Ray is started, or connected to, when it is first needed: not for data that is there already.
-    At the end it is ended, and what it spilled below the storage folder is removed."""
-    with ExitStack() as stack:
-        spill = stack.enter_context(building_in(Path(storage_uri) / "spill"))
-        yield RayEngine(place, spill, stack)
+def opened_ray_engine(address: str) -> Iterator[RayEngine]:
+    """Yield the engine on the cluster at this address (``host:port`` of its head, or ``auto`` for the one that this
+    machine belongs to). It is connected to when it is first needed: not for data that is there already. Raise
+    `DataEngineError` for an address of Ray Client."""
+    if address.startswith("ray://"):
+        raise DataEngineError(
+            f"DTRAIN_RAY_ADDRESS={address!r} is an address of Ray Client, which moves rows through one process: for "
+            "data give host:port of the head, on a machine of the cluster"
+        )
+    engine = RayEngine(address)
+    try:
+        yield engine
+    finally:
+        engine.close()
 
 
 @cache
@@ -140,7 +153,7 @@ def computing_versions() -> dict[str, str]:
 
 
 def _versions() -> dict[str, str]:
-    return computing_versions()
+    return computing_versions()  # Ray takes no cached function
 
 
 def refuse_other_versions(here: dict[str, str], there: dict[str, str]) -> None:
@@ -169,31 +182,19 @@ def _in_tasks(frames: Iterator[tuple[str, pd.DataFrame]]) -> Iterator[list[pd.Da
 
 
 @contextmanager
-def _told_plainly(ray: Any, spill: Path) -> Iterator[None]:
+def _told_plainly(ray: Any) -> Iterator[None]:
     """Raise what a task raised, as it raised it; `OSError` for a full disk; `DataEngineError` for other ends of Ray."""
     found = ray.exceptions
+    full = (found.OutOfDiskError, found.ObjectStoreFullError)
     try:
         yield
-    except found.RayTaskError as error:
-        full = _full_disk(error)
-        if full:
-            raise _no_room(spill, full) from error
-        if isinstance(error.cause, found.RayError):
-            raise DataEngineError(f"DTRAIN_DATA_ENGINE=ray: {_first_line(error.cause)}") from error
-        raise error.cause from error
     except found.RayError as error:
-        if isinstance(error, (found.OutOfDiskError, found.ObjectStoreFullError)):
-            raise _no_room(spill, _first_line(error)) from error
-        raise DataEngineError(f"DTRAIN_DATA_ENGINE=ray: {_first_line(error)}") from error
-
-
-def _no_room(spill: Path, why: str) -> OSError:
-    return OSError(f"no room for what Ray spills under {spill.parent}: {why}")
-
-
-def _full_disk(error: BaseException) -> str:
-    text = str(error)
-    return "the disk is full" if "OutOfDiskError" in text or "ObjectStoreFullError" in text else ""
+        cause = getattr(error, "cause", None) if isinstance(error, found.RayTaskError) else error
+        if isinstance(cause, full) or "OutOfDiskError" in str(error) or "ObjectStoreFullError" in str(error):
+            raise OSError(f"no room for what Ray spills on its machines: {_first_line(cause or error)}") from error
+        if cause is None or isinstance(cause, found.RayError):
+            raise DataEngineError(f"DTRAIN_DATA_ENGINE=ray: {_first_line(cause or error)}") from error
+        raise cause from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -8,8 +8,6 @@ inputs, so the same input is never built twice, and it appears whole or not at a
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, date, datetime
@@ -25,8 +23,7 @@ from dtrain_dagster.data.shard_file import Shard, rename_shards, stored_columns
 from dtrain_dagster.data.ticker_rows import Moments, TickerRows, TickerRules, daily_returns, ticker_rows
 from dtrain_dagster.data.validation import Mask, Validation, exchange_sessions
 from dtrain_dagster.support.secrets import redact
-from trainer.data.manifest import DatasetError, load_manifest, read_dataset_manifest
-from trainer.documents.places import PlaceError, inside
+from trainer.data.manifest import load_manifest
 from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
@@ -101,7 +98,7 @@ def build_dataset(
     Raise `DataError` where a check of severity "error" failed, a window is longer than the history, a split has no
     samples, a feature does not vary, or the existing dataset is damaged. Raise what the engine raises.
     """
-    from dtrain_dagster.support.building import building_in  # not above: loading the code location does without
+    from dtrain_dagster.data.build_once import build_once, id_of  # not above: loading the code location does without
 
     failed = [check.name for check in validation.checks if check.severity == "error" and not check.passed]
     if failed:
@@ -114,47 +111,21 @@ def build_dataset(
         "calendar": calendar,
         "masks": [asdict(mask) for mask in validation.masks],
     }
-    dataset_id = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    folder = Path(storage_uri) / "datasets"
-    target = folder / dataset_id
-    if not (target / "manifest.json").exists():
-        with building_in(folder) as building:
-            (building / "data").mkdir()
-            builder = _Builder(prices, validation, params, calendar, building, engine)
-            manifest = builder.build(dataset_id)
-            (building / "manifest.json").write_text(json.dumps(manifest, indent=1))
-            try:
-                building.rename(target)
-            except OSError:
-                if not (target / "manifest.json").exists():  # else another process has built it meanwhile
-                    raise
-        return _ref(target, built=True)
-    verify_dataset(str(target))
-    return _ref(target, built=False)
+    dataset_id = id_of(identity)
 
+    def write(folder: Path) -> dict[str, Any]:
+        return _Builder(prices, validation, params, calendar, folder, engine).build(dataset_id)
 
-def verify_dataset(uri: str) -> None:
-    """Check that there is a manifest and that all shards agree with it. Raise `DataError` that names the first
-    fault."""
-    import pyarrow.parquet as pq
-
-    try:
-        manifest = read_dataset_manifest(open_storage(uri))
-    except DatasetError as error:
-        raise DataError(f"{uri} has no manifest that can be read ({error}); rebuild the dataset") from error
-    for shard in manifest["shards"]:
-        try:
-            path = inside(uri, shard["path"], f"a shard in {uri}/manifest.json")
-        except PlaceError as error:
-            raise DataError(str(error)) from None
-        if not path.exists():
-            raise DataError(f"{path} is missing; delete {uri} and rebuild the dataset")
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            file.seek(0)
-            rows = pq.ParquetFile(file).metadata.num_rows if digest == shard["sha256"] else -1
-        if digest != shard["sha256"] or rows != shard["rows"]:
-            raise DataError(f"{path} does not match its manifest; delete {uri} and rebuild the dataset")
+    made = build_once(storage_uri, dataset_id, write)
+    return BuiltDataset(
+        uri=made.uri,
+        dataset_id=dataset_id,
+        rows=sum(shard["rows"] for shard in made.manifest["shards"]),
+        samples=dict(made.manifest["samples"]),
+        excluded=dict(made.manifest["excluded"]),
+        built=made.built,
+        shared_uri=made.uri,
+    )
 
 
 def split_dates(dates: NDArray[np.datetime64], params: DatasetParams) -> dict[str, dict[str, str]]:
@@ -327,16 +298,3 @@ class _Builder:
             "features": {name: {"mean": float(mean[place]), "std": std[place]} for place, name in enumerate(FEATURES)},
             "target": {"mean": float(target_mean), "std": float(target_std)},
         }
-
-
-def _ref(folder: Path, built: bool) -> BuiltDataset:
-    manifest = read_dataset_manifest(open_storage(str(folder)))
-    return BuiltDataset(
-        uri=str(folder),
-        dataset_id=manifest["dataset_id"],
-        rows=sum(shard["rows"] for shard in manifest["shards"]),
-        samples=dict(manifest["samples"]),
-        excluded=dict(manifest["excluded"]),
-        built=built,
-        shared_uri=str(folder),
-    )

@@ -13,8 +13,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import psutil
-
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobState
 from dtrain_dagster.costs.estimate import Forecast, LearnedCorrection, Measured, Sizes
 from dtrain_dagster.jobs.progress import BudgetSpentError, WaitNews, follow_job, ran_out, start_job
@@ -269,4 +267,6 @@ def cores_of_others(sizes: Sizes) -> float:
     where each node is a machine of its own, which cannot be seen from here."""
     if not sizes.cores:
         return 0.0
+    import psutil  # not above: loading the code location does without
+
     return min(float(sizes.cores), psutil.cpu_percent(interval=LISTENING_SECONDS) / 100 * sizes.cores)

@@ -7,7 +7,6 @@ client.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -18,16 +17,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.clusters.azure_ml.client import request_id_of, request_note
-from dtrain_dagster.jobs.orders import Order
-from dtrain_dagster.registry import promotion, server, trial, versions
-from dtrain_dagster.registry.packed import PACKED_TAG, folder_digest, refuse_changed_files
-from dtrain_dagster.registry.promotion import AliasDecision, Comparison
-from dtrain_dagster.registry.server import ServingCheck
-from dtrain_dagster.registry.versions import JOB_TAG, RegisteredModel, RegistryError
+from dtrain_dagster.registry.base import Registry
+from dtrain_dagster.registry.client import open_client
+from dtrain_dagster.registry.packed import PACKED_TAG, refuse_changed_files
+from dtrain_dagster.registry.promotion import AliasDecision
+from dtrain_dagster.registry.versions import (
+    JOB_TAG,
+    WEIGHTS_TAG,
+    RegisteredModel,
+    RegistryError,
+    description,
+    explained,
+    tags_of_run,
+)
 from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.support.secrets import redact
 from trainer.observability.mlflow_sink import ensure_experiment, figures_of_test, metric_name, verdict_tags
-from trainer.rundir import EVALUATION, RunDir
 from trainer.runtime.network_refusal import NETWORK_REMEDY, is_network_refusal
 from trainer.runtime.retry import RetryPolicy
 from trainer.runtime.scratch import scratch_folder
@@ -37,7 +42,7 @@ if TYPE_CHECKING:
     from azure.ai.ml import MLClient
     from azure.ai.ml.entities import Model
 
-WEIGHTS_TAG, ALIAS_TAG, SINCE_TAG, RUN_TAG = "weights_sha256", "alias", "alias_since", "mlflow_run_id"
+ALIAS_TAG, SINCE_TAG, RUN_TAG = "alias", "alias_since", "mlflow_run_id"
 MAX_TAGS, MAX_KEY, MAX_VALUE = 50, 100, 1000
 """Azure ML's documented limits of tags, in characters (those of runs; limits of assets are not stated separately)."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,254}")
@@ -48,7 +53,7 @@ _NUMBER_RETRIES = RetryPolicy(first_pause_seconds=0.0, max_attempts=3)
 
 
 @dataclass(frozen=True)
-class AzureMLRegistry:
+class AzureMLRegistry(Registry):
     """The registry of one workspace. ``client`` is an ``azure.ai.ml.MLClient``; ``audit`` records the changes made
     there."""
 
@@ -77,79 +82,72 @@ class AzureMLRegistry:
             )
         with _explained(f"looking for versions of {model_name}"):
             self._versions(model_name)
-        address = tracking_address(self.tracking_uri)
-        with trial.explained(f"the experiment {experiment!r} cannot be used", "DTRAIN_EXPERIMENT"):
-            ensure_experiment(versions.open_client(address), experiment, address)
+        with explained(f"the experiment {experiment!r} cannot be used", "DTRAIN_EXPERIMENT"):
+            ensure_experiment(open_client(self.address), experiment, self.address)
 
-    def register_model(
+    @property
+    def address(self) -> str:
+        """The address of the workspace's own MLflow server."""
+        return tracking_address(self.tracking_uri)
+
+    def find(self, model_name: str, job_id: str, weights: str | None) -> RegisteredModel | None:
+        """Return the oldest version of this job or of these weights, or None."""
+        with _explained(f"looking for versions of {model_name}"):
+            found = [
+                item
+                for item in self._versions(model_name)
+                if (item.tags or {}).get(JOB_TAG) == job_id
+                or (weights is not None and (item.tags or {}).get(WEIGHTS_TAG) == weights)
+            ]
+        oldest = min(found, key=_number, default=None)
+        return self._registered(oldest, created=False) if oldest is not None else None
+
+    def publish(
         self,
-        run_dir: str,
         model_name: str,
+        run_id: str,
+        folder: Path,
         tags: Mapping[str, str],
         card: str,
-        *,
-        experiment: str,
-        cache_dir: str | None,
-        order: Order | None = None,
+        result: Mapping[str, Any],
+        evaluation: Mapping[str, Any],
     ) -> RegisteredModel:
-        """Register the model of a succeeded job, with its training as tags, see `versions.job_tags`; return its
-        version.
+        """See `Registry`. The run gets the tags that a run has, and the figures of the test split."""
+        from mlflow.entities import Metric, RunTag
 
-        The same job, or the same weights, makes one version, however many processes register them, also at the same
-        time. Raise `RegistryError` if the job has no result or no model, or the service refuses.
-        """
-        rundir = RunDir(run_dir)
-        job = versions.ordered_job(rundir, order)
-        result, evaluation = versions.read_succeeded(rundir)
-        with _explained(f"looking for versions of {model_name}"):
-            known = self._find(model_name, job.job_id, result["weights_sha256"])
-        if known is not None:
-            return known
-        own = versions.load_run_model(rundir, order)
-        all_tags = {
-            **versions.job_tags(rundir, result, evaluation, job),
-            **own.digests,
-            **{name: str(value) for name, value in tags.items()},
-        }
-        run_id = self._track(rundir, experiment, {**all_tags, "model_name": model_name}, result, evaluation)
-        with scratch_folder("register") as scratch:
-            folder = scratch / versions.MODEL_PATH
-            versions.save_pyfunc(own, folder, scratch, run_id, cache_dir)
-            (folder / versions.CARD).write_text(redact(card))
-            (folder / EVALUATION).write_text(json.dumps(evaluation, indent=2, sort_keys=True))
-            all_tags[PACKED_TAG] = folder_digest(folder)
-            operation = self.audit.operation("model.register", model_name, job_id=job.job_id)
-            with _explained(f"registering {model_name}"), operation as entry:
-                created = self._create(model_name, folder, fit_tags({**all_tags, RUN_TAG: run_id}), redact(card))
-                entry.details["version"] = str(created.version)
-                return self._settle(created, job.job_id, result["weights_sha256"])
+        figures, now = figures_of_test(evaluation), int(time.time() * 1000)
+        chosen = {"model_name": model_name, **verdict_tags(evaluation), **tags_of_run(tags)}
+        open_client(self.address).log_batch(
+            run_id,
+            metrics=[Metric(metric_name(name, True), value, now, result["steps"]) for name, value in figures.items()],
+            tags=[RunTag(name, value) for name, value in fit_tags(chosen).items()],
+        )
+        operation = self.audit.operation("model.register", model_name, job_id=tags[JOB_TAG])
+        with _explained(f"registering {model_name}"), operation as entry:
+            created = self._create(model_name, folder, fit_tags({**tags, RUN_TAG: run_id}), card)
+            entry.details["version"] = str(created.version)
+            first = self.find(model_name, tags[JOB_TAG], tags[WEIGHTS_TAG])
+            if first is None or first.version == str(created.version):
+                return self._registered(created, created=True)
+            # Another process has registered the same at the same time: the older version stays.
+            self.client.models.archive(name=created.name, version=created.version)
+            return first
 
-    def check_serving(
-        self, run_dir: str, model: RegisteredModel, *, cache_dir: str | None, order: Order | None = None
-    ) -> ServingCheck:
-        """Return `server.check_serving` of the files that the workspace gives back, not of the files that were sent."""
-        with self._files(model.name, model.version) as folder:
-            return server.check_serving(run_dir, str(folder), "", cache_dir=cache_dir, order=order)
-
-    def judge_champion(
-        self, run_dir: str, candidate: RegisteredModel, *, cache_dir: str | None, order: Order | None = None
-    ) -> Comparison | None:
-        """Return `promotion.judge_champion` on the files of both versions."""
-        from mlflow.models import Model as SavedMLflowModel
-
-        version = self.champion_version(candidate.name)
-        if version is None or version == candidate.version:
-            return None
-        with self._files(candidate.name, candidate.version) as own, self._files(candidate.name, version) as its:
-            return promotion.compare(
-                run_dir,
-                version,
-                SavedMLflowModel.load(str(own)).metadata or {},
-                SavedMLflowModel.load(str(its)).metadata or {},
-                lambda windows: promotion.predict_in_isolation(its, windows, 300.0),
-                cache_dir=cache_dir,
-                order=order,
-            )
+    @contextmanager
+    def files(self, name: str, version: str) -> Iterator[Path]:
+        """See `Registry`."""
+        with scratch_folder("model") as scratch:
+            with _explained(f"downloading {name} {version}"):
+                self.client.models.download(name=name, version=version, download_path=str(scratch))
+            found = sorted(scratch.rglob("MLmodel"), key=lambda path: len(path.parts))
+            if not found:
+                raise RegistryError(
+                    f"{name} version {version} holds no MLmodel file: dtrain did not register it, or its files were "
+                    "changed; archive it and register again"
+                )
+            tags = self.client.models.get(name=name, version=version).tags or {}
+            refuse_changed_files(f"{name} version {version}", found[0].parent, tags.get(PACKED_TAG))
+            yield found[0].parent
 
     def promote(self, model: RegisteredModel, decision: AliasDecision) -> str | None:
         """Tag the version, then take the alias from the former champion; return that one's version, or None. A reader
@@ -178,16 +176,6 @@ class AzureMLRegistry:
         except ResourceNotFoundError:
             return []
 
-    def _find(self, model_name: str, job_id: str, weights: str) -> RegisteredModel | None:
-        """Return the oldest version of this job or of these weights, or None."""
-        found = [
-            item
-            for item in self._versions(model_name)
-            if (item.tags or {}).get(JOB_TAG) == job_id or (item.tags or {}).get(WEIGHTS_TAG) == weights
-        ]
-        oldest = min(found, key=_number, default=None)
-        return self._registered(oldest, created=False) if oldest is not None else None
-
     def _create(self, model_name: str, folder: Path, tags: Mapping[str, str], card: str) -> Model:
         """Create the next free version. The client takes the number before it uploads, so another process may have used
         it by then."""
@@ -202,21 +190,12 @@ class AzureMLRegistry:
                 type="mlflow_model",
                 tags=dict(tags),
                 properties={name: tags[name] for name in _IDENTITY if name in tags},
-                description=versions.description(card),
+                description=description(card),
             )
             return self.client.models.create_or_update(model)
 
         was_taken = (AssetPathException, ResourceExistsError)
         return _NUMBER_RETRIES.call(f"a version of {model_name}", create, lambda error: isinstance(error, was_taken))
-
-    def _settle(self, created: Model, job_id: str, weights: str) -> RegisteredModel:
-        """Return the version that stays: the older one, where another process has registered the same at the same
-        time."""
-        first = self._find(str(created.name), job_id, weights)
-        if first is None or first.version == str(created.version):
-            return self._registered(created, created=True)
-        self.client.models.archive(name=created.name, version=created.version)
-        return first
 
     def _registered(self, model: Model, created: bool) -> RegisteredModel:
         tags = {name: str(value) for name, value in (model.tags or {}).items()}
@@ -234,46 +213,6 @@ class AzureMLRegistry:
         model.tags = fit_tags({**(model.tags or {}), **tags})
         with self.audit.operation("model.tag", f"{name}:{version}", alias=tags[ALIAS_TAG]):
             self.client.models.create_or_update(model)
-
-    def _track(
-        self,
-        rundir: RunDir,
-        experiment: str,
-        tags: Mapping[str, str],
-        result: Mapping[str, Any],
-        evaluation: Mapping[str, Any],
-    ) -> str:
-        """Put the tags that a run has, and the figures of the test split, on the trainer's run in the experiment, or on
-        a new one; return its id."""
-        from mlflow.entities import Metric, RunTag
-
-        address = tracking_address(self.tracking_uri)
-        client = versions.open_client(address)
-        run_id = versions.tracking_run(client, rundir, address, experiment, tags[JOB_TAG], tags.get(WEIGHTS_TAG))
-        figures, now = figures_of_test(evaluation), int(time.time() * 1000)
-        chosen = {"model_name": tags["model_name"], **verdict_tags(evaluation), **versions.tags_of_run(tags)}
-        client.log_batch(
-            run_id,
-            metrics=[Metric(metric_name(name, True), value, now, result["steps"]) for name, value in figures.items()],
-            tags=[RunTag(name, value) for name, value in fit_tags(chosen).items()],
-        )
-        return run_id
-
-    @contextmanager
-    def _files(self, name: str, version: str) -> Iterator[Path]:
-        """Yield the folder of a version's MLflow model, as the workspace gives it out."""
-        with scratch_folder("model") as scratch:
-            with _explained(f"downloading {name} {version}"):
-                self.client.models.download(name=name, version=version, download_path=str(scratch))
-            found = sorted(scratch.rglob("MLmodel"), key=lambda path: len(path.parts))
-            if not found:
-                raise RegistryError(
-                    f"{name} version {version} holds no MLmodel file: dtrain did not register it, or its files were "
-                    "changed; archive it and register again"
-                )
-            tags = self.client.models.get(name=name, version=version).tags or {}
-            refuse_changed_files(f"{name} version {version}", found[0].parent, tags.get(PACKED_TAG))
-            yield found[0].parent
 
 
 @contextmanager

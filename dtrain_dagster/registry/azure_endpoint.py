@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from dtrain_dagster.clusters.azure_ml.client import words
 from dtrain_dagster.registry.azure import fit_tags
 from dtrain_dagster.registry.azure_operations import Audit, DeploymentError, finish, usd_per_hour
-from dtrain_dagster.registry.endpoint import EndpointCheck, ScoringEndpoint, authorisation
-from dtrain_dagster.registry.server import ServingError
+from dtrain_dagster.registry.endpoint import EndpointCheck, ScoringEndpoint, ServingError, authorisation
 from dtrain_dagster.registry.versions import RegisteredModel
 from dtrain_dagster.support.secrets import IDENTITY, redact, remember
 

@@ -1,27 +1,90 @@
-"""The protocol of a model registry: MLflow by default, an Azure ML workspace in production."""
+"""A model registry: MLflow by default (`local`), an Azure ML workspace in production (`azure`).
+
+What both do alike is here: one job becomes one version, the version is served and asked, and the champion is judged on
+the same samples. Where versions are kept, and how an alias is given, is each registry's own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
 
 from dtrain_dagster.jobs.orders import Order
-from dtrain_dagster.registry.promotion import AliasDecision, Comparison
-from dtrain_dagster.registry.server import ServingCheck
-from dtrain_dagster.registry.versions import RegisteredModel
+from dtrain_dagster.registry.client import open_client
+from dtrain_dagster.registry.endpoint import EndpointCheck, Finding, ScoringEndpoint, ServingError, check_endpoint
+from dtrain_dagster.registry.packed import PACKED_TAG, PackedError, folder_digest
+from dtrain_dagster.registry.promotion import AliasDecision, Comparison, compare
+from dtrain_dagster.registry.run_model import load_run_model, ordered_job
+from dtrain_dagster.registry.server import scoring_server
+from dtrain_dagster.registry.smoke_test import SAME_WEIGHTS_TOLERANCE, AnswerError
+from dtrain_dagster.registry.versions import (
+    CARD,
+    MODEL_PATH,
+    RegisteredModel,
+    RegistryError,
+    job_tags,
+    read_succeeded,
+    registering,
+    save_pyfunc,
+    tracking_run,
+)
+from dtrain_dagster.support.secrets import redact
+from trainer.rundir import EVALUATION, RESULT, RunDir
+from trainer.runtime.scratch import scratch_folder
 
 
-class Registry(Protocol):
+class Registry(ABC):
     """A registry that takes the run directory of a succeeded job to a version that serves, and to its alias."""
 
     @property
+    @abstractmethod
     def tracking_uri(self) -> str:
         """The address to which trainings report, for ``tracking.mlflow_tracking_uri`` of a job."""
-        ...
 
+    @abstractmethod
     def try_out(self, model_name: str, experiment: str) -> None:
         """Try what registration will need, but for a version. Raise `RegistryError` where it would fail."""
-        ...
+
+    @abstractmethod
+    def promote(self, model: RegisteredModel, decision: AliasDecision) -> str | None:
+        """Give the version its alias, with the reason as a tag; return the former champion's version where this one
+        takes its place, else None."""
+
+    @abstractmethod
+    def champion_version(self, model_name: str) -> str | None:
+        """Return the champion's version, or None."""
+
+    @abstractmethod
+    def files(self, name: str, version: str) -> AbstractContextManager[Path]:
+        """Return a context with the folder of a version's MLflow model, as the registry gives it out. Raise
+        `PackedError` where the files are not those that were registered, `RegistryError` where there are none."""
+
+    @abstractmethod
+    def find(self, model_name: str, job_id: str, weights: str | None) -> RegisteredModel | None:
+        """Return the first version of this job with these weights, or None."""
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """The address of MLflow's server, for its client."""
+
+    @abstractmethod
+    def publish(
+        self,
+        model_name: str,
+        run_id: str,
+        folder: Path,
+        tags: Mapping[str, str],
+        card: str,
+        result: Mapping[str, Any],
+        evaluation: Mapping[str, Any],
+    ) -> RegisteredModel:
+        """Make a version of the MLflow model in ``folder``; return it, or the older one of the same training where
+        another process has made that at the same time."""
 
     def register_model(
         self,
@@ -30,27 +93,74 @@ class Registry(Protocol):
         tags: Mapping[str, str],
         card: str,
         *,
-        experiment: str,
-        cache_dir: str | None,
+        experiment: str = "dtrain",
+        cache_dir: str | None = None,
         order: Order | None = None,
     ) -> RegisteredModel:
-        """Register the model of a succeeded job, once; see `versions.register_model`."""
-        ...
+        """Register the model of a succeeded job; return its version. Where the same weights of the job were registered
+        before, or are at this moment, return that version.
+
+        ``order``: the job as ordered (`dtrain_dagster.jobs.orders`); the run directory must agree with it. Without one,
+        only a model of stock parts is registered. ``tags`` (node-hours, dollars, code version, Dagster run…) are added
+        to those of the run directory, see `versions.job_tags`; ``card`` is the model card in Markdown. The version
+        belongs to the MLflow run that the trainer reported to, or to a new one in ``experiment``. ``cache_dir`` is the
+        node-local cache of shards.
+
+        Everything up to the version can be repeated after a kill. Raise `RegistryError` if the job has no result or no
+        model, or the service refuses.
+        """
+        rundir = RunDir(run_dir)
+        job = ordered_job(rundir, order)
+        with registering(rundir):
+            weights = (rundir.read_json(RESULT) or {}).get("weights_sha256")
+            if (known := self.find(model_name, job.job_id, weights)) is not None:
+                return known
+            result, evaluation = read_succeeded(rundir)
+            own = load_run_model(rundir, order)
+            texts = {name: str(value) for name, value in tags.items()}
+            all_tags = redact({**job_tags(rundir, result, evaluation, job), **own.digests, **texts})
+            run_id = tracking_run(open_client(self.address), rundir, self.address, experiment, job.job_id)
+            with scratch_folder("register") as scratch:
+                folder = scratch / MODEL_PATH
+                save_pyfunc(own, folder, scratch, run_id, cache_dir)
+                (folder / CARD).write_text(redact(card))
+                (folder / EVALUATION).write_text(json.dumps(evaluation, indent=2, sort_keys=True))
+                all_tags[PACKED_TAG] = folder_digest(folder)
+                return self.publish(model_name, run_id, folder, all_tags, redact(card), result, evaluation)
+
+    @contextmanager
+    def served(self, model: RegisteredModel) -> Iterator[ScoringEndpoint]:
+        """Yield a scoring server of the version on this machine; see `server.scoring_server`."""
+        with self.files(model.name, model.version) as folder, scoring_server(folder) as endpoint:
+            yield endpoint
 
     def check_serving(
-        self, run_dir: str, model: RegisteredModel, *, cache_dir: str | None, order: Order | None = None
-    ) -> ServingCheck:
-        """Serve the version, as the registry gives it out, on this machine, and compare its answers; see
-        `server.check_serving`."""
-        ...
+        self,
+        run_dir: str,
+        model: RegisteredModel,
+        *,
+        cache_dir: str | None = None,
+        rows: int = 32,
+        order: Order | None = None,
+    ) -> EndpointCheck:
+        """Serve the version, as the registry gives it out, on this machine, and return `check_endpoint` of it. A server
+        that does not start, and files that are not the registered ones, give a failed check, not an exception."""
+        try:
+            with self.served(model) as endpoint:
+                return check_endpoint(
+                    endpoint, run_dir, cache_dir=cache_dir, rows=rows, tolerance=SAME_WEIGHTS_TOLERANCE, order=order
+                )
+        except (ServingError, AnswerError, PackedError, RegistryError, OSError) as error:
+            return EndpointCheck(url=model.uri, findings=(Finding(name="answers", passed=False, message=str(error)),))
 
     def judge_champion(
-        self, run_dir: str, candidate: RegisteredModel, *, cache_dir: str | None, order: Order | None = None
+        self, run_dir: str, candidate: RegisteredModel, *, cache_dir: str | None = None, order: Order | None = None
     ) -> Comparison | None:
-        """Score the current champion on the candidate's test windows; see `promotion.judge_champion`."""
-        ...
-
-    def promote(self, model: RegisteredModel, decision: AliasDecision) -> str | None:
-        """Give the version its alias; return the former champion's version where this one takes its place, else
-        None."""
-        ...
+        """Score the current champion on the candidate's test windows or rows; return None if there is no champion, or
+        it is the candidate. The champion answers with the code it was registered with, in a process of its own."""
+        version = self.champion_version(candidate.name)
+        if version is None or version == candidate.version:
+            return None
+        with ExitStack() as stack:
+            own, its = (stack.enter_context(self.files(candidate.name, each)) for each in (candidate.version, version))
+            return compare(run_dir, version, own, its, cache_dir=cache_dir, order=order)

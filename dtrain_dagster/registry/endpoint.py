@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dtrain_dagster.clusters.azure_ml.client import words
 from dtrain_dagster.jobs.orders import Order
-from dtrain_dagster.registry.server import ServingError
 from dtrain_dagster.registry.smoke_test import (
     AnswerError,
     Sample,
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
 ENDPOINT_TOLERANCE = 1e-4
 """The largest allowed difference from the job's weights computed here, as a fraction of a column's root mean square:
 float32 on another processor, with other kernels."""
+ANSWER_BYTES = 64 << 20
+"""The greatest size of an answer: the server may run a model's own code, which may never end it."""
 SCORING_SCOPE = "https://ml.azure.com/.default"
 _SINGLES = 5
 """The number of windows that are sent once more, one by one."""
@@ -42,6 +43,10 @@ _BUSY = (408, 424, 429, 502, 503, 504)
 """The statuses of an endpoint whose deployment has only just come up or is overloaded; Azure ML answers 424 then."""
 _NOT_ASKED = (401, 403, 404, *_BUSY)
 """The statuses of refusals that say nothing about the request's content."""
+
+
+class ServingError(RuntimeError):
+    """A scoring server's failure to start or to answer. The message says why."""
 
 
 class _BusyError(Exception):
@@ -66,6 +71,9 @@ class ScoringEndpoint:
     public_headers: Mapping[str, str] = field(default_factory=dict)
     """The headers of every request, also of one without authorisation."""
     timeout_seconds: float = 60.0
+    """The longest time of an answer."""
+    is_local: bool = False
+    """Whether it was started here, see `server.scoring_server`."""
 
     def predict(self, windows: NDArray[Any]) -> list[Any]:
         """Return the rows for windows (n, window, features). Raise `ServingError` if it refuses, `AnswerError` for
@@ -76,18 +84,32 @@ class ScoringEndpoint:
         return parse_predictions(body)
 
     def post(self, windows: NDArray[Any], authorised: bool = True) -> tuple[int, bytes]:
-        """Send one request; return (status, body). Raise `ServingError` where nothing answers."""
+        """Send one request; return (status, body). Raise `ServingError` where nothing answers, and for an answer that
+        does not end in time or is too long."""
         import requests
+        from urllib3.exceptions import HTTPError
 
         name = "inputs" if self.dialect == "mlflow" else "input_data"
         headers = {"Content-Type": "application/json", **self.public_headers, **(self.headers() if authorised else {})}
+        deadline, body = time.monotonic() + self.timeout_seconds, b""
         try:
-            answer = requests.post(
-                self.url, json.dumps({name: windows.tolist()}), headers=headers, timeout=self.timeout_seconds
-            )
-        except requests.RequestException as error:
+            with requests.Session() as session:
+                session.trust_env = not self.is_local  # a proxy of the environment is not for this machine
+                content = json.dumps({name: windows.tolist()})
+                with session.post(
+                    self.url, content, headers=headers, timeout=self.timeout_seconds, stream=True
+                ) as answer:
+                    while piece := answer.raw.read1(1 << 16, decode_content=True):
+                        body += piece
+                        if len(body) > ANSWER_BYTES:
+                            raise ServingError(f"{redact(self.url)} answered with more than {ANSWER_BYTES:,} bytes")
+                        if time.monotonic() > deadline:
+                            raise ServingError(
+                                f"{redact(self.url)} did not end its answer within {self.timeout_seconds:g} s"
+                            )
+                    return answer.status_code, body
+        except (requests.RequestException, HTTPError) as error:
             raise ServingError(f"{redact(self.url)} cannot be reached: {redact(str(error))}") from None
-        return answer.status_code, answer.content
 
 
 def authorisation(token: str) -> Callable[[], dict[str, str]]:
@@ -130,6 +152,8 @@ class EndpointCheck:
     rows: int = 0
     max_relative_difference: float | None = None
     """The largest difference from the job's weights; the tolerance judges it."""
+    max_relative_difference_to_training: float | None = None
+    """The largest difference from the predictions that training wrote."""
     latency_seconds: float | None = None
     """The median time of a request with one window."""
 
@@ -160,6 +184,7 @@ class EndpointCheck:
             **{item.name: ("passed: " if item.passed else "FAILED: ") + item.message for item in self.findings},
             "rows": self.rows,
             "max_relative_difference": self.max_relative_difference,
+            "max_relative_difference_to_training": self.max_relative_difference_to_training,
             "latency_seconds": self.latency_seconds,
         }
         return {name: value for name, value in values.items() if value is not None}
@@ -181,7 +206,7 @@ def check_endpoint(
     - ``schema``: a row of named, finite numbers for each window
     - ``equality``: the numbers of the job's weights, within ``tolerance``, and those that training itself wrote
     - ``one_by_one``: a window gives the same alone as among others
-    - ``refusal``: windows of a wrong shape, or with a value that is not finite, are refused, not answered
+    - ``refusal``: inputs of a wrong shape, or with a value that is not finite, are refused, not answered
     - ``authorisation``: a request without credentials is refused (where credentials are used at all)
 
     ``patience_seconds``: how long a busy or not yet ready endpoint is asked again. A fault of the endpoint is a
@@ -219,7 +244,10 @@ def check_endpoint(
         note("answers", False, str(error))
         return result()
     return result(
-        rows=len(sample.windows), max_relative_difference=found.max_relative_difference, latency_seconds=latency
+        rows=len(sample.windows),
+        max_relative_difference=found.max_relative_difference,
+        max_relative_difference_to_training=found.max_relative_difference_to_training,
+        latency_seconds=latency,
     )
 
 
@@ -266,8 +294,8 @@ def _one_by_one(
 
 def _refusals(endpoint: ScoringEndpoint, windows: NDArray[Any], note: Callable[[str, bool, str], bool]) -> None:
     broken = windows[:1].copy()
-    broken[0, 0, 0] = float("nan")
-    wrong = {"windows of a wrong shape": windows[:1, 1:], "a value that is not finite": broken}
+    broken.flat[0] = float("inf")  # a row may lack a number, so NaN may be a right value
+    wrong = {"inputs of a wrong shape": windows[:1, 1:], "a value that is not finite": broken}
     statuses = {what: endpoint.post(value)[0] for what, value in wrong.items()}
     taken = [what for what, status in statuses.items() if status < 400]
     note("refusal", not taken, f"it answers {' and '.join(taken)}" if taken else f"status {[*statuses.values()]}")
@@ -283,4 +311,4 @@ def _words(body: bytes) -> str:
             text = str(error.get("message", error) if isinstance(error, Mapping) else error)
     except ValueError:
         pass
-    return redact(text)[:500]
+    return redact(text)[:1000]

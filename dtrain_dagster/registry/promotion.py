@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dtrain_dagster.jobs.orders import Order
-from dtrain_dagster.registry.packed import packed_files
 from dtrain_dagster.registry.run_model import ordered_job
 from dtrain_dagster.registry.smoke_test import AnswerError, read_predictions
-from dtrain_dagster.registry.versions import RegisteredModel, open_client
 from trainer.evaluation.gate import Gate
 from trainer.rundir import PREDICTIONS, RunDir
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
+
+    from trainer.isolation.runner import Isolated
 
 Alias = Literal["champion", "challenger"]
 MAX_WINDOWS = 50_000
 """The most test windows or rows of a comparison of candidate and champion, spread evenly over the split."""
+CHAMPION_SECONDS = 300.0
+"""The longest time of the champion's forecasts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,65 +77,25 @@ def choose_alias(verdict: Gate, champion: Comparison | None) -> AliasDecision:
     return AliasDecision(alias="champion" if better else "challenger", reason=reason)
 
 
-def judge_champion(
-    run_dir: str,
-    candidate: RegisteredModel,
-    tracking_uri: str,
-    *,
-    cache_dir: str | None = None,
-    timeout_seconds: float = 300.0,
-    order: Order | None = None,
-) -> Comparison | None:
-    """Score the current champion on the candidate's test windows or rows; return None if there is no champion, or it is
-    the candidate.
-
-    The champion is loaded by ``mlflow.pyfunc`` with the code it was registered with, in a process of its own. Where its
-    input means something else, or it does not load, the comparison says why.
-    """
-    version = champion_version(candidate.name, tracking_uri)
-    if version is None or version == candidate.version:
-        return None
-    with ExitStack() as stack:
-        own, its = (
-            stack.enter_context(packed_files(candidate.name, each, tracking_uri))
-            for each in (candidate.version, version)
-        )
-        return compare(
-            run_dir,
-            version,
-            _metadata(own),
-            _metadata(its),
-            lambda windows: predict_in_isolation(its, windows, timeout_seconds),
-            cache_dir=cache_dir,
-            order=order,
-        )
-
-
 def compare(
-    run_dir: str,
-    version: str,
-    own: Mapping[str, Any],
-    its: Mapping[str, Any],
-    predict: Callable[[NDArray[Any]], Mapping[str, NDArray[np.float64]]],
-    *,
-    cache_dir: str | None = None,
-    order: Order | None = None,
+    run_dir: str, version: str, own: Path, its: Path, *, cache_dir: str | None = None, order: Order | None = None
 ) -> Comparison:
     """Score the champion, ``version``, on the test windows of a run directory, against the predictions that its
-    training wrote; or on the test rows, against what the run directory's weights answer. ``own`` and ``its`` are the
-    candidate's and the champion's metadata of the model. Raise `AnswerError` for predictions of another dataset."""
-
+    training wrote; or on the test rows, against what the run directory's weights answer. ``own`` and ``its``: the
+    folders of the candidate's and the champion's files. The champion answers with the code it was registered with, in a
+    process of its own. Where its input means something else, or it does not load, the comparison says why. Raise
+    `AnswerError` for predictions of another dataset."""
     from trainer.data.sampler import spread_positions
     from trainer.data.shards import DataShardManager
-    from trainer.isolation.runner import IsolationError
+    from trainer.isolation.runner import Isolated, IsolationError
 
-    difference = input_difference(own, its)
-    if difference:
+    mine, champions = _metadata(own), _metadata(its)
+    if difference := input_difference(mine, champions):
         return _incomparable(version, difference)
-    rundir = RunDir(run_dir)
-    if "task" in own:
-        return _compare_rows(rundir, version, own, its, predict, cache_dir, order)
-    shards = DataShardManager(ordered_job(rundir, order).dataset.uri, cache_dir, own["dataset_id"])
+    rundir, champion = RunDir(run_dir), Isolated(folder=its, kind="mlflow", seconds=CHAMPION_SECONDS)
+    if "task" in mine:
+        return _compare_rows(rundir, version, mine, champions, champion, cache_dir, order)
+    shards = DataShardManager(ordered_job(rundir, order).dataset.uri, cache_dir, mine["dataset_id"])
     judged = spread_positions(shards.count("test"))
     positions = spread_positions(len(judged), MAX_WINDOWS)
     windows, target = shards.gather(shards.end_rows("test", judged[positions]))
@@ -144,20 +104,20 @@ def compare(
         raise AnswerError(f"cannot be judged: {rundir.uri}/{PREDICTIONS} is not of this dataset's test split")
     trained = {name: values[positions] for name, values in stored.items()}
     try:
-        answers = predict(windows.numpy())
+        answers = champion.predict(windows.numpy())
     except IsolationError as error:
         return _incomparable(version, f"it could not be loaded: {error}")
     truth = target.double().numpy()
     for metric, score in (("NLL", _nll), ("squared error", _squared_error)):
-        mine, other = score(trained, truth), score(answers, truth)
-        if mine is not None and other is not None:
+        candidates, others = score(trained, truth), score(answers, truth)
+        if candidates is not None and others is not None:
             return Comparison(
                 champion_version=version,
                 metric=metric,
-                candidate=mine,
-                champion=other,
+                candidate=candidates,
+                champion=others,
                 windows=len(positions),
-                note=_overlap(its, shards.manifest["splits"]["test"]["first"]),
+                note=_overlap(champions, shards.manifest["splits"]["test"]["first"]),
             )
     return _incomparable(version, "one forecasts a distribution or a point, and the other does neither")
 
@@ -167,12 +127,11 @@ def _compare_rows(
     version: str,
     own: Mapping[str, Any],
     its: Mapping[str, Any],
-    predict: Callable[[NDArray[Any]], Mapping[str, NDArray[np.float64]]],
+    champion: Isolated,
     cache_dir: str | None,
     order: Order | None,
 ) -> Comparison:
-
-    from dtrain_dagster.registry.evaluated_rows import answers
+    from dtrain_dagster.registry.evaluated import answers
     from dtrain_dagster.registry.run_model import load_run_model
     from trainer.data.row_data import RowData
     from trainer.data.sampler import spread_positions
@@ -183,7 +142,7 @@ def _compare_rows(
     data = RowData(model.job.dataset.uri, cache_dir, own["dataset_id"])
     positions = spread_positions(data.count("test"), MAX_WINDOWS)
     try:
-        other = answers(predict, data, positions)
+        other = answers(champion.predict, data, positions)
     except IsolationError as error:
         return _incomparable(version, f"it gave no forecasts of these rows: {error}")
     mine = answers(model.predict, data, positions)
@@ -203,33 +162,6 @@ def _compare_rows(
         note="" if its.get("dataset_id") == own["dataset_id"] else foreign,
         unit="rows",
     )
-
-
-def champion_version(model_name: str, tracking_uri: str) -> str | None:
-    """Return the version with the alias ``champion``, or None."""
-    from mlflow.exceptions import MlflowException
-
-    try:
-        found = open_client(tracking_uri).get_model_version_by_alias(model_name, "champion")
-    except MlflowException as error:
-        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-            return None
-        raise
-    return str(found.version)
-
-
-def promote(model: RegisteredModel, decision: AliasDecision, tracking_uri: str) -> str | None:
-    """Give the version its alias, with the reason as a tag, and take the other alias from it; return the former
-    champion's version where this one takes its place, else None."""
-    client = open_client(tracking_uri)
-    before = champion_version(model.name, tracking_uri)
-    other: Alias = "challenger" if decision.alias == "champion" else "champion"
-    aliases = client.get_model_version(model.name, model.version).aliases
-    if other in aliases:
-        client.delete_registered_model_alias(model.name, other)
-    client.set_registered_model_alias(model.name, decision.alias, model.version)
-    client.set_model_version_tag(model.name, model.version, "alias_reason", decision.reason)
-    return before if decision.alias == "champion" and before != model.version else None
 
 
 def input_difference(own: Mapping[str, Any], its: Mapping[str, Any]) -> str:
@@ -253,18 +185,10 @@ def _overlap(its: Mapping[str, Any], test_first: str) -> str:
 
 
 def _metadata(folder: Path) -> dict[str, Any]:
-    """Return the metadata that `versions.register_model` wrote beside the signature."""
+    """Return the metadata that registration wrote beside the signature."""
     from mlflow.models import Model
 
     return Model.load(str(folder)).metadata or {}
-
-
-def predict_in_isolation(folder: Path, windows: NDArray[Any], timeout_seconds: float) -> dict[str, NDArray[np.float64]]:
-    """Return a packed model's answers, computed with its own code in a process of its own
-    (`trainer.isolation.runner`)."""
-    from trainer.isolation.runner import Isolated
-
-    return Isolated(folder=folder, kind="mlflow", seconds=timeout_seconds).predict(windows)
 
 
 def _nll(columns: Mapping[str, NDArray], target: NDArray) -> float | None:

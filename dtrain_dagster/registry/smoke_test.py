@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.jobs.orders import Order
-from dtrain_dagster.registry.inputs import open_inputs
-from dtrain_dagster.registry.run_model import load_run_model
+from dtrain_dagster.registry.run_model import RunModel, load_run_model
 from trainer.errors import DamagedError
 from trainer.rundir import PREDICTIONS, RunDir
-from trainer.spec import REGRESSION
+from trainer.spec import REGRESSION, RowSpec
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from trainer.data.row_data import RowData
+    from trainer.data.shards import DataShardManager
 
 SAME_WEIGHTS_TOLERANCE = 1e-5
 """The largest allowed difference between the server and the run directory's weights on this machine, as a fraction of a
@@ -52,10 +54,9 @@ class Agreement:
     passed: bool
     message: str
     """A text that continues ``the scoring server …``."""
-    max_abs_difference: float
-    """The largest difference from the run directory's weights, in the columns' own units."""
     max_relative_difference: float
-    """The same as a fraction of each column's root mean square; judged by the tolerance for the same weights."""
+    """The largest difference from the run directory's weights, as a fraction of each column's root mean square; judged
+    by the tolerance for the same weights."""
     max_relative_difference_to_training: float
     """The largest difference from ``predictions.npz``; judged by `TRAINING_TOLERANCE`. 0 where training wrote no such
     column."""
@@ -70,10 +71,10 @@ def load_sample(run_dir: str, cache_dir: str | None = None, rows: int = 32, orde
 
     rundir = RunDir(run_dir)
     own = load_run_model(rundir, order)
-    stored = open_inputs(own, cache_dir)
-    judged = spread_positions(stored.count)
+    data = open_data(own, cache_dir)
+    judged = spread_positions(data.count("test"))
     positions = np.unique(np.linspace(0, len(judged) - 1, min(rows, len(judged))).astype(np.int64))
-    rows_judged, windows = stored.rows(judged[positions]), stored.inputs(judged[positions])
+    rows_judged, windows = inputs_at(data, judged[positions])
     expected = own.predict(windows)
     trained = read_predictions(rundir, ("row", "mu", "sigma", "nu"))
     if len(trained["row"]) != len(judged) or not np.array_equal(trained["row"][positions], rows_judged):
@@ -89,6 +90,26 @@ def load_sample(run_dir: str, cache_dir: str | None = None, rows: int = 32, orde
         trained={name: values for name, values in known.items() if np.isfinite(values).all()},
         units={"prediction": own.spec.target_std} if getattr(own.spec, "task", "") == REGRESSION else {},
     )
+
+
+def open_data(own: RunModel, cache_dir: str | None) -> RowData | DataShardManager:
+    """Return the data of a model. Raise DatasetError where they cannot be read."""
+    from trainer.data.row_data import RowData  # not above: torch
+    from trainer.data.shards import DataShardManager
+
+    kind = RowData if isinstance(own.spec, RowSpec) else DataShardManager
+    return kind(own.job.dataset.uri, cache_dir, own.spec.dataset_id)
+
+
+def inputs_at(data: RowData | DataShardManager, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """Return the samples at these positions of the test split, 0 … count - 1: what ``predictions.npz`` calls their
+    rows, and themselves as a registered model takes them, windows float32 or rows float64."""
+    from trainer.data.shards import DataShardManager
+
+    if isinstance(data, DataShardManager):
+        rows = data.end_rows("test", positions)
+        return rows, data.gather(rows)[0].numpy()
+    return positions, data.original("test", positions)
 
 
 def read_predictions(rundir: RunDir, names: Sequence[str]) -> dict[str, NDArray[Any]]:
@@ -151,8 +172,6 @@ def compare_answers(
 ) -> Agreement:
     """Return how far the served columns agree. ``tolerance`` bounds the difference from the run directory's weights,
     see `SAME_WEIGHTS_TOLERANCE`; a server with other hardware needs more. Raise `AnswerError` for other columns."""
-    import numpy as np
-
     expected = sample.expected
     if set(served) != set(expected):
         raise AnswerError(f"answers with {sorted(served)}, the job's model gives {sorted(expected)}")
@@ -167,7 +186,6 @@ def compare_answers(
             f"{tolerance:.0e}) and {to_training:.1e} from training's own predictions (allowed "
             f"{TRAINING_TOLERANCE:.0e}; compared: {', '.join(sample.trained) or 'no column'})"
         ),
-        max_abs_difference=max(float(np.abs(served[name] - expected[name]).max()) for name in expected),
         max_relative_difference=relative,
         max_relative_difference_to_training=to_training,
     )

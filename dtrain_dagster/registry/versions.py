@@ -1,4 +1,4 @@
-"""Registration: a finished job becomes a version of a registered model, once.
+"""The parts of a registration: what a version is, what it says of its training, and the MLflow model that is packed.
 
 MLflow's client and plain artifacts are used rather than ``mlflow.pyfunc.log_model``: that one needs the server's
 logged-models API, which Azure ML's MLflow endpoint does not have, sets global state, and loads the model once more to
@@ -7,35 +7,34 @@ validate it, which the serving check does on a real server.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain_dagster.jobs.orders import Order
-from dtrain_dagster.registry.client import open_client
-from dtrain_dagster.registry.inputs import open_inputs
-from dtrain_dagster.registry.once import JOB_TAG, WEIGHTS_TAG, is_same, older, registering
-from dtrain_dagster.registry.packed import PACKED_TAG, folder_digest
-from dtrain_dagster.registry.run_model import RunModel, load_run_model, ordered_job
+from dtrain_dagster.registry.run_model import RunModel
+from dtrain_dagster.registry.smoke_test import inputs_at, open_data
+from dtrain_dagster.support.secrets import redact
 from dtrain_dagster.support.user_code import stage_for_serving
 from trainer.config import JobConfig
 from trainer.data.manifest import load_manifest
 from trainer.elastic.generation_record import generations
 from trainer.observability.mlflow_sink import GATE_TAG, ensure_experiment
-from trainer.observability.mlflow_sqlite import artifact_location
 from trainer.rundir import EVALUATION, RESULT, RunDir
-from trainer.runtime.scratch import scratch_folder
+from trainer.runtime.file_lock import hold_lock
 from trainer.spec import DataSpec, RowSpec
 from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Run
     from mlflow.models import ModelSignature
     from numpy.typing import NDArray
 
+JOB_TAG, WEIGHTS_TAG = "job_id", "weights_sha256"
+LOCK = "registration.lock"
+PATIENCE_SECONDS = 600.0
+"""The longest wait for another registration. One that takes longer is frozen; of two versions, the older one stays."""
 MODEL_PATH = "model"
 CARD = "model_card.md"
 DESCRIPTION_LIMIT = 5000
@@ -44,6 +43,27 @@ DESCRIPTION_LIMIT = 5000
 
 class RegistryError(ValueError):
     """A refusal of a job's model that cannot be registered. The message says what is missing and the remedy."""
+
+
+@contextmanager
+def explained(what: str, setting: str) -> Iterator[None]:
+    """Within the block, turn any error of MLflow, a database, a network or a disk into `RegistryError`."""
+    try:
+        yield
+    except Exception as error:  # each store of artifacts has errors of its own
+        said = redact(str(error)).strip().splitlines() or [type(error).__name__]
+        raise RegistryError(f"{what} ({said[0][:500]}): a model could not be registered; see {setting}") from error
+
+
+@contextmanager
+def registering(rundir: RunDir) -> Iterator[None]:
+    """Keep other processes of this machine from registering the job within the block. The lock ends with its process,
+    however that ends. A run directory in the cloud has no lock: there the older of two versions stays."""
+    if not rundir.storage.is_local:
+        yield
+        return
+    with hold_lock(rundir.storage.local_path(LOCK), PATIENCE_SECONDS):
+        yield
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,85 +87,6 @@ class RegisteredModel:
         return self.asset_uri or f"models:/{self.name}/{self.version}"
 
 
-def register_model(
-    run_dir: str,
-    tracking_uri: str,
-    model_name: str,
-    tags: Mapping[str, str],
-    card: str,
-    *,
-    experiment: str = "dtrain",
-    cache_dir: str | None = None,
-    order: Order | None = None,
-) -> RegisteredModel:
-    """Register the model of a succeeded job; return its version. Where the same weights of the job were registered
-    before, or are at this moment, return that version.
-
-    ``order``: the job as ordered (`dtrain_dagster.jobs.orders`); the run directory must agree with it. Without one,
-    only a model of stock parts is registered.
-
-    ``tags`` (node-hours, dollars, code version, Dagster run…) are added to those of the run directory, see `job_tags`;
-    ``card`` is the model card in Markdown. The version belongs to the MLflow run that the trainer reported to, or to a
-    new one in ``experiment``. ``cache_dir`` is the node-local cache of shards.
-
-    Raise `RegistryError` if the job has no result or no model, and MLflow's own error where the server refuses.
-    """
-    rundir = RunDir(run_dir)
-    job = ordered_job(rundir, order)
-    with registering(rundir):
-        client = open_client(tracking_uri)
-        return _register(client, rundir, job, tracking_uri, model_name, tags, card, experiment, cache_dir, order)
-
-
-def _register(
-    client: MlflowClient,
-    rundir: RunDir,
-    job: JobConfig,
-    tracking_uri: str,
-    model_name: str,
-    tags: Mapping[str, str],
-    card: str,
-    experiment: str,
-    cache_dir: str | None,
-    order: Order | None,
-) -> RegisteredModel:
-    """Do the work of `register_model`. Everything up to the version can be repeated after a kill, and is then written
-    over."""
-    weights = (rundir.read_json(RESULT) or {}).get("weights_sha256")
-    known = find_version(client, model_name, job.job_id, weights)
-    if known is not None:
-        return known
-    result, evaluation = read_succeeded(rundir)
-    own = load_run_model(rundir, order)
-    all_tags = {
-        **job_tags(rundir, result, evaluation, job),
-        **own.digests,
-        **{name: str(value) for name, value in tags.items()},
-    }
-    run_id = tracking_run(client, rundir, tracking_uri, experiment, job.job_id, weights)
-    with scratch_folder("register") as scratch:
-        folder = scratch / MODEL_PATH
-        save_pyfunc(own, folder, scratch, run_id, cache_dir)
-        all_tags[PACKED_TAG] = folder_digest(folder)
-        _clear(client, run_id, tracking_uri)
-        client.log_artifacts(run_id, str(folder), MODEL_PATH)
-    client.log_text(run_id, card, CARD)
-    client.log_dict(run_id, evaluation, EVALUATION)
-    for name, value in tags_of_run(all_tags).items():
-        client.set_tag(run_id, name, value)
-    ensure_registered_model(client, model_name)
-    source = f"{client.get_run(run_id).info.artifact_uri}/{MODEL_PATH}"
-    version = client.create_model_version(
-        model_name, source, run_id=run_id, tags=all_tags, description=description(card)
-    )
-    made = str(version.version)
-    if older(client, model_name, made, job.job_id, weights) is not None:  # made elsewhere, where the lock is not seen
-        known = find_version(client, model_name, job.job_id, weights)
-        if known is not None:
-            return known
-    return RegisteredModel(name=model_name, version=made, run_id=run_id, created=True, tags=all_tags)
-
-
 def read_succeeded(rundir: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return ``result.json`` and ``evaluation.json``. Raise `RegistryError` for a training that did not succeed."""
     result, evaluation = rundir.read_json(RESULT), rundir.read_json(EVALUATION)
@@ -155,34 +96,8 @@ def read_succeeded(rundir: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
     return result, evaluation
 
 
-def find_version(
-    client: MlflowClient, model_name: str, job_id: str, weights: str | None = None
-) -> RegisteredModel | None:
-    """Return the first version of this job, with these weights where they are given, or None. The filter is applied
-    here: not every registry can search by tag."""
-    same = [
-        version
-        for version in client.search_model_versions(f"name = '{model_name}'")
-        if is_same(dict(version.tags), job_id, weights)
-    ]
-    first = min(same, key=lambda version: int(version.version), default=None)
-    if first is None:
-        return None
-    return RegisteredModel(
-        name=model_name,
-        version=str(first.version),
-        run_id=first.run_id or "",
-        created=False,
-        tags=dict(first.tags),
-    )
-
-
-RUN_TAGS = (
-    JOB_TAG, "dataset_id", "run_dir", "code_version", "dagster_run_id", GATE_TAG, "sku", "nodes", WEIGHTS_TAG,
-    PACKED_TAG,
-)  # fmt: skip
-"""The tags of a version that its run has, too: by which runs are found and compared, and the digests by which the model
-in it is known."""
+RUN_TAGS = (JOB_TAG, "dataset_id", "run_dir", "code_version", "dagster_run_id", GATE_TAG, "sku", "nodes", WEIGHTS_TAG)
+"""The tags of a version that its run has, too: by which runs are found and compared."""
 
 
 def tags_of_run(tags: Mapping[str, str]) -> dict[str, str]:
@@ -219,76 +134,26 @@ def job_tags(
     return {name: f"{value:.6f}" if isinstance(value, float) else str(value) for name, value in values.items() if value}
 
 
-def tracking_run(
-    client: MlflowClient, rundir: RunDir, tracking_uri: str, experiment: str, job_id: str, weights: str | None = None
-) -> str:
-    """Return the id of the MLflow run for a version: the trainer's where it still exists, else one that an earlier
-    registration of these weights has made, else a new one that is finished at once. A run that other weights were
-    registered from is never used: its model would be written over, and that version would then hold these weights."""
+def tracking_run(client: MlflowClient, rundir: RunDir, tracking_uri: str, experiment: str, job_id: str) -> str:
+    """Return the id of the MLflow run for a version: the trainer's where it still exists, else the job's that an
+    earlier registration has made, else a new one that is finished at once."""
     from mlflow.exceptions import MlflowException
 
     run_id = (rundir.read_json("tracking.json") or {}).get("mlflow_run_id")
     if run_id:
         try:
             run = client.get_run(run_id)
-            is_own = run.data.tags.get(JOB_TAG) == job_id  # nodes name the run, and may name another job's
-            if run.info.lifecycle_stage == "active" and is_own and _is_free(client, run, weights):
+            # Nodes name the run, and may name another job's.
+            if run.info.lifecycle_stage == "active" and run.data.tags.get(JOB_TAG) == job_id:
                 return run_id
         except MlflowException as error:
             if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):  # or is no run's name
                 raise
     experiment_id = ensure_experiment(client, experiment, tracking_uri)
-    tags = {JOB_TAG: job_id} | ({WEIGHTS_TAG: weights} if weights else {})
-    named = client.search_runs([experiment_id], f"tags.{JOB_TAG} = '{job_id}'")
-    same = [run for run in named if weights and run.data.tags.get(WEIGHTS_TAG) == weights]
-    made = [run for run in same if _is_free(client, run, weights)]
-    run = made[0] if made else client.create_run(experiment_id, run_name=job_id, tags=tags)
+    known = client.search_runs([experiment_id], f"tags.{JOB_TAG} = '{job_id}'")
+    run = known[0] if known else client.create_run(experiment_id, run_name=job_id, tags={JOB_TAG: job_id})
     client.set_terminated(run.info.run_id)
     return run.info.run_id
-
-
-def _is_free(client: MlflowClient, run: Run, weights: str | None) -> bool:
-    """Return whether no model lies in this run yet, neither another one nor the same under another name, whose version
-    records the digest of its files. Such files would be written over, and that version be refused from then on. Files
-    of a registration that was killed before it had made its version may be written over."""
-    tags = run.data.tags
-    if weights is not None and tags.get(WEIGHTS_TAG, weights) != weights:
-        return False
-    return PACKED_TAG not in tags or not client.search_model_versions(f"run_id = '{run.info.run_id}'")
-
-
-def _clear(client: MlflowClient, run_id: str, tracking_uri: str) -> None:
-    """Remove the model files of a registration that was killed: where the code has changed since, some of them would
-    not be overwritten, and the version would be refused for them."""
-    from mlflow.exceptions import MlflowException
-    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-
-    if not client.list_artifacts(run_id, MODEL_PATH):
-        return
-    place = str(client.get_run(run_id).info.artifact_uri).removeprefix("file://")
-    by_server = place.startswith("mlflow-artifacts:/") and not place.startswith("mlflow-artifacts://")
-    if not by_server and place != f"{artifact_location(tracking_uri)}/{run_id}/artifacts":
-        return  # the run's maker may have named any folder
-    with suppress(MlflowException, OSError):  # a store that deletes nothing: most files are written over
-        get_artifact_repository(place, tracking_uri=tracking_uri).delete_artifacts(MODEL_PATH)
-
-
-DESCRIPTION_OF_ALL = (
-    "Models that dtrain has trained and judged. The alias `champion` is the version that passed its gate and beat the "
-    "champion before it on the same samples; `challenger` is the latest one that did not. Each version has a model "
-    "card with its data, its code, its scores beside those of baselines, and its cost."
-)
-
-
-def ensure_registered_model(client: MlflowClient, name: str) -> None:
-    """Make the registered model of this name, where it is missing. One that is there keeps its description."""
-    from mlflow.exceptions import MlflowException
-
-    try:
-        client.create_registered_model(name, description=DESCRIPTION_OF_ALL)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise
 
 
 def save_pyfunc(own: RunModel, folder: Path, scratch: Path, run_id: str, cache_dir: str | None) -> None:
@@ -300,8 +165,8 @@ def save_pyfunc(own: RunModel, folder: Path, scratch: Path, run_id: str, cache_d
 
     import trainer
 
-    stored = open_inputs(own, cache_dir)
-    inputs = stored.inputs(np.unique(np.linspace(0, stored.count - 1, 3).astype(np.int64)))
+    data = open_data(own, cache_dir)
+    _, inputs = inputs_at(data, np.unique(np.linspace(0, data.count("test") - 1, 3).astype(np.int64)))
     files = scratch / "files"
     files.mkdir()
     own.write(files)
@@ -315,7 +180,7 @@ def save_pyfunc(own: RunModel, folder: Path, scratch: Path, run_id: str, cache_d
         pip_requirements=list(code.requirements),  # given, so that nothing is imported to find out
         signature=_signature(inputs, own.predict(inputs)),
         input_example=inputs,
-        metadata=_metadata(own.spec, stored.manifest),
+        metadata=_metadata(own.spec, data.manifest),
         mlflow_model=Model(artifact_path=MODEL_PATH, run_id=run_id),
     )
 
@@ -361,5 +226,5 @@ def description(card: str) -> str:
     """Return the card, cut at a line's end to `DESCRIPTION_LIMIT` with a note on where the whole card is."""
     if len(card) <= DESCRIPTION_LIMIT:
         return card
-    note = f"\n\n… the whole card is the artifact `{CARD}` of the run."
+    note = f"\n\n… the whole card is `{CARD}` beside the model."
     return card[: DESCRIPTION_LIMIT - len(note)].rsplit("\n", 1)[0] + note

@@ -9,7 +9,6 @@ from pathlib import Path
 from pydantic_settings import BaseSettings
 
 from dtrain_dagster.settings.azure import AzureSettings
-from dtrain_dagster.settings.data_engine import DataEngineSettings
 from dtrain_dagster.settings.kubernetes import KubernetesSettings
 from dtrain_dagster.settings.notices import NoticeSettings
 from dtrain_dagster.settings.ray import RaySettings
@@ -18,7 +17,6 @@ from dtrain_dagster.settings.slurm import SlurmSettings
 TABLES: dict[str, type[BaseSettings]] = {
     "docs/azure.md": AzureSettings,
     "docs/kubernetes.md": KubernetesSettings,
-    "docs/large-data.md": DataEngineSettings,
     "docs/monitoring.md": NoticeSettings,
     "docs/ray.md": RaySettings,
     "docs/slurm.md": SlurmSettings,

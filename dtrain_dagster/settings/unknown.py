@@ -24,16 +24,13 @@ def is_ours(name: str) -> bool:
 def known_variables() -> set[str]:
     """Return the names of all variables that the project reads."""
     from dtrain_dagster.settings.azure import AzureSettings  # not above: only who has such a variable needs to know
-    from dtrain_dagster.settings.data_engine import DataEngineSettings
     from dtrain_dagster.settings.kubernetes import KubernetesSettings
     from dtrain_dagster.settings.notices import NoticeSettings
     from dtrain_dagster.settings.ray import RaySettings
     from dtrain_dagster.settings.slurm import SlurmSettings
 
     names = {name for name in (*INTERNAL, *(each for group in GROUPS for each in group.variables)) if is_ours(name)}
-    for kind in (
-        *(Settings, AzureSettings, DataEngineSettings, KubernetesSettings, NoticeSettings, RaySettings, SlurmSettings),
-    ):
+    for kind in (Settings, AzureSettings, KubernetesSettings, NoticeSettings, RaySettings, SlurmSettings):
         names |= {f"{kind.model_config['env_prefix']}{name.upper()}" for name in kind.model_fields}
     return names
 

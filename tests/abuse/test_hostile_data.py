@@ -23,11 +23,11 @@ from benchmarks.abuse import hostile_data
 from dtrain_dagster.assets.training import _samples_check
 from dtrain_dagster.automation.retraining import prices_of
 from dtrain_dagster.data import price_file
+from dtrain_dagster.data.build_once import verify_shards
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.preview import dataset_picture, preview_rows
 from dtrain_dagster.data.prices import iter_tickers, write_prices
 from dtrain_dagster.data.publish import publish_dataset
-from dtrain_dagster.data.sharding import verify_dataset
 from dtrain_dagster.data.sources import PriceFile, price_source
 from dtrain_dagster.planning.tuned_settings import _dataset_id
 from trainer.data.manifest import check_manifest
@@ -113,16 +113,6 @@ def test_names_of_columns_and_tickers_are_data(tmp_path: Path) -> None:
             write_prices(PriceFile(str(tmp_path / "bad.csv")), str(tmp_path))
 
 
-def test_a_parquet_file_that_claims_more_than_it_can_hold_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(price_file, "_MOST_ROWS", 1000)
-    table = pa.table({"date": ["2020-01-02"] * 200_000, "ticker": ["A"] * 200_000, "adj_close": [1.0] * 200_000})
-    pq.write_table(table, tmp_path / "p.parquet")
-    with pytest.raises(DataError, match="claims 200,000 rows"):
-        write_prices(PriceFile(str(tmp_path / "p.parquet")), str(tmp_path))
-
-
 def test_a_file_that_is_written_while_it_is_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "p.csv"
     path.write_bytes(hostile_data.csv_of(1.0))
@@ -149,7 +139,7 @@ def test_tickers_of_a_download_are_plain(tickers: str) -> None:
 HOSTILE = ("", "[]", "{", "NaN", '{"source": 7}', '{"source": {}, "source": {}}', "[" * 9000, "pipe", "gone")
 READERS: dict[str, Callable[[Path], object]] = {
     "a training": lambda folder: DataShardManager(str(folder), folder.parent / "cache"),
-    "a check of shards": lambda folder: verify_dataset(str(folder)),
+    "a check of shards": lambda folder: verify_shards(str(folder)),
     "a preview": lambda folder: preview_rows(str(folder)),
     "a picture": lambda folder: dataset_picture(str(folder)),
     "publishing": lambda folder: publish_dataset(str(folder), folder.name, str(folder.parent / "shared")),
@@ -200,7 +190,7 @@ def test_a_manifest_of_prices_that_is_none_is_told(tmp_path: Path) -> None:
 def test_nothing_reads_or_copies_what_a_manifest_names_outside(copy: Path, path: str, tmp_path: Path) -> None:
     bad = hostile_data.changed(copy, tmp_path / "bad", hostile_data._set("shards", 0, "path", path))
     for use in (
-        lambda: verify_dataset(str(bad)),
+        lambda: verify_shards(str(bad)),
         lambda: preview_rows(str(bad)),
         lambda: publish_dataset(str(bad), "abc", str(tmp_path / "shared")),
         lambda: DataShardManager(str(bad), tmp_path / "cache"),

@@ -22,9 +22,8 @@ from dtrain_dagster.cli.main import main
 from dtrain_dagster.clusters.base import JobSpec, JobState
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.clusters.supervision.settle import new_token, signal_supervisor, supervisor_of, sweep
-from dtrain_dagster.registry import register_model
-from dtrain_dagster.registry.packed import PACKED_TAG
-from dtrain_dagster.registry.versions import open_client, tracking_run
+from dtrain_dagster.registry import MLflowRegistry
+from dtrain_dagster.registry.client import open_client
 from dtrain_dagster.settings.home import make_home
 from dtrain_dagster.support.building import LEFT_SECONDS, building_in
 from tests.dtrain_dagster import small_job
@@ -39,14 +38,14 @@ DTRAIN = str(Path(sys.executable).parent / "dtrain")
 REGISTER_AT_ONCE = """
 import os, sys
 import mlflow.store.tracking.sqlalchemy_store
-from dtrain_dagster.registry import register_model
+from dtrain_dagster.registry import MLflowRegistry
 run_dir, uri, name = sys.argv[1:]
 reader, writer = os.pipe()
 for _ in range(3):  # forks of what was imported once
     if not os.fork():
         os.close(writer)
         os.read(reader, 1)  # until it is closed for all
-        model = register_model(run_dir, uri, name, {"nodes": "1"}, "# card")
+        model = MLflowRegistry(uri).register_model(run_dir, name, {"nodes": "1"}, "# card")
         print(model.version, model.created, flush=True)
         os._exit(0)
 os.close(writer)
@@ -72,7 +71,7 @@ def test_what_was_killed_at_any_moment_is_done_again(work: str):
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_registration_that_was_killed_is_done_again():
-    """One that has a run of its training, killed early and then late; afterwards its files are an older version's."""
+    """One that has a run of its training, killed early and then late."""
     tally = killed_registrations.attack(random.Random(136), rounds=1)
     assert tally.is_clean, tally.findings
 
@@ -127,18 +126,6 @@ def test_what_a_killed_maker_has_left_is_swept(tmp_path: Path):
     assert sorted(os.listdir(tmp_path)) == ["mlflow.db", "mlflow.db.lock"]
 
 
-def test_what_a_killed_registration_has_left_is_used_by_the_next_one(tables: Path, tmp_path: Path):
-    """Of the run of the training, which has its curves: a version of another run would have none."""
-    shutil.copy(tables, tmp_path / "mlflow.db")
-    client, rundir = open_client(uri := f"sqlite:///{tmp_path}/mlflow.db"), RunDir(str(tmp_path / "job"))
-    run = client.create_run(client.create_experiment("e"), tags={"job_id": "job", PACKED_TAG: "0" * 64}).info.run_id
-    rundir.write_json("tracking.json", {"mlflow_run_id": run})
-    assert tracking_run(client, rundir, uri, "e", "job", "weights") == run, "it was killed before it made a version"
-    client.create_registered_model("forecaster")
-    client.create_model_version("forecaster", str(tmp_path), run_id=run)
-    assert tracking_run(client, rundir, uri, "e", "job", "weights") != run, "its files would be written over"
-
-
 @pytest.mark.long
 @pytest.mark.slow
 def test_three_registrations_of_one_job_at_once_make_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -156,7 +143,7 @@ def test_three_registrations_of_one_job_at_once_make_one_version(tmp_path: Path,
     # Other weights under the same job's name (it was gone on with) are another version.
     result = RunDir(run_dir).read_json("result.json")
     RunDir(run_dir).write_json("result.json", result | {"weights_sha256": "0" * 64})
-    again = register_model(run_dir, uri, "forecaster", {"nodes": "1"}, "# card")
+    again = MLflowRegistry(uri).register_model(run_dir, "forecaster", {"nodes": "1"}, "# card")
     assert (again.version, again.created) == ("2", True)
 
 

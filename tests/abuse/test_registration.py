@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.abuse.hostile_nodes import Place
@@ -21,10 +22,12 @@ from dtrain_dagster.cli.common import Refusal
 from dtrain_dagster.cli.endpoint import _registered
 from dtrain_dagster.jobs.orders import Order, keep_order, keep_registration
 from dtrain_dagster.jobs.progress import REGISTRATION
-from dtrain_dagster.registry import run_model, server
+from dtrain_dagster.registry import endpoint, run_model
+from dtrain_dagster.registry.client import open_client
+from dtrain_dagster.registry.endpoint import ScoringEndpoint, ServingError
 from dtrain_dagster.registry.run_model import RunModelError, load_run_model
 from dtrain_dagster.registry.smoke_test import AnswerError, as_columns, parse_predictions, read_predictions
-from dtrain_dagster.registry.versions import open_client, tracking_run
+from dtrain_dagster.registry.versions import tracking_run
 from trainer.rundir import RunDir
 
 
@@ -136,7 +139,7 @@ def answering() -> Iterator[Callable[[Callable[[socket.socket], None]], int]]:
 class TestAnswers:
     @pytest.mark.timeout(30)
     def test_one_that_never_ends_is_given_up(self, answering: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(server, "ANSWER_BYTES", 1 << 20)
+        monkeypatch.setattr(endpoint, "ANSWER_BYTES", 1 << 20)
 
         def slowly(connection: socket.socket) -> None:
             connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
@@ -149,10 +152,13 @@ class TestAnswers:
             while True:
                 connection.sendall(b" " * (1 << 16))
 
-        with pytest.raises(server.ServingError, match=r"did not end its answer within 0\.5 s"):
-            server._request(answering(slowly), "GET", "/ping", timeout=0.5)
-        with pytest.raises(server.ServingError, match="more than 1,048,576 bytes"):
-            server._request(answering(much), "GET", "/ping", timeout=10)
+        def asked(say: Callable[[socket.socket], None], seconds: float) -> ScoringEndpoint:
+            return ScoringEndpoint(url=f"http://127.0.0.1:{answering(say)}", timeout_seconds=seconds, is_local=True)
+
+        with pytest.raises(ServingError, match=r"did not end its answer within 0\.5 s"):
+            asked(slowly, 0.5).predict(np.zeros(1))
+        with pytest.raises(ServingError, match="more than 1,048,576 bytes"):
+            asked(much, 10.0).predict(np.zeros(1))
 
     @pytest.mark.parametrize(
         "body", [b"<html>", b"7", b"{}", b'{"predictions": 7}', b"[" * 100_000, b"\xff", b'"\\ud800"']

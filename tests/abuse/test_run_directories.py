@@ -50,9 +50,9 @@ from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.jobs.progress import choose_job, follow_job, known_jobs, start_job
 from dtrain_dagster.jobs.view import news
 from dtrain_dagster.registry.endpoint import EndpointCheck, Finding
-from dtrain_dagster.registry.once import registering
 from dtrain_dagster.registry.run_model import RunModelError, load_run_model
 from dtrain_dagster.registry.smoke_test import AnswerError, read_predictions
+from dtrain_dagster.registry.versions import registering
 from dtrain_dagster.settings.environment import Settings
 from trainer.documents import schemas
 from trainer.documents.presences import NodePresence

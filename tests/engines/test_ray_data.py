@@ -28,7 +28,7 @@ from dtrain_dagster.data.prices import write_prices
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset
 from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.data.validation import Validation
-from dtrain_dagster.settings.data_engine import read_ray_place
+from dtrain_dagster.settings.ray import RaySettings
 
 def slow(frame):
     time.sleep(0.5)
@@ -36,7 +36,7 @@ def slow(frame):
 
 ray_engine.TASK_ROWS = 1000
 frames = ((str(n), pd.DataFrame({"number": [n] * 1000})) for n in range(60))
-with ray_engine.opened_ray_engine(read_ray_place(), sys.argv[2]) as engine:
+with ray_engine.opened_ray_engine(RaySettings.read().address) as engine:
     found = []
     for number in engine.map_tickers(frames, slow):
         found.append(number)

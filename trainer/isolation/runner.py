@@ -96,7 +96,7 @@ class Isolated:
         except subprocess.TimeoutExpired:
             raise IsolationError(f"the model took longer than {self.seconds:g} s and was stopped") from None
         finally:
-            _kill(process)
+            kill_session(process)
         if code != 0:
             why = {-signal.SIGXCPU: "it used too much processor time", -signal.SIGKILL: "it was killed"}.get(code, "")
             raise IsolationError(f"the model could not be called: {why or last_words(said) or f'exit code {code}'}")
@@ -146,8 +146,8 @@ def _checked(columns: dict[str, Any], count: int) -> dict[str, NDArray[np.float6
     return {name: values.astype(np.float64) for name, values in columns.items()}
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the child and whatever is left of its session."""
+def kill_session(process: subprocess.Popen[bytes]) -> None:
+    """End a process that was started in a session of its own, and whatever is left of that."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

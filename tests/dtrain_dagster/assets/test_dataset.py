@@ -27,8 +27,6 @@ def materialized(home: Path, engine: str) -> dict[str, Any]:
         patch.setenv("DTRAIN_HOME", str(home))
         patch.setenv("DTRAIN_PRICES", "us_ohlcv")
         patch.setenv("DTRAIN_DATA_ENGINE", engine)
-        patch.setenv("DTRAIN_DATA_CPUS", "1")
-        patch.setenv("DTRAIN_DATA_STORE_MB", "80")
         result = dg.materialize([stock_prices, sharded_dataset], resources=build_resources(load_settings()))
     [made] = result.asset_materializations_for_node("sharded_dataset")
     found = Page(made.metadata)
@@ -45,7 +43,13 @@ def test_the_engine_is_told_where_a_dataset_is_made(tmp_path: Path):
 @NO_RAY
 @pytest.mark.long
 def test_another_engine_makes_the_same_dataset(tmp_path: Path):
-    one, other = (materialized(tmp_path / engine, engine) for engine in ("duckdb", "ray"))
+    import ray
+
+    ray.init(num_cpus=1, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False)
+    try:
+        one, other = (materialized(tmp_path / engine, engine) for engine in ("duckdb", "ray"))
+    finally:
+        ray.shutdown()
     assert other["data_engine"] == "ray"
     for name in ("dataset_id", "version", "bytes", "train_samples", "dagster/row_count"):
         assert other[name] == one[name]

@@ -15,10 +15,11 @@ import pandas as pd
 import pytest
 from price_files import Panel, assert_nothing_half_written, long_frame, prepare, save, write
 
+from dtrain_dagster.data.build_once import verify_shards
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.features import FEATURES, TARGET
 from dtrain_dagster.data.preview import dataset_picture, preview_rows
-from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset, verify_dataset
+from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset
 from dtrain_dagster.data.validation import Mask, Validation, validate_prices
 from trainer.data.shards import DatasetError, DataShardManager
 
@@ -117,7 +118,7 @@ def test_whatever_changes_the_dataset_changes_its_name(change: str, small: Panel
     other = build_dataset(prices, validation, str(tmp_path), params, calendar)
     assert other.built
     assert other.dataset_id != small.dataset.dataset_id
-    verify_dataset(other.uri)
+    verify_shards(other.uri)
 
 
 def test_a_manifest_that_counts_other_rows_is_refused(small: Panel, tmp_path: Path) -> None:
@@ -126,7 +127,7 @@ def test_a_manifest_that_counts_other_rows_is_refused(small: Panel, tmp_path: Pa
     manifest["shards"][1]["rows"] += 1
     (copy / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(DataError, match=r"shard-00001-of-00003\.parquet does not match its manifest"):
-        verify_dataset(str(copy))
+        verify_shards(str(copy))
     with pytest.raises(DatasetError, match=r"rows, the shards hold .* rebuild it"):
         DataShardManager(str(copy), tmp_path / "cache")
 
@@ -249,7 +250,7 @@ def test_two_processes_may_build_the_same_dataset_at_once(small: Panel, tmp_path
             builder.wait()
     assert answers == [small.dataset.dataset_id] * 2
     assert [path.name for path in (tmp_path / "datasets").iterdir()] == [small.dataset.dataset_id]
-    verify_dataset(str(tmp_path / "datasets" / small.dataset.dataset_id))
+    verify_shards(str(tmp_path / "datasets" / small.dataset.dataset_id))
     assert_nothing_half_written(tmp_path)
 
 

@@ -13,10 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 from price_files import Panel, long_frame, prepare, write
 
+from dtrain_dagster.data.build_once import verify_shards
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.features import AUXILIARY, FEATURES, TARGET, WARM_UP
 from dtrain_dagster.data.prices import iter_tickers
-from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset, verify_dataset
+from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset
 from dtrain_dagster.data.validation import Validation, validate_prices
 
 SMALL = DatasetParams(window=20, horizon=5, shards=2)
@@ -154,7 +155,7 @@ def test_as_many_shards_as_asked_for_and_tickers_allow(shards: int, expected: in
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest"])
 def test_a_damaged_dataset_is_not_taken_for_good(damage: str, tmp_path: Path) -> None:
     dataset = build(long_frame(), tmp_path)
-    verify_dataset(dataset.uri)
+    verify_shards(dataset.uri)
     path = Path(dataset.uri) / ("manifest.json" if damage == "manifest" else dataset.manifest()["shards"][1]["path"])
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -162,7 +163,7 @@ def test_a_damaged_dataset_is_not_taken_for_good(damage: str, tmp_path: Path) ->
     if damage != "remove":
         path.write_bytes(content if damage == "flip" else content[: len(content) // 2])
     with pytest.raises(DataError, match=r"manifest|missing|does not match its manifest"):
-        verify_dataset(dataset.uri)
+        verify_shards(dataset.uri)
     with pytest.raises(DataError, match="rebuild the dataset"):
         build(long_frame(), tmp_path)
     shutil.rmtree(dataset.uri)

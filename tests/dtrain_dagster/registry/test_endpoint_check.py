@@ -54,9 +54,9 @@ def test_what_an_endpoint_answers_is_told_and_how_much_it_matters(
     other = small_job.train(tmp_path, data, "other", steps=3, loss="gaussian")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     copy_tables(tmp_path / "mlflow.db")
-    model = registry.register_model(own, uri, "forecaster", {}, "# card")
-    with registry.scoring_server(model.uri, uri) as server:
-        url = f"{server.url}/invocations"
+    model = registry.MLflowRegistry(uri).register_model(own, "forecaster", {}, "# card")
+    with registry.MLflowRegistry(uri).served(model) as server:
+        url = server.url
         good = check(own, endpoint=url)
         assert (good.passed, good.blocking) == (True, False), good.metadata
         told = {name: value.value for name, value in good.metadata.items()}

@@ -21,8 +21,11 @@ import small_job
 from dtrain_dagster import registry
 from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.orders import Order
+from dtrain_dagster.registry.client import open_client
 from dtrain_dagster.registry.packed import PACKED_TAG, folder_digest
-from dtrain_dagster.registry.versions import RUN_TAGS, open_client
+from dtrain_dagster.registry.server import scoring_server
+from dtrain_dagster.registry.smoke_test import SAME_WEIGHTS_TOLERANCE
+from dtrain_dagster.registry.versions import RUN_TAGS
 from dtrain_dagster.support.formatting import in_markdown
 from dtrain_dagster.support.user_code import stage_for_serving
 from trainer.engine import reports
@@ -141,13 +144,17 @@ class Home:
     dataset: Path
     tracking_uri: str
 
+    @property
+    def models(self) -> registry.MLflowRegistry:
+        return registry.MLflowRegistry(self.tracking_uri)
+
     def train(self, job_id: str, **options: Any) -> str:
         return small_job.train(self.path, options.pop("dataset", self.dataset), job_id, **options)
 
     def register(
         self, run_dir: str, name: str, card: str = "# card", order: Order | None = None
     ) -> registry.RegisteredModel:
-        return registry.register_model(run_dir, self.tracking_uri, name, PROVENANCE.tags(), card, order=order)
+        return self.models.register_model(run_dir, name, PROVENANCE.tags(), card, order=order)
 
 
 @pytest.fixture(scope="module")
@@ -185,9 +192,13 @@ def model(home: Home, run_dir: str, card: str) -> registry.RegisteredModel:
 
 
 @pytest.fixture(scope="module")
-def server(home: Home, model: registry.RegisteredModel) -> Iterator[registry.ScoringServer]:
-    with registry.scoring_server(model.uri, home.tracking_uri) as running:
+def server(home: Home, model: registry.RegisteredModel) -> Iterator[registry.ScoringEndpoint]:
+    with home.models.served(model) as running:
         yield running
+
+
+def ask(server: registry.ScoringEndpoint, run_dir: str) -> registry.EndpointCheck:
+    return registry.check_endpoint(server, run_dir, tolerance=SAME_WEIGHTS_TOLERANCE)
 
 
 @pytest.mark.slow
@@ -221,27 +232,27 @@ def test_a_version_tells_where_it_comes_from(home: Home, run_dir: str, model: re
     of_run = open_client(home.tracking_uri).get_run(version.run_id).data.tags
     own = {name: value for name, value in of_run.items() if not name.startswith("mlflow.")}
     assert set(own) <= {*RUN_TAGS, "best_baseline"}, "what the version has is not said twice"
-    assert {name: own[name] for name in ("job_id", "weights_sha256", PACKED_TAG)}.items() <= version.tags.items()
+    assert {name: own[name] for name in ("job_id", "weights_sha256")}.items() <= version.tags.items()
     assert version.run_id == result["mlflow_run_id"] == model.run_id
     assert "mlartifacts" in version.source
     assert client.get_run(model.run_id).info.artifact_uri.startswith(str(home.path / "mlartifacts"))
-    assert {item.path for item in client.list_artifacts(model.run_id)} >= {"model", "model_card.md", "evaluation.json"}
+    with home.models.files(model.name, model.version) as folder:
+        assert {path.name for path in folder.iterdir()} >= {"MLmodel", "model_card.md", "evaluation.json"}
 
 
 @pytest.mark.slow
 def test_the_saved_model_has_signature_example_and_no_pickle(home: Home, model: registry.RegisteredModel) -> None:
     from mlflow.models import Model
 
-    client = open_client(home.tracking_uri)
-    folder = Path(client.download_artifacts(model.run_id, "model", str(home.path)))
-    saved = Model.load(folder)
+    with home.models.files(model.name, model.version) as folder:
+        saved = Model.load(folder)
+        example = np.array(json.loads((folder / "input_example.json").read_text()), dtype=np.float32)
+        assert not list(folder.rglob("*.pkl"))
+        requirements = (folder / "requirements.txt").read_text().split()
     assert saved.signature.inputs.inputs[0].shape == (-1, small_job.WINDOW, len(small_job.FEATURES))
     assert saved.signature.outputs.input_names() == ["mu", "sigma", "nu", "q05", "q25", "q50", "q75", "q95"]
-    example = np.array(json.loads((folder / "input_example.json").read_text()), dtype=np.float32)
     assert example.shape == (3, small_job.WINDOW, len(small_job.FEATURES))
     assert np.ptp(example) > 0
-    assert not list(folder.rglob("*.pkl"))
-    requirements = (folder / "requirements.txt").read_text().split()
     assert all("==" in line for line in requirements)
     assert {line.split("==")[0] for line in requirements} == {"mlflow", "numpy", "pandas", "pydantic", "scipy", "torch"}
 
@@ -257,24 +268,20 @@ def test_the_same_job_is_registered_once(home: Home, run_dir: str, model: regist
 def test_a_job_that_is_registered_under_two_names_leaves_the_first_as_it_was(home: Home, run_dir: str) -> None:
     """Each version knows the digest of its files: nothing may be packed over them."""
     first, second = home.register(run_dir, "one-name"), home.register(run_dir, "another-name")
-    assert first.run_id != second.run_id
-    client = open_client(home.tracking_uri)
+    assert first.run_id == second.run_id
     for model in (first, second):
-        version = client.get_model_version(model.name, model.version)
-        folder = Path(client.download_artifacts(model.run_id, "model", str(home.path)))
-        assert folder_digest(folder) == version.tags[PACKED_TAG]
-        shutil.rmtree(folder)
+        with home.models.files(model.name, model.version) as folder:
+            assert folder_digest(folder) == model.tags[PACKED_TAG]
 
 
 @pytest.mark.slow
 def test_other_weights_of_a_job_of_that_name_leave_the_version_before_as_it_was(home: Home, run_dir: str) -> None:
-    """They would be written over its model, in the run that it was registered from."""
+    """Each version has files of its own in the run that it was registered from."""
     copy = RunDir(str(shutil.copytree(run_dir, home.path / "again" / "job-a")))
     first = home.register(copy.uri, "again")
     copy.write_json("result.json", (copy.read_json("result.json") or {}) | {"weights_sha256": "0" * 64})
     other, repeated = home.register(copy.uri, "again"), home.register(copy.uri, "again")
     assert (first.version, other.version, repeated.version) == ("1", "2", "2")
-    assert first.run_id != other.run_id
     client = open_client(home.tracking_uri)
     sources = {client.get_model_version("again", version).source for version in "12"}
     assert len(sources) == 2
@@ -325,19 +332,20 @@ def test_a_training_that_did_not_succeed_is_refused(home: Home, run_dir: str, tm
 
 
 @pytest.mark.slow
-def test_the_server_answers_with_the_models_numbers(server: registry.ScoringServer, run_dir: str) -> None:
-    check = registry.check_answers(server, run_dir)
+def test_the_server_answers_with_the_models_numbers(server: registry.ScoringEndpoint, run_dir: str) -> None:
+    check = ask(server, run_dir)
     assert check.passed, check.message
     assert check.rows == 32
-    assert "compared: mu, sigma, nu" in check.message
+    assert [item.name for item in check.findings] == ["answers", "schema", "equality", "one_by_one", "refusal"]
+    assert "compared: mu, sigma, nu" in check.findings[2].message
     assert server.url.startswith("http://127.0.0.1:")
 
 
 @pytest.mark.slow
-def test_a_server_of_another_model_does_not_pass(home: Home, server: registry.ScoringServer, run_dir: str) -> None:
+def test_a_server_of_another_model_does_not_pass(home: Home, server: registry.ScoringEndpoint, run_dir: str) -> None:
     other = home.train("job-other", steps=5)
     shutil.copy(f"{run_dir}/predictions.npz", other)  # the weights alone give it away
-    check = registry.check_answers(server, other)
+    check = ask(server, other)
     assert not check.passed
     figures = check.figures()
     assert figures["max_relative_difference_to_training"] < 1e-5 < 1e-3 < figures["max_relative_difference"]
@@ -345,14 +353,14 @@ def test_a_server_of_another_model_does_not_pass(home: Home, server: registry.Sc
 
 @pytest.mark.slow
 def test_predictions_of_another_training_do_not_pass(
-    server: registry.ScoringServer, run_dir: str, tmp_path: Path
+    server: registry.ScoringEndpoint, run_dir: str, tmp_path: Path
 ) -> None:
     changed = tmp_path / "changed"
     shutil.copytree(run_dir, changed)
     with np.load(changed / "predictions.npz") as stored:
         arrays = {name: stored[name] for name in stored.files}
     np.savez(changed / "predictions.npz", **{**arrays, "sigma": arrays["sigma"] * 1.01})
-    check = registry.check_answers(server, str(changed))
+    check = ask(server, str(changed))
     assert not check.passed
     figures = check.figures()
     assert figures["max_relative_difference"] < 1e-5 < 1e-3 < figures["max_relative_difference_to_training"]
@@ -367,7 +375,7 @@ def test_predictions_of_another_training_do_not_pass(
     ],
 )
 def test_the_server_says_what_is_wrong_with_a_request(
-    server: registry.ScoringServer, windows: np.ndarray, says: str
+    server: registry.ScoringEndpoint, windows: np.ndarray, says: str
 ) -> None:
     with pytest.raises(registry.ServingError, match=says):
         server.predict(windows)
@@ -395,9 +403,9 @@ def test_a_model_of_ones_own_is_served_without_its_folder(
     order = Order(job=RunDir(run_dir).read_job())
     own = home.register(run_dir, "own", order=order)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    check = registry.check_serving(run_dir, own.uri, home.tracking_uri, rows=8, order=order)
+    check = home.models.check_serving(run_dir, own, rows=8, order=order)
     assert check.passed, check.message
-    assert "compared: prediction" in check.message
+    assert "compared: prediction" in check.findings[2].message
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
@@ -405,23 +413,22 @@ def test_a_model_of_ones_own_is_served_without_its_folder(
 def test_a_server_that_cannot_start_says_why(
     home: Home, run_dir: str, model: registry.RegisteredModel, tmp_path: Path
 ) -> None:
-    check = registry.check_serving(run_dir, f"models:/{model.name}/99", home.tracking_uri)
+    check = home.models.check_serving(run_dir, replace(model, version="99"))
     assert not check.passed
     assert "version=99" in check.message
-    check = registry.check_serving(run_dir, str(tmp_path), home.tracking_uri)
-    assert not check.passed
-    assert "ended with exit code" in check.message
-    assert set(check.figures()) == {"message", "rows"}
+    with pytest.raises(registry.ServingError, match="ended with exit code"), scoring_server(tmp_path):
+        pass
 
 
 @pytest.mark.slow
 def test_the_server_dies_with_whoever_started_it(home: Home, model: registry.RegisteredModel) -> None:
     script = (
-        "import sys, time\nfrom dtrain_dagster.registry import scoring_server\n"
-        "with scoring_server(sys.argv[1], sys.argv[2]) as server:\n"
-        "    print(server.port, flush=True)\n    time.sleep(60)\n"
+        "import sys, time\nfrom dtrain_dagster.registry import MLflowRegistry\n"
+        "from dtrain_dagster.registry.server import scoring_server\n"
+        "with MLflowRegistry(sys.argv[1]).files(*sys.argv[2:]) as folder, scoring_server(folder):\n"
+        "    print(1, flush=True)\n    time.sleep(60)\n"
     )
-    command = [sys.executable, "-c", script, model.uri, home.tracking_uri]
+    command = [sys.executable, "-c", script, home.tracking_uri, model.name, model.version]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline().strip().isdigit()
@@ -449,10 +456,10 @@ def test_champion_and_challenger_are_judged_on_the_same_windows(home: Home) -> N
     worse = home.register(home.train("job-worse", steps=1, learning_rate=1e-6), "contest")
     better_dir = home.train("job-better", steps=60)
     better = home.register(better_dir, "contest")
-    assert registry.judge_champion(better_dir, better, home.tracking_uri) is None
-    registry.promote(worse, registry.choose_alias(PASSED, None), home.tracking_uri)
+    assert home.models.judge_champion(better_dir, better) is None
+    home.models.promote(worse, registry.choose_alias(PASSED, None))
 
-    compared = registry.judge_champion(better_dir, better, home.tracking_uri)
+    compared = home.models.judge_champion(better_dir, better)
 
     assert compared is not None
     assert (compared.champion_version, compared.metric) == (worse.version, "NLL")
@@ -463,8 +470,8 @@ def test_champion_and_challenger_are_judged_on_the_same_windows(home: Home) -> N
     assert compared.champion == pytest.approx(trained["job-worse"]["test"]["nll"], rel=1e-5)
     decision = registry.choose_alias(PASSED, compared)
     assert decision.alias == "champion"
-    assert registry.promote(better, decision, home.tracking_uri) == worse.version
-    assert registry.champion_version("contest", home.tracking_uri) == better.version
+    assert home.models.promote(better, decision) == worse.version
+    assert home.models.champion_version("contest") == better.version
     tags = open_client(home.tracking_uri).get_model_version("contest", better.version).tags
     assert tags["alias_reason"] == decision.reason
 
@@ -474,9 +481,9 @@ def test_champion_and_challenger_are_judged_on_the_same_windows(home: Home) -> N
 def test_a_champion_of_another_horizon_is_not_compared(home: Home, run_dir: str) -> None:
     distant = small_job.write_dataset(home.path / "distant", horizon=10)
     old = home.register(home.train("job-distant", dataset=distant, steps=2), "horizons")
-    registry.promote(old, registry.choose_alias(PASSED, None), home.tracking_uri)
+    home.models.promote(old, registry.choose_alias(PASSED, None))
     new = home.register(run_dir, "horizons")
-    compared = registry.judge_champion(run_dir, new, home.tracking_uri)
+    compared = home.models.judge_champion(run_dir, new)
     assert compared is not None
     assert compared.champion is None
     assert compared.note == "its horizon is 10, not 5"
@@ -490,5 +497,5 @@ def test_an_alias_moves_and_no_version_has_two(home: Home, model: registry.Regis
         (registry.choose_alias(REFUSED, None), ["challenger"]),
         (registry.choose_alias(PASSED, None), ["champion"]),
     ):
-        registry.promote(model, decision, home.tracking_uri)
+        home.models.promote(model, decision)
         assert client.get_model_version(model.name, model.version).aliases == expected

@@ -44,7 +44,10 @@ def test_a_registered_model_of_rows_answers_as_it_did(tmp_path: Path, monkeypatc
     run = trained(tmp_path, made.uri, "mlp", "logistic")
     copy_tables(tmp_path / "mlflow.db")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    version = registry.register_model(run, uri, "tumours", {}, "# card", cache_dir=str(tmp_path / "cache"))
+    models, cache = registry.MLflowRegistry(uri), str(tmp_path / "cache")
+    version = models.register_model(run, "tumours", {}, "# card", cache_dir=cache)
+    checked = models.check_serving(run, version, cache_dir=cache)
+    assert checked.passed, checked.message
     assert version.created
     sample = load_sample(run, str(tmp_path / "cache"))
     assert set(sample.expected) == {"prediction", "probability_0", "probability_1"}
@@ -67,19 +70,19 @@ def test_the_gate_reads_what_the_weights_answer(
     run = RunDir(trained(tmp_path, build_table(tmp_path, target).uri, "mlp", loss))
     said = run.read_json("evaluation.json")
     assert said is not None
-    found = registry.judge_rows(run, None, said, str(tmp_path / "cache"))
+    found = registry.judge_again(run, None, said, str(tmp_path / "cache"))
     for name, row in said["baselines"].items():
         assert found["baselines"][name] == pytest.approx(row, rel=1e-3, abs=1e-4)
     assert found["gate"]["passed"] == said["gate"]["passed"]
     assert gate(found).passed == said["gate"]["passed"]
     forged = copy.deepcopy(said)
     forged["baselines"]["linear"]["model_gain"], forged["canaries"] = 9.0, {}
-    assert registry.judge_rows(run, None, forged, str(tmp_path / "cache")) == found, "of the model alone it is believed"
+    assert registry.judge_again(run, None, forged, str(tmp_path / "cache")) == found
     score = "rmse" if target == "value" else "log_loss"
     for value in (0.5 * said["model"][score], None):
         forged["model"] = {**said["model"], score: value}
         with pytest.raises(registry.EvaluationError, match=rf"says model\.{score} = .* was changed after the training"):
-            registry.judge_rows(run, None, forged, str(tmp_path / "cache"))
+            registry.judge_again(run, None, forged, str(tmp_path / "cache"))
 
 
 @pytest.mark.slow
@@ -98,7 +101,7 @@ def test_a_target_far_from_zero_is_judged_and_answered_by_its_digits(
         near, far = ((reports[name]["baselines"] | reports[name])[part] for name in runs)
         assert far == pytest.approx(near, rel=1e-3)
     assert reports["far"]["model"]["rmse"] < 100
-    judged = registry.judge_rows(RunDir(runs["far"]), None, reports["far"], str(tmp_path / "cache"))
+    judged = registry.judge_again(RunDir(runs["far"]), None, reports["far"], str(tmp_path / "cache"))
     assert judged["gate"] == reports["far"]["gate"]
     sample = load_sample(runs["far"], str(tmp_path / "cache"))
     assert compare_answers(sample, sample.expected).passed
@@ -117,13 +120,14 @@ def test_a_champion_of_rows_is_beaten_on_the_same_rows(tmp_path: Path, monkeypat
         "worse": trained(tmp_path, uri, "linear", "logistic", "worse", learning_rate=1e-6),
         "better": trained(tmp_path, uri, "mlp", "logistic", "better", epochs=8, learning_rate=5e-3),
     }
-    models = {name: registry.register_model(run, tracking, "tumours", {}, "# card") for name, run in runs.items()}
+    versions = registry.MLflowRegistry(tracking)
+    models = {name: versions.register_model(run, "tumours", {}, "# card") for name, run in runs.items()}
     reports = {name: RunDir(run).read_json("evaluation.json") or {} for name, run in runs.items()}
     assert not reports["worse"]["gate"]["passed"]
-    assert gate(registry.judge_rows(RunDir(runs["better"]), None, reports["better"], cache)).passed
+    assert gate(registry.judge_again(RunDir(runs["better"]), None, reports["better"], cache)).passed
     passed = Gate(True, ())
-    registry.promote(models["worse"], registry.choose_alias(passed, None), tracking)
-    compared = registry.judge_champion(runs["better"], models["better"], tracking, cache_dir=cache)
+    versions.promote(models["worse"], registry.choose_alias(passed, None))
+    compared = versions.judge_champion(runs["better"], models["better"], cache_dir=cache)
     assert compared is not None
     assert (compared.champion_version, compared.metric, compared.note) == (models["worse"].version, "log-loss", "")
     assert compared.candidate == pytest.approx(reports["better"]["model"]["log_loss"], rel=1e-5)
@@ -131,4 +135,4 @@ def test_a_champion_of_rows_is_beaten_on_the_same_rows(tmp_path: Path, monkeypat
     decision = registry.choose_alias(passed, compared)
     assert decision.alias == "champion"
     assert decision.reason.endswith(f"on the same {reports['better']['model']['samples']} test rows")
-    assert registry.promote(models["better"], decision, tracking) == models["worse"].version
+    assert versions.promote(models["better"], decision) == models["worse"].version
