@@ -243,7 +243,7 @@ def metrics_page() -> str:
     """Return the page of the metrics for Prometheus."""
     text = (
         "# Metrics for Prometheus\n\n"
-        "`dtrain dashboard` serves them at `/metrics`, for jobs that run or ended within the last hour. How to collect "
+        "`dtrain ui jobs` serves them at `/metrics`, for jobs that run or ended within the last hour. How to collect "
         "and draw them: [Watching a training](../monitoring.md).\n\n"
         "| metric | labels | meaning |\n|---|---|---|\n"
         "| `dtrain_job_info` | `job`, `model`, `state` | 1; the labels tell what the job is and how it stands |\n"

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import click
 
 from dtrain_dagster.cli.json_output import JsonOption
-from dtrain_dagster.cli.sections import EXIT_CODES, SECTIONS
+from dtrain_dagster.cli.main import EXIT_CODES, SECTIONS, main
 
 PROGRAM = "dtrain"
 
@@ -28,19 +28,9 @@ def describe_commands() -> str:
 
 
 def walk_commands() -> Iterator[tuple[str, click.Command]]:
-    """Yield each command with its words, such as ``dtrain fleet run``; a group before its commands."""
-    from dtrain_dagster.cli.main import main
-
-    assert isinstance(main, click.Group)
-    for name in (name for names in SECTIONS.values() for name in names):
-        yield from _walk(f"{PROGRAM} {name}", main.commands[name])
-
-
-def _walk(words: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
-    yield words, command
-    if isinstance(command, click.Group):
-        for name, inner in command.commands.items():
-            yield from _walk(f"{words} {name}", inner)
+    """Yield each command with its words, such as ``dtrain jobs``."""
+    for command in (command for commands in SECTIONS.values() for command in commands):
+        yield f"{PROGRAM} {command.name}", command
 
 
 def describe_command(words: str, command: click.Command) -> str:
@@ -123,12 +113,10 @@ def _code(text: str) -> str:
 
 
 def _introduction() -> str:
-    from dtrain_dagster.cli.main import main
-
     codes = "\n".join(f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items())
     listed = "\n\n".join(
-        f"{title}: " + ", ".join(f"[`{PROGRAM} {name}`](#{PROGRAM}-{name})" for name in names)
-        for title, names in SECTIONS.items()
+        f"{title}: " + ", ".join(f"[`{PROGRAM} {each.name}`](#{PROGRAM}-{each.name})" for each in commands)
+        for title, commands in SECTIONS.items()
     )
     return (
         f"{split_help(main)[0]}\n\n{listed}\n\n| exit code | meaning |\n|---|---|\n{codes}\n\n"

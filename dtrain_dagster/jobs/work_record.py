@@ -1,7 +1,7 @@
-"""The jobs that a command started or followed, noted for `dtrain work`, which runs that command and is asked about them
-after Ctrl-C.
+"""The jobs that a command started or followed, noted for `dtrain_dagster work`, which runs that command and is asked
+about them after Ctrl-C.
 
-`dtrain work` makes the file and names it in the environment; the processes below it add to it. What became of a job is
+It makes the file and names it in the environment; the processes below it add to it. What became of a job is
 in its run directory.
 """
 
@@ -15,7 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 WORK_FILE = "DTRAIN_WORK_FILE"
-"""Variable: the file to which a process adds the jobs that it starts or follows; unset outside of `dtrain work`."""
+"""Variable: the file to which a process adds the jobs that it starts or follows; unset outside of `dtrain_dagster
+work`."""
 
 
 @contextmanager
@@ -34,8 +35,8 @@ def work_file() -> Iterator[Path]:
 
 
 def note_job(job_id: str) -> None:
-    """Note that this process started a job, or follows it. Nothing is noted outside of `dtrain work`, or where the file
-    is gone: what is told after Ctrl-C must not hinder the job."""
+    """Note that this process started a job, or follows it. Nothing is noted outside of `dtrain_dagster work`, or where
+    the file is gone: what is told after Ctrl-C must not hinder the job."""
     if path := os.environ.get(WORK_FILE):
         _note(path, job_id)
 

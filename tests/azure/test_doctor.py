@@ -1,4 +1,4 @@
-"""`dtrain azure doctor` in front of the emulated subscription: what is well, and each thing that can be planted."""
+"""`dtrain doctor` in front of the emulated subscription: what is well, and each thing that can be planted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Practice:
     delenv: Callable[[str], None]
 
     def lines(self, *arguments: str, code: int = 0) -> list[dict[str, str]]:
-        done = CliRunner().invoke(main, ["azure", "doctor", "--json", *arguments])
+        done = CliRunner().invoke(main, ["doctor", "--json", *arguments])
         assert done.exit_code == code, done.output
         document = json.loads(done.stdout)
         assert set(document) == {"buys", "counts", "lines"}

@@ -1,0 +1,161 @@
+"""`dtrain doctor`: whether the cluster that the settings name can be used, before a job needs it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dtrain_dagster.cli.common import (
+    EXIT_UNUSABLE,
+    cluster_of,
+    console,
+    expected_errors,
+    ranks_of,
+    read_settings,
+    refuses,
+    say,
+)
+from dtrain_dagster.cli.json_fields import CHECK, DOCTOR, HEALTH, either
+from dtrain_dagster.cli.json_output import json_option, print_json
+
+if TYPE_CHECKING:
+    from dtrain_dagster.clusters.azure_ml.doctor.lines import DoctorLine
+    from dtrain_dagster.settings.environment import Settings
+
+
+@click.command()
+@click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="Nodes of a training.  [default: DTRAIN_NODES]")
+@json_option(either(HEALTH, {"Azure ML": DOCTOR, "SLURM, Kubernetes and Ray": CHECK}))
+@refuses
+def doctor(nodes: int | None, as_json: bool) -> None:
+    """Tell whether the cluster can train; buy nothing.
+
+    It looks at the cluster of DTRAIN_CLUSTER. On this machine it shows the nodes and what they do. Of SLURM,
+    Kubernetes and Ray it asks whether they answer; of Kubernetes also for the namespace, and for each right that
+    starting, following and ending nodes needs. Nothing is submitted or created.
+
+    On Azure ML it walks through identity, resource providers, workspace, roles, storage, sizes, quotas, prices, images
+    and network, as the settings name them (docs/azure.md). Each line says ok, warning or missing, what was seen, and
+    how to fix it. It only reads, but for one small blob, which it writes and deletes. The exit code is 1 if something
+    is missing.
+
+    \b
+    Examples:
+      dtrain doctor
+      dtrain doctor --nodes 8 --json
+    """
+    kind = os.environ.get("DTRAIN_CLUSTER", "local")
+    if kind == "azure_ml":
+        _examine_azure(nodes, as_json)
+    elif (settings := read_settings(nodes=nodes)).kind.has_engine:
+        _ask_engine(settings, as_json)
+    else:
+        from dtrain_dagster.cli.facts import health_document
+
+        health = cluster_of(settings)[0].manager().monitor_health()
+        if as_json:
+            print_json(health_document(health))
+            return
+        from dtrain_dagster.cli.job_tables import print_health
+
+        print_health(console(), health)
+
+
+def _ask_engine(settings: Settings, as_json: bool) -> None:
+    """Print what the engine of a cluster answers. As JSON, one that cannot be used is an answer as well, with the exit
+    code of a refusal."""
+    from dtrain_dagster.clusters.engine_manager import open_engine
+    from dtrain_dagster.settings.engines import read_engine_options
+
+    try:
+        options = read_engine_options(settings.cluster)
+        engine: Any = open_engine(settings.cluster, options, ".", "", os.environ)
+        try:
+            found = _answer_of(settings.cluster, engine, options)
+        finally:
+            if settings.cluster == "ray":
+                engine.close()
+    except expected_errors() as error:
+        if not as_json:
+            raise
+        print_json({**dict.fromkeys(CHECK), "usable": False, "message": str(error)})
+        sys.exit(EXIT_UNUSABLE)
+    if as_json:
+        print_json({"usable": True, **found})
+    else:
+        say(found["message"])
+
+
+def _answer_of(kind: str, engine: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return what an engine answers, with the fields of `dtrain_dagster.cli.json_fields.CHECK`. Raise as it does."""
+    answer = engine.check()
+    if kind == "slurm":
+        where = f" on {options['host']}" if options["host"] else ""
+        return {"message": f"{answer} answers{where}", "version": answer, "host": options["host"]}
+    if kind == "ray":
+        return {"message": f"{answer} machine(s) of the Ray cluster answer", "machines": answer}
+    namespace = engine.options.namespace
+    return {"message": f"namespace {namespace} takes nodes from this identity", "namespace": namespace}
+
+
+def _examine_azure(nodes: int | None, as_json: bool) -> None:
+    from dtrain_dagster.clusters.azure_ml.doctor.lines import doctor_document, doctor_text, exit_code_of
+
+    lines = _examine(nodes)
+    if as_json:
+        print_json(doctor_document(lines))
+    else:
+        say(doctor_text(lines))
+    sys.exit(exit_code_of(lines))
+
+
+def _examine(nodes: int | None) -> list[DoctorLine]:
+    """Return all lines; a single one where the settings do not say what to look at."""
+    from dtrain_dagster.clusters.azure_ml.client import Service
+    from dtrain_dagster.clusters.azure_ml.doctor.lines import DoctorLine
+    from dtrain_dagster.clusters.azure_ml.doctor.reader import AzureReader
+    from dtrain_dagster.clusters.azure_ml.doctor.rounds import Rounds
+    from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
+    from dtrain_dagster.clusters.base import ClusterError
+    from dtrain_dagster.costs.prices import PriceError
+    from dtrain_dagster.settings.azure import read_azure_options
+    from dtrain_dagster.settings.environment import SettingsError
+
+    try:
+        settings = read_settings(nodes=nodes)
+        own: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in read_azure_options(settings).items()
+        }
+        try:
+            ranks = ranks_of(settings)
+        except PriceError:  # of the size's GPUs nothing is known; the line about its price says so
+            ranks = settings.processes_per_node or 1
+        options = AzureMLOptions(
+            **own, cluster_name=settings.cluster_name, storage_uri=settings.shared_uri, processes_per_node=ranks
+        )
+    except (SettingsError, ClusterError) as error:
+        remedy = "set the variables of docs/azure.md; the deployment's outputs have their values"
+        command = "az deployment group show --name <name> --resource-group <group> --query properties.outputs"
+        return [DoctorLine(check="settings", verdict="missing", seen=str(error), remedy=remedy, command=command)]
+    try:
+        import azure.ai.ml
+        import azure.identity  # noqa: F401
+    except ImportError as error:
+        command = "pip install 'dtrain[azure]'"
+        return [DoctorLine(check="settings", verdict="missing", seen=str(error), remedy="install it", command=command)]
+    rounds = Rounds(
+        AzureReader(Service(options)),
+        options,
+        settings.home,
+        settings.region,
+        settings.gpu_type,
+        settings.nodes,
+        ranks,
+        datetime.datetime.now(datetime.UTC).date(),
+    )
+    return rounds.all_lines()
