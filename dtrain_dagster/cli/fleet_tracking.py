@@ -27,13 +27,7 @@ from dtrain_dagster.registry.client import open_client
 from dtrain_dagster.registry.run_record import PARENT_TAG, is_workspace, note_of, parent_run, run_of, write_to_run
 from dtrain_dagster.support.formatting import dollars
 from trainer.errors import DamagedError
-from trainer.observability.mlflow_sink import (
-    NOTE_TAG,
-    TRACKING,
-    begin_run,
-    ensure_experiment,
-    figures_of_test,
-)
+from trainer.observability.mlflow_sink import NOTE_TAG, TRACKING, begin_run, ensure_experiment, figures_of_test
 from trainer.observability.mlflow_sqlite import authorised
 from trainer.rundir import EVALUATION, JOB, RunDir
 from trainer.secrets.redaction import redact

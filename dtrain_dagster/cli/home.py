@@ -120,10 +120,7 @@ def clean(yes: bool) -> None:
 
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option(
-    "--go-on-with",
-    "go_on",
-    metavar="COMMAND",
-    help="The command to suggest after Ctrl-C.  [default: the same command]",
+    "--go-on-with", "go_on", metavar="COMMAND", help="The command to suggest after Ctrl-C.  [default: the same command]"
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @refuses

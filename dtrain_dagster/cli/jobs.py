@@ -94,8 +94,7 @@ def _list_fleets(settings: Settings, as_json: bool) -> None:
 @click.option("--trace", is_flag=True, help="Have the next steps of a training's rank 0 traced.")
 @json_option(
     either(
-        json_fields.STATUS,
-        {"of a training that has succeeded": json_fields.SUMMARY, "of a fleet": json_fields.FLEET},
+        json_fields.STATUS, {"of a training that has succeeded": json_fields.SUMMARY, "of a fleet": json_fields.FLEET}
     )
 )
 @refuses

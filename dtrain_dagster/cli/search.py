@@ -138,6 +138,8 @@ def search(asked: Asked, space: str | None, show: str | None, as_json: bool, **o
     """  # fmt: skip
     if space is not None:
         _search(asked, space, as_json, **options)
+    elif asked != Asked() or options["name"]:
+        raise click.UsageError("give the --space that is searched", click.get_current_context())
     elif show is not None:
         _show(show, as_json)
     else:

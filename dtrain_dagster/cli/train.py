@@ -99,9 +99,7 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
             help="A dataset, or a function that makes one, instead of --config.",
         ),
         click.option(
-            "--model",
-            metavar="NAME",
-            help="A stock model, such as tcn or mlp, or your own as package.module:factory.",
+            "--model", metavar="NAME", help="A stock model, such as tcn or mlp, or your own as package.module:factory."
         ),
         click.option(
             "--loss", metavar="NAME", help="A stock loss, or your own.  [default: the usual one of the kind of dataset]"

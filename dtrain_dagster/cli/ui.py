@@ -6,7 +6,7 @@ Each page imports what it needs.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,7 +97,12 @@ def ui(page: str, port: int | None, names: tuple[str, ...], **options: Any) -> N
         raise click.UsageError(
             f"the page {page} has no {', '.join(map(_option, foreign))}", click.get_current_context()
         )
-    serve = {"dagster": _serve_dagster, "jobs": _serve_jobs, "mlflow": _serve_mlflow, "tensorboard": _serve_tensorboard}
+    serve: dict[str, Callable[..., None]] = {
+        "dagster": _serve_dagster,
+        "jobs": _serve_jobs,
+        "mlflow": _serve_mlflow,
+        "tensorboard": _serve_tensorboard,
+    }
     serve[page](read_settings(), PORTS[page] if port is None else port, names, **given)
 
 

@@ -77,6 +77,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("ui", "mlflow", "--host", "0.0.0.0"), "the page mlflow has no --host"),
     (("status", "latest", "--trace"), "latest: there are no jobs"),
     (("search", "--show", "nosearch"), "no search 'nosearch'"),
+    (("search", "--dataset", "walks"), "give the --space"),
     ((*TRAIN, "--name", "latest"), "--name latest"),
 ]
 SCRIPTS = {
