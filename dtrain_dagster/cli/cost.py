@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -157,8 +156,8 @@ def _show_job(settings: Settings, job_id: str, as_json: bool, as_csv: bool, usag
     elif as_json:
         epochs = (rundir.read_json(RESULT) or {}).get("epochs") or 0.0
         more: dict[str, Any] = {"running": running, "energy": asdict(energy), "launches": asdict(took)}
-        if accounted := _account(settings, rundir):
-            more["account"] = accounted
+        if account := manager.describe_account(job_id):
+            more["account"] = account
         if reconciled is not None:
             more["reconciliation"] = reconciled.as_dict()
         metrics = tracker.metrics(epochs, expected + tracker.probe_usd if expected else 0.0)
@@ -167,24 +166,10 @@ def _show_job(settings: Settings, job_id: str, as_json: bool, as_csv: bool, usag
         _print(tracker, found, took, words, expected, running)
         carbon = "" if energy.kg_co2e is None else f", {energy.kg_co2e:.3g} kg CO2e ({energy.source})"
         say(f"{energy.kwh:.3g} kWh{carbon}: {energy.basis}")
-        for line in _account(settings, rundir):
+        for line in manager.describe_account(job_id):
             say(line)
         if reconciled is not None:
             _print_reconciled(reconciled)
-
-
-def _account(settings: Settings, rundir: RunDir) -> list[str]:
-    """Return how far the nodes' own presence, of which costs are computed, differs from SLURM's accounting, and what
-    the site charges by DTRAIN_SLURM_PRICES; empty on other clusters."""
-    if settings.cluster != "slurm":
-        return []
-    from dtrain_dagster.clusters.slurm.accounting import describe_accounts, describe_price
-    from dtrain_dagster.clusters.slurm.job_account import account_nodes
-    from dtrain_dagster.settings.slurm import read_partition_prices, read_slurm_options
-
-    prices = read_partition_prices()
-    accounted = account_nodes(read_slurm_options(), rundir, time.time())
-    return [*describe_accounts(accounted), *([describe_price(accounted, prices)] if prices else [])]
 
 
 def _reconciled(path: Path, tracker: CostTracker, job_id: str, rundir: RunDir, workspace_id: str) -> Any:

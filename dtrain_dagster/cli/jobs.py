@@ -210,12 +210,13 @@ def _show_job(settings: Settings, job_id: str, as_json: bool) -> None:
     course = read_course(facts.status, rundir, LeftClock(rundir, lambda: expect_finish(settings, rundir)))
     is_over = not facts.status.damage and has_result(rundir)
     if as_json:
-        result = summary_document(settings, rundir) if is_over else {}
-        print_json({**status_document(facts, rundir, course), **result})
+        document = summary_document(settings, rundir) if is_over else {}
+        print_json({**status_document(facts, rundir, course), **document})
         return
     print_status(console(), facts, rundir, time.time(), course)
     if is_over:
-        console().print(pairs_table(priced_summary(settings, rundir)), highlight=False)
+        result = [pair for pair in priced_summary(settings, rundir) if pair[0] != "job"]
+        console().print(pairs_table(result), highlight=False)
 
 
 @click.command()

@@ -7,7 +7,7 @@ what the searches of this home have found.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from dtrain_dagster.search.settings import SearchSettings
     from dtrain_dagster.search.tracking import SearchTracker
     from dtrain_dagster.search.trials import Trial
-    from dtrain_dagster.settings.environment import Settings
-    from trainer.config import JobConfig, TrackingConfig
+    from trainer.config import TrackingConfig
 
 
 @click.command()
@@ -154,8 +153,10 @@ def _search(
     from dataclasses import asdict, replace
 
     from dtrain_dagster.cli.facts import price_of_cluster
+    from dtrain_dagster.cli.job_options import with_reachable_data
     from dtrain_dagster.costs.prices import price_of
-    from dtrain_dagster.planning.job_data import samples_of
+    from dtrain_dagster.planning.check_job import check_job
+    from dtrain_dagster.planning.job_data import data_of, samples_of
     from dtrain_dagster.search.check_space import check_space
     from dtrain_dagster.search.measure import measure_trial
     from dtrain_dagster.search.run import SearchRequest, open_search
@@ -178,11 +179,13 @@ def _search(
     with asked.in_its_words():
         job, node_count = asked.job(settings, asked.fields(), search_name)
         say_what_is_wrong(job, node_count, settings)
-        for sentence in check_space(parsed, job, _checker(settings, least), source):
+        ranks = least * ranks_of(settings)
+        for sentence in check_space(parsed, job, lambda trial: check_job(trial, ranks).sentences, source):
             say(sentence, err=True)
     ensure_importable()
     tracking, job = job.tracking, replace(job, tracking=replace(job.tracking, mlflow_tracking_uri=None))
-    job, price = _reachable(job, settings), price_of(cluster.sku)
+    job = replace(job, dataset=replace(job.dataset, dataset_id=data_of(job).dataset_id))  # a part of what is searched
+    job, price = with_reachable_data(job, settings), price_of(cluster.sku)
     request = SearchRequest(
         name=search_name, space=document, settings=wanted, base=job, samples=samples_of(job),
         budget_usd=budget, nodes=node_count, least_nodes=least, most_nodes=most,
@@ -253,24 +256,6 @@ def _nodes_of_trial(text: str, nodes: int) -> tuple[int, int]:
     if not 1 <= least <= most <= nodes:
         raise Refusal(f"--nodes-per-trial {text}: of {nodes} node(s) (--nodes), a trial has at least 1 and at most all")
     return least, most
-
-
-def _checker(settings: Settings, nodes: int) -> Callable[[JobConfig], Sequence[str]]:
-    """Return the check of a trial's job on this cluster."""
-    from dtrain_dagster.planning.check_job import check_job
-
-    return lambda job: check_job(job, nodes * ranks_of(settings)).sentences
-
-
-def _reachable(job: JobConfig, settings: Settings) -> JobConfig:
-    """Return the job with its dataset where nodes read it, and the content of that dataset as a part of the job."""
-    from dataclasses import replace
-
-    from dtrain_dagster.cli.job_options import with_reachable_data
-    from dtrain_dagster.planning.job_data import data_of
-
-    known = replace(job.dataset, dataset_id=data_of(job).dataset_id)
-    return with_reachable_data(replace(job, dataset=known), settings)
 
 
 def _run(

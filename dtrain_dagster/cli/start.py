@@ -188,31 +188,32 @@ def dataset_name(job: JobConfig) -> str:
 
 
 def say_how_to_go_on(settings: Settings, job_id: str, go_on: str, what: str = "go on") -> None:
-    """Print how a job has ended, what it took and cost, and the command that goes on with it. Where one of these cannot
-    be read, the others are told."""
-    with suppress(ValueError, RuntimeError, OSError):
-        from dtrain_dagster.cli.facts import price_of_cluster
-
-        rundir = run_dir(settings, job_id)
-        facts, course = _look(settings, rundir, job_id)
-        for line in describe_end(facts, course, rundir.latest_checkpoint(), price_of_cluster(settings)):
-            say(line, err=True)
+    """Print how a job has ended, and the command that goes on with it."""
+    say_how_it_stands(settings, job_id)
     if go_on:
         say(f"{what}: {go_on}", err=True)
 
 
 def say_that_it_runs_on(settings: Settings, job_id: str) -> None:
-    """Print that a job which is no longer followed goes on, how it stands, and the commands for it."""
-    with suppress(ValueError, RuntimeError, OSError):
-        from dtrain_dagster.cli.facts import price_of_cluster
+    """Print how a job stands which is no longer followed, that it goes on, and the commands for it."""
+    if not say_how_it_stands(settings, job_id):
+        say(f"the job goes on; follow it: dtrain status {job_id} --follow", err=True)
+        say(f"end it: dtrain cancel {job_id}", err=True)
 
-        facts, course = _look(settings, run_dir(settings, job_id), job_id)
-        for line in describe_end(facts, course, None, price_of_cluster(settings)):
+
+def say_how_it_stands(settings: Settings, job_id: str) -> bool:
+    """Print how a job stands, and what it took and cost, where that can be read. Return whether it is known to have
+    ended."""
+    from dtrain_dagster.cli.facts import LeftClock, price_of_cluster, read_course, read_facts
+
+    with suppress(ValueError, RuntimeError, OSError):
+        rundir = run_dir(settings, job_id)
+        facts = read_facts(settings, cluster_of(settings)[0].manager().job_status(job_id))
+        course = read_course(facts.status, rundir, LeftClock(rundir))
+        for line in describe_end(facts, course, rundir.latest_checkpoint(), price_of_cluster(settings)):
             say(line, err=True)
-        if facts.status.state.is_final:
-            return
-    say(f"the job goes on; follow it: dtrain status {job_id} --follow", err=True)
-    say(f"end it: dtrain cancel {job_id}", err=True)
+        return facts.status.state.is_final
+    return False
 
 
 def describe_end(facts: JobFacts, course: JobCourse, checkpoint: tuple[str, int] | None, price_words: str) -> list[str]:
@@ -232,13 +233,6 @@ def describe_end(facts: JobFacts, course: JobCourse, checkpoint: tuple[str, int]
     if spent := so_far(facts):
         lines.append(f"so far: {spent}" + (f" ({price_words})" if facts.usd is not None else ""))
     return lines
-
-
-def _look(settings: Settings, rundir: RunDir, job_id: str) -> tuple[JobFacts, JobCourse]:
-    from dtrain_dagster.cli.facts import LeftClock, read_course, read_facts
-
-    facts = read_facts(settings, cluster_of(settings)[0].manager().job_status(job_id))
-    return facts, read_course(facts.status, rundir, LeftClock(rundir))
 
 
 def say_that_jobs_go_on(jobs: str, name: str, again: str) -> None:

@@ -52,6 +52,8 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     ((*TRAIN, "--set", "training"), "write it as dotted.key=value"),
     ((*TRAIN, "--set", "training.precision=fp8"), "'fp32', 'bf16' or 'fp16'"),
     ((*TRAIN, "--name", "../x"), "--name '../x'"),
+    ((*TRAIN, "--backend", "mpi"), "there is no backend 'mpi'"),
+    ((*TRAIN, "--backend", "horovod", "--set", "training.encryption=required"), "unencrypted"),
     ((*TRAIN, "--settings", "nowhere"), "there is no such file"),
     ((*TRAIN, "--settings", "folder"), "cannot be read"),
     ((*TRAIN, "--settings", "list.json"), "must be a JSON object"),
@@ -61,7 +63,10 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("launch", "--nodes", "1", "--", "nowhere.py"), "there is no script 'nowhere.py'"),
     (("launch", "--nodes", "1", "--", "python", "nowhere.py"), "there is no script 'nowhere.py'"),
     (("launch", "--nodes", "1", "--", "/no/such/program"), "there is no program '/no/such/program'"),
-    (("status", "nojob"), "no job 'nojob'"),
+    (("launch", "--nodes", "999", "silent.py"), "DTRAIN_NODES=999"),
+    (("launch", "--name", 201 * "x", "silent.py"), "at most 200"),
+    (("status",), "nothing was materialized yet"),
+    (("status", "nojob"), "no job 'nojob': there are no jobs yet; `dtrain jobs` lists them"),
     (("status", "../x"), "the name of the job is '../x'"),
     (("logs", "nojob"), "no job 'nojob'"),
     (("cancel", "nojob"), "no job 'nojob'"),
@@ -137,6 +142,11 @@ def test_each_mistake_is_named_as_the_user_wrote_it(folder: Path):
 def test_each_mistake_of_what_is_no_verb_is_named_as_well(folder: Path):
     assert "no job 'nojob'" in refused(("check", "nojob", "--url", "http://127.0.0.1:1"), endpoint)
     assert "cannot be started" in refused(("work", "nonesuch-command"), home)
+
+
+def test_a_module_that_may_be_imported_and_is_not_there_is_named(folder: Path):
+    said = refused((*TRAIN, "--model", "no_such_module:make"), DTRAIN_FACTORY_MODULES="no_such_module")
+    assert "there is no module 'no_such_module' on the Python path here" in said
 
 
 def test_each_setting_that_cannot_be_is_named(folder: Path):
