@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
 def doctor(nodes: int | None, as_json: bool) -> None:
     """Tell whether the cluster can train; buy nothing.
 
-    It looks at the cluster of DTRAIN_CLUSTER. On this machine it shows the nodes and what they do. Of SLURM,
-    Kubernetes and Ray it asks whether they answer; of Kubernetes also for the namespace, and for each right that
-    starting, following and ending nodes needs. Nothing is submitted or created.
+    It looks at the cluster of DTRAIN_CLUSTER, and shows the nodes that are there and what they do. Of SLURM, Kubernetes
+    and Ray it asks whether they answer; of Kubernetes also for the namespace, and for each right that starting,
+    following and ending nodes needs. Nothing is submitted or created.
 
     On Azure ML it walks through identity, resource providers, workspace, roles, storage, sizes, quotas, prices, images
     and network, as the settings name them (docs/azure.md). Each line says ok, warning or missing, what was seen, and
@@ -48,26 +49,43 @@ def doctor(nodes: int | None, as_json: bool) -> None:
       dtrain doctor
       dtrain doctor --nodes 8 --json
     """
-    kind = os.environ.get("DTRAIN_CLUSTER", "local")
-    if kind == "azure_ml":
-        _examine_azure(nodes, as_json)
-    elif (settings := read_settings(nodes=nodes)).kind.has_engine:
-        _ask_engine(settings, as_json)
-    else:
-        from dtrain_dagster.cli.facts import health_document
+    from dtrain_dagster.cli.facts import health_document
 
-        health = cluster_of(settings)[0].manager().monitor_health()
-        if as_json:
-            print_json(health_document(health))
-            return
+    document, text, code, is_reached = _look(nodes, as_json)
+    health = None
+    if is_reached:
+        with suppress(*expected_errors()):  # what keeps from asking was told above
+            health = cluster_of(read_settings(nodes=nodes))[0].manager().monitor_health()
+    if as_json:
+        print_json({**(health_document(health) if health else {}), **document})
+        sys.exit(code)
+    if text:
+        say(text)
+    if health:
         from dtrain_dagster.cli.job_tables import print_health
 
         print_health(console(), health)
+    sys.exit(code)
 
 
-def _ask_engine(settings: Settings, as_json: bool) -> None:
-    """Print what the engine of a cluster answers. As JSON, one that cannot be used is an answer as well, with the exit
-    code of a refusal."""
+def _look(nodes: int | None, as_json: bool) -> tuple[dict[str, Any], str, int, bool]:
+    """Return what is told of the kind of cluster, as a document and in words, the exit code, and whether the cluster
+    was reached."""
+    if os.environ.get("DTRAIN_CLUSTER") == "azure_ml":
+        from dtrain_dagster.clusters.azure_ml.doctor.lines import doctor_document, doctor_text, exit_code_of
+
+        lines = _examine(nodes)
+        missing = {line.check for line in lines if line.verdict == "missing"}
+        is_reached = not missing & {"settings", "identity", "workspace"}
+        return doctor_document(lines), doctor_text(lines), exit_code_of(lines), is_reached
+    settings = read_settings(nodes=nodes)
+    document = _ask_engine(settings, as_json) if settings.kind.has_engine else {}
+    return document, document.get("message", ""), 0, True
+
+
+def _ask_engine(settings: Settings, as_json: bool) -> dict[str, Any]:
+    """Return what the engine of a cluster answers, with the fields of `dtrain_dagster.cli.json_fields.CHECK`. As JSON,
+    that it cannot be used is an answer as well, with the exit code of a refusal."""
     from dtrain_dagster.clusters.engine_manager import open_engine
     from dtrain_dagster.settings.engines import read_engine_options
 
@@ -75,7 +93,7 @@ def _ask_engine(settings: Settings, as_json: bool) -> None:
         options = read_engine_options(settings.cluster)
         engine: Any = open_engine(settings.cluster, options, ".", "", os.environ)
         try:
-            found = _answer_of(settings.cluster, engine, options)
+            return {"usable": True, **_answer_of(settings.cluster, engine, options)}
         finally:
             if settings.cluster == "ray":
                 engine.close()
@@ -84,14 +102,10 @@ def _ask_engine(settings: Settings, as_json: bool) -> None:
             raise
         print_json({**dict.fromkeys(CHECK), "usable": False, "message": str(error)})
         sys.exit(EXIT_UNUSABLE)
-    if as_json:
-        print_json({"usable": True, **found})
-    else:
-        say(found["message"])
 
 
 def _answer_of(kind: str, engine: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return what an engine answers, with the fields of `dtrain_dagster.cli.json_fields.CHECK`. Raise as it does."""
+    """Return what an engine answers, in its fields. Raise as it does."""
     answer = engine.check()
     if kind == "slurm":
         where = f" on {options['host']}" if options["host"] else ""
@@ -100,17 +114,6 @@ def _answer_of(kind: str, engine: Any, options: dict[str, Any]) -> dict[str, Any
         return {"message": f"{answer} machine(s) of the Ray cluster answer", "machines": answer}
     namespace = engine.options.namespace
     return {"message": f"namespace {namespace} takes nodes from this identity", "namespace": namespace}
-
-
-def _examine_azure(nodes: int | None, as_json: bool) -> None:
-    from dtrain_dagster.clusters.azure_ml.doctor.lines import doctor_document, doctor_text, exit_code_of
-
-    lines = _examine(nodes)
-    if as_json:
-        print_json(doctor_document(lines))
-    else:
-        say(doctor_text(lines))
-    sys.exit(exit_code_of(lines))
 
 
 def _examine(nodes: int | None) -> list[DoctorLine]:

@@ -48,7 +48,7 @@ def test_jobs_of_the_cloud_are_started_seen_and_cancelled_from_shells(shell: She
     _wait(lambda: list(job.events("step")), second)
     rows = [line.split()[:3] for line in shell("jobs").splitlines()]
     assert rows == [["JOB", "STATE", "NODES"], ["second", "running", "2"], ["first", "succeeded", "2"]]
-    said = shell("status")
+    said = shell("doctor", code=1)
     assert "cluster dtrain: healthy" in said
     assert said.count("works on second-l1") == 2
     said = "job second is already running, so no new one is started\nsecond\nfollow it: dtrain status second --follow\n"

@@ -125,7 +125,7 @@ def test_a_training_is_told_by_both_accounts(
     shown = CliRunner().invoke(main, ["cost", "one"])
     assert "\n".join(lines) in shown.output
     answer = printed("dtrain doctor")
-    assert fields_in("dtrain doctor", [answer]) == {"usable", "message", "version", "host"}
+    assert fields_in("dtrain doctor", [answer]) >= {"usable", "message", "version", "host"}
     nodes = [line.split() for line in lines[1:3]]
     assert [(words[1], words[-1]) for words in nodes] == [("0", "completed"), ("1", "completed")]
     # SLURM counts whole seconds, from before the agent's start until after its end.
