@@ -234,7 +234,7 @@ def test_a_scripts_job_is_resumed_as_it_was_ordered_or_the_button_says_why_not(t
 
     assert "run `dtrain train --script` again with the same --name" in trouble()
     with pytest.raises(OrderRefusedError, match="does not know how it was started"):
-        order_command("resume", "mine", tmp_path, {}, {})
+        order_command("resume", "mine", tmp_path, {})
     keep_script(tmp_path, "mine", order)
     assert trouble() == f"its script was started in {folder}, which is no longer there: put the folder back"
     folder.mkdir()
