@@ -33,8 +33,8 @@ NOT_HERE = {
     "dtrain status": ("registered.",),
     "dtrain search": ("importance.",),
 }
-"""Words → how fields begin that this home does not have: a bill of a provider, SLURM, Spot history, a registered model, a search of
-eight trials."""
+"""Words → how fields begin that this home does not have: a bill of a provider, SLURM, Spot's history, a registered
+model, a search of eight trials."""
 
 
 def run(*words: str, code: int = 0) -> str:
