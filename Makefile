@@ -39,7 +39,7 @@ help:  ## list what there is
 
 setup: $(VENV)/.ready  ## install what is missing (the others do this by themselves)
 	@test -e "$$DTRAIN_HOME/.dtrain-home" -a "$$DAGSTER_HOME/dagster.yaml" -nt dagster.yaml -a -z "$${DTRAIN_AZURE_DAGSTER_STORAGE:-}" && \
-	  ! grep -q '^compute_logs' "$$DAGSTER_HOME/dagster.yaml" || dtrain setup
+	  ! grep -q '^compute_logs' "$$DAGSTER_HOME/dagster.yaml" || python -m dtrain_dagster setup
 
 LOCKS := requirements.lock requirements-torch.lock requirements-cuda.lock
 # Every package by its hash, none by what an index says it needs; check.py then tells whether one is missing.
@@ -61,8 +61,8 @@ $(VENV)/.ready: pyproject.toml $(LOCKS)
 	@touch $@
 
 run: setup  ## materialize the whole graph: prices to registered model (SELECT=… for a part)
-	@PYTHONWARNINGS=ignore dtrain work --go-on-with "make run" dagster asset materialize -m dtrain_dagster.definitions --select "$$SELECT" --config-json '$(QUIET)'
-	@test "$$SELECT" != "not group:studies" || dtrain summary  # a part need not have trained
+	@PYTHONWARNINGS=ignore python -m dtrain_dagster work --go-on-with "make run" dagster asset materialize -m dtrain_dagster.definitions --select "$$SELECT" --config-json '$(QUIET)'
+	@test "$$SELECT" != "not group:studies" || dtrain status  # a part need not have trained
 	@echo "look at it: make ui"
 
 ui: setup  ## the pages of Dagster, the dashboard and MLflow: it prints three links (PORT=… for another of Dagster)
@@ -122,17 +122,17 @@ docs: setup  ## the documentation as a site that needs no network: docs/_site/in
 	@echo "docs/_site/index.html"
 
 dashboard: setup  ## the live dashboard of all jobs on http://127.0.0.1:8060
-	@dtrain dashboard
+	@dtrain ui jobs
 
 mlflow: setup  ## the MLflow UI on http://127.0.0.1:5000
-	@dtrain mlflow
+	@dtrain ui mlflow
 
 tensorboard: setup  ## TensorBoard of all jobs on http://127.0.0.1:6006
-	@dtrain tensorboard
+	@dtrain ui tensorboard
 
 clean:  ## remove everything that was made here: runs, datasets, models (keeps the packages)
 	@test -x $(BIN)/dtrain || { echo "nothing is set up here yet: \`make setup\` first" >&2; exit 2; }
-	@dtrain clean --yes
+	@python -m dtrain_dagster clean --yes
 
 SUPPLY := $(VENV)/supply
 $(SUPPLY)/.ready: deploy/supply/requirements.lock

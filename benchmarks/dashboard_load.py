@@ -1,7 +1,7 @@
 """Measure the dashboard with 10,000 jobs on disk and 100 browsers that each ask every two seconds, as the page does.
 
 Run `python -m benchmarks.dashboard_load`. The jobs are synthetic run directories, as a cluster of two nodes and the
-trainer leave them; one of them is live and gets events all the time. The server is `dtrain dashboard` in a process of
+trainer leave them; one of them is live and gets events all the time. The server is `dtrain ui jobs` in a process of
 its own. Each browser has the table of all jobs open, and a job: half of them the live one, the others each a different
 one that has ended. The first seconds, in which all pages are opened, are reported separately.
 
@@ -181,9 +181,9 @@ class Browser:
 
 
 def start_server(home: Path) -> tuple[subprocess.Popen[str], int]:
-    """Start `dtrain dashboard` over this home, and return its process and port."""
+    """Start `dtrain ui jobs` over this home, and return its process and port."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DTRAIN_")}
-    command = [sys.executable, "-c", "from dtrain_dagster.cli.main import main; main()", "dashboard", "--port", "0"]
+    command = [sys.executable, "-c", "from dtrain_dagster.cli.main import main; main()", "ui", "jobs", "--port", "0"]
     process = subprocess.Popen(
         command, env=environment | {"DTRAIN_HOME": str(home)}, stdout=subprocess.PIPE, text=True, cwd=home
     )

@@ -1,7 +1,7 @@
 """Measure how long the table of all jobs takes with 1,000 run directories: the server's answers, and a real Chromium.
 
 Run `python -m benchmarks.job_table`. The jobs are those of `benchmarks.dashboard_load`, and one of them is live and
-gets events all the time; the server is `dtrain dashboard` in a process of its own. A browser opens the page three
+gets events all the time; the server is `dtrain ui jobs` in a process of its own. A browser opens the page three
 times: with the server just started, which then reads all run directories, and twice more.
 
     first_answer_seconds     the first answer with all jobs, from a server that has read none

@@ -16,8 +16,8 @@ from typing import Any
 from click.testing import CliRunner
 
 from dtrain_dagster.automation.run_liveness import read_owning_run
+from dtrain_dagster.cli.facts import latest_job, summary_lines
 from dtrain_dagster.cli.main import main
-from dtrain_dagster.cli.summary import latest_job, summary_lines
 from dtrain_dagster.clusters import presence
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
@@ -178,12 +178,12 @@ def _commands(readers: Readers) -> None:
     if not re.search(rf"{readers.whole}\s+succeeded", listed) or readers.damaged not in listed:
         readers.say("outages", f"`dtrain jobs` lists {listed}")
     readers.command("jobs", "--json", may_refuse=False)
-    readers.command("status", may_refuse=False)
+    readers.command("doctor", may_refuse=False)
     for job_id, may_refuse in ((readers.whole, False), (readers.damaged, True)):
-        for words in (("status",), ("logs",), ("logs", "--tail", "3"), ("summary",), ("watch",), ("logs", "--follow")):
+        for words in (("status",), ("logs",), ("logs", "--tail", "3"), ("status", "--follow"), ("logs", "--follow")):
             readers.command(words[0], *words[1:], job_id, may_refuse=may_refuse)
         readers.command("cost", job_id, may_refuse=may_refuse)
-        for name in ("status", "summary", "cost"):
+        for name in ("status", "cost"):
             readers.command(name, job_id, "--json", may_refuse=may_refuse)
 
 

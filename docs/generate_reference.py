@@ -20,6 +20,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import click
 from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
@@ -29,7 +30,9 @@ from dtrain_dagster.assets.given_dataset import FolderConfig
 from dtrain_dagster.assets.plan_options import ScriptOptions, TrainingOptions
 from dtrain_dagster.assets.program import ProgramOptions
 from dtrain_dagster.assets.search import SearchOptions
-from dtrain_dagster.cli.reference import describe_commands
+from dtrain_dagster.cli.json_output import JsonOption
+from dtrain_dagster.cli.main import EXIT_CODES, SECTIONS
+from dtrain_dagster.cli.main import main as dtrain
 from dtrain_dagster.dashboard import prometheus
 from dtrain_dagster.definitions import defs
 from dtrain_dagster.settings.azure import AzureSettings
@@ -46,6 +49,7 @@ from trainer.documents import events
 FOLDER = Path(__file__).parent / "reference"
 HEADER = "<!-- Made by `python docs/generate_reference.py`; do not edit. -->\n\n"
 """The first line of each page that is made here."""
+PROGRAM = "dtrain"
 SETTINGS: tuple[tuple[str, str, type[BaseSettings]], ...] = (
     ("For every kind of cluster", "", Settings),
     ("SLURM", "Read with `DTRAIN_CLUSTER=slurm`; see [On SLURM](../slurm.md).", SlurmSettings),
@@ -234,7 +238,7 @@ def metrics_page() -> str:
     """Return the page of the metrics for Prometheus."""
     text = (
         "# Metrics for Prometheus\n\n"
-        "`dtrain dashboard` serves them at `/metrics`, for jobs that run or ended within the last hour. How to collect "
+        "`dtrain ui jobs` serves them at `/metrics`, for jobs that run or ended within the last hour. How to collect "
         "and draw them: [Watching a training](../monitoring.md).\n\n"
         "| metric | labels | meaning |\n|---|---|---|\n"
         "| `dtrain_job_info` | `job`, `model`, `state` | 1; the labels tell what the job is and how it stands |\n"
@@ -343,6 +347,110 @@ def plain(text: str) -> str:
 def cell(text: str) -> str:
     """Return a docstring as one cell of a Markdown table."""
     return " ".join(plain(text).replace("|", "\\|").split())
+
+
+def describe_commands() -> str:
+    """Return the reference: one section per command, in the order of ``dtrain --help``."""
+    parts = [introduction()]
+    for commands in SECTIONS.values():
+        parts += [describe_command(f"{PROGRAM} {command.name}", command) for command in commands]
+    return "\n".join(parts)
+
+
+def describe_command(words: str, command: click.Command) -> str:
+    """Return the section of one command. Pure."""
+    text, examples = split_help(command)
+    context = click.Context(command, info_name=words)
+    lines = [
+        f"## {words}",
+        "",
+        text,
+        "",
+        "```text",
+        " ".join([words, *command.collect_usage_pieces(context)]),
+        "```",
+        "",
+    ]
+    options = [option for option in command.get_params(context) if isinstance(option, click.Option)]
+    rows = [describe_option(option, context) for option in options if not option.hidden and "--help" not in option.opts]
+    if rows:
+        lines += ["| option | default | meaning |", "|---|---|---|", *rows, ""]
+    for title, block in examples:
+        lines += [f"{title}:", "", "```sh" if title == "Examples" else "```text", block, "```", ""]
+    for option in options:
+        if isinstance(option, JsonOption):
+            lines += ["Fields of `--json`:", "", "| field | meaning |", "|---|---|"]
+            lines += [f"| `{name}` | {command_cell(meaning)} |" for name, meaning in option.fields.items()] + [""]
+    return "\n".join(lines)
+
+
+def split_help(command: click.Command) -> tuple[str, list[tuple[str, str]]]:
+    """Return the text of a command's help as paragraphs, and its blocks, such as the examples, as (title, text).
+    Pure."""
+    paragraphs, blocks = [], []
+    for part in re.split(r"\n\s*\n", inspect.cleandoc(command.help or "")):
+        if part.startswith("\b\n"):
+            title, _, block = part.removeprefix("\b\n").partition("\n")
+            blocks.append((title.rstrip(":"), textwrap.dedent(block).rstrip()))
+        else:
+            paragraphs.append(" ".join(part.split()))
+    return "\n\n".join(paragraphs), blocks
+
+
+def describe_option(option: click.Option, context: click.Context) -> str:
+    """Return a row of the table of options. Pure."""
+    name = ", ".join(sorted((*option.opts, *option.secondary_opts), key=len, reverse=True))
+    metavar = "" if option.is_flag or option.count else f" {command_code(option.make_metavar(context))}"
+    said, stated = split_default(option)
+    default = command_cell(stated)
+    if not default and option.required:
+        default = "required"
+    elif not default and option.show_default and not option.is_flag:
+        default = f"`{command_code(str(option.get_default(context)))}`"
+    bounds = option_bounds(option)
+    return f"| `{name}{metavar}` | {default} | {command_cell(said)}{bounds} |"
+
+
+def split_default(option: click.Option) -> tuple[str, str]:
+    """Return the meaning of an option, and the default that its help states in words, "" for none. Pure."""
+    found = re.search(r"\s*\[default: (.*)\]$", option.help or "")
+    return ((option.help or "")[: found.start()], found[1]) if found else (option.help or "", "")
+
+
+def option_bounds(option: click.Option) -> str:
+    """Return the bounds of an option's number in words, "" for none."""
+    kind = option.type
+    if not isinstance(kind, click.IntRange | click.FloatRange):
+        return ""
+    if kind.min is not None and kind.max is not None:
+        return f" From {kind.min:g} to {kind.max:g}."
+    return f" At least {kind.min:g}." if kind.min is not None else f" At most {kind.max:g}."
+
+
+def command_cell(text: str) -> str:
+    """Return a text for a cell of a table of Markdown."""
+    return command_code(text).replace("*", "\\*").replace("<", "&lt;")
+
+
+def command_code(text: str) -> str:
+    """Return a text for code within a cell of a table of Markdown."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def introduction() -> str:
+    """Return what precedes the sections of the commands."""
+    codes = "\n".join(f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items())
+    listed = "\n\n".join(
+        f"{title}: " + ", ".join(f"[`{PROGRAM} {each.name}`](#{PROGRAM}-{each.name})" for each in commands)
+        for title, commands in SECTIONS.items()
+    )
+    return (
+        f"{split_help(dtrain)[0]}\n\n{listed}\n\n| exit code | meaning |\n|---|---|\n{codes}\n\n"
+        "`train` and `launch` end with the code of the process that failed first. Of what `--json` prints, times are "
+        "Unix seconds, durations seconds, and dollars US dollars at list price, where a field does not say otherwise; "
+        "what is not known is null. `nodes[].node` is a field of each item of the list `nodes`, and `causes.*` any "
+        "entry of the object `causes`, whose names are data. Names of fields stay; new ones may be added.\n"
+    )
 
 
 PAGES: Mapping[str, Callable[[], str]] = {

@@ -1,6 +1,6 @@
 """Clients that begin requests and do not end them, or ask for much and read nothing, beside an ordinary client.
 
-The target is `dtrain dashboard` as a process of its own, with the usual limit of 1,024 descriptors.
+The target is `dtrain ui jobs` as a process of its own, with the usual limit of 1,024 descriptors.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def answers(port: int, path: str = "/table.json", seconds: float = 20.0) -> bool
 
 @contextmanager
 def dashboard(home: Path) -> Iterator[int]:
-    """Run `dtrain dashboard` with `DESCRIPTORS`, and yield its port."""
+    """Run `dtrain ui jobs` with `DESCRIPTORS`, and yield its port."""
     code = (
         f"import os, resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTORS}, {DESCRIPTORS})); "
         f"os.environ['DTRAIN_HOME'] = {str(home)!r}; from dtrain_dagster.cli.main import main; main()"
     )
-    command = [sys.executable, "-c", code, "dashboard", "--port", "0"]
+    command = [sys.executable, "-c", code, "ui", "jobs", "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
     try:

@@ -26,7 +26,7 @@ def browser() -> Iterator[Browser]:
 @contextmanager
 def dashboard() -> Iterator[str]:
     """Serve the dashboard of this home, and yield its address."""
-    server = subprocess.Popen([BIN / "dtrain", "dashboard", "--port", "0"], stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen([BIN / "dtrain", "ui", "jobs", "--port", "0"], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
         yield server.stdout.readline().strip()

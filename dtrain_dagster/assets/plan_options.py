@@ -70,7 +70,7 @@ class PlanOptions(LaunchpadOptions):
     nodes: int | None = Field(default=None, ge=1, le=MOST_NODES)
     """Nodes of this run; unset: DTRAIN_NODES."""
     gpu_type: str | None = None
-    """SKU of this run, such as Standard_NC24ads_A100_v4; `dtrain prices list` has all. Unset: DTRAIN_GPU_TYPE."""
+    """SKU of this run, such as Standard_NC24ads_A100_v4; `dtrain cost` has all. Unset: DTRAIN_GPU_TYPE."""
     tier: NodeTier | None = None
     """Tier on which the nodes of this run are requested; unset: DTRAIN_TIER."""
     more: dict[str, Any] = {}

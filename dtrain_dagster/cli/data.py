@@ -1,7 +1,6 @@
 """`dtrain data`: datasets of rows, built from files of one's own.
 
-Datasets of windows of prices are built by the asset `sharded_dataset`. Added to `dtrain` by `dtrain_dagster.cli.main`.
-Each command imports what it needs, so that ``--help`` answers at once.
+Datasets of windows of prices are built by the asset `sharded_dataset`.
 """
 
 from __future__ import annotations
@@ -19,16 +18,7 @@ VALID, TEST = "Share of the validation split.", "Share of the test split."
 SEED = "The same seed divides in the same way."
 
 
-@click.group()
-def data() -> None:
-    """Build datasets of rows from files of your own.
-
-    A dataset is named after its content and its settings, so the same dataset is built only once. It is stored in the
-    home (DTRAIN_HOME/storage/datasets), and `dtrain train --dataset ID` trains on it.
-    """
-
-
-@data.command()
+@click.command()
 @click.argument("source", metavar="SOURCE", shell_complete=complete_files)
 @click.option("--target", required=True, metavar="COLUMN", help="The column to predict.")
 @click.option("--task", type=click.Choice(["regression", "binary", "multiclass"]),
@@ -49,18 +39,20 @@ def data() -> None:
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help=SEED)
 @json_option(DATASET)
 @refuses
-def rows(source: str, target: str, drop: tuple[str, ...], as_json: bool, **options: Any) -> None:
+def data(source: str, target: str, drop: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Build a dataset of rows from Parquet or CSV files.
 
-    SOURCE is a file, or a folder whose Parquet files, or else CSV files, are all read.
+    SOURCE is a file, or a folder whose Parquet files, or else CSV files, are all read. The dataset is named after its
+    content and its settings, so the same one is built only once. It is stored in the home
+    (DTRAIN_HOME/storage/datasets), and `dtrain train --dataset ID` trains on it.
 
     Columns of numbers, of dates and of text are features. A date counts as days. Text is a category: a missing one, or
     one that the training split does not have, sets no input.
 
     \b
     Examples:
-      dtrain data rows houses.parquet --target price
-      dtrain data rows visits.parquet --target bought --split-by customer \\
+      dtrain data houses.parquet --target price
+      dtrain data visits.parquet --target bought --split-by customer \\
         --drop visit_id --missing mean
     """
     from dtrain_dagster.data.rows import RowParams, build_rows

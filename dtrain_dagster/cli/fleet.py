@@ -1,31 +1,20 @@
-"""`dtrain fleet`: many jobs under one budget, from a file. Each command imports what it needs, so that ``--help``
-answers at once."""
+"""`dtrain fleet`: many jobs under one budget, from a file. `dtrain cancel`, `status` and `cost` take its name."""
 
 from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from dtrain_dagster.cli.common import (
-    cluster_of,
-    console,
-    ranks_of,
-    read_settings,
-    refuses,
-    run_dir,
-    say,
-)
-from dtrain_dagster.cli.going_on import command_again, typed_arguments
-from dtrain_dagster.cli.job_life import ended_by_signals
-from dtrain_dagster.cli.job_names import complete_files, complete_fleets, find_fleet
-from dtrain_dagster.cli.json_fields import FLEET, FLEET_COST
-from dtrain_dagster.cli.json_output import json_option, print_json
+from dtrain_dagster.cli.common import cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
+from dtrain_dagster.cli.job_names import complete_files
+from dtrain_dagster.cli.start import ended_by_signals, say_that_jobs_go_on, this_command_again
 
 if TYPE_CHECKING:
-    from dtrain_dagster.fleet.ledger import JobBill
+    from dtrain_dagster.fleet.ledger import FleetLedger, JobBill
     from dtrain_dagster.fleet.records import FleetRecords
     from dtrain_dagster.fleet.source import JobSource
     from dtrain_dagster.settings.environment import Settings
@@ -33,34 +22,30 @@ if TYPE_CHECKING:
 EXIT_INCOMPLETE = 1
 
 
-@click.group()
-def fleet() -> None:
-    """Train many models under one budget.
-
-    A file names the jobs, the dollars that all of them together may cost, and when they must have ended. Jobs of higher
-    priority come first; each gets as many nodes as pay. See docs/fleet.md.
-    """
-
-
-@fleet.command()
+@click.command()
 @click.argument("file", metavar="FILE", shell_complete=complete_files)
 @click.option("--check", is_flag=True, help="Check the file and its jobs, and start nothing.")
 @refuses
-def run(file: str, check: bool) -> None:
-    """Run the fleet of FILE until its last job is over.
+def fleet(file: str, check: bool) -> None:
+    """Train many models under one budget.
 
-    FILE is YAML or JSON, see docs/fleet.md. The exit code is 1 where a job has not succeeded.
+    FILE names the jobs, the dollars that all of them together may cost, and when they must have ended. Jobs of higher
+    priority come first; each gets as many nodes as pay. It is YAML or JSON, see docs/fleet.md. The exit code is 1 where
+    a job has not succeeded.
 
     Ctrl-C leaves the jobs running, each up to the dollars that it was promised; the same command goes on with them,
-    also after a crash. `dtrain fleet cancel` ends them.
+    also after a crash. `dtrain status`, `cancel` and `cost` take the name of the fleet.
 
-    Each job is a run of MLflow, below a run of the fleet (`dtrain mlflow`). DTRAIN_COMMAND_TRACKING=off keeps a start
-    of the fleet out of it, `set: {tracking.mlflow_tracking_uri: null}` a job.
+    Each job is a run of MLflow, below a run of the fleet (`dtrain ui mlflow`). DTRAIN_COMMAND_TRACKING=off keeps a
+    start of the fleet out of it, `set: {tracking.mlflow_tracking_uri: null}` a job.
 
     \b
     Examples:
-      dtrain fleet run night.yaml --check
-      dtrain fleet run night.yaml
+      dtrain fleet night.yaml --check
+      dtrain fleet night.yaml
+      dtrain status night
+      dtrain cost night
+      dtrain cancel night
     """
     from dtrain_dagster.cli.fleet_orders import jobs_of, limits_of, tell_what_is_asked
     from dtrain_dagster.cli.fleet_tracking import tracked_jobs
@@ -95,8 +80,9 @@ def run(file: str, check: bool) -> None:
 
 def orchestrate(settings: Settings, records: FleetRecords, source: JobSource) -> None:
     """Run a fleet to its end, and show it. It must be held by `FleetRecords.sole_orchestrator`."""
-    from dtrain_dagster.cli.fleet_screen import FleetScreen, headline, print_fleet
+    from dtrain_dagster.cli.fleet_screen import fleet_screen, fleet_table, headline
     from dtrain_dagster.cli.fleet_tracking import FleetTracker
+    from dtrain_dagster.cli.follow import warn
     from dtrain_dagster.clusters.notice_text import FLEET, PART_OF
     from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
     from dtrain_dagster.fleet.view import FleetWatch
@@ -111,13 +97,18 @@ def orchestrate(settings: Settings, records: FleetRecords, source: JobSource) ->
     kept_out = {} if is_tracked else {TRACKING_OF_LAUNCH: OFF}
     env = cluster.node_env(project) | kept_out | {PART_OF: FLEET}
     terms = LaunchTerms(processes_per_node=ranks_of(settings), env=env, tier=tier_of(cluster.first_tier))
-    watch = FleetWatch(records)
-    with FleetScreen(console(), watch) as screen, ended_by_signals(lambda: _say_that_jobs_go_on(records.name)):
-        runner = FleetRunner(manager, records, source, terms, screen.tell)
-        tracker = FleetTracker(records, terms.tier, screen.tell) if is_tracked else None
+    watch, shown = FleetWatch(records), console()
+    tell = partial(warn, shown)
+
+    def go_on() -> None:
+        say_that_jobs_go_on(f"jobs of fleet {records.name}", records.name, this_command_again())
+
+    with fleet_screen(shown, watch) as show, ended_by_signals(go_on):
+        runner = FleetRunner(manager, records, source, terms, tell)
+        tracker = FleetTracker(records, terms.tier, tell) if is_tracked else None
 
         def update() -> None:
-            screen.update()
+            show()
             if tracker is not None:
                 tracker.update(list(runner.entries.values()))
 
@@ -125,70 +116,16 @@ def orchestrate(settings: Settings, records: FleetRecords, source: JobSource) ->
     for sentence in tracker.finish() if tracker is not None else ():
         say(sentence, err=True)
     view = watch.view()
-    print_fleet(console(), view)
+    shown.print(fleet_table(view, shown.width), highlight=False)
     say(headline(view))
 
 
-def _say_that_jobs_go_on(name: str) -> None:
-    say(
-        f"the running jobs of fleet {name} continue, each up to the dollars that it was promised: "
-        f"`dtrain fleet status {name}` shows them, `dtrain fleet cancel {name}` ends them",
-        err=True,
-    )
-    say(f"go on: {command_again(typed_arguments())}", err=True)
-
-
-@fleet.command()
-@click.argument("name", metavar="[NAME]", required=False, shell_complete=complete_fleets)
-@json_option(FLEET, "Print one JSON document: of NAME, or a list of those of all fleets.")
-@refuses
-def status(name: str | None, as_json: bool) -> None:
-    """Show all fleets, or the state of one.
-
-    For one fleet it shows the jobs, their nodes, progress and cost. NAME may be `latest`, or the beginning of a name.
-
-    \b
-    Examples:
-      dtrain fleet status
-      dtrain fleet status night --json
-    """
-    from dtrain_dagster.cli.fleet_screen import headline, print_fleet
-    from dtrain_dagster.fleet.records import FleetRecords, fleet_names
-    from dtrain_dagster.fleet.view import FleetWatch
-
-    settings = read_settings()
-    names = [find_fleet(settings, name)] if name else fleet_names(settings.home)
-    views = [FleetWatch(FleetRecords(settings.home, each)).view() for each in names]
-    if as_json:
-        documents = [view.document() for view in views]
-        print_json(documents[0] if name else documents)
-        return
-    if not views:
-        say("no fleets yet: `dtrain fleet run FILE` begins one")
-    for view in views:
-        say(headline(view))
-        if name:
-            print_fleet(console(), view)
-
-
-@fleet.command()
-@click.argument("name", metavar="NAME", shell_complete=complete_fleets)
-@refuses
-def cancel(name: str) -> None:
-    """End a fleet.
-
-    Its jobs save a checkpoint and release their nodes, and no further job starts. The command returns when all nodes
-    are released.
-
-    \b
-    Examples:
-      dtrain fleet cancel night
-    """
+def cancel_fleet(settings: Settings, name: str) -> None:
+    """End a fleet: its jobs save a checkpoint and release their nodes, and no further job starts. Return when all nodes
+    are released."""
     from dtrain_dagster.fleet.records import FleetRecords
     from dtrain_dagster.fleet.source import ListedJobs
 
-    settings = read_settings()
-    name = find_fleet(settings, name)
     records = FleetRecords(settings.home, name)
     records.ask_to_cancel()
     while records.is_run():
@@ -197,44 +134,27 @@ def cancel(name: str) -> None:
         orchestrate(settings, records, ListedJobs([entry.job for entry in records.entries()]))
 
 
-@fleet.command()
-@click.argument("name", metavar="NAME", shell_complete=complete_fleets)
-@json_option(FLEET_COST)
-@refuses
-def cost(name: str, as_json: bool) -> None:
-    """Show what all jobs of a fleet have cost together.
-
-    The cost is shown by cause and by job; both add up to the same total.
-
-    \b
-    Examples:
-      dtrain fleet cost latest
-    """
-    from dtrain_dagster.cli.fleet_screen import ledger_table
+def bill_of_fleet(settings: Settings, name: str) -> tuple[FleetLedger, float]:
+    """Return what all jobs of a fleet have cost together, and its budget in dollars."""
     from dtrain_dagster.fleet.ledger import add_ledgers
     from dtrain_dagster.fleet.records import FleetRecords
 
-    settings = read_settings()
-    name = find_fleet(settings, name)
     records = FleetRecords(settings.home, name)
-    budget_usd = records.limits().budget_usd
-    begun = [entry for entry in records.entries() if entry.kept.launches]
-    found = add_ledgers({entry.job.job_id: bill_of(settings, entry.job.job_id) for entry in begun})
-    if as_json:
-        from dtrain_dagster.costs.money import usd
+    begun = [entry.job.job_id for entry in records.entries() if entry.kept.launches]
+    return add_ledgers({job_id: bill_of(settings, job_id) for job_id in begun}), records.limits().budget_usd
 
-        document = {
-            "node_seconds": found.microseconds / 1e6,
-            "usd": usd(found.units),
-            "budget_usd": budget_usd,
-            "causes": {
-                cause.value: {"node_seconds": row.seconds, "usd": row.usd} for cause, row in found.causes().items()
-            },
-            "jobs": {job_id: {"node_seconds": row.seconds, "usd": row.usd} for job_id, row in found.by_job().items()},
-        }
-        print_json(document)
-        return
-    console().print(ledger_table(found), highlight=False)
+
+def bill_document(found: FleetLedger, budget_usd: float) -> dict[str, Any]:
+    """Return the cost of a fleet for JSON, with the fields of `dtrain_dagster.cli.json_fields.FLEET_COST`. Pure."""
+    from dtrain_dagster.costs.money import usd
+
+    return {
+        "node_seconds": found.microseconds / 1e6,
+        "usd": usd(found.units),
+        "budget_usd": budget_usd,
+        "causes": {name.value: {"node_seconds": row.seconds, "usd": row.usd} for name, row in found.causes().items()},
+        "jobs": {job_id: {"node_seconds": row.seconds, "usd": row.usd} for job_id, row in found.by_job().items()},
+    }
 
 
 def bill_of(settings: Settings, job_id: str) -> JobBill:

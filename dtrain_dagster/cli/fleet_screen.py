@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from dtrain_dagster.cli.tables import Column, fitted_table
+from dtrain_dagster.cli.follow import LINE_EVERY_SECONDS, in_place
+from dtrain_dagster.cli.screen import Column, fitted_table, plain_table
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.printable import visible
 
@@ -29,7 +32,6 @@ COLOURS = {
 }
 MOST_NAMED = 3
 """Jobs that are named of those which wait for the same."""
-LINE_EVERY_SECONDS = 5.0
 VIEW_EVERY_SECONDS = 2.0
 
 
@@ -48,7 +50,7 @@ def headline(view: FleetView) -> str:
     if view.deadline is not None and not view.is_over:
         parts.append(f"deadline in {format_duration(max(0.0, view.deadline - view.at))}")
     if not view.is_over and not view.is_run:
-        parts.append("no process runs it: `dtrain fleet run` continues it")
+        parts.append("no process runs it: `dtrain fleet FILE` continues it")
     return " · ".join(parts)
 
 
@@ -73,11 +75,6 @@ def fleet_table(view: FleetView, width: int) -> Group:
         names = ", ".join(jobs[:MOST_NAMED]) + (f" and {len(jobs) - MOST_NAMED} more" if len(jobs) > MOST_NAMED else "")
         more.append(Text(f"{names}: {why}", style="dim"))
     return Group(table, *more)
-
-
-def print_fleet(console: Console, view: FleetView) -> None:
-    """Print the jobs of a fleet."""
-    console.print(fleet_table(view, console.width), highlight=False)
 
 
 def job_row(job: JobView) -> list[str | Text]:
@@ -109,14 +106,12 @@ def ledger_table(found: FleetLedger) -> Group:
     whole = max(1, found.units)
 
     def made(title: str, rows: list[tuple[str, int, int, str]]) -> Table:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column(title)
-        for name in ("node-time", "share", "dollars"):
-            table.add_column(name, justify="right")
+        figures = ("node-time", "share", "dollars")
+        table = plain_table(title, *figures, right=figures)
         table.add_column("", style="dim")
-        figures = shown([units for _, _, units, _ in rows], digits)
-        for (name, time_, units, meaning), figure in zip(rows, figures, strict=True):
-            table.add_row(name, format_duration(time_ / 1e6), f"{units / whole:.1%}", f"${figure:,}", meaning)
+        sums = shown([units for _, _, units, _ in rows], digits)
+        for (name, time_, units, meaning), sum_ in zip(rows, sums, strict=True):
+            table.add_row(name, format_duration(time_ / 1e6), f"{units / whole:.1%}", f"${sum_:,}", meaning)
         table.add_section()
         total = f"${total_shown([found.units], digits):,}"
         table.add_row("all", format_duration(found.microseconds / 1e6), "100.0%", total, "")
@@ -127,37 +122,21 @@ def ledger_table(found: FleetLedger) -> Group:
     return Group(made("cause", causes), Text(""), made("job", jobs))
 
 
-class FleetScreen:
-    """Shows a fleet while it is run: a table that is updated in place on a terminal, else a line now and then."""
+@contextmanager
+def fleet_screen(console: Console, watch: FleetWatch) -> Iterator[Callable[[], None]]:
+    """Yield a function that shows the fleet as it is now, if some time has passed: on a terminal a table that is
+    updated in place, else a line now and then."""
+    shown_at, every = 0.0, VIEW_EVERY_SECONDS if console.is_terminal else LINE_EVERY_SECONDS
+    with in_place(console, is_kept=True) as show:
 
-    def __init__(self, console: Console, watch: FleetWatch) -> None:
-        from rich.live import Live
+        def update() -> None:
+            nonlocal shown_at
+            if time.monotonic() - shown_at < every:
+                return
+            shown_at, view = time.monotonic(), watch.view()
+            if console.is_terminal:
+                show(Group(Text(headline(view)), fleet_table(view, console.width)))
+            else:
+                console.print(headline(view), soft_wrap=True, highlight=False, markup=False)
 
-        self.console, self.watch = console, watch
-        self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
-        self._shown_at = 0.0
-
-    def __enter__(self) -> FleetScreen:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def tell(self, sentence: str) -> None:
-        """Print what a person should know."""
-        self.console.print(f"! {visible(sentence)}", style="yellow", soft_wrap=True, highlight=False, markup=False)
-
-    def update(self) -> None:
-        """Show the fleet as it is now, if some time has passed."""
-        now = time.monotonic()
-        if now - self._shown_at < (LINE_EVERY_SECONDS if self._live is None else VIEW_EVERY_SECONDS):
-            return
-        self._shown_at = now
-        view = self.watch.view()
-        if self._live is None:
-            self.console.print(headline(view), soft_wrap=True, highlight=False, markup=False)
-        else:
-            self._live.update(Group(Text(headline(view)), fleet_table(view, self.console.width)))
+        yield update

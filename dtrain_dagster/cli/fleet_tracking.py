@@ -27,13 +27,7 @@ from dtrain_dagster.registry.client import open_client
 from dtrain_dagster.registry.run_record import PARENT_TAG, is_workspace, note_of, parent_run, run_of, write_to_run
 from dtrain_dagster.support.formatting import dollars
 from trainer.errors import DamagedError
-from trainer.observability.mlflow_sink import (
-    NOTE_TAG,
-    TRACKING,
-    begin_run,
-    ensure_experiment,
-    figures_of_test,
-)
+from trainer.observability.mlflow_sink import NOTE_TAG, TRACKING, begin_run, ensure_experiment, figures_of_test
 from trainer.observability.mlflow_sqlite import authorised
 from trainer.rundir import EVALUATION, JOB, RunDir
 from trainer.secrets.redaction import redact
@@ -72,7 +66,7 @@ def tracked_jobs(
     for entry, item in zip(fleet.jobs, expected, strict=True):
         order = item.job.order
         assert order is not None
-        source = "dtrain fleet run" if entry.script is None else os.path.basename(entry.script)
+        source = "dtrain fleet" if entry.script is None else os.path.basename(entry.script)
         asked = [f"{name}=" for name in entry.set]
         tracked = track(order.job, asked, settings, cluster, project, source, {FLEET_TAG: fleet.name})
         found.append(replace(item, job=replace(item.job, order=replace(order, job=tracked.job))))
@@ -147,7 +141,7 @@ class FleetTracker:
             problems = place.write(entries, self._tier)
             if is_over:
                 place.finish(entries, self._limits, self._records.is_cancelled())
-                self._where.append(f"in MLflow: experiment {key[1]}, run {self._records.name} (`dtrain mlflow`)")
+                self._where.append(f"in MLflow: experiment {key[1]}, run {self._records.name} (`dtrain ui mlflow`)")
         except _errors() as error:
             problems = [str(error)]
         for problem in problems:

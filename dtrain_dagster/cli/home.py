@@ -1,9 +1,10 @@
-"""`dtrain setup`, `dtrain clean`, `dtrain work`: the folder that everything is written to. Used by the Makefile too."""
+"""`python -m dtrain_dagster setup`, `work` and `clean`: the folder that everything is written to."""
 
 from __future__ import annotations
 
 import os
 import pwd
+import shlex
 import shutil
 import signal
 import subprocess
@@ -23,7 +24,12 @@ DAGSTER_SETTINGS = Path(__file__).parents[1] / "settings" / "dagster.yaml"
 SHOWN = 12
 
 
-@click.command()
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Make the home of dtrain (DTRAIN_HOME), work on it, and remove it."""
+
+
+@main.command()
 @refuses
 def setup() -> None:
     """Make the folder that everything is written to.
@@ -33,8 +39,8 @@ def setup() -> None:
 
     \b
     Examples:
-      dtrain setup
-      DTRAIN_HOME=/data/dtrain dtrain setup
+      python -m dtrain_dagster setup
+      DTRAIN_HOME=/data/dtrain python -m dtrain_dagster setup
     """
     prepare_dagster_home(read_settings())
 
@@ -79,7 +85,7 @@ def _write_compute_logs(target: Path, settings: Settings) -> None:
         part.replace(target)
 
 
-@click.command()
+@main.command()
 @click.option("--yes", is_flag=True, help="Remove without asking (where nobody can be asked, nothing is removed).")
 @refuses
 def clean(yes: bool) -> None:
@@ -92,7 +98,7 @@ def clean(yes: bool) -> None:
 
     \b
     Examples:
-      dtrain clean
+      python -m dtrain_dagster clean
     """
     from dtrain_dagster.settings.home import hold_home, plan_removal, remove
 
@@ -101,7 +107,7 @@ def clean(yes: bool) -> None:
     if not plan_removal(home, protected).ours:
         click.echo(f"{home}: there is nothing to remove")
         return
-    with hold_home(home, "`dtrain clean`"):
+    with hold_home(home, "`dtrain_dagster clean`"):
         plan = plan_removal(home, protected)
         shown = ", ".join(plan.ours[:SHOWN]) + (" …" if len(plan.ours) > SHOWN else "")
         click.echo(f"removing from {home}: {shown}")
@@ -112,12 +118,9 @@ def clean(yes: bool) -> None:
         remove(plan_removal(home, protected))  # once more: a job may have started while the question stood there
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option(
-    "--go-on-with",
-    "go_on",
-    metavar="COMMAND",
-    help="The command to suggest after Ctrl-C.  [default: the same command]",
+    "--go-on-with", "go_on", metavar="COMMAND", help="The command to suggest after Ctrl-C.  [default: the same command]"
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @refuses
@@ -133,8 +136,8 @@ def work(command: tuple[str, ...], go_on: str | None) -> None:
 
     \b
     Examples:
-      dtrain work dagster asset materialize -m dtrain_dagster.definitions \\
-        --select 'not group:studies'
+      python -m dtrain_dagster work dagster asset materialize \\
+        -m dtrain_dagster.definitions --select 'not group:studies'
     """
     from dtrain_dagster.jobs.progress import noted_jobs, work_file
     from dtrain_dagster.settings.home import hold_home, make_home
@@ -157,7 +160,7 @@ def work(command: tuple[str, ...], go_on: str | None) -> None:
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         code, jobs = process.wait(), noted_jobs(path)
     if interrupts:
-        from dtrain_dagster.cli.going_on import command_again, say_after_work, typed_arguments
+        from dtrain_dagster.cli.start import say_after_work
 
-        say_after_work(read_settings(), jobs, go_on or command_again(typed_arguments()))
+        say_after_work(read_settings(), jobs, go_on or shlex.join(["python", "-m", "dtrain_dagster", "work", *command]))
     sys.exit(code if code >= 0 else 128 - code)

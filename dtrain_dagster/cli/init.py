@@ -131,7 +131,7 @@ def _say_what_is_next(folder: Path, project: NewProject, files: dict[str, str]) 
     if folder != Path.cwd():
         say(f"  cd {shlex.quote(str(folder))}")
     select = f"-m {project.name}.definitions --select 'group:{project.name}' --config run.yaml"
-    say(f"  dtrain work dagster asset materialize {select}")
+    say(f"  python -m dtrain_dagster work dagster asset materialize {select}")
     say("  dtrain ui")
     if project.requirement.is_from_file:
         say("\ndtrain was installed from a file: CI and other machines need its wheel, too (README.md says where)")

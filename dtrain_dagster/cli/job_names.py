@@ -55,20 +55,29 @@ def _named(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMED]) + more
 
 
-def find_job(settings: Settings, given: str) -> str:
-    """Return the id of the job that is meant. Raise `Refusal` where there is no such job, or more than one."""
-    from trainer.rundir import JOB, LAUNCH
-    from trainer.storage.open import open_storage
-
-    found = run_dir(settings, given).storage  # refuses what can be no name
-    if any(found.exists(name) for name in (JOB, LAUNCH)):
+def find_job(settings: Settings, given: str, fleets: Sequence[str] = ()) -> str:
+    """Return the name of the job that is meant, or of one of the ``fleets``. Of a fleet and its jobs, whose names begin
+    with its own, the fleet is meant. Raise `Refusal` where there is no such name, or more than one."""
+    if _is_job(settings, given):
         return given
     if given == LATEST:
         jobs = cluster_of(settings)[0].manager().list_jobs()
         if not jobs:
             raise Refusal(f"{LATEST}: there are no jobs in {settings.jobs_uri} yet")
         return jobs[0].job_id
-    return resolve_name(given, sorted(open_storage(settings.jobs_uri).list()), "job", "dtrain jobs")
+    from trainer.storage.open import open_storage
+
+    of_fleets = tuple(f"{name}-" for name in fleets if given and name.startswith(given))
+    names = [name for name in open_storage(settings.jobs_uri).list() if not name.startswith(of_fleets)]
+    return resolve_name(given, sorted({*names, *fleets}), "job", "dtrain jobs")
+
+
+def _is_job(settings: Settings, name: str) -> bool:
+    """Return whether there is a job of exactly this name. Raise `Refusal` for what can be no name."""
+    from trainer.rundir import JOB, LAUNCH
+
+    storage = run_dir(settings, name).storage
+    return any(storage.exists(file) for file in (JOB, LAUNCH))
 
 
 def find_training(settings: Settings, given: str) -> str:
@@ -81,21 +90,30 @@ def find_training(settings: Settings, given: str) -> str:
     return job_id
 
 
-def find_fleet(settings: Settings, given: str) -> str:
-    """Return the name of the fleet that is meant. Raise `Refusal` where there is no such fleet, or more than one."""
-    from dtrain_dagster.fleet.records import FLEET, FOLDER, fleet_names
+def find_job_or_fleet(settings: Settings, given: str) -> tuple[str, bool]:
+    """Return the name of the job or fleet that is meant, and whether it is a fleet. Raise as `find_job`."""
+    from dtrain_dagster.fleet.records import fleet_names
 
-    names = fleet_names(settings.home)
-    if given == LATEST and names and LATEST not in names:
-        return max(names, key=lambda name: (Path(settings.home) / FOLDER / name / FLEET).stat().st_mtime)
-    return resolve_name(given, names, "fleet", "dtrain fleet status")
+    fleets = fleet_names(settings.home)
+    name = find_job(settings, given, fleets)
+    return name, name in fleets and not _is_job(settings, name)
 
 
-def job_argument(required: bool = True) -> Callable[..., Any]:
+def job_argument() -> Callable[..., Any]:
     """Return the argument that names a job."""
+    return click.argument("job_id", metavar="JOB", shell_complete=complete_jobs)
+
+
+def named_argument(required: bool = True) -> Callable[..., Any]:
+    """Return the argument that names a job or a fleet."""
     return click.argument(
-        "job_id", metavar="JOB" if required else "[JOB]", required=required, shell_complete=complete_jobs
+        "name", metavar="NAME" if required else "[NAME]", required=required, shell_complete=complete_jobs_and_fleets
     )
+
+
+def complete_jobs_and_fleets(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Return the names of jobs and fleets that begin with what was typed."""
+    return [*complete_jobs(ctx, param, incomplete), *complete_fleets(ctx, param, incomplete)]
 
 
 def complete_jobs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:

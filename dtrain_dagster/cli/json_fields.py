@@ -60,15 +60,11 @@ HEALTH = {
     "nodes[].message": "its fault, or what it does",
 }
 SUMMARY = {
-    "job": "name of the job",
     "figures": "the lines of the summary, as a person reads them",
     "figures.*": "one of them, by its name: trained, took, cost, gate…",
     "steps": "steps that were trained",
     "epochs": "epochs that were trained",
     "world_size": "ranks that trained",
-    "seconds": "for how long at least one node was there, over all launches",
-    "node_hours": "hours of all its nodes, over all launches",
-    "usd": "dollars of its own nodes, over all launches",
     "test": "the scores of the model on the test split",
     "test.*": "a score, by its name",
     "baselines": "the scores of baselines on the test split",
@@ -132,6 +128,7 @@ COST = {
     "launches.usd": "dollars of them",
     "launches.last": "the same fields of the last launch; null for a job with one launch",
     "launches.last.*": "one of them, by its name",
+    "account": "the comparison with SLURM's accounting, as sentences, node by node; only on SLURM",
     "reconciliation": "the comparison with what was billed; only with --usage-export",
     "reconciliation.rows": "an item for each meter and day",
     "reconciliation.rows[].day": "the day, in UTC",
@@ -321,30 +318,10 @@ DOCTOR = {
 CHECK = {
     "usable": "whether the cluster can be used; where it cannot, the exit code is 2",
     "message": "what it answered, or what is wrong and what to do about it",
-}
-SLURM_CHECK = {
-    **CHECK,
-    "version": "the version of SLURM; null where it does not answer",
-    "host": "the machine on which its commands are run; null: this one",
-}
-KUBERNETES_CHECK = {
-    **CHECK,
-    "namespace": "the namespace that takes nodes; null where none does",
-}
-RAY_CHECK = {
-    **CHECK,
-    "machines": "how many machines of the cluster answer; null where it does not",
-}
-ACCOUNT = {
-    "job": "name of the job",
-    "lines": "the comparison, as sentences, node by node",
-}
-FINDINGS = {
-    "passed": "whether the endpoint is compatible with the model",
-    "findings": "an item for each thing that was asked",
-    "findings[].name": "what was asked",
-    "findings[].passed": "whether it was answered as it must be",
-    "findings[].message": "what was answered, in a sentence",
+    "version": "(slurm) the version of SLURM; null where it does not answer",
+    "host": "(slurm) the machine on which its commands are run; null: this one",
+    "namespace": "(kubernetes) the namespace that takes nodes; null where none does",
+    "machines": "(ray) how many machines of the cluster answer; null where it does not",
 }
 DATASET = {
     "dataset_id": "id of the dataset, for `dtrain train --dataset`",
@@ -360,6 +337,13 @@ def listed(fields: Mapping[str, str]) -> dict[str, str]:
     return {f"[].{name}": meaning for name, meaning in fields.items()}
 
 
-def also(fields: Mapping[str, str], where: str) -> dict[str, str]:
-    """Return the fields with a word in front of each meaning that says when the document has them."""
-    return {name: f"({where}) {meaning}" for name, meaning in fields.items()}
+def either(usual: Mapping[str, str], others: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Return the fields of a document that is another one in some cases. ``others``: when → the fields that it has
+    then. A field of several is told for each."""
+    told = dict(usual)
+    for when, fields in others.items():
+        for name, meaning in fields.items():
+            own = f"({when}) {meaning}"
+            known = told.get(name)
+            told[name] = own if known is None else known if known.endswith(meaning) else f"{known}; {own}"
+    return told

@@ -1,7 +1,7 @@
 """The option ``--json``: one JSON document on standard output, or one on each line, whose fields are stable and
 documented.
 
-The documentation of the fields stands with the option, and `dtrain_dagster.cli.reference` prints it. Nothing is
+The documentation of the fields stands with the option, and `docs/generate_reference.py` prints it. Nothing is
 imported here before it is needed.
 """
 

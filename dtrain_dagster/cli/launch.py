@@ -10,8 +10,8 @@ from functools import partial
 import click
 
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
-from dtrain_dagster.cli.job_life import announce, cancelled_by_signals, end, new_job_id, runs_already, take_over
 from dtrain_dagster.cli.job_names import complete_files
+from dtrain_dagster.cli.start import finish, new_job_id, runs_already, start_and_follow, take_over, this_command_again
 from dtrain_dagster.cli.train import size_options
 
 ENGINES = ("torchrun", "horovod", "deepspeed", "ray", "tensorflow")
@@ -35,14 +35,9 @@ ENGINES = ("torchrun", "horovod", "deepspeed", "ray", "tensorflow")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=complete_files)
 @refuses
 def launch(
-    nodes: int | None,
-    procs_per_node: int | None,
-    engine: str,
-    name: str | None,
-    master_port: int | None,
-    detach: bool,
+    nodes: int | None, procs_per_node: int | None, engine: str, name: str | None, master_port: int | None, detach: bool,
     command: tuple[str, ...],
-) -> None:
+) -> None:  # fmt: skip
     """Run a script of your own on N nodes of the cluster.
 
     COMMAND runs once per process with the variables that torchrun sets: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
@@ -61,9 +56,8 @@ def launch(
       dtrain launch --engine ray --nodes 2 my_ray_train.py
       dtrain launch --detach --name night my_script.py
     """
-    from dtrain_dagster.cli.going_on import command_again, say_how_to_go_on, typed_arguments
+    from dtrain_dagster.cli.follow import print_lines, stream_job
     from dtrain_dagster.cli.job_options import runnable
-    from dtrain_dagster.cli.terminal import print_lines, stream_job
     from dtrain_dagster.jobs.log_follower import follow_logs
     from dtrain_dagster.jobs.program import describe_needs, has_gpus, order_program, processes_of, refuse_program
     from dtrain_dagster.jobs.progress import note_job
@@ -93,16 +87,15 @@ def launch(
     if kind.shares_home:  # of launches before this one; what the cluster says is of this one alone
         follower.skip_to_end()
     take_over(rundir)
-    again = command_again(typed_arguments(), job_id)
-    with cancelled_by_signals(
-        manager, job_id, unless=detach, then=lambda: say_how_to_go_on(settings, job_id, again, "run it again")
-    ):
+
+    def begin() -> None:
         note_job(job_id)
         manager.submit_job(spec)
-        if detach:
-            say(job_id)
-            say(f"follow it: dtrain logs --follow {job_id}", err=True)
-            return
-        announce(rundir)
-        status = stream_job(partial(print_lines, console()), manager, job_id, follower)
-    end(settings, rundir, status)
+
+    show = partial(print_lines, console())
+    status = start_and_follow(
+        settings, manager, job_id, begin, lambda: stream_job(show, manager, job_id, follower),
+        this_command_again(job_id), "run it again", detach=f"dtrain logs --follow {job_id}" if detach else "",
+    )  # fmt: skip
+    if status is not None:
+        finish(settings, rundir, status)

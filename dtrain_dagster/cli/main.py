@@ -1,58 +1,137 @@
 """`dtrain`: the cluster from a shell, whichever kind it is. Each command imports what it needs, so that ``--help``
-answers at once. The commands that start something are in `dtrain_dagster.cli.train` and `dtrain_dagster.cli.launch`.
-"""
+answers at once."""
 
 from __future__ import annotations
 
-import sys
-import time
-from functools import partial
+from typing import Any
 
 import click
+from click.shell_completion import FishComplete, add_completion_class
 
-from dtrain_dagster.cli import json_fields
-from dtrain_dagster.cli.azure_doctor import azure
-from dtrain_dagster.cli.common import (
-    EXIT_INTERRUPTED,
-    Refusal,
-    cluster_of,
-    console,
-    read_settings,
-    refuses,
-    run_dir,
-    say,
-)
-from dtrain_dagster.cli.completion import completion
-from dtrain_dagster.cli.costs import cost
+from dtrain_dagster.cli.cost import cost
 from dtrain_dagster.cli.data import data
-from dtrain_dagster.cli.endpoint import endpoint
+from dtrain_dagster.cli.doctor import doctor
 from dtrain_dagster.cli.fleet import fleet
-from dtrain_dagster.cli.home import clean, setup, work
 from dtrain_dagster.cli.init import init
-from dtrain_dagster.cli.job_names import find_job, job_argument
-from dtrain_dagster.cli.json_fields import also, listed
-from dtrain_dagster.cli.json_output import json_option, print_json
-from dtrain_dagster.cli.kubernetes import kubernetes
+from dtrain_dagster.cli.jobs import cancel, jobs, logs, status
 from dtrain_dagster.cli.launch import launch
-from dtrain_dagster.cli.monitoring import dashboard, profile, report, watch
-from dtrain_dagster.cli.prices import prices
-from dtrain_dagster.cli.ray import ray
 from dtrain_dagster.cli.search import search
-from dtrain_dagster.cli.searches import searches
-from dtrain_dagster.cli.sections import SHORT_HELP, SectionedGroup
-from dtrain_dagster.cli.slurm import slurm
+from dtrain_dagster.cli.start import ARGUMENTS
 from dtrain_dagster.cli.train import train
 from dtrain_dagster.cli.tune import tune
-from dtrain_dagster.cli.web import mlflow, tensorboard, ui
+from dtrain_dagster.cli.ui import ui
 
-READERS = 16
-"""The number of run directories that are read in parallel."""
+SECTIONS = {
+    "Train": (init, data, train, tune, search, launch, fleet, cancel),
+    "See what runs, and what it cost": (jobs, status, logs, cost, ui),
+    "Before the first job": (doctor,),
+}
+"""Title → commands, in the order of help: by what a person wants to do, and not by the alphabet."""
+EXIT_CODES = {
+    0: "done; of a command that follows a job: the job has succeeded",
+    1: "the job has failed, or a check has not passed, and the last lines say why; also a question that was answered "
+    "with no",
+    2: "refused: the request cannot be carried out, nothing was begun, and the message says what to do instead",
+    130: "ended by Ctrl-C",
+    143: "ended by SIGTERM",
+}
+"""Code → meaning, the same for every command. `train` and `launch` end with the code of the process that failed
+first."""
+SHORT_HELP = """\
+dtrain trains PyTorch models on GPU clusters, and says what they cost.
+
+  dtrain train --dataset latest --nodes 3   train, and follow it; Ctrl-C cancels
+  dtrain jobs                               list the jobs, newest first
+  dtrain status latest --follow             follow the newest job
+  dtrain cost latest                        what it cost, and what for
+  dtrain ui jobs                            see all jobs live in a browser
+
+Where a job is asked for, the beginning of its name is enough, or `latest`.
+`dtrain --help` lists all commands, `dtrain COMMAND --help` explains one.
+"""
+RETIRED = {
+    "watch": "dtrain status JOB --follow",
+    "summary": "dtrain status [JOB]",
+    "report": "dtrain status JOB --html FILE",
+    "profile": "dtrain status JOB --trace",
+    "searches": "dtrain search, or dtrain search --show NAME",
+    "fleet run": "dtrain fleet FILE",
+    "fleet status": "dtrain jobs --fleets, or dtrain status NAME",
+    "fleet cancel": "dtrain cancel NAME",
+    "fleet cost": "dtrain cost NAME",
+    "data rows": "dtrain data SOURCE",
+    "dashboard": "dtrain ui jobs",
+    "mlflow": "dtrain ui mlflow",
+    "tensorboard": "dtrain ui tensorboard",
+    "prices": "dtrain cost, with --sku SKU, --region REGION or --refresh",
+    "slurm account": "dtrain cost JOB",
+    "kubernetes train-job": "python -m dtrain_dagster.clusters.kubernetes.train_job JOB.JSON",
+    "azure": "dtrain doctor",
+    "slurm": "dtrain doctor",
+    "kubernetes": "dtrain doctor",
+    "ray": "dtrain doctor",
+    "endpoint": "python -m dtrain_dagster.registry.endpoints check, deploy or delete",
+    "setup": "python -m dtrain_dagster setup",
+    "work": "python -m dtrain_dagster work COMMAND",
+    "clean": "python -m dtrain_dagster clean",
+    "completion": "_DTRAIN_COMPLETE=bash_source dtrain, or zsh_source or fish_source",
+}
+"""What was typed until version 0.3 → what is typed instead. To be removed with the version after this one."""
+
+
+@add_completion_class
+class WholeDescriptions(FishComplete):
+    """Completion in fish with descriptions that may have commas: click's takes what stands before the first one."""
+
+    source_template = FishComplete.source_template.replace('string split ","', 'string split -m 1 ","')
+
+
+class SectionedGroup(click.Group):
+    """The group of all commands, whose help lists them in `SECTIONS`. Without a command it prints `SHORT_HELP`."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Return the context of the command, which knows its words as they were typed."""
+        typed = list(args)
+        context = super().make_context(info_name, args, parent, **extra)
+        context.meta[ARGUMENTS] = typed
+        return context
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command. Raise `click.UsageError` for one of `RETIRED`, with what takes its place."""
+        for words in (" ".join(args[:2]), args[0]):
+            if words in RETIRED:
+                raise click.UsageError(f"`dtrain {words}` is now: {RETIRED[words]}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands of each section, with the whole first sentence of each."""
+        width = max(map(len, self.commands), default=0)
+        for title, commands in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl(
+                    [
+                        (str(each.name).ljust(width), each.get_short_help_str(formatter.width - width - 6))
+                        for each in commands
+                    ]
+                )
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the exit codes."""
+        with formatter.section("Exit codes"):
+            formatter.write_dl([(f"{code:<3}", meaning) for code, meaning in EXIT_CODES.items()])
+        formatter.write_paragraph()
+        formatter.write_text("train and launch end with the code of the process that failed first.")
 
 
 @click.group(
     cls=SectionedGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
     invoke_without_command=True,
+    commands=[command for commands in SECTIONS.values() for command in commands],
 )
 @click.version_option(package_name="dtrain", message="%(prog)s %(version)s", help="Print the version and exit.")
 @click.pass_context
@@ -68,196 +147,3 @@ def main(context: click.Context) -> None:
     """
     if context.invoked_subcommand is None:
         click.echo(SHORT_HELP, nl=False)
-
-
-COMMANDS = (
-    *(
-        init,
-        launch,
-        train,
-        tune,
-        search,
-        fleet,
-        data,
-        endpoint,
-        dashboard,
-        report,
-        watch,
-        profile,
-        prices,
-        cost,
-        azure,
-        kubernetes,
-        slurm,
-    ),
-    *(ray, ui, mlflow, tensorboard, setup, clean, work, completion, searches),
-)
-for command in COMMANDS:
-    main.add_command(command)
-
-
-@main.command()
-@json_option(listed(json_fields.JOB))
-@refuses
-def jobs(as_json: bool) -> None:
-    """List the jobs of the cluster, newest first.
-
-    Times and dollars cover all launches of a job. A probe, which an estimate rests on, is a job of its own.
-
-    \b
-    Examples:
-      dtrain jobs
-      dtrain jobs --json | jq -r '.[] | select(.state == "failed").job'
-    """
-    from dtrain_dagster.cli.job_facts import list_facts
-    from dtrain_dagster.cli.job_tables import print_jobs
-
-    settings = read_settings()
-    rows = list_facts(settings, cluster_of(settings)[0].manager().list_jobs(), READERS)
-    if as_json:
-        print_json([row.document() for row in rows])
-    elif rows:
-        print_jobs(console(), rows)
-    else:
-        say(f"no jobs in {settings.jobs_uri} yet; `dtrain train --dataset latest` starts one")
-
-
-@main.command()
-@job_argument(required=False)
-@json_option({**json_fields.STATUS, **also(json_fields.HEALTH, "without JOB")})
-@refuses
-def status(job_id: str | None, as_json: bool) -> None:
-    """Show the state of a job, or of the cluster's nodes.
-
-    Without JOB it shows the nodes. `dtrain watch` follows a job.
-
-    \b
-    Examples:
-      dtrain status
-      dtrain status latest
-      dtrain status train-6f66 --json
-    """
-    from dtrain_dagster.cli.job_facts import read_facts
-    from dtrain_dagster.cli.status import health_document, print_health, print_status, read_course, status_document
-    from dtrain_dagster.cli.time_left import LeftClock, expect_finish
-
-    settings = read_settings()
-    manager = cluster_of(settings)[0].manager()
-    if job_id is None:
-        health = manager.monitor_health()
-        if as_json:
-            print_json(health_document(health))
-        else:
-            print_health(console(), health)
-        return
-    job_id = find_job(settings, job_id)
-    rundir = run_dir(settings, job_id)
-    facts = read_facts(settings, manager.job_status(job_id))
-    if facts.status.damage and not as_json:
-        raise Refusal(facts.status.damage)
-    course = read_course(facts.status, rundir, LeftClock(rundir, lambda: expect_finish(settings, rundir)))
-    if as_json:
-        print_json(status_document(facts, rundir, course))
-    else:
-        print_status(console(), facts, rundir, time.time(), course)
-
-
-@main.command()
-@job_argument()
-@click.option("--node", type=click.IntRange(min=0), metavar="K", help="Only this node, counted from 0.")
-@click.option("--follow", "-f", is_flag=True, help="Keep printing until the job has ended.")
-@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of each node.")
-@json_option(json_fields.LOG_LINE, "Print one JSON document for each line instead.")
-@refuses
-def logs(job_id: str, node: int | None, follow: bool, tail: int | None, as_json: bool) -> None:
-    """Print the output of a job's processes.
-
-    Ctrl-C ends --follow, not the job.
-
-    \b
-    Examples:
-      dtrain logs latest --tail 20
-      dtrain logs latest --follow --node 1
-      dtrain logs latest --json | jq -r 'select(.node == 1).text'
-    """
-    from dtrain_dagster.cli.going_on import say_that_it_runs_on
-    from dtrain_dagster.cli.terminal import print_json_lines, print_lines, stream_job
-    from dtrain_dagster.jobs.log_follower import follow_logs
-
-    settings = read_settings()
-    manager = cluster_of(settings)[0].manager()
-    job_id = find_job(settings, job_id)
-    if not follow and not as_json:
-        say(manager.job_logs(job_id, node_id=node, tail=tail))
-        return
-    manager.job_status(job_id)
-    follower = follow_logs(manager, run_dir(settings, job_id), settings.kind.shares_home)
-    if tail is not None:
-        follower.skip_to_end(keep_lines=tail)
-    if not follow:
-        if node is not None:
-            manager.job_logs(job_id, node_id=node, tail=0)  # refuses a node that has no log
-        print_json_lines(follower.read(node, to_the_end=True))
-        return
-    show = print_json_lines if as_json else partial(print_lines, console())
-    try:
-        stream_job(show, manager, job_id, follower, node)
-    except KeyboardInterrupt:
-        say_that_it_runs_on(settings, job_id)
-        sys.exit(EXIT_INTERRUPTED)
-
-
-@main.command()
-@job_argument()
-@refuses
-def cancel(job_id: str) -> None:
-    """Stop a job after it has written a checkpoint.
-
-    A job that does not stop in time is killed. The command returns when no process is left, or when Azure ML says
-    that the job has ended.
-
-    On the local cluster it is killed after 8 seconds, or after DTRAIN_STOP_GRACE_SECONDS as it was set when the job
-    started.
-
-    \b
-    Examples:
-      dtrain cancel latest
-      dtrain cancel train-20261126-1425
-    """
-    settings = read_settings()
-    manager = cluster_of(settings)[0].manager()
-    job_id = find_job(settings, job_id)
-    before = manager.job_status(job_id).state
-    manager.cancel_job(job_id)
-    after = manager.job_status(job_id).state
-    say(f"job {job_id}: {after}" + (" already" if before.is_final else ""))
-
-
-@main.command()
-@job_argument(required=False)
-@json_option(json_fields.SUMMARY)
-@refuses
-def summary(job_id: str | None, as_json: bool) -> None:
-    """Show the result of a training that has ended.
-
-    Without JOB it shows the last training that Dagster materialized.
-
-    \b
-    Examples:
-      dtrain summary
-      dtrain summary latest --json
-    """
-    from dtrain_dagster.cli.summary import latest_job, print_summary, summary_document
-    from trainer.rundir import RESULT
-
-    settings = read_settings()
-    rundir = run_dir(settings, find_job(settings, job_id)) if job_id else latest_job(settings)
-    if rundir is None:
-        raise Refusal("nothing was materialized yet; name a job, see `dtrain jobs`")
-    result = rundir.read_json(RESULT)
-    if result is None or result["status"] != "succeeded":
-        raise Refusal(f"{rundir.uri} does not hold a training that succeeded; see `dtrain jobs`")
-    if as_json:
-        print_json(summary_document(settings, rundir))
-    else:
-        print_summary(settings, rundir)

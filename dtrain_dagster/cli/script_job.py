@@ -1,29 +1,19 @@
-"""The job of a script that calls `trainer.Trainer.fit`, ordered and run by `dtrain train --script`.
+"""The job of a script that calls `trainer.Trainer.fit`, as `dtrain train --script` and fleets order it.
 
-What a script trains is found out by `dtrain_dagster.jobs.script_job`. A job of ``job.json``, without a script, is
-`dtrain_dagster.cli.train`.
+What a script trains is found out by `dtrain_dagster.jobs.script_job`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import chdir
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, run_dir, say
-from dtrain_dagster.cli.job_life import (
-    announce,
-    cancelled_by_signals,
-    end,
-    new_job_id,
-    runs_already,
-    say_what_was_got,
-    take_over,
-)
+from dtrain_dagster.cli.common import Refusal, ranks_of, say
+from dtrain_dagster.cli.start import new_job_id
 from dtrain_dagster.jobs.orders import (
     ScriptOrder,
     environment_anywhere,
@@ -50,15 +40,6 @@ def script_to_go_on(settings: Settings, name: str | None) -> ScriptOrder | None:
     click.get_current_context().with_resource(chdir(order.folder))
     os.environ.update(environment_anywhere(os.environ, settings.home))
     return order
-
-
-def refuse_with_script(options: Mapping[str, object]) -> None:
-    """Raise `Refusal` for options of a job that a script has itself."""
-    for option, value in options.items():
-        if value is not None:
-            raise Refusal(
-                f"{option} cannot be combined with --script: the script has its own model, loss, data and settings"
-            )
 
 
 def order_script(
@@ -95,55 +76,17 @@ def order_script(
     return found
 
 
-def train_script(
-    settings: Settings, ordered: ScriptJob, overrides: Sequence[str], node_count: int, detach: bool,
-    changes: Sequence[str] = (),
-) -> None:  # fmt: skip
-    """Run a script's training on the cluster, follow it, and exit as it ends. ``overrides``: those of the command,
-    with which its page starts it again. ``changes``: see `dtrain_dagster.cli.job_options.as_begun`."""
-    from dtrain_dagster.cli.going_on import command_again, say_how_to_go_on, typed_arguments
-    from dtrain_dagster.cli.job_options import as_begun
-    from dtrain_dagster.cli.terminal import watch_training
-    from dtrain_dagster.cli.time_left import LeftClock, expect_finish
-    from dtrain_dagster.cli.tracking import track, try_to_record_end
-    from dtrain_dagster.jobs.progress import start_job
-
-    cluster, project = cluster_of(settings)
-    manager = cluster.manager(tends=True)
-    rundir, job_id = run_dir(settings, ordered.job.job_id), ordered.job.job_id
-    runs, is_new = runs_already(manager, job_id), not rundir.storage.exists("job.json")
-    source = Path(ordered.command[1]).name  # without its arguments, in which a script may take a token
-    tracked = track(ordered.job, overrides, settings, cluster, project, source)
-    job = as_begun(tracked.job, runs, changes)
-    if runs:
-        say(f"job {job_id} is already running, so no new one is started", err=True)
-    else:
-        say_what_was_got(manager.provision_cluster(node_count, cluster.sku), cluster.sku)
-    take_over(rundir)
-    environment = cluster.node_env(project) | tracked.env
-    again = command_again(typed_arguments(), job_id)
-    with cancelled_by_signals(manager, job_id, unless=detach, then=lambda: say_how_to_go_on(settings, job_id, again)):
-        start_job(manager, job, node_count, ranks_of(settings), environment, command=ordered.command)
-        if not runs:
-            try:
-                fields = [*overrides, *changes]
-                keep_script(settings.home, job_id, _words_of(ordered, fields, node_count, ranks_of(settings)))
-            except OSError as error:  # the nodes train already
-                say(f"the page of job {job_id} will not be able to resume it: {error}", err=True)
-        if detach:
-            say(job_id)
-            say(f"follow it: dtrain watch {job_id}", err=True)
-            return
-        announce(rundir)
-        clock = LeftClock(rundir, lambda: expect_finish(settings, rundir))
-        status = watch_training(console(), manager, rundir, job_id, ordered.total_steps if is_new else None, clock)
-    try_to_record_end(settings, cluster, project, tracked, rundir)
-    end(settings, rundir, status, again)
-
-
-def _words_of(ordered: ScriptJob, overrides: Sequence[str], node_count: int, processes_per_node: int) -> ScriptOrder:
-    _, script, *arguments = ordered.command
-    return ScriptOrder(
-        script=script, folder=os.getcwd(), arguments=tuple(arguments), overrides=tuple(overrides), nodes=node_count,
+def try_to_keep_script(
+    settings: Settings, job_id: str, command: Sequence[str], fields: Sequence[str], nodes: int, processes_per_node: int
+) -> None:
+    """Keep the words with which the job's page starts it again. The nodes train already: where they cannot be kept, it
+    is told."""
+    _, script, *arguments = command
+    order = ScriptOrder(
+        script=script, folder=os.getcwd(), arguments=tuple(arguments), overrides=tuple(fields), nodes=nodes,
         processes_per_node=processes_per_node,
     )  # fmt: skip
+    try:
+        keep_script(settings.home, job_id, order)
+    except OSError as error:
+        say(f"the page of job {job_id} will not be able to resume it: {error}", err=True)

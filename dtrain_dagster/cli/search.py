@@ -1,60 +1,55 @@
-"""`dtrain search`: trials of a space as jobs of the cluster, under one budget, and the settings of the best one.
+"""`dtrain search`: trials of a space as jobs of the cluster, under one budget, and the settings of the best one; and
+what the searches of this home have found.
 
-Added to `dtrain` by `dtrain_dagster.cli.main`. `dtrain_dagster.search` decides what is tried and what goes on.
+`dtrain_dagster.search` decides what is tried and what goes on.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dtrain_dagster.cli.common import (
-    Refusal,
-    cluster_of,
-    console,
-    ranks_of,
-    read_settings,
-    refuses,
-    say,
-)
-from dtrain_dagster.cli.going_on import command_again, dataset_name, typed_arguments
-from dtrain_dagster.cli.job_life import ended_by_signals, new_job_id
-from dtrain_dagster.cli.job_names import complete_files, complete_searches
-from dtrain_dagster.cli.json_fields import SEARCH_PLAN, SEARCH_RESULT
+from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, read_settings, refuses, say
+from dtrain_dagster.cli.job_names import LATEST, complete_files, complete_searches, resolve_name
+from dtrain_dagster.cli.json_fields import KEPT_SEARCH, SEARCH_PLAN, SEARCH_RESULT, either, listed
 from dtrain_dagster.cli.json_output import json_option, print_json
-from dtrain_dagster.cli.train import (
-    as_overrides,
-    in_words_of_options,
-    job_of_options,
-    say_what_is_wrong,
+from dtrain_dagster.cli.start import (
+    dataset_name,
+    ended_by_signals,
+    new_job_id,
+    say_that_jobs_go_on,
     say_what_was_got,
-    training_options,
+    this_command_again,
 )
+from dtrain_dagster.cli.train import Asked, say_what_is_wrong, training_options
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from dtrain_dagster.search.kept import KeptSearch
     from dtrain_dagster.search.run import Search, SearchView
     from dtrain_dagster.search.settings import SearchSettings
     from dtrain_dagster.search.tracking import SearchTracker
     from dtrain_dagster.search.trials import Trial, TrialSeconds
-    from dtrain_dagster.settings.environment import Settings
-    from trainer.config import JobConfig, TrackingConfig
+    from trainer.config import TrackingConfig
 
 
 @click.command()
 @training_options
 @click.option(
     "--space",
-    required=True,
     metavar="FILE",
     shell_complete=complete_files,
-    help="The space: a file of JSON, or JSON itself, as above.",
+    help="The space: a file of JSON, or JSON itself, as above. Without it nothing is searched.",
 )
+@click.option(
+    "--show", metavar="SEARCH", shell_complete=complete_searches,
+    help="Show the trials of a search: its name, the beginning of it, or latest.",
+)  # fmt: skip
 @click.option("--trials", type=int, metavar="N", default=32, show_default=True, help="The largest number of trials.")
 @click.option(
     "--parallel", type=int, metavar="P", help="Trials that run at once.  [default: as many as there are nodes for]"
@@ -102,39 +97,20 @@ if TYPE_CHECKING:
 @click.option(
     "--out", type=click.Path(path_type=Path), metavar="FILE", help="A further file for the settings of the best trial."
 )
-@json_option({**SEARCH_RESULT, **SEARCH_PLAN}, "Print the result as one JSON document.")
+@json_option(
+    {**either(SEARCH_RESULT, {"of each in the list": listed(KEPT_SEARCH)}), **SEARCH_PLAN},
+    "Print the result, or the list, as one JSON document.",
+)
 @refuses
-def search(
-    config: str | None,
-    dataset: str | None,
-    model: str | None,
-    loss: str | None,
-    epochs: int | None,
-    overrides: tuple[str, ...],
-    nodes: int | None,
-    procs_per_node: int | None,
-    space: str,
-    trials: int,
-    parallel: int | None,
-    nodes_per_trial: str,
-    budget: float | None,
-    sampler: str,
-    pruner: str,
-    metric: str,
-    maximise: bool,
-    seed: int,
-    any_order: bool,
-    name: str | None,
-    only_plan: bool,
-    out: Path | None,
-    as_json: bool,
-) -> None:
+def search(asked: Asked, space: str | None, show: str | None, as_json: bool, **options: Any) -> None:
     """Search hyperparameters, on as many nodes as there are.
 
     The job that the options describe is varied over the space; each trial is a training on the cluster, which may lose
     nodes. Its validation score decides whether it goes on. Killed or interrupted, the same command with the same --name
-    continues where it was. Ctrl-C leaves the trials running, each up to the dollars that it was promised; `dtrain fleet
-    cancel NAME` ends them, and `dtrain fleet cost NAME` has the bill of each.
+    continues where it was. Ctrl-C leaves the trials running, each up to the dollars that it was promised; `dtrain
+    cancel NAME` ends them, and `dtrain cost NAME` has the bill of each.
+
+    Without --space it lists the searches of this home, newest first.
 
     \b
     A space has a range, or a list of choices, for each field that varies:
@@ -150,18 +126,37 @@ def search(
       dtrain search --config job.json --space space.json --nodes 8 \\
         --nodes-per-trial 1-2 --name wide
       dtrain train --config job.json --settings .dtrain/searches/wide/best.json
+      dtrain search
+      dtrain search --show latest --json | jq -r .settings_file
     """  # fmt: skip
+    if space is not None:
+        _search(asked, space, as_json, **options)
+    elif asked != Asked() or options["name"]:
+        raise click.UsageError("give the --space that is searched", click.get_current_context())
+    elif show is not None:
+        _show(show, as_json)
+    else:
+        _list(as_json)
+
+
+def _search(
+    asked: Asked, space: str, as_json: bool, *, trials: int, parallel: int | None, nodes_per_trial: str,
+    budget: float | None, sampler: str, pruner: str, metric: str, maximise: bool, seed: int,
+    any_order: bool, name: str | None, only_plan: bool, out: Path | None,
+) -> None:  # fmt: skip
     from dataclasses import asdict, replace
 
-    from dtrain_dagster.costs.prices import price_of, price_words
-    from dtrain_dagster.planning.check_job import samples_of
+    from dtrain_dagster.cli.facts import price_of_cluster
+    from dtrain_dagster.cli.job_options import with_reachable_data
+    from dtrain_dagster.costs.prices import price_of
+    from dtrain_dagster.planning.check_job import check_job, data_of, samples_of
     from dtrain_dagster.search.check_space import check_space
     from dtrain_dagster.search.run import SearchRequest, measure_trial, open_search
     from dtrain_dagster.search.settings import SearchSettings, pruner_of, sampler_of
     from dtrain_dagster.search.space import parse_space
     from dtrain_dagster.support.user_sources import ensure_importable
 
-    settings = read_settings(procs_per_node, nodes)
+    settings = asked.settings()
     document, source = _space_of(space)
     parsed = parse_space(document, source)
     least, most = _nodes_of_trial(nodes_per_trial, settings.nodes)
@@ -173,15 +168,16 @@ def search(
     cluster, project = cluster_of(settings)
     manager = cluster.manager(tends=True)
     search_name = new_job_id(name, "search")
-    asked = as_overrides(model, loss, epochs)
-    with in_words_of_options({"--model": model, "--loss": loss, "--epochs": epochs}):
-        job, node_count = job_of_options(settings, config, dataset, [*asked, *overrides], nodes, search_name)
+    with asked.in_its_words():
+        job, node_count = asked.job(settings, asked.fields(), search_name)
         say_what_is_wrong(job, node_count, settings)
-        for sentence in check_space(parsed, job, _checker(settings, least), source):
+        ranks = least * ranks_of(settings)
+        for sentence in check_space(parsed, job, lambda trial: check_job(trial, ranks).sentences, source):
             say(sentence, err=True)
     ensure_importable()
     tracking, job = job.tracking, replace(job, tracking=replace(job.tracking, mlflow_tracking_uri=None))
-    job, price = _reachable(job, settings), price_of(cluster.sku)
+    job = replace(job, dataset=replace(job.dataset, dataset_id=data_of(job).dataset_id))  # a part of what is searched
+    job, price = with_reachable_data(job, settings), price_of(cluster.sku)
     request = SearchRequest(
         name=search_name, space=document, settings=wanted, base=job, samples=samples_of(job),
         budget_usd=budget, nodes=node_count, least_nodes=least, most_nodes=most,
@@ -199,15 +195,21 @@ def search(
     def measure() -> tuple[TrialSeconds, float]:
         return measure_trial(manager, request, env, is_here, lambda sentence: say(sentence, err=True))
 
-    with ended_by_signals(lambda: _say_that_none_was_begun(search_name, dataset_name(job))):
+    again = this_command_again(search_name, dataset_name(job))
+
+    def say_that_none_was_begun() -> None:
+        say("the measurement was stopped, and no trial was started; `dtrain jobs` shows what it cost", err=True)
+        say(f"go on: {again}", err=True)
+
+    with ended_by_signals(say_that_none_was_begun):
         found = open_search(Path(settings.home), request, manager, env, measure)
-    for sentence in (*found.plan.lines, f"dollars: {price_words(cluster.sku, settings.kind.buys_nodes)}"):
+    for sentence in (*found.plan.lines, f"dollars: {price_of_cluster(settings)}"):
         say(sentence, err=True)
     if only_plan:
         if as_json:
             print_json({"name": search_name, "plan": asdict(found.plan)})
         return
-    _run(found, wanted, out, as_json, tracker)
+    _run(found, wanted, out, as_json, tracker, again)
 
 
 def _open_tracker(tracking: TrackingConfig, name: str, metric: str, sign: float) -> SearchTracker:
@@ -248,30 +250,15 @@ def _nodes_of_trial(text: str, nodes: int) -> tuple[int, int]:
     return least, most
 
 
-def _checker(settings: Settings, nodes: int) -> Callable[[JobConfig], Sequence[str]]:
-    """Return the check of a trial's job on this cluster."""
-    from dtrain_dagster.planning.check_job import check_job
-
-    return lambda job: check_job(job, nodes * ranks_of(settings)).sentences
-
-
-def _reachable(job: JobConfig, settings: Settings) -> JobConfig:
-    """Return the job with its dataset where nodes read it, and the content of that dataset as a part of the job."""
-    from dataclasses import replace
-
-    from dtrain_dagster.cli.job_options import with_reachable_data
-    from dtrain_dagster.planning.check_job import data_of
-
-    known = replace(job.dataset, dataset_id=data_of(job).dataset_id)
-    return with_reachable_data(replace(job, dataset=known), settings)
-
-
-def _run(found: Search, wanted: SearchSettings, out: Path | None, as_json: bool, tracker: SearchTracker | None) -> None:
+def _run(
+    found: Search, wanted: SearchSettings, out: Path | None, as_json: bool, tracker: SearchTracker | None, again: str
+) -> None:
     """Run a search, show how it stands, print its result, and write it to MLflow where there is a ``tracker``."""
-    from dtrain_dagster.cli.bar import BarAndLine
+    from dtrain_dagster.cli.follow import Bar, in_place
 
     shown, told, warned = console(), set[int](), set[str]()
-    with BarAndLine(shown, is_shown=not as_json) as bar:
+    bar = Bar(shown)
+    with in_place(shown, is_shown=not as_json) as show:
 
         def warn(sentence: str) -> None:
             if sentence not in warned:
@@ -285,9 +272,9 @@ def _run(found: Search, wanted: SearchSettings, out: Path | None, as_json: bool,
                     say(trial_line(trial, wanted.sign), err=True)
             if tracker is not None and (problem := tracker.try_to_write(view.trials)):
                 warn(problem)
-            bar.update(view.line(wanted), len(told), wanted.trials)
+            show(bar.at(view.line(wanted), len(told), wanted.trials))
 
-        with ended_by_signals(lambda: _say_that_trials_go_on(found.request.name, dataset_name(found.request.base))):
+        with ended_by_signals(lambda: say_that_jobs_go_on("trials", found.request.name, again)):
             source = found.run(watch)
     if tracker is not None and (problem := tracker.try_to_finish(source.trials, found.before_usd)):
         warn(problem)
@@ -297,23 +284,13 @@ def _run(found: Search, wanted: SearchSettings, out: Path | None, as_json: bool,
     if as_json:
         print_json(result)
         return
-    shown.print(trials_table(result["trials"], wanted.metric), highlight=False)
+    _print_result(result)
+
+
+def _print_result(result: Mapping[str, Any]) -> None:
+    console().print(trials_table(result["trials"], result["metric"]), highlight=False)
     for sentence in summary(result):
         say(sentence)
-
-
-def _say_that_none_was_begun(name: str, dataset: str) -> None:
-    say("the measurement was stopped, and no trial was started; `dtrain jobs` shows what it cost", err=True)
-    say(f"go on: {command_again(typed_arguments(), name, dataset)}", err=True)
-
-
-def _say_that_trials_go_on(name: str, dataset: str) -> None:
-    say(
-        f"the running trials continue, each up to the dollars that it was promised: `dtrain fleet status {name}` shows "
-        f"them, `dtrain fleet cancel {name}` ends them",
-        err=True,
-    )
-    say(f"go on: {command_again(typed_arguments(), name, dataset)}", err=True)
 
 
 def trial_line(trial: Trial, sign: float) -> str:
@@ -332,17 +309,14 @@ def trial_line(trial: Trial, sign: float) -> str:
 
 def trials_table(rows: Sequence[Mapping[str, Any]], metric: str) -> Table:
     """Return a row for each trial. Pure."""
-    from rich.table import Table
     from rich.text import Text
 
+    from dtrain_dagster.cli.screen import plain_table
     from dtrain_dagster.search.check_space import shown_values
     from dtrain_dagster.support.formatting import dollars
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("TRIAL", "STATE", metric.upper(), "EVALUATIONS", "COST", "VALUES"):
-        table.add_column(
-            title, justify="right" if title in ("TRIAL", metric.upper(), "EVALUATIONS", "COST") else "left"
-        )
+    figures = (metric.upper(), "EVALUATIONS", "COST")
+    table = plain_table("TRIAL", "STATE", *figures, "VALUES", right=("TRIAL", *figures))
     for row in rows:
         score = "–" if row["score"] is None else f"{row['score']:.6g}"
         values = Text(shown_values(row["values"]))
@@ -361,6 +335,7 @@ def summary(result: Mapping[str, Any]) -> list[str]:
         f"{len(result['trials'])} trials ({counts}) cost {dollars(result['usd'])}; the plan was at most "
         f"{dollars(planned['at_most_usd'])}, with {dollars(planned['expected_usd'])} expected"
     ]
+    lines += [result["ended"]] if result["ended"] else []
     for item in result["improvements"][1:]:
         lines.append(
             f"  trial {item['trial']}: {result['metric']} {item['score']:.6g}, better by {item['gained']:.3g} for "
@@ -374,3 +349,73 @@ def summary(result: Mapping[str, Any]) -> list[str]:
     else:
         lines.append("no trial was evaluated: see `dtrain logs` of one for why")
     return lines
+
+
+def _show(given: str, as_json: bool) -> None:
+    """Print the trials of one search."""
+    from dtrain_dagster.search.kept import read_search, search_names
+
+    settings = read_settings()
+    names = search_names(settings.home)
+    if given == LATEST and names and LATEST not in names:
+        given = names[0]
+    kept = read_search(settings.home, resolve_name(given, names, "search", "dtrain search"))
+    if kept.result is None:
+        raise Refusal(f"search {kept.name} is {kept.state}, and has no result yet: `dtrain status {kept.name}`")
+    if as_json:
+        print_json(kept.result)
+    else:
+        _print_result(kept.result)
+
+
+def _list(as_json: bool) -> None:
+    """Print all searches of this home."""
+    from dtrain_dagster.cli.job_tables import time_of
+    from dtrain_dagster.cli.screen import Column, print_fitted
+    from dtrain_dagster.search.kept import read_search, search_names
+    from dtrain_dagster.search.space import SpaceError
+    from dtrain_dagster.support.formatting import dollars
+
+    settings, rows = read_settings(), []
+    for name in search_names(settings.home):
+        try:
+            rows.append(search_row(read_search(settings.home, name)))
+        except SpaceError as error:  # of one search: the others are listed
+            say(f"{name} is left out: {error}", err=True)
+    if as_json:
+        print_json(rows)
+        return
+    if not rows:
+        say("no searches yet; `dtrain search --dataset latest --space space.json` begins one")
+        return
+    columns = (
+        *(Column("SEARCH"), Column("STATE"), Column("STARTED", rank=2), Column("TRIALS", right=True, rank=3)),
+        *(Column("METRIC", rank=1), Column("BEST", right=True), Column("COST", right=True)),
+    )
+    cells = [
+        [
+            *(row["name"], row["state"], time_of(row["began_at"], with_seconds=False), str(row["trials"])),
+            row["metric"] or "",
+            "" if row["best_score"] is None else f"{row['best_score']:.6g}",
+            "" if row["usd"] is None else dollars(row["usd"]),
+        ]
+        for row in rows
+    ]
+    print_fitted(console(), columns, cells)
+
+
+def search_row(kept: KeptSearch) -> dict[str, Any]:
+    """Return a search as an item of the list, with the fields of `dtrain_dagster.cli.json_fields.KEPT_SEARCH`. Pure."""
+    result = kept.result or {}
+    best = result.get("best") or {}
+    return {
+        "name": kept.name,
+        "state": kept.state,
+        "began_at": kept.began_at,
+        "trials": kept.jobs,
+        "metric": result.get("metric"),
+        "best_trial": best.get("trial"),
+        "best_score": best.get("score"),
+        "usd": result.get("usd"),
+        "settings_file": result.get("settings_file"),
+    }

@@ -136,7 +136,10 @@ def record_end(
     metrics, note = describe_end(rundir, tier, bill, (rundir.read_json(RESULT) or {}).get("status", ""))
     uri = job.tracking.mlflow_tracking_uri
     why = add_to_run(uri, rundir, job.job_id, metrics=metrics, note=note)
-    say(why or f"in MLflow: experiment {job.tracking.mlflow_experiment}, run {job.job_id} (`dtrain mlflow`)", err=True)
+    say(
+        why or f"in MLflow: experiment {job.tracking.mlflow_experiment}, run {job.job_id} (`dtrain ui mlflow`)",
+        err=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,8 +1,7 @@
 """`dtrain train`: it starts a training on the cluster and follows it; Ctrl-C cancels it.
 
-The functions that `dtrain tune` (`dtrain_dagster.cli.tune`) needs as well are public here.
-
-Added to `dtrain` by `dtrain_dagster.cli.main`. Each command imports what it needs, so that ``--help`` answers at once.
+The options that describe a training, and the checks before nodes are bought, serve `dtrain tune`, `search` and `fleet`
+as well.
 """
 
 from __future__ import annotations
@@ -10,30 +9,26 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from dtrain_dagster.cli.common import (
-    cluster_of,
-    console,
-    ranks_of,
-    read_settings,
-    refuses,
-    run_dir,
-    say,
-)
-from dtrain_dagster.cli.job_life import (
-    announce,
-    cancelled_by_signals,
-    end,
+from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
+from dtrain_dagster.cli.job_names import complete_datasets, complete_files, complete_jobs
+from dtrain_dagster.cli.start import (
+    dataset_name,
+    finish,
     new_job_id,
     runs_already,
     say_what_was_got,
+    start_and_follow,
     take_over,
+    this_command_again,
 )
-from dtrain_dagster.cli.job_names import complete_datasets, complete_files, complete_jobs
 
 if TYPE_CHECKING:
     from dtrain_dagster.settings.environment import Settings
@@ -53,8 +48,46 @@ def size_options(command: Callable[..., None]) -> Callable[..., None]:
     )(command)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """A training as options describe it: its data, model, loss, fields and nodes."""
+
+    config: str | None = None
+    dataset: str | None = None
+    model: str | None = None
+    loss: str | None = None
+    epochs: int | None = None
+    overrides: tuple[str, ...] = ()
+    nodes: int | None = None
+    procs_per_node: int | None = None
+
+    def settings(self) -> Settings:
+        """Return the settings, in which these options come first."""
+        return read_settings(self.procs_per_node, self.nodes)
+
+    def fields(self, backend: str | None = None) -> list[str]:
+        """Return the fields that are asked for, as ``--set`` takes them."""
+        return [*as_overrides(self.model, self.loss, self.epochs), *backend_overrides(backend), *self.overrides]
+
+    def job(
+        self, settings: Settings, own: Sequence[str], job_id: str | None, settings_file: str | None = None
+    ) -> tuple[JobConfig, int]:
+        """Return `job_of_options` for these options, with ``own`` fields."""
+        return job_of_options(settings, self.config, self.dataset, own, self.nodes, job_id, settings_file)
+
+    def in_its_words(self) -> Any:
+        """Return `in_words_of_options` for these options."""
+        return in_words_of_options({"--model": self.model, "--loss": self.loss, "--epochs": self.epochs})
+
+
 def training_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with the options that describe a training: its data, model, loss, fields and nodes."""
+    """Return the command with the options that describe a training, which it gets as `Asked`."""
+
+    @wraps(command)
+    def run(**options: Any) -> None:
+        asked = Asked(**{field.name: options.pop(field.name) for field in fields(Asked)})
+        command(asked=asked, **options)
+
     options = (
         click.option(
             "--config", metavar="JOB.JSON", shell_complete=complete_files, help="A job.json, with any field of a job."
@@ -66,9 +99,7 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
             help="A dataset, or a function that makes one, instead of --config.",
         ),
         click.option(
-            "--model",
-            metavar="NAME",
-            help="A stock model, such as tcn or mlp, or your own as package.module:factory.",
+            "--model", metavar="NAME", help="A stock model, such as tcn or mlp, or your own as package.module:factory."
         ),
         click.option(
             "--loss", metavar="NAME", help="A stock loss, or your own.  [default: the usual one of the kind of dataset]"
@@ -84,8 +115,8 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
         size_options,
     )
     for option in reversed(options):
-        command = option(command)
-    return command
+        run = option(run)
+    return run
 
 
 @click.command()
@@ -121,22 +152,9 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @refuses
 def train(
-    config: str | None,
-    dataset: str | None,
-    model: str | None,
-    loss: str | None,
-    epochs: int | None,
-    overrides: tuple[str, ...],
-    nodes: int | None,
-    procs_per_node: int | None,
-    script: str | None,
-    backend: str | None,
-    settings_file: str | None,
-    name: str | None,
-    changes: tuple[str, ...],
-    detach: bool,
-    arguments: tuple[str, ...],
-) -> None:
+    asked: Asked, script: str | None, backend: str | None, settings_file: str | None, name: str | None,
+    changes: tuple[str, ...], detach: bool, arguments: tuple[str, ...],
+) -> None:  # fmt: skip
     """Train a model on N nodes, without Dagster.
 
     Your own model is looked up in the working directory and on PYTHONPATH. On Azure ML, its modules are sent to the
@@ -146,7 +164,7 @@ def train(
 
     On Azure ML the command that follows a job submits it again if it loses its nodes; with --detach nothing does.
 
-    The training is recorded in MLflow (`dtrain mlflow`), a continued one in the run in which it began. With
+    The training is recorded in MLflow (`dtrain ui mlflow`), a continued one in the run in which it began. With
     DTRAIN_COMMAND_TRACKING=off or --set tracking.mlflow_tracking_uri=null this start is not recorded.
 
     \b
@@ -159,67 +177,118 @@ def train(
       dtrain train --dataset latest --nodes 3 --backend horovod
       dtrain train --script my_training.py --nodes 3 -- --width 64
     """
-    from dtrain_dagster.cli.going_on import command_again, dataset_name, say_how_to_go_on, typed_arguments
-    from dtrain_dagster.cli.job_options import as_begun, total_steps, with_reachable_data
-    from dtrain_dagster.cli.script_job import order_script, refuse_with_script, script_to_go_on, train_script
-    from dtrain_dagster.cli.summary import print_summary
-    from dtrain_dagster.cli.terminal import watch_training
-    from dtrain_dagster.cli.time_left import LeftClock, expect_finish
+    from dtrain_dagster.cli.script_job import order_script, script_to_go_on
+
+    settings = asked.settings()
+    if not (script or asked.config or asked.dataset or arguments):
+        known = script_to_go_on(settings, name)
+        if known is not None:
+            script, arguments = known.script, known.arguments
+            asked = replace(
+                asked, overrides=(*known.overrides, *asked.overrides), nodes=asked.nodes or known.nodes,
+                procs_per_node=asked.procs_per_node or known.processes_per_node,
+            )  # fmt: skip
+            settings = asked.settings()
+    if script is not None:
+        refused = {"config": asked.config, "dataset": asked.dataset, "model": asked.model, "loss": asked.loss}
+        for option, value in {**refused, "settings": settings_file}.items():
+            if value is not None:
+                what = "the script has its own model, loss, data and settings"
+                raise Refusal(f"--{option} cannot be combined with --script: {what}")
+        own = asked.fields(backend)
+        found = order_script(settings, script, arguments, [*own, *changes], asked.nodes, name)
+        order = Order(
+            job=found.job, nodes=asked.nodes or settings.nodes, steps=found.total_steps, fields=own,
+            runs=_runs(settings, found.job.job_id), command=found.command, again=this_command_again(found.job.job_id),
+        )  # fmt: skip
+    elif arguments:
+        raise click.UsageError(f"arguments belong to a --script: {arguments[0]}", click.get_current_context())
+    else:
+        order = _plan(settings, asked, asked.fields(backend), settings_file, name)
+    _train(settings, order, changes, detach)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """A training that was checked and can be started."""
+
+    job: JobConfig
+    nodes: int
+    steps: int
+    runs: bool
+    """Whether it runs already."""
+    fields: Sequence[str]
+    """The overrides of the command."""
+    command: tuple[str, ...] | None = None
+    """Of a script: what each process runs."""
+    again: str
+    """The command that goes on with it."""
+
+
+def _plan(settings: Settings, asked: Asked, own: Sequence[str], settings_file: str | None, name: str | None) -> Order:
+    """Return the training that the options describe. Raise as `say_what_is_wrong` does."""
+    from dtrain_dagster.cli.job_options import total_steps
+
+    job_id = new_job_id(name, "train") if name or asked.dataset else None
+    if job_id and not (asked.config or asked.dataset) and run_dir(settings, job_id).storage.exists("job.json"):
+        asked = replace(asked, config=f"{run_dir(settings, job_id).uri}/job.json")  # it goes on as it was planned
+    with asked.in_its_words():
+        job, nodes = asked.job(settings, own, job_id, settings_file)
+        rundir = run_dir(settings, new_job_id(job.job_id, "train"))
+        runs, steps = _runs(settings, job.job_id), total_steps(job)
+        if not runs:
+            say_what_is_wrong(job, nodes, settings, rehearses=not rundir.storage.exists("job.json"))
+    again = this_command_again("" if asked.config and not name else job.job_id, dataset_name(job))
+    return Order(job=job, nodes=nodes, steps=steps, runs=runs, fields=own, again=again)
+
+
+def _runs(settings: Settings, job_id: str) -> bool:
+    return runs_already(cluster_of(settings)[0].manager(), job_id)
+
+
+def _train(settings: Settings, order: Order, changes: Sequence[str], detach: bool) -> None:
+    """Run a training on the cluster, follow it, and exit as it ends. ``changes``: see
+    `dtrain_dagster.cli.job_options.as_begun`."""
+    from dtrain_dagster.cli.facts import priced_summary
+    from dtrain_dagster.cli.follow import follow_training
+    from dtrain_dagster.cli.job_options import as_begun, with_reachable_data
+    from dtrain_dagster.cli.screen import pairs_table
+    from dtrain_dagster.cli.script_job import try_to_keep_script
     from dtrain_dagster.cli.tracking import track, try_to_record_end
     from dtrain_dagster.jobs.progress import start_job
     from dtrain_dagster.support.user_sources import ensure_importable
 
-    settings = read_settings(procs_per_node, nodes)
-    if not (script or config or dataset or arguments) and (known := script_to_go_on(settings, name)) is not None:
-        script, arguments, overrides = known.script, known.arguments, (*known.overrides, *overrides)
-        nodes = nodes or known.nodes
-        settings = read_settings(procs_per_node or known.processes_per_node, nodes)
-    if script is not None:
-        refuse_with_script(
-            {"--config": config, "--dataset": dataset, "--model": model, "--loss": loss, "--settings": settings_file}
-        )
-        asked = [*as_overrides(None, None, epochs), *backend_overrides(backend), *overrides]
-        ordered = order_script(settings, script, arguments, [*asked, *changes], nodes, name)
-        return train_script(settings, ordered, asked, nodes or settings.nodes, detach, changes)
-    if arguments:
-        raise click.UsageError(f"arguments belong to a --script: {arguments[0]}", click.get_current_context())
     cluster, project = cluster_of(settings)
-    manager = cluster.manager(tends=True)
-    asked = [*as_overrides(model, loss, epochs), *backend_overrides(backend), *overrides]
-    job_id = new_job_id(name, "train") if name or dataset else None
-    if job_id and not (config or dataset) and run_dir(settings, job_id).storage.exists("job.json"):
-        config = f"{run_dir(settings, job_id).uri}/job.json"  # it goes on as it was planned
-    with in_words_of_options({"--model": model, "--loss": loss, "--epochs": epochs}):
-        job, node_count = job_of_options(settings, config, dataset, asked, nodes, job_id, settings_file)
-        rundir = run_dir(settings, new_job_id(job.job_id, "train"))
-        runs = runs_already(cluster.manager(), job.job_id)
-        steps, is_new = total_steps(job), not rundir.storage.exists("job.json")
-        if not runs:
-            say_what_is_wrong(job, node_count, settings, rehearses=is_new)
-    tracked = track(job, asked, settings, cluster, project)
-    job = as_begun(with_reachable_data(tracked.job, settings), runs, changes)
-    if runs:
-        say(f"job {job.job_id} is already running, so no new one is started", err=True)
+    manager, job_id, ranks = cluster.manager(tends=True), order.job.job_id, ranks_of(settings)
+    rundir, command = run_dir(settings, job_id), order.command
+    is_new = not rundir.storage.exists("job.json")
+    # of a script without its arguments, in which it may take a token
+    source = "dtrain train" if command is None else Path(command[1]).name
+    tracked = track(order.job, order.fields, settings, cluster, project, source)
+    job = as_begun(with_reachable_data(tracked.job, settings) if command is None else tracked.job, order.runs, changes)
+    if order.runs:
+        say(f"job {job_id} is already running, so no new one is started", err=True)
     else:
-        say_what_was_got(manager.provision_cluster(node_count, cluster.sku), cluster.sku)
-    ensure_importable()  # for a manager that sends a user's modules to its nodes
+        say_what_was_got(manager.provision_cluster(order.nodes, cluster.sku), cluster.sku)
+    if command is None:
+        ensure_importable()  # for a manager that sends a user's modules to its nodes
     take_over(rundir)
-    again = command_again(typed_arguments(), "" if config and not name else job.job_id, dataset_name(job))
-    with cancelled_by_signals(
-        manager, job.job_id, unless=detach, then=lambda: say_how_to_go_on(settings, job.job_id, again)
-    ):
-        start_job(manager, job, node_count, ranks_of(settings), cluster.node_env(project) | tracked.env)
-        if detach:
-            say(job.job_id)
-            say(f"follow it: dtrain watch {job.job_id}", err=True)
-            return
-        announce(rundir)
-        clock = LeftClock(rundir, lambda: expect_finish(settings, rundir))
-        status = watch_training(console(), manager, rundir, job.job_id, steps if is_new else None, clock)
-    if status.state == "succeeded":
-        print_summary(settings, rundir)
+
+    def begin() -> None:
+        start_job(manager, job, order.nodes, ranks, cluster.node_env(project) | tracked.env, command=command)
+        if command is not None and not order.runs:
+            try_to_keep_script(settings, job_id, command, [*order.fields, *changes], order.nodes, ranks)
+
+    status = start_and_follow(
+        settings, manager, job_id, begin, lambda: follow_training(settings, job_id, order.steps if is_new else None),
+        order.again, detach=f"dtrain status {job_id} --follow" if detach else "",
+    )  # fmt: skip
+    if status is None:
+        return
+    if status.state == "succeeded" and command is None:
+        console().print(pairs_table(priced_summary(settings, rundir)), highlight=False)
     try_to_record_end(settings, cluster, project, tracked, rundir)
-    end(settings, rundir, status, again)
+    finish(settings, rundir, status, order.again)
 
 
 def as_overrides(model: str | None, loss: str | None, epochs: int | None) -> list[str]:

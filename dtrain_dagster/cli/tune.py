@@ -15,19 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
-from dtrain_dagster.cli.train import (
-    announce,
-    as_overrides,
-    cancelled_by_signals,
-    end,
-    in_words_of_options,
-    job_of_options,
+from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, refuses, run_dir, say
+from dtrain_dagster.cli.start import (
+    dataset_name,
+    finish,
     new_job_id,
-    say_what_is_wrong,
     say_what_was_got,
-    training_options,
+    start_and_follow,
+    this_command_again,
 )
+from dtrain_dagster.cli.train import Asked, say_what_is_wrong, training_options
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -59,19 +56,7 @@ if TYPE_CHECKING:
 )
 @click.option("--name", metavar="JOB", help="Name of the job.  [default: made from the time]")
 @refuses
-def tune(
-    config: str | None,
-    dataset: str | None,
-    model: str | None,
-    loss: str | None,
-    epochs: int | None,
-    overrides: tuple[str, ...],
-    nodes: int | None,
-    procs_per_node: int | None,
-    seconds: float,
-    out: Path,
-    name: str | None,
-) -> None:
+def tune(asked: Asked, seconds: float, out: Path, name: str | None) -> None:
     """Measure which settings train this model fastest.
 
     One job tries micro-batch and accumulation (of the same global batch), precision, threads, input, communication and
@@ -84,7 +69,6 @@ def tune(
       dtrain tune --config job.json --seconds 600 --out fast.json
       dtrain train --config job.json --settings fast.json
     """  # fmt: skip
-    from dtrain_dagster.cli.going_on import command_again, dataset_name, say_how_to_go_on, typed_arguments
     from dtrain_dagster.cli.job_options import total_steps, with_reachable_data
     from dtrain_dagster.clusters.base import JobSpec
     from dtrain_dagster.support.user_sources import ensure_importable
@@ -93,13 +77,12 @@ def tune(
     if not LEAST_SECONDS <= seconds < math.inf:
         raise Refusal(f"--seconds {seconds:g}: settings cannot be compared in less than {LEAST_SECONDS:g} s; try 300")
     _refuse_unwritable(out)
-    settings = read_settings(procs_per_node, nodes)
+    settings = asked.settings()
     cluster, project = cluster_of(settings)
     manager = cluster.manager(tends=True)
     job_id = new_job_id(name, "tune")
-    asked = [*as_overrides(model, loss, epochs), *overrides]
-    with in_words_of_options({"--model": model, "--loss": loss, "--epochs": epochs}):
-        job, node_count = job_of_options(settings, config, dataset, asked, nodes, job_id)
+    with asked.in_its_words():
+        job, node_count = asked.job(settings, asked.fields(), job_id)
         say_what_is_wrong(job, node_count, settings)
     rundir = run_dir(settings, job_id)
     if rundir.storage.exists("job.json"):
@@ -109,37 +92,30 @@ def tune(
     say_what_was_got(manager.provision_cluster(node_count, cluster.sku), cluster.sku)
     ensure_importable()
     rundir.write_job(job)
-    command = (
-        manager.python,
-        "-m",
-        "trainer.tuning",
-        "--config",
-        f"{job.run_dir}/job.json",
-        "--seconds",
-        f"{seconds:g}",
-    )
     spec = JobSpec(
         job_id=job_id,
         run_dir=job.run_dir,
-        command=command,
+        command=(
+            *(manager.python, "-m", "trainer.tuning", "--config", f"{job.run_dir}/job.json"),
+            *("--seconds", f"{seconds:g}"),
+        ),
         node_count=node_count,
         processes_per_node=ranks_of(settings),
         env=cluster.node_env(project),
         master_port=job.training.master_port,
     )
+    again = this_command_again(dataset=dataset_name(job))
     try:
-        again = command_again(typed_arguments(), dataset=dataset_name(job))
-        with cancelled_by_signals(
-            manager, job_id, unless=False, then=lambda: say_how_to_go_on(settings, job_id, again, "tune again")
-        ):
-            manager.submit_job(spec)
-            announce(rundir)
-            status = _watch(manager, rundir, job_id)
-    except SystemExit:
+        status = start_and_follow(
+            settings, manager, job_id, lambda: manager.submit_job(spec), lambda: _watch(manager, rundir, job_id), again,
+            "tune again",
+        )  # fmt: skip
+    except SystemExit:  # of Ctrl-C
         _deliver(manager, rundir, job_id, out, settings, cluster.sku)
         raise
     _deliver(manager, rundir, job_id, out, settings, cluster.sku)
-    end(settings, rundir, status)
+    assert status is not None  # None where a job is left running
+    finish(settings, rundir, status)
 
 
 def _refuse_unwritable(out: Path) -> None:
@@ -155,18 +131,18 @@ def _refuse_unwritable(out: Path) -> None:
 
 def _watch(manager: GPUClusterManager, rundir: RunDir, job_id: str) -> JobStatus:
     """Tell each thing that is measured, and how much of the budget is gone, until the job has ended."""
-    from dtrain_dagster.cli.bar import BarAndLine
+    from dtrain_dagster.cli.follow import Bar, in_place
     from dtrain_dagster.jobs.progress import follow_job
     from trainer.documents.events import TuneEvent, read_events
 
     shown = console()
-    events: list[dict[str, Any]] = []
-    with BarAndLine(shown) as bar:
+    bar, events = Bar(shown), list[dict[str, Any]]()
+    with in_place(shown) as show:
         for now, _ in follow_job(manager, rundir, job_id, take=events.extend):
             status = now
             for item in read_events(TuneEvent, events):
                 shown.print(_line(item), soft_wrap=True, highlight=False, markup=False)
-                bar.update(f"{item.group}: {item.candidate}", item.elapsed_seconds, item.budget_seconds)
+                show(bar.at(f"{item.group}: {item.candidate}", item.elapsed_seconds, item.budget_seconds))
             events.clear()
     return status
 
@@ -271,12 +247,12 @@ def summary(document: Mapping[str, Any], out: Path) -> list[str]:
 
 def candidates_table(rows: list[dict[str, Any]]) -> Table:
     """Return a row for each candidate, with the setting that it changes. Pure."""
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("GROUP", "CHANGE", "SAMPLES/S", "GAIN (QUARTILES)", "LOSS", "VERDICT"):
-        table.add_column(title, justify="right" if title in ("SAMPLES/S", "GAIN (QUARTILES)", "LOSS") else "left")
+    from dtrain_dagster.cli.screen import plain_table
+
+    figures = ("SAMPLES/S", "GAIN (QUARTILES)", "LOSS")
+    table = plain_table("GROUP", "CHANGE", *figures, "VERDICT", right=figures)
     for row in rows:
         pace, gain, loss = (row.get(name) for name in ("samples_per_second", "gain", "validation_loss"))
         difference = loss["candidate"] - loss["baseline"] if loss and loss["candidate"] is not None else None

@@ -45,14 +45,18 @@ class EngineClusterManager(SupervisedClusterManager):
     def describe_account(self, job_id: str) -> list[str]:
         if self.jobs.settings.engine != "slurm":
             return []
-        from dtrain_dagster.clusters.slurm.accounting import describe_accounts
+        from dtrain_dagster.clusters.slurm.accounting import describe_accounts, describe_price
         from dtrain_dagster.clusters.slurm.job_account import account_nodes
+        from dtrain_dagster.settings.slurm import read_partition_prices
 
         try:
             found = account_nodes(self.jobs.engine_options or {}, self.jobs.rundir(job_id), time.time())
         except (ClusterError, EngineUnreachableError):  # presence is what costs are computed from
             return []
-        return describe_accounts(found) if any(node.accounted_seconds is not None for node in found) else []
+        if all(node.accounted_seconds is None for node in found):
+            return []
+        prices = read_partition_prices()
+        return [*describe_accounts(found), *([describe_price(found, prices)] if prices else [])]
 
     @property
     def most_nodes(self) -> int:

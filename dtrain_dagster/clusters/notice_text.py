@@ -77,7 +77,7 @@ def write_notice(kind: NoticeKind, job_id: str, figures: JobFigures) -> tuple[st
         lines.append(f"dtrain cancel {job_id}")
     elif kind == "waits":
         so_far = f"so far: {paid}" if figures.node_seconds else ""
-        lines = [figures.reason, so_far, f"dtrain watch {job_id}", f"dtrain cancel {job_id}"]
+        lines = [figures.reason, so_far, f"dtrain status {job_id} --follow", f"dtrain cancel {job_id}"]
     else:
         lines = [figures.reason, paid, f"dtrain logs {job_id}"]
     return f"dtrain: {job_id} {titles[kind]}", "\n".join(filter(None, [*lines, *figures.links]))

@@ -1,6 +1,6 @@
 """The price of a node-hour, by SKU, region and tier. No figure without its source and its date.
 
-Two tables are read: the one in the package, and `prices.json` under ``DTRAIN_HOME``, which ``dtrain prices refresh``
+Two tables are read: the one in the package, and `prices.json` under ``DTRAIN_HOME``, which ``dtrain cost --refresh``
 writes (`dtrain_dagster.costs.retail`). Of two figures for the same thing the newer one counts. Both have one layout:
 ``sources`` (key → how, recorded_on, source) and ``prices`` (region → SKU → tier → [US dollars per hour, source]).
 Behind a Spot price there may be its history and the rate of evictions (`dtrain_dagster.costs.spot`). The hardware of a
@@ -235,7 +235,7 @@ def region_of(region: str | None = None) -> str:
 def refresh_command(region: str, sku: str = "", spot_history: bool = False) -> str:
     """Return the command that refreshes prices of a region, or of one SKU there. ``spot_history``: with what Azure
     tells of Spot to those who are logged in."""
-    command = f"dtrain prices refresh --region {region}" + (f" --sku {sku}" if sku else "")
+    command = f"dtrain cost --refresh --region {region}" + (f" --sku {sku}" if sku else "")
     return command + (" --spot-history" if spot_history else "")
 
 
@@ -259,7 +259,7 @@ def refreshed_prices(path: Path) -> Prices:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise PriceError(
             f"{path} cannot be read as a table of prices ({type(error).__name__}: {error}). Fetch it again with "
-            "`dtrain prices refresh`, or delete it to go back to the prices of the package"
+            "`dtrain cost --refresh`, or delete it to go back to the prices of the package"
         ) from None
 
 

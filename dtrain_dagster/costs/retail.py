@@ -1,4 +1,4 @@
-"""Fresh prices from Azure's public retail price API, which needs no account. ``dtrain prices refresh`` asks it.
+"""Fresh prices from Azure's public retail price API, which needs no account. ``dtrain cost --refresh`` asks it.
 
 It lists several meters for one size; `dtrain_dagster.costs.meters` picks from them. What the API does not list stays as
 it was, and is said. A price that cannot be true refuses the whole table.

@@ -1,5 +1,5 @@
 """How Spot prices have moved and how often Spot nodes are evicted, from Azure Resource Graph: 90 days of prices and the
-eviction rate of 28 days. It needs a login, unlike the price list. ``dtrain prices refresh --spot-history`` asks it.
+eviction rate of 28 days. It needs a login, unlike the price list. ``dtrain cost --refresh --spot-history`` asks it.
 
 Read: learn.microsoft.com/azure/virtual-machines/spot-vms («Azure Resource Graph»): table ``SpotResources``, types
 ``microsoft.compute/skuspotpricehistory/ostype/location`` and ``microsoft.compute/skuspotevictionrate/location``.

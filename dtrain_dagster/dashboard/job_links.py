@@ -62,7 +62,7 @@ def links_of(
     if places.mlflow_url and run_id:
         experiment = experiment_of(places.tracking_uri, run_id)
         page = f"/#/experiments/{experiment}/runs/{run_id}" if experiment else "/"
-        note = "`dtrain mlflow` serves it" if places.tracking_uri.startswith("sqlite:") else f"run {run_id}"
+        note = "`dtrain ui mlflow` serves it" if places.tracking_uri.startswith("sqlite:") else f"run {run_id}"
         found.append(JobLink(label="MLflow run", url=f"{places.mlflow_url}{page}", note=note))
     if url := studio_url(launch.get("studio_url")):
         found.append(JobLink(label="Azure ML studio", url=url, note=""))

@@ -1,5 +1,5 @@
-"""Orders that a job's page gives: cancel, resume, trace. Each is the command of `dtrain` that a shell would give, run
-as a process of its own, which outlives the dashboard.
+"""Orders that a job's page gives: cancel, resume, trace. The first two are the command of `dtrain` that a shell would
+give, run as a process of its own, which outlives the dashboard. A trace is asked for in the run directory.
 
 Who may give orders is decided by `judge_order`. The guard (`dtrain_dagster.web.guard`) has refused other websites'
 requests before.
@@ -47,7 +47,7 @@ class OrderState:
 
     order: str
     command: str
-    """The command as a shell would give it."""
+    """The command as a shell would give it; "" of a trace."""
     since: float
     ended_at: float | None = None
     code: int | None = None
@@ -88,25 +88,32 @@ def allowed_orders(state: str, is_ordered_here: bool, script_trouble: str = "") 
     return {CANCEL: not_running, RESUME: resume, TRACE: "" if state == "running" else "it is not training now"}
 
 
-def order_command(
-    order: str, job_id: str, home: Path, launch: Mapping[str, Any], asked: Mapping[str, Any]
-) -> list[str]:
-    """Return the arguments of `dtrain` for an order. ``launch``: the ``launch.json`` of the job; ``asked``: ``steps``,
-    ``rank`` and ``python`` of a trace. Raise `OrderRefusedError` for an order or a value that cannot be used."""
+def order_command(order: str, job_id: str, home: Path, launch: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of `dtrain` for an order. ``launch``: the ``launch.json`` of the job. Raise
+    `OrderRefusedError` for an order that cannot be given."""
     if not JOB_ID.fullmatch(job_id):
         raise OrderRefusedError("there is no job of that name")
     if order == CANCEL:
         return ["cancel", job_id]
-    if order == TRACE:
-        steps = _whole(asked.get("steps", 5), "steps", 1, MOST_TRACED_STEPS)
-        rank = _whole(asked.get("rank", 0), "rank", 0, MOST_RANK)
-        if not isinstance(asked.get("python", True), bool):
-            raise OrderRefusedError(f"python = {str(asked['python'])[:40]}: give true or false")
-        python = ["--no-python"] if asked.get("python") is False else []
-        return ["profile", job_id, "--steps", str(steps), "--rank", str(rank), *python]
     if order == RESUME:
         return _resume(job_id, home, launch)
     raise OrderRefusedError(f"there is no order {order[:40]!r}: give cancel, resume or trace")
+
+
+def ask_for_trace(rundir: RunDir, launch: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
+    """Ask the nodes of a job for a trace, and return what was asked for. ``asked``: its ``steps``, ``rank`` and
+    ``python``. Raise `OrderRefusedError` for a value that cannot be used, and while another request waits."""
+    steps = _whole(asked.get("steps", 5), "steps", 1, MOST_TRACED_STEPS)
+    nodes, each = launch.get("node_count"), launch.get("processes_per_node")
+    ranks = nodes * each if isinstance(nodes, int) and isinstance(each, int) else MOST_RANK
+    rank, python = _whole(asked.get("rank", 0), "rank", 0, ranks - 1), asked.get("python", True)
+    if not isinstance(python, bool):
+        raise OrderRefusedError(f"python = {str(python)[:40]}: give true or false")
+    try:
+        rundir.request_trace(steps, [rank], python)
+    except FileExistsError:
+        raise OrderRefusedError("another request for a trace is still waiting: try again soon") from None
+    return f"the next {steps} steps of rank {rank} are traced; what they show will be under Traces"
 
 
 def _resume(job_id: str, home: Path, launch: Mapping[str, Any]) -> list[str]:
@@ -166,15 +173,23 @@ class OrderDesk:
         where another order of this job is under way; `AuditError` where it cannot be recorded."""
         if refused := self.describe(job_id, state)["allowed"].get(order):
             raise OrderRefusedError(f"job {job_id} takes no {order}: {refused}")
-        arguments = order_command(order, job_id, self.home, rundir.read_json(LAUNCH) or {}, asked)
+        launch = rundir.read_json(LAUNCH) or {}
+        if order == TRACE:
+            if (last := self._states.get(job_id)) is not None and last.code is None:
+                raise OrderRefusedError(f"{last.order} is still under way: wait until it is done")
+            with AuditLog(self.home).operation("trace from the dashboard", job_id):
+                said, now = ask_for_trace(rundir, launch, asked), time.time()
+            made = OrderState(order=order, command="", since=now, ended_at=now, code=0, said=said)
+            with self._lock:
+                self._states[job_id] = made
+            return made
+        arguments = order_command(order, job_id, self.home, launch)
         script = script_of(self.home, job_id) if order == RESUME else None  # only a script's job has a record
         folder = script.folder if script else None
         words = f"{f'cd {shlex.quote(folder)} && ' if folder else ''}{shlex.join(['dtrain', *arguments])}"
         made = OrderState(order=order, command=redact(words), since=time.time())
         with self._lock:
             under_way = [name for name, known in self._states.items() if known.code is None]
-            if order == CANCEL and job_id in under_way and self._states[job_id].order == TRACE:
-                under_way.remove(job_id)  # a trace of a job that hangs never comes, and the job costs on
             if job_id in under_way or len(under_way) >= MOST_AT_ONCE:
                 which = self._states[job_id].order if job_id in under_way else f"{len(under_way)} orders"
                 raise OrderRefusedError(f"{which} is still under way: wait until it is done")
@@ -206,5 +221,4 @@ class OrderDesk:
             made, ended_at=time.time(), code=code, said=visible(text.removeprefix("Error: "), keep_lines=True)
         )
         with self._lock:
-            if self._states.get(job_id) is made:  # else another order took its place
-                self._states[job_id] = ended
+            self._states[job_id] = ended

@@ -113,8 +113,8 @@ class FleetRecords:
         with hold_lock(folder / LOCK, LOCK_SECONDS) as is_held:
             if not is_held:
                 raise FleetError(
-                    f"fleet {self.name} is run by another process: `dtrain fleet status {self.name}` shows it, `dtrain "
-                    f"fleet cancel {self.name}` ends it"
+                    f"fleet {self.name} is run by another process: `dtrain status {self.name}` shows it, `dtrain "
+                    f"cancel {self.name}` ends it"
                 )
             yield
 

@@ -74,7 +74,7 @@ class AzureMLRegistry(Registry):
 
     def try_out(self, model_name: str, experiment: str) -> None:
         """Look for the model and the experiment, which is made where it is missing. Whether this identity may make a
-        version is seen when it does; ``dtrain azure doctor`` reads its roles. Raise `RegistryError` where that fails,
+        version is seen when it does; ``dtrain doctor`` reads its roles. Raise `RegistryError` where that fails,
         or no model can have this name."""
         if not _NAME.fullmatch(model_name):
             raise RegistryError(

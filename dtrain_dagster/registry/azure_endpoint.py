@@ -84,7 +84,8 @@ class Deployed:
     def cost_note(self) -> str:
         """Return the cost and the command that ends it, as the end of a sentence."""
         price = "an unknown price" if self.usd_per_hour is None else f"{self.usd_per_hour:.2f} USD per hour"
-        return f"costs {price} until it is deleted, used or not: dtrain endpoint delete --name {self.endpoint}" + (
+        delete = f"python -m dtrain_dagster.registry.endpoints delete --name {self.endpoint}"
+        return f"costs {price} until it is deleted, used or not: {delete}" + (
             f"; also for {', '.join(self.kept)}" if self.kept else ""
         )
 

@@ -151,7 +151,7 @@ class Settings(EnvironmentSettings):
     experiment: str = Field(default="dtrain", min_length=1, description="MLflow experiment")
     command_tracking: Literal["mlflow", "off"] = Field(
         default="mlflow",
-        description="Whether `dtrain train` and `dtrain fleet run` write their trainings to MLflow: mlflow or off",
+        description="Whether `dtrain train` and `dtrain fleet` write their trainings to MLflow: mlflow or off",
     )
     model_name: str = Field(
         default="stock-return-distribution",
@@ -171,7 +171,8 @@ class Settings(EnvironmentSettings):
         description="Scoring endpoint with which models must be compatible: its address, or its name in the workspace",
     )
     endpoint_dialect: Literal["mlflow", "azureml"] | None = Field(
-        default=None, description="mlflow or azureml, as for `dtrain endpoint check`; unset: azureml for a name"
+        default=None,
+        description="mlflow (an MLflow server) or azureml (a scoring script of Azure ML's); unset: azureml for a name",
     )
     endpoint_token: str | None = Field(
         default=None, description="Reference to its key or token: env:NAME, keyvault://vault/secret, or identity"

@@ -97,7 +97,8 @@ def plan_removal(home: Path, protected: Sequence[Path]) -> Removal:
     if not (home / MARKER).is_file() or (home / MARKER).is_symlink():
         raise HomeError(
             f"{home} is not marked as a home of dtrain (it has no file {MARKER}), so nothing is removed. If dtrain "
-            "made it, `dtrain setup` marks it, unless it holds something else as well; else remove it by hand"
+            "made it, `python -m dtrain_dagster setup` marks it, unless it holds something else as well; else remove "
+            "it by hand"
         )
     if mounted := [point for point in _mount_points() if point.is_relative_to(real)]:
         raise HomeError(f"{mounted[0]} is mounted inside {home}: unmount it first, or remove the home by hand")

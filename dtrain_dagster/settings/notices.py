@@ -15,7 +15,7 @@ from dtrain_dagster.settings.environment import PREFIX, EnvironmentSettings, Set
 STUDIOS = ("ml.azure.com",)
 """The hosts of clouds' own pages of jobs."""
 MLFLOW_HERE = "http://127.0.0.1:5000"
-"""Where `dtrain mlflow` serves MLflow's UI."""
+"""Where `dtrain ui mlflow` serves MLflow's UI."""
 _ADDRESS = r"^https?://[^\s@?#]+$"
 
 
@@ -33,7 +33,7 @@ class NoticeSettings(EnvironmentSettings):
         default=None,
         pattern=_ADDRESS,
         description="MLflow's UI as people open it, for links in Dagster; unset: the tracking server where it is one, "
-        f"else `{MLFLOW_HERE}`, where `dtrain mlflow` serves it",
+        f"else `{MLFLOW_HERE}`, where `dtrain ui mlflow` serves it",
     )
     notify_wait_minutes: float = Field(
         default=5, ge=0, lt=float("inf"), description="Minutes that a job waits for nodes before people are told"

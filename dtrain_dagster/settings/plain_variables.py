@@ -118,7 +118,7 @@ OF_OTHER_PROGRAMS = VariableGroup(
             "End of the names of key vaults, in another cloud than the public one", "`vault.azure.net`"
         ),
         "ARM_CLOUD_METADATA_URL": PlainVariable(
-            "Description of another cloud, by which `dtrain azure doctor` knows its registries"
+            "Description of another cloud, by which `dtrain doctor` knows its registries"
         ),
     },
 )

@@ -1,5 +1,4 @@
-"""The web applications of MLflow and TensorBoard without their own servers, for `dtrain mlflow` and `dtrain
-tensorboard`.
+"""The web applications of MLflow and TensorBoard without their own servers, for `dtrain ui`.
 
 The commands put the guard around them. MLflow's own guard takes requests from pages of any port of this machine, and
 MLflow has an assistant that runs shell commands; TensorBoard has no guard.

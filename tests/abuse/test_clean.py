@@ -22,7 +22,7 @@ from dtrain_dagster.support.secrets import SecretError
 from dtrain_dagster.web.stored_secrets import refuse_secret_on_command_line
 
 ROOT = Path(__file__).parents[2]
-DTRAIN = str(Path(sys.executable).parent / "dtrain")
+HOME = (sys.executable, "-m", "dtrain_dagster")
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def filled(tmp_path: Path) -> Path:
 
 def dtrain(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [DTRAIN, *arguments],
+        [*HOME, *arguments],
         env=os.environ | {"DTRAIN_HOME": str(home)},
         cwd=ROOT,
         capture_output=True,
@@ -149,7 +149,7 @@ def test_a_home_with_a_running_job_is_refused_by_its_name(filled: Path):
 def test_a_job_that_starts_while_clean_asks_is_kept(filled: Path):
     job = filled / "storage" / "jobs" / "train-1"
     with subprocess.Popen(
-        [DTRAIN, "clean"],
+        [*HOME, "clean"],
         env=os.environ | {"DTRAIN_HOME": str(filled), "PYTHONUNBUFFERED": "1"},
         cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     ) as asking:  # fmt: skip
@@ -196,7 +196,7 @@ def test_a_home_from_before_there_were_marks_is_marked_by_the_next_setup(filled:
     (filled / MARKER).unlink()
     refused = dtrain(filled, "clean", "--yes")
     assert refused.returncode == 2
-    assert "dtrain setup" in refused.stderr
+    assert "python -m dtrain_dagster setup" in refused.stderr
     assert dtrain(filled, "setup").returncode == 0
     assert dtrain(filled, "clean", "--yes").returncode == 0
     assert not filled.exists()
@@ -204,7 +204,7 @@ def test_a_home_from_before_there_were_marks_is_marked_by_the_next_setup(filled:
 
 def test_nobody_who_can_be_asked_means_nothing_is_removed(filled: Path):
     done = subprocess.run(
-        [DTRAIN, "clean"],
+        [*HOME, "clean"],
         env=os.environ | {"DTRAIN_HOME": str(filled)},
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
@@ -230,7 +230,7 @@ def test_a_second_make_run_on_one_home_is_refused_in_words(filled: Path):
 
 def test_the_command_holds_the_home_even_if_who_started_it_is_killed(filled: Path):
     started = subprocess.Popen(
-        [DTRAIN, "work", "sh", "-c", "echo $$; exec sleep 60"],
+        [*HOME, "work", "sh", "-c", "echo $$; exec sleep 60"],
         env=os.environ | {"DTRAIN_HOME": str(filled)},
         cwd=ROOT,
         stdout=subprocess.PIPE,

@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.abuse import killed_checkpoints, killed_registrations, kills
+from dtrain_dagster.cli.home import main as home_commands
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.clusters.base import JobSpec, JobState
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
@@ -245,8 +246,8 @@ with building_in(Path({str(tmp_path)!r})) as folder:
 
 
 COMMANDS = [
-    ["setup"], ["work", "true"], ["status"], ["launch", "--nodes", "1", "--", "true"], ["clean", "--yes"],
-    ["cancel", "one"], ["jobs"], ["logs", "one"], ["cost", "one"], ["summary"],
+    ["setup"], ["work", "true"], ["doctor"], ["launch", "--nodes", "1", "--", "true"], ["clean", "--yes"],
+    ["cancel", "one"], ["jobs"], ["logs", "one"], ["cost", "one"], ["status"],
 ]  # fmt: skip
 
 
@@ -254,10 +255,14 @@ def said_of(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
     """Exit code and standard error of a command, which must end without a traceback. Only `work`, which changes what
     its process does on signals, has a process of its own here: the others would take longer to import than to run."""
     if command[0] == "work":
-        process = subprocess.run([DTRAIN, *command], env=environment, capture_output=True, text=True)
+        process = subprocess.run(
+            [sys.executable, "-m", "dtrain_dagster", *command], env=environment, capture_output=True, text=True
+        )
         code, said = process.returncode, process.stderr
     else:
-        done = CliRunner().invoke(main, command, env=environment)
+        done = CliRunner().invoke(
+            home_commands if command[0] in home_commands.commands else main, command, env=environment
+        )
         assert done.exception is None or isinstance(done.exception, SystemExit), (command, done.exc_info)
         code, said = done.exit_code, done.stderr
     assert "Traceback" not in said, command

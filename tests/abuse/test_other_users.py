@@ -102,5 +102,5 @@ def test_other_users_are_refused_unless_they_are_named():
 
 
 def test_a_user_that_nobody_knows_is_refused_in_words():
-    done = CliRunner().invoke(main, ["tensorboard", "--port", "0", "--allow-user", "nobody-of-that-name"])
+    done = CliRunner().invoke(main, ["ui", "tensorboard", "--port", "0", "--allow-user", "nobody-of-that-name"])
     assert (done.exit_code, "nobody-of-that-name" in done.output) == (2, True)

@@ -35,12 +35,10 @@ from benchmarks.abuse.run_directories import (
     small_job,
 )
 from benchmarks.run_directory_readers import OBEYED, read_everything
-from dtrain_dagster.cli.endpoint import _print_check
+from dtrain_dagster.cli.facts import LeftClock, latest_job
+from dtrain_dagster.cli.follow import watch_training
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.screen import Screen
-from dtrain_dagster.cli.summary import latest_job
-from dtrain_dagster.cli.terminal import watch_training
-from dtrain_dagster.cli.time_left import LeftClock
 from dtrain_dagster.cli.tune import candidates_table
 from dtrain_dagster.cli.tune import summary as tune_summary
 from dtrain_dagster.clusters.base import ClusterError
@@ -50,6 +48,7 @@ from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.jobs.progress import choose_job, follow_job, known_jobs, start_job
 from dtrain_dagster.jobs.view import news
 from dtrain_dagster.registry.endpoint import EndpointCheck, Finding
+from dtrain_dagster.registry.endpoints import _print_check
 from dtrain_dagster.registry.run_model import RunModelError, load_run_model
 from dtrain_dagster.registry.smoke_test import AnswerError, read_predictions
 from dtrain_dagster.registry.versions import registering
@@ -346,9 +345,9 @@ def test_the_last_job_is_found_beside_a_damaged_one(written: Callable[..., RunDi
 @pytest.mark.parametrize(
     "words",
     [
-        ["jobs"], ["status"], ["status", "hostile"], ["logs", "hostile"], ["logs", "--follow", "hostile"],
-        ["logs", "--tail", "9", "hostile"], ["watch", "hostile"], ["cost", "hostile"], ["summary", "hostile"],
-        ["report", "hostile"], ["cancel", "hostile"],
+        ["jobs"], ["doctor"], ["status", "hostile"], ["logs", "hostile"], ["logs", "--follow", "hostile"],
+        ["logs", "--tail", "9", "hostile"], ["status", "--follow", "hostile"], ["cost", "hostile"],
+        ["status", "hostile", "--html", "a.html"], ["cancel", "hostile"],
     ],
     ids=" ".join,
 )  # fmt: skip
@@ -365,7 +364,7 @@ def test_no_command_passes_on_what_a_terminal_obeys(
     done = CliRunner().invoke(main, words, env={"DTRAIN_HOME": str(tmp_path)})
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     assert OBEYED.search(done.output) is None, repr(done.output)
-    if words[0] in ("logs", "watch"):
+    if words[0] == "logs" or "--follow" in words:
         assert "\\x1b]0;taken over\\x07" in done.output, "it is shown"
 
 

@@ -277,7 +277,7 @@ def test_questions_pass_and_deep_nests_do_not():
 def command(project: Project, name: str) -> Iterator[str]:
     """A server of the command line on a free port: its address."""
     process = subprocess.Popen(
-        [str(BIN / "dtrain"), name, "--port", "0"],
+        [str(BIN / "dtrain"), "ui", name, "--port", "0"],
         cwd=ROOT, env=project.env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     assert process.stdout is not None

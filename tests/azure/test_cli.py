@@ -38,7 +38,7 @@ def test_jobs_of_the_cloud_are_started_seen_and_cancelled_from_shells(shell: She
     said = shell("status", "first")
     assert "job first: succeeded" in said
     assert "https://" in said
-    assert "4 steps on 2 ranks" in shell("summary", "first")
+    assert "4 steps on 2 ranks" in shell("status", "first")
     [line] = shell("logs", "first", "--node", "1", "--tail", "1").splitlines()
     assert line
     assert shell("logs", "first").count("a model of my own") == 2
@@ -48,10 +48,10 @@ def test_jobs_of_the_cloud_are_started_seen_and_cancelled_from_shells(shell: She
     _wait(lambda: list(job.events("step")), second)
     rows = [line.split()[:3] for line in shell("jobs").splitlines()]
     assert rows == [["JOB", "STATE", "NODES"], ["second", "running", "2"], ["first", "succeeded", "2"]]
-    said = shell("status")
+    said = shell("doctor", code=1)
     assert "cluster dtrain: healthy" in said
     assert said.count("works on second-l1") == 2
-    said = "job second is already running, so no new one is started\nsecond\nfollow it: dtrain watch second\n"
+    said = "job second is already running, so no new one is started\nsecond\nfollow it: dtrain status second --follow\n"
     assert shell("train", *long, "--detach") == said
     follower = shell.start("logs", "--follow", "second", "--node", "0")
     assert follower.stdout

@@ -259,7 +259,7 @@ def test_the_command_says_what_it_found_and_exits_with_it(
 ) -> None:
     from click.testing import CliRunner
 
-    from dtrain_dagster.cli.endpoint import endpoint
+    from dtrain_dagster.registry.endpoints import endpoint
 
     def answer(windows: np.ndarray, headers: dict[str, str]) -> tuple[int, Any]:
         return (200, rows_of(windows)) if headers.get("Authorization") == "Bearer a-good-token" else (401, {})

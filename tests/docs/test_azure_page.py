@@ -9,7 +9,6 @@ import pytest
 from tests.azure.azurite import missing
 from tests.docs.checkout import make_checkout
 from tests.docs.page import Page, run_in
-from tests.docs.test_reference_commands import section
 
 MODEL = """
 from torch import nn
@@ -18,9 +17,9 @@ def make_model(spec, outputs):
     return nn.Sequential(nn.Flatten(), nn.Linear(spec.window * len(spec.features), outputs))
 """
 DOCTOR = """misses() {  # what the doctor says, which has to miss something
-  local code=0; dtrain azure doctor "$@" >said.txt || code=$?; cat said.txt; test $code = 1
+  local code=0; dtrain doctor "$@" >said.txt || code=$?; cat said.txt; test $code = 1
 }"""
-MISSING = {"\ndtrain azure doctor": "\nmisses"}
+MISSING = {"\ndtrain doctor": "\nmisses"}
 """The emulated workspace has no registry and no subnet, which the doctor misses, with exit code 1."""
 HAS_LOGS = "grep -c '^compute_logs' .dtrain/dagster/dagster.yaml"
 
@@ -29,12 +28,11 @@ PAGES = [
         "test $(jobs -r | wc -l) = 1; grep -q '2 missing' said.txt; dtrain jobs --json | grep succeeded")),
     Page("docs/azure.md", "", MISSING, slice(0, 1)),
     Page("deploy/azure/README.md", "", MISSING, slice(0, 1)),
-    section("dtrain azure doctor", filled=MISSING),
     Page("docs/azure.md", f"cat > my_models.py <<'EOF'{MODEL}EOF\nexport DTRAIN_FACTORY_MODULES=my_models", {
         "--nodes 3 --model my_models:make_model": "--nodes 2 --model my_models:make_model --epochs 1 --name mine",
-        "dtrain status [JOB]": "dtrain status; dtrain status mine", "JOB": "mine"}, slice(3, 4)),
+        "JOB": "mine"}, slice(3, 4)),
     Page("docs/azure.md", "", {"<account>": "account"}, slice(4, 5), after=(
-        f"{HAS_LOGS}; unset DTRAIN_AZURE_DAGSTER_STORAGE; dtrain setup; test 0 = $({HAS_LOGS})")),
+        f"{HAS_LOGS}; unset DTRAIN_AZURE_DAGSTER_STORAGE; python -m dtrain_dagster setup; test 0 = $({HAS_LOGS})")),
     Page("docs/azure.md", "", {}, slice(5, 6)),
 ]  # fmt: skip
 """In the order in which they are run, in one shell: the first one's exports lead the others to the emulator."""

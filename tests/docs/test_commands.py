@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
+from dtrain_dagster.cli.home import main as home
 from dtrain_dagster.cli.main import main as dtrain
 from tests.docs.blocks import DOCUMENTS, ROOT, read_blocks, read_commands
 
@@ -37,10 +38,7 @@ def check(words: list[str]) -> None:
     """Raise an error for a command of dtrain, Dagster, make or Python that cannot be given so."""
     name, *rest = words
     if name == "dtrain":
-        if rest[:1] == ["work"]:
-            check(rest[1:])
-        else:
-            check_click(dtrain, words)
+        check_click(dtrain, words)
     elif name == "dagster":
         from dagster._cli import create_dagster_cli
 
@@ -48,6 +46,9 @@ def check(words: list[str]) -> None:
     elif name == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
         assert {word for word in rest if "=" not in word and not word.startswith("-")} <= set(targets), rest
+    elif rest[:2] == ["-m", "dtrain_dagster"]:
+        assert rest[2] in home.commands, rest[2]
+        check(rest[3:] or ["true"])
     elif name in ("python", "python3") and rest[:1] == ["-m"] and rest[1].split(".")[0] in OURS:
         assert importlib.util.find_spec(rest[1]), rest[1]
     elif name in ("python", "python3") and rest and rest[0].endswith(".py") and "/" in rest[0]:
@@ -93,7 +94,7 @@ def test_every_command_that_prose_mentions_exists(document: Path):
         check_mention(own.split())
 
 
-@pytest.mark.parametrize("words", ["dtrain jog", "dtrain fleet stats NAME", "dtrain cost JOB --usage"])
+@pytest.mark.parametrize("words", ["dtrain jog", "dtrain dashboard", "dtrain cost JOB --usage"])
 def test_a_command_that_prose_should_not_mention_is_found(words: str):
     with pytest.raises(click.UsageError):
         check_mention(words.split())
@@ -101,7 +102,13 @@ def test_a_command_that_prose_should_not_mention_is_found(words: str):
 
 @pytest.mark.parametrize(
     "words",
-    ["dtrain job", "dtrain jobs --colour", "dtrain work dagster asset wipe --al", "make tee", "python -m trainer.x"],
+    [
+        "dtrain job",
+        "dtrain jobs --colour",
+        "python -m dtrain_dagster work dagster asset wipe --al",
+        "make tee",
+        "python -m trainer.x",
+    ],
 )
 def test_a_command_that_cannot_be_given_is_found(words: str):
     with pytest.raises((click.UsageError, AssertionError, ModuleNotFoundError)):

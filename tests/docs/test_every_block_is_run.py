@@ -48,8 +48,6 @@ class NotRun(NamedTuple):
 
 SUBSCRIPTION = "needs a subscription: the commands are Azure's own, or give it the addresses of one's own"
 DOCKER = "builds and pushes images: needs Docker and a registry"
-ASKS_ENGINE = "asks an engine; test_pages_on_engines runs the same command as its page has it"
-REFERENCE = "docs/reference/commands.md"
 NOT_RUN = [
     NotRun("docs/installing.md", "pip install 'dtrain[kubernetes]'", "asks a package index"),
     NotRun("docs/proofs.md", "make test", "runs the tests that this one belongs to"),
@@ -59,15 +57,6 @@ NOT_RUN = [
     NotRun("deploy/azure/README.md", "az group create", SUBSCRIPTION),
     NotRun("deploy/azure/README.md", "docker buildx", DOCKER),
     NotRun("deploy/azure/README.md", "az keyvault secret set", SUBSCRIPTION),
-    NotRun(REFERENCE, "dtrain prices refresh", "asks Azure; costs/test_prices.py emulates it"),
-    NotRun(REFERENCE, "dtrain endpoint check", "needs an endpoint; tests/azure/test_endpoint.py has emulated ones"),
-    NotRun(REFERENCE, "dtrain endpoint deploy", "needs an image that serves; tests/azure/test_endpoint.py emulates it"),
-    NotRun(REFERENCE, "dtrain endpoint delete", "needs an endpoint; tests/azure/test_endpoint.py has emulated ones"),
-    NotRun(REFERENCE, "dtrain slurm check", ASKS_ENGINE),
-    NotRun(REFERENCE, "dtrain slurm account", "needs accounting; tests/engines/test_slurm_accounting.py has it"),
-    NotRun(REFERENCE, "dtrain ray check", ASKS_ENGINE),
-    NotRun(REFERENCE, "dtrain kubernetes check", ASKS_ENGINE),
-    NotRun(REFERENCE, "dtrain kubernetes train-job", "needs Kubeflow; tests/dtrain_dagster/cli/test_kubernetes.py"),
 ]
 
 Blocks = dict[tuple[str, int], str]

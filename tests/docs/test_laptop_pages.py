@@ -84,10 +84,10 @@ PAGES = [
     Page("docs/tuning.md", filled=MEASURED),
     Page("docs/performance.md", filled=MEASURED),
     Page("docs/large-models.md"),
-    Page("docs/prices.md", left_out={"dtrain prices refresh": "asks Azure; costs/test_prices.py emulates it"}),
-    Page("docs/monitoring.md", "export HOME=$PWD; mkdir -p ~/.config/fish/completions", {
-        "```sh server\ndtrain dashboard": "```sh server\ndtrain dashboard --port 0"},
-         after="complete -p dtrain && test -s ~/.config/fish/completions/dtrain.fish"),
+    Page("docs/prices.md", left_out={"dtrain cost --refresh": "asks Azure; costs/test_prices.py emulates it"}),
+    Page("docs/monitoring.md", filled={
+        "```sh server\ndtrain ui jobs": "```sh server\ndtrain ui jobs --port 0"},
+         after="complete -p dtrain"),
     Page("docs/installing.md", DATA_ONLY, blocks=slice(0, 1)),
     Page("docs/installing.md", blocks=slice(1, 2), after="test -e my-training/my_training/definitions.py"),
     Page("docs/installing.md", blocks=slice(3, 4)),

@@ -10,11 +10,10 @@ from click.testing import CliRunner
 
 from dtrain_dagster.cli.json_output import JsonOption, fields_of
 from dtrain_dagster.cli.main import main
-from dtrain_dagster.cli.reference import walk_commands
 
 TOLD = {
-    words: option.fields
-    for words, command in walk_commands()
+    f"dtrain {name}": option.fields
+    for name, command in main.commands.items()  # type: ignore[attr-defined]
     for option in command.params
     if isinstance(option, JsonOption)
 }

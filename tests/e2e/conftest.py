@@ -147,8 +147,8 @@ def make_project(home: Path, **env: str) -> Project:
 
 @contextmanager
 def dashboard_of(project: Project, *options: str, **env: str) -> Iterator[str]:
-    """`dtrain dashboard` of a home as a process of its own, on a free port of loopback; its address."""
-    command = [str(BIN / "dtrain"), "dashboard", "--port", "0", *options]
+    """`dtrain ui jobs` of a home as a process of its own, on a free port of loopback; its address."""
+    command = [str(BIN / "dtrain"), "ui", "jobs", "--port", "0", *options]
     process = subprocess.Popen(command, cwd=ROOT, env=project.env | env, stdout=subprocess.PIPE, text=True)
     assert process.stdout
     try:

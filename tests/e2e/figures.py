@@ -117,7 +117,7 @@ def _of_command_line(found: Figures, job_id: str) -> None:
         found[name]["dtrain cost --json"] = cost[name]
     found["estimated_and_probe_usd"]["dtrain cost --json"] = cost["metrics"]["estimated_total_cost"]
     found["goodput"]["dtrain cost --json"] = cost["goodput"]
-    summary = CliRunner().invoke(main, ["summary", job_id], catch_exceptions=False).stdout
+    summary = CliRunner().invoke(main, ["status", job_id], catch_exceptions=False).stdout
     _same_words(found, "cost in the summary", summary, r"with its probe \$([\d.]+)", cost["total_usd"])
     _same_words(found, "steps in the summary", summary, r"(\d+) steps", found["steps"]["result.json"])
 

@@ -76,7 +76,7 @@ class FleetShell:
         return json.loads(done.stdout)
 
     def status(self) -> dict[str, Any]:
-        return dict(self.ask("fleet", "status", NAME))
+        return dict(self.ask("status", NAME))
 
     def rundir(self, name: str) -> RunDir:
         return RunDir(f"{self.jobs_uri}/{NAME}-{name}")
@@ -110,7 +110,7 @@ class FleetShell:
 
     def run_until(self, holds: Callable[[], object]) -> None:
         """Run the fleet until this holds, and kill the orchestrator."""
-        orchestrator = self.start("fleet", "run", "fleet.yaml")
+        orchestrator = self.start("fleet", "fleet.yaml")
         try:
             deadline = time.monotonic() + WAIT_SECONDS
             while not holds():
@@ -151,7 +151,7 @@ def tell(shell: FleetShell) -> dict[str, list[NodePresence]]:
     assert sum(stopped) * shell.price("high") <= promised["high"]
     assert sum(promised.values()) <= budget
 
-    said = shell.run("fleet", "run", "fleet.yaml")
+    said = shell.run("fleet", "fleet.yaml")
     seen = shell.status()
     assert {job["job_id"]: job["state"] for job in seen["jobs"]} == {
         f"{NAME}-{name}": "succeeded" for name in ("low", "high", "side")
@@ -168,7 +168,7 @@ def tell(shell: FleetShell) -> dict[str, list[NodePresence]]:
     starts = [node.started_at for node in together]
     assert max(sum(node.started_at <= at < (node.ended_at or 0.0) for node in together) for at in starts) <= 2
 
-    cost = shell.ask("fleet", "cost", NAME)
+    cost = shell.ask("cost", NAME)
     assert cost["node_seconds"] == pytest.approx(sum(node.seconds(0.0) for node in together), abs=1e-4)
     priced = sum(node.seconds(0.0) * shell.price(name) for name, each in nodes.items() for node in each)
     assert cost["usd"] == pytest.approx(priced, abs=1e-6)

@@ -75,7 +75,7 @@ def test_the_default_run_makes_a_champion(tmp_path: Path):
     project = make_project(tmp_path / "home", DTRAIN_NODES="3")
     done = materialize(project, folder=tmp_path)
     assert done.returncode == 0, done.stdout[-4000:]
-    summary = project.cli("dtrain", "summary")
+    summary = project.cli("dtrain", "status")
     assert summary.returncode == 0
     assert "alias champion" in summary.stdout
     [job] = project.jobs.glob("train-*")

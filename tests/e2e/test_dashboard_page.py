@@ -1,4 +1,4 @@
-"""`dtrain dashboard` in a real Chromium, while a real training runs; and the report that it leaves behind."""
+"""`dtrain ui jobs` in a real Chromium, while a real training runs; and the report that it leaves behind."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_saved_report_opens_without_any_network(project: Project, page: Page, 
     told_of = [*told(40), event("error", START + 43, message=HOSTILE, fatal=False)]
     write_run(project.jobs, "live", told_of, state="succeeded")
     file = tmp_path / "report.html"
-    done = project.cli("dtrain", "report", "live", "-o", str(file))
+    done = project.cli("dtrain", "status", "live", "--html", str(file))
     assert done.returncode == 0, done.stdout
     asked: set[str] = set()
     page.on("request", lambda request: asked.add(request.url))

@@ -35,7 +35,7 @@ def test_nodes_keep_the_budget_with_the_orchestrator_dead_and_the_fleet_goes_on_
     budget = 240 * PRICE
     jobs = [{"name": "a", "priority": 1}, {"name": "b"}]
     shell.write(budget, jobs, 20, **{"training.epochs": 100_000})  # far more than was expected of them
-    orchestrator = shell.start("fleet", "run", "fleet.yaml")
+    orchestrator = shell.start("fleet", "fleet.yaml")
     deadline = time.monotonic() + 200
     while not all(list(shell.rundir(name).events("step")) for name in "ab"):
         assert time.monotonic() < deadline, orchestrator.communicate()[0]
@@ -62,13 +62,13 @@ def test_nodes_keep_the_budget_with_the_orchestrator_dead_and_the_fleet_goes_on_
     assert not seen["is_run"]
     assert seen["promised_usd"] <= budget
 
-    said = shell.run("fleet", "run", "fleet.yaml")
+    said = shell.run("fleet", "fleet.yaml")
     seen = shell.status()
     assert seen["over"] == 2, said
     assert {job["state"] for job in seen["jobs"]} == {"ended"}, said
     assert all("not continued: it would cost" in job["reason"] for job in seen["jobs"]), said
     assert seen["used_usd"] <= budget
-    cost = shell.ask("fleet", "cost", "small")
+    cost = shell.ask("cost", "small")
     paid = sum(node.seconds(0.0) for name in "ab" for node in shell.rundir(name).nodes())
     assert cost["node_seconds"] == pytest.approx(paid, abs=1e-4), "every node-second is in the ledger"
     assert cost["usd"] == pytest.approx(seen["used_usd"], abs=1e-9)
@@ -80,7 +80,7 @@ def test_a_fleet_goes_on_after_a_kill_and_a_job_of_higher_priority_pauses_the_on
     low = {"name": "low", "least_nodes": 2, "most_nodes": 2, "set": {"training.epochs": 100_000}}
     high = {"name": "high", "priority": 1, "least_nodes": 2, "most_nodes": 2, "set": {"training.max_steps": 6}}
     shell.write(10_000.0, [low], slice_seconds=900)
-    orchestrator = shell.start("fleet", "run", "fleet.yaml")
+    orchestrator = shell.start("fleet", "fleet.yaml")
     while not list(shell.rundir("low").events("step")):
         assert orchestrator.poll() is None, orchestrator.communicate()[0]
         time.sleep(0.5)
@@ -88,13 +88,13 @@ def test_a_fleet_goes_on_after_a_kill_and_a_job_of_higher_priority_pauses_the_on
     orchestrator.wait()
 
     shell.write(10_000.0, [low, high], slice_seconds=900)
-    again = shell.start("fleet", "run", "fleet.yaml")
+    again = shell.start("fleet", "fleet.yaml")
     while not list(shell.rundir("low").events("resume")):
         assert again.poll() is None, again.communicate()[0]
         time.sleep(0.5)
     seen = {job["job_id"]: job for job in shell.status()["jobs"]}
     assert (seen["small-low"]["state"], seen["small-high"]["state"]) == ("running", "succeeded")
-    shell.run("fleet", "cancel", "small")
+    shell.run("cancel", "small")
     again.wait()
     seen = {job["job_id"]: job for job in shell.status()["jobs"]}
     assert (seen["small-low"]["state"], seen["small-high"]["state"]) == ("ended", "succeeded")
@@ -112,7 +112,7 @@ def test_a_fleet_goes_on_after_a_kill_and_a_job_of_higher_priority_pauses_the_on
         for steps in (6, 60_000)
     ]
     shell.write(10_000.0, [*known, {"name": "new", "expected_node_minutes": None}, {"name": "told"}], 900)
-    said = shell.run("fleet", "run", "fleet.yaml", "--check")
+    said = shell.run("fleet", "fleet.yaml", "--check")
     figures = dict(line.split(" on one node: ", 1) for line in said.splitlines() if " on one node: " in line)
     assert figures["small-new: 15 min 00 s"].startswith("a first guess: no past run of the same model, data and batch")
     assert figures["small-told: 30 s"] == "given"

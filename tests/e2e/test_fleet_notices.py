@@ -65,9 +65,9 @@ def test_each_job_is_told_once_with_its_page_and_picture_whoever_dies(shell: Fle
         assert heard == [], "nothing has ended"
         wait_for(lambda: heard, "the notice of a job that ended without an orchestrator")
         assert [item["title"] for item in heard] == ["dtrain: small-short has finished"]
-        said = shell.run("fleet", "run", "fleet.yaml")
+        said = shell.run("fleet", "fleet.yaml")
         wait_for(lambda: len(heard) >= 3, "the notices of all jobs")
-        shell.run("fleet", "run", "fleet.yaml")  # all is over: there is nothing to tell
+        shell.run("fleet", "fleet.yaml")  # all is over: there is nothing to tell
         shell.status()
     titles = Counter(item["title"] for item in heard)
     ends = {"short": "finished", "long": "finished", "bad": "failed"}

@@ -70,15 +70,15 @@ def test_each_job_is_one_run_below_that_of_the_fleet_with_its_end_and_dollars_al
     def has(name: str, state: str) -> bool:
         return bool(shell.kept(name)["state"] == state)
 
-    first = shell.start("fleet", "run", "fleet.yaml")
+    first = shell.start("fleet", "fleet.yaml")
     wait(lambda: shell.rundir("good").storage.exists(TRACKING) and list(shell.rundir("good").events("step")), first)
     first.kill()
     first.communicate()
 
-    again = shell.start("fleet", "run", "fleet.yaml")
+    again = shell.start("fleet", "fleet.yaml")
     wait(lambda: has("good", "succeeded") and has("bad", "failed") and has("out", "succeeded"), again)
     wait(lambda: shell.rundir("long").storage.exists(TRACKING) and list(shell.rundir("long").events("step")), again)
-    cancelled = shell.run("fleet", "cancel", "small")
+    cancelled = shell.run("cancel", "small")
     said = again.communicate()[0]
     assert "in MLflow: experiment dtrain, run small" in said + cancelled
 
@@ -98,7 +98,7 @@ def test_each_job_is_one_run_below_that_of_the_fleet_with_its_end_and_dollars_al
     for name, run in runs.items():
         assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id
         assert run.data.tags["dtrain.fleet"] == "small"
-        assert run.data.tags["mlflow.source.name"] == "dtrain fleet run"
+        assert run.data.tags["mlflow.source.name"] == "dtrain fleet"
         assert run.data.params["model"] == "slow_models:paced"
         assert [item.dataset.name for item in run.inputs.dataset_inputs]
         assert f"Run directory: `{shell.jobs_uri}/{name}`" in run.data.tags["mlflow.note.content"]
@@ -120,7 +120,7 @@ def test_each_job_is_one_run_below_that_of_the_fleet_with_its_end_and_dollars_al
     assert figures["cost/total_usd"] == pytest.approx(sum(nested))
 
     before = parent.info.end_time
-    shell.run("fleet", "run", "fleet.yaml")
+    shell.run("fleet", "fleet.yaml")
     assert len(client.search_runs([experiment.experiment_id])) == 5
     assert client.get_run(parent.info.run_id).info.end_time == before, "nothing has come since"
 
@@ -131,7 +131,7 @@ def test_each_job_is_one_run_below_that_of_the_fleet_with_its_end_and_dollars_al
 def test_a_start_of_a_fleet_can_be_kept_out_of_mlflow(shell: FleetShell) -> None:
     shell.write(3_000 * PRICE, [job("one", 0, 3, 0.0)], 900)
     off = FleetShell(shell.folder, shell.home, {**shell.environment, "DTRAIN_COMMAND_TRACKING": "off"}, shell.jobs_uri)
-    said = off.run("fleet", "run", "fleet.yaml")
+    said = off.run("fleet", "fleet.yaml")
     assert off.kept("one")["state"] == "succeeded", said
     assert "MLflow" not in said
     assert not (shell.home / "mlflow.db").exists()

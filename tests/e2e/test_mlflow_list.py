@@ -1,5 +1,5 @@
-"""What `dtrain mlflow` and `dtrain dashboard` print at their start, and the list of runs that the link opens, in a real
-Chromium."""
+"""What `dtrain ui mlflow` and `dtrain ui jobs` print at their start, and the list of runs that the link opens, in a
+real Chromium."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def served(home: Path, name: str) -> Iterator[tuple[str, Path]]:
     said = home / f"{name}.txt"
     with said.open("w") as errors:
         process = subprocess.Popen(
-            [str(BIN / "dtrain"), name, "--port", "0"],
+            [str(BIN / "dtrain"), "ui", name, "--port", "0"],
             cwd=ROOT, env=os.environ | {"DTRAIN_HOME": str(home)}, stdout=subprocess.PIPE, stderr=errors, text=True,
         )  # fmt: skip
         assert process.stdout is not None
@@ -56,7 +56,7 @@ def home_with_a_run(home: Path) -> str:
 
 
 def test_a_dashboard_says_what_it_is(tmp_path: Path) -> None:
-    with served(tmp_path, "dashboard") as (line, _):
+    with served(tmp_path, "jobs") as (line, _):
         assert line.startswith("dashboard: http://127.0.0.1:")
 
 

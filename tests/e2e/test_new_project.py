@@ -52,7 +52,7 @@ def run(command: str, python: Path, at: Path, **own: str) -> str:
 
 def first_command(readme: Path) -> str:
     """The command of a project's README that makes the graph."""
-    found = re.search(r"^dtrain work .*$", readme.read_text(), re.MULTILINE)
+    found = re.search(r"^python -m dtrain_dagster work .*$", readme.read_text(), re.MULTILINE)
     assert found
     return found[0]
 

@@ -110,7 +110,7 @@ def test_an_administrators_block_prepares_a_kubernetes(tmp_path: Path) -> None:
         own = exported("KUBECONFIG", "IMAGE").format(
             DTRAIN_KUBERNETES_KUBECONFIG=log_in(cluster), DTRAIN_KUBERNETES_IMAGE=IMAGE
         )
-        assert "takes nodes from this identity" in run_in(checkout, f"{own}\ndtrain kubernetes check")
+        assert "takes nodes from this identity" in run_in(checkout, f"{own}\ndtrain doctor")
 
 
 @pytest.mark.parametrize("kind", PAGES)

@@ -20,7 +20,7 @@ from dtrain_dagster.clusters.slurm.engine import SlurmEngine, SlurmError
 from dtrain_dagster.clusters.slurm.options import SlurmOptions
 from dtrain_dagster.clusters.supervision.engine import EngineUnreachableError, name_job
 from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
-from tests.dtrain_dagster.told_json import TOLD, fields_in, printed
+from tests.dtrain_dagster.told_json import fields_in, printed
 from tests.engines.engine_training import Training, write_job
 from tests.engines.slurm_cluster import SlurmCluster, missing
 
@@ -116,22 +116,21 @@ def test_a_training_is_told_by_both_accounts(
     for name, value in own.items():
         monkeypatch.setenv(f"DTRAIN_{name}", value)
 
-    def lines() -> list[str]:
-        told = CliRunner().invoke(main, ["slurm", "account", "one"])
-        assert told.exit_code == 0, told.output
-        return told.output.splitlines()
+    def account() -> list[str]:
+        return list(printed("dtrain cost", "one").get("account", ()))
 
-    accounted.wait(lambda: "2 of 2 nodes in both" in "\n".join(lines()), "the accounting", 60)
-    assert manager.describe_account("one") == lines()[:-1], "what the asset cost_breakdown shows"
-    for words, arguments in (("dtrain slurm account", "one"), ("dtrain slurm check", "")):
-        document = printed(words, arguments)
-        assert fields_in(words, [document]) == set(TOLD[words])
-        assert document.get("usable", True)
-    nodes = [line.split() for line in lines()[1:3]]
+    accounted.wait(lambda: "2 of 2 nodes in both" in "\n".join(account()), "the accounting", 60)
+    lines = account()
+    assert manager.describe_account("one") == lines, "what the asset cost_breakdown shows"
+    shown = CliRunner().invoke(main, ["cost", "one"])
+    assert "\n".join(lines) in shown.output
+    answer = printed("dtrain doctor")
+    assert fields_in("dtrain doctor", [answer]) >= {"usable", "message", "version", "host"}
+    nodes = [line.split() for line in lines[1:3]]
     assert [(words[1], words[-1]) for words in nodes] == [("0", "completed"), ("1", "completed")]
     # SLURM counts whole seconds, from before the agent's start until after its end.
     assert all(-2.0 < float(words[-3]) < 15.0 for words in nodes)
-    assert "by SLURM's accounting (2 nodes)" in lines()[-1]
+    assert "by SLURM's accounting (2 nodes)" in lines[-1]
 
 
 def _queue(cluster: SlurmCluster) -> str:

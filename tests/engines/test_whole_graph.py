@@ -43,5 +43,5 @@ def test_prices_become_a_registered_model(kind: str, tmp_path: Path) -> None:
         assert (rundir.read_json("launch.json") or {})["engine"] == kind
         assert {node.node_id for node in rundir.nodes()} == {0, 1}
         assert all(node.host for node in rundir.nodes())
-        assert "stock-return-distribution" in project.cli("dtrain", "summary").stdout
+        assert "stock-return-distribution" in project.cli("dtrain", "status").stdout
         assert not [one for one in project.processes() if "trainer.node" in " ".join(one.cmdline())]

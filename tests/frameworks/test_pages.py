@@ -16,7 +16,7 @@ from tests.frameworks.shell import DTRAIN, needs
 
 SMALL_TABLE = """make setup
 python -m examples.table.make_table tumours.parquet
-dtrain data rows tumours.parquet --target diagnosis
+dtrain data tumours.parquet --target diagnosis
 mv digits.py my_training.py"""
 PAGES = [
     Page("docs/frameworks.md"),

@@ -632,7 +632,7 @@ def test_the_line_of_progress() -> None:
     step = {"step": 30, "epoch": 1, "loss": 0.51234, "samples_per_second": 12345.6, "step_seconds": 0.5}
     shown = format_progress_line({**step, "eta_seconds": 35.0}, 0.25)
     told = "step 30/100 · epoch 2 · ETA 35 s to the last step · loss 0.5123 · valid 0.2500 · 12,346 samples/s"
-    assert shown == told, "in the words and the order of `dtrain watch`"
+    assert shown == told, "in the words and the order of `dtrain status --follow`"
     assert "ETA" not in format_progress_line({**step, "eta_seconds": float("inf"), "step_seconds": 0.0}, None)
     assert [format_duration(seconds) for seconds in (0, 61, 3661)] == ["0 s", "1 min 01 s", "1 h 01 min"]
     ProgressLine().close()

@@ -128,7 +128,7 @@ class RowData(CachedArrays):
                 raise DatasetError(
                     f"{self.storage.uri}: an older version kept {name!r} in single precision, in which numbers near "
                     f"its mean, {mean:.6g}, are {np.spacing(np.float32(abs(mean))):.3g} apart, and its deviation is "
-                    f"{std:.3g}: build the dataset again (dtrain data rows)"
+                    f"{std:.3g}: build the dataset again (dtrain data)"
                 )
 
     def _check_column(

@@ -1,7 +1,7 @@
 """One line of progress for whoever waits in front of a script: epoch, step, loss, validation, speed and time left.
 
-It is made from the events of rank 0, as they are reported, in the words of `dtrain watch`, which shows a cluster's job
-(`dtrain_dagster.planning.projection`).
+It is made from the events of rank 0, as they are reported, in the words of `dtrain status --follow`, which shows a
+cluster's job (`dtrain_dagster.planning.projection`).
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ resource orchestrates 'Microsoft.Authorization/roleDefinitions@2022-04-01' = {
           'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/deployments/write'
           'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/deployments/delete'
           'Microsoft.MachineLearningServices/workspaces/onlineendpoints/deployments/getlogs/action'
-          // For `dtrain azure doctor`: what this very identity may do here.
+          // For `dtrain doctor`: what this very identity may do here.
           'Microsoft.Authorization/permissions/read'
         ]
         notActions: []

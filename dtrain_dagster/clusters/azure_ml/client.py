@@ -162,7 +162,7 @@ class Service:
         names = {"subscription": options.subscription_id, "resource group": options.resource_group}
         missing = ScopeMissing(
             f"{what}: the {scope} {names.get(scope, options.workspace)!r} is not found ({refusal.code}: "
-            f"{refusal.reason}). Check {SETTINGS[scope]}, and whether this identity may see it; `dtrain azure "
+            f"{refusal.reason}). Check {SETTINGS[scope]}, and whether this identity may see it; `dtrain "
             f"doctor` reports more{request_note(refusal.request_id)}",
             refusal.code, refusal.status, refusal.request_id,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The walk of `dtrain azure doctor`: each check asks Azure for what it needs, and `doctor` decides. No check stops the
+"""The walk of `dtrain doctor`: each check asks Azure for what it needs, and `doctor` decides. No check stops the
 others. All requests only read, but for one small blob.
 
 Documents are asked for without the client's own types, which drop what matters here (`applicationInsights` where it is

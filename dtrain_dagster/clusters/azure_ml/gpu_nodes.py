@@ -98,5 +98,5 @@ def explain_retired(sku: str, today: date) -> str:
         return ""
     return (
         f"Azure retired {sku} on {retired_on}, so it can hardly be bought, even where it is listed: set "
-        f"DTRAIN_GPU_TYPE={BUYABLE_GPU_TYPE}, or another of `dtrain prices`"
+        f"DTRAIN_GPU_TYPE={BUYABLE_GPU_TYPE}, or another of `dtrain cost`"
     )

@@ -2,14 +2,20 @@
 
 Kubeflow then owns the training: it starts all nodes together through torchrun, and starts the whole job again where one
 is lost. What this project does for lost nodes, and its bill, needs ``DTRAIN_CLUSTER=kubernetes`` (`engine`).
+
+    python -m dtrain_dagster.clusters.kubernetes.train_job JOB.JSON --nodes 4 | kubectl apply -f -
 """
 
 from __future__ import annotations
 
+import argparse
 import re
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.kubernetes.manifest import CONTAINER, QUEUE, label_of, pod_spec
 from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
 
@@ -63,3 +69,32 @@ def _runtime(options: KubernetesOptions, command: Sequence[str], labels: dict[st
         "mlPolicy": {"numNodes": 1, "torch": {}},
         "template": {"spec": {"replicatedJobs": [{"name": CONTAINER, "replicas": 1, "template": job}]}},
     }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a training as a TrainJob with its runtime."""
+    import yaml
+
+    from dtrain_dagster.settings.environment import load_settings
+    from dtrain_dagster.settings.kubernetes import read_kubernetes_options
+    from trainer.config import parse_job
+
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("config", metavar="JOB.JSON", help="as for python -m trainer, at the same path in the pods")
+    parser.add_argument("--nodes", type=int, metavar="N", help="default: DTRAIN_NODES")
+    parser.add_argument("--ranks", type=int, metavar="R", help="ranks per node; default: one per GPU")
+    asked = parser.parse_args(arguments)
+    if min(asked.nodes or 1, asked.ranks or 1) < 1:
+        parser.error("--nodes and --ranks are at least 1")
+    try:
+        options = KubernetesOptions.read(read_kubernetes_options())
+        job = parse_job(Path(asked.config).read_text(), source=asked.config)
+        nodes, ranks = asked.nodes or load_settings().nodes, asked.ranks or max(1, options.gpus)
+    except (ValueError, OSError, ClusterError) as error:
+        parser.error(str(error))
+    made = train_job(options, job.job_id, asked.config, nodes, ranks)
+    yaml.safe_dump_all(made, sys.stdout, sort_keys=False)
+
+
+if __name__ == "__main__":
+    main()

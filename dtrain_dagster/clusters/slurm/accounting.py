@@ -1,5 +1,5 @@
 """SLURM's account of a job's nodes, held against their own presence. Pure: `engine` runs the command, and
-`dtrain_dagster.cli.slurm` shows the result.
+`dtrain cost` shows the result.
 
 The two begin and end at different moments: SLURM counts from the start of the batch script, and until all of it is
 cleaned up; a presence from the start of the agent to the end of its ranks.

@@ -98,7 +98,7 @@ async function look() {
     }
     const isEmpty = names.length === 0;
     element("empty").hidden = !isEmpty;
-    element("empty").textContent = "no fleets yet: `dtrain fleet run FILE` begins one";
+    element("empty").textContent = "no fleets yet: `dtrain fleet FILE` begins one";
     for (const part of ["choice", "fleet"]) element(part).hidden = isEmpty;
     const name = names.includes(wanted()) ? wanted() : names[0];
     if (name) {

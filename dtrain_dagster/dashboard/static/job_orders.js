@@ -116,8 +116,7 @@ async function pollOrders() {
   const busy = body.last !== null && body.last.code === null;
   for (const [order, reason] of Object.entries(body.allowed)) {
     const button = element(`order-${order}`);
-    const waits = busy && !(button.id === "order-cancel" && body.last.order === "trace"); // a trace may never come
-    button.disabled = waits || Boolean(reason);
+    button.disabled = busy || Boolean(reason);
     button.title = reason;
     if (order !== "trace") button.hidden = Boolean(reason) && !(order === "resume" && !["it runs", "it has succeeded"].includes(reason));
   }

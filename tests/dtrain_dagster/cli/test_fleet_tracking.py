@@ -75,7 +75,7 @@ def test_every_tracked_job_has_one_run_whoever_writes_it(manager: LocalClusterMa
     for _ in range(2):  # the second one has nothing to add
         tracker = FleetTracker(records, "dedicated", told.append)
         tracker.update(records.entries())
-        assert tracker.finish() == ["in MLflow: experiment e, run small (`dtrain mlflow`)"]
+        assert tracker.finish() == ["in MLflow: experiment e, run small (`dtrain ui mlflow`)"]
     assert told == []
     assert experiment is not None
     runs = client.search_runs([experiment.experiment_id])

@@ -14,18 +14,16 @@ import pytest
 from click.testing import CliRunner
 from told_events import told, write_run
 
-from dtrain_dagster.cli.going_on import command_again, describe_end, typed_arguments
-from dtrain_dagster.cli.job_facts import JobFacts
-from dtrain_dagster.cli.job_life import describe_outcome
+from dtrain_dagster.cli.facts import JobFacts, LeftClock, read_course
 from dtrain_dagster.cli.main import main
-from dtrain_dagster.cli.status import read_course
-from dtrain_dagster.cli.time_left import LeftClock
+from dtrain_dagster.cli.start import command_again, describe_end, describe_outcome, this_command_again
 from dtrain_dagster.clusters.base import JobState, JobStatus
 from dtrain_dagster.jobs.totals import LaunchTotals
 from dtrain_dagster.jobs.view import JobView, fold
 from trainer.rundir import RunDir
 
 DTRAIN = str(Path(sys.executable).parent / "dtrain")
+WORK = (sys.executable, "-m", "dtrain_dagster", "work")
 
 
 @pytest.mark.parametrize(
@@ -45,7 +43,7 @@ def test_the_command_to_go_on_names_the_job_and_the_dataset(typed: str, again: s
 def test_the_command_to_go_on_is_quoted_for_a_shell():
     assert command_again(["train", "--set", 'model.args={"a": 1}']) == "dtrain train --set 'model.args={\"a\": 1}'"
     assert command_again([]) == ""
-    assert typed_arguments() == [], "outside of a command"
+    assert this_command_again("j") == "", "outside of a command"
 
 
 def facts_of(state: JobState, rundir: RunDir, launches: int = 1) -> JobFacts:
@@ -101,7 +99,7 @@ def shell(tmp_path: Path) -> dict[str, str]:
 def interrupted(folder: Path, env: dict[str, str], *words: str, when: str = "begun") -> tuple[int, str]:
     """Return the exit code and messages of a command that gets Ctrl-C once it, or its program, has printed this."""
     process = subprocess.Popen(
-        [DTRAIN, *words], cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        words, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
     assert process.stdout
@@ -125,7 +123,7 @@ def test_work_says_what_became_of_the_jobs_that_its_command_had_begun(tmp_path: 
 
 def tell_of_work(tmp_path: Path, shell: dict[str, str]) -> None:
     inner = (DTRAIN, "launch", "--name", "inner", str(tmp_path / "waits.py"))
-    code, err = interrupted(tmp_path, shell, "work", "--go-on-with", "make run", *inner)
+    code, err = interrupted(tmp_path, shell, *WORK, "--go-on-with", "make run", *inner)
     assert code == 130
     assert "job others" not in err
     told_by_work = err.partition("run it again: ")[2]
@@ -135,14 +133,14 @@ def tell_of_work(tmp_path: Path, shell: dict[str, str]) -> None:
         told_by_work.partition("\n")[2],
         re.MULTILINE,
     ), err
-    code, err = interrupted(tmp_path, shell, "work", "python", "waits.py")
+    code, err = interrupted(tmp_path, shell, *WORK, "python", "waits.py")
     assert code == 130
     assert "no job was started\n" in err
     assert "job others" not in err
-    assert err.endswith("go on: dtrain work python waits.py\n")
+    assert err.endswith("go on: python -m dtrain_dagster work python waits.py\n")
     subprocess.run([DTRAIN, "launch", "--detach", "--name", "found", "waits.py"], cwd=tmp_path, env=shell, check=True)
     try:
-        code, err = interrupted(tmp_path, shell, "work", DTRAIN, "logs", "--follow", "found")
+        code, err = interrupted(tmp_path, shell, *WORK, DTRAIN, "logs", "--follow", "found")
         assert code == 130
         assert "no job was started\n" in err, "to look is no work"
     finally:
@@ -153,10 +151,10 @@ def tell_of_work(tmp_path: Path, shell: dict[str, str]) -> None:
 def test_who_stops_watching_is_told_that_the_job_goes_on(tmp_path: Path, shell: dict[str, str]):
     subprocess.run([DTRAIN, "launch", "--detach", "--name", "bg", "waits.py"], cwd=tmp_path, env=shell, check=True)
     try:
-        code, err = interrupted(tmp_path, shell, "logs", "--follow", "bg")
+        code, err = interrupted(tmp_path, shell, DTRAIN, "logs", "--follow", "bg")
         assert code == 130
         assert re.search(r"^job bg: running\nso far: \d+ s; ", err)
-        assert err.endswith("the job goes on; follow it: dtrain watch bg\nend it: dtrain cancel bg\n")
+        assert err.endswith("the job goes on; follow it: dtrain status bg --follow\nend it: dtrain cancel bg\n")
     finally:
         began = time.monotonic()
         said = CliRunner().invoke(main, ["cancel", "bg"], env=shell).output
@@ -166,8 +164,8 @@ def test_who_stops_watching_is_told_that_the_job_goes_on(tmp_path: Path, shell: 
 
 @pytest.mark.slow
 def test_ctrl_c_ends_any_command_with_its_code_and_no_trace(tmp_path: Path, shell: dict[str, str]):
-    code, err = interrupted(tmp_path, shell, "dashboard", "--port", "0", when="http://")
-    assert (code, err.splitlines()[-1]) == (130, "dtrain dashboard: ended by Ctrl-C")
+    code, err = interrupted(tmp_path, shell, DTRAIN, "ui", "jobs", "--port", "0", when="http://")
+    assert (code, err.splitlines()[-1]) == (130, "dtrain ui: ended by Ctrl-C")
     assert "Traceback" not in err
 
 

@@ -40,7 +40,7 @@ def init(at: Path, *arguments: str, code: int = 0) -> str:
 def test_the_files_of_a_project(start: str, tmp_path: Path) -> None:
     said = init(tmp_path, "My-Project", *STARTS[start])
     made = tmp_path / "My-Project"
-    assert "dtrain work dagster asset materialize -m my_project.definitions" in said
+    assert "python -m dtrain_dagster work dagster asset materialize -m my_project.definitions" in said
     assert f"cd {made}" in said
     project = tomllib.loads((made / "pyproject.toml").read_text())
     assert project["tool"]["dagster"]["module_name"] == "my_project.definitions"

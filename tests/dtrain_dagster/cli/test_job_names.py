@@ -13,7 +13,6 @@ from told_home import LONG, write_home
 from dtrain_dagster.cli.common import Refusal
 from dtrain_dagster.cli.job_names import resolve_name
 from dtrain_dagster.cli.main import main
-from dtrain_dagster.cli.reference import walk_commands
 
 DTRAIN = str(Path(sys.executable).parent / "dtrain")
 
@@ -55,18 +54,15 @@ def test_a_name_that_is_not_there_or_not_clear_lists_the_candidates():
 
 
 def test_every_command_that_takes_a_job_takes_a_beginning(home: Path):
-    takes_one = [words for words, command in walk_commands() for option in command.params if option.name == "job_id"]
-    assert len(takes_one) >= 10
-    for words in takes_one:
-        named = ["--job"] if words == "dtrain dashboard" else []
-        said = run(*words.split()[1:], *named, "nigh", code=2)
-        assert "'nigh' matches 2 jobs: night, nightly" in said, words
+    more = (["status", "--follow"], ["status", "--html", "a.html"], ["status", "--trace"], ["ui", "jobs", "--job"])
+    for words in (["status"], ["logs"], ["cost"], ["cancel"], *more):
+        assert "'nigh' matches 2 jobs: night, nightly" in run(*words, "nigh", code=2), words
     assert "job night: cancelled" in run("status", "night"), "a whole name is itself"
     assert f"job {LONG}: failed" in run("status", "search")
     assert "no job 'nightmare'; did you mean night" in run("logs", "nightmare", code=2)
-    assert "weekend" in run("fleet", "status", "latest")
-    assert "no fleet 'wekend'; did you mean weekend?" in run("fleet", "cost", "wekend", code=2)
-    assert "trial 1" in run("searches", "w")
+    assert "fleet weekend: " in run("status", "week"), "of a fleet and its jobs the fleet is meant"
+    assert "no job 'wekend'; did you mean weekend?" in run("cost", "wekend", code=2)
+    assert "trial 1" in run("search", "--show", "w")
 
 
 def test_latest_is_the_first_of_the_list(home: Path):
@@ -76,7 +72,7 @@ def test_latest_is_the_first_of_the_list(home: Path):
 
 def test_a_program_is_no_training(home: Path):
     (home / "storage" / "jobs" / "night" / "job.json").unlink()
-    assert "job night is not a training, but a program of `dtrain launch`" in run("watch", "night", code=2)
+    assert "job night is not a training, but a program of `dtrain launch`" in run("status", "night", "--follow", code=2)
 
 
 def test_a_wrong_setting_completes_nothing_and_says_nothing(home: Path, monkeypatch: pytest.MonkeyPatch):

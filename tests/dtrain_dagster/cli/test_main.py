@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -16,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import click
 import psutil
 import pytest
 from click.testing import CliRunner
@@ -24,13 +24,11 @@ from rich.console import Console
 from small_job import write_dataset
 from told_events import told, write_run
 
-from dtrain_dagster.cli.job_facts import JobFacts
+from dtrain_dagster.cli.facts import JobFacts, LeftClock, expect_finish, format_progress, read_course
+from dtrain_dagster.cli.follow import wrap_parts
 from dtrain_dagster.cli.job_options import as_begun, dataset_config, plan_job, runnable, total_steps
-from dtrain_dagster.cli.main import main
-from dtrain_dagster.cli.sections import SECTIONS
-from dtrain_dagster.cli.status import nodes_table, print_status, read_course
-from dtrain_dagster.cli.terminal import format_progress, wrap_parts
-from dtrain_dagster.cli.time_left import LeftClock, expect_finish
+from dtrain_dagster.cli.job_tables import nodes_table, print_status
+from dtrain_dagster.cli.main import RETIRED, SECTIONS, main
 from dtrain_dagster.clusters.azure_ml.job_records import by_node
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
@@ -115,18 +113,16 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 def test_commands_and_options_are_those_that_people_have_learnt():
     options = {
-        name: sorted(option for parameter in command.params for option in parameter.opts)
-        for name, command in main.commands.items()  # type: ignore[attr-defined]
-        if not isinstance(command, click.Group)
+        str(command.name): sorted(option for parameter in command.params for option in parameter.opts)
+        for commands in SECTIONS.values()
+        for command in commands
     }
     assert options == {
         "init": ["--name", "--own-model", "--table", "--target", "folder"],
-        "clean": ["--yes"],
-        "setup": [],
-        "work": ["--go-on-with", "command"],
-        "completion": ["shell"],
-        "searches": ["--json", "name"],
-        "launch": ["--detach", "--engine", "--master-port", "--name", "--nodes", "--procs-per-node", "command"],
+        "data": [
+            *("--drop", "--json", "--missing", "--seed", "--split-by", "--target", "--task", "--test-fraction"),
+            *("--valid-fraction", "source"),
+        ],
         "train": [
             *("--backend", "--change", "--config", "--dataset", "--detach", "--epochs", "--loss", "--model", "--name"),
             *("--nodes", "--procs-per-node", "--script", "--set", "--settings", "arguments"),
@@ -138,28 +134,34 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         "search": [
             *("--any-order", "--budget", "--config", "--dataset", "--epochs", "--json", "--loss", "--maximise"),
             *("--metric", "--model", "--name", "--nodes", "--nodes-per-trial", "--out", "--parallel", "--plan"),
-            *("--procs-per-node", "--pruner", "--sampler", "--seed", "--set", "--space", "--trials"),
+            *("--procs-per-node", "--pruner", "--sampler", "--seed", "--set", "--show", "--space", "--trials"),
         ],
-        "jobs": ["--json"],
-        "status": ["--json", "job_id"],
+        "launch": ["--detach", "--engine", "--master-port", "--name", "--nodes", "--procs-per-node", "command"],
+        "fleet": ["--check", "file"],
+        "cancel": ["name"],
+        "jobs": ["--fleets", "--json"],
+        "status": ["--follow", "--html", "--json", "--trace", "-f", "name"],
         "logs": ["--follow", "--json", "--node", "--tail", "-f", "job_id"],
-        "cancel": ["job_id"],
-        "summary": ["--json", "job_id"],
-        "dashboard": ["--allow", "--allow-host", "--host", "--job", "--port", "--read-only", "--token"],
-        "ui": ["--all", "--allow-host", "--allow-user", "--port", "--workspace", "-w"],
-        "mlflow": ["--allow-host", "--allow-user", "--port"],
-        "tensorboard": ["--allow-host", "--allow-user", "--port"],
-        "report": ["--output", "-o", "job_id"],
-        "watch": ["job_id"],
-        "profile": ["--python", "--rank", "--steps", "--wait", "job_id"],
-        "cost": ["--csv", "--json", "--usage-export", "job_id"],
+        "cost": [
+            *("--all", "--csv", "--json", "--refresh", "--region", "--sku", "--spot-history", "--url"),
+            *("--usage-export", "name"),
+        ],
+        "ui": [
+            *("--all", "--allow-host", "--allow-user", "--host", "--job", "--port", "--read-only", "--token"),
+            *("--workspace", "-w", "page"),
+        ],
+        "doctor": ["--json", "--nodes"],
     }
-    endpoint = main.commands["endpoint"]  # type: ignore[attr-defined]
-    assert isinstance(endpoint, click.Group)
-    assert sorted(endpoint.commands) == ["check", "delete", "deploy"]
-    for command in main.commands.values():  # type: ignore[attr-defined]
-        assert isinstance(command, click.Command)
-        assert command.help
+
+
+@pytest.mark.parametrize("words", RETIRED)
+def test_what_was_typed_before_says_what_to_type_now(words: str):
+    done = CliRunner().invoke(main, [*words.split(), "one", "--json"])
+    assert (done.exit_code, len(done.output.splitlines())) == (2, 1), done.output
+    for instead in re.findall(r"dtrain (\w+)", RETIRED[words]):
+        assert instead in main.commands, words  # type: ignore[attr-defined]
+    for module in re.findall(r"python -m (\S+)", RETIRED[words]):
+        assert importlib.util.find_spec(module), words
 
 
 def test_help_imports_nothing_that_takes_time():
@@ -183,24 +185,9 @@ def test_launch_runs_a_script_on_nodes_and_passes_its_words_and_exit_code_on(she
     assert "script" in shell.here("cost", "bad")
 
 
-def test_launch_refuses_what_cannot_be_run(shell: Shell):
-    assert "no program 'nothing'" in shell.refused("launch", "nothing")
-    assert "no script 'nothing.py'" in shell.refused("launch", "nothing.py")
-    assert "DTRAIN_NODES=999" in shell.refused("launch", "--nodes", "999", "s.py")
-    assert "--name '../x'" in shell.refused("launch", "--name", "../x", "s.py")
-    assert "at most 200" in shell.refused("launch", "--name", 201 * "x", "s.py")
-    assert not (shell.folder / "home" / "storage").exists()
-
-
-@pytest.mark.parametrize("command", [["jobs"], ["summary"], ["launch", "s.py"], ["train", "--dataset", "x"]])
+@pytest.mark.parametrize("command", [["jobs"], ["status"], ["launch", "s.py"], ["train", "--dataset", "x"]])
 def test_a_setting_that_cannot_be_used_is_named_by_every_command(shell: Shell, command: list[str]):
     assert "DTRAIN_NODES='many'" in shell.refused(*command, DTRAIN_NODES="many")
-
-
-def test_an_unknown_job_is_named(shell: Shell):
-    for command in ("status", "logs", "cancel", "summary", "watch", "report", "cost"):
-        assert "no job 'nobody': there are no jobs yet; `dtrain jobs` lists them" in shell.refused(command, "nobody")
-    assert "nothing was materialized yet" in shell.refused("summary")
 
 
 @pytest.mark.slow
@@ -257,8 +244,7 @@ def test_a_detached_job_is_listed_followed_and_cancelled(shell: Shell):
     assert follower.stdout
     assert follower.stdout.readline().startswith("[node 1] --- launch 1")
     assert follower.stdout.readline() == "[node 1] rank 1 of 2 wait\n"
-    said = shell.here("status")
-    assert "works on bg" in said
+    assert "works on bg" in shell.here("doctor")
     assert shell("cancel", "bg") == "job bg: cancelled\n"
     assert follower.communicate(timeout=60)[0] == ""
     assert follower.returncode == 0
@@ -293,7 +279,7 @@ def test_train_from_a_dataset_with_a_model_of_ones_own(shell: Shell):
     finish = expect_finish(Settings(home=Path(shell.env["DTRAIN_HOME"]), nodes=2), job)
     assert finish is not None
     assert 0 < finish < 60, "what a training alike will take after its last step"
-    summary = " ".join(shell.here("summary", "mine").split())
+    summary = " ".join(shell.here("status", "mine").split())
     assert "6 steps on 2 ranks" in summary
     assert "gate not passed: NLL " in summary, "after six steps"
     assert "earned over ridge: " in summary
@@ -357,9 +343,7 @@ def assert_every_total_is_of_both_launches(shell: Shell, job: RunDir) -> None:
     first, second = ((node.ended_at or 0.0) - node.started_at for node in job.nodes())
     both = f"{format_duration(first + second)} over 2 launches, of which the last took {format_duration(second)}"
     hours = f"{(first + second) / 3600:.4f} node-hours (the last launch: {second / 3600:.4f})"
-    for command in ("summary", "status"):
-        said = shell.here(command, "halted")
-        assert f"{both}; {hours}" in said, command
+    assert f"{both}; {hours}" in shell.here("status", "halted")
     assert f"{hours} in {both}" in shell.here("cost", "halted")
     [row] = [line for line in shell.here("jobs").splitlines() if line.startswith("halted")]
     assert f" {format_duration(first + second)} " in row
@@ -378,32 +362,6 @@ def assert_every_total_is_of_both_launches(shell: Shell, job: RunDir) -> None:
     of_launches = [max(event["seconds"] for event in training if event["generation"] == number) for number in (1, 2)]
     assert phases["training"] == pytest.approx(sum(of_launches))
     assert job.read_json("result.json")["train_seconds"] == pytest.approx(of_launches[1], abs=0.01)
-
-
-@pytest.mark.slow
-def test_train_refuses_what_cannot_be_trained(shell: Shell):
-    write_dataset(shell.folder / "walks")
-    assert "training.epoch is not a setting" in shell.refused(
-        "train", "--dataset", "walks", "--set", "training.epoch=3"
-    )
-    assert "neither a folder with a manifest.json" in shell.refused("train", "--dataset", "nowhere")
-    assert "there is no backend 'mpi'" in shell.refused("train", "--dataset", "walks", "--backend", "mpi")
-    horovod = ("train", "--dataset", "walks", "--backend", "horovod")
-    assert "unencrypted" in shell.refused(*horovod, "--set", "training.encryption=required")
-    assert "give one of --dataset, --config and --script" in shell.refused("train")
-    assert "there is no such file" in shell.refused("train", "--config", "nowhere.json")
-    said = shell.refused("train", "--dataset", "walks", "--set", "training.gradient_accumulation_steps=9999")
-    assert "use fewer ranks" in said
-    assert not (shell.folder / "home" / "storage" / "jobs").exists()
-    said = shell.refused("train", "--dataset", "walks", "--nodes", "1", "--model", "no_such_module:make")
-    assert "set DTRAIN_FACTORY_MODULES=no_such_module" in said
-    assert not (shell.folder / "home" / "storage" / "jobs").exists()
-    shell.env["DTRAIN_FACTORY_MODULES"] = "no_such_module"
-    said = shell.refused("train", "--dataset", "walks", "--nodes", "1", "--model", "no_such_module:make")
-    assert "there is no module 'no_such_module' on the Python path here" in said
-    said = shell.refused("train", "--dataset", "walks", "--model", "tcn", "--set", 'model.args={"channel": 8}')
-    assert "it accepts: channels" in said
-    assert not (shell.folder / "home" / "storage" / "jobs").exists(), "no node was started for any of these"
 
 
 class TestPlanJob:
@@ -651,7 +609,6 @@ def test_a_job_that_has_ended_has_no_time_left(tmp_path: Path):
 
 
 def test_help_lists_each_command_in_one_section_with_a_whole_sentence():
-    assert sorted(name for names in SECTIONS.values() for name in names) == sorted(main.commands)
     shown = CliRunner().invoke(main, ["--help"], terminal_width=80).output
     for name in main.commands:
         [line] = re.findall(rf"^  {name} +(\S.*)$", shown, re.MULTILINE)

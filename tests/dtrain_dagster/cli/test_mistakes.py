@@ -7,10 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
+from dtrain_dagster.cli.home import main as home
 from dtrain_dagster.cli.main import main
+from dtrain_dagster.registry.endpoints import endpoint
 from tests.dtrain_dagster.small_job import write_dataset
 
 TRAIN = ("train", "--dataset", "walks", "--nodes", "1")
@@ -49,6 +52,8 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     ((*TRAIN, "--set", "training"), "write it as dotted.key=value"),
     ((*TRAIN, "--set", "training.precision=fp8"), "'fp32', 'bf16' or 'fp16'"),
     ((*TRAIN, "--name", "../x"), "--name '../x'"),
+    ((*TRAIN, "--backend", "mpi"), "there is no backend 'mpi'"),
+    ((*TRAIN, "--backend", "horovod", "--set", "training.encryption=required"), "unencrypted"),
     ((*TRAIN, "--settings", "nowhere"), "there is no such file"),
     ((*TRAIN, "--settings", "folder"), "cannot be read"),
     ((*TRAIN, "--settings", "list.json"), "must be a JSON object"),
@@ -58,23 +63,27 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("launch", "--nodes", "1", "--", "nowhere.py"), "there is no script 'nowhere.py'"),
     (("launch", "--nodes", "1", "--", "python", "nowhere.py"), "there is no script 'nowhere.py'"),
     (("launch", "--nodes", "1", "--", "/no/such/program"), "there is no program '/no/such/program'"),
-    (("status", "nojob"), "no job 'nojob'"),
+    (("launch", "--nodes", "999", "silent.py"), "DTRAIN_NODES=999"),
+    (("launch", "--name", 201 * "x", "silent.py"), "at most 200"),
+    (("status",), "nothing was materialized yet"),
+    (("status", "nojob"), "no job 'nojob': there are no jobs yet; `dtrain jobs` lists them"),
     (("status", "../x"), "the name of the job is '../x'"),
     (("logs", "nojob"), "no job 'nojob'"),
     (("cancel", "nojob"), "no job 'nojob'"),
-    (("summary", "nojob"), "no job 'nojob'"),
-    (("watch", "nojob"), "no job 'nojob'"),
-    (("report", "nojob"), "no job 'nojob'"),
+    (("status", "nojob", "--follow"), "no job 'nojob'"),
+    (("status", "nojob", "--html", "a.html"), "no job 'nojob'"),
+    (("status", "latest", "--html", "a.html", "--follow"), "give one of them"),
     (("cost", "nojob"), "no job 'nojob'"),
     (("cost", "../../etc"), "the name of the job is"),
-    (("dashboard", "--job", "nojob"), "no job 'nojob'"),
-    (("profile", "latest"), "latest: there are no jobs"),
-    (("fleet", "status", "nofleet"), "no fleet 'nofleet'"),
-    (("searches", "nosearch"), "no search 'nosearch'"),
-    (("endpoint", "check", "nojob", "--url", "http://127.0.0.1:1"), "no job 'nojob'"),
+    (("cost", "--csv"), "--csv needs the name of a job"),
+    (("cost", "nojob", "--refresh"), "--refresh is of prices: leave out the name"),
+    (("cost", "--url", "http://127.0.0.1:1"), "--spot-history and --url need --refresh"),
+    (("ui", "jobs", "--job", "nojob"), "no job 'nojob'"),
+    (("ui", "mlflow", "--host", "0.0.0.0"), "the page mlflow has no --host"),
+    (("status", "latest", "--trace"), "latest: there are no jobs"),
+    (("search", "--show", "nosearch"), "no search 'nosearch'"),
+    (("search", "--dataset", "walks"), "give the --space"),
     ((*TRAIN, "--name", "latest"), "--name latest"),
-    (("completion", "csh"), "'csh' is not one of"),
-    (("work", "nonesuch-command"), "cannot be started"),
 ]
 SCRIPTS = {
     "raises": "def read():\n    raise ValueError('no such column')\nread()\n",
@@ -114,8 +123,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def refused(arguments: tuple[str, ...], **environment: str) -> Any:
-    result = CliRunner().invoke(main, arguments, env=environment)
+def refused(arguments: tuple[str, ...], command: click.Command = main, **environment: str) -> Any:
+    result = CliRunner().invoke(command, arguments, env=environment)
     assert result.exception is None or isinstance(result.exception, SystemExit), f"{arguments}: {result.exception!r}"
     assert result.exit_code == 2, (arguments, result.output)
     assert "Traceback" not in result.output
@@ -128,6 +137,16 @@ def test_each_mistake_is_named_as_the_user_wrote_it(folder: Path):
         assert words in said, (arguments, said)
         assert len(said.strip().splitlines()) <= 4, (arguments, said)
     assert not list((folder / "home").glob("storage/jobs/*/launch.json")), "no node was started for any of these"
+
+
+def test_each_mistake_of_what_is_no_verb_is_named_as_well(folder: Path):
+    assert "no job 'nojob'" in refused(("check", "nojob", "--url", "http://127.0.0.1:1"), endpoint)
+    assert "cannot be started" in refused(("work", "nonesuch-command"), home)
+
+
+def test_a_module_that_may_be_imported_and_is_not_there_is_named(folder: Path):
+    said = refused((*TRAIN, "--model", "no_such_module:make"), DTRAIN_FACTORY_MODULES="no_such_module")
+    assert "there is no module 'no_such_module' on the Python path here" in said
 
 
 def test_each_setting_that_cannot_be_is_named(folder: Path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dtrain_dagster.cli.summary import summary_lines
+from dtrain_dagster.cli.facts import summary_lines
 from trainer.rundir import EVALUATION, RESULT, RunDir
 
 

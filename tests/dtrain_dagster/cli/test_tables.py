@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.text import Text
 from told_home import JOBS, LONG, write_home
 
-from dtrain_dagster.cli.fleet_screen import headline, print_fleet
-from dtrain_dagster.cli.prices import _print_table
-from dtrain_dagster.cli.tables import Column, fitted_table, print_fitted
+from dtrain_dagster.cli.cost import _print_table
+from dtrain_dagster.cli.fleet_screen import fleet_table, headline
+from dtrain_dagster.cli.screen import Column, fitted_table, print_fitted
 from dtrain_dagster.costs.prices import price_table
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.view import FleetWatch
@@ -101,7 +101,7 @@ def test_a_terminal_of_80_columns_shows_whole_names_states_and_dollars(tmp_path:
 
 def test_prices_are_whole_at_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     console = Console(width=80)
-    monkeypatch.setattr("dtrain_dagster.cli.prices.console", lambda: console)
+    monkeypatch.setattr("dtrain_dagster.cli.cost.console", lambda: console)
     rows = list(price_table("eastus").values())
     _print_table(rows)
     said = capsys.readouterr().out
@@ -116,7 +116,7 @@ def test_a_fleet_is_whole_at_80_columns(tmp_path: Path):
     write_home(tmp_path / "home")
     view = FleetWatch(FleetRecords(tmp_path / "home", "weekend")).view()
     console = Console(width=80, file=io.StringIO())
-    print_fleet(console, view)
+    console.print(fleet_table(view, console.width), highlight=False)
     said = console.file.getvalue()  # type: ignore[attr-defined]
     assert "…" not in said
     assert max(map(len, said.splitlines())) <= 80

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain_dagster.cli.web import HOST, _served_beside
+from dtrain_dagster.cli.ui import HOST, _served_beside
 from dtrain_dagster.web.server import address, listener
 
 VARIABLE = "DTRAIN_DASHBOARD_URL"
@@ -30,7 +30,7 @@ def test_a_page_beside_dagsters_has_a_free_port_that_links_follow_and_ends_with_
 ) -> None:
     monkeypatch.setenv("DTRAIN_HOME", str(tmp_path))
     monkeypatch.delenv(VARIABLE, raising=False)
-    with listener(HOST, 0) as taken, _served_beside("dashboard", taken.getsockname()[1], VARIABLE):
+    with listener(HOST, 0) as taken, _served_beside("jobs", taken.getsockname()[1], VARIABLE):
         url = os.environ.pop(VARIABLE)
         assert url != address(taken)
         deadline = time.monotonic() + 60
@@ -44,5 +44,5 @@ def test_a_page_beside_dagsters_has_a_free_port_that_links_follow_and_ends_with_
 def test_an_address_that_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DTRAIN_HOME", str(tmp_path))
     monkeypatch.setenv(VARIABLE, "https://pages.example.org")
-    with _served_beside("dashboard", 0, VARIABLE):
+    with _served_beside("jobs", 0, VARIABLE):
         assert os.environ[VARIABLE] == "https://pages.example.org"

@@ -79,7 +79,7 @@ def test_the_region_of_the_settings_counts(home, monkeypatch):
     monkeypatch.setenv("DTRAIN_REGION", "southcentralus")
     assert price_of(A100).region == "southcentralus"
     monkeypatch.setenv("DTRAIN_REGION", "westeurope")
-    with pytest.raises(PriceError, match=r"Standard_NC24ads_A100_v4.*'westeurope'.*eastus.*dtrain prices refresh"):
+    with pytest.raises(PriceError, match=r"Standard_NC24ads_A100_v4.*'westeurope'.*eastus.*dtrain cost --refresh"):
         price_of(A100)
     with pytest.raises(PriceError, match=r"'westeurope'.*only in eastus.*DTRAIN_REGION"):
         price_table()
@@ -340,7 +340,7 @@ def test_the_same_place_may_be_written_with_its_port():
 )  # fmt: skip
 def test_a_damaged_table_is_refused_until_it_is_fetched_again_or_deleted(home, listed, content):
     refreshed_path().write_text(content)
-    with pytest.raises(PriceError, match=r"prices.json cannot be read.*dtrain prices refresh.*delete it"):
+    with pytest.raises(PriceError, match=r"prices.json cannot be read.*dtrain cost --refresh.*delete it"):
         price_of(T4)
     listed.items = [meter(usd=0.55)]
     assert "started again" in ask(listed, home).notes[0]
@@ -352,25 +352,25 @@ def test_a_damaged_table_is_refused_until_it_is_fetched_again_or_deleted(home, l
 
 def test_the_commands(home, listed):
     def run(*arguments: str, code: int = 0) -> str:
-        result = CliRunner().invoke(main, ["prices", *arguments])
+        result = CliRunner().invoke(main, ["cost", *arguments])
         assert result.exit_code == code, result.output
         return result.output
 
-    said = run("list")
+    said = run()
     row = next(line for line in said.splitlines() if "Standard_NC6s_v3" in line)
     assert row.split() == ["Standard_NC6s_v3", "1", "×", "V100", "PCIe", "16", "3.06", "[1]", "0.3978", "[2]",
                            "1", "2025-09-30"]  # fmt: skip
     assert said.startswith("US dollars per node and hour in eastus;")
     assert "[1] 2025-11-04, recorded: Azure ML's vmSizes answer" in said
     listed.items = [meter(usd=0.54)]
-    said = run("refresh", "--sku", T4.lower(), "--url", listed.url)
+    said = run("--refresh", "--sku", T4.lower(), "--url", listed.url)
     assert "1 prices were found, 1 of them new or changed" in said
     assert [line.split() for line in said.splitlines() if T4 in line] == [
         ["eastus", T4, "dedicated", "0.53", "2025-11-04", "0.54"]
     ]
-    assert "0.54 [1]" in run("show", T4)
-    assert "asked: Azure's retail price API" in run("show", T4.upper())
-    assert "Standard_X" in run("show", "Standard_X", code=2)
-    assert "known are Standard_NC6s_v3" in run("refresh", "--sku", "Standard_X", code=2)
-    assert "not an Azure region" in run("refresh", "--region", "x' or 1 eq 1", "--url", listed.url, code=2)
-    assert "no prices are known in region 'westeurope'" in run("list", "--region", "westeurope", code=2)
+    assert "0.54 [1]" in run("--sku", T4)
+    assert "asked: Azure's retail price API" in run("--sku", T4.upper())
+    assert "Standard_X" in run("--sku", "Standard_X", code=2)
+    assert "known are Standard_NC6s_v3" in run("--refresh", "--sku", "Standard_X", code=2)
+    assert "not an Azure region" in run("--refresh", "--region", "x' or 1 eq 1", "--url", listed.url, code=2)
+    assert "no prices are known in region 'westeurope'" in run("--region", "westeurope", code=2)

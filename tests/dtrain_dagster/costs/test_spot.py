@@ -89,7 +89,7 @@ def test_what_is_not_known_of_spot_is_said_and_bounded_by_the_pay_as_you_go_pric
     )
     said = tell_evictions(found.usd.expected, 2, price, "spot", 60.0)
     assert said.startswith("how often Spot nodes are evicted is not known")
-    assert f"`dtrain prices refresh --region eastus --sku {A100} --spot-history`" in said
+    assert f"`dtrain cost --refresh --region eastus --sku {A100} --spot-history`" in said
     assert tell_spot_price(price, "dedicated") == tell_evictions(found.usd.expected, 2, price, "dedicated", 60.0) == ""
 
 
@@ -128,7 +128,7 @@ def test_a_refresh_keeps_the_earlier_prices_of_spot_as_its_history(tmp_path: Pat
         retail.refresh_price_table(path, ["eastus"], [T4], listed.url, NOW + timedelta(days=1))
         assert price_of(T4).figure("spot").evictions == RATE, "a refresh without a login does not forget it"
     assert refreshed_prices(path)["eastus"][T4]["spot"] == price_of(T4).figure("spot")
-    shown = CliRunner().invoke(main, ["prices", "show", T4, "--json"])
+    shown = CliRunner().invoke(main, ["cost", "--sku", T4, "--json"])
     spot = next(row for row in json.loads(shown.output) if row["region"] == "eastus")["usd_per_hour"]["spot"]
     assert (spot["spread"]["high"], spot["evictions"]["low"]) == (0.2, 0.05)
 

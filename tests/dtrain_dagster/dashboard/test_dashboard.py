@@ -22,8 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from told_events import HOSTILE, START, event, hang, membership, sample, timing, told, write_run
 
+from dtrain_dagster.cli.follow import live_nodes_table, node_state
 from dtrain_dagster.cli.main import main
-from dtrain_dagster.cli.terminal import live_nodes_table, node_state
 from dtrain_dagster.dashboard import page, prometheus
 from dtrain_dagster.dashboard.job_board import RECENT_JOBS, JobBoard, headline, state_of
 from dtrain_dagster.dashboard.panels import PANELS
@@ -468,17 +468,21 @@ def test_report_saves_a_file_and_refuses_what_is_not_there(tmp_path: Path, monke
     monkeypatch.setenv("DTRAIN_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "storage" / "jobs", "mine", told(3), state="succeeded")
-    done = CliRunner().invoke(main, ["report", "mine"])
+    done = CliRunner().invoke(main, ["status", "mine", "--html", "mine.html"])
     assert (done.exit_code, done.output) == (0, "mine.html\n")
     assert (tmp_path / "mine.html").stat().st_size > 4e6
-    for arguments in (["report", "other"], ["watch", "other"], ["profile", "other"], ["dashboard", "--job", "other"]):
+    for arguments in (
+        ["status", "other", "--html", "a"],
+        ["status", "other", "--follow"],
+        ["ui", "jobs", "--job", "other"],
+    ):
         refused = CliRunner().invoke(main, arguments)
         assert refused.exit_code == 2, refused.output
         assert "no job 'other'; there are mine" in refused.output
-    outside = CliRunner().invoke(main, ["dashboard", "--job", "../mine"])
+    outside = CliRunner().invoke(main, ["ui", "jobs", "--job", "../mine"])
     assert (outside.exit_code, "the name of the job is '../mine'" in outside.output) == (2, True), outside.output
-    too_late = CliRunner().invoke(main, ["profile", "mine"])
+    too_late = CliRunner().invoke(main, ["status", "mine", "--trace"])
     assert (too_late.exit_code, "only a running job can be traced" in too_late.output) == (2, True), too_late.output
-    refused = CliRunner().invoke(main, ["report", "mine", "-o", "missing/mine.html"])
+    refused = CliRunner().invoke(main, ["status", "mine", "--html", "missing/mine.html"])
     assert refused.exit_code == 2
-    assert "-o missing/mine.html" in refused.output
+    assert "--html missing/mine.html" in refused.output

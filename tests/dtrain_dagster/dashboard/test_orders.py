@@ -26,6 +26,7 @@ from dtrain_dagster.dashboard.orders import (
     OrderDesk,
     OrderRefusedError,
     allowed_orders,
+    ask_for_trace,
     judge_order,
     order_command,
 )
@@ -71,28 +72,32 @@ def test_a_resumed_job_gets_the_nodes_that_were_ordered_whatever_its_run_directo
     keep(tmp_path, "mine", ranks=6)
     path = tmp_path / "orders" / "mine.json"
     expected = ["train", "--config", str(path), "--name", "mine", "--nodes", "3", "--procs-per-node", "2", "--detach"]
-    assert order_command("resume", "mine", tmp_path, {"processes_per_node": 2, "node_count": 900}, {}) == expected
+    assert order_command("resume", "mine", tmp_path, {"processes_per_node": 2, "node_count": 900}) == expected
     for strange in (0, -1, 4, 7, "2", None, 10**9):
-        command = order_command("resume", "mine", tmp_path, {"processes_per_node": strange}, {})
+        command = order_command("resume", "mine", tmp_path, {"processes_per_node": strange})
         assert command[5:9] == ["--nodes", "6", "--procs-per-node", "1"], strange
     with pytest.raises(OrderRefusedError, match="cannot be read"):
-        order_command("resume", "unknown", tmp_path, {}, {})
+        order_command("resume", "unknown", tmp_path, {})
 
 
-@pytest.mark.parametrize("asked", [{"steps": 0}, {"steps": 51}, {"steps": "5"}, {"rank": -1}, {"rank": True}])
-def test_a_trace_takes_whole_numbers_within_bounds(asked: dict[str, Any]) -> None:
-    with pytest.raises(OrderRefusedError, match="whole number"):
-        order_command("trace", "mine", Path("/nowhere"), {}, asked)
-    assert order_command("trace", "mine", Path("/nowhere"), {}, {})[2:] == ["--steps", "5", "--rank", "0"]
-    assert order_command("trace", "mine", Path("/nowhere"), {}, {"python": False})[-1] == "--no-python"
+@pytest.mark.parametrize(
+    "asked", [{"steps": 0}, {"steps": 51}, {"steps": "5"}, {"rank": -1}, {"rank": True}, {"rank": 4}]
+)
+def test_a_trace_takes_whole_numbers_within_bounds(tmp_path: Path, asked: dict[str, Any]) -> None:
+    rundir, launch = RunDir(str(tmp_path)), {"node_count": 2, "processes_per_node": 2}
+    with pytest.raises(OrderRefusedError, match="whole number from"):
+        ask_for_trace(rundir, launch, asked)
+    assert "the next 5 steps of rank 3" in ask_for_trace(rundir, launch, {"rank": 3, "python": False})
+    with pytest.raises(OrderRefusedError, match="still waiting"):
+        ask_for_trace(rundir, launch, {})
 
 
 @pytest.mark.parametrize("job_id", ["--help", "a b", "../x", ""])
 def test_a_name_that_is_none_is_no_argument_of_a_command(job_id: str) -> None:
     with pytest.raises(OrderRefusedError):
-        order_command("cancel", job_id, Path("/nowhere"), {}, {})
+        order_command("cancel", job_id, Path("/nowhere"), {})
     with pytest.raises(OrderRefusedError, match="no order"):
-        order_command("rm", "mine", Path("/nowhere"), {}, {})
+        order_command("rm", "mine", Path("/nowhere"), {})
 
 
 def keep(home: Path, job_id: str, ranks: int = 1) -> None:
@@ -229,14 +234,14 @@ def test_a_scripts_job_is_resumed_as_it_was_ordered_or_the_button_says_why_not(t
 
     assert "run `dtrain train --script` again with the same --name" in trouble()
     with pytest.raises(OrderRefusedError, match="does not know how it was started"):
-        order_command("resume", "mine", tmp_path, {}, {})
+        order_command("resume", "mine", tmp_path, {})
     keep_script(tmp_path, "mine", order)
     assert trouble() == f"its script was started in {folder}, which is no longer there: put the folder back"
     folder.mkdir()
     assert trouble() == f"its script {folder}/points.py is no longer there: put it back"
     (folder / "points.py").write_text(SCRIPT)
     assert trouble() == ""
-    assert order_command("resume", "mine", tmp_path, {"command": ["rm"], "node_count": 900}, {}) == [
+    assert order_command("resume", "mine", tmp_path, {"command": ["rm"], "node_count": 900}) == [
         "train", "--script", f"{folder}/points.py", "--name", "mine", "--nodes", "3", "--procs-per-node", "2",
         "--set", "training.epochs=2", "--detach", "--", "3", "--x y",
     ]  # fmt: skip
@@ -312,7 +317,7 @@ def test_hostile_lines_and_paths_of_logs_stay_text(tmp_path: Path) -> None:
 
 def test_a_token_is_named_and_never_given_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DTRAIN_HOME", str(tmp_path))
-    done = CliRunner().invoke(main, ["dashboard", "--port", "0", "--token", "PLANTEDPLANTED"])
+    done = CliRunner().invoke(main, ["ui", "jobs", "--port", "0", "--token", "PLANTEDPLANTED"])
     assert (done.exit_code, "env:NAME" in done.output, "PLANTED" in done.output) == (2, True, False)
-    done = CliRunner().invoke(main, ["dashboard", "--port", "0", "--token", "env:NOT_SET_ANYWHERE"])
+    done = CliRunner().invoke(main, ["ui", "jobs", "--port", "0", "--token", "env:NOT_SET_ANYWHERE"])
     assert (done.exit_code, "NOT_SET_ANYWHERE" in done.output) == (2, True)

@@ -146,7 +146,7 @@ def test_a_choice_of_spot_says_what_evictions_cost_or_that_it_is_not_known():
     unknown = row_of(table_of(tiers=BOTH, prices=[PRICES[V100]], node_counts=(2,)), V100, 2, "spot")
     assert unknown.usd.expected == pytest.approx(undisturbed), "nothing is assumed"
     assert "how often Spot nodes are evicted is not known" in unknown.price_from
-    assert f"dtrain prices refresh --region eastus --sku {V100} --spot-history" in unknown.price_from
+    assert f"dtrain cost --refresh --region eastus --sku {V100} --spot-history" in unknown.price_from
 
 
 def test_what_cannot_be_had_is_listed_with_why_and_never_taken():

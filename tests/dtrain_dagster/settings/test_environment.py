@@ -169,7 +169,7 @@ def test_without_a_chain_what_has_as_many_gpus_and_a_price_is_tried(monkeypatch,
         ),
         (
             {"DTRAIN_AZURE_CHAIN": "Standard_NC40ads_H100_v5@spot"},
-            "`dtrain prices refresh --region eastus --sku Standard_NC40ads_H100_v5`",
+            "`dtrain cost --refresh --region eastus --sku Standard_NC40ads_H100_v5`",
         ),
     ],
 )

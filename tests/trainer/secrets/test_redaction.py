@@ -49,7 +49,7 @@ def test_what_looks_like_a_credential_is_struck_out(text: str) -> None:
         "az://container/jobs/train-1",
         "the key is under the mat, code=1, exit code: 137",
         "TOKENIZERS_PARALLELISM=false",
-        "dtrain dashboard --token env:NAME --port 1, dtrain launch -- train.py --tokenizer file.json --tokens 100",
+        "dtrain ui jobs --token env:NAME --port 1, dtrain launch -- train.py --tokenizer file.json --tokens 100",
         "give the option --token --and-more, or what-token you like",
     ],
 )

@@ -346,7 +346,7 @@ def test_people_are_told_once_that_nodes_wait_also_when_another_supervisor_goes_
     assert notice["title"] == "dtrain: one waits for nodes"
     lines = notice["message"].splitlines()
     assert re.fullmatch(r"waiting for node 0, 1 \(\(Resources\)\); for [1-9]\d* s so far", lines[0])
-    assert lines[1:] == ["dtrain watch one", "dtrain cancel one", "http://127.0.0.1:8060/jobs/one"]
+    assert lines[1:] == ["dtrain status one --follow", "dtrain cancel one", "http://127.0.0.1:8060/jobs/one"]
 
 
 def test_a_refusal_is_told_before_anything_runs(make_job: Callable[..., Job]) -> None:

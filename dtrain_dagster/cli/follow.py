@@ -1,4 +1,4 @@
-"""The output of `dtrain` in a terminal: the nodes' logs as they grow, a training's progress, tables of jobs.
+"""Follow a job in a terminal: the nodes' logs as they grow, a training's progress, and what is updated in place.
 
 On a terminal it has colours and is updated in place; in a file or a pipe it is plain lines.
 """
@@ -7,29 +7,85 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from rich.table import Table
 from rich.text import Text
 
+from dtrain_dagster.cli.common import cluster_of, console, run_dir
+from dtrain_dagster.cli.facts import SEPARATOR, LeftClock, expect_finish, format_progress
 from dtrain_dagster.cli.json_output import print_json_line
-from dtrain_dagster.cli.time_left import LeftClock
-from dtrain_dagster.clusters.base import GPUClusterManager, JobState, JobStatus
+from dtrain_dagster.cli.screen import plain_table
+from dtrain_dagster.clusters.base import GPUClusterManager, JobStatus
 from dtrain_dagster.dashboard.series import PerformanceDashboard
 from dtrain_dagster.jobs.log_follower import LogFollower, time_in
 from dtrain_dagster.jobs.progress import follow_job
 from dtrain_dagster.jobs.view import JobView
-from dtrain_dagster.planning.projection import TimeLeft, count_nodes, describe_training
-from trainer.documents.events import ProfileEvent
 from trainer.printable import visible
 from trainer.rundir import RunDir
 
-SEPARATOR = " · "
+if TYPE_CHECKING:
+    from dtrain_dagster.settings.environment import Settings
+
 NODE_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 LINE_EVERY_SECONDS = 5.0
 """The seconds between two lines of progress if there is no terminal."""
 SILENT_NODE_SECONDS = 20.0
 """The seconds after which a node counts as silent; it reports every few (``training.monitor_interval_seconds``)."""
+
+
+@contextmanager
+def in_place(
+    console: Console, is_kept: bool = False, is_shown: bool = True
+) -> Iterator[Callable[[RenderableType], None]]:
+    """Yield a function that shows something in the place of what it showed before. Where there is no terminal, it shows
+    nothing. ``is_kept``: whether the last of it stays."""
+    if not (is_shown and console.is_terminal):
+        yield lambda shown: None
+        return
+    with Live(console=console, transient=not is_kept, refresh_per_second=4) as live:
+        yield live.update
+
+
+class Bar:
+    """A bar with a line below it, which may take several lines, so that nothing of it is cut off."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Progress(
+            SpinnerColumn(finished_text=" "), BarColumn(bar_width=40), TaskProgressColumn(), console=console
+        )
+        self._task = self._bar.add_task("", total=None)
+
+    def at(self, text: str, completed: float, total: float | None) -> Group:
+        """Return it at this much of the total, over a line whose parts are separated as in a line of progress."""
+        self._bar.update(self._task, completed=completed, total=total)
+        return Group(self._bar, wrapped(text, self._console.width))
+
+
+def wrapped(text: str, width: int) -> Text:
+    """Return a line of progress as lines that fit."""
+    return Text("\n".join(wrap_parts(visible(text), width)))
+
+
+def wrap_parts(text: str, width: int) -> list[str]:
+    """Return a line of progress as lines of at most ``width``, none of which ends within a part. Pure."""
+    lines: list[str] = []
+    for part in text.split(SEPARATOR):
+        if lines and len(lines[-1]) + len(SEPARATOR) + len(part) <= width:
+            lines[-1] += SEPARATOR + part
+        else:
+            lines.append(part)
+    return lines
+
+
+def warn(console: Console, sentence: str) -> None:
+    """Print what a person should know, above what is updated in place."""
+    console.print(f"! {visible(sentence)}", style="yellow", soft_wrap=True, highlight=False, markup=False)
 
 
 def print_lines(console: Console, lines: Iterable[tuple[int, str]]) -> None:
@@ -60,18 +116,20 @@ def stream_job(
         time.sleep(follower.poll_seconds)
 
 
+def follow_training(settings: Settings, job_id: str, total_steps: int | None = None) -> JobStatus:
+    """Show a training's progress on the standard output until it has ended, and return how."""
+    rundir = run_dir(settings, job_id)
+    clock = LeftClock(rundir, lambda: expect_finish(settings, rundir))
+    return watch_training(console(), cluster_of(settings)[0].manager(), rundir, job_id, total_steps, clock)
+
+
 def watch_training(
-    console: Console,
-    manager: GPUClusterManager,
-    rundir: RunDir,
-    job_id: str,
-    total_steps: int | None,
-    clock: LeftClock,
+    console: Console, manager: GPUClusterManager, rundir: RunDir, job_id: str, total_steps: int | None, clock: LeftClock
 ) -> JobStatus:
     """Show a training's progress until it has ended; on a terminal with a line for each node."""
+    board = PerformanceDashboard()
     if not console.is_terminal:
         return _show_lines(console, follow_job(manager, rundir, job_id), clock, total_steps)
-    board = PerformanceDashboard()
     looks = follow_job(manager, rundir, job_id, take=board.take)
     return _show_in_place(console, looks, board, clock, total_steps)
 
@@ -83,7 +141,8 @@ def _show_lines(
     shown_at, phase = 0.0, ""
     while True:
         status, progress = next(looks)
-        _print_news(console, progress)
+        for sentence in progress.news:
+            warn(console, sentence)
         now, left = time.monotonic(), clock.left(status, progress)
         text = format_progress(progress, total_steps or progress.total_steps, left, status.state)
         now_in = text.partition(SEPARATOR)[0]
@@ -95,50 +154,29 @@ def _show_lines(
 
 
 def _show_in_place(
-    console: Console,
-    looks: Iterator[tuple[JobStatus, JobView]],
-    board: PerformanceDashboard,
-    clock: LeftClock,
+    console: Console, looks: Iterator[tuple[JobStatus, JobView]], board: PerformanceDashboard, clock: LeftClock,
     total_steps: int | None,
-) -> JobStatus:
+) -> JobStatus:  # fmt: skip
     """A bar, the line of progress, which may take two lines of the terminal, and a row for each node."""
-    from rich.console import Group
-    from rich.live import Live
-    from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn
-    from rich.progress import Progress as Bar
-
-    bar = Bar(SpinnerColumn(finished_text=" "), BarColumn(bar_width=40), TaskProgressColumn(), console=console)
-    task = bar.add_task("", total=total_steps)
-    with Live(bar, console=console, refresh_per_second=4) as live:
+    bar = Bar(console)
+    with in_place(console, is_kept=True) as show:
         while True:
             status, progress = next(looks)
-            _print_news(console, progress)
+            for sentence in progress.news:
+                warn(console, sentence)
             total = total_steps or progress.total_steps
-            bar.update(task, total=total, completed=progress.step)
             text = format_progress(progress, total, clock.left(status, progress), status.state)
-            line = Text("\n".join(wrap_parts(text, console.width)))
-            nodes = [live_nodes_table(board, time.time())] if board.nodes and not status.state.is_final else []
-            live.update(Group(line, *nodes) if status.state.is_final else Group(bar, line, *nodes))
             if status.state.is_final:
+                show(wrapped(text, console.width))
                 return status
-
-
-def wrap_parts(text: str, width: int) -> list[str]:
-    """Return a line of progress as lines of at most ``width``, none of which ends within a part. Pure."""
-    lines: list[str] = []
-    for part in text.split(SEPARATOR):
-        if lines and len(lines[-1]) + len(SEPARATOR) + len(part) <= width:
-            lines[-1] += SEPARATOR + part
-        else:
-            lines.append(part)
-    return lines
+            nodes = [live_nodes_table(board, time.time())] if board.nodes else []
+            show(Group(bar.at(text, progress.step, total), *nodes))
 
 
 def live_nodes_table(board: PerformanceDashboard, now: float) -> Table:
     """Return a row for each node that has reported: its state, and how it spends a step. Pure."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("NODE", "STATE", "GPU" if board.has_gpus else "CPU", "MEMORY", "SAMPLES/S", "WAITS", "TEMPERATURE"):
-        table.add_column(title, justify="left" if title in ("NODE", "STATE") else "right")
+    figures = ("GPU" if board.has_gpus else "CPU", "MEMORY", "SAMPLES/S", "WAITS", "TEMPERATURE")
+    table = plain_table("NODE", "STATE", *figures, right=figures)
     waiting = board.shares("waiting")
 
     def shown(value: object, form: str) -> str:
@@ -171,38 +209,3 @@ def node_state(board: PerformanceDashboard, node: int, now: float) -> Text:
     if node in board.members and board.nodes[node].get("samples_per_second") is not None:
         return Text("training", style="green")
     return Text("there", style="default")
-
-
-def _print_news(console: Console, progress: JobView) -> None:
-    for sentence in progress.news:
-        console.print(f"! {sentence}", style="yellow", soft_wrap=True, highlight=False, markup=False)
-
-
-def format_progress(
-    progress: JobView, total_steps: int | None, left: TimeLeft | None = None, state: JobState | None = None
-) -> str:
-    """Return phase, step, epoch, time left, loss, speed and nodes in one line, as far as they are known. ``state``: of
-    the job, as `describe_training` has it. Pure."""
-    nodes = [] if state is not None and state.is_final else [count_nodes(progress.nodes_alive)]
-    return SEPARATOR.join([*describe_training(progress, total_steps, left, state), *nodes])
-
-
-def pairs_table(pairs: Iterable[tuple[str, str]]) -> Table:
-    """Return (name, figure) pairs in two columns."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for what, figure in pairs:
-        table.add_row(what, figure)
-    return table
-
-
-def operations_table(trace: ProfileEvent) -> Table:
-    """Return the operations that took most of a trace, from a ``profile`` event."""
-    table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
-    table.title = f"rank {trace.rank}, {trace.steps} steps up to {trace.step}"
-    table.add_column("OPERATION", no_wrap=True)
-    for title in ("ITS OWN TIME", "SHARE", "CALLS"):
-        table.add_column(title, justify="right")
-    for entry in trace.top:
-        own = f"{1000 * entry['self_seconds']:.2f} ms"
-        table.add_row(entry["name"], own, f"{entry['share']:.0%}", str(entry["calls"]))
-    return table

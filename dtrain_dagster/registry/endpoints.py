@@ -1,37 +1,61 @@
-"""`dtrain endpoint`: is a scoring endpoint compatible with a job's model, and models on endpoints of Azure ML.
+"""Is a scoring endpoint compatible with a job's model, and models on endpoints of Azure ML, from a shell:
 
-Added to `dtrain` by `dtrain_dagster.cli.main`. Each command imports what it needs, so that ``--help`` answers at once.
+python -m dtrain_dagster.registry.endpoints check|deploy|delete
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dtrain_dagster.cli.common import Refusal, cluster_of, read_settings, refuses, say
-from dtrain_dagster.cli.job_names import complete_jobs, find_job
-from dtrain_dagster.cli.json_fields import FINDINGS
-from dtrain_dagster.cli.json_output import json_option, print_json
+from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.jobs.orders import order_of
+from dtrain_dagster.jobs.progress import REGISTRATION
+from dtrain_dagster.registry.endpoint import EndpointCheck, ScoringEndpoint, authorisation, check_endpoint
+from dtrain_dagster.registry.versions import RegisteredModel
+from dtrain_dagster.settings.environment import Settings, load_settings
+from trainer.printable import visible
+from trainer.rundir import JOB, RunDir
+from trainer.storage.base import StorageError
+from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
 
-    from dtrain_dagster.registry.endpoint import EndpointCheck, ScoringEndpoint
-    from dtrain_dagster.registry.versions import RegisteredModel
-    from dtrain_dagster.settings.environment import Settings
-
-EXIT_INCOMPATIBLE = 1
+EXIT_REFUSED, EXIT_INCOMPATIBLE = 2, 1
 
 
-@click.group()
+class _Refusal(click.ClickException):
+    exit_code = EXIT_REFUSED
+
+
+def _refuses(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command whose errors are one sentence: all of this project's are ValueError, or one of these."""
+
+    @wraps(command)
+    def run(**options: Any) -> None:
+        try:
+            command(**options)
+        except (ValueError, ClusterError, StorageError) as error:
+            raise _Refusal(visible(str(error), keep_lines=True)) from None
+
+    return run
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def endpoint() -> None:
-    """Check a scoring endpoint; deploy one on Azure ML."""
+    """Check a scoring endpoint; deploy one on Azure ML.
+
+    JOB is the whole name of a job, or the address of a run directory.
+    """
 
 
 @endpoint.command()
-@click.argument("run_dir", metavar="JOB", shell_complete=complete_jobs)
+@click.argument("run_dir", metavar="JOB")
 @click.option("--url", required=True, metavar="URL", help="The whole scoring address, …/invocations or …/score.")
 @click.option(
     "--dialect",
@@ -46,25 +70,21 @@ def endpoint() -> None:
     help="Where the key or token is: env:NAME, keyvault://VAULT/SECRET, or identity for this machine's own.",
 )
 @click.option("--rows", type=click.IntRange(min=1), default=32, show_default=True, metavar="N", help="Windows to send.")
-@json_option(FINDINGS)
-@refuses
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document: passed, and the findings.")
+@_refuses
 def check(run_dir: str, url: str, dialect: str, token: str | None, rows: int, as_json: bool) -> None:
     """Check that an endpoint serves the model of a job.
 
-    JOB is a job, or the address of a run directory. The endpoint is asked for forecasts, which must have the right
+    The endpoint is asked for forecasts, which must have the right
     shape and the right numbers, and must refuse wrong requests. The exit code is 1 where it does not pass.
 
     \b
     Examples:
-      dtrain endpoint check latest --url http://127.0.0.1:5001/invocations
-      dtrain endpoint check az://dtrain/jobs/train-1 --dialect azureml \\
-        --url https://quotes.eastus.inference.ml.azure.com/score --token identity
+      python -m dtrain_dagster.registry.endpoints check train-1 --url http://127.0.0.1:5001/invocations
+      python -m dtrain_dagster.registry.endpoints check az://dtrain/jobs/train-1 \\
+        --dialect azureml --url https://quotes.eastus.inference.ml.azure.com/score --token identity
     """
-    from dtrain_dagster.jobs.orders import order_of
-    from dtrain_dagster.registry.endpoint import ScoringEndpoint, authorisation, check_endpoint
-    from trainer.rundir import RunDir
-
-    settings = read_settings()
+    settings = load_settings()
     run_dir = _address_of(settings, run_dir)
     order = order_of(settings.home, RunDir(run_dir))
     headers = authorisation(token) if token else dict
@@ -73,7 +93,7 @@ def check(run_dir: str, url: str, dialect: str, token: str | None, rows: int, as
 
 
 @endpoint.command()
-@click.argument("run_dir", metavar="JOB", shell_complete=complete_jobs)
+@click.argument("run_dir", metavar="JOB")
 @click.option(
     "--name",
     required=True,
@@ -95,7 +115,7 @@ def check(run_dir: str, url: str, dialect: str, token: str | None, rows: int, as
 @click.option(
     "--keep-previous", is_flag=True, help="Keep the deployment that is replaced, for a rollback; it still costs money."
 )
-@refuses
+@_refuses
 def deploy(
     run_dir: str,
     name: str,
@@ -109,12 +129,12 @@ def deploy(
 ) -> None:
     """Deploy the registered model of a job on Azure ML.
 
-    JOB is a job, or the address of a run directory. The model gets traffic once it has answered correctly; if anything
+    The model gets traffic once it has answered correctly; if anything
     fails, the deployment before it keeps answering.
 
     \b
     Examples:
-      dtrain endpoint deploy latest --name quotes
+      python -m dtrain_dagster.registry.endpoints deploy train-1 --name quotes
     """
     from dtrain_dagster.registry.azure_endpoint import EndpointConfig
     from dtrain_dagster.registry.azure_endpoint import deploy as put
@@ -129,19 +149,19 @@ def deploy(
         public_network_access=public,
         keep_previous=keep_previous,
     )
-    run_dir = _address_of(read_settings(), run_dir)
+    run_dir = _address_of(load_settings(), run_dir)
     model, (client, audit) = _registered(run_dir), _workspace()
     deployed = put(client, config, model, _checks(run_dir), audit)
     what = "deployed" if deployed.created else "was there already"
-    say(f"{model.name} version {model.version} {what}: {deployed.scoring_url}")
+    click.echo(f"{model.name} version {model.version} {what}: {deployed.scoring_url}")
     _print_check(deployed.check)
-    say(deployed.cost_note())
+    click.echo(deployed.cost_note())
 
 
 @endpoint.command()
 @click.option("--name", required=True, metavar="ENDPOINT", help="Name of the endpoint.")
 @click.confirmation_option(prompt="Delete the endpoint and everything on it?")
-@refuses
+@_refuses
 def delete(name: str) -> None:
     """Delete an endpoint of Azure ML.
 
@@ -149,56 +169,52 @@ def delete(name: str) -> None:
 
     \b
     Examples:
-      dtrain endpoint delete --name quotes
+      python -m dtrain_dagster.registry.endpoints delete --name quotes
     """
     from dtrain_dagster.registry.azure_endpoint import delete as remove
 
     client, audit = _workspace()
-    say(f"{name} is deleted" if remove(client, name, audit) else f"there is no endpoint {name}")
+    click.echo(f"{name} is deleted" if remove(client, name, audit) else f"there is no endpoint {name}")
 
 
 def _address_of(settings: Settings, given: str) -> str:
     """Return the address of a run directory, which is given as such or by the name of its job."""
-    from trainer.rundir import JOB
-    from trainer.storage.open import open_storage
-
     if "://" in given or "/" in given or open_storage(given).exists(JOB):
         return given
-    return f"{settings.jobs_uri}/{find_job(settings, given)}"
+    if not open_storage(settings.jobs_uri).exists(f"{given}/{JOB}"):
+        raise _Refusal(f"no job {given!r}; `dtrain jobs` lists them")
+    return f"{settings.jobs_uri}/{given}"
 
 
 def _workspace() -> tuple[MLClient, Any]:
     """The client of the workspace that ``DTRAIN_AZURE_*`` names, and the audit log."""
+    from dtrain_dagster.clusters.azure_ml.client import Service
+    from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
+    from dtrain_dagster.settings.azure import read_azure_options
     from dtrain_dagster.support.audit import AuditLog
 
-    settings = read_settings()
+    settings = load_settings()
     if settings.cluster != "azure_ml":
-        raise Refusal("endpoints are Azure ML's: set DTRAIN_CLUSTER=azure_ml and DTRAIN_AZURE_* (docs/azure.md)")
-    return cluster_of(settings)[0].service().ml, AuditLog(settings.home)
+        raise _Refusal("endpoints are Azure ML's: set DTRAIN_CLUSTER=azure_ml and DTRAIN_AZURE_* (docs/azure.md)")
+    found = read_azure_options(settings).items()
+    own: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found}
+    options = AzureMLOptions(**own, cluster_name=settings.cluster_name, storage_uri=settings.shared_uri)
+    return Service(options).ml, AuditLog(settings.home)
 
 
 def _registered(run_dir: str) -> RegisteredModel:
     """The version that a run directory became, as `registered_model` noted it: with the order of the job, which nodes
     cannot write; in the run directory only where the job was not ordered from here."""
-    from dtrain_dagster.jobs.orders import order_of
-    from dtrain_dagster.jobs.progress import REGISTRATION
-    from dtrain_dagster.registry.versions import RegisteredModel
-    from trainer.rundir import RunDir
-
-    order = order_of(read_settings().home, RunDir(run_dir))
+    order = order_of(load_settings().home, RunDir(run_dir))
     known = RunDir(run_dir).read_json(REGISTRATION) if order is None else order.registered
     if not known:
         where = f"{run_dir} has no {REGISTRATION}" if order is None else f"{run_dir} was not registered from here"
-        raise Refusal(f"{where}: materialize registered_model first")
+        raise _Refusal(f"{where}: materialize registered_model first")
     return RegisteredModel(name=known["name"], version=str(known["version"]), run_id="", created=False)
 
 
 def _checks(run_dir: str) -> Callable[[ScoringEndpoint], EndpointCheck]:
-    from dtrain_dagster.jobs.orders import order_of
-    from dtrain_dagster.registry.endpoint import check_endpoint
-    from trainer.rundir import RunDir
-
-    order = order_of(read_settings().home, RunDir(run_dir))
+    order = order_of(load_settings().home, RunDir(run_dir))
     return lambda asked: check_endpoint(asked, run_dir, patience_seconds=300, order=order)
 
 
@@ -206,8 +222,12 @@ def _print_check(found: EndpointCheck, as_json: bool = False) -> None:
     """Print the findings, one line each. End the command with exit code 1 if one did not pass."""
     if as_json:
         findings = [{"name": item.name, "passed": item.passed, "message": item.message} for item in found.findings]
-        print_json({"passed": found.passed, "findings": findings})
+        click.echo(json.dumps({"passed": found.passed, "findings": findings}, indent=2))
     for item in () if as_json else found.findings:
-        say(f"{'ok  ' if item.passed else 'FAIL'} {item.name}: {item.message}")
+        click.echo(f"{'ok  ' if item.passed else 'FAIL'} {item.name}: {visible(item.message)}")
     if not found.passed:
         raise SystemExit(EXIT_INCOMPATIBLE)
+
+
+if __name__ == "__main__":
+    endpoint(prog_name="python -m dtrain_dagster.registry.endpoints")

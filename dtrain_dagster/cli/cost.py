@@ -1,0 +1,393 @@
+"""`dtrain cost`: what a job or a fleet has cost and what for, and the prices of nodes, with their sources."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dtrain_dagster.cli import json_fields
+from dtrain_dagster.cli.common import Refusal, cluster_of, console, read_settings, refuses, run_dir, say
+from dtrain_dagster.cli.job_names import find_job_or_fleet, named_argument
+from dtrain_dagster.cli.json_output import json_option, print_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dtrain_dagster.costs.ledger import Ledger
+    from dtrain_dagster.costs.prices import Figure, SkuPrice
+    from dtrain_dagster.costs.retail import Refreshed
+    from dtrain_dagster.costs.spot import SpotMarket
+    from dtrain_dagster.costs.tracker import CostTracker
+    from dtrain_dagster.jobs.totals import LaunchTotals
+    from dtrain_dagster.settings.environment import Settings
+    from trainer.rundir import RunDir
+
+OF_JOBS, OF_PRICES = ("as_csv", "usage_export"), ("skus", "regions", "everywhere", "refresh", "spot_history", "url")
+"""The options that need a name, and those that go without one."""
+
+
+@click.command()
+@named_argument(required=False)
+@click.option("--csv", "as_csv", is_flag=True, help="The ledger of a job as CSV.")
+@click.option(
+    "--usage-export",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Compare a job with what Azure has billed: a cost details export (CSV or .csv.gz, classic or FOCUS).",
+)
+@click.option(
+    "--sku", "skus", multiple=True, metavar="SKU",
+    help="Prices of this SKU, in every region that is known. May be repeated.  [default: all that are known]",
+)  # fmt: skip
+@click.option(
+    "--region", "regions", multiple=True, metavar="REGION",
+    help="Prices in this region. May be repeated.  [default: DTRAIN_REGION]",
+)  # fmt: skip
+@click.option("--all", "everywhere", is_flag=True, help="Prices in every region that is known.")
+@click.option("--refresh", is_flag=True, help="Ask Azure's public price list for newer prices; it needs no account.")
+@click.option(
+    "--spot-history", is_flag=True,
+    help="With --refresh, also ask Azure Resource Graph, with your login, for 90 days of Spot prices and for eviction "
+    "rates.",
+)  # fmt: skip
+@click.option(
+    "--url", metavar="URL",
+    help="Another address of the price list.  [default: https://prices.azure.com/api/retail/prices]",
+)  # fmt: skip
+@json_option(
+    json_fields.either(
+        json_fields.COST,
+        {
+            "of a fleet": json_fields.FLEET_COST,
+            "of prices": json_fields.listed(json_fields.PRICE),
+            "with --refresh": json_fields.PRICES_REFRESHED,
+        },
+    )
+)
+@refuses
+def cost(name: str | None, as_json: bool, **options: Any) -> None:
+    """Show what a job or a fleet has cost, and what for.
+
+    Dollars are node-time at list price. On the local cluster they stand in for a SKU's, and nothing is billed. On a
+    SLURM with accounting, the time of the nodes is compared with it, node by node.
+
+    Without a name it shows the prices in use, with their sources and dates; none is a bill. Those of --refresh are kept
+    in DTRAIN_HOME/prices.json, and are used from then on if they are newer than those of the package. If something goes
+    wrong, or a price cannot be true, nothing is changed. Delete the file to go back to the prices of the package.
+
+    \b
+    Examples:
+      dtrain cost latest
+      dtrain cost train-6f66 --csv > ledger.csv
+      dtrain cost latest --usage-export export.csv.gz
+      dtrain cost
+      dtrain cost --sku Standard_NC24ads_A100_v4
+      dtrain cost --region westus2 --region centralus
+      dtrain cost --refresh --spot-history
+    """
+    foreign = [option for option in (OF_PRICES if name else OF_JOBS) if options.pop(option)]
+    if foreign:
+        [option] = [each for each in cost.params if each.name == foreign[0]]
+        why = "is of prices: leave out the name" if name else "needs the name of a job"
+        raise click.UsageError(f"{option.opts[0]} {why}", click.get_current_context())
+    settings = read_settings()
+    if name is None:
+        _show_prices(settings, as_json, **options)
+        return
+    name, is_fleet = find_job_or_fleet(settings, name)
+    if is_fleet:
+        _show_fleet(settings, name, as_json)
+    else:
+        _show_job(settings, name, as_json, **options)
+
+
+def _show_fleet(settings: Settings, name: str, as_json: bool) -> None:
+    from dtrain_dagster.cli.fleet import bill_document, bill_of_fleet
+    from dtrain_dagster.cli.fleet_screen import ledger_table
+
+    found, budget_usd = bill_of_fleet(settings, name)
+    if as_json:
+        print_json(bill_document(found, budget_usd))
+    else:
+        console().print(ledger_table(found), highlight=False)
+
+
+def _show_job(settings: Settings, job_id: str, as_json: bool, as_csv: bool, usage_export: Path | None) -> None:
+    from dtrain_dagster.clusters.azure_ml.bill import UsageError
+    from dtrain_dagster.costs import export
+    from dtrain_dagster.costs.carbon import job_footprint
+    from dtrain_dagster.costs.ledger import ledger
+    from dtrain_dagster.costs.plan import PLAN, probe_usage_of
+    from dtrain_dagster.costs.prices import PriceError, price_words
+    from dtrain_dagster.costs.tracker import CostTracker
+    from dtrain_dagster.jobs.totals import sum_launches
+    from dtrain_dagster.settings.tiers import tier_of
+    from trainer.rundir import JOB, RESULT
+
+    if as_csv and as_json:
+        raise Refusal("--csv or --json, not both")
+    cluster = cluster_of(settings)[0]
+    manager = cluster.manager()
+    running = not manager.job_status(job_id).state.is_final
+    rundir = run_dir(settings, job_id)
+    plan = rundir.read_json(PLAN) or {}
+    words = plan.get("price_words", price_words(cluster.sku, settings.kind.buys_nodes))
+    try:
+        usage = [*manager.node_usage(job_id), *probe_usage_of(plan)]
+        events = list(rundir.events(strict=True))
+        tracker = CostTracker(settings.cluster_name, usage, tier_of(plan.get("tier", settings.tiers[0])))
+        found = ledger(tracker.nodes, events, running, is_script=not rundir.storage.exists(JOB))
+        energy = job_footprint(usage, events, is_local=settings.kind.is_this_machine)
+        took = sum_launches(usage, tier_of(plan.get("tier", settings.tiers[0])))
+        where = cluster.azure_options().workspace_id if usage_export and settings.cluster == "azure_ml" else ""
+        reconciled = _reconciled(usage_export, tracker, job_id, rundir, where) if usage_export else None
+    except (PriceError, UsageError) as error:
+        raise Refusal(str(error)) from None
+    expected = ((plan.get("estimate") or {}).get("usd") or {}).get("expected")
+    if as_csv:
+        click.echo(export.to_csv(export.ledger_rows(found)), nl=False)
+    elif as_json:
+        epochs = (rundir.read_json(RESULT) or {}).get("epochs") or 0.0
+        more: dict[str, Any] = {"running": running, "energy": asdict(energy), "launches": asdict(took)}
+        if account := manager.describe_account(job_id):
+            more["account"] = account
+        if reconciled is not None:
+            more["reconciliation"] = reconciled.as_dict()
+        metrics = tracker.metrics(epochs, expected + tracker.probe_usd if expected else 0.0)
+        print_json(export.cost_document(tracker, found, metrics, words, **more))
+    else:
+        _print(tracker, found, took, words, expected, running)
+        carbon = "" if energy.kg_co2e is None else f", {energy.kg_co2e:.3g} kg CO2e ({energy.source})"
+        say(f"{energy.kwh:.3g} kWh{carbon}: {energy.basis}")
+        for line in manager.describe_account(job_id):
+            say(line)
+        if reconciled is not None:
+            _print_reconciled(reconciled)
+
+
+def _reconciled(path: Path, tracker: CostTracker, job_id: str, rundir: RunDir, workspace_id: str) -> Any:
+    from dtrain_dagster.clusters.azure_ml.bill import marks_of, read_usage, reconcile
+    from trainer.rundir import LAUNCH
+
+    rows = read_usage(path.read_bytes(), str(path))
+    marks = marks_of(job_id, rundir.read_json(LAUNCH) or {}, workspace_id)
+    return reconcile(tracker, rows, marks, datetime.now(UTC).date())
+
+
+def _print(
+    tracker: CostTracker, found: Ledger, took: LaunchTotals, words: str, expected: float | None, running: bool
+) -> None:
+    from dtrain_dagster.cli.screen import plain_table
+    from dtrain_dagster.costs import export
+    from dtrain_dagster.costs.money import SECOND, digits_of, total_shown
+    from dtrain_dagster.support.formatting import dollars, format_duration
+
+    digits = digits_of(found.units)
+    table = plain_table("cause", "node-time", "share", "dollars", right=("node-time", "share", "dollars"))
+    table.add_column("what for", style="dim")
+    for row in export.ledger_rows(found, digits):
+        seconds = row["node_seconds"]
+        took_part = f"{seconds:.1f} s" if seconds < 60 else format_duration(float(seconds))
+        table.add_row(row["cause"], took_part, f"{row['percent']} %", f"${row['usd']:,}", row["meaning"])
+    table.add_section()
+    total = f"${total_shown([found.units], digits):,}"
+    table.add_row(
+        "so far" if running else "the bill", format_duration(found.microseconds / SECOND), "100 %", total, words
+    )
+    console().print(table, highlight=False)
+    nodes = len({node.node_id for node in tracker.nodes})
+    said = f"{nodes} node(s), {took.node_hours_words} in {took.words}"
+    probe = f", and {dollars(tracker.probe_usd)} for its probe" if tracker.probe_usd else ""
+    say(said + (f"; estimated: {dollars(expected)}{probe}" if expected else ""))
+    if took.last and took.last.usd is not None:
+        say(f"of these dollars the last launch took {dollars(took.last.usd)}")
+    for note in (*tracker.notes, *found.notes):
+        say(f"note: {note}")
+
+
+def _print_reconciled(result: Any) -> None:
+    from dtrain_dagster.cli.screen import plain_table
+
+    figures = ("billed", "ours", "difference")
+    table = plain_table("day", "meter", *figures, "why", right=figures)
+    table.title = "against the provider's export"
+    for row in result.rows:
+        ours = f"${row.ours_usd:,}" if row.ours_usd is not None else "–"
+        table.add_row(row.day, row.meter, f"${row.billed_usd:,}", ours, f"${row.difference_usd:+,}", row.why)
+    console().print(table, highlight=False)
+    for line in result.summary:
+        say(line)
+
+
+def _show_prices(
+    settings: Settings, as_json: bool, skus: tuple[str, ...], regions: tuple[str, ...], everywhere: bool, refresh: bool,
+    spot_history: bool, url: str | None,
+) -> None:  # fmt: skip
+    from dtrain_dagster.cli.screen import pairs_table
+    from dtrain_dagster.costs.prices import known_regions, price_of, price_table
+
+    if refresh:
+        _refresh(settings, as_json, skus, regions, spot_history, url)
+        return
+    if spot_history or url:
+        raise click.UsageError("--spot-history and --url need --refresh", click.get_current_context())
+    asked = known_regions() if everywhere or (skus and not regions) else regions or (settings.region,)
+    if skus:
+        known = [
+            (sku, region)
+            for sku in skus
+            for region in asked
+            if sku.casefold() in map(str.casefold, price_table(region))
+        ]
+        rows = [price_of(sku, region) for sku, region in known] or [price_of(skus[0])]  # which says what there is
+    else:
+        rows = [row for region in asked for row in price_table(region).values()]
+    if as_json:
+        print_json([price_document(row) for row in rows])
+        return
+    for first in {row.sku: row for row in reversed(rows)}.values() if skus else ():
+        facts = {
+            "SKU": first.sku,
+            "GPUs": f"{first.gpus} × {first.gpu}, {first.gpu_memory_gib} GiB and {first.gpu_watts} W each",
+            "host": f"{first.vcpus} vCPUs, {first.memory_gib} GiB" + (", InfiniBand" if first.infiniband else ""),
+            "retired on": first.retired_on or "no such date is known",
+            "speed": f"{first.speed:g} × Standard_NC6s_v3: {first.speed_note}",
+        }
+        console().print(pairs_table(list(facts.items())), highlight=False)
+        click.echo()
+    _print_table(rows)
+
+
+def _refresh(
+    settings: Settings, as_json: bool, skus: tuple[str, ...], regions: tuple[str, ...], spot_history: bool,
+    url: str | None,
+) -> None:  # fmt: skip
+    """Ask for newer prices, keep them in the home, and print what has changed."""
+    from dtrain_dagster.costs.prices import refreshed_path, region_of
+    from dtrain_dagster.costs.prices import skus as known_skus
+    from dtrain_dagster.costs.retail import RETAIL_URL, refresh_price_table
+
+    by_name = {sku.casefold(): sku for sku in known_skus()}
+    unknown = [sku for sku in skus if sku.casefold() not in by_name]
+    if unknown:
+        raise Refusal(
+            f"the GPUs and memory of {', '.join(unknown)} are not known, and the price list does not state them; "
+            f"known are {', '.join(by_name.values())}"
+        )
+    asked = [by_name[sku.casefold()] for sku in skus] or list(by_name.values())
+    where = [region_of(region) for region in regions or (settings.region,)]
+    for region in where:
+        if not region.isalnum():
+            raise Refusal(f"{region!r} is not an Azure region; names look like eastus")
+    path = refreshed_path(settings.home)
+    done = refresh_price_table(path, where, asked, url or RETAIL_URL, ask_market=_market() if spot_history else None)
+    if as_json:
+        print_json(_refreshed_document(done, str(path)))
+        return
+    _print_refreshed(done)
+    click.echo(f"written to {path}")
+
+
+def _market() -> Callable[[str, Sequence[str]], SpotMarket]:
+    """Return the function that asks Azure Resource Graph, with the login of this machine. Raise `Refusal` where there
+    is none."""
+    from dtrain_dagster.costs.spot_market import fetch_market
+    from trainer.secrets.azure_token import TOKEN_SCOPE, credential
+
+    logging.getLogger("azure.identity").setLevel(logging.CRITICAL)  # it lists all kinds of login; ours is one sentence
+    try:
+        token = str(credential().get_token(TOKEN_SCOPE).token)
+    except ImportError:
+        raise Refusal("--spot-history needs Azure's libraries: pip install 'dtrain[azure]'") from None
+    except Exception as error:  # whatever the many kinds of login raise
+        raise Refusal(f"--spot-history needs a login to Azure, such as by `az login`: {type(error).__name__}") from None
+    return partial(fetch_market, token=token)
+
+
+def price_document(row: SkuPrice) -> dict[str, Any]:
+    """Return a SKU in a region for JSON, with the fields of `dtrain_dagster.cli.json_fields.PRICE`. Pure."""
+    figures = {
+        tier: asdict(figure) | {"spread": asdict(figure.spread) if figure.spread else None}
+        for tier, figure in row.figures.items()
+    }
+    names = [name for name in json_fields.PRICE if name.partition(".")[0] != "usd_per_hour"]
+    return {**{name: getattr(row, name) for name in names}, "usd_per_hour": figures}
+
+
+def _refreshed_document(done: Refreshed, path: str) -> dict[str, Any]:
+    changes = [
+        {
+            **{"region": item.region, "sku": item.sku, "tier": item.tier},
+            "before_usd_per_hour": item.before.usd_per_hour if item.before else None,
+            "usd_per_hour": item.after.usd_per_hour,
+        }
+        for item in done.changes
+    ]
+    return {"file": path, "changes": changes, "notes": list(done.notes)}
+
+
+def _print_table(rows: Sequence[SkuPrice]) -> None:
+    """Print a line per SKU and region; behind each price the number of its source, which follows below. What is the
+    same in all lines is said once."""
+    from dtrain_dagster.cli.screen import Column, print_fitted
+    from dtrain_dagster.settings.tiers import TIERS
+
+    regions, skus = {row.region for row in rows}, {row.sku for row in rows}
+    columns = [
+        *([Column("REGION")] if len(regions) > 1 else []),
+        *([Column("SKU")] if len(skus) > 1 or len(regions) == 1 else []),
+        Column("GPUS", rank=2), Column("GIB", right=True, rank=4),
+        *(Column(tier.replace("_", "\n").upper(), right=True) for tier in TIERS),
+        Column("SPEED", right=True, rank=3), Column("RETIRED", rank=1),
+    ]  # fmt: skip
+    sources: dict[tuple[str, str, str], int] = {}
+    cells = [
+        [
+            *([row.region] if len(regions) > 1 else []),
+            *([row.sku] if len(skus) > 1 or len(regions) == 1 else []),
+            f"{row.gpus} × {row.gpu}",
+            str(row.gpu_memory_gib),
+            *(_cell(row.figures.get(tier), sources) for tier in TIERS),
+            f"{row.speed:g}",
+            row.retired_on or "",
+        ]
+        for row in rows
+    ]
+    where = f" in {next(iter(regions))}" if len(regions) == 1 else ""
+    click.echo(f"US dollars per node and hour{where}; – means not offered or not known")
+    print_fitted(console(), columns, cells)
+    click.echo("where they come from:")
+    for (recorded_on, how, source), number in sources.items():
+        click.echo(f"  [{number}] {recorded_on}, {how}: {source}")
+
+
+def _cell(figure: Figure | None, sources: dict[tuple[str, str, str], int]) -> str:
+    if figure is None:
+        return "–"
+    number = sources.setdefault((figure.recorded_on, figure.how, figure.source), len(sources) + 1)
+    return f"{figure.usd_per_hour:.4g} [{number}]"
+
+
+def _print_refreshed(done: Refreshed) -> None:
+    changed = [item for item in done.changes if not item.before or item.before.usd_per_hour != item.after.usd_per_hour]
+    click.echo(f"{len(done.changes)} prices were found, {len(changed)} of them new or changed")
+    if changed:
+        from dtrain_dagster.cli.screen import Column, print_fitted
+
+        columns = (
+            *(Column("REGION"), Column("SKU"), Column("TIER"), Column("BEFORE", right=True)),
+            *(Column("AS OF", rank=1), Column("NOW", right=True)),
+        )
+        cells = []
+        for item in changed:
+            before = (f"{item.before.usd_per_hour:.4g}", item.before.recorded_on) if item.before else ("–", "")
+            cells.append([item.region, item.sku, item.tier, *before, f"{item.after.usd_per_hour:.4g}"])
+        print_fitted(console(), columns, cells)
+    for note in done.notes:
+        click.echo(note)

@@ -1,0 +1,154 @@
+"""`dtrain doctor`: whether the cluster that the settings name can be used, before a job needs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dtrain_dagster.cli.common import (
+    EXIT_UNUSABLE,
+    cluster_of,
+    console,
+    expected_errors,
+    ranks_of,
+    read_settings,
+    refuses,
+    say,
+)
+from dtrain_dagster.cli.json_fields import CHECK, DOCTOR, HEALTH, either
+from dtrain_dagster.cli.json_output import json_option, print_json
+
+if TYPE_CHECKING:
+    from dtrain_dagster.clusters.azure_ml.doctor import DoctorLine
+    from dtrain_dagster.settings.environment import Settings
+
+
+@click.command()
+@click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="Nodes of a training.  [default: DTRAIN_NODES]")
+@json_option(either(HEALTH, {"Azure ML": DOCTOR, "SLURM, Kubernetes and Ray": CHECK}))
+@refuses
+def doctor(nodes: int | None, as_json: bool) -> None:
+    """Tell whether the cluster can train; buy nothing.
+
+    It looks at the cluster of DTRAIN_CLUSTER, and shows the nodes that are there and what they do. Of SLURM, Kubernetes
+    and Ray it asks whether they answer; of Kubernetes also for the namespace, and for each right that starting,
+    following and ending nodes needs. Nothing is submitted or created.
+
+    On Azure ML it walks through identity, resource providers, workspace, roles, storage, sizes, quotas, prices, images
+    and network, as the settings name them (docs/azure.md). Each line says ok, warning or missing, what was seen, and
+    how to fix it. It only reads, but for one small blob, which it writes and deletes. The exit code is 1 if something
+    is missing.
+
+    \b
+    Examples:
+      dtrain doctor
+      dtrain doctor --nodes 8 --json
+    """
+    from dtrain_dagster.cli.facts import health_document
+
+    document, text, code, is_reached = _look(nodes, as_json)
+    health = None
+    if is_reached:
+        with suppress(*expected_errors()):  # what keeps from asking was told above
+            health = cluster_of(read_settings(nodes=nodes))[0].manager().monitor_health()
+    if as_json:
+        print_json({**(health_document(health) if health else {}), **document})
+        sys.exit(code)
+    if text:
+        say(text)
+    if health:
+        from dtrain_dagster.cli.job_tables import print_health
+
+        print_health(console(), health)
+    sys.exit(code)
+
+
+def _look(nodes: int | None, as_json: bool) -> tuple[dict[str, Any], str, int, bool]:
+    """Return what is told of the kind of cluster, as a document and in words, the exit code, and whether the cluster
+    was reached."""
+    if os.environ.get("DTRAIN_CLUSTER") == "azure_ml":
+        from dtrain_dagster.clusters.azure_ml.doctor import doctor_document, doctor_text, exit_code_of
+
+        lines = _examine(nodes)
+        missing = {line.check for line in lines if line.verdict == "missing"}
+        is_reached = not missing & {"settings", "identity", "workspace"}
+        return doctor_document(lines), doctor_text(lines), exit_code_of(lines), is_reached
+    settings = read_settings(nodes=nodes)
+    document = _ask_engine(settings, as_json) if settings.kind.has_engine else {}
+    return document, document.get("message", ""), 0, True
+
+
+def _ask_engine(settings: Settings, as_json: bool) -> dict[str, Any]:
+    """Return what the engine of a cluster answers, with the fields of `dtrain_dagster.cli.json_fields.CHECK`. As JSON,
+    that it cannot be used is an answer as well, with the exit code of a refusal."""
+    from dtrain_dagster.clusters.engine_manager import open_engine
+    from dtrain_dagster.settings.engines import read_engine_options
+
+    try:
+        options = read_engine_options(settings.cluster)
+        engine: Any = open_engine(settings.cluster, options, ".", "", os.environ)
+        try:
+            return {"usable": True, **_answer_of(settings.cluster, engine, options)}
+        finally:
+            if settings.cluster == "ray":
+                engine.close()
+    except expected_errors() as error:
+        if not as_json:
+            raise
+        print_json({**dict.fromkeys(CHECK), "usable": False, "message": str(error)})
+        sys.exit(EXIT_UNUSABLE)
+
+
+def _answer_of(kind: str, engine: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return what an engine answers, in its fields. Raise as it does."""
+    answer = engine.check()
+    if kind == "slurm":
+        where = f" on {options['host']}" if options["host"] else ""
+        return {"message": f"{answer} answers{where}", "version": answer, "host": options["host"]}
+    if kind == "ray":
+        return {"message": f"{answer} machine(s) of the Ray cluster answer", "machines": answer}
+    namespace = engine.options.namespace
+    return {"message": f"namespace {namespace} takes nodes from this identity", "namespace": namespace}
+
+
+def _examine(nodes: int | None) -> list[DoctorLine]:
+    """Return all lines; a single one where the settings do not say what to look at."""
+    from dtrain_dagster.clusters.azure_ml.client import Service
+    from dtrain_dagster.clusters.azure_ml.doctor import DoctorLine
+    from dtrain_dagster.clusters.azure_ml.doctor_reader import Walk
+    from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
+    from dtrain_dagster.clusters.base import ClusterError
+    from dtrain_dagster.costs.prices import PriceError
+    from dtrain_dagster.settings.azure import read_azure_options
+    from dtrain_dagster.settings.environment import SettingsError
+
+    try:
+        settings = read_settings(nodes=nodes)
+        if settings.cluster != "azure_ml":
+            raise SettingsError(f"DTRAIN_CLUSTER is {settings.cluster}, which does not use Azure")
+        own: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in read_azure_options(settings).items()
+        }
+        try:
+            ranks = ranks_of(settings)
+        except PriceError:  # of the size's GPUs nothing is known; the line about its price says so
+            ranks = settings.processes_per_node or 1
+        options = AzureMLOptions(
+            **own, cluster_name=settings.cluster_name, storage_uri=settings.shared_uri, processes_per_node=ranks
+        )
+    except (SettingsError, ClusterError) as error:
+        remedy = "set the variables of docs/azure.md; the deployment's outputs have their values"
+        command = "az deployment group show --name <name> --resource-group <group> --query properties.outputs"
+        return [DoctorLine("settings", "missing", str(error), remedy, command)]
+    try:
+        import azure.ai.ml
+        import azure.identity  # noqa: F401
+    except ImportError as error:
+        return [DoctorLine("settings", "missing", str(error), "install it", "pip install 'dtrain[azure]'")]
+    walk = Walk(Service(options), settings.home, settings.region, settings.gpu_type, settings.nodes, ranks)
+    return walk.all_lines()

@@ -1,0 +1,368 @@
+"""What is known of a job: its state, what all of its launches took and cost, how far it has come, the time left, and
+the result of one that has succeeded.
+
+What is printed of it (`dtrain_dagster.cli.tables`) and by ``--json`` is the same.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from dtrain_dagster.cli.common import cluster_of, ranks_of, run_dir
+from dtrain_dagster.clusters import presence
+from dtrain_dagster.clusters.base import ClusterHealth, JobState, JobStatus
+from dtrain_dagster.costs.plan import PLAN
+from dtrain_dagster.costs.prices import STAND_IN, price_words
+from dtrain_dagster.costs.worth import worth_line
+from dtrain_dagster.jobs.progress import CLAIM, REGISTRATION
+from dtrain_dagster.jobs.totals import LaunchTotals, sum_launches, sum_presences
+from dtrain_dagster.jobs.view import JobFollower, JobView, last_step
+from dtrain_dagster.planning.projection import TimeLeft, count_nodes, describe_training, time_left
+from dtrain_dagster.reports.kind_scores import compare_figures, has_kind_scores
+from dtrain_dagster.settings.tiers import tier_of
+from dtrain_dagster.support.formatting import dollars, format_duration
+from trainer.documents.presences import stale_seconds
+from trainer.documents.reader import warn_once
+from trainer.errors import DamagedError
+from trainer.rundir import EVALUATION, LAUNCH, RESULT, RunDir
+from trainer.storage.open import open_storage
+
+if TYPE_CHECKING:
+    from dtrain_dagster.settings.environment import Settings
+
+SEPARATOR = " · "
+"""What stands between the parts of a line of progress."""
+DAMAGED = "damaged"
+"""The state of a job whose run directory cannot be read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobFacts:
+    """A job as the list of all jobs has it."""
+
+    status: JobStatus
+    run_dir: str
+    nodes: int = 0
+    """Nodes of its last launch."""
+    began_at: float | None = None
+    """The start of its first launch; Unix seconds."""
+    totals: LaunchTotals | None = None
+    """Over all launches; None where that is not recorded."""
+    step: tuple[int, float] | None = None
+    """The last step and its loss."""
+
+    @property
+    def state(self) -> str:
+        """Return the state in a word."""
+        return DAMAGED if self.status.damage else self.status.state.value
+
+    @property
+    def seconds(self) -> float | None:
+        """Return for how many seconds at least one node was there; where nobody recorded it, the time from start to
+        end."""
+        if self.totals is not None and self.totals.launches:
+            return self.totals.seconds
+        if self.status.started_at is None:
+            return None
+        return max(0.0, (self.status.ended_at or time.time()) - self.status.started_at)
+
+    @property
+    def usd(self) -> float | None:
+        """Return the dollars of its own nodes; None where no price is known."""
+        return self.totals.usd if self.totals is not None else None
+
+    def document(self) -> dict[str, Any]:
+        """Return the facts for JSON, with the fields of `dtrain_dagster.cli.json_fields.JOB`."""
+        status, totals = self.status, self.totals
+        return {
+            "job": status.job_id,
+            "state": self.state,
+            "message": status.damage or status.message,
+            "nodes": self.nodes,
+            "nodes_alive": status.nodes_alive,
+            "launches": totals.launches if totals else 0,
+            "started_at": self.began_at,
+            "ended_at": status.ended_at if status.state.is_final else None,
+            "seconds": self.seconds,
+            "node_hours": totals.node_hours if totals else None,
+            "usd": self.usd,
+            "step": self.step[0] if self.step else None,
+            "loss": self.step[1] if self.step else None,
+            "run_dir": self.run_dir,
+        }
+
+
+def read_facts(settings: Settings, status: JobStatus) -> JobFacts:
+    """Return the facts on a job of this status. One that is damaged, or cannot be read now, hides no other."""
+    rundir = run_dir(settings, status.job_id)
+    try:
+        if status.damage:
+            return JobFacts(status=status, run_dir=rundir.uri)
+        launch, nodes = rundir.read_json(LAUNCH) or {}, rundir.nodes()
+        return JobFacts(
+            status=status,
+            run_dir=rundir.uri,
+            nodes=launch.get("node_count", 0),
+            began_at=min((node.started_at for node in nodes), default=status.started_at),
+            totals=read_totals(settings, rundir, launch, not status.state.is_final),
+            step=last_step(rundir),
+        )
+    except (DamagedError, OSError) as error:
+        return JobFacts(status=replace(status, damage=str(error)), run_dir=rundir.uri)
+
+
+def read_totals(settings: Settings, rundir: RunDir, launch: Mapping[str, Any], running: bool) -> LaunchTotals:
+    """Return the time and the dollars of a job's own nodes, over all launches. ``launch``: the content of
+    ``launch.json``."""
+    plan = rundir.read_json(PLAN) or {}
+    sku, tier = launch.get("sku") or settings.gpu_type, launch.get("tier") or plan.get("tier") or settings.tiers[0]
+    usage = presence.usage(rundir.nodes(), sku, running, time.time(), stale_seconds(rundir.storage))
+    return sum_launches(usage, tier_of(tier))
+
+
+def list_facts(settings: Settings, statuses: Sequence[JobStatus], readers: int) -> list[JobFacts]:
+    """Return the facts on these jobs, which this many threads read."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(readers) as pool:
+        return list(pool.map(lambda status: read_facts(settings, status), statuses))
+
+
+class LeftClock:
+    """The time left of one job, from how it goes and its plan."""
+
+    def __init__(self, rundir: RunDir, expect_finish: Callable[[], float | None] = lambda: None) -> None:
+        """``expect_finish``: is asked once for the seconds after the last step, of a job without a plan."""
+        self._rundir, self._expect_finish = rundir, expect_finish
+        self._plan: Mapping[str, Any] | None = None
+
+    def left(self, status: JobStatus, view: JobView) -> TimeLeft | None:
+        """Return the time left; None where it is not known, and for a job that has ended, however it did."""
+        if status.state.is_final or not view.reports:
+            return None
+        if self._plan is None:
+            self._plan = self._read_plan()
+        return time_left(view, self._plan, time.time())
+
+    def _read_plan(self) -> Mapping[str, Any]:
+        with suppress(DamagedError):  # others refuse the job for it: here a figure is missing
+            if (plan := self._rundir.read_json(PLAN)) is not None:
+                return plan
+        finish = self._expect_finish()
+        return {} if finish is None else {"phases": {"finish": finish}}
+
+
+def expect_finish(settings: Settings, rundir: RunDir) -> float | None:
+    """Return the seconds that a training will take after its last step, as past runs alike took; None where this home
+    has none, or they cannot be read."""
+    from dtrain_dagster.planning.build_plan import sizes_of
+    from dtrain_dagster.planning.check_job import samples_of
+    from dtrain_dagster.planning.history import HomeHistory
+
+    with suppress(ValueError, OSError, RuntimeError):  # what is missing is a figure; a command that needs it says why
+        job, launch = rundir.read_job(), rundir.read_json(LAUNCH) or {}
+        history = HomeHistory(settings.home, ranks_of(settings), settings.gpu_type, settings.kind.is_this_machine)
+        if not history.runs_like(job):
+            return None
+        cores = os.cpu_count() if history.shares_machine else None
+        sizes = sizes_of(job, samples_of(job), history.processes_per_node, cores)
+        if (known := history.forecast(job, sizes)) is not None:
+            return known.parts(launch.get("node_count") or settings.nodes).finish
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobCourse:
+    """How far a job has come, as one look at its events tells it."""
+
+    view: JobView
+    left: TimeLeft | None
+    has_events: bool
+
+
+def read_course(status: JobStatus, rundir: RunDir, clock: LeftClock) -> JobCourse:
+    """Return how far a job of this status has come. Of one that is damaged nothing is known."""
+    follower, heard = JobFollower(rundir, JobView(nodes_alive=status.nodes_alive)), 0
+    if status.damage:
+        return JobCourse(view=follower.view, left=None, has_events=False)
+    for events in follower.read():
+        heard += len(events)
+    return JobCourse(view=follower.view, left=clock.left(status, follower.view), has_events=heard > 0)
+
+
+def format_progress(
+    progress: JobView, total_steps: int | None, left: TimeLeft | None = None, state: JobState | None = None
+) -> str:
+    """Return phase, step, epoch, time left, loss, speed and nodes in one line, as far as they are known. ``state``: of
+    the job, as `describe_training` has it. Pure."""
+    nodes = [] if state is not None and state.is_final else [count_nodes(progress.nodes_alive)]
+    return SEPARATOR.join([*describe_training(progress, total_steps, left, state), *nodes])
+
+
+def so_far(facts: JobFacts) -> str:
+    """Return what a job took and cost over all launches, in a line: ``12 s; 0.0066 node-hours; $0.0203``. Pure."""
+    totals = facts.totals
+    if totals is None or not totals.launches:
+        return "" if facts.seconds is None else format_duration(facts.seconds)
+    return f"{totals.words}; {totals.node_hours_words}" + ("" if facts.usd is None else f"; {dollars(facts.usd)}")
+
+
+def health_document(health: ClusterHealth) -> dict[str, Any]:
+    """Return the state of the cluster for JSON, with the fields of `dtrain_dagster.cli.json_fields.HEALTH`. Pure."""
+    nodes = [{"node": node.node_id, "healthy": node.healthy, "message": node.message} for node in health.nodes]
+    return {
+        "cluster": health.cluster_name,
+        "healthy": health.healthy,
+        "message": health.message,
+        "running_jobs": list(health.running_jobs),
+        "nodes": nodes,
+    }
+
+
+def status_document(facts: JobFacts, rundir: RunDir, course: JobCourse) -> dict[str, Any]:
+    """Return how a job stands for JSON, with the fields of `dtrain_dagster.cli.json_fields.STATUS`."""
+    view, left = course.view, course.left
+    presences = [] if facts.status.damage else rundir.nodes()
+    return {
+        **facts.document(),
+        "phase": describe_training(view, view.total_steps, None, facts.status.state)[0],
+        "total_steps": view.total_steps,
+        "epoch": view.epoch or None,
+        "valid_loss": view.valid_loss,
+        "samples_per_second": None if facts.status.state.is_final else view.samples_per_second,
+        "eta_seconds": left.seconds if left else None,
+        "eta_has_finish": left.has_finish if left else None,
+        "presences": [
+            {
+                "launch": node.launch,
+                "node": node.node_id,
+                "incarnation": node.incarnation,
+                "started_at": node.started_at,
+                "ended_at": node.ended_at,
+                "exit_codes": list(node.exit_codes),
+            }
+            for node in presences
+        ],
+        "studio_url": None if facts.status.damage else (rundir.read_json(LAUNCH) or {}).get("studio_url"),
+    }
+
+
+def latest_job(settings: Settings) -> RunDir | None:
+    """Return the job that most recently became an asset, None if there is none."""
+    newest: tuple[float, RunDir] | None = None
+    for name in open_storage(settings.jobs_uri).list():
+        rundir = RunDir(f"{settings.jobs_uri}/{name}")
+        try:
+            claim = rundir.read_json(CLAIM)
+        except (DamagedError, OSError) as error:  # of one job: the others are looked at
+            warn_once(f"{name} is left out: {error}")
+            continue
+        if claim and (newest is None or claim["claimed_at"] > newest[0]):
+            newest = (claim["claimed_at"], rundir)
+    return newest[1] if newest else None
+
+
+def has_result(rundir: RunDir) -> bool:
+    """Return whether a job is a training that has succeeded, of which there is a summary."""
+    return (rundir.read_json(RESULT) or {}).get("status") == "succeeded" and rundir.storage.exists(EVALUATION)
+
+
+def summary_lines(rundir: RunDir, totals: LaunchTotals | None = None, price: str = "") -> list[tuple[str, str]]:
+    """Return (name, figure) pairs from the run directory of a finished job. ``totals``: what its nodes took and cost,
+    and ``price``: what these dollars are, for a job of which no report says so."""
+    result = rundir.read_json(RESULT) or {}
+    evaluation = rundir.read_json(EVALUATION) or {}
+    plan = rundir.read_json(PLAN)
+    cost = rundir.read_json("reports/cost_breakdown.json")
+    registration = rundir.read_json(REGISTRATION)
+    lines = [
+        ("job", rundir.uri.rsplit("/", 1)[-1]),
+        ("trained", f"{result['steps']} steps on {result['world_size']} ranks"),
+    ]
+    if nodes := rundir.nodes():
+        took = sum_presences(nodes, running=False, now=time.time())
+        lines.append(("took", f"{took.words}; {took.node_hours_words}"))
+    else:  # it ran without a cluster, and nobody recorded when its nodes were there
+        lines.append(("took", f"{format_duration(result['train_seconds'])} of training"))
+    lines += _skill(evaluation)
+    paid = None
+    if cost and plan:
+        probe = cost.get("probe_usd", 0.0)
+        training = cost.get("training_usd", cost["metrics"]["total_cost_usd"])
+        expected, words = plan["estimate"]["usd"]["expected"], plan.get("price_words", STAND_IN)
+        last = ((cost.get("launches") or {}).get("last") or {}).get("usd")
+        of_which = f", of which the last launch {dollars(last)}" if last is not None else ""
+        more = f"; with its probe {dollars(training + probe)}" if probe else ""
+        paid = training + probe
+        lines.append(("cost", f"{dollars(training)}{of_which}, estimated {dollars(expected)}{more} ({words})"))
+    elif totals is not None and totals.usd is not None:
+        paid = totals.usd
+        lines.append(("cost", f"{dollars(paid)} ({price})"))
+    if (gate := evaluation.get("gate")) and evaluation["baselines"]:
+        lines.append(("gate", "passed" if gate.get("passed") else f"not passed: {'; '.join(gate.get('reasons', ()))}"))
+    if worth := worth_line(evaluation, paid):
+        lines.append(("earned", worth))
+    if registration:
+        alias = f", alias {registration['alias']}" if registration.get("alias") else ""
+        lines.append(("registered", f"{registration['name']} version {registration['version']}{alias}"))
+    return lines
+
+
+def priced_summary(settings: Settings, rundir: RunDir) -> list[tuple[str, str]]:
+    """Return `summary_lines` with the dollars of the job's nodes, whether or not a report has them."""
+    totals = read_totals(settings, rundir, rundir.read_json(LAUNCH) or {}, running=False)
+    return summary_lines(rundir, totals, price_of_cluster(settings))
+
+
+def price_of_cluster(settings: Settings) -> str:
+    """Return what the dollars of this cluster are, in words."""
+    return price_words(cluster_of(settings)[0].sku, settings.kind.buys_nodes)
+
+
+def summary_document(settings: Settings, rundir: RunDir) -> dict[str, Any]:
+    """Return the result of a finished job for JSON, with the fields of `dtrain_dagster.cli.json_fields.SUMMARY`."""
+    result, evaluation = rundir.read_json(RESULT) or {}, rundir.read_json(EVALUATION) or {}
+    gate = evaluation.get("gate") if evaluation.get("baselines") else None
+    registration = rundir.read_json(REGISTRATION)
+    names = ("name", "version", "alias")
+    return {
+        "figures": dict(priced_summary(settings, rundir)),
+        "steps": result["steps"],
+        "epochs": result.get("epochs"),
+        "world_size": result["world_size"],
+        "test": evaluation.get("model", {}),
+        "baselines": evaluation.get("baselines", {}),
+        "gate_passed": gate.get("passed") if gate else None,
+        "registered": {name: registration.get(name) for name in names} if registration else None,
+    }
+
+
+def _skill(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
+    model, baselines = evaluation["model"], evaluation["baselines"]
+    if has_kind_scores(evaluation):
+        return _skill_of_kind(evaluation)
+    if not model:  # a dataset of one's own that is for training only
+        return [("note", note) for note in evaluation["notes"]]
+    if model.get("nll") is None:
+        return [("test loss", f"{model['loss']:.5g}")]
+    known = {name: figures["nll"] for name, figures in baselines.items() if figures.get("nll") is not None}
+    best = min(known, key=lambda name: known[name], default=None)
+    beside = "" if best is None else f"; best baseline {best} {known[best]:.4f} (lower is better)"
+    lines = [("test NLL", f"{model['nll']:.4f}{beside}")]
+    if (covered := model.get("coverage_90")) is not None:
+        lines.append(("coverage", f"{covered:.1%} of the test windows inside the 90 % interval"))
+    return lines
+
+
+def _skill_of_kind(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the figures of rows, beside those of each baseline; the first is what is compared."""
+    lines = [("test loss", f"{evaluation['model']['loss']:.5g}")]
+    for figure in compare_figures(evaluation):
+        others = ", ".join(f"{name} {value:.4g}" for name, value in figure.baselines.items())
+        lines.append((f"test {figure.name}", f"{figure.model:.4g}" + (f" ({others})" if others else "")))
+    return [*lines, *(("note", note) for note in evaluation["notes"])]

@@ -1,0 +1,296 @@
+"""`dtrain jobs`, `status`, `logs` and `cancel`: what runs, and how it stands. Each imports what it needs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import click
+
+from dtrain_dagster.cli import json_fields
+from dtrain_dagster.cli.common import (
+    EXIT_INTERRUPTED,
+    Refusal,
+    cluster_of,
+    console,
+    read_settings,
+    refuses,
+    run_dir,
+    say,
+)
+from dtrain_dagster.cli.job_names import (
+    complete_files,
+    find_job,
+    find_job_or_fleet,
+    find_training,
+    job_argument,
+    named_argument,
+)
+from dtrain_dagster.cli.json_fields import either, listed
+from dtrain_dagster.cli.json_output import json_option, print_json
+
+if TYPE_CHECKING:
+    from dtrain_dagster.settings.environment import Settings
+
+READERS = 16
+"""The number of run directories that are read in parallel."""
+
+
+@click.command()
+@click.option("--fleets", "of_fleets", is_flag=True, help="List the fleets instead.")
+@json_option(either(listed(json_fields.JOB), {"with --fleets": listed(json_fields.FLEET)}))
+@refuses
+def jobs(of_fleets: bool, as_json: bool) -> None:
+    """List the jobs of the cluster, newest first.
+
+    Times and dollars cover all launches of a job. A probe, which an estimate rests on, is a job of its own.
+
+    \b
+    Examples:
+      dtrain jobs
+      dtrain jobs --json | jq -r '.[] | select(.state == "failed").job'
+      dtrain jobs --fleets
+    """
+    settings = read_settings()
+    if of_fleets:
+        _list_fleets(settings, as_json)
+        return
+    from dtrain_dagster.cli.facts import list_facts
+    from dtrain_dagster.cli.job_tables import print_jobs
+
+    rows = list_facts(settings, cluster_of(settings)[0].manager().list_jobs(), READERS)
+    if as_json:
+        print_json([row.document() for row in rows])
+    elif rows:
+        print_jobs(console(), rows)
+    else:
+        say(f"no jobs in {settings.jobs_uri} yet; `dtrain train --dataset latest` starts one")
+
+
+def _list_fleets(settings: Settings, as_json: bool) -> None:
+    from dtrain_dagster.cli.fleet_screen import headline
+    from dtrain_dagster.fleet.records import FleetRecords, fleet_names
+    from dtrain_dagster.fleet.view import FleetWatch
+
+    views = [FleetWatch(FleetRecords(settings.home, name)).view() for name in fleet_names(settings.home)]
+    if as_json:
+        print_json([view.document() for view in views])
+        return
+    for view in views:
+        say(headline(view))
+    if not views:
+        say("no fleets yet: `dtrain fleet FILE` begins one")
+
+
+@click.command()
+@named_argument(required=False)
+@click.option("--follow", "-f", is_flag=True, help="Follow a training until it ends, as `dtrain train` does.")
+@click.option(
+    "--html", metavar="FILE", shell_complete=complete_files,
+    help="Save the page of a training as one file, which needs no network and takes about 5 MB.",
+)  # fmt: skip
+@click.option("--trace", is_flag=True, help="Have the next steps of a training's rank 0 traced.")
+@json_option(
+    either(
+        json_fields.STATUS, {"of a training that has succeeded": json_fields.SUMMARY, "of a fleet": json_fields.FLEET}
+    )
+)
+@refuses
+def status(name: str | None, follow: bool, html: str | None, trace: bool, as_json: bool) -> None:
+    """Show the state of a job or a fleet, and the result of a training.
+
+    Without a name it shows the training that Dagster materialized last. Ctrl-C ends --follow, not the job. A trace
+    shows which operations take the time; it opens in Perfetto (ui.perfetto.dev), and the steps that are traced are
+    slower.
+
+    \b
+    Examples:
+      dtrain status
+      dtrain status latest --follow
+      dtrain status train-6f66 --json
+      dtrain status latest --html training.html
+    """
+    settings = read_settings()
+    if name is None:
+        from dtrain_dagster.cli.facts import latest_job
+
+        if (found := latest_job(settings)) is None:
+            raise Refusal("nothing was materialized yet; name a job, see `dtrain jobs`")
+        name = found.uri.rpartition("/")[2]
+    if follow or html or trace:
+        if sum((follow, bool(html), trace, as_json)) > 1:
+            raise Refusal("--follow, --html, --trace or --json: give one of them")
+        job_id = find_training(settings, name)
+        if html:
+            _save_page(settings, job_id, html)
+        elif trace:
+            _ask_for_trace(settings, job_id)
+        else:
+            _follow(settings, job_id)
+        return
+    name, is_fleet = find_job_or_fleet(settings, name)
+    if is_fleet:
+        _show_fleet(settings, name, as_json)
+    else:
+        _show_job(settings, name, as_json)
+
+
+def _follow(settings: Settings, job_id: str) -> None:
+    from dtrain_dagster.cli.follow import follow_training
+    from dtrain_dagster.cli.start import describe_outcome, say_that_it_runs_on
+
+    try:
+        ended = follow_training(settings, job_id)
+    except KeyboardInterrupt:
+        say_that_it_runs_on(settings, job_id)
+        sys.exit(EXIT_INTERRUPTED)
+    if ended.state != "succeeded":
+        say(describe_outcome(ended), err=True)
+        sys.exit(1)
+
+
+def _save_page(settings: Settings, job_id: str, file: str) -> None:
+    from pathlib import Path
+
+    from dtrain_dagster.cli.ui import places_of
+    from dtrain_dagster.dashboard.page import report_page
+
+    page = report_page(run_dir(settings, job_id), settings.tiers[0], places_of(settings))
+    try:
+        Path(file).write_text(page)
+    except OSError as error:
+        raise Refusal(f"--html {file}: {error.strerror}; give another file") from None
+    say(file)
+
+
+def _ask_for_trace(settings: Settings, job_id: str) -> None:
+    rundir = run_dir(settings, job_id)
+    if (state := cluster_of(settings)[0].manager().job_status(job_id).state).is_final:
+        raise Refusal(f"job {job_id} has {state}: only a running job can be traced; `dtrain jobs` lists them")
+    try:
+        rundir.request_trace()
+    except FileExistsError:
+        raise Refusal(f"a request for a trace of {job_id} is still waiting: try again soon") from None
+    say(f"the trace will be in {rundir.uri}/profile, and on the job's page (`dtrain ui jobs`)")
+
+
+def _show_fleet(settings: Settings, name: str, as_json: bool) -> None:
+    from dtrain_dagster.cli.fleet_screen import fleet_table, headline
+    from dtrain_dagster.fleet.records import FleetRecords
+    from dtrain_dagster.fleet.view import FleetWatch
+
+    view = FleetWatch(FleetRecords(settings.home, name)).view()
+    if as_json:
+        print_json(view.document())
+        return
+    say(headline(view))
+    console().print(fleet_table(view, console().width), highlight=False)
+
+
+def _show_job(settings: Settings, job_id: str, as_json: bool) -> None:
+    from dtrain_dagster.cli.facts import (
+        LeftClock,
+        expect_finish,
+        has_result,
+        priced_summary,
+        read_course,
+        read_facts,
+        status_document,
+        summary_document,
+    )
+    from dtrain_dagster.cli.job_tables import print_status
+    from dtrain_dagster.cli.screen import pairs_table
+
+    rundir = run_dir(settings, job_id)
+    facts = read_facts(settings, cluster_of(settings)[0].manager().job_status(job_id))
+    if facts.status.damage and not as_json:
+        raise Refusal(facts.status.damage)
+    course = read_course(facts.status, rundir, LeftClock(rundir, lambda: expect_finish(settings, rundir)))
+    is_over = not facts.status.damage and has_result(rundir)
+    if as_json:
+        document = summary_document(settings, rundir) if is_over else {}
+        print_json({**status_document(facts, rundir, course), **document})
+        return
+    print_status(console(), facts, rundir, time.time(), course)
+    if is_over:
+        result = [pair for pair in priced_summary(settings, rundir) if pair[0] != "job"]
+        console().print(pairs_table(result), highlight=False)
+
+
+@click.command()
+@job_argument()
+@click.option("--node", type=click.IntRange(min=0), metavar="K", help="Only this node, counted from 0.")
+@click.option("--follow", "-f", is_flag=True, help="Keep printing until the job has ended.")
+@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of each node.")
+@json_option(json_fields.LOG_LINE, "Print one JSON document for each line instead.")
+@refuses
+def logs(job_id: str, node: int | None, follow: bool, tail: int | None, as_json: bool) -> None:
+    """Print the output of a job's processes.
+
+    Ctrl-C ends --follow, not the job.
+
+    \b
+    Examples:
+      dtrain logs latest --tail 20
+      dtrain logs latest --follow --node 1
+      dtrain logs latest --json | jq -r 'select(.node == 1).text'
+    """
+    from dtrain_dagster.cli.follow import print_json_lines, print_lines, stream_job
+    from dtrain_dagster.cli.start import say_that_it_runs_on
+    from dtrain_dagster.jobs.log_follower import follow_logs
+
+    settings = read_settings()
+    manager = cluster_of(settings)[0].manager()
+    job_id = find_job(settings, job_id)
+    if not follow and not as_json:
+        say(manager.job_logs(job_id, node_id=node, tail=tail))
+        return
+    manager.job_status(job_id)
+    follower = follow_logs(manager, run_dir(settings, job_id), settings.kind.shares_home)
+    if tail is not None:
+        follower.skip_to_end(keep_lines=tail)
+    if not follow:
+        if node is not None:
+            manager.job_logs(job_id, node_id=node, tail=0)  # refuses a node that has no log
+        print_json_lines(follower.read(node, to_the_end=True))
+        return
+    show = print_json_lines if as_json else partial(print_lines, console())
+    try:
+        stream_job(show, manager, job_id, follower, node)
+    except KeyboardInterrupt:
+        say_that_it_runs_on(settings, job_id)
+        sys.exit(EXIT_INTERRUPTED)
+
+
+@click.command()
+@named_argument()
+@refuses
+def cancel(name: str) -> None:
+    """Stop a job or a fleet after it has written a checkpoint.
+
+    A job that does not stop in time is killed. The command returns when no process is left, or when Azure ML says
+    that the job has ended. Of a fleet, or of the trials of a search, no further job starts.
+
+    On the local cluster it is killed after 8 seconds, or after DTRAIN_STOP_GRACE_SECONDS as it was set when the job
+    started.
+
+    \b
+    Examples:
+      dtrain cancel latest
+      dtrain cancel train-20261126-1425
+      dtrain cancel night
+    """
+    settings = read_settings()
+    name, is_fleet = find_job_or_fleet(settings, name)
+    if is_fleet:
+        from dtrain_dagster.cli.fleet import cancel_fleet
+
+        cancel_fleet(settings, name)
+        return
+    manager = cluster_of(settings)[0].manager()
+    before = manager.job_status(name).state
+    manager.cancel_job(name)
+    after = manager.job_status(name).state
+    say(f"job {name}: {after}" + (" already" if before.is_final else ""))

@@ -1,0 +1,299 @@
+"""`dtrain ui`: Dagster's pages, the dashboard of jobs, MLflow's and TensorBoard's, each behind the guard.
+
+Each page imports what it needs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dtrain_dagster.cli.common import EXIT_INTERRUPTED, Refusal, cluster_of, read_settings, refuses, run_dir
+from dtrain_dagster.cli.job_names import complete_jobs, find_training
+
+if TYPE_CHECKING:
+    from socket import socket
+
+    from dtrain_dagster.dashboard.job_links import Places
+    from dtrain_dagster.dashboard.job_routes import JobServices
+    from dtrain_dagster.settings.environment import Settings
+
+HOST = "127.0.0.1"
+PORTS = {"dagster": 3000, "jobs": 8060, "mlflow": 5000, "tensorboard": 6006}
+"""The pages, and their usual ports."""
+ADDRESSES = {"jobs": "DTRAIN_DASHBOARD_URL", "mlflow": "DTRAIN_MLFLOW_URL"}
+"""The pages that --all serves as well, and the variables that tell their addresses."""
+OWN = {
+    "dagster": {"users", "workspace", "serves_all"},
+    "jobs": {"host", "job_id", "token", "read_only"},
+    "mlflow": {"users"},
+    "tensorboard": {"users"},
+}
+"""The options of each page besides those of all."""
+
+
+@click.command()
+@click.argument("page", type=click.Choice(list(PORTS)), default="dagster")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), metavar="PORT",
+    help="Port to listen on; 0 takes a free one.  [default: 3000, of jobs 8060, of mlflow 5000, of tensorboard 6006]",
+)  # fmt: skip
+@click.option(
+    "--allow-host", "names", multiple=True, metavar="NAME", help="A further host name that browsers may use for it."
+)
+@click.option(
+    "--allow-user", "users", multiple=True, metavar="USER",
+    help="A further user of this machine who may connect, such as that of a proxy; any: every user. Not of jobs.",
+)  # fmt: skip
+@click.option(
+    "--workspace", "-w", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
+    help="Code locations that Dagster loads.  [default: workspace.yaml]",
+)  # fmt: skip
+@click.option("--all", "serves_all", is_flag=True, help="Beside Dagster, serve jobs and mlflow, too.")
+@click.option(
+    "--host", metavar="ADDRESS", help="Address to listen on, of jobs. There is no password.  [default: 127.0.0.1]"
+)
+@click.option(
+    "--job", "job_id", metavar="JOB", shell_complete=complete_jobs,
+    help="Print the address of this job, of jobs.  [default: that of all]",
+)  # fmt: skip
+@click.option(
+    "--token", metavar="env:NAME",
+    help="Take orders (cancel, resume, trace), of jobs, with this token only; where it is found.",
+)  # fmt: skip
+@click.option("--read-only", is_flag=True, help="Take no orders, of jobs.")
+@refuses
+def ui(page: str, port: int | None, names: tuple[str, ...], **options: Any) -> None:
+    """Serve pages in a browser, for this machine alone.
+
+    dagster: Dagster's UI and daemon, as under `dagster dev`, but behind a guard that refuses other websites. Links
+    between the pages follow their ports; with --all, a port that is taken gives way to a free one.
+
+    jobs: the dashboard of all jobs, live. Fleets have a page of their own, /fleets, and metrics for Prometheus are
+    under /metrics. The page of a job cancels, resumes and traces it: for you on this machine, or for whoever has the
+    --token.
+
+    mlflow: MLflow's pages over the project's models and runs. tensorboard: curves of all jobs on this machine.
+
+    All listen on 127.0.0.1 only: anyone who reaches them runs commands as you. From elsewhere: ssh -L
+    3000:127.0.0.1:3000, or a proxy that asks for a password, whose name goes to --allow-host, and its user to
+    --allow-user. Ctrl-C ends it.
+
+    \b
+    Examples:
+      dtrain ui --all
+      dtrain ui --port 3001
+      dtrain ui jobs --job latest
+      dtrain ui mlflow
+      dtrain ui tensorboard
+    """
+    given = {name: value for name, value in options.items() if value}
+    if foreign := sorted(given.keys() - OWN[page]):
+        raise click.UsageError(
+            f"the page {page} has no {', '.join(map(_option, foreign))}", click.get_current_context()
+        )
+    serve: dict[str, Callable[..., None]] = {
+        "dagster": _serve_dagster,
+        "jobs": _serve_jobs,
+        "mlflow": _serve_mlflow,
+        "tensorboard": _serve_tensorboard,
+    }
+    serve[page](read_settings(), PORTS[page] if port is None else port, names, **given)
+
+
+def _option(name: str) -> str:
+    """Return the option of a parameter of `ui`, as it is typed."""
+    [found] = [parameter for parameter in ui.params if parameter.name == name]
+    return found.opts[0]
+
+
+def user_ids(users: tuple[str, ...]) -> frozenset[int] | None:
+    """Return the numbers of these users; None for any. Raise `Refusal` for a user that this machine does not know."""
+    import pwd
+
+    try:
+        return None if "any" in users else frozenset(pwd.getpwnam(user).pw_uid for user in users)
+    except KeyError as error:
+        raise Refusal(f"--allow-user: {error.args[0]}; give the name of a user of this machine") from None
+
+
+@contextmanager
+def listening(host: str, port: int) -> Iterator[socket]:
+    """Yield a bound socket. Raise `Refusal` if the address is taken."""
+    from dtrain_dagster.web.server import listener
+
+    try:
+        bound = listener(host, port)
+    except OSError as error:
+        raise Refusal(f"--host {host} --port {port}: {error.strerror}; choose another --port") from None
+    with bound:
+        yield bound
+
+
+def _serve_dagster(
+    settings: Settings, port: int, names: tuple[str, ...], users: tuple[str, ...] = (), workspace: Path | None = None,
+    serves_all: bool = False,
+) -> None:  # fmt: skip
+    from dtrain_dagster.settings.environment import Settings
+    from dtrain_dagster.web.dagster_ui import run_ui
+    from dtrain_dagster.web.server import address
+
+    workspace = workspace or Path("workspace.yaml")
+    if not workspace.is_file():
+        raise Refusal(f"--workspace {workspace}: there is no such file")
+    if not os.environ.get("DAGSTER_HOME"):
+        home = settings.home / "dagster"
+        if not (home / "dagster.yaml").exists():
+            raise Refusal(
+                f"DAGSTER_HOME is not set and {home} has no dagster.yaml: `python -m dtrain_dagster setup` makes it"
+            )
+        os.environ["DAGSTER_HOME"] = str(home)
+    allowed = user_ids(users)
+    with listening(HOST, port) as bound, ExitStack() as stack:
+        if settings.dagster_url == Settings.model_fields["dagster_url"].default:
+            os.environ["DTRAIN_DAGSTER_URL"] = address(bound)
+        for page, variable in ADDRESSES.items() if serves_all else ():
+            if page != "mlflow" or _has_database(settings):
+                stack.enter_context(_served_beside(page, PORTS[page], variable))
+        try:
+            code = run_ui(workspace, bound, names, allowed)
+        except KeyboardInterrupt:
+            code = EXIT_INTERRUPTED
+    raise SystemExit(code)
+
+
+def _has_database(settings: Settings) -> bool:
+    """Return whether MLflow's runs are in a database, and not in a server that has pages of its own."""
+    from dtrain_dagster.support.secrets import resolve
+
+    return resolve(settings.tracking_uri).startswith(("sqlite:", "postgresql"))
+
+
+@contextmanager
+def _served_beside(page: str, usual: int, variable: str) -> Iterator[None]:
+    """Serve a page in a process that ends with the block. ``usual``: its port, unless that is taken; ``variable``: the
+    one that tells its address to whoever makes links."""
+    from dtrain_dagster.web.dagster_ui import LEAVE_WITH_PARENT, running
+    from dtrain_dagster.web.server import address, listener
+
+    try:
+        bound = listener(HOST, usual)
+    except OSError:
+        bound = listener(HOST, 0)
+    with bound:  # until here nobody else takes it
+        url, port = address(bound), bound.getsockname()[1]
+    os.environ.setdefault(variable, url)
+    program = f"{LEAVE_WITH_PARENT}from dtrain_dagster.cli.main import main\nmain(sys.argv[1:])"
+    with running(program, "ui", page, "--port", str(port)):
+        yield
+
+
+def _serve_jobs(
+    settings: Settings, port: int, names: tuple[str, ...], host: str = HOST, job_id: str | None = None,
+    token: str | None = None, read_only: bool = False,
+) -> None:  # fmt: skip
+    from dtrain_dagster.dashboard.fleets import FleetBoard
+    from dtrain_dagster.dashboard.job_board import JobBoard
+    from dtrain_dagster.dashboard.server import build_app
+    from dtrain_dagster.web.guard import LOOPBACK
+    from dtrain_dagster.web.server import address, server
+
+    if job_id is not None:
+        job_id = find_training(settings, job_id)
+    services = _services(settings, token, read_only or (host not in LOOPBACK and token is None))
+    board = JobBoard(settings.jobs_uri, settings.tiers[0])
+    app = build_app(board, (host, *names), FleetBoard(settings.home), services)
+    with listening(host, port) as bound:
+        click.echo(f"dashboard: {address(bound)}/" + (f"jobs/{job_id}" if job_id else ""))
+        if host not in LOOPBACK:
+            click.echo("anyone who can reach this address can read it: there is no password", err=True)
+        server(app).run(sockets=[bound])
+
+
+def _services(settings: Settings, token: str | None, read_only: bool) -> JobServices:
+    """Return what the page of a job offers under these settings. Raise `Refusal` for a token that is no reference."""
+    from dtrain_dagster.dashboard.job_routes import JobServices
+    from dtrain_dagster.dashboard.log_pages import ClusterLogs, LogFiles, LogSource
+    from dtrain_dagster.dashboard.orders import OrderDesk
+    from dtrain_dagster.support.secrets import SecretError, check_reference, is_reference, resolve
+    from trainer.rundir import LOGS
+
+    if token is not None:
+        try:
+            if not is_reference(token):
+                raise SecretError("say where the token is (env:NAME, keyvault://VAULT/SECRET), not what it is")
+            check_reference(token)
+        except SecretError as error:
+            raise Refusal(f"--token: {error}") from None
+    here = settings.kind.shares_home and "://" not in settings.jobs_uri
+    logs: LogSource = (
+        LogFiles(lambda job_id: Path(run_dir(settings, job_id).storage.local_path(LOGS)))
+        if here
+        else ClusterLogs(lambda job_id: cluster_of(settings)[0].manager().job_logs(job_id))
+    )
+    desk = None if read_only else OrderDesk(settings.home, None if token is None else resolve(token))
+    return JobServices(places=places_of(settings), logs=logs, desk=desk)
+
+
+def places_of(settings: Settings) -> Places:
+    """Return where a job can be seen besides the dashboard."""
+    from dtrain_dagster.dashboard.cluster_views import ClusterPlace, place_of_options
+    from dtrain_dagster.dashboard.job_links import Places
+    from dtrain_dagster.settings.engines import read_engine_options
+    from dtrain_dagster.settings.environment import SettingsError
+
+    cluster = ClusterPlace()
+    with suppress(SettingsError):  # pages of jobs that have ended need no cluster
+        if settings.kind.has_engine:
+            cluster = place_of_options(settings.cluster, read_engine_options(settings.cluster))
+    tracking = settings.tracking_uri
+    served = tracking if tracking.startswith(("http://", "https://")) else "http://127.0.0.1:5000"
+    return Places(
+        dagster_url=settings.dagster_url.rstrip("/"), mlflow_url=served.rstrip("/"), tracking_uri=settings.tracking_uri,
+        cluster=cluster,
+    )  # fmt: skip
+
+
+def _serve_mlflow(settings: Settings, port: int, names: tuple[str, ...], users: tuple[str, ...] = ()) -> None:
+    from dtrain_dagster.settings.home import make_home
+    from dtrain_dagster.support.secrets import resolve
+    from dtrain_dagster.web.guard import rules_for
+    from dtrain_dagster.web.other_pages import mlflow_app, runs_page
+
+    tracking_uri = resolve(settings.tracking_uri)
+    if not _has_database(settings):
+        raise Refusal(
+            "DTRAIN_MLFLOW_TRACKING_URI names a server, which has pages of its own: open those, or unset it for the "
+            "database under DTRAIN_HOME"
+        )
+    make_home(settings.home)
+    allowed = user_ids(users)
+    with listening(HOST, port) as bound:
+        app = mlflow_app(tracking_uri, settings.home / "mlartifacts", names)
+        page = runs_page(tracking_uri, settings.experiment)
+        _serve("MLflow", app, rules_for(HOST, names, most_body_bytes=None), allowed, bound, page)
+
+
+def _serve_tensorboard(settings: Settings, port: int, names: tuple[str, ...], users: tuple[str, ...] = ()) -> None:
+    from dtrain_dagster.web.guard import rules_for
+    from dtrain_dagster.web.other_pages import tensorboard_app
+
+    if settings.storage:
+        raise Refusal("the jobs are in DTRAIN_STORAGE, which TensorBoard is not given here: use `dtrain ui jobs`")
+    allowed = user_ids(users)
+    with listening(HOST, port) as bound:
+        app = tensorboard_app(Path(settings.jobs_uri))
+        _serve("TensorBoard", app, rules_for(HOST, names), allowed, bound)
+
+
+def _serve(name: str, app: Any, rules: Any, users: frozenset[int] | None, bound: socket, page: str = "") -> None:
+    from dtrain_dagster.web.guard import Guard
+    from dtrain_dagster.web.server import address, server
+
+    click.echo(f"{name}: {address(bound)}{page}")
+    server(Guard(app, rules), users=users).run(sockets=[bound])
