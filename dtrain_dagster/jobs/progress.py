@@ -33,7 +33,8 @@ from trainer.printable import visible
 from trainer.rundir import EVALUATION, JOB, LAUNCH, LIMIT, RESULT, RunDir
 
 WORK_FILE = "DTRAIN_WORK_FILE"
-"""Variable: the file to which a process adds the jobs that it starts or follows; unset outside of `python -m dtrain_dagster work`."""
+"""Variable: the file to which a process adds the jobs that it starts or follows; unset outside of ``dtrain_dagster
+work``."""
 
 REGISTRATION = "registration.json"
 """File of a run directory: the name, version and alias under which the model was registered."""
@@ -285,7 +286,7 @@ def work_file() -> Iterator[Path]:
 
 
 def note_job(job_id: str) -> None:
-    """Note that this process started a job, or follows it. Nothing is noted outside of `python -m dtrain_dagster work`, or where the file
+    """Note that this process started a job, or follows it. Nothing is noted outside of ``dtrain_dagster work``, or where the file
     is gone: what is told after Ctrl-C must not hinder the job."""
     if path := os.environ.get(WORK_FILE):
         _note(path, job_id)
