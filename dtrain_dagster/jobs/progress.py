@@ -286,8 +286,8 @@ def work_file() -> Iterator[Path]:
 
 
 def note_job(job_id: str) -> None:
-    """Note that this process started a job, or follows it. Nothing is noted outside of ``dtrain_dagster work``, or where the file
-    is gone: what is told after Ctrl-C must not hinder the job."""
+    """Note that this process started a job, or follows it. Nothing is noted outside of ``dtrain_dagster work``, or
+    where the file is gone: what is told after Ctrl-C must not hinder the job."""
     if path := os.environ.get(WORK_FILE):
         _note(path, job_id)
 
