@@ -335,7 +335,6 @@ def summary(result: Mapping[str, Any]) -> list[str]:
         f"{len(result['trials'])} trials ({counts}) cost {dollars(result['usd'])}; the plan was at most "
         f"{dollars(planned['at_most_usd'])}, with {dollars(planned['expected_usd'])} expected"
     ]
-    lines += [result["ended"]] if result["ended"] else []
     for item in result["improvements"][1:]:
         lines.append(
             f"  trial {item['trial']}: {result['metric']} {item['score']:.6g}, better by {item['gained']:.3g} for "

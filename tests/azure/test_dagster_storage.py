@@ -98,8 +98,8 @@ def blobs() -> dict[str, Any]:
 def test_values_and_outputs_go_to_azure_and_are_read_on_another_machine(
     environment: dict[str, str], lake: DataLake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dtrain = [str(Path(sys.executable).with_name("dtrain"))]
-    run(environment, *dtrain, "setup")
+    setup = [sys.executable, "-m", "dtrain_dagster", "setup"]
+    run(environment, *setup)
     script = tmp_path / "run.py"
     script.write_text(RUN)
     first = run(environment, sys.executable, str(script), "numbers", "3000000")
@@ -109,7 +109,7 @@ def test_values_and_outputs_go_to_azure_and_are_read_on_another_machine(
         "DTRAIN_HOME": str(tmp_path / "other"),
         "DAGSTER_HOME": str(tmp_path / "other" / "dagster"),
     }
-    run(elsewhere, *dtrain, "setup")
+    run(elsewhere, *setup)
     second = run(elsewhere, sys.executable, str(script), "total", "0")
     assert "abfss://dagster@" in second, "where the value lies is said"
 
@@ -149,7 +149,7 @@ def test_values_and_outputs_go_to_azure_and_are_read_on_another_machine(
 
 @pytest.mark.slow
 def test_setup_writes_where_outputs_go_and_takes_it_away_again(environment: dict[str, str]) -> None:
-    dtrain = [str(Path(sys.executable).with_name("dtrain")), "setup"]
+    dtrain = [sys.executable, "-m", "dtrain_dagster", "setup"]
     file = Path(environment["DAGSTER_HOME"]) / "dagster.yaml"
     run(environment, *dtrain)
     written = yaml.safe_load(file.read_text())
