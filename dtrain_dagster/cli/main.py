@@ -76,7 +76,7 @@ RETIRED = {
     "clean": "python -m dtrain_dagster clean",
     "completion": "_DTRAIN_COMPLETE=bash_source dtrain, or zsh_source or fish_source",
 }
-"""What was typed until version 0.3 → what is typed instead. To be removed with the version after this one."""
+"""What older versions had → what is typed instead. To be removed with the version after the next release."""
 
 
 @add_completion_class

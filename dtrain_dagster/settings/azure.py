@@ -21,11 +21,11 @@ class AzureSettings(EnvironmentSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX)
     removed: ClassVar = {
-        "TIERS": "DTRAIN_TIER, which takes several tiers, separated by commas",
-        "IDLE_SECONDS": "DTRAIN_IDLE_MINUTES, in minutes",
-        "MAX_RESUBMISSIONS": "DTRAIN_MAX_REPLACEMENTS",
-        "SILENCE_SECONDS": "nothing: a job that is silent for 15 minutes counts as lost",
-        "JOB_TIMEOUT_SECONDS": "nothing: Azure ends a job after a week",
+        "TIERS": "set DTRAIN_TIER instead, which takes several tiers, separated by commas",
+        "IDLE_SECONDS": "set DTRAIN_IDLE_MINUTES instead, in minutes",
+        "MAX_RESUBMISSIONS": "set DTRAIN_MAX_REPLACEMENTS instead",
+        "SILENCE_SECONDS": "a job that is silent for 15 minutes counts as lost; unset it",
+        "JOB_TIMEOUT_SECONDS": "Azure ends a job after a week; unset it",
     }
 
     subscription_id: str = Field(description="Subscription; `az account show --query id` prints it")

@@ -54,15 +54,13 @@ class EnvironmentSettings(BaseSettings):
 
     model_config = SettingsConfigDict(extra="forbid", env_ignore_empty=True, env_prefix=PREFIX)
     removed: ClassVar[Mapping[str, str]] = {}
-    """Variables of older versions, without the prefix, and what is in their place. One that is set is refused: what it
+    """Variables of older versions, without the prefix, and what to do instead. One that is set is refused: what it
     asked for would be missing without a word."""
 
     def __init__(self, **given: Any) -> None:
         prefix = self.model_config["env_prefix"]
         if gone := [name for name in self.removed if os.environ.get(f"{prefix}{name}")]:
-            raise SettingsError(
-                "\n".join(f"{prefix}{name} is no longer read; in its place: {self.removed[name]}" for name in gone)
-            )
+            raise SettingsError("\n".join(f"{prefix}{name} is no longer read: {self.removed[name]}" for name in gone))
         try:
             super().__init__(**given)
         except ValidationError as error:
@@ -82,6 +80,10 @@ class EnvironmentSettings(BaseSettings):
 
 class Settings(EnvironmentSettings):
     """The project's settings. Every field is the environment variable of that name in capitals after ``DTRAIN_``."""
+
+    removed: ClassVar = {
+        "GATE": "a champion passes its own test split, and the walk forward is examples/walk_forward; unset it",
+    }
 
     home: Path = Field(
         default=Path(DEFAULT),
@@ -159,12 +161,6 @@ class Settings(EnvironmentSettings):
         description="Registered model's name: letters, digits, blanks, dots, dashes, underscores",
     )
     dagster_url: str = Field(default="http://127.0.0.1:3000", description="Dagster's UI, for links back from a model")
-
-    gate: Literal["test"] = Field(
-        # What is left of a choice: who has walk_forward set is refused, and no weaker gate takes its place unseen.
-        default="test",
-        description="What a champion has to pass: its own test split; walk_forward is an example now, and no gate",
-    )
 
     endpoint: str | None = Field(
         default=None,

@@ -39,18 +39,18 @@ class KubernetesSettings(EnvironmentSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX)
     removed: ClassVar = {
-        "PULL_POLICY": f"imagePullPolicy of the container {CONTAINER!r} in {_TEMPLATE}",
-        "PULL_SECRETS": f"imagePullSecrets in {_TEMPLATE}",
-        "ENV_SECRETS": f"envFrom of the container {CONTAINER!r} in {_TEMPLATE}",
-        "SHARED_MEMORY": f"nothing: /dev/shm is as large as {PREFIX}MEMORY allows",
-        "NODE_SELECTOR": f"nodeSelector in {_TEMPLATE}",
-        "TOLERATIONS": f"tolerations in {_TEMPLATE}",
-        "USER": f"securityContext in {_TEMPLATE}",
-        "SPREAD": f"affinity in {_TEMPLATE}",
-        "HOST_NETWORK": f"hostNetwork and dnsPolicy in {_TEMPLATE}",
-        "PRIORITY_CLASS": f"priorityClassName in {_TEMPLATE}",
-        "LOST_SECONDS": f"tolerations in {_TEMPLATE} for node.kubernetes.io/not-ready and unreachable",
-        "KEEP_SECONDS": "nothing: the record of an ended node is kept for an hour",
+        "PULL_POLICY": f"give imagePullPolicy of the container {CONTAINER!r} in {_TEMPLATE}",
+        "PULL_SECRETS": f"give imagePullSecrets in {_TEMPLATE}",
+        "ENV_SECRETS": f"give envFrom of the container {CONTAINER!r} in {_TEMPLATE}",
+        "SHARED_MEMORY": f"/dev/shm is as large as {PREFIX}MEMORY allows; unset it",
+        "NODE_SELECTOR": f"give nodeSelector in {_TEMPLATE}",
+        "TOLERATIONS": f"give tolerations in {_TEMPLATE}",
+        "USER": f"give a securityContext in {_TEMPLATE}",
+        "SPREAD": f"give an affinity in {_TEMPLATE}",
+        "HOST_NETWORK": f"give hostNetwork and dnsPolicy in {_TEMPLATE}",
+        "PRIORITY_CLASS": f"give priorityClassName in {_TEMPLATE}",
+        "LOST_SECONDS": f"give tolerations of node.kubernetes.io/not-ready and unreachable in {_TEMPLATE}",
+        "KEEP_SECONDS": "the record of an ended node is kept for an hour; unset it",
     }
 
     kubeconfig: str | None = Field(
@@ -113,7 +113,7 @@ def read_pod_template(path: str) -> dict[str, Any]:
     where = f"{PREFIX}POD_TEMPLATE={path}"
     try:
         template = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise SettingsError(f"{where} cannot be read: {error}") from None
     if not isinstance(template, dict) or not template.keys() & {"metadata", "spec"}:
         raise SettingsError(f"{where} has no pod template: give metadata (labels, annotations), spec, or both")
@@ -130,19 +130,30 @@ def read_pod_template(path: str) -> dict[str, Any]:
 
 def explain_template(template: Mapping[str, Any]) -> str:
     """Return why a pod template cannot be used, "" where it can. Pure."""
+    for name, part in template.items():
+        if not isinstance(part, Mapping):
+            return f"{name} is no mapping"
     spec = template.get("spec", {})
     for name in ("restartPolicy", "terminationGracePeriodSeconds"):
         if name in spec:
             return f"spec.{name} is set by dtrain: leave it out"
-    containers = spec.get("containers", [])
+    containers = spec.get("containers") or []
+    if not isinstance(containers, list) or not all(isinstance(one, Mapping) for one in containers):
+        return "spec.containers is no list of containers"
     if others := [str(one.get("name")) for one in containers if one.get("name") != CONTAINER]:
         return (
             f"it has the container {others[0]}, which would keep a pod from ending: what belongs to the nodes' own is "
             f"under the name {CONTAINER!r}; make another one a sidecar (initContainers with restartPolicy: Always)"
         )
-    for name in ("image", "command", "args"):
-        if any(name in one for one in containers):
-            return f"{name} of the container is set by dtrain ({PREFIX}IMAGE, {PREFIX}PYTHON): leave it out"
+    for container in containers:
+        for name in ("image", "command", "args"):
+            if name in container:
+                return f"{name} of the container is set by dtrain ({PREFIX}IMAGE, {PREFIX}PYTHON): leave it out"
+        # The plan counts ranks and dollars by the settings: what a pod asks for must be the same.
+        for amounts in (container.get("resources") or {}).values():
+            for name in amounts if isinstance(amounts, Mapping) else ():
+                if name in ("cpu", "memory") or "gpu" in name:
+                    return f"{name} is set by {PREFIX}CPU, _MEMORY, _GPUS and _GPU_RESOURCE: leave it out"
     return ""
 
 

@@ -37,8 +37,11 @@ class SlurmSettings(EnvironmentSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX)
     removed: ClassVar = {
-        **{name.upper(): f"--{name}=… in {PREFIX}EXTRA" for name in ("account", "qos", "constraint", "reservation")},
-        "EXCLUSIVE": f"--exclusive in {PREFIX}EXTRA",
+        **{
+            name.upper(): f"give --{name}=… in {PREFIX}EXTRA"
+            for name in ("account", "qos", "constraint", "reservation")
+        },
+        "EXCLUSIVE": f"give --exclusive in {PREFIX}EXTRA",
     }
 
     host: str | None = Field(

@@ -216,8 +216,8 @@ def test_tiers_and_idle_time_are_asked_once_for_every_kind_of_cluster(monkeypatc
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("DTRAIN_AZURE_TIERS", "low_priority", "in its place: DTRAIN_TIER"),
-        ("DTRAIN_AZURE_IDLE_SECONDS", "60", "in its place: DTRAIN_IDLE_MINUTES, in minutes"),
+        ("DTRAIN_AZURE_TIERS", "low_priority", "set DTRAIN_TIER instead"),
+        ("DTRAIN_AZURE_IDLE_SECONDS", "60", "set DTRAIN_IDLE_MINUTES instead, in minutes"),
         ("DTRAIN_IDLE_MINUTES", "2000", "DTRAIN_IDLE_MINUTES=2000 is more than the 1440"),
     ],
 )
@@ -293,3 +293,9 @@ def test_a_home_of_another_user_above_is_not_used(tmp_path: Path):
 def test_a_setting_that_is_given_by_a_name_that_is_none_is_refused():
     with pytest.raises(SettingsError, match=r"^nodse is not a setting: did you mean nodes\?$"):
         Settings(nodse=3)  # type: ignore[call-arg]
+
+
+def test_a_gate_of_an_older_version_is_refused_so_that_no_weaker_one_takes_its_place(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DTRAIN_GATE", "walk_forward")
+    with pytest.raises(SettingsError, match="DTRAIN_GATE is no longer read: a champion passes its own test split"):
+        load_settings()

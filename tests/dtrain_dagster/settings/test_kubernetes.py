@@ -39,6 +39,9 @@ def test_volumes_and_a_template_are_read(monkeypatch: pytest.MonkeyPatch, tmp_pa
         ("", "has no pod template"),
         ("[1]", "has no pod template"),
         ("spec: {a: b: c}", "cannot be read"),
+        ("spec: [1]", "spec is no mapping"),
+        ("spec: {containers: {name: node}}", "spec.containers is no list"),
+        ("spec: {containers: [{name: node, resources: {limits: {nvidia.com/gpu: 4}}}]}", "nvidia.com/gpu is set by"),
         ("spec: {restartPolicy: Always}", "spec.restartPolicy is set by dtrain"),
         ("spec: {containers: [{name: node, command: [sh]}]}", "command of the container is set by dtrain"),
         ("spec: {containers: [{name: logs, image: x}]}", "it has the container logs"),
@@ -59,7 +62,7 @@ def test_a_template_that_cannot_be_used_is_refused(
 
 
 def test_a_variable_that_is_gone_is_refused_with_what_is_in_its_place(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(SettingsError, match="NODE_SELECTOR is no longer read; in its place: nodeSelector in the file"):
+    with pytest.raises(SettingsError, match="NODE_SELECTOR is no longer read: give nodeSelector in the file"):
         read(monkeypatch, image="dtrain:1", node_selector="gpu=a100")
 
 
