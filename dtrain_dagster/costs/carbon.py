@@ -18,10 +18,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from itertools import pairwise
 from typing import Any
 
 from dtrain_dagster.costs.prices import hardware_of, region_of
-from dtrain_dagster.costs.tracker import paid_wall_seconds
 from dtrain_dagster.costs.usage import NodeUsage
 from trainer.documents.events import NodeEvent, read_events
 
@@ -79,8 +79,12 @@ def footprint(
     intervals = [item for item in usage if item.ended_at > item.started_at]
     drawn = _means(events)
     if machine is not None:
-        nodes = {item.node_id for item in intervals}
-        parts = [(paid_wall_seconds(intervals), machine, [drawn.get(node, Drawn()) for node in nodes])]
+        changes = sorted({moment for item in intervals for moment in (item.started_at, item.ended_at)})
+        parts = [
+            (end - begin, machine, [drawn.get(node, Drawn()) for node in present])
+            for begin, end in pairwise(changes)
+            if (present := {item.node_id for item in intervals if item.started_at <= begin < item.ended_at})
+        ]
     else:
         parts = [
             (item.ended_at - item.started_at, _machine_of(item.sku), [drawn.get(item.node_id, Drawn())])

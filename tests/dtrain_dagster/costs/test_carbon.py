@@ -75,6 +75,9 @@ def test_nodes_on_one_machine_share_its_power():
     assert found.kwh == pytest.approx(100 * (60 + host_watts(0.6, cores=8)) / 3.6e6)  # each of them sees the same GPUs
     assert found.kg_co2e is None
     assert "not of the SKU whose price stands in" in found.basis
+    left = [there(0, 0.0, 100.0), there(1, 0.0, 10.0), there(1, 50.0, 60.0), there(2, 200.0, 210.0)]
+    alone, two = host_watts(0.2, cores=8) + 60, host_watts(0.4, cores=8) + 60
+    assert footprint(left, events, None, LAPTOP).kwh == pytest.approx((90 * alone + 20 * two) / 3.6e6)
     full = footprint(usage, [], None, LAPTOP)
     assert full.kwh == pytest.approx(100 * host_watts(1, cores=8) / 3.6e6)  # three nodes that nobody looked at
     assert this_machine().cores >= 1
