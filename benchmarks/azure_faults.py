@@ -22,7 +22,6 @@ again. `--workers` plays several runs at a time, each with an emulator of its ow
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import subprocess
@@ -47,6 +46,7 @@ from benchmarks.azure_faults_judgement import (  # noqa: E402
     merge_counts,
 )
 from benchmarks.azure_faults_scripts import KINDS, NODES, SKU, FaultKind, find_offered, make_script  # noqa: E402
+from benchmarks.host import tell  # noqa: E402
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager  # noqa: E402
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions  # noqa: E402
 from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState, JobStatus, NoCapacityError  # noqa: E402
@@ -59,7 +59,6 @@ from tests.dtrain_dagster.small_job import write_dataset  # noqa: E402
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig  # noqa: E402
 from trainer.rundir import LAUNCH, RESULT, RunDir  # noqa: E402
 
-RESULTS = Path(__file__).parent / "results"
 STEPS = 40
 LONGEST_SECONDS, LIFT_SECONDS = 240.0, 90.0
 """Seconds after which a run has not ended, and after which its faults are lifted, as people repair things."""
@@ -304,30 +303,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the first run; others follow it (0)")
     parser.add_argument("--seconds", type=float, default=3600.0, help="seconds after which no run begins (3600)")
     parser.add_argument("--workers", type=int, default=1, help="runs at a time, each with its own emulator (1)")
-    parser.add_argument("--out", action="store_true", help="also write the line to benchmarks/results")
+    parser.add_argument("--save", action="store_true", help="also write the line to benchmarks/results")
     options = parser.parse_args(arguments)
     if why := missing():
         parser.error(why)
     began = time.monotonic()
     counts = play_side_by_side(options) if options.workers > 1 else play(options)
     seconds, offered = time.monotonic() - began, find_offered(KINDS, takes_fault, VERBS)
-    line = json.dumps(
-        {
-            "benchmark": "azure_faults",
-            **counts,
-            "first_seed": options.seed,
-            "not_offered": [kind.name for kind in KINDS if kind not in offered],
-            "seconds": round(seconds, 1),
-            "seconds_per_run": round(seconds / max(1, counts["runs"]), 1),
-            "workers": options.workers,
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "cores": os.cpu_count(),
-            "what": "an emulated workspace on this machine; real clients, real training processes",
-        }
-    )
-    print(line)
-    if options.out:
-        (RESULTS / "azure_faults.json").write_text(line + "\n")
+    figures = {
+        **counts,
+        "first_seed": options.seed,
+        "not_offered": [kind.name for kind in KINDS if kind not in offered],
+        "seconds": round(seconds, 1),
+        "seconds_per_run": round(seconds / max(1, counts["runs"]), 1),
+        "workers": options.workers,
+        "what": "an emulated workspace on this machine; real clients, real training processes",
+    }
+    tell("azure_faults", figures, options.save)
     return 1 if counts["violations"] else 0
 
 

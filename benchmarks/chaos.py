@@ -17,10 +17,6 @@ says what must hold after it. A seed that fails is named, and `--only SEED` play
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import platform
 import signal
 import sys
 import tempfile
@@ -43,9 +39,8 @@ from play import STRATEGIES, Outcome, Strategy  # noqa: E402
 from properties import describe, largest_difference  # noqa: E402
 from stage import Stage  # noqa: E402
 
+from benchmarks.host import tell  # noqa: E402
 from trainer.elastic.generation_record import generations  # noqa: E402
-
-RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass
@@ -125,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the nodes end with this process
     seeds = [options.only] if options.only is not None else range(options.seed, options.seed + options.tapes)
-    began, load = time.time(), os.getloadavg()[0]
+    began = time.time()
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
         folder = Path(options.keep or temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -141,7 +136,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for worker in workers:
             worker.join()
     result: dict[str, Any] = {
-        "benchmark": "chaos",
         "strategy": options.strategy,
         "tapes": campaign.counts["tapes"],
         "violations": len(campaign.failed),
@@ -154,16 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "largest_weight_difference": campaign.largest,
         "seconds": round(time.time() - began, 1),
         "jobs": options.jobs,
-        "load_before": round(load, 2),
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
-    line = json.dumps(result)
-    print(line)
-    if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        name = "chaos.json" if options.strategy == "ddp" else f"chaos_{options.strategy}.json"
-        (RESULTS / name).write_text(line + "\n")
+    tell("chaos", result, options.save, "chaos" if options.strategy == "ddp" else f"chaos_{options.strategy}")
     return 1 if campaign.failed or result["not_played"] else 0
 
 

@@ -409,7 +409,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stop_on_signals()
     torch.set_num_threads(1)
     gc.freeze()
-    load = round(os.getloadavg()[0], 2)
     sizes: dict[str, Any] = {}
     failed: dict[str, str] = {}
     for nodes in options.nodes:
@@ -420,7 +419,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except Exception as error:
             note(traceback.format_exc())
             failed[str(nodes)] = f"{type(error).__name__}: {error}"
-    figures: Mapping[str, Any] = {"load_before": load, "sizes": sizes, **({"failed": failed} if failed else {})}
+    figures: Mapping[str, Any] = {"sizes": sizes, **({"failed": failed} if failed else {})}
     tell("control_plane", dict(figures), options.save)
     return 1 if failed else 0
 

@@ -13,9 +13,6 @@ Above 1 the part makes steps faster.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
 import random
 import statistics
 import sys
@@ -24,14 +21,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "trainer"))
 
 import worlds  # noqa: E402
 
-from benchmarks.checkpoint import RESULTS, _cpu  # noqa: E402
+from benchmarks.host import tell  # noqa: E402
 
 RANKS, DAYS, TICKERS, WINDOW = 2, 1500, 20, 60
 WITHOUT = {
@@ -90,24 +85,13 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.rounds < 2 or options.steps < 50:
         parser.error("--rounds must be 2 or more, and --steps 50 or more")
-    load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="cpu-parts-") as name:
         folder = Path(name)
         with mock.patch.multiple(worlds, DAYS=DAYS, TICKERS=TICKERS):
             dataset = worlds.build(folder, window=WINDOW)
         rows = [measure(folder, dataset, options.rounds, batch, options.steps) for batch in options.batches]
-    result = {
-        "benchmark": "cpu_parts",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cpu": _cpu(), "cores": os.cpu_count(), "torch": torch.__version__, "ranks": RANKS, "rounds": options.rounds,
-        "steps": options.steps, "rows": rows,
-        "load_before": round(load_before, 2), "load_after": round(os.getloadavg()[0], 2),
-    }  # fmt: skip
-    line = json.dumps(result)
-    print(line)
-    if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "cpu_parts.json").write_text(line + "\n")
+    figures = {"ranks": RANKS, "rounds": options.rounds, "steps": options.steps, "rows": rows}
+    tell("cpu_parts", figures, options.save)
 
 
 if __name__ == "__main__":

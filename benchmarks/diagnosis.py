@@ -22,11 +22,7 @@ accused, in the report or in an alert while it runs.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
-import json
-import os
-import platform
 import random
 import signal
 import statistics
@@ -60,12 +56,11 @@ from benchmarks.diagnosis_plants import (  # noqa: E402
     make_plant,
     seconds_of_round,
 )
-from benchmarks.host import note  # noqa: E402
+from benchmarks.host import note, tell  # noqa: E402
 from dtrain_dagster.monitoring.alerts import STRAGGLERS, alerts  # noqa: E402
 from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose  # noqa: E402
 from dtrain_dagster.monitoring.windows import keep  # noqa: E402
 
-RESULTS = Path(__file__).parent / "results"
 LIMIT_SECONDS = 60.0
 """Longest time of one training."""
 HANG_SECONDS = 2.0
@@ -276,7 +271,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     mild = [good for plant, good in played if plant.is_mild]
     healthy = [good for plant, good in played if plant.cause is SlowdownCause.HEALTHY]
     result = {
-        "benchmark": "diagnosis",
         "plants": len(planted),
         "right_percent": _percent(planted),
         "mild_plants": len(mild),
@@ -293,15 +287,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "load": options.load,
         "cores_elsewhere": round(statistics.fmean(taken), 2) if taken else None,
         "seconds": round(time.time() - began, 1),
-        "load_average": [round(value, 1) for value in os.getloadavg()],
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "hardware": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, no GPU",
     }
-    line = json.dumps(result)
-    print(line)
-    if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "diagnosis.json").write_text(line + "\n")
+    tell("diagnosis", result, options.save)
     good_enough = sum(planted) >= 0.97 * len(planted) and sum(mild) >= 0.9 * len(mild) and all([*healthy, *laptop])
     return 0 if (played or laptop) and good_enough and not not_played else 1
 

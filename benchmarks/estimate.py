@@ -23,12 +23,10 @@ is begun, and the line has ``partial``.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import multiprocessing
 import os
-import platform
 import random
 import signal
 import statistics
@@ -43,7 +41,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.host import stolen_percent
+from benchmarks.host import stolen_percent, tell
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.costs.estimate import Forecast, LearnedCorrection, Sizes
 from dtrain_dagster.costs.interval import Interval
@@ -64,7 +62,6 @@ PHASE_SECONDS = (5.0, 30.0)
 """The shortest and the longest time for which the work beside stays as it is."""
 PERIOD = 0.1
 """Seconds in which the work beside computes and rests once."""
-RESULTS = Path(__file__).parent / "results"
 SKU = "Standard_NC6s_v3"
 MARKETS = ((8, 1000, 20), (24, 1200, 20), (24, 1200, 40))
 """Tickers, days and window of each dataset."""
@@ -304,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not 0 <= options.beside <= (os.cpu_count() or 1):
         parser.error("--beside: from 0 to the number of cores")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running job is cancelled before the end
-    began, load_before, processor = time.time(), os.getloadavg()[0], psutil.cpu_times()
+    began = time.time()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="estimate-") as temporary:
         home = Path(options.keep or temporary)
@@ -324,7 +321,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             process.kill()
             process.join()
     result = {
-        "benchmark": "estimate",
         "trainings": len(rows),
         **({"partial": True} if len(rows) < options.trainings else {}),
         "beside_cores": options.beside,
@@ -335,18 +331,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "rows": rows,
         "seed": options.seed,
         "seconds": round(time.time() - began, 1),
-        "load_before": round(load_before, 2),
-        "stolen_percent": stolen_percent(processor, psutil.cpu_times()),
-        "load_average": [round(value, 1) for value in os.getloadavg()],
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "hardware": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, no GPU",
     }
-    line = json.dumps(result)
-    print(line)
-    if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        name = "estimate_beside" if options.beside else "estimate"
-        (RESULTS / f"{name}.json").write_text(line + "\n")
+    tell("estimate", result, options.save, "estimate_beside" if options.beside else "estimate")
     return 0 if is_good(result) else 1
 
 

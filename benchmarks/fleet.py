@@ -23,8 +23,6 @@ dollar is spent, and it is never dead: both in its favour.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import math
 import os
 import random
@@ -33,8 +31,8 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from benchmarks.checkpoint import RESULTS, _cpu
 from benchmarks.fleet_simulation import Played, SimulatedJob, Surroundings, play
+from benchmarks.host import tell
 from dtrain_dagster.costs.estimate import CONFIDENCE_90
 from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState
 from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Start
@@ -174,15 +172,7 @@ def main() -> None:
         **{name: interval([row[name] for row in rows]) for name in rows[0] if name != "overspent_usd"},
     }
     line["granted_share"] = max(row["granted_share"] for row in rows)
-    line |= {
-        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 1),
-    }
-    print(json.dumps(line))
-    if options.save:
-        (RESULTS / "fleet.json").write_text(json.dumps(line, indent=2) + "\n")
+    tell("fleet", line, options.save)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
-"""Parts that benchmarks of whole jobs share: a home with the real dataset, the stock job, and the line of JSON.
-
-The handling of signals, of failed parts and of stolen processor time belongs here, too; nothing is measured here.
-"""
+"""Parts that benchmarks share: the line of JSON with its commit and machine, signals, failed parts, stolen processor
+time, and the dataset of the bundled prices. Nothing is measured here."""
 
 from __future__ import annotations
 
@@ -10,30 +8,24 @@ import json
 import os
 import platform
 import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
-import torch
 
-from benchmarks.checkpoint import RESULTS, _cpu
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
-from dtrain_dagster.data.prices import write_prices
-from dtrain_dagster.data.sharding import DatasetParams, build_dataset
-from dtrain_dagster.data.sources import price_source
-from dtrain_dagster.data.validation import validate_prices
-from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
+if TYPE_CHECKING:
+    from trainer.config import DatasetRef
 
-CALENDAR = "XNYS"
-"""Exchange calendar of the bundled prices."""
+RESULTS = Path(__file__).parent / "results"
+"""Folder of the saved lines."""
 _BEFORE = psutil.cpu_times()
 """Processor times of this machine when the benchmark began."""
-
-
+_LOAD_BEFORE = os.getloadavg()[0]
 QUIET_LOAD_PER_CORE = 0.75
 """Load per core, over the last minute, above which a machine that should be quiet has other work."""
 
@@ -44,35 +36,17 @@ def is_busy(load: float, cores: int | None = None) -> bool:
     return load > QUIET_LOAD_PER_CORE * (cores or os.cpu_count() or 1)
 
 
-class Workplace:
-    """A home of its own in ``folder``, with a local cluster. Without ``dataset`` it makes shards of the bundled
-    prices."""
-
-    def __init__(self, folder: Path, dataset: DatasetRef | None = None, threads_per_rank: int = 1) -> None:
-        self.home, self.dataset = folder, dataset or real_dataset(folder)
-        self.manager = LocalClusterManager(home=folder, threads_per_rank=threads_per_rank, max_replacements=0)
-        self.env = {"DTRAIN_CACHE": str(folder / "cache"), "PYTHONPATH": str(Path(__file__).parents[1])}
-
-    def job(self, job_id: str, ranks: int, **training: Any) -> JobConfig:
-        """Return the stock model's job as `trained_checkpoint` trains and tracks it; ``training`` changes its
-        settings."""
-        settings = DistributedTrainingConfig(
-            world_size=ranks, threads_per_rank=self.manager.jobs.settings.threads_per_rank
-        )
-        return JobConfig(
-            job_id=job_id,
-            run_dir=f"{self.manager.jobs.folder}/{job_id}",
-            dataset=self.dataset,
-            training=replace(settings, **training),
-            tracking=TrackingConfig(mlflow_tracking_uri=f"sqlite:///{self.home}/mlflow.db", mlflow_run_name=job_id),
-        )
-
-
 def real_dataset(folder: Path) -> DatasetRef:
     """Build a dataset of the bundled prices in ``folder``, with the default parameters."""
+    from dtrain_dagster.data.prices import write_prices  # the orchestrator's packages, which a node has not
+    from dtrain_dagster.data.sharding import DatasetParams, build_dataset
+    from dtrain_dagster.data.sources import price_source
+    from dtrain_dagster.data.validation import validate_prices
+    from trainer.config import DatasetRef
+
+    calendar = "XNYS"  # of the bundled prices
     prices = write_prices(price_source("sp500_panel"), f"{folder}/storage")
-    validation = validate_prices(prices, CALENDAR)
-    built = build_dataset(prices, validation, f"{folder}/storage", DatasetParams(), CALENDAR)
+    built = build_dataset(prices, validate_prices(prices, calendar), f"{folder}/storage", DatasetParams(), calendar)
     return DatasetRef(uri=built.uri, dataset_id=built.dataset_id)
 
 
@@ -132,23 +106,46 @@ def lockstep(ranks: Sequence[Sequence[float]]) -> float:
     return sum(map(max, zip(*ranks, strict=True)))
 
 
-def tell(name: str, figures: dict[str, Any], save: bool) -> None:
-    """Print the one line on stdout, with date and machine, and ``partial`` where something failed or is missing; if
-    ``save``, write it to ``benchmarks/results/<name>.json`` as well."""
-    result = {
-        "benchmark": name,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        **({"partial": True} if figures.get("failed") or figures.get("missing") else {}),
-        **figures,
-        "load_after": round(os.getloadavg()[0], 2),
-        "stolen_percent": stolen_percent(_BEFORE, psutil.cpu_times()),
-    }
-    line = json.dumps(result)
+def tell(name: str, figures: Mapping[str, Any], save: bool, saved_as: str | None = None) -> None:
+    """Print the one line on stdout, with date, commit, machine and load, and ``partial`` where something failed or is
+    missing; if ``save``, write it to ``benchmarks/results/<saved_as or name>.json`` as well."""
+    line = json.dumps(
+        {
+            "benchmark": name,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "commit": _commit(),
+            "cpu": _cpu(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "torch": version("torch"),
+            **({"partial": True} if figures.get("failed") or figures.get("missing") else {}),
+            "load_before": round(_LOAD_BEFORE, 2),
+            **figures,
+            "load_after": round(os.getloadavg()[0], 2),
+            "stolen_percent": stolen_percent(_BEFORE, psutil.cpu_times()),
+        }
+    )
     print(line)
     if save:
         RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{name}.json").write_text(line + "\n")
+        (RESULTS / f"{saved_as or name}.json").write_text(line + "\n")
+
+
+def _commit() -> str | None:
+    """Return the commit of the files that were measured, with a + if some of them differ from it; None without git."""
+    git = ["git", "-C", str(RESULTS.parent)]
+    try:
+        commit = subprocess.check_output([*git, "rev-parse", "--short=12", "HEAD"], text=True).strip()
+        changed = subprocess.check_output([*git, "status", "--porcelain", "--untracked-files=no"])
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit + ("+" if changed else "")
+
+
+def _cpu() -> str:
+    """Return the name of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())

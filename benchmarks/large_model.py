@@ -252,7 +252,7 @@ def _free_port() -> int:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Return all figures."""
-    spawn, before = get_context("spawn"), os.getloadavg()[0]
+    spawn = get_context("spawn")
     ranks: dict[str, list[Connection]] = {}
     processes = []
     for side in SIDES:
@@ -296,7 +296,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in Model(options.width, options.depth).parameters()),
         "ranks": options.ranks, "rounds": options.rounds, "steps": options.steps, "batch": options.batch,
         "width": options.width, "depth": options.depth,
-        "load_before": round(before, 2),
     }  # fmt: skip
 
 

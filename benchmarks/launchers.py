@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from benchmarks.namespaces import Hosts
+from tests.namespaces import Hosts
 from dtrain_dagster.clusters.base import JobSpec
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from trainer.elastic.generation_record import generations

@@ -295,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--rounds must be 2 or more, --loads 1 or more, and --long more than --short")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    load_before, spent = os.getloadavg()[0], time.monotonic()
+    spent = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="orchestration-") as temporary:
         bench = BenchmarkHome(Path(options.keep or temporary) / "home", options.ranks)
         lengths = (options.short, options.long)
@@ -306,7 +306,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         **figures,
         "failed": failed,
         "seconds": round(time.monotonic() - spent, 1),
-        "load_before": round(load_before, 2),
     }
     tell("orchestration", figures, options.save)
     return int(bool(failed))

@@ -4,7 +4,7 @@ Run `python -m benchmarks.recovery`. The same trainer trains the same model on t
 launcher differs (`benchmarks.launchers`). A whole node gets SIGKILL; every other time it is the one with rank 0. With
 ``--fault freeze`` it gets SIGSTOP instead, and with ``--fault cut`` the link of its host is taken down: nothing tells
 the others but its silence. Once they train without it, it goes on, or its link is brought up. For a cut, each node is
-in a network namespace of its own (`benchmarks.namespaces`; root); with ``--namespaces`` also for the other faults.
+in a network namespace of its own (`tests.namespaces`; root); with ``--namespaces`` also for the other faults.
 Times come from the events of the trainer: each optimizer step is one, with its generation (the number of the group that
 formed) and its time.
 
@@ -32,8 +32,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
-import json
 import math
 import multiprocessing
 import os
@@ -53,14 +51,13 @@ sys.path.insert(0, str(ROOT / "tests" / "trainer"))
 
 from worlds import build  # noqa: E402
 
-from benchmarks.host import is_busy  # noqa: E402
+from benchmarks.host import is_busy, tell  # noqa: E402
 from benchmarks.launchers import NODES, Cutting, Freezing, Launcher, Ours, Torchrun  # noqa: E402
-from benchmarks.namespaces import Hosts, NoNamespacesError  # noqa: E402
+from tests.namespaces import Hosts, NoNamespacesError  # noqa: E402
 from trainer.config import DistributedTrainingConfig  # noqa: E402
 from trainer.elastic.generation_record import generations  # noqa: E402
 from trainer.rundir import LOGS, SeenFiles  # noqa: E402
 
-RESULTS = Path(__file__).parent / "results"
 LIMIT_SECONDS = 180.0
 """Seconds without a step after which a job counts as lost."""
 CALM_SECONDS = 3.0
@@ -325,26 +322,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 found[name] = measure(make, folder, repeats, jobs, name)
         soaked = soak(Ours(folder / "soak", config, hosts), options.seconds) if options.fault == "none" else {}
     result: dict[str, Any] = {
-        "benchmark": "recovery", "fault": options.fault, **({"namespaces": True} if hosts else {}), **soaked,
+        "fault": options.fault, **({"namespaces": True} if hosts else {}), **soaked,
     }  # fmt: skip
     for name, figures in found.items():
         result |= summary(name, figures)
     result["steps_redone_max"] = result.get("ours_steps_redone_max")
     ours, default = result.get("ours_p50_seconds"), result.get("torchrun_default_p50_seconds")
     result["ours_times_faster_than_default"] = round(default / ours, 1) if ours and default else None
-    result |= {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cores": os.cpu_count(),
-        "load_before": round(load, 2),
-        "load_after": round(os.getloadavg()[0], 2),
-        **({"busy": True} if is_busy(load) else {}),
-    }
-    line = json.dumps(result)
-    print(line)
-    if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        name = "recovery" if options.fault == "kill" else f"recovery_{options.fault}"
-        (RESULTS / f"{name}.json").write_text(line + "\n")
+    result |= {"load_before": round(load, 2), **({"busy": True} if is_busy(load) else {})}
+    tell("recovery", result, options.save, None if options.fault == "kill" else f"recovery_{options.fault}")
     return 0
 
 

@@ -40,8 +40,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.checkpoint import RESULTS
-from benchmarks.host import tell
+from benchmarks.host import RESULTS, tell
 from benchmarks.search_policies import Pool, Recorded, play, pool_of
 from dtrain_dagster.search.check_space import job_of_trial
 from dtrain_dagster.search.sampling import Sampler, draw_values

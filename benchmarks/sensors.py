@@ -16,10 +16,7 @@ Wanted: at most 1 s, and ``flat`` at most 2.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import logging
-import os
 import statistics
 import sys
 import tempfile
@@ -33,7 +30,7 @@ from unittest import mock
 import dagster as dg
 import sqlalchemy
 
-from benchmarks.checkpoint import RESULTS, _cpu
+from benchmarks.host import tell
 from dtrain_dagster.automation.capacity_queue import WaitingList, new_ticket
 from dtrain_dagster.automation.retraining import TRAIN_JOB
 from dtrain_dagster.clusters.base import OWNER, GPUClusterManager, JobSpec, JobState
@@ -183,20 +180,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.sensors", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="print only one line of JSON on stdout")
     parser.add_argument("--save", action="store_true", help="also write it to benchmarks/results/sensors.json")
     parser.add_argument("--ticks", type=int, default=7, help="ticks of each sensor (7)")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers of past jobs, ascending")
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
-    load_before, sizes = os.getloadavg()[0], tuple(sorted(options.sizes))
+    sizes = tuple(sorted(options.sizes))
     found = measure(sizes, options.ticks)
     worst = {size: max(by_size[size] for by_size in found["medians"].values()) for size in sizes}
     result: dict[str, Any] = {
-        "benchmark": "sensors",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
         "dagster": dg.__version__,
         "jobs": "synthetic records",
         "ticks": options.ticks,
@@ -207,14 +199,8 @@ def main(arguments: list[str] | None = None) -> None:
             name: {str(size): round(seconds, 4) for size, seconds in by_size.items()}
             for name, by_size in found["medians"].items()
         },
-        "load_before": round(load_before, 2),
-        "load_after": round(os.getloadavg()[0], 2),
     }
-    line = json.dumps(result)
-    print(line if options.json else json.dumps(result, indent=2))
-    if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "sensors.json").write_text(line + "\n")
+    tell("sensors", result, options.save)
 
 
 if __name__ == "__main__":

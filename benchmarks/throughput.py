@@ -63,7 +63,6 @@ import importlib.metadata
 import importlib.util
 import json
 import math
-import os
 import statistics
 import sys
 import tempfile
@@ -333,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for peer, package in FRAMEWORKS.items() if peer in options.peers and importlib.util.find_spec(package) is None
     } | {peer: "not asked for" for peer in FRAMEWORKS if peer not in options.peers}  # fmt: skip
     stop_on_signals()
-    load_before, began = os.getloadavg()[0], time.monotonic()
+    began = time.monotonic()
     end = began + options.budget - CLOSING_SECONDS
     ranks, precision = (2, "fp32") if options.device == "cpu" else (1, "bf16")
     names = ["bound", *OURS, *(peer for peer in FRAMEWORKS if peer not in skipped)]
@@ -370,7 +369,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "failed": rounds.failed,
                 "cells": [describe(cell) for cell in cells if cell.measurements],
                 "seconds": round(time.monotonic() - began, 1),
-                "load_before": round(load_before, 2),
             }
             tell("throughput", result, options.save and bool(result["cells"]))
         finally:

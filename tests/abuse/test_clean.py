@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.abuse import clean_paths
-from benchmarks.abuse.planted_secrets import CARRIERS, secret_of
 from dtrain_dagster.settings.home import MARKER, HomeError, hold_home, make_home, plan_removal, remove
 from dtrain_dagster.support.job_lock import acquire
 from dtrain_dagster.support.secrets import SecretError
 from dtrain_dagster.web.stored_secrets import refuse_secret_on_command_line
+from tests.abuse import clean_paths
+from tests.abuse.planted_secrets import CARRIERS, secret_of
 
 ROOT = Path(__file__).parents[2]
 HOME = (sys.executable, "-m", "dtrain_dagster")

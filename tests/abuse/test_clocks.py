@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.abuse import clocks
 from dtrain_dagster.automation import clock as looks
 from dtrain_dagster.automation.capacity_queue import WaitingList, decide_turns, new_ticket
 from dtrain_dagster.automation.idle_policy import LONGEST_LOOK_SECONDS, look
@@ -24,6 +23,7 @@ from dtrain_dagster.clusters.azure_ml.launch_record import launch_durations
 from dtrain_dagster.clusters.base import NodePool
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.tracker import CostTracker
+from tests.abuse import clocks
 from tests.dtrain_dagster.automation.test_retraining import World
 from tests.trained import record_training
 from trainer.documents.presences import NodePresence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.dashboard_load import measure
+from tests.abuse.dashboard_load import measure
 
 
 @pytest.mark.slow

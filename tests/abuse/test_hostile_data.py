@@ -19,7 +19,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from benchmarks.abuse import hostile_data
 from dtrain_dagster.assets.training import _samples_check
 from dtrain_dagster.automation.retraining import prices_of
 from dtrain_dagster.data import price_file
@@ -30,6 +29,7 @@ from dtrain_dagster.data.prices import iter_tickers, write_prices
 from dtrain_dagster.data.publish import publish_dataset
 from dtrain_dagster.data.sources import PriceFile, price_source
 from dtrain_dagster.planning.tuned_settings import _dataset_id
+from tests.abuse import hostile_data
 from trainer.data.manifest import check_manifest
 from trainer.data.shards import DatasetError, DataShardManager
 from trainer.documents.places import PlaceError

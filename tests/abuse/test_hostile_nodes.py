@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.abuse import hostile_nodes
-from benchmarks.abuse.hostile_nodes import OWN_MODEL, TARGETS, VARIANTS, Place, edit_json
-from benchmarks.abuse.tally import Tally
 from dtrain_dagster.jobs.orders import Order, OrderError, keep_order, keep_registration, order_of
 from dtrain_dagster.registry import EvaluationError, judge_again
 from dtrain_dagster.registry.run_model import RunModelError, load_run_model
+from tests.abuse import hostile_nodes
+from tests.abuse.hostile_nodes import OWN_MODEL, TARGETS, VARIANTS, Place, edit_json
+from tests.abuse.tally import Tally
 from trainer.checkpoint.manager import CheckpointError, CheckpointManager
 from trainer.config import ConfigError, FactoryConfig
 from trainer.documents.factory_arguments import check_arguments

@@ -17,7 +17,6 @@ from types import ModuleType
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.abuse import killed_checkpoints, killed_registrations, kills
 from dtrain_dagster.cli.home import main as home_commands
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.clusters.base import JobSpec, JobState
@@ -27,6 +26,7 @@ from dtrain_dagster.registry import MLflowRegistry
 from dtrain_dagster.registry.client import open_client
 from dtrain_dagster.settings.home import make_home
 from dtrain_dagster.support.building import LEFT_SECONDS, building_in
+from tests.abuse import killed_checkpoints, killed_registrations, kills
 from tests.dtrain_dagster import small_job
 from trainer.engine.run_job import run_job
 from trainer.errors import DamagedError

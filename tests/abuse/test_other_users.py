@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from benchmarks.abuse.slow_clients import answers
-from benchmarks.abuse.websites import served
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.web.peer import find_owner, find_peer_user
+from tests.abuse.slow_clients import answers
+from tests.abuse.websites import served
 
 NOBODY = 65534
 TCP = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode

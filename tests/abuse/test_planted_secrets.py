@@ -24,7 +24,14 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from benchmarks.abuse.planted_secrets import (
+from dtrain_dagster.data.errors import DataError
+from dtrain_dagster.data.prices import write_prices
+from dtrain_dagster.data.sources import price_source
+from dtrain_dagster.definitions import build_defs
+from dtrain_dagster.jobs.orders import keep_order, order_of
+from dtrain_dagster.resources import build_resources
+from dtrain_dagster.settings.environment import load_settings
+from tests.abuse.planted_secrets import (
     BORDERS,
     CARRIERS,
     FOR_PEOPLE,
@@ -38,14 +45,7 @@ from benchmarks.abuse.planted_secrets import (
     secret_of,
     small_prices,
 )
-from benchmarks.leaks import forms, leaks
-from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.data.prices import write_prices
-from dtrain_dagster.data.sources import price_source
-from dtrain_dagster.definitions import build_defs
-from dtrain_dagster.jobs.orders import keep_order, order_of
-from dtrain_dagster.resources import build_resources
-from dtrain_dagster.settings.environment import load_settings
+from tests.leaks import forms, leaks
 from tests.webhook import web_hook
 from trainer.observability.mlflow_sqlite import authorised
 from trainer.secrets.addresses import secret_in

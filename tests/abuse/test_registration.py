@@ -18,7 +18,6 @@ import click
 import numpy as np
 import pytest
 
-from benchmarks.abuse.hostile_nodes import Place
 from dtrain_dagster.jobs.orders import Order, keep_order, keep_registration
 from dtrain_dagster.jobs.progress import REGISTRATION
 from dtrain_dagster.registry import endpoint, run_model
@@ -28,6 +27,7 @@ from dtrain_dagster.registry.endpoints import _registered
 from dtrain_dagster.registry.run_model import RunModelError, load_run_model
 from dtrain_dagster.registry.smoke_test import AnswerError, as_columns, parse_predictions, read_predictions
 from dtrain_dagster.registry.versions import tracking_run
+from tests.abuse.hostile_nodes import Place
 from trainer.rundir import RunDir
 
 

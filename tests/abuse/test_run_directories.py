@@ -1,7 +1,7 @@
 """A run directory may hold anything: nodes write it, and so do broken disks and strangers. One bad job is a row.
 
-Everything that reads run directories is in `benchmarks.run_directory_readers`, every kind of damage in
-`benchmarks.abuse.run_directories`; here they meet.
+Everything that reads run directories is in `tests.abuse.run_directory_readers`, every kind of damage in
+`tests.abuse.run_directories`; here they meet.
 """
 
 from __future__ import annotations
@@ -20,21 +20,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.abuse import run_directories
-from benchmarks.abuse.run_directories import (
-    ANY,
-    DAMAGED,
-    ESCAPES,
-    JSON,
-    MARK,
-    WHOLE,
-    Stage,
-    each_change,
-    leave_strangers,
-    read_guarded,
-    small_job,
-)
-from benchmarks.run_directory_readers import OBEYED, read_everything
 from dtrain_dagster.cli.facts import LeftClock, latest_job
 from dtrain_dagster.cli.follow import watch_training
 from dtrain_dagster.cli.main import main
@@ -53,6 +38,21 @@ from dtrain_dagster.registry.run_model import RunModelError, load_run_model
 from dtrain_dagster.registry.smoke_test import AnswerError, read_predictions
 from dtrain_dagster.registry.versions import registering
 from dtrain_dagster.settings.environment import Settings
+from tests.abuse import run_directories
+from tests.abuse.run_directories import (
+    ANY,
+    DAMAGED,
+    ESCAPES,
+    JSON,
+    MARK,
+    WHOLE,
+    Stage,
+    each_change,
+    leave_strangers,
+    read_guarded,
+    small_job,
+)
+from tests.abuse.run_directory_readers import OBEYED, read_everything
 from trainer.documents import schemas
 from trainer.documents.presences import NodePresence
 from trainer.documents.reader import is_event

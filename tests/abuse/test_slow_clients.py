@@ -16,9 +16,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from benchmarks.abuse.slow_clients import answers, dashboard, half_requests
-from benchmarks.abuse.websites import served
 from dtrain_dagster.web import server as web_server
+from tests.abuse.slow_clients import answers, dashboard, half_requests
+from tests.abuse.websites import served
 from tests.e2e.conftest import make_project, start_dagster, stop_dagster
 
 MANY = 1200

@@ -26,10 +26,10 @@ for folder in (ROOT, ROOT / "tests" / "trainer"):  # for helpers that ranks whic
 from elastic_nodes import KILLED, QUICK, Nodes, assert_undisturbed  # noqa: E402
 from worlds import Job, build  # noqa: E402
 
-from benchmarks.abuse.strangers import attack  # noqa: E402
-from benchmarks.stranger import NOBODY, Stranger, besiege, stranger  # noqa: E402
 from dtrain_dagster.clusters.base import JobSpec, JobState  # noqa: E402
 from dtrain_dagster.clusters.local.manager import LocalClusterManager  # noqa: E402
+from tests.abuse.stranger import NOBODY, Stranger, besiege, stranger  # noqa: E402
+from tests.abuse.strangers import attack  # noqa: E402
 from trainer.comm.launch_secret import SECRET_FILE, write_launch_secret  # noqa: E402
 from trainer.comm.rendezvous_store import AuthenticatedStore  # noqa: E402
 from trainer.comm.static_rendezvous import open_listener  # noqa: E402

@@ -28,15 +28,15 @@ from websockets.sync.client import connect
 from websockets.typing import Origin, Subprotocol
 from werkzeug import Response
 
-from benchmarks.abuse import websites
-from benchmarks.abuse.planted_secrets import CARRIERS, secret_of
-from benchmarks.abuse.websites import JOB, LAUNCH, MUTATION, PARAMETERS, dagster_app, forged, own_page, send, served
-from benchmarks.leaks import leaks
 from dtrain_dagster.web.dagster_ui import ui_rules
 from dtrain_dagster.web.guard import Guard, judge_request, rules_for
 from dtrain_dagster.web.stored_secrets import secret_posted
+from tests.abuse import websites
+from tests.abuse.planted_secrets import CARRIERS, secret_of
+from tests.abuse.websites import JOB, LAUNCH, MUTATION, PARAMETERS, dagster_app, forged, own_page, send, served
 from tests.e2e.chromium import BROWSER_TEST, chromium, patient_page
 from tests.e2e.conftest import BIN, ENDED, ROOT, Dagster, Project, make_project, start_dagster, stop_dagster, wait_for
+from tests.leaks import leaks
 from tests.loopback import LoopbackServer
 
 UI = ui_rules(("dagster.lan",))

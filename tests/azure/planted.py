@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.leaks import leaks
+from tests.leaks import leaks
 
 __all__ = ["ENVIRONMENT", "MARK", "leaks", "planted"]
 

@@ -19,11 +19,11 @@ import pytest
 import requests
 import yaml
 
-from benchmarks.leaks import leaks
 from tests.azure.azurite import ACCOUNT
 from tests.azure.data_lake import DataLake
 from tests.azure.emulator import ENVIRONMENT_OF_OTHERS, Emulator
 from tests.azure.planted import ENVIRONMENT
+from tests.leaks import leaks
 from trainer.storage.azure_account import service
 
 ROOT = Path(__file__).parents[2]

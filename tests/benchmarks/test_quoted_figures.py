@@ -148,11 +148,6 @@ QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
         f"{_whole_run(r, 'allreduce') / _whole_run(r, 'topk'):.1f} times as fast as all-reduce by the clock"
     )),
     ("docs/proofs.md", "estimate", _of_20),
-    ("docs/proofs.md", "job_table", lambda r: (
-        f"The rows of {r['jobs']:,} jobs are drawn {r['rows_seconds'][0]:.1f} s after the address is given to a server "
-        f"that has just started, {min(r['rows_seconds'][1:]):.1f} to {max(r['rows_seconds'][1:]):.1f} s later on; the "
-        f"page has {r['page_bytes'] / 1000:.0f} kB"
-    )),
     ("docs/proofs.md", "sensors", lambda r: (
         "takes under 0.03 s with 10, 1,000 and 10,000 past jobs"
         if max(r[f"tick_seconds_{jobs}"] for jobs in (10, 1000, 10000)) < 0.03 else "a tick is slower than it says"
@@ -173,9 +168,6 @@ QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
     ("docs/benchmarks.md", "orchestration", lambda r: (
         "{:.2f} CPU-seconds (95 % interval {:.2f} to {:.2f})".format(*_extra(r, "cpu"))
         + " and {:.2f} s ({:.2f} to {:.2f})".format(*_extra(r, "wall"))
-    )),
-    ("docs/benchmarks.md", "load_memory", lambda r: (
-        f"slope {r['rss_slope_mb_per_hour']:.1f} ± {r['rss_slope_error']:.1f} MB/hour"
     )),
 ]  # fmt: skip
 """The file, the result that it quotes, and the words that this result makes."""

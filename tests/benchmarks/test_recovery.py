@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from benchmarks import recovery
-from benchmarks.host import is_busy
-
-RESULTS = Path(recovery.RESULTS)
+from benchmarks.host import RESULTS, is_busy
 
 
 @pytest.mark.parametrize(("load", "cores", "busy"), [(14.28, 2, True), (1.6, 2, True), (1.4, 2, False), (3, 8, False)])

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 import psutil
 
-from benchmarks.namespaces import Hosts
+from tests.namespaces import Hosts
 from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
 from dtrain_dagster.clusters.kubernetes.manifest import LOST_MACHINE
 from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions

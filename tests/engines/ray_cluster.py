@@ -1,5 +1,5 @@
 """A real, small Ray cluster for tests: a head and further raylets of one machine, on loopback only, with processes of
-their own; or with ``hosts`` each on a host of its own (`benchmarks.namespaces`), the head on the first.
+their own; or with ``hosts`` each on a host of its own (`tests.namespaces`), the head on the first.
 
 `RayCluster.kill` ends a raylet with all that runs below it, as a machine that loses power.
 """
@@ -23,7 +23,7 @@ from types import TracebackType
 
 import psutil
 
-from benchmarks.namespaces import Hosts
+from tests.namespaces import Hosts
 from trainer.runtime.parent_death import die_with
 
 _MISSED = {

@@ -1,5 +1,5 @@
 """A real, small SLURM for tests: munged, slurmctld and several slurmd on one host, on loopback only; or with ``hosts``
-each on a host of its own (`benchmarks.namespaces`), slurmctld on the first, which is also where its commands are run.
+each on a host of its own (`tests.namespaces`), slurmctld on the first, which is also where its commands are run.
 
 `SlurmCluster` starts it from programs that ``fetch_slurm.sh`` has unpacked; nothing is installed, and it runs as
 whoever starts it. A machine of it is a slurmd with all that it runs; `SlurmCluster.kill` ends one as a machine that
@@ -28,7 +28,7 @@ from types import TracebackType
 
 from filelock import FileLock
 
-from benchmarks.namespaces import Hosts
+from tests.namespaces import Hosts
 
 START_SECONDS = 40.0
 _MARK = "DTRAIN_TEST_SLURM"

@@ -1,5 +1,5 @@
 """Trainings on several hosts: each machine of an engine has a network of its own, and they share nothing but files and
-one switch (`benchmarks.namespaces`). No host has a default route, and the first interface of each has an address at
+one switch (`tests.namespaces`). No host has a default route, and the first interface of each has an address at
 which nobody reaches it: what a node takes for its own address matters."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.namespaces import Hosts, NoNamespacesError
+from tests.namespaces import Hosts, NoNamespacesError
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.engine_manager import EngineClusterManager
 from dtrain_dagster.clusters.local.manager import LocalClusterManager

@@ -20,7 +20,7 @@ from elastic_nodes import KILLED, weights
 from wire import Wire
 from worlds import FORKS, OWN_PARTS, Job, be_rank, build
 
-from benchmarks.namespaces import Hosts, NoNamespacesError
+from tests.namespaces import Hosts, NoNamespacesError
 from trainer.comm.launch_secret import SECRET_FILE, write_launch_secret
 from trainer.elastic.generation_record import generations
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import requests
 
-from benchmarks.abuse.websites import served
-from benchmarks.dashboard_load import write_jobs
 from dtrain_dagster.dashboard import job_index
 from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.job_index import DAMAGED, JobIndex, JobRow, Listing, Seen, keeps_seconds
 from dtrain_dagster.dashboard.server import build_app
+from tests.abuse.dashboard_load import write_jobs
+from tests.abuse.websites import served
 from tests.dtrain_dagster.told_events import told, write_run
 from trainer.rundir import RunDir
 from trainer.storage.open import open_storage

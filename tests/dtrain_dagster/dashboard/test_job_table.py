@@ -12,7 +12,6 @@ import pytest
 import requests
 from told_events import HOSTILE, START, event, hang, told, write_run
 
-from benchmarks.abuse.websites import served
 from dtrain_dagster.dashboard import job_table
 from dtrain_dagster.dashboard.figures_index import KnownFigures, is_due
 from dtrain_dagster.dashboard.fleets import FleetBoard
@@ -30,6 +29,7 @@ from dtrain_dagster.dashboard.job_index import JobRow
 from dtrain_dagster.dashboard.job_table import JobTable, table_row
 from dtrain_dagster.dashboard.server import build_app
 from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause
+from tests.abuse.websites import served
 from trainer.rundir import RunDir
 
 SLOW = Diagnosis(cause=SlowdownCause.SLOW_INPUT, share=0.24, evidence="It reads slowly.", rank=1, node_id=1)

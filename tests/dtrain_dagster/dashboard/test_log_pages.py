@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import requests
 
-from benchmarks.abuse.websites import served
 from dtrain_dagster.dashboard import log_pages
 from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.job_routes import JobServices
@@ -27,6 +26,7 @@ from dtrain_dagster.dashboard.log_pages import (
     write_cursor,
 )
 from dtrain_dagster.dashboard.server import build_app
+from tests.abuse.websites import served
 from tests.dtrain_dagster.told_events import told, write_run
 from trainer.errors import DamagedError
 

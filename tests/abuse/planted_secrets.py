@@ -1,0 +1,231 @@
+"""Secrets in wrong places: in every setting, job and address that could take them; by reference in a pipeline.
+
+Given directly they must be refused, with a message that does not repeat them. Given by reference they must work, and be
+found nowhere afterwards (`tests.leaks`): not in files, in any cell of Dagster's databases, or in the output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import string
+import subprocess
+import sys
+import tempfile
+import threading
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from unittest import mock
+
+from tests.abuse.tally import Tally
+from tests.leaks import forms, leaks
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+DEFINITIONS = "dtrain_dagster.definitions"
+SETTINGS = (
+    "DTRAIN_PRICES", "DTRAIN_NOTIFY", "DTRAIN_STORAGE", "DTRAIN_ENDPOINT", "DTRAIN_MLFLOW_TRACKING_URI",
+    "DTRAIN_DAGSTER_URL", "DTRAIN_CALENDAR", "DTRAIN_EXPERIMENT",
+)  # fmt: skip
+"""Settings that must refuse a secret."""
+CARRIERS: dict[str, str] = {
+    "password": "https://robot:{}@example.org/x",
+    "postgres": "postgresql://robot:{}@db.example.org:5432/mlflow",
+    "sas": "https://a.blob.core.windows.net/c/p.csv?sv=2024-01-01&se=2030-01-01&sr=b&sig={}",
+    "sas of blob": "az://container/p.csv?se=2030-01-01&sig={}",
+    "token": "https://example.org/p.csv?token={}",
+    "access token": "https://example.org/p.csv?a=1&access_token={}#top",
+    "api key": "https://example.org/p.csv?API_KEY={}",
+    "function key": "https://a.azurewebsites.net/api/prices?code={}",
+    "s3 signature": "https://b.s3.amazonaws.com/p.csv?X-Amz-Credential=a&X-Amz-Signature={}",
+    "chained": "simplecache::https://robot:{}@example.org/p.csv",
+    "account key": "DefaultEndpointsProtocol=https;AccountName=a;AccountKey={};EndpointSuffix=core.windows.net",
+    "shared access": "Endpoint=sb://a.example.org;SharedAccessSignature={}",
+    "odbc": "mssql+pyodbc:///?odbc_connect=Driver%3Dx%3BUid%3Da%3BPwd%3D{}%3B",
+    "slack": "https://hooks.slack.com/services/T1JJ3T3L2/A1BRTD4JD/{}",
+    "teams": "https://a.webhook.office.com/webhookb2/{}/IncomingWebhook/b/c",
+    "discord": "https://discord.com/api/webhooks/4174216298/{}",
+    "telegram": "https://api.telegram.org/bot123456789:{}/sendMessage",
+}
+"""Addresses as services give them out, with a place for the secret."""
+FOR_PEOPLE: dict[str, str] = {
+    "mail": "mailto://robot:{}@example.org",
+    "apprise slack": "slack://T1JJ3T3L2/A1BRTD4JD/{}/#alerts",
+    "mistyped": "slakc://T1JJ3T3L2/A1BRTD4JD/{}",
+    "json": "json://robot:{}@example.org",
+}
+"""Addresses that only DTRAIN_NOTIFY takes."""
+
+
+def secret_of(chance: random.Random) -> str:
+    """Return a secret unlike any other text, which every encoding changes: an address, JSON, base64."""
+    letters = "".join(chance.choices(string.ascii_letters + string.digits, k=20))
+    return f"pl4nt3d/{letters}+{letters[::-1]}=="
+
+
+def refused(setting: str, text: str) -> str:
+    """Return the message that refuses a setting of this value; "" if it is accepted."""
+    from dtrain_dagster.settings.environment import SettingsError, load_settings
+
+    given = {name: value for name, value in os.environ.items() if not name.startswith("DTRAIN_")}
+    on_azure = {"DTRAIN_CLUSTER": "azure_ml"} if setting == "DTRAIN_STORAGE" else {}
+    with mock.patch.dict(os.environ, {**given, **on_azure, setting: text}, clear=True):
+        try:
+            load_settings()
+        except SettingsError as error:
+            return str(error)
+    return ""
+
+
+def refused_job(field: str, text: str) -> str:
+    """Return the message that refuses a job with this value in a field; "" if it is accepted."""
+    from trainer.config import ConfigError, parse_job
+
+    job = {"job_id": "a", "run_dir": "/tmp/a", "dataset": {"uri": "/tmp/d"}}
+    try:
+        parse_job(json.dumps(job), [f"{field}={text}"])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def refused_prices(_: str, text: str) -> str:
+    """Return the message that refuses a source of prices from the launchpad; "" if it is accepted."""
+    from dtrain_dagster.data.errors import DataError
+    from dtrain_dagster.data.sources import price_source
+
+    try:
+        price_source(text)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+Border = tuple[Callable[[str, str], str], str, Mapping[str, str]]
+BORDERS: tuple[Border, ...] = (
+    *((refused, setting, CARRIERS) for setting in SETTINGS),
+    (refused, "DTRAIN_NOTIFY", FOR_PEOPLE),
+    *((refused_job, field, CARRIERS) for field in ("tracking.mlflow_tracking_uri", "dataset.uri", "run_dir")),
+    (refused_job, "model.args.address", CARRIERS),
+    (refused_prices, "source", CARRIERS),
+)
+"""Places that take a value from outside: the check, the name, and the addresses that are tried."""
+
+
+def attack_borders(chance: random.Random, tally: Tally) -> None:
+    """Try every border with every kind of address, with a new secret each time."""
+    for border, name, carriers in BORDERS:
+        for kind, form in carriers.items():
+            secret = secret_of(chance)
+            quoted = urllib.parse.quote(secret, safe="") if chance.random() < 0.5 else secret
+            said = border(name, form.format(quoted))
+            tally.tried += 1
+            if not said:
+                tally.accepted += 1
+                tally.findings.append(f"{name} took a secret: {kind}")
+            elif any(written in said.encode() for written in forms(secret)):
+                tally.leaked += 1
+                tally.findings.append(f"the refusal of {name} repeats it: {kind}")
+
+
+@contextmanager
+def price_server(csv: bytes, secret: str, answer: int = 200) -> Iterator[str]:
+    """Serve a price file on loopback to requests with the signature, and yield the signed address; ``answer`` is the
+    status that it returns to them."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            given = urllib.parse.parse_qs(urllib.parse.urlsplit(self.path).query).get("sig")
+            status = 403 if given != [secret] else answer
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(csv) if status == 200 else 0))
+            self.end_headers()
+            if status == 200 and self.command == "GET":
+                self.wfile.write(csv)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        try:
+            signature = urllib.parse.quote(secret, safe="")
+            yield f"http://127.0.0.1:{server.server_port}/team/prices.csv?sv=2024&se=2030&sig={signature}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def small_prices(tickers: int = 4, first: str = "2012-01-01", last: str = "2017-12-31") -> bytes:
+    """Return a CSV of some tickers and years of the bundled panel."""
+    import pandas as pd
+
+    from dtrain_dagster.data.sources import price_source
+
+    panel = pd.read_csv(price_source("sp500_panel").local_file(Path()), parse_dates=["Date"])
+    part = panel.loc[panel["Date"].between(first, last)].iloc[:, : tickers + 1]
+    return part.to_csv(index=False).encode()
+
+
+def environment_of(home: Path, **settings: str) -> dict[str, str]:
+    """Return the environment of a process of a project with this home."""
+    dagster_home = home / "dagster"
+    dagster_home.mkdir(parents=True, exist_ok=True)
+    shutil.copy(ROOT / "dagster.yaml", dagster_home)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("DTRAIN_", "DAGSTER_"))}
+    own = {
+        "DTRAIN_HOME": str(home), "DAGSTER_HOME": str(dagster_home), "DTRAIN_NODES": "2",
+        "DTRAIN_THREADS_PER_RANK": "1", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    return inherited | own | settings
+
+
+def materialize(
+    environment: Mapping[str, str], selection: str, config: object | None = None, seconds: float = 400
+) -> subprocess.CompletedProcess[str]:
+    """Run `dagster asset materialize`, as a person calls it."""
+    options = ["--config-json", json.dumps(config)] if config else []
+    return subprocess.run(
+        [str(BIN / "dagster"), "asset", "materialize", "-m", DEFINITIONS, "--select", selection, *options],
+        cwd=ROOT, env=dict(environment), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds,
+        check=False,
+    )  # fmt: skip
+
+
+def attack_pipeline(chance: random.Random, tally: Tally, folder: Path) -> None:
+    """Give prices by reference to a server that asks for a signature: once it serves them, once it fails."""
+    for answer in (200, 500):
+        secret, home = secret_of(chance), folder / f"home-{answer}"
+        hook = secret_of(chance)
+        with price_server(small_prices(), secret, answer) as address:
+            references = {
+                "PRICES_ADDRESS": address,
+                "HOOK": f"json://robot:{urllib.parse.quote(hook, safe='')}@127.0.0.1:9",
+            }
+            environment = environment_of(home, DTRAIN_PRICES="env:PRICES_ADDRESS", DTRAIN_NOTIFY="env:HOOK")
+            done = materialize(environment | references, "stock_prices,sharded_dataset")
+        (home / "printed.txt").write_text(done.stdout)
+        tally.tried += 1
+        found = leaks([home], [secret, hook])
+        tally.leaked += len(found)
+        tally.findings += found
+        if (done.returncode == 0) != (answer == 200):
+            tally.outages += 1
+            tally.findings.append(f"prices by reference, answer {answer}: {done.stdout[-2000:]}")
+
+
+def attack(random: random.Random, rounds: int) -> Tally:
+    """Try secrets at every border ``rounds`` / 10 times, and twice in a pipeline by reference."""
+    tally = Tally()
+    for _ in range(max(1, rounds // 10)):
+        attack_borders(random, tally)
+    with tempfile.TemporaryDirectory(prefix="dtrain-abuse-") as folder:
+        attack_pipeline(random, tally, Path(folder))
+    return tally

@@ -1,0 +1,395 @@
+"""Files of a run directory replaced by those that a node, a broken disk or a stranger may leave, under all readers.
+
+Beside a whole job stands a copy of it. In each attack one file of the copy is damaged, and all readers of run
+directories (`tests.abuse.run_directory_readers`) are run over both, in a process that is killed if it hangs. The whole
+job must be read unchanged; the damaged one may be shown, or refused with one of the errors meant for that.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import multiprocessing
+import os
+import random as randomness
+import resource
+import shutil
+import socket
+import tarfile
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.jobs.progress import start_job
+from tests.abuse.run_directory_readers import STEPS, read_everything
+from tests.abuse.tally import Tally
+from tests.dtrain_dagster.small_job import write_dataset
+from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
+from trainer.rundir import RunDir, event
+
+MARK = "0a1b2c3d"
+WHOLE, DAMAGED = f"train-{MARK}-11111111", f"train-{MARK}-22222222"
+"""Ids of the whole job and of its damaged copy."""
+PATIENCE_SECONDS = 120.0
+"""Seconds that all readers together may take: usually they take two."""
+MOST_MEMORY = 400 << 20
+"""Bytes of memory that the readers may take more than for a whole job."""
+PACKED = Path(__file__).parents[2] / "tests" / "old_files" / "home.tar.xz"
+OLD = ("plan.json", "owner.json", "claim.json", "registration.json", "tracking.json")
+"""Documents of an orchestrator, as an older version has written them."""
+ADDED: dict[str, Any] = {
+    "budget.json": {"max_node_seconds": 3600.0, "stop_at_usd": 2.5},
+    "alerts.json": {"news: node 1 was lost": {"sentence": "node 1 was lost", "at": 1.7e9}},
+    "cost_alerts.json": {"over": {"sentence": "25% over the estimate", "at": 1.7e9}},
+    "paid_by.json": {"job_id": "train-0a1b2c3d-33333333"},
+    "provisioning.json": [{"launch": 1, "node_count": 2, "attempts": [{"sku": "Standard_NC6s_v3", "error": "quota"}]}],
+    "tuned.json": {
+        "training": {"compile": "off"},
+        "evidence": {
+            "complete": True, "gain": {"low": 1.0, "median": 1.1, "high": 1.2},
+            "candidates": [{"group": "compile", "change": {"compile": "default"}, "verdict": "slower"}],
+        },
+    },
+    "reports/cost_breakdown.json": {
+        "metrics": {"total_cost_usd": 0.5}, "training_usd": 0.4, "probe_usd": 0.1, "launches": {"last": {"usd": 0.4}},
+    },
+    "reports/performance_report.json": {
+        "diagnosis": {"cause": "checkpoint", "share": 0.1, "evidence": "saves", "rank": None, "node_id": None},
+    },
+}  # fmt: skip
+"""Further ones."""
+RARE: dict[str, dict[str, Any]] = {
+    "hang": {"step": 3, "node_id": 1, "nodes": [0, 1], "waited_seconds": 9.0, "operation": "all-reduce", "sequence": 7,
+             "where": "a.py:3", "recent": [{"sequence": 7, "what": "all-reduce", "ended": False}], "stacks": "here"},
+    "out_of_memory": {"step": 3, "samples": 8, "activation_checkpointing": True, "device": "cpu"},
+    "checkpoint_failed": {"step": 3, "message": "full", "attempt": 1, "gives_up": False},
+    "resume": {"path": "checkpoints/g0001-s000000012", "step": 12},
+    "error": {"message": "a warning", "fatal": False},
+    "profile": {"step": 3, "steps": 2, "path": "profile/t.json",
+                "top": [{"name": "mm", "self_seconds": 1.0, "share": 0.5, "calls": 3}]},
+    "tune": {"elapsed_seconds": 1.0, "budget_seconds": 9.0, "group": "compile", "candidate": "default",
+             "doing": "measures", "samples_per_second": {"low": 1.0, "median": 2.0, "high": 3.0}, "gain": None},
+    "link": {"bytes": 1024, "seconds": [[0, 1, 0.1], [1, 0, 0.1]], "step": 3},
+    "communication_error": {"step": 3, "operation": "all-reduce", "waited_seconds": 1.0, "error": "x", "attempt": 1},
+}  # fmt: skip
+"""Events of kinds that a short training has none of."""
+ESCAPES = "\x1b]0;taken over\x07\x1b[31mred\x9b2J\r\u202egnp.\u2028[bold]"
+"""Text with sequences that a terminal obeys."""
+
+Damage = Callable[[Path, randomness.Random], None]
+
+
+def replaced(change: Callable[[bytes, randomness.Random], bytes]) -> Damage:
+    """Return a damage that replaces the content of a file."""
+
+    def damage(path: Path, random: randomness.Random) -> None:
+        path.write_bytes(change(path.read_bytes(), random))
+
+    return damage
+
+
+def instead(make: Callable[[Path], object]) -> Damage:
+    """Return a damage that puts something other than a regular file in its place."""
+
+    def damage(path: Path, random: randomness.Random) -> None:
+        path.unlink()
+        make(path)
+
+    return damage
+
+
+def in_json(change: Callable[[dict[str, Any], randomness.Random], Any]) -> Damage:
+    """Return a damage of one object of a JSON text, in its first line if it has several."""
+
+    def damage(path: Path, random: randomness.Random) -> None:
+        text = path.read_text()
+        line, end, rest = text.partition("\n") if path.suffix == ".jsonl" else (text, "", "")
+        document = json.loads(line)
+        changed = change(document, random) if isinstance(document, dict) else document
+        path.write_text(json.dumps(changed) + end + rest)
+
+    return damage
+
+
+OTHER_VALUES: tuple[Any, ...] = (None, True, "x", -1, 2.5, 10**18, [], {}, ["x"], {"x": [None]}, [1, 2])
+"""Values of all types of JSON, to be put in each other's place."""
+
+
+def each_change(document: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a JSON value again and again, each time changed in one place, and where: a key is left out or added, or a
+    value is of another type. Of a list, the first part stands for all."""
+    for path in _paths_of(document):
+        for value in OTHER_VALUES:
+            changed = copy.deepcopy(document)
+            _at(changed, path[:-1])[path[-1]] = value
+            yield f"{path} = {value!r}", changed
+        if isinstance(path[-1], str):
+            changed = copy.deepcopy(document)
+            del _at(changed, path[:-1])[path[-1]]
+            yield f"{path} is left out", changed
+    for path in ((), *_paths_of(document)):
+        changed = copy.deepcopy(document)
+        if isinstance(inner := _at(changed, path), dict):
+            inner["of_a_later_version"] = {"a": [1]}
+            yield f"{path} has one more", changed
+
+
+def _paths_of(value: Any, above: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    parts = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, part in parts:
+        yield (*above, key)
+        yield from _paths_of(part, (*above, key))
+
+
+def _at(value: Any, path: tuple[str | int, ...]) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
+def _some_key(document: dict[str, Any], random: randomness.Random) -> tuple[dict[str, Any], str]:
+    """Return a key of the document, or of an object in it."""
+    key = random.choice(sorted(document))
+    inner = document[key]
+    if isinstance(inner, dict) and inner and random.random() < 0.5:
+        return _some_key(inner, random)
+    return document, key
+
+
+def _value(make: Callable[[randomness.Random], Any]) -> Damage:
+    def change(document: dict[str, Any], random: randomness.Random) -> Any:
+        place, key = _some_key(document, random)
+        place[key] = make(random)
+        return document
+
+    return in_json(change)
+
+
+def _rename(document: dict[str, Any], random: randomness.Random) -> Any:
+    place, key = _some_key(document, random)
+    place[f"{key}_"] = place.pop(key)
+    return document
+
+
+def _escape(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _escape(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_escape(part) for part in value]
+    return value + ESCAPES if isinstance(value, str) else value
+
+
+def _flip(data: bytes, random: randomness.Random) -> bytes:
+    changed = bytearray(data or b"\0")
+    for _ in range(3):
+        changed[random.randrange(len(changed))] ^= 1 << random.randrange(8)
+    return bytes(changed)
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        short = Path(tempfile.gettempdir()) / f"s{uuid.uuid4().hex[:8]}"  # paths of sockets must be short
+        server.bind(str(short))
+        short.rename(path)
+
+
+def _large(path: Path) -> None:
+    with open(path, "wb") as file:
+        file.truncate(400 << 20)
+
+
+ANY: dict[str, Damage] = {
+    "cut": replaced(lambda data, random: data[: random.randrange(max(1, len(data)))]),
+    "flipped": replaced(_flip),
+    "empty": replaced(lambda data, random: b""),
+    "no text": replaced(lambda data, random: b"\xff\xfe" + data),
+    "pipe": instead(os.mkfifo),
+    "socket": instead(_socket),
+    "folder": instead(lambda path: path.mkdir()),
+    "device": instead(lambda path: path.symlink_to("/dev/zero")),
+    "terminal": instead(lambda path: path.symlink_to("/dev/stdin")),
+    "400 MB": instead(_large),
+}
+"""Damages of any file."""
+JSON: dict[str, Damage] = {
+    "half a character": _value(lambda random: "\ud800"),
+    "NaN": _value(lambda random: float("nan")),
+    "infinity": _value(lambda random: float("inf")),
+    "deep": replaced(lambda data, random: b'{"a":' * 5000 + b"1" + b"}" * 5000),
+    "deeper": replaced(lambda data, random: b"[" * 200_000),
+    "twice": replaced(lambda data, random: b'{"state":"running","state":"failed",' + data.lstrip()[1:]),
+    "other type": _value(lambda random: random.choice([[], {}, "x", True, -1, None, [["x"]], {"x": [None]}])),
+    "other key": in_json(_rename),
+    "no object": replaced(lambda data, random: random.choice([b"[1]", b'"x"', b"7", b"null", b"true"])),
+    "huge": _value(lambda random: random.choice([10**400, -(10**30), 1e308, 2**63, 10**18])),
+    "digits": replaced(lambda data, random: b'{"state": ' + b"9" * 50_000 + b"}"),
+    "escapes": in_json(lambda document, random: _escape(document)),
+}
+"""Damages of a text in JSON."""
+
+
+@dataclass(slots=True)
+class Stage:
+    """A home with a whole job and, at any time, one copy of it that is damaged."""
+
+    home: Path
+    secret: str = field(default_factory=lambda: f"SECRET-{uuid.uuid4().hex}")
+
+    def __post_init__(self) -> None:
+        self.home.mkdir(parents=True, exist_ok=True)
+        outside = self.home / "outside.json"
+        outside.write_text(json.dumps({"state": self.secret, "message": self.secret, "kind": self.secret, "time": 1}))
+
+    @property
+    def jobs(self) -> Path:
+        """The folder of run directories."""
+        return self.home / "storage" / "jobs"
+
+    def train(self, nodes: int = 2) -> None:
+        """Train the whole job, with the product's own code."""
+        manager, dataset = LocalClusterManager(self.home), write_dataset(self.home / "dataset")
+        manager.provision_cluster(nodes, "Standard_NC6s_v3")
+        start_job(manager, small_job(self.jobs / WHOLE, dataset, nodes), nodes, 1, {})
+        until = time.monotonic() + 300
+        while not (status := manager.job_status(WHOLE)).state.is_final and time.monotonic() < until:
+            time.sleep(0.05)
+        assert status.state == "succeeded", status.message
+        self._add_documents()
+
+    def _add_documents(self) -> None:
+        """Put the documents beside the trainer's that an orchestrator writes, and events of the kinds that are rare."""
+        rundir = RunDir(str(self.jobs / WHOLE))
+        with tarfile.open(PACKED) as archive:
+            for name in archive.getnames():
+                if (file := archive.extractfile(name)) and (path := Path(name)).name in OLD and "jobs" in path.parts:
+                    rundir.storage.write(path.name, file.read())
+        for name, document in ADDED.items():
+            rundir.write_json(name, document)
+        rundir.append_events(1, 1, 9, [event(kind, 1, 1, **fields) for kind, fields in RARE.items()])
+
+    def copy(self) -> Path:
+        """Make a fresh copy of the whole job, under another id, and return its folder."""
+        folder = self.jobs / DAMAGED
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(self.jobs / WHOLE, folder)
+        for name in ("job.json", "launch.json", "status.json"):
+            path = folder / name
+            path.write_text(path.read_text().replace(WHOLE, DAMAGED))
+        order = (self.home / "orders" / f"{WHOLE}.json").read_text()
+        (self.home / "orders" / f"{DAMAGED}.json").write_text(order.replace(WHOLE, DAMAGED))
+        return folder
+
+    def attacks(self, random: randomness.Random) -> Iterator[tuple[str, Callable[[], object]]]:
+        """Yield (description, action) of each kind of damage once, to a random file."""
+        for name, damage in ANY.items():
+            path = random.choice(files_of(self.jobs / WHOLE))
+            yield f"{path}: {name}", self._attack(path, damage, random)
+        texts = [path for path in files_of(self.jobs / WHOLE) if path.suffix in (".json", ".jsonl")]
+        for name, damage in JSON.items():
+            path = random.choice(texts)
+            yield f"{path}: {name}", self._attack(path, damage, random)
+        path = random.choice(texts)
+        link = instead(lambda path: path.symlink_to(self.home / "outside.json"))
+        yield f"{path}: a link out of the folder", self._attack(path, link, random)
+        folder = random.choice(["events", "nodes", "membership", "checkpoints", "logs"])
+        yield f"{folder}: a link out of the folder", lambda: self._link_folder(folder)
+        yield "strangers everywhere", self._strangers
+
+    def _attack(self, name: Path, damage: Damage, random: randomness.Random) -> Callable[[], object]:
+        return lambda: damage(self.copy() / name, random)
+
+    def _link_folder(self, name: str) -> None:
+        folder = self.copy() / name
+        elsewhere = self.home / "elsewhere"
+        shutil.rmtree(elsewhere, ignore_errors=True)
+        folder.rename(elsewhere)
+        (elsewhere / "node-7.log").write_text(self.secret)
+        folder.symlink_to(elsewhere)
+
+    def _strangers(self) -> None:
+        """Put files that dtrain never writes into every folder and beside the marks."""
+        copy, clusters = self.copy(), self.home / "clusters"
+        within = [path for base in (copy, clusters) for path in base.rglob("*") if path.is_dir()]
+        for folder in [copy, clusters, self.jobs, *within]:
+            if folder.is_dir():
+                leave_strangers(folder)
+
+
+def leave_strangers(folder: Path) -> None:
+    """Put files into a folder as network file systems, editors and half-done copies leave them, and a pipe."""
+    for name in (".nfs0000000000000abc00000001", "x.json.tmp", "#x#", "x.json~", ".x.swp", "x\x1b[31m.json", "g.json"):
+        (folder / name).write_bytes(b'{"half": ')
+    pipe = folder / "pipe.json"
+    if not pipe.exists():
+        os.mkfifo(pipe)
+
+
+def small_job(folder: Path, dataset: Path, nodes: int, **training: Any) -> JobConfig:
+    """Return the job of a training that takes seconds."""
+    fields: dict[str, Any] = {"max_steps": STEPS, "warmup_steps": 3, "checkpoint_frequency": 10, "log_frequency": 1}
+    config = DistributedTrainingConfig(world_size=nodes, threads_per_rank=1, **fields | training)
+    return JobConfig(
+        job_id=folder.name, run_dir=str(folder), dataset=DatasetRef(uri=str(dataset)), training=config,
+        tracking=TrackingConfig(tensorboard=False),
+    )  # fmt: skip
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return the files of a run directory, without lock files, relative to it."""
+    found = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
+    return [path for path in found if path.suffix != ".lock"]
+
+
+def _child(stage: Stage, results: Any) -> None:
+    logging.disable()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    wrong = read_everything(stage.home, WHOLE, DAMAGED, stage.secret)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
+    if grown > MOST_MEMORY:
+        wrong.append(("outages", f"{grown >> 20} MiB of memory"))
+    results.send(wrong)
+
+
+def read_guarded(stage: Stage) -> list[tuple[str, str]]:
+    """Run all readers in a child process, and return the faults, as (count of `Tally`, description)."""
+    context = multiprocessing.get_context("fork")
+    mine, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_child, args=(stage, theirs))
+    child.start()
+    theirs.close()
+    try:
+        if not mine.poll(PATIENCE_SECONDS):
+            return [("outages", f"hangs for {PATIENCE_SECONDS:.0f} s")]
+        found: list[tuple[str, str]] = mine.recv()
+        return found
+    except EOFError:
+        child.join()
+        return [("outages", f"the process died with {child.exitcode}")]
+    finally:
+        child.kill()
+        child.join()
+
+
+def attack(random: randomness.Random, rounds: int) -> Tally:
+    """Make each kind of damage ``rounds`` times, each time to another file."""
+    tally = Tally()
+    with tempfile.TemporaryDirectory(prefix="dtrain-abuse-") as folder:
+        stage = Stage(Path(folder) / "home")
+        stage.train()
+        stage.copy()
+        for words in read_guarded(stage):
+            raise RuntimeError(f"the readers are wrong of two whole jobs: {words}")
+        for _ in range(rounds):
+            for what, do in stage.attacks(random):
+                do()
+                tally.tried += 1
+                for kind, words in read_guarded(stage):
+                    setattr(tally, kind, getattr(tally, kind) + 1)
+                    tally.findings.append(f"{what}: {words}")
+    return tally

@@ -1,0 +1,207 @@
+"""All readers of run directories in this project, run over a whole job and a damaged one beside it.
+
+`tests.abuse.run_directories` damages the jobs; here they are only read and judged.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+
+from dtrain_dagster.automation.run_liveness import read_owning_run
+from dtrain_dagster.cli.facts import latest_job, summary_lines
+from dtrain_dagster.cli.main import main
+from dtrain_dagster.clusters import presence
+from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.costs.budget import launch_price
+from dtrain_dagster.costs.prices import PriceError
+from dtrain_dagster.dashboard import prometheus
+from dtrain_dagster.dashboard.job_board import JobBoard
+from dtrain_dagster.dashboard.job_figures import read_figures
+from dtrain_dagster.dashboard.job_links import Places
+from dtrain_dagster.dashboard.page import report_page
+from dtrain_dagster.fleet.endings import explain_launch_end
+from dtrain_dagster.fleet.records import KeptState
+from dtrain_dagster.jobs.progress import choose_job, known_jobs, ran_out
+from dtrain_dagster.jobs.view import last_step
+from dtrain_dagster.planning.history import HomeHistory, JobCourse
+from dtrain_dagster.planning.probe_cost import payer_of
+from dtrain_dagster.sensors.cost_overrun import recent_events
+from dtrain_dagster.settings.environment import Settings
+from trainer.checkpoint.manager import CheckpointError, CheckpointManager
+from trainer.elastic.generation_record import generations
+from trainer.errors import ConfigError, DamagedError
+from trainer.rundir import RunDir
+
+STEPS = 18
+"""Steps of the whole job."""
+OBEYED = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that a terminal would obey, without the carriage return, which CSV has."""
+MEANT = (DamagedError, ConfigError, ClusterError, CheckpointError, PriceError, FileNotFoundError)
+"""Errors that a reader of a damaged job may raise."""
+NOWHERE = Places()
+Wrong = list[tuple[str, str]]
+"""Faults: (count of `tests.abuse.tally.Tally`, description)."""
+
+
+class Readers:
+    """The readers of one home, and the faults that they showed."""
+
+    def __init__(self, home: Path, whole: str, damaged: str, secret: str) -> None:
+        self.home, self.whole, self.damaged, self.secret = home, whole, damaged, secret
+        self.settings = Settings(home=home, nodes=2)
+        self.manager = LocalClusterManager(home)
+        self.wrong: Wrong = []
+
+    def say(self, kind: str, words: str) -> None:
+        """Record a fault."""
+        self.wrong.append((kind, words))
+
+    def look(self, what: str, text: str) -> None:
+        """Check a text that a person or a browser gets: it shows no secret, and no character that a terminal obeys."""
+        if self.secret in text:
+            self.say("leaked", f"{what} shows a file from outside")
+        if found := OBEYED.search(text):
+            self.say("accepted", f"{what} passes on {found[0]!r}")
+
+    def of_damaged(self, what: str, read: Callable[[], object]) -> Any:
+        """Run a reader of the damaged job alone, which may refuse it with an error in `MEANT`."""
+        try:
+            return read()
+        except MEANT as error:
+            if not isinstance(error, FileNotFoundError):
+                self.look(what, str(error))
+        except Exception:
+            self.say("outages", f"{what}: {traceback.format_exc(limit=-4)}")
+        return None
+
+    def of_all(self, what: str, read: Callable[[], object]) -> Any:
+        """Run a reader of all jobs, which may not fail."""
+        try:
+            return read()
+        except Exception:
+            self.say("outages", f"{what}: {traceback.format_exc(limit=-4)}")
+            return None
+
+    def command(self, *words: str, may_refuse: bool = True) -> str:
+        """Run a command of `dtrain`, and return its output."""
+        done = CliRunner().invoke(main, words, env={"DTRAIN_HOME": str(self.home)})
+        if done.exception is not None and not isinstance(done.exception, SystemExit):
+            where = "".join(traceback.format_exception(done.exception, limit=-4))
+            self.say("outages", f"dtrain {' '.join(words)}: {where}")
+        elif done.exit_code and not may_refuse:
+            self.say("outages", f"dtrain {' '.join(words)}: exit code {done.exit_code}: {done.output}")
+        self.look(f"dtrain {words[0]}", done.output)
+        return done.output
+
+
+def read_everything(home: Path, whole: str, damaged: str, secret: str) -> Wrong:
+    """Run all readers, and return the faults that they showed; empty for none."""
+    readers = Readers(home, whole, damaged, secret)
+    _lists(readers)
+    _board(readers)
+    _commands(readers)
+    _one_job(readers)
+    return readers.wrong
+
+
+def _lists(readers: Readers) -> None:
+    manager, whole, damaged = readers.manager, readers.whole, readers.damaged
+    jobs = readers.of_all("list_jobs", manager.list_jobs) or []
+    states = {job.job_id: (job.state.value, job.damage) for job in jobs}
+    if states.get(whole) != ("succeeded", ""):
+        readers.say("outages", f"the whole job is listed as {states.get(whole)}")
+    for job in jobs:
+        readers.look("list_jobs", job.damage)
+    readers.of_all("active_jobs", manager.active_jobs)
+    readers.of_all("pools", manager.pools)
+    readers.of_all("monitor_health", manager.monitor_health)
+    readers.of_all("find_orphans", lambda: manager.find_orphans(set()))
+    readers.of_all("past runs", lambda: _past_runs(readers))
+    readers.of_all("latest_job", lambda: latest_job(readers.settings))
+    known = readers.of_all("known_jobs", lambda: known_jobs(manager, readers.settings.jobs_uri, "0a1b2c3d")) or []
+    choice = readers.of_all("choose_job", lambda: choose_job("0a1b2c3d", "22222222", known))
+    if choice and choice.job_id == damaged and any(job.damage for job in known if job.job_id == damaged):
+        readers.say("accepted", "a damaged job is chosen")
+
+
+def _past_runs(readers: Readers) -> object:
+    job = RunDir(f"{readers.settings.jobs_uri}/{readers.whole}").read_job()
+    return HomeHistory(readers.home, 1, readers.settings.gpu_type, True).runs_like(job)
+
+
+def _board(readers: Readers) -> None:
+    board = JobBoard(readers.settings.jobs_uri, readers.settings.tiers[0])
+    rows = {row.job_id: row for row in readers.of_all("the dashboard's list", board.jobs) or []}
+    row = rows.get(readers.whole)
+    if row is None or (row.state, row.step) != ("succeeded", STEPS):
+        readers.say("outages", f"the whole job's row is {row}")
+    if readers.damaged not in rows:
+        readers.say("outages", "the damaged job has no row")
+    readers.look("the dashboard's list", json.dumps([str(row) for row in rows.values()], ensure_ascii=False))
+    metrics = readers.of_all("/metrics", lambda: prometheus.exposition(board).decode()) or ""
+    if f'dtrain_step{{job="{readers.whole}"}} {STEPS}.0' not in metrics:
+        readers.say("outages", "the whole job is not in /metrics")
+    for job_id in (readers.whole, readers.damaged):
+        if job_id in rows:
+            rundir, tier = RunDir(f"{readers.settings.jobs_uri}/{job_id}"), readers.settings.tiers[0]
+            found = readers.of_all("the table", lambda rundir=rundir, row=rows[job_id], tier=tier: read_figures(
+                rundir, row, tier, time.time()
+            ))  # fmt: skip
+            readers.look("the table", json.dumps(str(found), ensure_ascii=False))
+        job = readers.of_damaged("the dashboard", lambda job_id=job_id: board.open(job_id, time.time()))
+        if job is not None:
+            # As the server writes it: without NaN, and valid UTF-8.
+            sent = readers.of_all("a job's figures", lambda job=job: _sent(job.snapshot(0, "", time.time())))
+            facts = readers.of_all("a job's facts", lambda job=job: _sent(job.facts(NOWHERE)))
+            if readers.secret in f"{sent}{facts}":
+                readers.say("leaked", "the dashboard shows a file from outside")
+    readers.of_damaged("report", lambda: report_page(_rundir(readers), readers.settings.tiers[0]))
+
+
+def _sent(value: object) -> str:
+    text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+    text.encode()
+    return text
+
+
+def _commands(readers: Readers) -> None:
+    listed = readers.command("jobs", may_refuse=False)
+    if not re.search(rf"{readers.whole}\s+succeeded", listed) or readers.damaged not in listed:
+        readers.say("outages", f"`dtrain jobs` lists {listed}")
+    readers.command("jobs", "--json", may_refuse=False)
+    readers.command("doctor", may_refuse=False)
+    for job_id, may_refuse in ((readers.whole, False), (readers.damaged, True)):
+        for words in (("status",), ("logs",), ("logs", "--tail", "3"), ("status", "--follow"), ("logs", "--follow")):
+            readers.command(words[0], *words[1:], job_id, may_refuse=may_refuse)
+        readers.command("cost", job_id, may_refuse=may_refuse)
+        for name in ("status", "cost"):
+            readers.command(name, job_id, "--json", may_refuse=may_refuse)
+
+
+def _one_job(readers: Readers) -> None:
+    rundir = _rundir(readers)
+    checkpoints = CheckpointManager(rundir, 3, "another")
+    for read in (
+        rundir.read_job, rundir.nodes, rundir.latest_checkpoint, rundir.last_generation,
+        lambda: list(rundir.events()), lambda: list(rundir.events(strict=True)), lambda: rundir.steps_reported(1),
+        lambda: last_step(rundir), lambda: generations(rundir.storage), lambda: presence.newest_generation(rundir),
+        lambda: read_owning_run(rundir), lambda: JobCourse.read(rundir), lambda: recent_events(rundir),
+        rundir.read_result, lambda: summary_lines(rundir), checkpoints.load_latest,
+        lambda: ran_out(rundir), lambda: launch_price(rundir, readers.settings.tiers[0]), lambda: payer_of(rundir),
+        lambda: explain_launch_end(rundir, readers.manager.job_status(readers.damaged), KeptState(), 0.0),
+    ):  # fmt: skip
+        readers.of_damaged(str(getattr(read, "__qualname__", read)), read)
+    checkpoints.close(1.0)
+
+
+def _rundir(readers: Readers) -> RunDir:
+    return RunDir(f"{readers.settings.jobs_uri}/{readers.damaged}")
