@@ -60,7 +60,6 @@ import switch  # noqa: E402
 import worlds  # noqa: E402
 
 from benchmarks.host import in_parts, note, tell  # noqa: E402
-from tests.namespaces import RATES, Hosts, NoNamespacesError  # noqa: E402
 from benchmarks.scaling_figures import (  # noqa: E402
     LATEST,
     after_a_fixed_time,
@@ -77,6 +76,7 @@ from dtrain_dagster.data.sources import price_source  # noqa: E402
 from dtrain_dagster.data.validation import validate_prices  # noqa: E402
 from dtrain_dagster.planning.check_job import samples_of  # noqa: E402
 from dtrain_dagster.settings.environment import load_settings  # noqa: E402
+from tests.namespaces import RATES, Hosts, NoNamespacesError  # noqa: E402
 from trainer.rundir import RunDir  # noqa: E402
 
 LOG_EVERY = 4

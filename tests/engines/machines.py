@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Protocol
 
 import psutil
 
-from tests.namespaces import Hosts
 from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
 from dtrain_dagster.clusters.kubernetes.manifest import LOST_MACHINE
 from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
@@ -29,6 +28,7 @@ from tests.engines.kubernetes_cluster import KubernetesCluster
 from tests.engines.kubernetes_image import IMAGE, host_volumes
 from tests.engines.ray_cluster import RayCluster
 from tests.engines.slurm_cluster import SlurmCluster
+from tests.namespaces import Hosts
 
 ROOT = Path(__file__).parents[2]
 OWN_MODELS = ROOT / "tests" / "faults"

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.namespaces import Hosts, NoNamespacesError
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.engine_manager import EngineClusterManager
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
@@ -29,6 +28,7 @@ from tests.engines.engine_training import (
     write_job,
 )
 from tests.engines.machines import Machines, missing, open_machines
+from tests.namespaces import Hosts, NoNamespacesError
 from trainer.config import FactoryConfig
 from trainer.elastic.generation_record import generations
 
