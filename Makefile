@@ -70,11 +70,13 @@ ui: setup  ## the pages of Dagster, the dashboard and MLflow: it prints three li
 
 # Twice as many as two cores, since many tests wait: for a node to be missed, for a server to come up. About 1.2 GB each.
 TEST_WORKERS ?= 4
+# Folders or files of tests; all by default.
+TESTS ?=
 
 test: setup  ## the tests (browser tests want Chromium: installed where that is possible); out/tests.json has their figures
 	@command -v chromium >/dev/null || ./tests/install_chromium.sh
 	@python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --repeat-alone \
-	  --results=out/tests.json -m "not long"
+	  --results=out/tests.json -m "not long" $(TESTS)
 
 test-all: test test-engines  ## the tests, those of frameworks, then the long ones: repetitions of proofs, loads of minutes, many examples of Hypothesis
 	@python -m pytest -o faulthandler_timeout=3300 --hypothesis-profile thorough --results=out/tests-long.json -m "long or hypothesis"
