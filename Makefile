@@ -43,7 +43,7 @@ setup: $(VENV)/.ready  ## install what is missing (the others do this by themsel
 
 LOCKS := requirements.lock requirements-torch.lock requirements-cuda.lock
 # Every package by its hash, none by what an index says it needs; check.py then tells whether one is missing.
-LOCKED := ./deploy/supply/install.sh $(BIN)/python
+LOCKED := ./tools/supply/install.sh $(BIN)/python
 HAS_CUDA := 'import importlib.metadata as m; raise SystemExit(not any(r.startswith(("nvidia", "cuda")) for r in m.requires("torch")))'
 
 $(VENV)/.ready: pyproject.toml $(LOCKS)
@@ -57,7 +57,7 @@ $(VENV)/.ready: pyproject.toml $(LOCKS)
 	    "$$(sed -n 's/^\(torch==[0-9.]*\).*/\1/p' requirements-torch.lock)"; fi
 	@if $(BIN)/python -c $(HAS_CUDA); then $(LOCKED) requirements-cuda.lock; fi
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
-	@$(BIN)/python deploy/supply/check.py
+	@$(BIN)/python tools/supply/check.py
 	@touch $@
 
 run: setup  ## materialize the whole graph: prices to registered model (SELECT=… for a part)
@@ -70,11 +70,13 @@ ui: setup  ## the pages of Dagster, the dashboard and MLflow: it prints three li
 
 # Twice as many as two cores, since many tests wait: for a node to be missed, for a server to come up. About 1.2 GB each.
 TEST_WORKERS ?= 4
+# Folders or files of tests; all by default.
+TESTS ?=
 
 test: setup  ## the tests (browser tests want Chromium: installed where that is possible); out/tests.json has their figures
 	@command -v chromium >/dev/null || ./tests/install_chromium.sh
 	@python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --repeat-alone \
-	  --results=out/tests.json -m "not long"
+	  --results=out/tests.json -m "not long" $(TESTS)
 
 test-all: test test-engines  ## the tests, those of frameworks, then the long ones: repetitions of proofs, loads of minutes, many examples of Hypothesis
 	@python -m pytest -o faulthandler_timeout=3300 --hypothesis-profile thorough --results=out/tests-long.json -m "long or hypothesis"
@@ -103,8 +105,8 @@ ray: setup  ## tests on a real Ray: a head and three raylets
 
 ENGINES := $(VENV)/engines
 # Layered over the environment of all else: what both have is there once. torch's version is that of the base.
-$(ENGINES)/.ready: pyproject.toml deploy/frameworks/build_horovod.sh | setup
-	@./deploy/frameworks/make_environment.sh $(BIN)/python $(ENGINES)
+$(ENGINES)/.ready: pyproject.toml tools/frameworks/build_horovod.sh | setup
+	@./tools/frameworks/make_environment.sh $(BIN)/python $(ENGINES)
 	@touch $@
 
 test-engines: $(ENGINES)/.ready  ## scripts under Horovod, DeepSpeed, Ray Train and TensorFlow (Linux; g++, cmake; builds Horovod once)
@@ -135,13 +137,13 @@ clean:  ## remove everything that was made here: runs, datasets, models (keeps t
 	@python -m dtrain_dagster clean --yes
 
 SUPPLY := $(VENV)/supply
-$(SUPPLY)/.ready: deploy/supply/requirements.lock
+$(SUPPLY)/.ready: tools/supply/requirements.lock
 	@$(PYTHON) -m venv "$(SUPPLY)"
 	@$(SUPPLY)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --requirement $<
 	@touch $@
 
 lock: $(SUPPLY)/.ready  ## write the lock files anew from the ranges of pyproject.toml (needs PyPI)
-	@$(SUPPLY)/bin/python deploy/supply/lock.py
+	@$(SUPPLY)/bin/python tools/supply/lock.py
 
 sbom: $(SUPPLY)/.ready  ## a bill of materials of the locked packages, out/sbom.json (CycloneDX; needs no network)
 	@mkdir -p out
@@ -150,8 +152,8 @@ sbom: $(SUPPLY)/.ready  ## a bill of materials of the locked packages, out/sbom.
 	@echo "out/sbom.json"
 
 audit: $(SUPPLY)/.ready  ## are vulnerabilities of the locked packages known? (needs a network)
-	@PATH="$(CURDIR)/$(SUPPLY)/bin:$$PATH" $(SUPPLY)/bin/python deploy/supply/audit.py $(LOCKS)
+	@PATH="$(CURDIR)/$(SUPPLY)/bin:$$PATH" $(SUPPLY)/bin/python tools/supply/audit.py $(LOCKS)
 
 release: sbom setup  ## a release: VERSION=0.2.0, with DRY_RUN=1 only what it would be (version, changelog, packages, tag)
 	@test -n "$${VERSION:-}" || { echo "which version? make release VERSION=0.2.0" >&2; exit 2; }
-	@$(BIN)/python deploy/supply/release.py "$$VERSION" --sbom out/sbom.json $(if $(DRY_RUN),--dry-run)
+	@$(BIN)/python tools/supply/release.py "$$VERSION" --sbom out/sbom.json $(if $(DRY_RUN),--dry-run)

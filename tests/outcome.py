@@ -3,17 +3,21 @@
 Loaded by `tests/conftest.py`. With ``--repeat-alone``, tests that failed beside others are run once more after all
 others have ended, in a fresh interpreter and one after the other. What passes then is *flaky*: it does not fail the
 run, but it is printed with its first failure, and counted in the file of ``--results``.
+
+Processor time is that of the test's own process and of the children that it has waited for.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ import pytest
 MOST_REPEATED = 40
 """Where more tests fail than this, something is broken, and nothing is repeated."""
 SLOWEST = 20
+CPU = "cpu_seconds"
 _RANKS = ("passed", "xpassed", "xfailed", "skipped", "flaky", "failed", "error")
 """Of the three phases of a test, the one furthest to the right counts."""
 
@@ -33,8 +38,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Processor(), "processor")
     if not hasattr(config, "workerinput"):  # a worker of xdist tells its controller
         config.pluginmanager.register(Outcome(config), "outcome")
+
+
+def cpu_seconds() -> float:
+    """Processor time of this process and of the children that it has waited for, so far."""
+    spent = (resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in spent)
+
+
+class Processor:
+    """Adds what each phase of a test took of the processor to its report, in the process that runs the test."""
+
+    def __init__(self) -> None:
+        self.before = cpu_seconds()
+
+    def pytest_runtest_logstart(self) -> None:
+        self.before = cpu_seconds()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        now = cpu_seconds()
+        report.user_properties.append((CPU, round(now - self.before, 4)))
+        self.before = now
+        return report
 
 
 class Outcome:
@@ -44,6 +74,7 @@ class Outcome:
         self.config, self.began = config, time.time()
         self.outcomes: dict[str, str] = {}
         self.seconds: Counter[str] = Counter()
+        self.cpu: Counter[str] = Counter()
         self.in_teardown: set[str] = set()
         self.flaky: dict[str, list[pytest.TestReport]] = {}
         self.skips: Counter[str] = Counter()
@@ -51,6 +82,7 @@ class Outcome:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] += report.duration
+        self.cpu[report.nodeid] += sum(value for name, value in report.user_properties if name == CPU)
         outcome = {"passed": "passed", "skipped": "skipped"}.get(
             report.outcome, "failed" if report.when == "call" else "error"
         )
@@ -98,11 +130,11 @@ class Outcome:
             )
             self.line(done.stdout)
             try:
-                alone = json.loads(results.read_text())["tests"]
+                alone = {test: told[0] for test, told in json.loads(results.read_text())["tests"].items()}
             except (OSError, ValueError):
                 return  # it did not come to its end: all stay failed
         for test in failed:
-            if self.passes(test, {each: outcome for each, (outcome, _) in alone.items()}):
+            if self.passes(test, alone):
                 self.outcomes[test] = "flaky"
                 self.flaky[test] = self.take_reports(test)
 
@@ -127,26 +159,34 @@ class Outcome:
         return taken
 
     def document(self, status: int) -> dict[str, Any]:
-        files: Counter[str] = Counter()
+        files, cpu_of_files = Counter[str](), Counter[str]()
         for test, seconds in self.seconds.items():
             files[test.split("::")[0]] += seconds
+            cpu_of_files[test.split("::")[0]] += self.cpu[test]
         return {
             **{kind: sum(outcome == kind for outcome in self.outcomes.values()) for kind in _RANKS},
             "exit_status": status,
             "seconds": round(time.time() - self.began, 1),
             "test_seconds": round(sum(self.seconds.values()), 1),
+            "cpu_seconds": round(sum(self.cpu.values()), 1),
             "workers": self.config.getoption("numprocesses", None) or 0,
             "load_average": [round(value, 2) for value in os.getloadavg()],
             "skipped_for": dict(self.skips.most_common()),
             "flaky_tests": {test: [str(report.longrepr) for report in told] for test, told in self.flaky.items()},
             "slowest_tests": {test: round(seconds, 2) for test, seconds in self.seconds.most_common(SLOWEST)},
             "slowest_files": {path: round(seconds, 1) for path, seconds in files.most_common(SLOWEST)},
-            "tests": {test: [self.outcomes[test], round(self.seconds[test], 3)] for test in sorted(self.outcomes)},
+            "most_cpu_tests": {test: round(seconds, 2) for test, seconds in self.cpu.most_common(SLOWEST)},
+            "most_cpu_files": {path: round(seconds, 1) for path, seconds in cpu_of_files.most_common(SLOWEST)},
+            "tests": {
+                test: [self.outcomes[test], round(self.seconds[test], 3), round(self.cpu[test], 3)]
+                for test in sorted(self.outcomes)
+            },
         }
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for reason, count in self.skips.most_common():
             terminalreporter.write_line(f"skipped {count}: {reason}")
+        terminalreporter.write_line(f"{sum(self.cpu.values()):,.0f} CPU-seconds")
         if not self.flaky:
             return
         terminalreporter.section(f"{len(self.flaky)} flaky: failed beside other tests, passed alone", yellow=True)

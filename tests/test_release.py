@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SUPPLY = ROOT / "deploy" / "supply"
+SUPPLY = ROOT / "tools" / "supply"
 CHANGES = "# Changelog\n\n## Unreleased\n\n### Added\n\n- A thing.\n\n## 0.0.1 (2026-01-01)\n\n- The first.\n"
 
 
@@ -58,7 +58,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("repository")
     for name in ("trainer", "dtrain_dagster"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "deploy/supply/release.py", ".gitignore"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "tools/supply/release.py", ".gitignore"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     (folder / "CHANGELOG.md").write_text(CHANGES)
@@ -80,7 +80,7 @@ def commit(folder: Path) -> None:
 
 def release(folder: Path, *arguments: str, code: int = 0) -> str:
     """What the script says in this repository."""
-    command = [sys.executable, "deploy/supply/release.py", *arguments]
+    command = [sys.executable, "tools/supply/release.py", *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 OWN = ("requirements.lock", "requirements-torch.lock", "requirements-cuda.lock")
 IMAGES = ("deploy/azure/requirements-nodes.lock", "deploy/azure/requirements-serving.lock")
-LOCKS = (*OWN, *IMAGES, "deploy/supply/requirements.lock")
+LOCKS = (*OWN, *IMAGES, "tools/supply/requirements.lock")
 INSTALLED = ("azure", "kubernetes", "postgres", "ray", "dev")
 PYTHONS = ("3.11", "3.12", "3.13")
 
@@ -160,10 +160,10 @@ def test_an_image_has_the_bill_of_the_very_packages_that_are_in_it_and_says_wher
 
 def test_setup_installs_from_the_locks_by_hash():
     text = (ROOT / "Makefile").read_text()
-    assert re.search(r"^LOCKED := \./deploy/supply/install\.sh \$\(BIN\)/python$", text, flags=re.MULTILINE)
+    assert re.search(r"^LOCKED := \./tools/supply/install\.sh \$\(BIN\)/python$", text, flags=re.MULTILINE)
     for name in OWN:
         assert f"$(LOCKED) {name}" in text
-    script = (ROOT / "deploy" / "supply" / "install.sh").read_text().splitlines()
+    script = (ROOT / "tools" / "supply" / "install.sh").read_text().splitlines()
     installs = [line for line in script if re.search(r"\bpip install\b", line) and not line.startswith("#")]
     assert len(installs) == 2, "uv's and pip's"
     assert all("--require-hashes --no-deps --requirement" in line for line in installs)
@@ -171,7 +171,7 @@ def test_setup_installs_from_the_locks_by_hash():
 
 def test_packages_of_which_a_file_is_read_are_locked_without_what_they_need():
     code = "import json, lock; print(json.dumps(lock.asked()))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "deploy" / "supply", capture_output=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "tools" / "supply", capture_output=True, check=True)
     whole, files = json.loads(done.stdout)
     assert sorted(Requirement(line).name for line in files) == ["bokeh-sampledata", "skfolio"]
     assert {"torch", "azure-ai-ml", "pytest"} <= {Requirement(line).name for line in whole}
@@ -186,14 +186,14 @@ def test_a_missing_package_is_found_but_not_what_only_an_import_of_a_panels_pack
     )
     code = f"import check; print(check.find_broken({said!r}, ['skfolio', 'bokeh-sampledata']))"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT / "deploy" / "supply", capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], cwd=ROOT / "tools" / "supply", capture_output=True, text=True, check=True
     )
     assert done.stdout == "['mlflow 3.17.2 requires skops, which is not installed.']\n"
 
 
 def test_an_audit_without_a_network_says_so_and_proves_nothing():
     code = "import sys, audit; audit.SERVICE = ('127.0.0.1', 9); sys.exit(audit.main([]))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "deploy" / "supply", capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "tools" / "supply", capture_output=True, text=True)
     assert done.returncode == 2
     assert "not audited" in done.stdout
 
@@ -212,7 +212,7 @@ def test_an_audit_that_asked_for_nothing_passes_nothing(dependencies: list[dict[
     program = "import sys, json, audit; print(json.dumps(audit.verdict(json.loads(sys.argv[1]))))"
     done = subprocess.run(
         [sys.executable, "-c", program, json.dumps({"dependencies": dependencies})],
-        cwd=ROOT / "deploy" / "supply",
+        cwd=ROOT / "tools" / "supply",
         capture_output=True,
         text=True,
     )

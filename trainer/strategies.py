@@ -21,7 +21,7 @@ PLAIN: Mapping[str, Any] = {"strategy": "ddp", "gather_precision": "fp32", "cpu_
 PACKAGES = {"horovod": "horovod.torch", "deepspeed": "deepspeed"}
 """The module that a strategy needs beside torch."""
 REMEDIES = {
-    "horovod": "it is built for the installed torch, on all nodes: deploy/frameworks/build_horovod.sh PYTHON",
+    "horovod": "it is built for the installed torch, on all nodes: tools/frameworks/build_horovod.sh PYTHON",
     "deepspeed": "pip install 'deepspeed>=0.19,<0.20', on all nodes",
 }
 """How that module is installed."""

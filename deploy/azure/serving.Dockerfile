@@ -6,7 +6,7 @@
 ARG BASE_DIGEST
 # What is in the image, as a bill of materials (CycloneDX) of its locked packages. The tool that writes it stays here.
 FROM docker.io/library/python:3.11-slim-bookworm@${BASE_DIGEST} AS materials
-COPY deploy/supply/requirements.lock /tmp/supply.lock
+COPY tools/supply/requirements.lock /tmp/supply.lock
 RUN pip install --no-cache-dir --disable-pip-version-check --require-hashes --no-deps --requirement /tmp/supply.lock
 COPY deploy/azure/requirements-serving.lock /tmp/requirements.lock
 RUN cyclonedx-py requirements --output-reproducible --output-format JSON --output-file /sbom.json /tmp/requirements.lock

@@ -119,7 +119,7 @@ def test_a_job_that_was_stored_before_can_still_be_read(tmp_path: Path) -> None:
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("piece", ["a", "://a:", "://a:b", "?a=", "%25", "@", "password", "://a:@"])
 def test_a_long_text_takes_no_time_to_speak_of(piece: str) -> None:
-    secret_in(piece * (200_000 // len(piece)))
+    assert secret_in(piece * (200_000 // len(piece))) is None
 
 
 def test_prices_by_reference_are_read_and_their_address_is_kept_nowhere(

@@ -38,7 +38,7 @@ class ReleaseError(Exception):
 
 def main() -> int:
     """Make the release, or try it, and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python deploy/supply/release.py", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python tools/supply/release.py", description=__doc__)
     parser.add_argument("version", help="such as 0.2.0")
     parser.add_argument("--dry-run", action="store_true", help="build and check in a copy, and change nothing here")
     parser.add_argument("--sbom", type=Path, help="a bill of materials that goes beside the packages")

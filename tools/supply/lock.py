@@ -3,7 +3,7 @@
     requirements.lock                       all packages of this project's own environment but torch, with hashes
     requirements-torch.lock                 torch: its wheels on PyPI, and the CPU build that the tests run on
     requirements-cuda.lock                  packages that only a CUDA build of torch needs
-    deploy/supply/requirements.lock         packages that make and read lock files
+    tools/supply/requirements.lock         packages that make and read lock files
     deploy/azure/requirements-*.lock        packages of the images
 
 torch has a file of its own because one version of it has several builds, with different hashes and requirements. The
@@ -38,7 +38,7 @@ HEADER = "# Made by `make lock` from {source}; do not edit.\n"
 
 def main() -> None:
     """Compile all lock files with uv, and write them."""
-    parser = argparse.ArgumentParser(prog="python deploy/supply/lock.py", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python tools/supply/lock.py", description=__doc__)
     parser.add_argument("--torch-wheel", type=Path, action="append", default=[], help="a CPU build whose hash is added")
     parser.add_argument("--keep", action="store_true", help="keep the versions of today; lock only what is new")
     options = parser.parse_args()
@@ -64,7 +64,7 @@ def main() -> None:
         write("requirements-cuda.lock", "pyproject.toml", cuda.values())
         write("requirements-torch.lock", "pyproject.toml", [" \\\n    --hash=".join(lines) + "\n"])
         supply = compiled([*uv, "--universal", "--constraint=requirements.lock", supply_of(Path(scratch))])
-        write("deploy/supply/requirements.lock", "the extra supply", supply.values())
+        write("tools/supply/requirements.lock", "the extra supply", supply.values())
         image = [*uv, "--python-platform=x86_64-manylinux_2_28", "--constraint=requirements.lock"]
         nodes = compiled([*image, "deploy/azure/requirements-nodes.txt"])
         write("deploy/azure/requirements-nodes.lock", "requirements-nodes.txt", nodes.values())

@@ -17,4 +17,4 @@ with open(sys.argv[1], "rb") as file:
 ' "$here/pyproject.toml")
 # DeepSpeed is a source package: it is not to compile anything now, and looks at the torch that is there.
 DS_BUILD_OPS=0 DS_ACCELERATOR=cpu "${pip[@]}" install --quiet --no-build-isolation "${wanted[@]}"
-"$here/deploy/frameworks/build_horovod.sh" "$folder/bin/python"
+"$here/tools/frameworks/build_horovod.sh" "$folder/bin/python"
