@@ -75,6 +75,7 @@ TESTS ?=
 
 test: setup  ## the tests (browser tests want Chromium: installed where that is possible); out/tests.json has their figures
 	@command -v chromium >/dev/null || ./tests/install_chromium.sh
+	@python docs/generate_reference.py
 	@python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --repeat-alone \
 	  --results=out/tests.json -m "not long" $(TESTS)
 
@@ -119,7 +120,6 @@ format: setup  ## let ruff put the code into shape
 	@ruff check --fix . && ruff format .
 
 docs: setup  ## the documentation as a site that needs no network: docs/_site/index.html
-	@python docs/generate_reference.py
 	@python -m sphinx -b html -W --keep-going -q docs docs/_site
 	@echo "docs/_site/index.html"
 

@@ -1,5 +1,5 @@
 """How the documentation's site is built: ``make docs``. Text is in the pages; reference pages are made by
-``generate_reference.py``."""
+``generate_reference.py``, which is called here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from sphinx.application import Sphinx
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(DOCS)]
+
+from generate_reference import main as write_reference  # noqa: E402 - found by the line above
+
+write_reference()
 
 project = "dtrain"
 author = "the authors of dtrain"

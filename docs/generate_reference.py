@@ -1,7 +1,7 @@
 """Write the reference pages below docs/reference from the code: ``python docs/generate_reference.py``.
 
-Each page is a pure function of the code, so that a page which was not made anew fails a test. Prose about a setting
-belongs into the docstring or description of its field; explanations of how things work belong into the pages of docs/.
+The site's build and `make test` call it; the pages are not committed. Each is a pure function of the code. Prose about
+a setting belongs into the docstring or description of its field; explanations of how things work belong into docs/.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import json
 import math
+import os
 import re
 import textwrap
 import typing
@@ -52,10 +53,14 @@ HEADER = "<!-- Made by `python docs/generate_reference.py`; do not edit. -->\n\n
 PROGRAM = "dtrain"
 SETTINGS: tuple[tuple[str, str, type[BaseSettings]], ...] = (
     ("For every kind of cluster", "", Settings),
-    ("SLURM", "Read with `DTRAIN_CLUSTER=slurm`; see [On SLURM](../slurm.md).", SlurmSettings),
-    ("Kubernetes", "Read with `DTRAIN_CLUSTER=kubernetes`; see [On Kubernetes](../kubernetes.md).", KubernetesSettings),
-    ("Ray", "Read with `DTRAIN_CLUSTER=ray`; see [On Ray](../ray.md).", RaySettings),
-    ("Azure ML", "Read with `DTRAIN_CLUSTER=azure_ml`; see [On Azure ML](../azure.md).", AzureSettings),
+    ("SLURM", "Read with `DTRAIN_CLUSTER=slurm`; see [SLURM](../installing.md#slurm).", SlurmSettings),
+    (
+        "Kubernetes",
+        "Read with `DTRAIN_CLUSTER=kubernetes`; see [Kubernetes](../installing.md#kubernetes).",
+        KubernetesSettings,
+    ),
+    ("Ray", "Read with `DTRAIN_CLUSTER=ray`; see [Ray](../installing.md#ray).", RaySettings),
+    ("Azure ML", "Read with `DTRAIN_CLUSTER=azure_ml`; see [Azure ML](../azure.md).", AzureSettings),
     ("Links and notices", "See [Watching a training](../monitoring.md#alerts).", NoticeSettings),
 )
 """The sections of the page of environment variables: title, remark, class."""
@@ -474,7 +479,9 @@ def main() -> None:
     """Write all pages."""
     FOLDER.mkdir(exist_ok=True)
     for name, text in made().items():
-        (FOLDER / name).write_text(text)
+        unfinished = FOLDER / f".{name}.{os.getpid()}"
+        unfinished.write_text(text)
+        unfinished.replace(FOLDER / name)  # whole or not at all, for who reads it at the same time
 
 
 if __name__ == "__main__":

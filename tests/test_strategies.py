@@ -21,4 +21,4 @@ def test_each_package_has_a_remedy_and_deepspeeds_is_that_of_the_extra() -> None
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     [wanted] = [item for item in extras["frameworks"] if item.startswith("deepspeed")]
     assert wanted in REMEDIES["deepspeed"]
-    assert wanted in (ROOT / "docs" / "horovod-and-deepspeed.md").read_text()
+    assert wanted in (ROOT / "docs" / "frameworks.md").read_text()

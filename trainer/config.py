@@ -242,9 +242,9 @@ class DistributedTrainingConfig:
     """The part of each gradient bucket that ``topk`` sends in a step; the rest is kept and added to the next one."""
     strategy: Strategy = "ddp"
     """What a rank holds of the model, its gradients and its moments: all of it (``ddp``), its part of the rows, as all
-    ranks share one copy (``fsdp``), or its part of its node's copy (``hsdp``); see docs/large-models.md. With
+    ranks share one copy (``fsdp``), or its part of its node's copy (``hsdp``); see docs/performance.md. With
     ``horovod`` it holds all, and Horovod sums the gradients; with ``deepspeed`` DeepSpeed's ZeRO divides what
-    ``zero_stage`` says; see docs/horovod-and-deepspeed.md."""
+    ``zero_stage`` says; see docs/frameworks.md."""
     zero_stage: Literal[1, 2, 3] = 1
     """With ``deepspeed``: what ranks divide among them: moments (1), gradients too (2), weights too (3)."""
     gather_precision: Literal["fp32", "bf16"] = "fp32"

@@ -63,7 +63,7 @@ def explain_unknown(place: str, name: str, known: Collection[str]) -> str:
     """Return the sentence on a ``name`` at a ``place`` that is none of those ``known``."""
     if close := difflib.get_close_matches(name, known, n=1):
         return f"{place} is not a setting: did you mean {close[0]}?"
-    listed = f"choose from {', '.join(known)}" if len(known) <= _FEW else "docs/reference lists all"
+    listed = f"choose from {', '.join(known)}" if len(known) <= _FEW else "the reference lists all"
     return f"{place} is not a setting: {listed}"
 
 

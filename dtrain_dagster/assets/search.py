@@ -60,7 +60,7 @@ class SearchOptions(LaunchpadOptions):
 
     space: dict[str, Any] = DEFAULT_SPACE
     """Field → range or list of choices, such as {"training.learning_rate": {"low": 1e-4, "high": 1e-1, "log": true},
-    "model.args.channels": [16, 32]}; see docs/hyperparameter-search.md."""
+    "model.args.channels": [16, 32]}; see docs/many-trainings.md."""
     metric: str = "loss"
     """Of the validation split: loss, or a metric of the task, such as accuracy."""
     maximise: bool = False

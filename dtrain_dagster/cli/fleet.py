@@ -30,8 +30,8 @@ def fleet(file: str, check: bool) -> None:
     """Train many models under one budget.
 
     FILE names the jobs, the dollars that all of them together may cost, and when they must have ended. Jobs of higher
-    priority come first; each gets as many nodes as pay. It is YAML or JSON, see docs/fleet.md. The exit code is 1 where
-    a job has not succeeded.
+    priority come first; each gets as many nodes as pay. It is YAML or JSON, see docs/many-trainings.md. The exit
+    code is 1 where a job has not succeeded.
 
     Ctrl-C leaves the jobs running, each up to the dollars that it was promised; the same command goes on with them,
     also after a crash. `dtrain status`, `cancel` and `cost` take the name of the fleet.

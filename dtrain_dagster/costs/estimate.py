@@ -37,7 +37,7 @@ MINIMUM_MARGIN = 0.07
 """However well it went so far, no interval is narrower to either side."""
 DOUBLING_SPREAD, SHARED_DOUBLING_SPREAD = 0.10, 0.25
 """Added to the spread for each doubling of the nodes away from a measured count; the second if they share one machine,
-whose cores slow each other down by more than their number says (docs/scaling.md)."""
+whose cores slow each other down by more than their number says (docs/performance.md)."""
 SPEED_SPREAD = 0.25
 """Added to the spread for another GPU, whose speed is a guess of the price table."""
 

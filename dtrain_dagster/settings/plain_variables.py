@@ -50,7 +50,7 @@ OF_NODES = VariableGroup(
         ),
         "DTRAIN_HOST": PlainVariable(
             "Address or name at which the other nodes reach this one, different on each node; see "
-            "[Addresses](../clusters.md#addresses)",
+            "[Addresses](../installing.md#addresses)",
             "found by itself",
         ),
         "DTRAIN_INTERFACE": PlainVariable(
@@ -134,6 +134,7 @@ OF_MAKE = VariableGroup(
         "SELECT": PlainVariable("Assets that `make run` materializes", "`not group:studies`"),
         "PORT": PlainVariable("Port of `make ui`, and of an endpoint's container", "`3000`; `5001`"),
         "TEST_WORKERS": PlainVariable("Processes of `make test`", "`4`"),
+        "TESTS": PlainVariable("Folders or files of tests for `make test`", "all"),
         "VERSION": PlainVariable("Version that `make release` makes"),
         "DRY_RUN": PlainVariable("With any value `make release` only shows what it would do"),
         "WORKERS": PlainVariable("Processes of an endpoint's container", "`1`"),

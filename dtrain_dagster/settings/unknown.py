@@ -47,8 +47,7 @@ def find_unknown_variables(environment: Mapping[str, str], known: Iterable[str])
         if is_ours(name) and name not in names and name not in referred:
             ends = sorted(each.removeprefix(PREFIX) for each in names)
             close = difflib.get_close_matches(name.removeprefix(PREFIX), ends, n=1, cutoff=0.75)
-            listed = "the settings are listed in docs/reference/settings.md"
-            meant = f"; did you mean {PREFIX}{close[0]}?" if close else f"; {listed}"
+            meant = f"; did you mean {PREFIX}{close[0]}?" if close else "; `make docs` builds a reference of all"
             said.append(f"the variable {name} is set, and nothing reads it{meant}")
     return said
 

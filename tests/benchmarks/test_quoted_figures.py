@@ -62,13 +62,13 @@ def _of_20(saved: Saved) -> str:
 
 
 QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
-    ("docs/fleet.md", "fleet", lambda r: f"dollars above the budget | {r['value']:g} |"),
-    ("docs/fleet.md", "fleet", lambda r: (
+    ("docs/many-trainings.md", "fleet", lambda r: f"dollars above the budget | {r['value']:g} |"),
+    ("docs/many-trainings.md", "fleet", lambda r: (
         f"Weighted work is {r['weighted_work_vs_fcfs'][0]:.2f} times as much (90 % interval of the mean: "
         f"{r['weighted_work_vs_fcfs'][1]:.2f} to {r['weighted_work_vs_fcfs'][2]:.2f}), the time "
         f"{r['completion_vs_fcfs'][0]:.2f} of the other"
     )),
-    ("docs/fleet.md", "fleet", lambda r: (
+    ("docs/many-trainings.md", "fleet", lambda r: (
         f"without a job | {r['idle_share'][0]:.0%} | {r['fcfs_idle_share'][0]:.0%} |".replace("%", " %")
     )),
     ("README.md", "recovery", lambda r: (
@@ -93,29 +93,29 @@ QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
     ("docs/losing-nodes.md", "chaos", lambda r: (
         f"{r['tapes']} fault sequences (tapes)\nwith {sum(r['faults'].values())} faults, {r['violations']} violations"
     )),
-    ("docs/large-models.md", "chaos_fsdp", lambda r: f"--tapes 10 --jobs 1`:\n  {_tapes(r)}"),
-    ("docs/large-models.md", "chaos_hsdp", lambda r: f"on each of three nodes:\n  {_tapes(r)}"),
-    ("docs/large-models.md", "large_model", lambda r: (
+    ("docs/performance.md", "chaos_fsdp", lambda r: f"--tapes 10 --jobs 1`:\n  {_tapes(r)}"),
+    ("docs/performance.md", "chaos_hsdp", lambda r: f"on each of three nodes:\n  {_tapes(r)}"),
+    ("docs/performance.md", "large_model", lambda r: (
         f"`python -m benchmarks.large_model`: {r['parameters'] / 1e6:.1f} million parameters, {_word(r['ranks'])} "
         f"ranks on {_word(r['cores'])} cores with nothing else to do (load {r['load_before']} before)"
     )),
-    ("docs/large-models.md", "large_model", lambda r: (
+    ("docs/performance.md", "large_model", lambda r: (
         "of a rank | {} | {} ({:.2f}) | {} |".format(
             *_megabytes(r, "peak_bytes")[:2], r["peak_vs_ddp"], _megabytes(r, "peak_bytes")[2]
         )
     )),
-    ("docs/large-models.md", "large_model", lambda r: (
+    ("docs/performance.md", "large_model", lambda r: (
         f"at its peak | {' | '.join(_megabytes(r, 'rss_bytes'))} |"
     )),
-    ("docs/large-models.md", "large_model", lambda r: (
+    ("docs/performance.md", "large_model", lambda r: (
         f"median of {_word(r['rounds'])} rounds | "
         f"{' | '.join(f'{seconds:.2f}' for seconds in r['seconds_per_step'].values())} |"
     )),
-    ("docs/large-models.md", "large_model", lambda r: (
+    ("docs/performance.md", "large_model", lambda r: (
         f"was {r['min_vs_plain_fsdp2']:.2f} in the median of the rounds, {r['vs_plain_rounds'][0]:.2f} in the worst "
         f"and {r['vs_plain_rounds'][-1]:.2f} in the best."
     )),
-    ("docs/large-models.md", "large_model", lambda r: (
+    ("docs/performance.md", "large_model", lambda r: (
         f"Over {r['steps'] * (r['rounds'] + 1)} steps, in which the loss fell from {r['losses'][0]:.2f} to "
         f"{r['losses'][1]:.2f}, losses were those of `ddp` within {r['loss_difference']:.1e}, and those of torch's own "
         f"FSDP2 within {r['loss_difference_plain']:.1e}"
@@ -137,10 +137,10 @@ QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
     ("docs/proofs.md", "throughput", lambda r: (
         f"It reaches {min(_shares(r)):.2f} to {max(_shares(r)):.2f} of the rate"
     )),
-    ("docs/benchmarks.md", "throughput", lambda r: (
+    ("docs/performance.md", "throughput", lambda r: (
         _interval(r, "geomean_vs_plain_ddp_equal", "{0:.2f} times ({1:.2f} to {2:.2f})")
     )),
-    ("docs/benchmarks.md", "throughput", lambda r: (
+    ("docs/performance.md", "throughput", lambda r: (
         _interval(r, "geomean_vs_plain_ddp_malloc_equal", "{0:.2f} times ({1:.2f} to {2:.2f}); the least ")
         + f"{r['min_vs_plain_ddp_malloc']:.2f}"
     )),
@@ -165,7 +165,7 @@ QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
         f"it runs at {min(_shares(r)):.2f} to {max(_shares(r)):.2f} of the rate"
     )),
     ("docs/performance.md", "orchestration", lambda r: "{:.2f} s ({:.2f} to {:.2f})".format(*_extra(r, "wall"))),
-    ("docs/benchmarks.md", "orchestration", lambda r: (
+    ("docs/performance.md", "orchestration", lambda r: (
         "{:.2f} CPU-seconds (95 % interval {:.2f} to {:.2f})".format(*_extra(r, "cpu"))
         + " and {:.2f} s ({:.2f} to {:.2f})".format(*_extra(r, "wall"))
     )),

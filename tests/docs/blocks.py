@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "docs" / "reference"
+"""The pages that are made from the code. `make test` makes them anew."""
+if not REFERENCE.exists():
+    subprocess.run([sys.executable, str(ROOT / "docs" / "generate_reference.py")], check=True)
 DOCUMENTS = (
     ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").rglob("*.md")), *sorted((ROOT / "deploy").rglob("*.md")),

@@ -68,34 +68,30 @@ PAGES = [
         name: THIS_SUITE for name in ("make test", "make kube", "make slurm", "make ray")}),
     Page("README.md", left_out={"make test": THIS_SUITE},
          after="test -e .dtrain/mlflow.db && dtrain jobs --json | grep succeeded"),
-    Page("docs/troubleshooting.md", "dtrain train --dataset latest --nodes 2 --set training.max_steps=5"),
-    Page("docs/costs.md", f"dtrain train --dataset latest --nodes 2 --epochs 1 --name JOB\n{BILLED}"),
-    Page("docs/communication.md", filled={"--nodes 3": "--nodes 2 --set training.max_steps=20"}),
-    Page("docs/large-data.md", filled={"--nodes 3": "--nodes 2 --set training.max_steps=20"}),
-    Page("docs/estimates.md"),
-    Page("docs/scaling.md", filled={"--nodes 1 2 3": "--nodes 1 2 --node-steps 12"},
+    Page("docs/monitoring.md", "dtrain train --dataset latest --nodes 2 --set training.max_steps=5", {
+        "```sh server\ndtrain ui jobs": "```sh server\ndtrain ui jobs --port 0"}, after="complete -p dtrain"),
+    Page("docs/costs.md", f"dtrain train --dataset latest --nodes 2 --epochs 1 --name JOB\n{BILLED}", left_out={
+        "dtrain cost --refresh": "asks Azure; costs/test_prices.py emulates it"}),
+    Page("docs/performance.md", filled={
+        **MEASURED, "--nodes 3 --set training.communication": "--nodes 2 --set training.max_steps=20 "
+        "--set training.communication", "--nodes 1 2 3": "--nodes 1 2 --node-steps 12"},
          after="ls .dtrain/storage/jobs | grep scaling; grep efficiency_weak scaling.json"),
-    Page("docs/retraining.md", after=(
+    Page("docs/own-dagster-project.md", blocks=slice(2, 4), after=(
         "dagster sensor list -w workspace.yaml | grep 'new_data.*RUNNING'\n"
         "dagster schedule list -w workspace.yaml | grep 'weekly_retraining.*RUNNING'")),
-    Page("docs/fleet.md", filled={"epochs: 4": "epochs: 1"}),
-    Page("docs/hyperparameter-search.md", filled={
-        "--trials 40 --budget 5": "--trials 3 --budget 5 --set training.epochs=1 --name NAME"}),
-    Page("docs/tuning.md", filled=MEASURED),
-    Page("docs/performance.md", filled=MEASURED),
-    Page("docs/large-models.md"),
-    Page("docs/prices.md", left_out={"dtrain cost --refresh": "asks Azure; costs/test_prices.py emulates it"}),
-    Page("docs/monitoring.md", filled={
-        "```sh server\ndtrain ui jobs": "```sh server\ndtrain ui jobs --port 0"},
-         after="complete -p dtrain"),
+    Page("docs/many-trainings.md", filled={
+        "epochs: 4": "epochs: 1", "--trials 40 --budget 5":
+        "--trials 3 --budget 5 --set training.epochs=1 --name NAME"}),
     Page("docs/installing.md", DATA_ONLY, blocks=slice(0, 1)),
     Page("docs/installing.md", blocks=slice(1, 2), after="test -e my-training/my_training/definitions.py"),
     Page("docs/installing.md", blocks=slice(3, 4)),
     Page("docs/own-dagster-project.md", "mkdir ../team; cd ../team", {
-        "```sh server\ndtrain ui": "```sh server\ndtrain ui --port 0"}),
+        "```sh server\ndtrain ui": "```sh server\ndtrain ui --port 0"}, slice(0, 2)),
     Page("examples/walk_forward/README.md",
          "echo 'resources: {walk: {config: {options: [--set=training.max_steps=20]}}}' > small.yaml", {
              "--partition 2010": "--partition 2010 --config small.yaml"}),
+    Page(OWN, filled={"--nodes 3 --set training.shuffle_block": "--nodes 2 --set training.max_steps=20 "
+                      "--set training.shuffle_block"}, blocks=slice(8, 9)),
     Page(OWN, "", {"--your-own-arguments": ""}, slice(0, 1)),
     Page(OWN, f"cat > my_script.py <<'EOF'{SCRIPT}EOF", {}, slice(1, 2)),
     Page(OWN, "", {"epochs: 2": "epochs: 1"}, slice(6, 8)),
@@ -127,7 +123,7 @@ def test_the_commands_of_a_page_run(checkout: Path, page: Page):
 
 
 NAMES = {
-    ("fleet.md", "yaml"): "seeds.yaml", ("hyperparameter-search.md", "json"): "space.json",
+    ("many-trainings.md", "yaml"): "seeds.yaml", ("many-trainings.md", "json"): "space.json",
     ("own-model-and-data.md", "python"): "digits.py", ("own-model-and-data.md", "yaml"): "own.yaml",
 }  # fmt: skip
 """The files that pages show, by language; the first of a page counts."""

@@ -17,7 +17,7 @@ from tests.e2e.chromium import BROWSER_TEST, chromium, patient_page
 
 pytestmark = [*BROWSER_TEST, pytest.mark.long, pytest.mark.timeout(3000)]
 
-LEAST_PAGES = 50
+LEAST_PAGES = 25
 """Fewer would mean that pages are not found, and so are not looked at."""
 
 

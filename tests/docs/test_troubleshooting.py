@@ -1,4 +1,4 @@
-"""Messages that the page on troubleshooting lists are messages that the code has."""
+"""Messages that the section on troubleshooting lists are messages that the code has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.docs.blocks import ROOT
 
-PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+PAGE = (ROOT / "docs" / "monitoring.md").read_text()
 MESSAGES = [message for line in re.findall(r"^### (`.*)$", PAGE, flags=re.MULTILINE)
             for message in re.findall(r"`([^`]+)`", line) if " " in message]  # fmt: skip
 

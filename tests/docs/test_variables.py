@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from dtrain_dagster.settings.plain_variables import INTERNAL
-from tests.docs.blocks import ROOT
+from tests.docs.blocks import REFERENCE, ROOT
 
 _NAME = re.compile(r"[A-Z][A-Z0-9]+(_[A-Z0-9]+)*")
 _PLACE = re.compile(r"environ|\benv\b|variables|getenv")
@@ -95,7 +95,8 @@ def read_by_python(folders: Iterable[Path]) -> dict[str, str]:
 def read_by_shells() -> dict[str, str]:
     """Return the variables that the Makefile and the scripts of deploy take from outside, each with one of these."""
     found = {}
-    for path in (ROOT / "Makefile", *sorted((ROOT / "deploy").rglob("*.sh"))):
+    scripts = sorted(path for name in ("deploy", "tools") for path in (ROOT / name).rglob("*.sh"))
+    for path in (ROOT / "Makefile", *scripts):
         text = "\n".join(line.partition(" #")[0] for line in path.read_text().splitlines() if not line.startswith("#"))
         given = set(_SET_IN_SHELL.findall(text)) - {also for _, also in _IN_SHELL.findall(text)}
         asked = {name or also for name, also in _IN_SHELL.findall(text)} | set(re.findall(r"\$\(if \$\((\w+)\)", text))
@@ -110,7 +111,7 @@ def all_read() -> dict[str, str]:
 
 
 def in_reference() -> set[str]:
-    text = (ROOT / "docs" / "reference" / "settings.md").read_text()
+    text = (REFERENCE / "settings.md").read_text()
     return set(re.findall(r"^\| `([A-Z0-9_]+)` \|", text, flags=re.MULTILINE))
 
 

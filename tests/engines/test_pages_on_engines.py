@@ -27,6 +27,9 @@ from trainer.rundir import LAUNCH, RunDir
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(2400)]
 SMALL = "DTRAIN_NODES=3 DTRAIN_THREADS_PER_RANK=1"
 ONE_EPOCH = {"--nodes 3": "--nodes 3 --epochs 1"}
+INSTALLING = "docs/installing.md"
+ANY_ENGINE, SLURM, KUBERNETES, RAY = slice(4, 5), slice(5, 6), slice(6, 7), slice(8, 9)
+"""Its blocks for an engine's users."""
 OF_IMAGE = ("PULL_POLICY", "PYTHON", "USER")
 """Settings of a cluster without a registry and without Python in its images, which comes from the machine."""
 LITTLE = (
@@ -43,36 +46,36 @@ def exported(*names: str) -> str:
 
 PAGES: dict[str, list[Page]] = {
     "slurm": [
-        Page("docs/slurm.md", filled={
+        Page(INSTALLING, filled={
             "DTRAIN_NODES=4": SMALL, "DTRAIN_SLURM_PARTITION=gpu": "DTRAIN_SLURM_PARTITION=main",
             "DTRAIN_SLURM_GPUS=1": "DTRAIN_SLURM_GPUS=0", "DTRAIN_SLURM_CPUS=8": "DTRAIN_SLURM_CPUS=1",
             "DTRAIN_SLURM_MEMORY=32G": "DTRAIN_SLURM_MEMORY=1G",
-            "DTRAIN_SLURM_TIME_LIMIT_MINUTES=240": "DTRAIN_SLURM_TIME_LIMIT_MINUTES=60"}),
-        Page("docs/clusters.md", filled=ONE_EPOCH),
+            "DTRAIN_SLURM_TIME_LIMIT_MINUTES=240": "DTRAIN_SLURM_TIME_LIMIT_MINUTES=60"}, blocks=SLURM),
+        Page(INSTALLING, filled=ONE_EPOCH, blocks=ANY_ENGINE),
     ],
     "ray": [
-        Page("docs/ray.md", filled={
+        Page(INSTALLING, filled={
             "ray start --head  ": "export DTRAIN_RAY_ADDRESS={DTRAIN_RAY_ADDRESS}  ", "DTRAIN_NODES=4": SMALL,
             "DTRAIN_RAY_CPUS=8": "DTRAIN_RAY_CPUS=1", "DTRAIN_RAY_GPUS=1": "DTRAIN_RAY_GPUS=0"},
-            left_out={"pip install 'dtrain[ray]'": "asks a package index"}),
-        Page("docs/clusters.md", "export DTRAIN_RAY_ADDRESS={DTRAIN_RAY_ADDRESS}", {
-            "DTRAIN_CLUSTER=slurm": "DTRAIN_CLUSTER=ray", **ONE_EPOCH}),
+            blocks=RAY, left_out={"pip install 'dtrain[ray]'": "asks a package index"}),
+        Page(INSTALLING, "export DTRAIN_RAY_ADDRESS={DTRAIN_RAY_ADDRESS}", {
+            "DTRAIN_CLUSTER=slurm": "DTRAIN_CLUSTER=ray", **ONE_EPOCH}, ANY_ENGINE),
     ],
     "kubernetes": [
-        Page("docs/kubernetes.md", f"{exported('KUBECONFIG', *OF_IMAGE)}\n{LITTLE}", {
+        Page(INSTALLING, f"{exported('KUBECONFIG', *OF_IMAGE)}\n{LITTLE}", {
             "DTRAIN_NODES=4": SMALL, "DTRAIN_HOME=/data/dtrain": "DTRAIN_HOME=$PWD/.dtrain",
             "registry.example/dtrain-nodes:1": "{DTRAIN_KUBERNETES_IMAGE}",
             "pvc:shared:/data": "{DTRAIN_KUBERNETES_VOLUMES}", "DTRAIN_KUBERNETES_GPUS=1": "DTRAIN_KUBERNETES_GPUS=0",
             "DTRAIN_KUBERNETES_CPU=8": "DTRAIN_KUBERNETES_CPU=100m",
-            "DTRAIN_KUBERNETES_MEMORY=32Gi": "DTRAIN_KUBERNETES_MEMORY=1Gi"}, slice(1)),
-        Page("docs/clusters.md", exported("KUBECONFIG", "IMAGE", "VOLUMES", "CPU", "MEMORY", *OF_IMAGE), {
-            "DTRAIN_CLUSTER=slurm": "DTRAIN_CLUSTER=kubernetes", **ONE_EPOCH}),
+            "DTRAIN_KUBERNETES_MEMORY=32Gi": "DTRAIN_KUBERNETES_MEMORY=1Gi"}, KUBERNETES),
+        Page(INSTALLING, exported("KUBECONFIG", "IMAGE", "VOLUMES", "CPU", "MEMORY", *OF_IMAGE), {
+            "DTRAIN_CLUSTER=slurm": "DTRAIN_CLUSTER=kubernetes", **ONE_EPOCH}, ANY_ENGINE),
     ],
 }  # fmt: skip
 """The pages of an engine, in the order in which they are run in one home. ``{DTRAIN_…}`` in what is filled in is the
 value by which the engine is reached."""
 ADMINISTRATOR = Page(
-    "docs/kubernetes.md", "export KUBECONFIG={kubeconfig} PATH={tools}:$PATH", blocks=slice(1, 2),
+    INSTALLING, "export KUBECONFIG={kubeconfig} PATH={tools}:$PATH", blocks=slice(7, 8),
     left_out={"docker build ": "needs a Docker engine"},
 )  # fmt: skip
 """What prepares a Kubernetes. `deploy` does the same for all other tests."""

@@ -90,7 +90,7 @@ Training = DistributedTrainingConfig
     ("make", "sentence"),
     [
         (lambda: Training(learnin_rate=1), "training.learnin_rate is not a setting: did you mean learning_rate?"),
-        (lambda: Training(xyz=1), "training.xyz is not a setting: docs/reference lists all"),
+        (lambda: Training(xyz=1), "training.xyz is not a setting: the reference lists all"),
         (lambda: Training(epochs=0), "training.epochs = 0: it should be greater than or equal to 1"),
         (lambda: Training(epochs="x"), "training.epochs = 'x': it should be a valid integer, unable to parse string as "
          "an integer"),

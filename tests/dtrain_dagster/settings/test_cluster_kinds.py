@@ -7,7 +7,7 @@ from typing import get_args
 
 from dtrain_dagster.settings.cluster_kinds import KINDS, KindName, describe_kind
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "clusters.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "installing.md"
 
 
 def test_the_documents_table_is_the_declared_one():

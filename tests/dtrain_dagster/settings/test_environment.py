@@ -243,8 +243,7 @@ def test_a_variable_that_nothing_reads_is_told_with_the_one_that_was_meant():
     said = find_unknown_variables(environment, known)
     assert said == [
         "the variable DTRAIN_AZURE_WORKSPCE is set, and nothing reads it; did you mean DTRAIN_AZURE_WORKSPACE?",
-        "the variable DTRAIN_COFFEE is set, and nothing reads it; "
-        "the settings are listed in docs/reference/settings.md",
+        "the variable DTRAIN_COFFEE is set, and nothing reads it; `make docs` builds a reference of all",
         "the variable DTRAIN_NODE is set, and nothing reads it; did you mean DTRAIN_NODES?",
     ]
     assert "secret" not in "".join(said)
