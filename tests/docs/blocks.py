@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
-"""The pages that are made from the code. `make test` makes them anew; here only where one runs pytest after a change."""
+"""The pages that are made from the code. `make test` makes them anew; here only if the code has changed since."""
 _GENERATOR = ROOT / "docs" / "generate_reference.py"
 _SOURCES = (_GENERATOR, *(path for name in ("trainer", "dtrain_dagster") for path in (ROOT / name).rglob("*.py")))
 _made = REFERENCE / "settings.md"
