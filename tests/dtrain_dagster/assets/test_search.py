@@ -118,9 +118,6 @@ def test_the_page_of_a_search_shows_what_was_found_and_what_it_cost(
     done = whole.resolve_job_def("search").execute_in_process(run_config=config, instance=instance)
     [made] = done.asset_materializations_for_node("walks__hyperparameter_search")
     page = Page(made.metadata)
-    pictures = page["pictures"]
-    for title in ("History", "Score against dollars", "Learning curves", "Parallel coordinates"):
-        assert f"![{title}](data:image/svg+xml;base64," in pictures
     value = done.output_for_node("walks__hyperparameter_search")
     found = json.loads(Path(value["settings_file"]).read_text())
     assert found["training"]["learning_rate"] == value["best"]["values"]["training.learning_rate"]

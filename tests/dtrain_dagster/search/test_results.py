@@ -1,4 +1,4 @@
-"""The plan of a search, its results, its file of settings, and its pictures."""
+"""The plan of a search, its results, and its file of settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from played_search import SPACE, USUAL, play, source_of
 
 from dtrain_dagster.planning.tuned_settings import read_tuned
-from dtrain_dagster.reports import search_charts
 from dtrain_dagster.search.plan import halving_share, plan_search
 from dtrain_dagster.search.results import importances, improvements, result_document, settings_document
 from dtrain_dagster.search.sampling import Sampler
@@ -75,18 +74,6 @@ def test_the_result_has_the_best_trial_and_all_dollars() -> None:
     assert document["best"]["trial"] == source.best.number  # type: ignore[union-attr]
     assert importances(SPACE, source.trials, 1.0)
     assert importances(SPACE, source.trials[:3], 1.0) == {}
-
-
-def test_pictures_are_drawn_of_any_search() -> None:
-    settings = SearchSettings(trials=12, sampler=Sampler.RANDOM, pruner=Pruner.ASHA)
-    for trials in (play(source_of(settings), []).trials, ()):
-        charts = (
-            search_charts.dollars_chart(trials, 1.0, "loss"),
-            search_charts.curves_chart(trials, 1.0, "loss"),
-            *search_charts.optuna_charts(SPACE, trials, 1.0, "loss", has_importance=True).values(),
-        )
-        assert len(charts) == (5 if trials else 2)
-        assert all(b"</svg>" in chart for chart in charts)
 
 
 class TestSettingsFile:
