@@ -74,8 +74,9 @@ def ui(page: str, port: int | None, names: tuple[str, ...], **options: Any) -> N
     dagster: Dagster's UI and daemon, as under `dagster dev`, but behind a guard that refuses other websites. Links
     between the pages follow their ports; with --all, a port that is taken gives way to a free one.
 
-    jobs: the dashboard of all jobs, live; those of a fleet or a search are one row that unfolds. Metrics for Prometheus are under
-    /metrics. The page of a job cancels, resumes and traces it: for you on this machine, or for whoever has the --token.
+    jobs: the dashboard of all jobs, live; those of a fleet or a search are one row that unfolds. Metrics for Prometheus
+    are under /metrics. The page of a job cancels, resumes and traces it: for you on this machine, or for whoever has
+    the --token.
 
     mlflow: MLflow's pages over the project's models and runs. tensorboard: curves of all jobs on this machine.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gzip
 from collections.abc import AsyncIterator, Sequence
 from functools import cache
-
 from pathlib import Path
 
 from starlette.applications import Starlette

@@ -24,7 +24,7 @@ from dtrain_dagster.fleet.following import MEASURED_SPREAD, Followed
 from dtrain_dagster.fleet.grants import Standing, margin_units, node_limit
 from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, FleetState, JobOrder, Outcome
 from dtrain_dagster.fleet.records import Entry, FleetRecords
-from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Pause, RaiseGrant, Start, decide
+from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Look, Pause, RaiseGrant, Start
 from dtrain_dagster.fleet.source import JobSource
 from dtrain_dagster.jobs.progress import note_job, start_job
 from dtrain_dagster.settings.tiers import Tier
@@ -101,7 +101,9 @@ class FleetRunner:
             self._judge()
             self._ask_source()
             self.records.note_source(not self.source_is_dry)
-            decisions = decide(self._facts(standings), now)
+            look = Look(self._facts(standings), now)
+            decisions = tuple(look.decisions)
+            self.records.note_waits(look.waits)
         self._act(decisions, standings, now)
         return self.source_is_dry and all(entry.kept.state.is_final for entry in self.entries.values())
 

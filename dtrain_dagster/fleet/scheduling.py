@@ -17,7 +17,6 @@ Dollars are bounded without any of this: see `grants`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dtrain_dagster.fleet import waits
@@ -85,18 +84,7 @@ Decision = Start | RaiseGrant | Pause | End
 
 def decide(facts: FleetFacts, now: float) -> tuple[Decision, ...]:
     """Return what to do at Unix time ``now``, in this order: dollars are promised out of what is free before."""
-    look = _Look(facts, now)
-    look.decide_all()
-    return tuple(look.decisions)
-
-
-def why_waiting(facts: FleetFacts, now: float) -> dict[str, waits.Wait]:
-    """Return by job what keeps each one without nodes from being given some at Unix time ``now``; without those that
-    `decide` would begin or end."""
-    look = _Look(facts, now)
-    look.decide_all()
-    beyond = {item.job.job_id: look.all_after for item in look.not_looked_at} if look.all_after else {}
-    return {job_id: wait for job_id, wait in {**beyond, **look.left_waiting}.items() if job_id not in look.over}
+    return tuple(Look(facts, now).decisions)
 
 
 def rank(standing: Standing) -> tuple[float, ...]:
@@ -110,8 +98,8 @@ def efficiency(job: FleetJob, nodes: int) -> float:
     return job.seconds_on(1) / (nodes * job.seconds_on(nodes))
 
 
-class _Look:
-    """The state of one call of `decide`."""
+class Look:
+    """All that is decided at one moment."""
 
     def __init__(self, facts: FleetFacts, now: float) -> None:
         self.limits, self.now, self.more_may_come = facts.limits, now, facts.more_may_come
@@ -128,23 +116,26 @@ class _Look:
         self.leaving: set[str] = set()
         """Jobs that were told to leave their nodes in this look."""
         self.over: set[str] = set()
-        self.left_waiting: dict[str, waits.Wait] = {}
+        self.left_waiting: dict[str, str] = {}
         """Candidates that do not begin now, and why."""
         self.not_looked_at: list[Standing] = []
         """Candidates for which no node is left, the first of which is in `left_waiting`…"""
-        self.all_after: waits.Wait | None = None
+        self.all_after = ""
         """…and why these wait, all for one reason."""
         self.lowest_priority = min((item.job.priority for item in self.running), default=LOWEST)
         self._needed: dict[int, int] = {}
         """What `needed_above` has found, by priority, until a job is told to leave."""
-
-    def decide_all(self) -> None:
-        """Make all decisions, in their order."""
         self.end_hopeless()
         self.raise_grants()
         self.begin()
         self.widen()
         self.end_the_rest()
+
+    @property
+    def waits(self) -> dict[str, str]:
+        """Return by job what keeps each one without nodes from being given some, without those that begin or end."""
+        beyond = {item.job.job_id: self.all_after for item in self.not_looked_at}
+        return {job_id: why for job_id, why in {**beyond, **self.left_waiting}.items() if job_id not in self.over}
 
     @property
     def running(self) -> list[Standing]:
@@ -363,7 +354,7 @@ class _Look:
             return
         for item in self.candidates:
             wait = self.left_waiting.get(item.job.job_id)
-            self.end(item, f"not begun: {wait.words if wait else 'no running job could make room for it'}")
+            self.end(item, f"not begun: {wait or 'no running job could make room for it'}")
 
 
 _RESTING = (FleetState.WAITING, FleetState.PAUSED)
@@ -373,8 +364,3 @@ _LEAVING = (FleetState.PAUSING, FleetState.ENDING)
 def _about_to_end(job: FleetJob) -> float:
     """Return the seconds that a pause costs a job: one that ends within them is left alone."""
     return ABOUT_TO_END_SECONDS + job.startup_seconds
-
-
-def granted(jobs: Iterable[Standing]) -> int:
-    """Return the sum of what jobs were promised; what those cost that are over."""
-    return sum(item.paid_units if item.state.is_final else item.grant_units for item in jobs)

@@ -1,58 +1,28 @@
-"""Why a job of a fleet waits, or is never begun: which of the fleet's limits keeps it from nodes, in a word and in a
-sentence. Pure."""
+"""Why a job of a fleet waits, or is never begun, in a sentence. Pure."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from enum import StrEnum
 
 from dtrain_dagster.costs.money import usd
 from dtrain_dagster.fleet.grants import Standing
 from dtrain_dagster.fleet.jobs import FleetLimits
 from dtrain_dagster.support.formatting import dollars, format_duration
 
-
-class Limit(StrEnum):
-    """What a job waits for."""
-
-    NODES = "nodes"
-    """All that it could have are in use, by jobs that do not make room for it."""
-    RANK = "rank"
-    """Nodes that are free, or come free, are kept for jobs before it."""
-    BUDGET = "budget"
-    """The dollars that are left are needed by, or promised to, others."""
-    DEADLINE = "deadline"
-    """It would have to have more nodes than are free to end in time."""
-    CAPACITY = "capacity"
-    """The cluster had no nodes for it when it was asked last."""
+BUDGET_IS_NEEDED = "the rest of the budget is needed by jobs ahead of it"
+BUDGET_IS_PROMISED = "the rest of the budget was promised to jobs that run"
+NO_NODE_IS_FREE = "no node is free, and no running job has a lower priority"
+NONE_WERE_TO_BE_HAD = "the cluster had no nodes for it: it is tried again later"
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Why a job waits."""
-
-    limit: Limit
-    words: str
-
-
-BUDGET_IS_NEEDED = Wait(Limit.BUDGET, "the rest of the budget is needed by jobs ahead of it")
-BUDGET_IS_PROMISED = Wait(Limit.BUDGET, "the rest of the budget was promised to jobs that run")
-NO_NODE_IS_FREE = Wait(Limit.NODES, "no node is free, and no running job has a lower priority")
-NONE_WERE_TO_BE_HAD = Wait(Limit.CAPACITY, "the cluster had no nodes for it: it is tried again later")
-
-
-def wait_behind(first: str) -> Wait:
+def wait_behind(first: str) -> str:
     """Return why a job waits that comes after ``first``, which waits itself."""
-    return Wait(Limit.RANK, f"nodes are kept for {first}, which comes before it")
+    return f"nodes are kept for {first}, which comes before it"
 
 
-def wait_for_nodes(nodes: int, free: int, least_nodes: int) -> Wait:
+def wait_for_nodes(nodes: int, free: int, least_nodes: int) -> str:
     """Return why a job waits that needs this many nodes, by itself (``least_nodes``) or for its deadline."""
     count = f"{nodes} node{'s' if nodes > 1 else ''}"
-    there = f"{free or 'none'} {'is' if free < 2 else 'are'} free"
-    if nodes > least_nodes:
-        return Wait(Limit.DEADLINE, f"it needs {count} to end by its deadline, and {there}")
-    return Wait(Limit.NODES, f"it needs {count}, and {there}")
+    for_it = " to end by its deadline" if nodes > least_nodes else ""
+    return f"it needs {count}{for_it}, and {free or 'none'} {'is' if free < 2 else 'are'} free"
 
 
 def too_late(standing: Standing, nodes: int, limits: FleetLimits, at: float) -> str:
