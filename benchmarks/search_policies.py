@@ -19,7 +19,6 @@ from dtrain_dagster.search.sampling import RANDOM_FIRST, Sampler, as_optuna, ask
 from dtrain_dagster.search.settings import SearchSettings
 from dtrain_dagster.search.source import Draw, TrialSource
 from dtrain_dagster.search.space import Space
-from dtrain_dagster.search.study import StudyRecord
 from dtrain_dagster.search.trials import Trial, TrialSeconds
 from trainer.documents.events import EvaluationEvent
 
@@ -115,8 +114,7 @@ def play(
         going[job.job_id] = pool.by_values[mark_of(values)]
         return job, of
 
-    record = StudyRecord(None, "played", pool.space, settings.sign)
-    source = TrialSource(pool.space, settings, make_job, record, usual, draw=draw)
+    source = TrialSource(pool.space, settings, make_job, usual, draw=draw)
     played, running, waiting = Played(), dict[str, tuple[float, list[EvaluationEvent]]](), list[tuple[float, str]]()
     paid, now = 0.0, 0.0
 

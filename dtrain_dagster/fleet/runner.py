@@ -79,8 +79,11 @@ class FleetRunner:
         """Node-seconds that the nodes of each job were told. Others may not know their last grant: who ran the fleet
         before died, perhaps just then."""
         for job_id in source.resume([entry.job for entry in self.entries.values()]):
-            if self.entries[job_id].kept.state.is_final:
-                self._tell_end(self.entries[job_id])
+            entry = self.entries[job_id]
+            if entry.kept.state.is_final:
+                self._tell_end(entry)
+            elif entry.job.problem:
+                self._settle(entry, FleetState.FAILED, entry.job.problem)
 
     def run(self, watch: Callable[[], object] = lambda: None) -> None:
         """Look and act until the fleet is over. ``watch`` is called after each look."""
@@ -215,7 +218,9 @@ class FleetRunner:
                 return
             if job.job_id in self.entries:
                 raise FleetError(f"job {job.job_id!r} was given twice: each needs a job_id of its own")
-            self.entries[job.job_id] = self.records.add(job, len(self.entries))
+            entry = self.entries[job.job_id] = self.records.add(job, len(self.entries))
+            if job.problem:
+                self._settle(entry, FleetState.FAILED, job.problem)
 
     def _waiting(self) -> int:
         return sum(entry.kept.state is FleetState.WAITING for entry in self.entries.values())

@@ -1,11 +1,10 @@
 """A search from its request to its result: checked, its trial measured, its trials run by a fleet, its result kept.
 
     <home>/searches/<name>/search.json   what was asked for, and what a trial takes; written before the first trial
-    <home>/searches/<name>/study.db      its trials (`dtrain_dagster.search.study`)
     <home>/searches/<name>/trials.csv    all trials with a column for each parameter; written at the end
     <home>/searches/<name>/result.json   all trials, dollars and improvements; written at the end
     <home>/searches/<name>/best.json     settings of the best trial, for `dtrain train --settings` and a launchpad
-    <home>/fleets/<name>/…               its jobs and dollars (`dtrain_dagster.fleet.records`)
+    <home>/fleets/<name>/…               its trials and dollars (`dtrain_dagster.fleet.records`)
 
 Whoever begins a search of a name that is there continues it: nothing is bought twice.
 """
@@ -42,12 +41,12 @@ from dtrain_dagster.search.results import flat_rows, importances, result_documen
 from dtrain_dagster.search.settings import SearchSettings
 from dtrain_dagster.search.source import TrialSource
 from dtrain_dagster.search.space import SpaceError, parse_space
-from dtrain_dagster.search.study import StudyRecord
 from dtrain_dagster.search.trials import Trial, TrialSeconds
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.config import JobConfig
 from trainer.documents.places import PlaceError, checked_id
+from trainer.errors import ConfigError
 from trainer.rundir import RunDir
 from trainer.storage.open import open_storage
 
@@ -162,8 +161,7 @@ class Search:
         look. Raise `FleetError` where another process runs it, `SpaceError` where it was begun as another search."""
         request = self.request
         space = parse_space(request.space)
-        record = StudyRecord(self.folder, request.name, space, request.settings.sign)
-        source = TrialSource(space, request.settings, self._make_job, record, self.expected)
+        source = TrialSource(space, request.settings, self._make_job, self.expected)
         fleet = FleetRecords(self._home, request.name)
         env = {**self._env, PART_OF: SEARCH_PART}
         terms = LaunchTerms(processes_per_node=request.processes_per_node, env=env, tier=request.tier)
@@ -178,12 +176,14 @@ class Search:
         return source
 
     def _make_job(self, number: int, values: Mapping[str, Any], usual: TrialSeconds) -> tuple[FleetJob, int]:
-        """Return the job of a trial, and how often it is evaluated if it goes to its end. Raise `ConfigError` for
-        values that do not go together."""
+        """Return the job of a trial, and how often it is evaluated if it goes to its end."""
         request, job_id = self.request, trial_id(self.request.name, number)
-        job = job_of_trial(request.base, parse_space(request.space), values, f"trial {number}")
-        job = replace(job, job_id=job_id, run_dir=f"{self._jobs_uri}/{job_id}")
-        of = max(1, trial_sizes(request, job, None).work(request.most_nodes).evaluations)
+        try:
+            job = job_of_trial(request.base, parse_space(request.space), values, f"trial {number}")
+            job = replace(job, job_id=job_id, run_dir=f"{self._jobs_uri}/{job_id}")
+            of = max(1, trial_sizes(request, job, None).work(request.most_nodes).evaluations)
+        except ConfigError as error:
+            return FleetJob(job_id=job_id, node_seconds=1.0, problem=f"no training: {error}"), 1
         made = FleetJob(
             job_id=job_id, least_nodes=request.least_nodes, most_nodes=request.most_nodes,
             node_seconds=max(1.0, usual.evaluation * of + usual.finish), startup_seconds=usual.startup,

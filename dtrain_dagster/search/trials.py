@@ -15,6 +15,7 @@ REDUCTION = 3
 RUNGS = frozenset(REDUCTION**rung for rung in range(20))
 """Evaluations at which there is something to decide."""
 DIVERGED = "diverged: its score is not a finite number"
+NOT_AMONG_BEST = "not among the best at rung"
 
 
 class Pruner(StrEnum):
@@ -111,6 +112,11 @@ def best_trial(trials: Sequence[Trial], sign: float) -> Trial | None:
     return min(scored)[2] if scored else None
 
 
+def is_decision(reason: str) -> bool:
+    """Return whether this is what `why_ended` says."""
+    return reason == DIVERGED or reason.startswith(NOT_AMONG_BEST)
+
+
 def why_ended(pruner: Pruner, trial: Trial, others: Iterable[Trial], sign: float) -> str:
     """Return why a trial ends after its last evaluation; "" where it goes on. ``others``: what is known of the others.
 
@@ -129,4 +135,4 @@ def why_ended(pruner: Pruner, trial: Trial, others: Iterable[Trial], sign: float
     if own <= rivals[max(0, len(rivals) // REDUCTION - 1)]:
         return ""
     rung = round(math.log(count, REDUCTION)) + 1
-    return f"not among the best at rung {rung}, after {count} evaluation(s)"
+    return f"{NOT_AMONG_BEST} {rung}, after {count} evaluation(s)"

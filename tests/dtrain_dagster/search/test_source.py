@@ -4,21 +4,19 @@ and a search that was killed goes on where it was."""
 from __future__ import annotations
 
 import math
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from played_search import OF, SPACE, USUAL, Calls, make_job, play, resume, score, source_of
 
-from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Outcome
+from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetState, Outcome
 from dtrain_dagster.search.sampling import Sampler, draw_values, grid_of
 from dtrain_dagster.search.settings import SearchSettings, pruner_of, sampler_of
 from dtrain_dagster.search.source import TrialSource
 from dtrain_dagster.search.space import SpaceError, parse_space
-from dtrain_dagster.search.study import StudyRecord
 from dtrain_dagster.search.trials import DIVERGED, Pruner, Trial, TrialState, best_trial, why_ended
 from trainer.documents.events import EvaluationEvent
-from trainer.errors import ConfigError
 
 
 def fates(source: TrialSource) -> list[tuple[object, ...]]:
@@ -62,40 +60,38 @@ def test_in_any_order_no_trial_waits_for_another() -> None:
 
 
 @pytest.mark.parametrize("stop_after", [7, 30])
-def test_a_killed_search_goes_on_with_the_same_trials(tmp_path: Path, stop_after: int) -> None:
-    """The trials that ran begin again in the played fleet; what was drawn and decided is what the study holds."""
+def test_a_killed_search_goes_on_with_the_same_trials(stop_after: int) -> None:
+    """The trials that ran begin again in the played fleet; what was drawn is what the fleet's record holds."""
     settings = SearchSettings(trials=9, parallel=2, seed=3)
     whole = play(source_of(settings), [])
     calls: Calls = []
-    play(source_of(settings, tmp_path), calls, stop_after=stop_after)
-    again = source_of(settings, tmp_path)
-    resume(again, calls)
+    killed = play(source_of(settings), calls, stop_after=stop_after)
+    again = source_of(settings)
+    resume(again, calls, killed)
     given = [job_id for job_id, outcome in calls if outcome is None]
     play(again, calls)
-    assert [trial.values for trial in again.trials] == [trial.values for trial in whole.trials]
-    assert [trial.scores for trial in again.trials] == [trial.scores for trial in whole.trials]
+    assert fates(again) == fates(whole)
     jobs = [job_id for job_id, outcome in calls if outcome is None]
     assert jobs[: len(given)] == given
     assert len(jobs) == len(set(jobs)) == 9
 
 
-def test_a_decision_that_was_written_is_told_again_whatever_is_known_by_then(tmp_path: Path) -> None:
-    settings = SearchSettings(trials=6, parallel=2, pruner=Pruner.ASHA)
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_a_trial_that_the_one_before_has_ended_is_no_failure_of_its_own(repeatable: bool) -> None:
+    settings = SearchSettings(trials=6, parallel=2, pruner=Pruner.ASHA, repeatable=repeatable)
     calls: Calls = []
-    first = play(source_of(settings, tmp_path), calls)
-    pruned = next(trial for trial in first.trials if trial.state is TrialState.PRUNED)
-    kept = StudyRecord(tmp_path, "played", SPACE, 1.0).begun(pruned.number)
-    assert kept is not None
-    assert (kept.reason, kept.scores, kept.values) == (pruned.reason, pruned.scores, pruned.values)
-    again = source_of(settings, tmp_path)
-    job_id = f"trial-{pruned.number}"
-    ended = next(place for place, (name, outcome) in enumerate(calls) if name == job_id and outcome is not None)
-    resume(again, calls[:ended])
-    lost = [
-        EvaluationEvent(time=float(place), split="valid", step=place, loss=0.0)  # better than all, and too late
-        for place in range(1, OF)
-    ]
-    assert again.judge(job_id, lost) == pruned.reason
+    first = play(source_of(settings), calls)
+    assert any(trial.state is TrialState.PRUNED for trial in first.trials)
+    again = source_of(settings)
+    told = [(job_id, outcome and replace(outcome, reason=first.trials[int(job_id[6:])].reason))
+            for job_id, outcome in calls]  # fmt: skip
+    resume(again, told, first)
+    assert fates(again) == fates(first)
+
+
+def test_the_trials_of_an_older_version_are_not_taken_for_its_own() -> None:
+    with pytest.raises(FleetError, match="begun by an older version"):
+        source_of(SearchSettings()).resume([FleetJob(job_id="trial-0", node_seconds=1.0)])
 
 
 def test_evaluations_after_a_decision_do_not_count() -> None:
@@ -147,14 +143,14 @@ def test_a_trial_whose_score_is_no_number_ends_at_once_and_is_never_best() -> No
 def test_values_that_do_not_go_together_are_told_and_cost_nothing() -> None:
     def refusing(number: int, values: object, usual: object) -> object:
         if number == 1:
-            raise ConfigError("no ranks for that batch")
+            return FleetJob(job_id="trial-1", node_seconds=1.0, problem="no ranks for that batch"), 1
         return make_job(number, values, usual)  # type: ignore[arg-type]
 
     settings = SearchSettings(trials=3, parallel=1, sampler=Sampler.RANDOM)
-    source = TrialSource(SPACE, settings, refusing, StudyRecord(None, "played", SPACE, 1.0), USUAL)  # type: ignore[arg-type]
+    source = TrialSource(SPACE, settings, refusing, USUAL)  # type: ignore[arg-type]
     play(source, [])
     assert [trial.state for trial in source.trials][1] is TrialState.FAILED
-    assert source.trials[1].reason == "no training: no ranks for that batch"
+    assert source.trials[1].reason == "no ranks for that batch"
     assert len(source.trials) == 3
 
 
@@ -218,7 +214,7 @@ def test_a_grid_is_every_combination_once() -> None:
 def test_a_grid_is_searched_to_its_end_whatever_ends_its_trials(pruner: Pruner) -> None:
     space = parse_space({"training.learning_rate": [1e-3, 1e-2, 1e-1], "training.weight_decay": [0.0, 1.0]})
     settings = SearchSettings(trials=20, parallel=2, sampler=Sampler.GRID, pruner=pruner)
-    source = play(TrialSource(space, settings, make_job, StudyRecord(None, "played", space, 1.0), USUAL), [])
+    source = play(TrialSource(space, settings, make_job, USUAL), [])
     assert len({str(trial.values) for trial in source.trials}) == len(source.trials) == 6
     assert source.best is not None
     assert source.best.values == {"training.learning_rate": 1e-2, "training.weight_decay": 0.0}
