@@ -47,7 +47,7 @@ def run_live(folder: Path, settings: SearchSettings, epochs: int) -> tuple[list[
         return measure_trial(workplace.manager, request, workplace.env, True, lambda sentence: None)
 
     search = open_search(folder, request, workplace.manager, workplace.env, measure)
-    source = search.run(lambda view: print(view.line(settings), file=sys.stderr, flush=True))
+    source = search.run(lambda trials, line: print(line, file=sys.stderr, flush=True))
     return list(source.trials), search.expected
 
 

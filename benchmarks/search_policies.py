@@ -15,8 +15,8 @@ import optuna
 
 from dtrain_dagster.costs.money import SECOND, nano_usd
 from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Outcome
-from dtrain_dagster.search.sampling import RANDOM_FIRST, Sampler, as_optuna, ask_for_values
-from dtrain_dagster.search.settings import SearchSettings
+from dtrain_dagster.search.sampling import RANDOM_FIRST, as_optuna, ask_for_values
+from dtrain_dagster.search.settings import Sampler, SearchSettings
 from dtrain_dagster.search.source import Draw, TrialSource
 from dtrain_dagster.search.space import Space
 from dtrain_dagster.search.trials import Trial, TrialSeconds
@@ -53,7 +53,7 @@ class Pool:
         def draw(number: int, known: Sequence[Trial], running: Sequence[Trial]) -> Mapping[str, Any] | None:
             taken = {mark_of(trial.values) for trial in [*known, *running]}
             left = [row.values for row in order if mark_of(row.values) not in taken]
-            if settings.sampler is not Sampler.GP or not left:
+            if settings.sampler is not Sampler.gp or not left:
                 return left[0] if left else None
             sampler = OneOf(self.space, left, settings.seed)
             ask_for_values(self.space, sampler, known, running, settings.sign)
@@ -66,7 +66,7 @@ class OneOf(optuna.samplers.GPSampler):
     """Optuna's Gaussian process, which chooses among given values instead of from the whole space."""
 
     def __init__(self, space: Space, left: Sequence[Mapping[str, Any]], seed: int) -> None:
-        super().__init__(seed=seed, n_startup_trials=RANDOM_FIRST[Sampler.GP])
+        super().__init__(seed=seed, n_startup_trials=RANDOM_FIRST[Sampler.gp])
         self.chosen = 0
         """The place of the values that it chose; the first while it does not know enough."""
         self._left = [as_optuna(space, Trial(number=0, values=values, of=1), 0.0) for values in left]

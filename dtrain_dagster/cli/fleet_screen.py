@@ -115,8 +115,8 @@ def ledger_table(found: FleetLedger) -> Group:
         table.add_row("all", format_duration(found.microseconds / 1e6), "100.0%", total, "")
         return table
 
-    causes = [(cause.value, row.microseconds, row.units, MEANINGS[cause]) for cause, row in found.causes().items()]
-    jobs = [(job_id, row.microseconds, row.units, "") for job_id, row in found.by_job().items()]
+    causes = [(cause.value, row.microseconds, row.units, MEANINGS[cause]) for cause, row in found.causes.items()]
+    jobs = [(job_id, row.microseconds, row.units, "") for job_id, row in found.jobs.items()]
     return Group(made("cause", causes), Text(""), made("job", jobs))
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from dtrain_dagster.search.kept import KeptSearch
-    from dtrain_dagster.search.run import Search, SearchView
+    from dtrain_dagster.search.run import Search
     from dtrain_dagster.search.settings import SearchSettings
     from dtrain_dagster.search.tracking import SearchTracker
     from dtrain_dagster.search.trials import Trial, TrialSeconds
@@ -66,13 +66,13 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--sampler",
+    type=click.Choice(["gp", "tpe", "random", "grid"]),
     default="gp",
     show_default=True,
-    metavar="NAME",
-    help="gp (a Gaussian process), tpe, random, qmc (evenly) or grid (all).",
+    help="gp (a Gaussian process), tpe, random or grid (all).",
 )
 @click.option(
-    "--pruner", default="asha", show_default=True, metavar="NAME",
+    "--pruner", type=click.Choice(["asha", "none"]), default="asha", show_default=True,
     help="What ends trials early: asha (after 1, 3, 9, … evaluations a third goes on) or none.",
 )  # fmt: skip
 @click.option(
@@ -94,9 +94,6 @@ if TYPE_CHECKING:
     help="Name of the search; an existing search continues.  [default: from the time]",
 )
 @click.option("--plan", "only_plan", is_flag=True, help="Measure one trial, say what the search would cost, and exit.")
-@click.option(
-    "--out", type=click.Path(path_type=Path), metavar="FILE", help="A further file for the settings of the best trial."
-)
 @json_option(
     {**either(SEARCH_RESULT, {"of each in the list": listed(KEPT_SEARCH)}), **SEARCH_PLAN},
     "Print the result, or the list, as one JSON document.",
@@ -142,7 +139,7 @@ def search(asked: Asked, space: str | None, show: str | None, as_json: bool, **o
 def _search(
     asked: Asked, space: str, as_json: bool, *, trials: int, parallel: int | None, nodes_per_trial: str,
     budget: float | None, sampler: str, pruner: str, metric: str, maximise: bool, seed: int,
-    any_order: bool, name: str | None, only_plan: bool, out: Path | None,
+    any_order: bool, name: str | None, only_plan: bool,
 ) -> None:  # fmt: skip
     from dataclasses import asdict, replace
 
@@ -152,7 +149,7 @@ def _search(
     from dtrain_dagster.planning.check_job import check_job, data_of, samples_of
     from dtrain_dagster.search.check_space import check_space
     from dtrain_dagster.search.run import SearchRequest, measure_trial, open_search
-    from dtrain_dagster.search.settings import SearchSettings, pruner_of, sampler_of
+    from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
     from dtrain_dagster.search.space import parse_space
     from dtrain_dagster.support.user_sources import ensure_importable
 
@@ -161,8 +158,8 @@ def _search(
     parsed = parse_space(document, source)
     least, most = _nodes_of_trial(nodes_per_trial, settings.nodes)
     wanted = SearchSettings(
-        trials=trials, parallel=parallel or max(1, settings.nodes // least), sampler=sampler_of(sampler),
-        pruner=pruner_of(pruner), seed=seed, metric=metric, maximise=maximise,
+        trials=trials, parallel=parallel or max(1, settings.nodes // least), sampler=Sampler(sampler),
+        pruner=Pruner(pruner), seed=seed, metric=metric, maximise=maximise,
         repeatable=not any_order,
     )  # fmt: skip
     cluster, project = cluster_of(settings)
@@ -209,7 +206,7 @@ def _search(
         if as_json:
             print_json({"name": search_name, "plan": asdict(found.plan)})
         return
-    _run(found, wanted, out, as_json, tracker, again)
+    _run(found, wanted, as_json, tracker, again)
 
 
 def _open_tracker(tracking: TrackingConfig, name: str, metric: str, sign: float) -> SearchTracker:
@@ -250,44 +247,33 @@ def _nodes_of_trial(text: str, nodes: int) -> tuple[int, int]:
     return least, most
 
 
-def _run(
-    found: Search, wanted: SearchSettings, out: Path | None, as_json: bool, tracker: SearchTracker | None, again: str
-) -> None:
-    """Run a search, show how it stands, print its result, and write it to MLflow where there is a ``tracker``."""
+def _run(found: Search, wanted: SearchSettings, as_json: bool, tracker: SearchTracker | None, again: str) -> None:
+    """Run a search, show how it stands, and print its result."""
     from dtrain_dagster.cli.follow import Bar, in_place
 
-    shown, told, warned = console(), set[int](), set[str]()
+    shown, told = console(), set[int]()
     bar = Bar(shown)
     with in_place(shown, is_shown=not as_json) as show:
 
-        def warn(sentence: str) -> None:
-            if sentence not in warned:
-                warned.add(sentence)
-                say(sentence, err=True)
-
-        def watch(view: SearchView) -> None:
-            for trial in view.trials:
+        def watch(trials: Sequence[Trial], line: str) -> None:
+            for trial in trials:
                 if trial.state.is_final and trial.number not in told:
                     told.add(trial.number)
                     say(trial_line(trial, wanted.sign), err=True)
-            if tracker is not None and (problem := tracker.try_to_write(view.trials)):
-                warn(problem)
-            show(bar.at(view.line(wanted), len(told), wanted.trials))
+            show(bar.at(line, len(told), wanted.trials))
 
         with ended_by_signals(lambda: say_that_jobs_go_on("trials", found.request.name, again)):
-            source = found.run(watch)
-    if tracker is not None and (problem := tracker.try_to_finish(source.trials, found.before_usd)):
-        warn(problem)
+            source = found.run(watch, tracker, lambda problem: say(problem, err=True))
     result = found.result(source)
-    if out is not None and source.best is not None:
-        out.write_text(Path(found.best_file).read_text())
     if as_json:
         print_json(result)
-        return
-    _print_result(result)
+    else:
+        _print_result(result)
 
 
 def _print_result(result: Mapping[str, Any]) -> None:
+    from dtrain_dagster.search.results import summary
+
     console().print(trials_table(result["trials"], result["metric"]), highlight=False)
     for sentence in summary(result):
         say(sentence)
@@ -322,32 +308,6 @@ def trials_table(rows: Sequence[Mapping[str, Any]], metric: str) -> Table:
         values = Text(shown_values(row["values"]))
         table.add_row(str(row["trial"]), row["state"], score, row["evaluations"], dollars(row["usd"]), values)
     return table
-
-
-def summary(result: Mapping[str, Any]) -> list[str]:
-    """Return the result in sentences. Pure."""
-    from dtrain_dagster.search.check_space import shown_values
-    from dtrain_dagster.support.formatting import dollars
-
-    counts = ", ".join(f"{count} {state}" for state, count in result["counts"].items())
-    planned = result["planned"]
-    lines = [
-        f"{len(result['trials'])} trials ({counts}) cost {dollars(result['usd'])}; the plan was at most "
-        f"{dollars(planned['at_most_usd'])}, with {dollars(planned['expected_usd'])} expected"
-    ]
-    for item in result["improvements"][1:]:
-        lines.append(
-            f"  trial {item['trial']}: {result['metric']} {item['score']:.6g}, better by {item['gained']:.3g} for "
-            f"{dollars(item['usd_since'])}"
-        )
-    if (best := result["best"]) is not None:
-        lines.append(
-            f"best: trial {best['trial']}, {result['metric']} {best['score']:.6g} with {shown_values(best['values'])}"
-        )
-        lines.append(f"use it: dtrain train … --settings {result['settings_file']}")
-    else:
-        lines.append("no trial was evaluated: see `dtrain logs` of one for why")
-    return lines
 
 
 def _show(given: str, as_json: bool) -> None:

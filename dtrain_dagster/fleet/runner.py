@@ -70,6 +70,8 @@ class FleetRunner:
         self.followed: dict[str, Followed] = {}
         self.judged: dict[str, Sequence[EvaluationEvent]] = {}
         """The evaluations that the source has judged, by job."""
+        self.paid_units: dict[str, int] = {}
+        """What running jobs have cost at the last look."""
         self.source_is_dry = False
         self.has_begun = False
         """Whether the last look began a job."""
@@ -109,6 +111,13 @@ class FleetRunner:
             self.records.note_waits(look.waits)
         self._act(decisions, standings, now)
         return self.source_is_dry and all(entry.kept.state.is_final for entry in self.entries.values())
+
+    @property
+    def paid_usd(self) -> float:
+        """Return what all jobs have cost, as far as it was known at the last look."""
+        return usd(
+            sum(max(entry.kept.paid_units, self.paid_units.get(name, 0)) for name, entry in self.entries.items())
+        )
 
     def _facts(self, standings: Mapping[str, Standing]) -> FleetFacts:
         live = [entry for entry in self.entries.values() if not entry.kept.state.is_final]
@@ -163,7 +172,7 @@ class FleetRunner:
             self._note_end(entry, status, now)
             return None
         self._tell_limit(entry)
-        paid_units = max(self._bill(job_id)[0], entry.kept.paid_units)
+        paid_units = self.paid_units[job_id] = max(self._bill(job_id)[0], entry.kept.paid_units)
         standing = replace(entry.standing(), paid_units=paid_units, usd_per_node_hour=self._price_of(entry.job))
         return followed.stands(standing, now)
 

@@ -138,15 +138,6 @@ def as_row(trial: Trial, sign: float) -> dict[str, Any]:
     }
 
 
-def flat_rows(space: Space, trials: Sequence[Trial], sign: float) -> list[dict[str, Any]]:
-    """Return a row for each trial with a column for each parameter, "" where a trial does not have it."""
-    return [
-        {name: value for name, value in as_row(trial, sign).items() if name != "values"}
-        | {item.name: trial.values.get(item.name, "") for item in space.parameters}
-        for trial in trials
-    ]
-
-
 def best_first(trials: Sequence[Trial], sign: float) -> list[Trial]:
     """Return the trials by their best score, those without one last."""
 
@@ -176,15 +167,24 @@ def result_document(
     }
 
 
-def write_notice(result: Mapping[str, Any]) -> tuple[str, str]:
-    """Return title and text of the notice. Pure."""
+def summary(result: Mapping[str, Any]) -> list[str]:
+    """Return the result in sentences. Pure."""
     counts = ", ".join(f"{count} {state}" for state, count in result["counts"].items())
-    lines = [f"{len(result['trials'])} trials ({counts}), {dollars(result['usd'])}"]
-    if best := result["best"]:
+    planned = result["planned"]
+    lines = [
+        f"{len(result['trials'])} trials ({counts}) cost {dollars(result['usd'])}; the plan was at most "
+        f"{dollars(planned['at_most_usd'])}, with {dollars(planned['expected_usd'])} expected"
+    ]
+    for item in result["improvements"][1:]:
+        lines.append(
+            f"  trial {item['trial']}: {result['metric']} {item['score']:.6g}, better by {item['gained']:.3g} for "
+            f"{dollars(item['usd_since'])}"
+        )
+    if (best := result["best"]) is not None:
         lines.append(
             f"best: trial {best['trial']}, {result['metric']} {best['score']:.6g} with {shown_values(best['values'])}"
         )
-        lines.append(f"dtrain train … --settings {result['settings_file']}")
+        lines.append(f"use it: dtrain train … --settings {result['settings_file']}")
     else:
         lines.append("no trial was evaluated: see `dtrain logs` of one for why")
-    return f"dtrain: search {result['name']} has ended", "\n".join(lines)
+    return lines

@@ -10,21 +10,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from dtrain_dagster.search.settings import Pruner
+
 REDUCTION = 3
 """Of this many trials, one goes on to the next rung of successive halving."""
 RUNGS = frozenset(REDUCTION**rung for rung in range(20))
 """Evaluations at which there is something to decide."""
 DIVERGED = "diverged: its score is not a finite number"
 NOT_AMONG_BEST = "not among the best at rung"
-
-
-class Pruner(StrEnum):
-    """What ends trials early."""
-
-    ASHA = "asha"
-    """Asynchronous successive halving: after 1, 3, 9, … evaluations the best third goes on."""
-    NONE = "none"
-    """Every trial goes to its end."""
 
 
 class TrialState(StrEnum):
@@ -127,7 +120,7 @@ def why_ended(pruner: Pruner, trial: Trial, others: Iterable[Trial], sign: float
     count = len(trial.scores)
     if trial.scores and not math.isfinite(trial.scores[-1]):
         return DIVERGED
-    if pruner is Pruner.NONE or count not in RUNGS or count >= trial.of:
+    if pruner is Pruner.none or count not in RUNGS or count >= trial.of:
         return ""
     known = [sign * other.scores[count - 1] for other in others if len(other.scores) >= count]
     own = sign * trial.scores[-1]
