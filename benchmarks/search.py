@@ -135,11 +135,11 @@ def compare(pool: Pool, usual: TrialSeconds, seeds: int, repeatable: bool) -> di
     rows = []
     for seed in range(seeds):
         every = settings(Sampler.random, Pruner.none, seed, TRIALS)
-        whole = play(pool, usual, every, draw=pool.drawer(every))
+        whole = play(pool, usual, every, pool.drawer(every))
         row: dict[str, Any] = {"seed": seed, "score": whole.best, "unreached": []}
         for name, (sampler, pruner) in POLICIES.items():
             one = settings(sampler, pruner, seed, len(pool.rows))
-            got = play(pool, usual, one, whole.best, draw=pool.drawer(one))
+            got = play(pool, usual, one, pool.drawer(one), whole.best)
             row[name] = round(got.usd / whole.usd, 4)
             row["unreached"] += [] if got.is_reached else [name]
         rows.append(row)

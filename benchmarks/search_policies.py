@@ -90,24 +90,19 @@ def mark_of(values: Mapping[str, Any]) -> str:
 
 @dataclass(slots=True)
 class Played:
-    """What a policy did until it reached a score, or came to its last trial, and its trials as they were then."""
+    """What a policy did until it reached a score, or came to its last trial."""
 
     usd: float = 0.0
     trials: int = 0
     evaluations: int = 0
     is_reached: bool = False
     best: float = float("inf")
-    ended: tuple[Trial, ...] = ()
 
 
-def play(
-    pool: Pool, usual: TrialSeconds, settings: SearchSettings, target: float | None = None,
-    actual: TrialSeconds | None = None, draw: Draw | None = None,
-) -> Played:  # fmt: skip
+def play(pool: Pool, usual: TrialSeconds, settings: SearchSettings, draw: Draw, target: float | None = None) -> Played:
     """Play a search of the pool's trainings until it has a score of ``target`` or better (None: to its end).
-    ``usual``: what the search takes a trial to take; ``actual``: what a start and a finish do take, where that is
-    something else; ``draw``: see `TrialSource`."""
-    of, going, real = usual.of, dict[str, Recorded](), actual or usual
+    ``usual``: what a trial takes; ``draw``: see `TrialSource`."""
+    of, going = usual.of, dict[str, Recorded]()
 
     def make_job(number: int, values: Mapping[str, Any], now: TrialSeconds) -> tuple[FleetJob, int]:
         job = FleetJob(job_id=f"{number:04d}", node_seconds=now.training)
@@ -129,7 +124,7 @@ def play(
         while (job := source.next_job()) is not None:
             running[job.job_id] = (now, [])
             played.trials += 1
-            heapq.heappush(waiting, (now + real.startup + going[job.job_id].evaluation_seconds, job.job_id))
+            heapq.heappush(waiting, (now + usual.startup + going[job.job_id].evaluation_seconds, job.job_id))
         if not waiting:
             break
         now, job_id = heapq.heappop(waiting)
@@ -148,10 +143,9 @@ def play(
         if source.judge(job_id, tuple(told)):
             end(job_id, FleetState.ENDED, now)
         elif len(told) == of:
-            heapq.heappush(waiting, (now + real.finish, job_id))
+            heapq.heappush(waiting, (now + usual.finish, job_id))
         else:
             heapq.heappush(waiting, (now + row.evaluation_seconds, job_id))
     paid += sum(now - began for began, _ in running.values())
     played.usd = paid * USD_PER_NODE_HOUR / 3600
-    played.ended = tuple(source.trials)
     return played

@@ -282,17 +282,6 @@ SEARCH_PLAN = {
     "plan.seconds": "expected seconds to the last trial",
     "plan.lines": "the same, as sentences",
 }
-KEPT_SEARCH = {
-    "name": "name of the search",
-    "state": "running, interrupted (the same command goes on with it) or over",
-    "began_at": "when it began",
-    "trials": "trials that were begun",
-    "metric": "what is compared; null before it is over for the first time",
-    "best_trial": "number of the best trial",
-    "best_score": "its value of the metric",
-    "usd": "dollars of all trials and of the measurement before; null before it is over for the first time",
-    "settings_file": "the settings of the best trial, for `dtrain train --settings`",
-}
 DOCTOR = {
     "buys": "what the command changes, in a sentence",
     "counts": "the lines by their verdict",

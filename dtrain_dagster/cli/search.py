@@ -1,5 +1,4 @@
-"""`dtrain search`: trials of a space as jobs of the cluster, under one budget, and the settings of the best one; and
-what the searches of this home have found.
+"""`dtrain search`: trials of a space as jobs of the cluster, under one budget, and the settings of the best one.
 
 `dtrain_dagster.search` decides what is tried and what goes on.
 """
@@ -15,7 +14,7 @@ import click
 
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, read_settings, refuses, say
 from dtrain_dagster.cli.job_names import LATEST, complete_files, complete_searches, resolve_name
-from dtrain_dagster.cli.json_fields import KEPT_SEARCH, SEARCH_PLAN, SEARCH_RESULT, either, listed
+from dtrain_dagster.cli.json_fields import SEARCH_PLAN, SEARCH_RESULT
 from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.cli.start import (
     dataset_name,
@@ -30,7 +29,6 @@ from dtrain_dagster.cli.train import Asked, say_what_is_wrong, training_options
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dtrain_dagster.search.kept import KeptSearch
     from dtrain_dagster.search.run import Search
     from dtrain_dagster.search.settings import SearchSettings
     from dtrain_dagster.search.tracking import SearchTracker
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
     "--space",
     metavar="FILE",
     shell_complete=complete_files,
-    help="The space: a file of JSON, or JSON itself, as above. Without it nothing is searched.",
+    help="The space: a file of JSON, or JSON itself, as above.",
 )
 @click.option(
     "--show", metavar="SEARCH", shell_complete=complete_searches,
@@ -95,8 +93,8 @@ if TYPE_CHECKING:
 )
 @click.option("--plan", "only_plan", is_flag=True, help="Measure one trial, say what the search would cost, and exit.")
 @json_option(
-    {**either(SEARCH_RESULT, {"of each in the list": listed(KEPT_SEARCH)}), **SEARCH_PLAN},
-    "Print the result, or the list, as one JSON document.",
+    {**SEARCH_RESULT, **SEARCH_PLAN},
+    "Print the result as one JSON document.",
 )
 @refuses
 def search(asked: Asked, space: str | None, show: str | None, as_json: bool, **options: Any) -> None:
@@ -107,7 +105,7 @@ def search(asked: Asked, space: str | None, show: str | None, as_json: bool, **o
     continues where it was. Ctrl-C leaves the trials running, each up to the dollars that it was promised; `dtrain
     cancel NAME` ends them, and `dtrain cost NAME` has the bill of each.
 
-    Without --space it lists the searches of this home, newest first.
+    `dtrain jobs --fleets` lists the searches of this home.
 
     \b
     A space has a range, or a list of choices, for each field that varies:
@@ -123,17 +121,14 @@ def search(asked: Asked, space: str | None, show: str | None, as_json: bool, **o
       dtrain search --config job.json --space space.json --nodes 8 \\
         --nodes-per-trial 1-2 --name wide
       dtrain train --config job.json --settings .dtrain/searches/wide/best.json
-      dtrain search
       dtrain search --show latest --json | jq -r .settings_file
     """  # fmt: skip
     if space is not None:
         _search(asked, space, as_json, **options)
-    elif asked != Asked() or options["name"]:
+    elif show is None or asked != Asked() or options["name"]:
         raise click.UsageError("give the --space that is searched", click.get_current_context())
-    elif show is not None:
-        _show(show, as_json)
     else:
-        _list(as_json)
+        _show(show, as_json)
 
 
 def _search(
@@ -312,69 +307,14 @@ def trials_table(rows: Sequence[Mapping[str, Any]], metric: str) -> Table:
 
 def _show(given: str, as_json: bool) -> None:
     """Print the trials of one search."""
-    from dtrain_dagster.search.kept import read_search, search_names
+    from dtrain_dagster.search.kept import kept_result, search_names
 
     settings = read_settings()
     names = search_names(settings.home)
     if given == LATEST and names and LATEST not in names:
         given = names[0]
-    kept = read_search(settings.home, resolve_name(given, names, "search", "dtrain search"))
-    if kept.result is None:
-        raise Refusal(f"search {kept.name} is {kept.state}, and has no result yet: `dtrain status {kept.name}`")
+    result = kept_result(settings.home, resolve_name(given, names, "search", "dtrain jobs --fleets"))
     if as_json:
-        print_json(kept.result)
+        print_json(result)
     else:
-        _print_result(kept.result)
-
-
-def _list(as_json: bool) -> None:
-    """Print all searches of this home."""
-    from dtrain_dagster.cli.job_tables import time_of
-    from dtrain_dagster.cli.screen import Column, print_fitted
-    from dtrain_dagster.search.kept import read_search, search_names
-    from dtrain_dagster.search.space import SpaceError
-    from dtrain_dagster.support.formatting import dollars
-
-    settings, rows = read_settings(), []
-    for name in search_names(settings.home):
-        try:
-            rows.append(search_row(read_search(settings.home, name)))
-        except SpaceError as error:  # of one search: the others are listed
-            say(f"{name} is left out: {error}", err=True)
-    if as_json:
-        print_json(rows)
-        return
-    if not rows:
-        say("no searches yet; `dtrain search --dataset latest --space space.json` begins one")
-        return
-    columns = (
-        *(Column("SEARCH"), Column("STATE"), Column("STARTED", rank=2), Column("TRIALS", right=True, rank=3)),
-        *(Column("METRIC", rank=1), Column("BEST", right=True), Column("COST", right=True)),
-    )
-    cells = [
-        [
-            *(row["name"], row["state"], time_of(row["began_at"], with_seconds=False), str(row["trials"])),
-            row["metric"] or "",
-            "" if row["best_score"] is None else f"{row['best_score']:.6g}",
-            "" if row["usd"] is None else dollars(row["usd"]),
-        ]
-        for row in rows
-    ]
-    print_fitted(console(), columns, cells)
-
-
-def search_row(kept: KeptSearch) -> dict[str, Any]:
-    """Return a search as an item of the list, with the fields of `dtrain_dagster.cli.json_fields.KEPT_SEARCH`. Pure."""
-    result = kept.result or {}
-    best = result.get("best") or {}
-    return {
-        "name": kept.name,
-        "state": kept.state,
-        "began_at": kept.began_at,
-        "trials": kept.jobs,
-        "metric": result.get("metric"),
-        "best_trial": best.get("trial"),
-        "best_score": best.get("score"),
-        "usd": result.get("usd"),
-        "settings_file": result.get("settings_file"),
-    }
+        _print_result(result)

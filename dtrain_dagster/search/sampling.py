@@ -48,7 +48,6 @@ def draw_values(
         return combinations[order[number]] if number < len(combinations) else None
     import optuna
 
-    quiet(optuna)
     own_seed = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
     made: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=own_seed)
     if sampler is Sampler.tpe:
@@ -71,6 +70,7 @@ def ask_for_values(
     those included that are not there beside the others."""
     import optuna
 
+    quiet(optuna)
     study = optuna.create_study(sampler=sampler)
     ended = [trial for trial in known if trial.state.is_final]
     for trial, goal in zip(ended, goals_of(ended, sign), strict=True):
