@@ -43,10 +43,10 @@ import numpy as np
 from benchmarks.host import RESULTS, tell
 from benchmarks.search_policies import Pool, Recorded, play, pool_of
 from dtrain_dagster.search.check_space import job_of_trial
-from dtrain_dagster.search.sampling import Sampler, draw_values
-from dtrain_dagster.search.settings import SearchSettings
+from dtrain_dagster.search.sampling import draw_values
+from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
 from dtrain_dagster.search.space import parse_space
-from dtrain_dagster.search.trials import Pruner, TrialSeconds
+from dtrain_dagster.search.trials import TrialSeconds
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.documents.events import EvaluationEvent, read_events
 from trainer.rundir import RunDir
@@ -62,9 +62,9 @@ SPACE = {
 CURVES = RESULTS / "search_curves.json"
 """The trainings that the saved result is of."""
 POLICIES = {
-    "random_first": (Sampler.RANDOM, Pruner.NONE),
-    "asha": (Sampler.RANDOM, Pruner.ASHA),
-    "gp": (Sampler.GP, Pruner.ASHA),
+    "random_first": (Sampler.random, Pruner.none),
+    "asha": (Sampler.random, Pruner.asha),
+    "gp": (Sampler.gp, Pruner.asha),
 }
 EPOCHS, PARALLEL, TRIALS, ORDERS = 12, 2, 32, 20
 RESAMPLES = 10_000
@@ -79,7 +79,7 @@ def record(path: Path, count: int, seconds: float) -> None:
     with tempfile.TemporaryDirectory(prefix="dtrain-search-") as folder:
         base = base_job(Path(folder))
         for number in range(count):
-            values = draw_values(space, Sampler.RANDOM, 0, number, (), (), 1.0)
+            values = draw_values(space, Sampler.random, 0, number, (), (), 1.0)
             assert values is not None
             job = job_of_trial(base, space, values)
             job.run_dir = f"{folder}/jobs/{number}"
@@ -133,12 +133,12 @@ def compare(pool: Pool, usual: TrialSeconds, seeds: int, repeatable: bool) -> di
 
     rows = []
     for seed in range(seeds):
-        every = settings(Sampler.RANDOM, Pruner.NONE, seed, TRIALS)
-        whole = play(pool, usual, every, draw=pool.drawer(every))
+        every = settings(Sampler.random, Pruner.none, seed, TRIALS)
+        whole = play(pool, usual, every, pool.drawer(every))
         row: dict[str, Any] = {"seed": seed, "score": whole.best, "unreached": []}
         for name, (sampler, pruner) in POLICIES.items():
             one = settings(sampler, pruner, seed, len(pool.rows))
-            got = play(pool, usual, one, whole.best, draw=pool.drawer(one))
+            got = play(pool, usual, one, pool.drawer(one), whole.best)
             row[name] = round(got.usd / whole.usd, 4)
             row["unreached"] += [] if got.is_reached else [name]
         rows.append(row)

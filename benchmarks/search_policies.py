@@ -15,11 +15,10 @@ import optuna
 
 from dtrain_dagster.costs.money import SECOND, nano_usd
 from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Outcome
-from dtrain_dagster.search.sampling import RANDOM_FIRST, Sampler, as_optuna, ask_for_values
-from dtrain_dagster.search.settings import SearchSettings
+from dtrain_dagster.search.sampling import RANDOM_FIRST, as_optuna, ask_for_values
+from dtrain_dagster.search.settings import Sampler, SearchSettings
 from dtrain_dagster.search.source import Draw, TrialSource
 from dtrain_dagster.search.space import Space
-from dtrain_dagster.search.study import StudyRecord
 from dtrain_dagster.search.trials import Trial, TrialSeconds
 from trainer.documents.events import EvaluationEvent
 
@@ -54,7 +53,7 @@ class Pool:
         def draw(number: int, known: Sequence[Trial], running: Sequence[Trial]) -> Mapping[str, Any] | None:
             taken = {mark_of(trial.values) for trial in [*known, *running]}
             left = [row.values for row in order if mark_of(row.values) not in taken]
-            if settings.sampler is not Sampler.GP or not left:
+            if settings.sampler is not Sampler.gp or not left:
                 return left[0] if left else None
             sampler = OneOf(self.space, left, settings.seed)
             ask_for_values(self.space, sampler, known, running, settings.sign)
@@ -67,7 +66,7 @@ class OneOf(optuna.samplers.GPSampler):
     """Optuna's Gaussian process, which chooses among given values instead of from the whole space."""
 
     def __init__(self, space: Space, left: Sequence[Mapping[str, Any]], seed: int) -> None:
-        super().__init__(seed=seed, n_startup_trials=RANDOM_FIRST[Sampler.GP])
+        super().__init__(seed=seed, n_startup_trials=RANDOM_FIRST[Sampler.gp])
         self.chosen = 0
         """The place of the values that it chose; the first while it does not know enough."""
         self._left = [as_optuna(space, Trial(number=0, values=values, of=1), 0.0) for values in left]
@@ -91,32 +90,26 @@ def mark_of(values: Mapping[str, Any]) -> str:
 
 @dataclass(slots=True)
 class Played:
-    """What a policy did until it reached a score, or came to its last trial, and its trials as they were then."""
+    """What a policy did until it reached a score, or came to its last trial."""
 
     usd: float = 0.0
     trials: int = 0
     evaluations: int = 0
     is_reached: bool = False
     best: float = float("inf")
-    ended: tuple[Trial, ...] = ()
 
 
-def play(
-    pool: Pool, usual: TrialSeconds, settings: SearchSettings, target: float | None = None,
-    actual: TrialSeconds | None = None, draw: Draw | None = None,
-) -> Played:  # fmt: skip
+def play(pool: Pool, usual: TrialSeconds, settings: SearchSettings, draw: Draw, target: float | None = None) -> Played:
     """Play a search of the pool's trainings until it has a score of ``target`` or better (None: to its end).
-    ``usual``: what the search takes a trial to take; ``actual``: what a start and a finish do take, where that is
-    something else; ``draw``: see `TrialSource`."""
-    of, going, real = usual.of, dict[str, Recorded](), actual or usual
+    ``usual``: what a trial takes; ``draw``: see `TrialSource`."""
+    of, going = usual.of, dict[str, Recorded]()
 
     def make_job(number: int, values: Mapping[str, Any], now: TrialSeconds) -> tuple[FleetJob, int]:
         job = FleetJob(job_id=f"{number:04d}", node_seconds=now.training)
         going[job.job_id] = pool.by_values[mark_of(values)]
         return job, of
 
-    record = StudyRecord(None, "played", pool.space, settings.sign)
-    source = TrialSource(pool.space, settings, make_job, record, usual, draw=draw)
+    source = TrialSource(pool.space, settings, make_job, usual, draw=draw)
     played, running, waiting = Played(), dict[str, tuple[float, list[EvaluationEvent]]](), list[tuple[float, str]]()
     paid, now = 0.0, 0.0
 
@@ -131,7 +124,7 @@ def play(
         while (job := source.next_job()) is not None:
             running[job.job_id] = (now, [])
             played.trials += 1
-            heapq.heappush(waiting, (now + real.startup + going[job.job_id].evaluation_seconds, job.job_id))
+            heapq.heappush(waiting, (now + usual.startup + going[job.job_id].evaluation_seconds, job.job_id))
         if not waiting:
             break
         now, job_id = heapq.heappop(waiting)
@@ -150,10 +143,9 @@ def play(
         if source.judge(job_id, tuple(told)):
             end(job_id, FleetState.ENDED, now)
         elif len(told) == of:
-            heapq.heappush(waiting, (now + real.finish, job_id))
+            heapq.heappush(waiting, (now + usual.finish, job_id))
         else:
             heapq.heappush(waiting, (now + row.evaluation_seconds, job_id))
     paid += sum(now - began for began, _ in running.values())
     played.usd = paid * USD_PER_NODE_HOUR / 3600
-    played.ended = tuple(source.trials)
     return played

@@ -5,8 +5,8 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Mapping
-from enum import Enum
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,37 +22,22 @@ from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
+from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
 from dtrain_dagster.settings.notices import run_page
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.page_entries import fit_page
 from trainer.config import JobConfig, parse_job
 
 if TYPE_CHECKING:
-    from dtrain_dagster.search.run import Search, SearchRequest, SearchView
+    from dtrain_dagster.search.run import Search, SearchRequest
     from dtrain_dagster.search.source import TrialSource
+    from dtrain_dagster.search.trials import Trial
 
 DEFAULT_SPACE = {
     "training.learning_rate": {"low": 3e-4, "high": 1e-2, "log": True},
     "training.weight_decay": {"low": 1e-4, "high": 0.3, "log": True},
 }
 """What the launchpad begins with: what every training has."""
-
-
-class SamplerOption(Enum):
-    """How values are drawn."""
-
-    gp = "gp"
-    tpe = "tpe"
-    random = "random"
-    qmc = "qmc"
-    grid = "grid"
-
-
-class PrunerOption(Enum):
-    """What ends trials early."""
-
-    asha = "asha"
-    none = "none"
 
 
 class SearchOptions(LaunchpadOptions):
@@ -75,10 +60,10 @@ class SearchOptions(LaunchpadOptions):
     """Nodes of a trial at most."""
     budget_usd: float = Field(default=0.0, ge=0, lt=math.inf)
     """Dollars that all trials may cost together, held by the nodes. 0: twice what all of them take to their ends."""
-    sampler: SamplerOption = SamplerOption.gp
+    sampler: Sampler = Sampler.gp
     """How values are drawn: where most improvement is expected (gp), more where trials were good (tpe), at random,
-    evenly (qmc), or all of a grid."""
-    pruner: PrunerOption = PrunerOption.asha
+    or all of a grid."""
+    pruner: Pruner = Pruner.asha
     """What ends trials early: successive halving (asha), or nothing."""
     seed: int = Field(default=0, ge=0)
     """The same seed gives the same trials."""
@@ -173,31 +158,22 @@ def follow_search(
 ) -> "tuple[TrialSource, str]":
     """Run a search to its end, tell how it stands, and write its trials to MLflow as they end. Return its trials, and
     the id of its run in MLflow, "" where it has none."""
-    from dtrain_dagster.search.settings import SearchSettings
     from dtrain_dagster.search.tracking import SearchTracker
 
-    settings: SearchSettings = search.request.settings
-    tracker = None
+    settings, tracker = search.request.settings, None
     if not project.tracks_in_workspace:
         tracker = SearchTracker(
             project.tracking_uri, project.experiment, search.request.name, settings.metric, settings.sign
         )
     ended = 0
 
-    def watch(view: "SearchView") -> None:
+    def watch(trials: "Sequence[Trial]", line: str) -> None:
         nonlocal ended
-        now = sum(trial.state.is_final for trial in view.trials)
-        if now == ended:
-            return
-        ended = now
-        context.log.info(view.line(settings))
-        if tracker is not None and (problem := tracker.try_to_write(view.trials)):
-            context.log.warning(problem)
+        before, ended = ended, sum(trial.state.is_final for trial in trials)
+        if ended != before:
+            context.log.info(line)
 
-    source = search.run(watch)
-    if tracker is not None and (problem := tracker.try_to_finish(source.trials, search.before_usd)):
-        context.log.warning(problem)
-    return source, tracker.run_id if tracker is not None else ""
+    return search.run(watch, tracker, context.log.warning), tracker.run_id if tracker else ""
 
 
 def request_of(
@@ -205,14 +181,13 @@ def request_of(
 ) -> "SearchRequest":
     """Return what is searched. Raise `ConfigError` for what cannot be."""
     from dtrain_dagster.search.run import SearchRequest
-    from dtrain_dagster.search.settings import SearchSettings, pruner_of, sampler_of
 
     nodes = plan.node_count
     settings = SearchSettings(
         trials=config.trials,
         parallel=config.parallel or max(1, nodes // config.least_nodes),
-        sampler=sampler_of(config.sampler.value),
-        pruner=pruner_of(config.pruner.value),
+        sampler=config.sampler,
+        pruner=config.pruner,
         seed=config.seed,
         metric=config.metric,
         maximise=config.maximise,
@@ -234,7 +209,7 @@ def request_of(
         usd_per_node_hour=price_of(plan.sku).usd_per_hour(tier_of(plan.tier)),
         tier=tier_of(plan.tier),
     )
-    return request.named(config.name or f"search-{mark_of(request, plan)}")
+    return replace(request, name=config.name or f"search-{mark_of(request, plan)}")
 
 
 def mark_of(request: "SearchRequest", plan: TrainingPlan) -> str:

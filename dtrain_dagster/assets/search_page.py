@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import MOST_ROWS, best_rows, charts, head_of_page, links, round_figures
+from dtrain_dagster.assets.common import MOST_ROWS, best_rows, head_of_page, links, round_figures
 from dtrain_dagster.support.formatting import dollars
 
 if TYPE_CHECKING:
@@ -49,13 +49,12 @@ def search_page(
             else {}
         ),
         **links(**addresses),
-        "pictures": charts(pictures_of(source, sign, metric, result["importance"])),
         **({"settings_file": dg.MetadataValue.path(search.best_file)} if best else {}),
-        "all_trials": dg.MetadataValue.path(search.trials_file),
-        "result_file": dg.MetadataValue.path(search.result_file),
+        "all_trials": dg.MetadataValue.path(search.result_file),
         "search": search.request.name,
         **({"best_trial": best["trial"], "best_values": dg.JsonMetadataValue(best["values"])} if best else {}),
         "improvements": dg.MarkdownMetadataValue(improvements_list(found, metric)),
+        **({"importance": dg.JsonMetadataValue(result["importance"])} if result["importance"] else {}),
         "planned": dg.MarkdownMetadataValue("\n".join(f"- {line}" for line in search.plan.lines)),
         "price": price_words,
         "seconds": round(seconds, 1),
@@ -124,18 +123,6 @@ def trial_rows(
         values = {item.short_name: _in_short(trial.values.get(item.name, "–")) for item in order[:MOST_PARAMETERS]}
         rows.append(row | {name: value for name, value in values.items() if name not in row})
     return rows
-
-
-def pictures_of(source: TrialSource, sign: float, metric: str, importance: Mapping[str, float]) -> dict[str, bytes]:
-    """Return the charts of a search as SVG, by their titles."""
-    from dtrain_dagster.reports import search_charts
-
-    trials = source.trials
-    return {
-        "Score against dollars": search_charts.dollars_chart(trials, sign, metric),
-        "Learning curves": search_charts.curves_chart(trials, sign, metric),
-        **search_charts.optuna_charts(source.space, trials, sign, metric, bool(importance)),
-    }
 
 
 def _in_short(value: Any) -> str:

@@ -14,7 +14,9 @@ from dtrain_dagster.cli.job_names import complete_files
 from dtrain_dagster.cli.start import ended_by_signals, say_that_jobs_go_on, this_command_again
 
 if TYPE_CHECKING:
-    from dtrain_dagster.fleet.ledger import FleetLedger, JobBill
+    from dtrain_dagster.costs.ledger import Ledger
+    from dtrain_dagster.costs.tracker import CostTracker
+    from dtrain_dagster.fleet.ledger import FleetLedger
     from dtrain_dagster.fleet.records import FleetRecords
     from dtrain_dagster.fleet.source import JobSource
     from dtrain_dagster.settings.environment import Settings
@@ -152,16 +154,15 @@ def bill_document(found: FleetLedger, budget_usd: float) -> dict[str, Any]:
         "node_seconds": found.microseconds / 1e6,
         "usd": usd(found.units),
         "budget_usd": budget_usd,
-        "causes": {name.value: {"node_seconds": row.seconds, "usd": row.usd} for name, row in found.causes().items()},
-        "jobs": {job_id: {"node_seconds": row.seconds, "usd": row.usd} for job_id, row in found.by_job().items()},
+        "causes": {name.value: {"node_seconds": row.seconds, "usd": row.usd} for name, row in found.causes.items()},
+        "jobs": {job_id: {"node_seconds": row.seconds, "usd": row.usd} for job_id, row in found.jobs.items()},
     }
 
 
-def bill_of(settings: Settings, job_id: str) -> JobBill:
+def bill_of(settings: Settings, job_id: str) -> tuple[CostTracker, Ledger]:
     """Return what a job has cost, and what for."""
     from dtrain_dagster.costs.ledger import ledger
     from dtrain_dagster.costs.tracker import CostTracker
-    from dtrain_dagster.fleet.ledger import JobBill
     from dtrain_dagster.settings.tiers import tier_of
     from trainer.rundir import JOB
 
@@ -170,4 +171,4 @@ def bill_of(settings: Settings, job_id: str) -> JobBill:
     running = not manager.job_status(job_id).state.is_final
     tracker = CostTracker(settings.cluster_name, manager.node_usage(job_id), tier_of(settings.tiers[0]))
     found = ledger(tracker.nodes, rundir.events(strict=True), running, is_script=not rundir.storage.exists(JOB))
-    return JobBill(tracker=tracker, ledger=found)
+    return tracker, found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,9 +13,10 @@ from dtrain_dagster.cli.common import ranks_of, say
 from dtrain_dagster.cli.job_options import with_reachable_data
 from dtrain_dagster.cli.script_job import order_script
 from dtrain_dagster.cli.train import as_overrides, job_of_options, say_what_is_wrong
+from dtrain_dagster.costs.estimate import Forecast
 from dtrain_dagster.costs.money import usd
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.fleet.expectation import Expectation, expect_given, expect_like_past_runs, guess
+from dtrain_dagster.fleet.grants import LEAST_WORK_SECONDS
 from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, JobOrder
 from dtrain_dagster.fleet.spec import FleetFile, JobEntry
 from dtrain_dagster.planning.build_plan import sizes_of
@@ -28,6 +30,9 @@ from trainer.config import ConfigError, JobConfig
 if TYPE_CHECKING:
     from dtrain_dagster.settings.environment import Settings
 
+GIVEN_SPREAD, GUESSED_SPREAD = 0.3, 1.0
+"""Standard deviation of what somebody has given, and of what nobody knows, as a fraction of it."""
+STARTUP_SECONDS = 20.0
 GIVEN_BEFORE = "as it was when the fleet was given it"
 MOST_NAMED = 3
 """Jobs that are named of those for which the same is expected."""
@@ -79,11 +84,50 @@ def jobs_of(fleet: FleetFile, settings: Settings, limits: FleetLimits, began_at:
     return found
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expectation:
+    """What a job is expected to take until it tells its speed. What may be spent is bounded by promises
+    (`dtrain_dagster.fleet.grants`), not by this."""
+
+    node_seconds: float
+    """As on one node, from its first step to its end."""
+    spread: float
+    """Standard deviation of that as a fraction of it."""
+    startup_seconds: float
+    """From the start of a launch to its first step."""
+    words: str
+    """Where the figures come from."""
+
+
+def expect_like_past_runs(forecast: Forecast, serial_share: float) -> Expectation:
+    """Return what past runs tell, of a job with this serial share (`FleetJob.serial_share`)."""
+    nodes = forecast.measured[0].node_count
+    parts, seconds = forecast.parts(nodes), forecast.seconds_at(nodes)
+    return Expectation(
+        node_seconds=(parts.total - parts.startup) / (serial_share + (1 - serial_share) / nodes),
+        spread=math.log(seconds.high / seconds.expected),
+        startup_seconds=parts.startup,
+        words=forecast.basis_words,
+    )
+
+
+def guess(limits: FleetLimits, jobs: int, least_nodes: int) -> Expectation:
+    """Return a first guess of a job of which nothing is known, one of so many in its fleet: a slice, or less where the
+    budget has less for each job. So it begins, and tells its speed."""
+    share = limits.seconds_of(limits.budget_units) / jobs / least_nodes - STARTUP_SECONDS - limits.margin_seconds
+    work = min(limits.slice_seconds, max(LEAST_WORK_SECONDS, share / (1 + GUESSED_SPREAD)))
+    return Expectation(
+        node_seconds=work, spread=GUESSED_SPREAD, startup_seconds=STARTUP_SECONDS,
+        words="a first guess: no past run of the same model, data and batch is known here",
+    )  # fmt: skip
+
+
 def _expectation_of(
     fleet: FleetFile, entry: JobEntry, job: JobConfig, limits: FleetLimits, history: HomeHistory
 ) -> Expectation:
     if entry.expected_node_minutes is not None:
-        return expect_given(60 * entry.expected_node_minutes)
+        work = 60 * entry.expected_node_minutes
+        return Expectation(node_seconds=work, spread=GIVEN_SPREAD, startup_seconds=STARTUP_SECONDS, words="given")
     if entry.script is None and history.runs_like(job):
         cores = os.cpu_count() if history.shares_machine else None
         sizes = sizes_of(job, samples_of(job), history.processes_per_node, cores)

@@ -18,7 +18,7 @@ from trainer.printable import visible
 
 if TYPE_CHECKING:
     from dtrain_dagster.fleet.ledger import FleetLedger
-    from dtrain_dagster.fleet.view import FleetView, FleetWatch, JobView
+    from dtrain_dagster.fleet.view import FleetRow, FleetView, FleetWatch
 
 COLOURS = {
     "waiting": "yellow",
@@ -45,19 +45,18 @@ def headline(view: FleetView) -> str:
     if view.ends_in_seconds is not None:
         of = " of the jobs that are known" if view.may_grow else ""
         parts.append(f"ETA{of} {format_duration(view.ends_in_seconds)}")
-    if view.left_out:
-        parts.append(f"{view.left_out} not expected to succeed")
-    if view.deadline is not None and not view.is_over:
+    is_over = view.over == len(view.jobs)
+    if view.deadline is not None and not is_over:
         parts.append(f"deadline in {format_duration(max(0.0, view.deadline - view.at))}")
-    if not view.is_over and not view.is_run:
+    if not is_over and not view.is_run:
         parts.append("no process runs it: `dtrain fleet FILE` continues it")
     return " · ".join(parts)
 
 
 COLUMNS = (
     *(Column("JOB"), Column("STATE"), Column("PRIORITY", right=True, rank=6), Column("NODES", right=True, rank=2)),
-    *(Column("STEP", right=True, rank=4), Column("LOSS", right=True, rank=5), Column("BEGINS IN", right=True, rank=3)),
-    *(Column("ETA", right=True, rank=1), Column("COST", right=True)),
+    *(Column("STEP", right=True, rank=4), Column("LOSS", right=True, rank=5)),
+    *(Column("LEFT", right=True, rank=1), Column("COST", right=True)),
 )
 
 
@@ -77,7 +76,7 @@ def fleet_table(view: FleetView, width: int) -> Group:
     return Group(table, *more)
 
 
-def job_row(job: JobView) -> list[str | Text]:
+def job_row(job: FleetRow) -> list[str | Text]:
     """Return the cells of a job. Pure."""
     return [
         job.job_id,
@@ -86,13 +85,12 @@ def job_row(job: JobView) -> list[str | Text]:
         str(job.nodes or ""),
         "" if job.step is None else f"{job.step}" + (f"/{job.total_steps}" if job.total_steps else ""),
         _loss(job),
-        "" if job.begins_in_seconds is None else format_duration(job.begins_in_seconds),
-        "" if job.ends_in_seconds is None else format_duration(job.ends_in_seconds),
+        "" if job.seconds_left is None else format_duration(job.seconds_left),
         dollars(job.usd) if job.launches else "",
     ]
 
 
-def _loss(job: JobView) -> str:
+def _loss(job: FleetRow) -> str:
     loss = job.valid_loss if job.valid_loss is not None else job.loss
     return "" if loss is None else f"{loss:.4f}"
 
@@ -117,8 +115,8 @@ def ledger_table(found: FleetLedger) -> Group:
         table.add_row("all", format_duration(found.microseconds / 1e6), "100.0%", total, "")
         return table
 
-    causes = [(cause.value, row.microseconds, row.units, MEANINGS[cause]) for cause, row in found.causes().items()]
-    jobs = [(job_id, row.microseconds, row.units, "") for job_id, row in found.by_job().items()]
+    causes = [(cause.value, row.microseconds, row.units, MEANINGS[cause]) for cause, row in found.causes.items()]
+    jobs = [(job_id, row.microseconds, row.units, "") for job_id, row in found.jobs.items()]
     return Group(made("cause", causes), Text(""), made("job", jobs))
 
 

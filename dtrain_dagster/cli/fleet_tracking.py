@@ -4,8 +4,7 @@ The nodes of a job write its run while they train, as those of `dtrain train` do
 the run above it, how the job has ended, and what it has cost. This is done on a thread of its own, since MLflow takes
 seconds to import and to write, and a fleet decides in every second.
 
-All that was written is found again by the tags of the runs. So another process that goes on with the fleet adds what is
-missing, and makes no second run of a job.
+Another process that goes on with the fleet adds what is missing, and makes no second run of a job (`RunGroup`).
 """
 
 from __future__ import annotations
@@ -15,26 +14,23 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dtrain_dagster.cli.tracking import Bill, describe_end, track
 from dtrain_dagster.costs.money import usd
 from dtrain_dagster.fleet.jobs import FleetState
-from dtrain_dagster.registry.client import open_client
-from dtrain_dagster.registry.run_record import PARENT_TAG, is_workspace, note_of, parent_run, run_of, write_to_run
+from dtrain_dagster.registry.run_record import RunGroup, is_workspace, note_of, run_of, write_to_run
 from dtrain_dagster.support.formatting import dollars
 from trainer.errors import DamagedError
-from trainer.observability.mlflow_sink import NOTE_TAG, TRACKING, begin_run, ensure_experiment, figures_of_test
+from trainer.observability.mlflow_sink import NOTE_TAG, TRACKING, begin_run, figures_of_test
 from trainer.observability.mlflow_sqlite import authorised
 from trainer.rundir import EVALUATION, JOB, RunDir
 from trainer.secrets.redaction import redact
 
 if TYPE_CHECKING:
-    from mlflow import MlflowClient
-
     from dtrain_dagster.cli.fleet_orders import ExpectedJob
     from dtrain_dagster.fleet.jobs import FleetLimits
     from dtrain_dagster.fleet.records import Entry, FleetRecords
@@ -50,8 +46,8 @@ other homes may have the same name."""
 STATE_TAG, REASON_TAG = "state", "reason"
 """Tags of a job's run, as of a trial's: how it has ended in the fleet, and why."""
 STATUS_OF = {FleetState.SUCCEEDED: "FINISHED", FleetState.FAILED: "FAILED", FleetState.ENDED: "KILLED"}
-FAILURES_IN_A_ROW = 3
-"""Jobs in a row that could not be written, after which the others are left for later."""
+MOST_FAILURES = 3
+"""Jobs that could not be written, after which the others are left for later."""
 PATIENCE_SECONDS = 60.0
 """Seconds until these are tried again."""
 
@@ -80,159 +76,100 @@ class FleetTracker:
     that fails fails no fleet: what is missing is written when MLflow answers, at the latest by who goes on with it.
     """
 
-    def __init__(
-        self,
-        records: FleetRecords,
-        tier: Tier,
-        told: Callable[[str], object],
-        patience_seconds: float = PATIENCE_SECONDS,
-    ) -> None:
-        self._records, self._tier, self._told, self._patience = records, tier, told, patience_seconds
-        self._limits: FleetLimits = records.limits()
+    def __init__(self, records: FleetRecords, tier: Tier, told: Callable[[str], object]) -> None:
+        self._records, self._tier, self._told = records, tier, told
         self._entries: Sequence[Entry] = ()
-        self._is_over = False
-        self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._places: dict[tuple[str, str], _Place] = {}
+        self._next_at = 0.0
+        self._runs: dict[tuple[str, str], _FleetRuns | None] = {}
         self._said: set[str] = set()
-        self._where: list[str] = []
 
     def update(self, entries: Sequence[Entry]) -> None:
         """Take the state of all jobs, and return at once. Those of which none is tracked load no MLflow."""
-        with self._wake:
-            self._entries = tuple(entry for entry in entries if _place_of(entry) is not None)
-            if self._thread is None and self._entries:
-                self._thread = threading.Thread(target=self._work, name="fleet-tracking", daemon=True)
-                self._thread.start()
+        self._entries = tuple(entry for entry in entries if _place_of(entry) is not None)
+        is_free = self._thread is None or not self._thread.is_alive()
+        if self._entries and is_free and time.monotonic() >= self._next_at:
+            self._thread = threading.Thread(
+                target=self._write, args=(self._entries, False), name="fleet-tracking", daemon=True
+            )
+            self._thread.start()
 
     def finish(self) -> Sequence[str]:
-        """Write what is left of a fleet that is over, wait for it, and return where its runs are, in sentences."""
-        with self._wake:
-            self._is_over = True
-            self._wake.notify()
+        """Write what is left of a fleet that is over, and return where its runs are, in sentences."""
         if self._thread is not None:
             self._thread.join()
-        return self._where
+        return self._write(self._entries, True)
 
-    def _work(self) -> None:
-        tried_at, is_over, goes_well = -self._patience, False, True
-        while not is_over:
-            with self._wake:
-                self._wake.wait_for(lambda: self._is_over, timeout=1.0)
-                entries, is_over = self._entries, self._is_over
-            if goes_well or is_over or time.monotonic() - tried_at > self._patience:
-                tried_at, goes_well = time.monotonic(), self._try_all(entries, is_over)
+    def _write(self, entries: Sequence[Entry], is_over: bool) -> Sequence[str]:
+        """Write what has changed since, for each experiment of a server that jobs name."""
+        where: list[str] = []
+        for key in dict.fromkeys(map(_place_of, entries)):
+            assert key is not None
+            mine = [entry for entry in entries if _place_of(entry) == key]
+            try:
+                if key not in self._runs:
+                    self._runs[key] = self._open(*key)
+                if (runs := self._runs[key]) is None:
+                    continue
+                problems = runs.write(mine, self._tier)
+                if is_over:
+                    runs.finish(mine, self._records.limits(), self._records.is_cancelled())
+                    where.append(f"in MLflow: experiment {key[1]}, run {self._records.name} (`dtrain ui mlflow`)")
+            except _errors() as error:
+                problems = [str(error)]
+            for problem in problems:
+                self._next_at = time.monotonic() + PATIENCE_SECONDS
+                sentence = f"MLflow does not have all of fleet {self._records.name}: {redact(problem)}"
+                if sentence not in self._said:
+                    self._said.add(sentence)
+                    self._told(sentence)
+        return where
 
-    def _try_all(self, entries: Sequence[Entry], is_over: bool) -> bool:
-        """Write what has changed since, and return whether MLflow takes it."""
-        of_places: dict[tuple[str, str], list[Entry]] = {}
-        for entry in entries:
-            if (key := _place_of(entry)) is not None:
-                of_places.setdefault(key, []).append(entry)
-        answers = [self._try(key, mine, is_over) for key, mine in of_places.items()]
-        return all(answers)
-
-    def _try(self, key: tuple[str, str], entries: Sequence[Entry], is_over: bool) -> bool:
-        try:
-            place = self._places.get(key) or self._open(*key)
-            self._places[key] = place
-            if place.client is None:
-                return True
-            problems = place.write(entries, self._tier)
-            if is_over:
-                place.finish(entries, self._limits, self._records.is_cancelled())
-                self._where.append(f"in MLflow: experiment {key[1]}, run {self._records.name} (`dtrain ui mlflow`)")
-        except _errors() as error:
-            problems = [str(error)]
-        for problem in problems:
-            sentence = f"MLflow does not have all of fleet {self._records.name}: {redact(problem)}"
-            if sentence not in self._said:
-                self._said.add(sentence)
-                self._told(sentence)
-        return not problems
-
-    def _open(self, tracking_uri: str, experiment: str) -> _Place:
+    def _open(self, tracking_uri: str, experiment: str) -> _FleetRuns | None:
+        """Return the runs of the fleet there; None in a workspace, which has pages of its own for what is written."""
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # by default a dead server costs four minutes
         address, name = authorised(tracking_uri), self._records.name
-        if is_workspace(address):  # has pages of its own for what is written here
-            return _Place(client=None)
-        client = open_client(address)
-        experiment_id = ensure_experiment(client, experiment, address)
+        if is_workspace(address):
+            return None
         mark = hashlib.sha256(self._records.storage.uri.encode()).hexdigest()[:16]
-        parent = parent_run(client, experiment_id, name, RECORD_TAG, mark)
-        client.set_tag(parent.info.run_id, FLEET_TAG, name)
-        nested = client.search_runs(
-            [experiment_id], f"tags.`{PARENT_TAG}` = '{parent.info.run_id}'", max_results=50_000
-        )
-        ended = {
-            run.data.tags["job_id"]
-            for run in nested
-            if STATE_TAG in run.data.tags and run.info.status != "RUNNING" and "job_id" in run.data.tags
+        return _FleetRuns(RunGroup(address, experiment, name, (RECORD_TAG, mark), "job_id"), name)
+
+
+class _FleetRuns:
+    """The runs of a fleet in one experiment."""
+
+    def __init__(self, group: RunGroup, fleet: str) -> None:
+        self.group, self.fleet = group, fleet
+        group.client.set_tag(group.run_id, FLEET_TAG, fleet)
+        self.nested: set[str] = set()
+        self.ended = {
+            job_id
+            for job_id, run in group.nested.items()
+            if STATE_TAG in run.data.tags and run.info.status != "RUNNING"
         }
-        return _Place(
-            client=client, address=address, fleet=name, parent_id=parent.info.run_id,
-            is_open=parent.info.status == "RUNNING", ended=ended,
-        )  # fmt: skip
-
-
-@dataclass(kw_only=True, slots=True)
-class _Place:
-    """An experiment of an MLflow in which jobs of a fleet are."""
-
-    client: MlflowClient | None
-    """None where nothing is written by the orchestrator."""
-    address: str = ""
-    fleet: str = ""
-    parent_id: str = ""
-    is_open: bool = False
-    """Whether the run of the fleet is shown as running."""
-    nested: set[str] = field(default_factory=set)
-    """Jobs whose runs are below that of the fleet."""
-    ended: set[str] = field(default_factory=set)
-    """Jobs whose end is written."""
+        """Jobs whose end is written."""
 
     def write(self, entries: Sequence[Entry], tier: Tier) -> list[str]:
         """Write what is new of these jobs, and return why that was impossible for some."""
         problems: list[str] = []
-        in_a_row = 0
         for entry in entries:
-            if entry.job.job_id in self.ended or not (entry.kept.state.is_final or entry.kept.launches):
+            job, job_id, kept = _config_of(entry), entry.job.job_id, entry.kept
+            if job_id in self.ended or not (kept.state.is_final or kept.launches) or len(problems) == MOST_FAILURES:
                 continue
             try:
-                self._write(entry, tier)
-                in_a_row = 0
+                if kept.state.is_final:
+                    self._write_end(entry, job, tier)
+                    self.ended.add(job_id)
+                elif job_id not in self.nested and (run_id := run_of(self.group.client, RunDir(job.run_dir), job_id)):
+                    self.group.nest(run_id, {FLEET_TAG: self.fleet})
+                    self.nested.add(job_id)
             except _errors() as error:
-                problems.append(f"{entry.job.job_id}: {error}")
-                in_a_row += 1
-                if in_a_row == FAILURES_IN_A_ROW:
-                    break
+                problems.append(f"{job_id}: {error}")
         return problems
-
-    def _write(self, entry: Entry, tier: Tier) -> None:
-        assert self.client is not None
-        if not self.is_open:
-            self.client.update_run(self.parent_id, status="RUNNING")
-            self.is_open = True
-        job, job_id = _config_of(entry), entry.job.job_id
-        if not entry.kept.state.is_final:
-            if job_id not in self.nested and (run_id := run_of(self.client, RunDir(job.run_dir), job_id)) is not None:
-                self._nest(run_id)
-                self.nested.add(job_id)
-            return
-        self._write_end(entry, job, tier)
-        self.ended.add(job_id)
-
-    def _nest(self, run_id: str, more: Mapping[str, str] | None = None) -> None:
-        from mlflow.entities import RunTag
-
-        assert self.client is not None
-        tags = {PARENT_TAG: self.parent_id, FLEET_TAG: self.fleet, **(more or {})}
-        self.client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
 
     def _write_end(self, entry: Entry, job: JobConfig, tier: Tier) -> None:
         """Write how a job has ended. The run's status comes last: by it another process sees that all is there."""
-        assert self.client is not None
-        kept, rundir = entry.kept, RunDir(job.run_dir)
+        kept, rundir, client = entry.kept, RunDir(job.run_dir), self.group.client
         verdict = f"{kept.state}: {kept.reason}" if kept.reason else str(kept.state)
         was_begun, note = rundir.storage.exists(JOB), note_of(verdict, None, job.run_dir)
         metrics: dict[str, float] = {}
@@ -241,44 +178,34 @@ class _Place:
             metrics = bill.metrics()
             with suppress(DamagedError):  # nodes write these files, and the end is told without them
                 metrics, note = describe_end(rundir, tier, bill, verdict)
-        run_id = run_of(self.client, rundir, entry.job.job_id)
+        run_id = run_of(client, rundir, entry.job.job_id)
         if run_id is None:  # it was never begun, or its nodes did not come as far as MLflow
-            run_id = begin_run(self.client, self.address, job)
+            run_id = begin_run(client, self.group.address, job)
             if was_begun:
                 rundir.write_json(TRACKING, {"mlflow_run_id": run_id})
                 with suppress(DamagedError):
                     metrics |= figures_of_test(rundir.read_json(EVALUATION) or {})
-        write_to_run(self.client, run_id, rundir, metrics=metrics, note=note)
+        write_to_run(client, run_id, rundir, metrics=metrics, note=note)
         why = {REASON_TAG: redact(kept.reason)} if kept.reason else {}
-        self._nest(run_id, {STATE_TAG: str(kept.state), **why})
+        self.group.nest(run_id, {FLEET_TAG: self.fleet, STATE_TAG: str(kept.state), **why})
         status = STATUS_OF[kept.state]
-        if self.client.get_run(run_id).info.status != status:  # else its nodes have said when it ended
-            self.client.set_terminated(run_id, status=status)
+        if client.get_run(run_id).info.status != status:  # else its nodes have said when it ended
+            client.set_terminated(run_id, status=status)
 
     def finish(self, entries: Sequence[Entry], limits: FleetLimits, is_cancelled: bool) -> None:
         """Write what all jobs have cost and how many have succeeded, and end the run of the fleet."""
-        from mlflow.entities import Metric
-
-        assert self.client is not None
-        if not self.is_open:
-            return  # nothing has come since it was written
         counts = Counter(entry.kept.state for entry in entries)
         paid = usd(sum(entry.kept.paid_units for entry in entries))
-        figures = {
+        metrics = {
             "cost/total_usd": paid,
             "cost/node_hours": sum(entry.kept.node_seconds for entry in entries) / 3600,
             "cost/budget_usd": limits.budget_usd,
-            **{f"jobs/{state}": counts[state] for state in STATUS_OF},
+            **{f"jobs/{state}": float(counts[state]) for state in STATUS_OF},
         }
-        now = int(1000 * time.time())
-        self.client.log_batch(self.parent_id, metrics=[Metric(name, value, now, 0) for name, value in figures.items()])
         done = f"{counts[FleetState.SUCCEEDED]} of {len(entries)} jobs succeeded"
         note = f"**{done}**, for {dollars(paid)} of {dollars(limits.budget_usd)}"
-        self.client.set_tag(self.parent_id, NOTE_TAG, note)
         succeeded = counts[FleetState.SUCCEEDED] == len(entries)
-        status = "FINISHED" if succeeded else "KILLED" if is_cancelled else "FAILED"
-        self.client.set_terminated(self.parent_id, status=status)
-        self.is_open = False
+        self.group.end("FINISHED" if succeeded else "KILLED" if is_cancelled else "FAILED", metrics, {NOTE_TAG: note})
 
 
 def _errors() -> tuple[type[Exception], ...]:

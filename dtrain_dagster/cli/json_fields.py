@@ -195,19 +195,11 @@ FLEET_JOB = {
     "total_steps": "all steps of the training",
     "loss": "the loss of that step",
     "valid_loss": "the last loss of the validation split",
-    "seconds_left": "seconds to the end of its training, while it trains",
-    "begins_in_seconds": "seconds until it is expected to be given nodes",
-    "ends_in_seconds": "seconds until it is expected to be over",
-    "becomes": "the state in which it is expected to end",
-    "waits_for": "the limit that keeps it from nodes",
-    "waiting": "a sentence on that",
-    "expected_end": "why it is expected to be ended, or never begun",
+    "seconds_left": "seconds to the end of its training; without nodes, on as few as it may have",
     "usd": "what it has cost",
     "promised_usd": "what it may cost when its nodes stop by themselves",
     "launches": "how often it was started",
-    "reason": "why it ended",
-    "presence": "pairs of times: from when to when each of its nodes was there",
-    "why": "why it is where it is, in a line",
+    "why": "why it waits, has failed or was ended",
 }
 FLEET = {
     "name": "name of the fleet",
@@ -225,7 +217,6 @@ FLEET = {
     "ends_in_seconds": "seconds until all known jobs are expected to be over",
     "busy_nodes": "nodes that jobs have now",
     "over": "jobs that are over",
-    "left_out": "jobs that are expected not to succeed",
     "jobs": "an item for each job",
     **{f"jobs[].{name}": meaning for name, meaning in FLEET_JOB.items()},
 }
@@ -290,17 +281,6 @@ SEARCH_PLAN = {
     "plan.expected_usd": "the expected dollars",
     "plan.seconds": "expected seconds to the last trial",
     "plan.lines": "the same, as sentences",
-}
-KEPT_SEARCH = {
-    "name": "name of the search",
-    "state": "running, interrupted (the same command goes on with it) or over",
-    "began_at": "when it began",
-    "trials": "trials that were begun",
-    "metric": "what is compared; null before it is over for the first time",
-    "best_trial": "number of the best trial",
-    "best_score": "its value of the metric",
-    "usd": "dollars of all trials and of the measurement before; null before it is over for the first time",
-    "settings_file": "the settings of the best trial, for `dtrain train --settings`",
 }
 DOCTOR = {
     "buys": "what the command changes, in a sentence",

@@ -54,7 +54,7 @@ RETIRED = {
     "summary": "dtrain status [JOB]",
     "report": "dtrain status JOB --html FILE",
     "profile": "dtrain status JOB --trace",
-    "searches": "dtrain search, or dtrain search --show NAME",
+    "searches": "dtrain jobs --fleets, or dtrain search --show NAME",
     "fleet run": "dtrain fleet FILE",
     "fleet status": "dtrain jobs --fleets, or dtrain status NAME",
     "fleet cancel": "dtrain cancel NAME",

@@ -1,5 +1,4 @@
-"""`dtrain search`: trials of a space as jobs of the cluster, under one budget, and the settings of the best one; and
-what the searches of this home have found.
+"""`dtrain search`: trials of a space as jobs of the cluster, under one budget, and the settings of the best one.
 
 `dtrain_dagster.search` decides what is tried and what goes on.
 """
@@ -15,7 +14,7 @@ import click
 
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, read_settings, refuses, say
 from dtrain_dagster.cli.job_names import LATEST, complete_files, complete_searches, resolve_name
-from dtrain_dagster.cli.json_fields import KEPT_SEARCH, SEARCH_PLAN, SEARCH_RESULT, either, listed
+from dtrain_dagster.cli.json_fields import SEARCH_PLAN, SEARCH_RESULT
 from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.cli.start import (
     dataset_name,
@@ -30,8 +29,7 @@ from dtrain_dagster.cli.train import Asked, say_what_is_wrong, training_options
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dtrain_dagster.search.kept import KeptSearch
-    from dtrain_dagster.search.run import Search, SearchView
+    from dtrain_dagster.search.run import Search
     from dtrain_dagster.search.settings import SearchSettings
     from dtrain_dagster.search.tracking import SearchTracker
     from dtrain_dagster.search.trials import Trial, TrialSeconds
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
     "--space",
     metavar="FILE",
     shell_complete=complete_files,
-    help="The space: a file of JSON, or JSON itself, as above. Without it nothing is searched.",
+    help="The space: a file of JSON, or JSON itself, as above.",
 )
 @click.option(
     "--show", metavar="SEARCH", shell_complete=complete_searches,
@@ -66,13 +64,13 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--sampler",
+    type=click.Choice(["gp", "tpe", "random", "grid"]),
     default="gp",
     show_default=True,
-    metavar="NAME",
-    help="gp (a Gaussian process), tpe, random, qmc (evenly) or grid (all).",
+    help="gp (a Gaussian process), tpe, random or grid (all).",
 )
 @click.option(
-    "--pruner", default="asha", show_default=True, metavar="NAME",
+    "--pruner", type=click.Choice(["asha", "none"]), default="asha", show_default=True,
     help="What ends trials early: asha (after 1, 3, 9, … evaluations a third goes on) or none.",
 )  # fmt: skip
 @click.option(
@@ -94,12 +92,9 @@ if TYPE_CHECKING:
     help="Name of the search; an existing search continues.  [default: from the time]",
 )
 @click.option("--plan", "only_plan", is_flag=True, help="Measure one trial, say what the search would cost, and exit.")
-@click.option(
-    "--out", type=click.Path(path_type=Path), metavar="FILE", help="A further file for the settings of the best trial."
-)
 @json_option(
-    {**either(SEARCH_RESULT, {"of each in the list": listed(KEPT_SEARCH)}), **SEARCH_PLAN},
-    "Print the result, or the list, as one JSON document.",
+    {**SEARCH_RESULT, **SEARCH_PLAN},
+    "Print the result as one JSON document.",
 )
 @refuses
 def search(asked: Asked, space: str | None, show: str | None, as_json: bool, **options: Any) -> None:
@@ -110,7 +105,7 @@ def search(asked: Asked, space: str | None, show: str | None, as_json: bool, **o
     continues where it was. Ctrl-C leaves the trials running, each up to the dollars that it was promised; `dtrain
     cancel NAME` ends them, and `dtrain cost NAME` has the bill of each.
 
-    Without --space it lists the searches of this home, newest first.
+    `dtrain jobs --fleets` lists the searches of this home.
 
     \b
     A space has a range, or a list of choices, for each field that varies:
@@ -126,23 +121,20 @@ def search(asked: Asked, space: str | None, show: str | None, as_json: bool, **o
       dtrain search --config job.json --space space.json --nodes 8 \\
         --nodes-per-trial 1-2 --name wide
       dtrain train --config job.json --settings .dtrain/searches/wide/best.json
-      dtrain search
       dtrain search --show latest --json | jq -r .settings_file
     """  # fmt: skip
     if space is not None:
         _search(asked, space, as_json, **options)
-    elif asked != Asked() or options["name"]:
+    elif show is None or asked != Asked() or options["name"]:
         raise click.UsageError("give the --space that is searched", click.get_current_context())
-    elif show is not None:
-        _show(show, as_json)
     else:
-        _list(as_json)
+        _show(show, as_json)
 
 
 def _search(
     asked: Asked, space: str, as_json: bool, *, trials: int, parallel: int | None, nodes_per_trial: str,
     budget: float | None, sampler: str, pruner: str, metric: str, maximise: bool, seed: int,
-    any_order: bool, name: str | None, only_plan: bool, out: Path | None,
+    any_order: bool, name: str | None, only_plan: bool,
 ) -> None:  # fmt: skip
     from dataclasses import asdict, replace
 
@@ -152,7 +144,7 @@ def _search(
     from dtrain_dagster.planning.check_job import check_job, data_of, samples_of
     from dtrain_dagster.search.check_space import check_space
     from dtrain_dagster.search.run import SearchRequest, measure_trial, open_search
-    from dtrain_dagster.search.settings import SearchSettings, pruner_of, sampler_of
+    from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
     from dtrain_dagster.search.space import parse_space
     from dtrain_dagster.support.user_sources import ensure_importable
 
@@ -161,8 +153,8 @@ def _search(
     parsed = parse_space(document, source)
     least, most = _nodes_of_trial(nodes_per_trial, settings.nodes)
     wanted = SearchSettings(
-        trials=trials, parallel=parallel or max(1, settings.nodes // least), sampler=sampler_of(sampler),
-        pruner=pruner_of(pruner), seed=seed, metric=metric, maximise=maximise,
+        trials=trials, parallel=parallel or max(1, settings.nodes // least), sampler=Sampler(sampler),
+        pruner=Pruner(pruner), seed=seed, metric=metric, maximise=maximise,
         repeatable=not any_order,
     )  # fmt: skip
     cluster, project = cluster_of(settings)
@@ -209,7 +201,7 @@ def _search(
         if as_json:
             print_json({"name": search_name, "plan": asdict(found.plan)})
         return
-    _run(found, wanted, out, as_json, tracker, again)
+    _run(found, wanted, as_json, tracker, again)
 
 
 def _open_tracker(tracking: TrackingConfig, name: str, metric: str, sign: float) -> SearchTracker:
@@ -250,44 +242,33 @@ def _nodes_of_trial(text: str, nodes: int) -> tuple[int, int]:
     return least, most
 
 
-def _run(
-    found: Search, wanted: SearchSettings, out: Path | None, as_json: bool, tracker: SearchTracker | None, again: str
-) -> None:
-    """Run a search, show how it stands, print its result, and write it to MLflow where there is a ``tracker``."""
+def _run(found: Search, wanted: SearchSettings, as_json: bool, tracker: SearchTracker | None, again: str) -> None:
+    """Run a search, show how it stands, and print its result."""
     from dtrain_dagster.cli.follow import Bar, in_place
 
-    shown, told, warned = console(), set[int](), set[str]()
+    shown, told = console(), set[int]()
     bar = Bar(shown)
     with in_place(shown, is_shown=not as_json) as show:
 
-        def warn(sentence: str) -> None:
-            if sentence not in warned:
-                warned.add(sentence)
-                say(sentence, err=True)
-
-        def watch(view: SearchView) -> None:
-            for trial in view.trials:
+        def watch(trials: Sequence[Trial], line: str) -> None:
+            for trial in trials:
                 if trial.state.is_final and trial.number not in told:
                     told.add(trial.number)
                     say(trial_line(trial, wanted.sign), err=True)
-            if tracker is not None and (problem := tracker.try_to_write(view.trials)):
-                warn(problem)
-            show(bar.at(view.line(wanted), len(told), wanted.trials))
+            show(bar.at(line, len(told), wanted.trials))
 
         with ended_by_signals(lambda: say_that_jobs_go_on("trials", found.request.name, again)):
-            source = found.run(watch)
-    if tracker is not None and (problem := tracker.try_to_finish(source.trials, found.before_usd)):
-        warn(problem)
+            source = found.run(watch, tracker, lambda problem: say(problem, err=True))
     result = found.result(source)
-    if out is not None and source.best is not None:
-        out.write_text(Path(found.best_file).read_text())
     if as_json:
         print_json(result)
-        return
-    _print_result(result)
+    else:
+        _print_result(result)
 
 
 def _print_result(result: Mapping[str, Any]) -> None:
+    from dtrain_dagster.search.results import summary
+
     console().print(trials_table(result["trials"], result["metric"]), highlight=False)
     for sentence in summary(result):
         say(sentence)
@@ -324,97 +305,16 @@ def trials_table(rows: Sequence[Mapping[str, Any]], metric: str) -> Table:
     return table
 
 
-def summary(result: Mapping[str, Any]) -> list[str]:
-    """Return the result in sentences. Pure."""
-    from dtrain_dagster.search.check_space import shown_values
-    from dtrain_dagster.support.formatting import dollars
-
-    counts = ", ".join(f"{count} {state}" for state, count in result["counts"].items())
-    planned = result["planned"]
-    lines = [
-        f"{len(result['trials'])} trials ({counts}) cost {dollars(result['usd'])}; the plan was at most "
-        f"{dollars(planned['at_most_usd'])}, with {dollars(planned['expected_usd'])} expected"
-    ]
-    for item in result["improvements"][1:]:
-        lines.append(
-            f"  trial {item['trial']}: {result['metric']} {item['score']:.6g}, better by {item['gained']:.3g} for "
-            f"{dollars(item['usd_since'])}"
-        )
-    if (best := result["best"]) is not None:
-        lines.append(
-            f"best: trial {best['trial']}, {result['metric']} {best['score']:.6g} with {shown_values(best['values'])}"
-        )
-        lines.append(f"use it: dtrain train … --settings {result['settings_file']}")
-    else:
-        lines.append("no trial was evaluated: see `dtrain logs` of one for why")
-    return lines
-
-
 def _show(given: str, as_json: bool) -> None:
     """Print the trials of one search."""
-    from dtrain_dagster.search.kept import read_search, search_names
+    from dtrain_dagster.search.kept import kept_result, search_names
 
     settings = read_settings()
     names = search_names(settings.home)
     if given == LATEST and names and LATEST not in names:
         given = names[0]
-    kept = read_search(settings.home, resolve_name(given, names, "search", "dtrain search"))
-    if kept.result is None:
-        raise Refusal(f"search {kept.name} is {kept.state}, and has no result yet: `dtrain status {kept.name}`")
+    result = kept_result(settings.home, resolve_name(given, names, "search", "dtrain jobs --fleets"))
     if as_json:
-        print_json(kept.result)
+        print_json(result)
     else:
-        _print_result(kept.result)
-
-
-def _list(as_json: bool) -> None:
-    """Print all searches of this home."""
-    from dtrain_dagster.cli.job_tables import time_of
-    from dtrain_dagster.cli.screen import Column, print_fitted
-    from dtrain_dagster.search.kept import read_search, search_names
-    from dtrain_dagster.search.space import SpaceError
-    from dtrain_dagster.support.formatting import dollars
-
-    settings, rows = read_settings(), []
-    for name in search_names(settings.home):
-        try:
-            rows.append(search_row(read_search(settings.home, name)))
-        except SpaceError as error:  # of one search: the others are listed
-            say(f"{name} is left out: {error}", err=True)
-    if as_json:
-        print_json(rows)
-        return
-    if not rows:
-        say("no searches yet; `dtrain search --dataset latest --space space.json` begins one")
-        return
-    columns = (
-        *(Column("SEARCH"), Column("STATE"), Column("STARTED", rank=2), Column("TRIALS", right=True, rank=3)),
-        *(Column("METRIC", rank=1), Column("BEST", right=True), Column("COST", right=True)),
-    )
-    cells = [
-        [
-            *(row["name"], row["state"], time_of(row["began_at"], with_seconds=False), str(row["trials"])),
-            row["metric"] or "",
-            "" if row["best_score"] is None else f"{row['best_score']:.6g}",
-            "" if row["usd"] is None else dollars(row["usd"]),
-        ]
-        for row in rows
-    ]
-    print_fitted(console(), columns, cells)
-
-
-def search_row(kept: KeptSearch) -> dict[str, Any]:
-    """Return a search as an item of the list, with the fields of `dtrain_dagster.cli.json_fields.KEPT_SEARCH`. Pure."""
-    result = kept.result or {}
-    best = result.get("best") or {}
-    return {
-        "name": kept.name,
-        "state": kept.state,
-        "began_at": kept.began_at,
-        "trials": kept.jobs,
-        "metric": result.get("metric"),
-        "best_trial": best.get("trial"),
-        "best_score": best.get("score"),
-        "usd": result.get("usd"),
-        "settings_file": result.get("settings_file"),
-    }
+        _print_result(result)

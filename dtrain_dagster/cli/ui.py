@@ -74,9 +74,9 @@ def ui(page: str, port: int | None, names: tuple[str, ...], **options: Any) -> N
     dagster: Dagster's UI and daemon, as under `dagster dev`, but behind a guard that refuses other websites. Links
     between the pages follow their ports; with --all, a port that is taken gives way to a free one.
 
-    jobs: the dashboard of all jobs, live. Fleets have a page of their own, /fleets, and metrics for Prometheus are
-    under /metrics. The page of a job cancels, resumes and traces it: for you on this machine, or for whoever has the
-    --token.
+    jobs: the dashboard of all jobs, live; those of a fleet or a search are one row that unfolds. Metrics for Prometheus
+    are under /metrics. The page of a job cancels, resumes and traces it: for you on this machine, or for whoever has
+    the --token.
 
     mlflow: MLflow's pages over the project's models and runs. tensorboard: curves of all jobs on this machine.
 
@@ -197,7 +197,6 @@ def _serve_jobs(
     settings: Settings, port: int, names: tuple[str, ...], host: str = HOST, job_id: str | None = None,
     token: str | None = None, read_only: bool = False,
 ) -> None:  # fmt: skip
-    from dtrain_dagster.dashboard.fleets import FleetBoard
     from dtrain_dagster.dashboard.job_board import JobBoard
     from dtrain_dagster.dashboard.server import build_app
     from dtrain_dagster.web.guard import LOOPBACK
@@ -207,7 +206,7 @@ def _serve_jobs(
         job_id = find_training(settings, job_id)
     services = _services(settings, token, read_only or (host not in LOOPBACK and token is None))
     board = JobBoard(settings.jobs_uri, settings.tiers[0])
-    app = build_app(board, (host, *names), FleetBoard(settings.home), services)
+    app = build_app(board, (host, *names), settings.home, services)
     with listening(host, port) as bound:
         click.echo(f"dashboard: {address(bound)}/" + (f"jobs/{job_id}" if job_id else ""))
         if host not in LOOPBACK:

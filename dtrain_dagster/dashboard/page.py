@@ -55,7 +55,7 @@ def live_job_page(gives_orders: bool = False) -> str:
     scripts = ("plotly.js", *SCRIPTS[1:], *LIVE_SCRIPTS, LAST_SCRIPT)
     return Template(static("job.html")).substitute(
         head=f'<script src="../{SCRIPTS[0]}"></script>\n{styles}',
-        nav='<nav aria-label="pages"><a href="../">jobs</a> <a href="../fleets">fleets</a></nav>',
+        nav='<nav aria-label="pages"><a href="../">jobs</a></nav>',
         data=data_block("panels-data", [asdict(panel) for panel in PANELS])
         + data_block("page-data", {"live": True, "orders": gives_orders}),
         scripts="\n".join(f'<script src="../{name}"></script>' for name in scripts),

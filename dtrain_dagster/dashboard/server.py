@@ -11,6 +11,7 @@ from __future__ import annotations
 import gzip
 from collections.abc import AsyncIterator, Sequence
 from functools import cache
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -20,7 +21,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dtrain_dagster.dashboard import page, prometheus
-from dtrain_dagster.dashboard.fleets import FleetBoard, fleet_routes
 from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.job_routes import JobServices, job_routes
 from dtrain_dagster.dashboard.table_routes import table_routes
@@ -39,11 +39,11 @@ HEADERS = {
 def build_app(
     board: JobBoard,
     hosts: Sequence[str] = (),
-    fleets: FleetBoard | None = None,
+    home: Path | None = None,
     services: JobServices = JobServices(),  # noqa: B008 - it is frozen
 ) -> Starlette:
-    """Return the web application, with its guard. ``hosts``: names that it answers to, besides loopback's. ``fleets``:
-    those that have a page; None: there is no such page. ``services``: what a job's page offers."""
+    """Return the web application, with its guard. ``hosts``: names that it answers to, besides loopback's. ``home``:
+    where fleets are, whose jobs are one row; None: there are none. ``services``: what a job's page offers."""
 
     def script(request: Request) -> Response:
         return Response(page.static(request.url.path[1:]), media_type="text/javascript")
@@ -65,13 +65,12 @@ def build_app(
     rules = rules_for("127.0.0.1", hosts, json_only=True)
     return Starlette(
         routes=[
-            *table_routes(board, fleets.home if fleets else None),
+            *table_routes(board, home),
             *(Route(f"/{name}", script) for name in scripts),
             *(Route(f"/{name}", style) for name in page.STYLES),
             Route("/plotly.js", plotly),
             *job_routes(board, services),
             Route("/metrics", metrics),
-            *(fleet_routes(fleets) if fleets else []),
         ],
         middleware=[
             Middleware(SecurityHeaders),

@@ -6,10 +6,11 @@ Money is in the whole units of `dtrain_dagster.costs.money`, so that sums of pro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
+from typing import Any
 
 from dtrain_dagster.costs.money import SECOND, USD, nano_usd, usd
 from trainer.config import JOB_ID, JobConfig
@@ -81,7 +82,11 @@ class FleetJob:
     deadline: float | None = None
     """Unix time by which it must have ended; None: that of the fleet."""
     order: JobOrder | None = None
-    """None in a simulation."""
+    """None in a simulation, and of a job with a `problem`."""
+    problem: str = ""
+    """Why it cannot be trained: then it has failed as soon as it is given."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What its source has to know of it later on; plain data."""
 
     def __post_init__(self) -> None:
         problem = ""

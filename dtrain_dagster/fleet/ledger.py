@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,60 +16,36 @@ class LedgerError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JobBill:
-    """What one job cost, and what for."""
-
-    tracker: CostTracker
-    ledger: Ledger
-
-    @property
-    def microseconds(self) -> int:
-        """Return the paid node-time."""
-        return sum(node.microseconds for node in self.tracker.nodes)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FleetLedger:
-    """The ledgers of all jobs of a fleet, by job."""
+    """What all jobs of a fleet have cost."""
 
-    bills: Mapping[str, JobBill]
+    jobs: Mapping[str, Row]
+    causes: Mapping[CostCause, Row]
+    """Every cause that took some time, over all jobs."""
 
     @property
     def microseconds(self) -> int:
         """Return the paid node-time of all jobs."""
-        return sum(bill.ledger.microseconds for bill in self.bills.values())
+        return sum(row.microseconds for row in self.jobs.values())
 
     @property
     def units(self) -> int:
         """Return what all jobs cost, in the units of `dtrain_dagster.costs.money`."""
-        return sum(bill.ledger.units for bill in self.bills.values())
-
-    def causes(self) -> dict[CostCause, Row]:
-        """Return every cause that took some time, over all jobs."""
-        sums: dict[CostCause, list[int]] = {}
-        for bill in self.bills.values():
-            for cause, row in bill.ledger.causes().items():
-                both = sums.setdefault(cause, [0, 0])
-                both[0] += row.microseconds
-                both[1] += row.units
-        return {
-            cause: Row(microseconds=sums[cause][0], units=sums[cause][1]) for cause in CostCause if cause in sums
-        }  # fmt: skip
-
-    def by_job(self) -> dict[str, Row]:
-        """Return the sum of each job."""
-        return {
-            job_id: Row(microseconds=bill.ledger.microseconds, units=bill.ledger.units)
-            for job_id, bill in self.bills.items()
-        }
+        return sum(row.units for row in self.jobs.values())
 
 
-def add_ledgers(bills: Mapping[str, JobBill]) -> FleetLedger:
+def add_ledgers(bills: Mapping[str, tuple[CostTracker, Ledger]]) -> FleetLedger:
     """Return the ledger of a fleet. Raise `LedgerError`, which names the job, where one does not sum to its bill."""
-    for job_id, bill in bills.items():
-        if (bill.microseconds, bill.tracker.total_units) != (bill.ledger.microseconds, bill.ledger.units):
+    jobs, seconds, units = dict[str, Row](), Counter[CostCause](), Counter[CostCause]()
+    for job_id, (tracker, found) in bills.items():
+        paid = sum(node.microseconds for node in tracker.nodes)
+        if (paid, tracker.total_units) != (found.microseconds, found.units):
             raise LedgerError(
-                f"job {job_id}: its ledger has {bill.ledger.microseconds} microseconds of nodes, paid were "
-                f"{bill.microseconds}"
+                f"job {job_id}: its ledger has {found.microseconds} microseconds of nodes, paid were {paid}"
             )
-    return FleetLedger(bills=bills)
+        jobs[job_id] = Row(microseconds=found.microseconds, units=found.units)
+        for cause, row in found.causes().items():
+            seconds[cause] += row.microseconds
+            units[cause] += row.units
+    causes = {cause: Row(microseconds=seconds[cause], units=units[cause]) for cause in CostCause if cause in seconds}
+    return FleetLedger(jobs=jobs, causes=causes)

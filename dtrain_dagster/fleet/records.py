@@ -4,6 +4,7 @@
     jobs/<job_id>.json      a job as its source gave it, and its order; written before anything of it is bought
     states/<job_id>.json    how it stands: its state, nodes, grant and bill
     source.json             whether the source may give more jobs
+    waits.json              why jobs wait
     cancel.json             somebody wants the fleet to end
     orchestrator.lock       held by the one process that may decide
 
@@ -37,7 +38,7 @@ from trainer.storage.open import open_storage
 
 FOLDER = "fleets"
 FLEET, JOBS, STATES = "fleet.json", "jobs", "states"
-SOURCE, CANCEL = "source.json", "cancel.json"
+SOURCE, WAITS, CANCEL = "source.json", "waits.json", "cancel.json"
 LOCK = "orchestrator.lock"
 LOCK_SECONDS = 2.0
 """Seconds that a second orchestrator waits before it is refused."""
@@ -197,6 +198,15 @@ class FleetRecords:
     def may_give_more(self) -> bool:
         """Return whether the source may give more jobs, as far as it was asked."""
         return bool((self._read(SOURCE) or {}).get("may_give_more", False))
+
+    def note_waits(self, waits: Mapping[str, str]) -> None:
+        """Remember by job why it waits, for people."""
+        if waits != self.waits():
+            self._write(WAITS, waits)
+
+    def waits(self) -> dict[str, str]:
+        """Return by job why it waited when its fleet was looked at last."""
+        return self._read(WAITS) or {}
 
     def ask_to_cancel(self) -> None:
         """Request the end of the fleet from whoever runs it."""

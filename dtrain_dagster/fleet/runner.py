@@ -24,7 +24,7 @@ from dtrain_dagster.fleet.following import MEASURED_SPREAD, Followed
 from dtrain_dagster.fleet.grants import Standing, margin_units, node_limit
 from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, FleetState, JobOrder, Outcome
 from dtrain_dagster.fleet.records import Entry, FleetRecords
-from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Pause, RaiseGrant, Start, decide
+from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Look, Pause, RaiseGrant, Start
 from dtrain_dagster.fleet.source import JobSource
 from dtrain_dagster.jobs.progress import note_job, start_job
 from dtrain_dagster.settings.tiers import Tier
@@ -70,6 +70,8 @@ class FleetRunner:
         self.followed: dict[str, Followed] = {}
         self.judged: dict[str, Sequence[EvaluationEvent]] = {}
         """The evaluations that the source has judged, by job."""
+        self.paid_units: dict[str, int] = {}
+        """What running jobs have cost at the last look."""
         self.source_is_dry = False
         self.has_begun = False
         """Whether the last look began a job."""
@@ -79,8 +81,11 @@ class FleetRunner:
         """Node-seconds that the nodes of each job were told. Others may not know their last grant: who ran the fleet
         before died, perhaps just then."""
         for job_id in source.resume([entry.job for entry in self.entries.values()]):
-            if self.entries[job_id].kept.state.is_final:
-                self._tell_end(self.entries[job_id])
+            entry = self.entries[job_id]
+            if entry.kept.state.is_final:
+                self._tell_end(entry)
+            elif entry.job.problem:
+                self._settle(entry, FleetState.FAILED, entry.job.problem)
 
     def run(self, watch: Callable[[], object] = lambda: None) -> None:
         """Look and act until the fleet is over. ``watch`` is called after each look."""
@@ -101,9 +106,18 @@ class FleetRunner:
             self._judge()
             self._ask_source()
             self.records.note_source(not self.source_is_dry)
-            decisions = decide(self._facts(standings), now)
+            look = Look(self._facts(standings), now)
+            decisions = tuple(look.decisions)
+            self.records.note_waits(look.waits)
         self._act(decisions, standings, now)
         return self.source_is_dry and all(entry.kept.state.is_final for entry in self.entries.values())
+
+    @property
+    def paid_usd(self) -> float:
+        """Return what all jobs have cost, as far as it was known at the last look."""
+        return usd(
+            sum(max(entry.kept.paid_units, self.paid_units.get(name, 0)) for name, entry in self.entries.items())
+        )
 
     def _facts(self, standings: Mapping[str, Standing]) -> FleetFacts:
         live = [entry for entry in self.entries.values() if not entry.kept.state.is_final]
@@ -158,7 +172,7 @@ class FleetRunner:
             self._note_end(entry, status, now)
             return None
         self._tell_limit(entry)
-        paid_units = max(self._bill(job_id)[0], entry.kept.paid_units)
+        paid_units = self.paid_units[job_id] = max(self._bill(job_id)[0], entry.kept.paid_units)
         standing = replace(entry.standing(), paid_units=paid_units, usd_per_node_hour=self._price_of(entry.job))
         return followed.stands(standing, now)
 
@@ -213,7 +227,9 @@ class FleetRunner:
                 return
             if job.job_id in self.entries:
                 raise FleetError(f"job {job.job_id!r} was given twice: each needs a job_id of its own")
-            self.entries[job.job_id] = self.records.add(job, len(self.entries))
+            entry = self.entries[job.job_id] = self.records.add(job, len(self.entries))
+            if job.problem:
+                self._settle(entry, FleetState.FAILED, job.problem)
 
     def _waiting(self) -> int:
         return sum(entry.kept.state is FleetState.WAITING for entry in self.entries.values())

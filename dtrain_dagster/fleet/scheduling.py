@@ -17,13 +17,12 @@ Dollars are bounded without any of this: see `grants`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dtrain_dagster.fleet import waits
+from dtrain_dagster.costs.money import usd
 from dtrain_dagster.fleet.grants import Standing, first_grant, next_grant, units_to_end
 from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState
-from dtrain_dagster.support.formatting import format_duration
+from dtrain_dagster.support.formatting import dollars, format_duration
 
 LEAST_EFFICIENCY = 0.6
 """Share of their time that nodes must work as well as one alone, for a job to get more than it has to have."""
@@ -85,18 +84,7 @@ Decision = Start | RaiseGrant | Pause | End
 
 def decide(facts: FleetFacts, now: float) -> tuple[Decision, ...]:
     """Return what to do at Unix time ``now``, in this order: dollars are promised out of what is free before."""
-    look = _Look(facts, now)
-    look.decide_all()
-    return tuple(look.decisions)
-
-
-def why_waiting(facts: FleetFacts, now: float) -> dict[str, waits.Wait]:
-    """Return by job what keeps each one without nodes from being given some at Unix time ``now``; without those that
-    `decide` would begin or end."""
-    look = _Look(facts, now)
-    look.decide_all()
-    beyond = {item.job.job_id: look.all_after for item in look.not_looked_at} if look.all_after else {}
-    return {job_id: wait for job_id, wait in {**beyond, **look.left_waiting}.items() if job_id not in look.over}
+    return tuple(Look(facts, now).decisions)
 
 
 def rank(standing: Standing) -> tuple[float, ...]:
@@ -110,8 +98,8 @@ def efficiency(job: FleetJob, nodes: int) -> float:
     return job.seconds_on(1) / (nodes * job.seconds_on(nodes))
 
 
-class _Look:
-    """The state of one call of `decide`."""
+class Look:
+    """All that is decided at one moment."""
 
     def __init__(self, facts: FleetFacts, now: float) -> None:
         self.limits, self.now, self.more_may_come = facts.limits, now, facts.more_may_come
@@ -128,23 +116,26 @@ class _Look:
         self.leaving: set[str] = set()
         """Jobs that were told to leave their nodes in this look."""
         self.over: set[str] = set()
-        self.left_waiting: dict[str, waits.Wait] = {}
+        self.left_waiting: dict[str, str] = {}
         """Candidates that do not begin now, and why."""
         self.not_looked_at: list[Standing] = []
         """Candidates for which no node is left, the first of which is in `left_waiting`…"""
-        self.all_after: waits.Wait | None = None
+        self.all_after = ""
         """…and why these wait, all for one reason."""
         self.lowest_priority = min((item.job.priority for item in self.running), default=LOWEST)
         self._needed: dict[int, int] = {}
         """What `needed_above` has found, by priority, until a job is told to leave."""
-
-    def decide_all(self) -> None:
-        """Make all decisions, in their order."""
         self.end_hopeless()
         self.raise_grants()
         self.begin()
         self.widen()
         self.end_the_rest()
+
+    @property
+    def waits(self) -> dict[str, str]:
+        """Return by job what keeps each one without nodes from being given some, without those that begin or end."""
+        beyond = {item.job.job_id: self.all_after for item in self.not_looked_at}
+        return {job_id: why for job_id, why in {**beyond, **self.left_waiting}.items() if job_id not in self.over}
 
     @property
     def running(self) -> list[Standing]:
@@ -196,7 +187,7 @@ class _Look:
             if item.job.least_nodes > self.limits.nodes:
                 self.end(item, f"it needs {item.job.least_nodes} nodes, but the fleet has {self.limits.nodes}")
             elif self.now + item.seconds_left(most) > deadline:
-                self.end(item, waits.too_late(item, most, self.limits, self.now))
+                self.end(item, too_late(item, most, self.limits, self.now))
 
     def raise_grants(self) -> None:
         """Promise more dollars to those that use up theirs; where they run short, pause the last in rank."""
@@ -221,22 +212,23 @@ class _Look:
         first, candidates = "", self.candidates
         for number, item in enumerate(candidates):
             job, nodes = item.job, self.fewest_in_time(item)
+            behind = f"nodes are kept for {first}, which comes before it" if first else ""
             if not self.free_nodes and (shadow < math.inf or not self.may_claim(job.priority)):
-                self.all_after = waits.wait_behind(first) if first else waits.NO_NODE_IS_FREE
+                self.all_after = behind or "no node is free, and no running job has a lower priority"
                 self.left_waiting[job.job_id] = self.all_after
                 self.not_looked_at = candidates[number:]
                 break
             if item.not_before > self.now:
-                self.left_waiting[job.job_id] = waits.NONE_WERE_TO_BE_HAD
+                self.left_waiting[job.job_id] = "the cluster had no nodes for it: it is tried again later"
                 continue
             needs = units_to_end(item, nodes, self.limits)
             if needs > self.unspent_units:
-                self.end(item, waits.too_dear(item, needs, self.unspent_units))
+                self.end(item, too_dear(item, needs, self.unspent_units))
                 continue
             free_units = self.free_units - held_units - self.needed_above(job.priority)
             held_units += needs  # also where it has to wait, so that what comes after it does not use it up
             if needs > free_units:
-                self.left_waiting[job.job_id] = waits.BUDGET_IS_NEEDED
+                self.left_waiting[job.job_id] = "the rest of the budget is needed by jobs ahead of it"
                 continue
             passes = nodes <= spare or self.now + item.seconds_left(nodes) <= shadow
             if nodes <= self.free_nodes and passes:
@@ -244,8 +236,8 @@ class _Look:
                 self.free_nodes -= nodes
                 spare = max(0, spare - nodes)
                 continue
-            too_few = waits.wait_for_nodes(nodes, self.free_nodes, job.least_nodes)
-            self.left_waiting[job.job_id] = waits.wait_behind(first) if first else too_few
+            too_few = wait_for_nodes(nodes, self.free_nodes, job.least_nodes)
+            self.left_waiting[job.job_id] = behind or too_few
             if shadow < math.inf:
                 continue  # those that wait before it get nodes first
             if self.claim(item, nodes):
@@ -316,7 +308,7 @@ class _Look:
             job_id, nodes = item.job.job_id, chosen[item.job.job_id]
             grant = first_grant(item, nodes, self.free_units, self.limits)
             if grant is None:
-                self.left_waiting[job_id] = waits.BUDGET_IS_PROMISED
+                self.left_waiting[job_id] = "the rest of the budget was promised to jobs that run"
                 continue
             self.free_units -= grant - item.grant_units
             self.decisions.append(Start(job_id=job_id, nodes=nodes, grant_units=grant, reason=item.verb))
@@ -363,7 +355,7 @@ class _Look:
             return
         for item in self.candidates:
             wait = self.left_waiting.get(item.job.job_id)
-            self.end(item, f"not begun: {wait.words if wait else 'no running job could make room for it'}")
+            self.end(item, f"not begun: {wait or 'no running job could make room for it'}")
 
 
 _RESTING = (FleetState.WAITING, FleetState.PAUSED)
@@ -375,6 +367,25 @@ def _about_to_end(job: FleetJob) -> float:
     return ABOUT_TO_END_SECONDS + job.startup_seconds
 
 
-def granted(jobs: Iterable[Standing]) -> int:
-    """Return the sum of what jobs were promised; what those cost that are over."""
-    return sum(item.paid_units if item.state.is_final else item.grant_units for item in jobs)
+def wait_for_nodes(nodes: int, free: int, least_nodes: int) -> str:
+    """Return why a job waits that needs this many nodes, by itself (``least_nodes``) or for its deadline."""
+    count = f"{nodes} node{'s' if nodes > 1 else ''}"
+    for_it = " to end by its deadline" if nodes > least_nodes else ""
+    return f"it needs {count}{for_it}, and {free or 'none'} {'is' if free < 2 else 'are'} free"
+
+
+def too_late(standing: Standing, nodes: int, limits: FleetLimits, at: float) -> str:
+    """Return why a job is not begun on this many nodes at this Unix time: it would end after its deadline."""
+    needs, left = standing.seconds_left(nodes), max(0.0, standing.deadline(limits) - at)
+    return (
+        f"not {standing.verb}: it would take {format_duration(needs)} on {nodes} node{'s' if nodes > 1 else ''}, and "
+        f"its deadline is in {format_duration(left)}"
+    )
+
+
+def too_dear(standing: Standing, needs: int, unspent: int) -> str:
+    """Return why a job is not begun: it costs more than is left."""
+    return (
+        f"not {standing.verb}: it would cost {dollars(usd(needs))} to its end, and "
+        f"{dollars(max(0.0, usd(unspent)))} of the budget is left"
+    )

@@ -1,7 +1,7 @@
 """Where the jobs of a fleet come from: `JobSource`. A list that is known beforehand is the simplest one.
 
-A source remembers itself what it has to know after the orchestrator was killed: a new one is told which jobs were given
-before, and asked which ends it wants to be told again.
+A source remembers nothing: after the orchestrator was killed, a new one is told which jobs were given before, with what
+it has noted on each (`FleetJob.facts`), and asked which ends it wants to be told again.
 """
 
 from __future__ import annotations

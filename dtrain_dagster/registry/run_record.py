@@ -17,7 +17,7 @@ from dtrain_dagster.registry.client import open_client
 from dtrain_dagster.registry.versions import JOB_TAG
 from trainer.documents.events import MembershipEvent, read_events
 from trainer.errors import DamagedError
-from trainer.observability.mlflow_sink import NOTE_TAG, summarise
+from trainer.observability.mlflow_sink import NOTE_TAG, ensure_experiment, summarise
 from trainer.observability.mlflow_sqlite import authorised
 from trainer.rundir import EVALUATION, JOB, LAUNCH, RESULT, TRACKING, RunDir
 from trainer.runtime.scratch import scratch_folder
@@ -67,15 +67,52 @@ def is_workspace(address: str) -> bool:
     return WORKSPACE in address or address.startswith("azureml:")
 
 
-def parent_run(client: MlflowClient, experiment_id: str, name: str, tag: str, value: str) -> Run:
-    """Return the run with this tag, below which others are shown; a new one of this name where there is none."""
-    known = client.search_runs(
-        [experiment_id], f"tags.`{tag}` = '{value}'", order_by=["attributes.start_time ASC"], max_results=1
-    )
-    if known:
-        return known[0]
-    tags = {tag: value, NOTE_TAG: "A run for each training of it is nested here."}
-    return client.create_run(experiment_id, run_name=name, tags=tags)
+class RunGroup:
+    """A run in which others are nested: that of a fleet, with those of its jobs, or of a search, with its trials. It is
+    found by its tag and they by theirs, so who writes the same again adds what is missing, and nothing twice."""
+
+    def __init__(self, address: str, experiment: str, name: str, tag: tuple[str, str], key: str) -> None:
+        """Find it by ``tag``, or begin it with this name. ``key``: the tag that tells nested runs apart. Raise as
+        MLflow does."""
+        self.address, self.client = address, open_client(address)
+        self.experiment_id = ensure_experiment(self.client, experiment, address)
+        known = self._search(f"tags.`{tag[0]}` = '{tag[1]}'")
+        tags = {tag[0]: tag[1], NOTE_TAG: "A run for each training of it is nested here."}
+        run = known[0] if known else self.client.create_run(self.experiment_id, run_name=name, tags=tags)
+        self.run_id: str = run.info.run_id
+        self.is_open = run.info.status == "RUNNING"
+        nested = self._search(f"tags.`{PARENT_TAG}` = '{self.run_id}'")
+        self.nested = {item.data.tags[key]: item for item in nested if key in item.data.tags}
+        """Nested runs by that tag, as they were found."""
+
+    def _search(self, condition: str) -> Sequence[Run]:
+        order = ["attributes.start_time ASC"]
+        return self.client.search_runs([self.experiment_id], condition, order_by=order, max_results=50_000)
+
+    def nest(self, run_id: str, tags: Mapping[str, str]) -> None:
+        """Show a run below this one, which is open again, and give it these tags."""
+        from mlflow.entities import RunTag
+
+        if not self.is_open:
+            self.client.update_run(self.run_id, status="RUNNING")
+            self.is_open = True
+        whole = {PARENT_TAG: self.run_id, **tags}
+        self.client.log_batch(run_id, tags=[RunTag(name, value) for name, value in whole.items()])
+
+    def end(self, status: str, metrics: Mapping[str, float], tags: Mapping[str, str]) -> None:
+        """End it, unless nothing has come since it was ended before."""
+        from mlflow.entities import Metric, RunTag
+
+        if not self.is_open:
+            return
+        now = int(1000 * time.time())
+        self.client.log_batch(
+            self.run_id,
+            metrics=[Metric(name, value, now, 0) for name, value in metrics.items()],
+            tags=[RunTag(name, value) for name, value in tags.items()],
+        )
+        self.client.set_terminated(self.run_id, status=status)
+        self.is_open = False
 
 
 def run_of(client: MlflowClient, rundir: RunDir, job_id: str) -> str | None:

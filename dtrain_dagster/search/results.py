@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dtrain_dagster.search.check_space import PARTS, job_of_trial, shown_values
 from dtrain_dagster.search.sampling import distribution_of, quiet, stored_value
@@ -14,9 +14,6 @@ from dtrain_dagster.search.space import Space
 from dtrain_dagster.search.trials import Trial, TrialState, best_trial
 from dtrain_dagster.support.formatting import dollars
 from trainer.config import JobConfig
-
-if TYPE_CHECKING:
-    import optuna
 
 LEAST_FOR_IMPORTANCE = 8
 """Trials with a score below which nothing is said of what mattered."""
@@ -84,35 +81,26 @@ def spent_until(trials: Sequence[Trial], time: float) -> float:
     return total
 
 
-def scored_study(space: Space, trials: Sequence[Trial], sign: float) -> optuna.Study:
-    """Return a study of the trials that are over and have a score, each complete with its best one, and of the
-    parameters that every trial has."""
-    import optuna
-
-    quiet(optuna)
-    always = [item for item in space.parameters if not item.when and len(item.domain.ends()) > 1]
-    study = optuna.create_study(direction="minimize" if sign > 0 else "maximize")
-    for trial in trials:
-        if trial.state.is_final and (best := trial.best(sign)) is not None:
-            study.add_trial(
-                optuna.trial.create_trial(
-                    value=best,
-                    params={item.name: stored_value(item, trial.values[item.name]) for item in always},
-                    distributions={item.name: distribution_of(item) for item in always},
-                )
-            )
-    return study
-
-
 def importances(space: Space, trials: Sequence[Trial], sign: float) -> dict[str, float]:
     """Return name of a parameter → its share in what made scores differ (Optuna's PED-ANOVA); empty where too few
     trials were scored. A parameter that is not in every trial is left out."""
     import optuna
 
-    study = scored_study(space, trials, sign)
-    scored = study.trials
-    if len(scored) < LEAST_FOR_IMPORTANCE or not scored[0].params or len({trial.value for trial in scored}) < 2:
+    quiet(optuna)
+    always = [item for item in space.parameters if not item.when and len(item.domain.ends()) > 1]
+    scored = {trial.number: best for trial in trials if trial.state.is_final and (best := trial.best(sign)) is not None}
+    if len(scored) < LEAST_FOR_IMPORTANCE or not always or len(set(scored.values())) < 2:
         return {}
+    study = optuna.create_study(direction="minimize" if sign > 0 else "maximize")
+    for trial in trials:
+        if trial.number in scored:
+            study.add_trial(
+                optuna.trial.create_trial(
+                    value=scored[trial.number],
+                    params={item.name: stored_value(item, trial.values[item.name]) for item in always},
+                    distributions={item.name: distribution_of(item) for item in always},
+                )
+            )
     evaluator = optuna.importance.PedAnovaImportanceEvaluator()
     found = optuna.importance.get_param_importances(study, evaluator=evaluator)
     return {name: float(share) for name, share in found.items()}
@@ -150,15 +138,6 @@ def as_row(trial: Trial, sign: float) -> dict[str, Any]:
     }
 
 
-def flat_rows(space: Space, trials: Sequence[Trial], sign: float) -> list[dict[str, Any]]:
-    """Return a row for each trial with a column for each parameter, "" where a trial does not have it."""
-    return [
-        {name: value for name, value in as_row(trial, sign).items() if name != "values"}
-        | {item.name: trial.values.get(item.name, "") for item in space.parameters}
-        for trial in trials
-    ]
-
-
 def best_first(trials: Sequence[Trial], sign: float) -> list[Trial]:
     """Return the trials by their best score, those without one last."""
 
@@ -188,15 +167,24 @@ def result_document(
     }
 
 
-def write_notice(result: Mapping[str, Any]) -> tuple[str, str]:
-    """Return title and text of the notice. Pure."""
+def summary(result: Mapping[str, Any]) -> list[str]:
+    """Return the result in sentences. Pure."""
     counts = ", ".join(f"{count} {state}" for state, count in result["counts"].items())
-    lines = [f"{len(result['trials'])} trials ({counts}), {dollars(result['usd'])}"]
-    if best := result["best"]:
+    planned = result["planned"]
+    lines = [
+        f"{len(result['trials'])} trials ({counts}) cost {dollars(result['usd'])}; the plan was at most "
+        f"{dollars(planned['at_most_usd'])}, with {dollars(planned['expected_usd'])} expected"
+    ]
+    for item in result["improvements"][1:]:
+        lines.append(
+            f"  trial {item['trial']}: {result['metric']} {item['score']:.6g}, better by {item['gained']:.3g} for "
+            f"{dollars(item['usd_since'])}"
+        )
+    if (best := result["best"]) is not None:
         lines.append(
             f"best: trial {best['trial']}, {result['metric']} {best['score']:.6g} with {shown_values(best['values'])}"
         )
-        lines.append(f"dtrain train … --settings {result['settings_file']}")
+        lines.append(f"use it: dtrain train … --settings {result['settings_file']}")
     else:
         lines.append("no trial was evaluated: see `dtrain logs` of one for why")
-    return f"dtrain: search {result['name']} has ended", "\n".join(lines)
+    return lines

@@ -1,11 +1,9 @@
 """A search from its request to its result: checked, its trial measured, its trials run by a fleet, its result kept.
 
     <home>/searches/<name>/search.json   what was asked for, and what a trial takes; written before the first trial
-    <home>/searches/<name>/study.db      its trials (`dtrain_dagster.search.study`)
-    <home>/searches/<name>/trials.csv    all trials with a column for each parameter; written at the end
     <home>/searches/<name>/result.json   all trials, dollars and improvements; written at the end
     <home>/searches/<name>/best.json     settings of the best trial, for `dtrain train --settings` and a launchpad
-    <home>/fleets/<name>/…               its jobs and dollars (`dtrain_dagster.fleet.records`)
+    <home>/fleets/<name>/…               its trials and dollars (`dtrain_dagster.fleet.records`)
 
 Whoever begins a search of a name that is there continues it: nothing is bought twice.
 """
@@ -13,21 +11,20 @@ Whoever begins a search of a name that is there continues it: nothing is bought 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager
+from dtrain_dagster.clusters.base import GPUClusterManager
 from dtrain_dagster.clusters.job_notices import RETRIES
 from dtrain_dagster.clusters.notice_claims import send_once, send_safely
 from dtrain_dagster.clusters.notice_text import PART_OF
 from dtrain_dagster.clusters.notice_text import SEARCH as SEARCH_PART
 from dtrain_dagster.costs.estimate import LearnedCorrection, Parts, Sizes
-from dtrain_dagster.costs.export import to_csv
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, JobOrder
 from dtrain_dagster.fleet.records import FleetRecords
@@ -37,23 +34,27 @@ from dtrain_dagster.planning.history import pace_mark
 from dtrain_dagster.planning.probe import forecast
 from dtrain_dagster.search.check_space import job_of_trial
 from dtrain_dagster.search.kept import RESULT, SEARCH, kept_search, search_folder
-from dtrain_dagster.search.plan import plan_search
-from dtrain_dagster.search.results import flat_rows, importances, result_document, settings_document, write_notice
-from dtrain_dagster.search.settings import SearchSettings
+from dtrain_dagster.search.results import importances, result_document, settings_document, summary
+from dtrain_dagster.search.settings import Pruner, SearchSettings
 from dtrain_dagster.search.source import TrialSource
 from dtrain_dagster.search.space import SpaceError, parse_space
-from dtrain_dagster.search.study import StudyRecord
-from dtrain_dagster.search.trials import Trial, TrialSeconds
+from dtrain_dagster.search.trials import REDUCTION, Trial, TrialSeconds
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.config import JobConfig
 from trainer.documents.places import PlaceError, checked_id
+from trainer.errors import ConfigError
 from trainer.rundir import RunDir
 from trainer.storage.open import open_storage
 
-BEST, TRIALS = "best.json", "trials.csv"
+if TYPE_CHECKING:
+    from dtrain_dagster.search.tracking import SearchTracker
+
+BEST = "best.json"
 UNASKED = 2.0
 """Times what its trials cost to their ends that a search may cost to which nobody gave a budget."""
+SURE = 0.95
+"""Confidence with which a plan says how far up the best of random trials is."""
 MARGIN_SECONDS = 30.0
 """Seconds for which each node of a trial may be paid after it has come to its limit, see `FleetLimits`."""
 
@@ -80,10 +81,6 @@ class SearchRequest:
     processes_per_node: int = 1
     usd_per_node_hour: float
     tier: Tier = "dedicated"
-    deadline: float | None = None
-    """Unix time by which all must have ended; None: any."""
-    parent: Mapping[str, str] = field(default_factory=dict)
-    """What it is a part of, such as a Dagster run; for people."""
 
     def __post_init__(self) -> None:
         try:
@@ -98,10 +95,6 @@ class SearchRequest:
         if self.budget_usd is not None and not self.budget_usd > 0:
             raise SpaceError(f"budget_usd = {self.budget_usd:g}: give the dollars that all trials may cost together")
 
-    def named(self, name: str) -> SearchRequest:
-        """Return the same search under another name."""
-        return replace(self, name=name)
-
     @property
     def at_once(self) -> int:
         """Return the nodes that work at the same time."""
@@ -113,29 +106,6 @@ class SearchRequest:
         kept = {name: job[name] for name in ("dataset", "model", "loss", "training")}
         kept["training"] |= {"max_node_seconds": None}
         return {"space": dict(self.space), "job": kept, **self.settings.decisive()}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SearchView:
-    """How a search stands, for people who watch it."""
-
-    trials: Sequence[Trial]
-    best: Trial | None
-    spent_usd: float
-    """Dollars of all trials, with those that run, and of the measurement before the first one."""
-    eta_seconds: float | None
-    """Seconds until the last trial, as they go now; None while not known."""
-
-    def line(self, settings: SearchSettings) -> str:
-        """Return how the search stands, for a person."""
-        over = sum(trial.state.is_final for trial in self.trials)
-        parts = [f"{over} of {settings.trials} trials over", f"{len(self.trials) - over} running"]
-        if self.eta_seconds is not None:
-            parts.append(f"ETA {format_duration(self.eta_seconds)}")
-        parts.append(f"{dollars(self.spent_usd)} so far")
-        if self.best is not None and (score := self.best.best(settings.sign)) is not None:
-            parts.append(f"best {settings.metric} {score:.6g} (trial {self.best.number})")
-        return " · ".join(parts)
 
 
 class Search:
@@ -153,37 +123,56 @@ class Search:
         )  # fmt: skip
         self._home, self._manager, self._env, self._told = home, manager, env, told
         self._storage = open_storage(str(self.folder))
-        self._bills: dict[str, float] = {}
         self.began_at = time.time()
         """Unix time at which this process began with it."""
 
-    def run(self, watch: Callable[[SearchView], object] = lambda view: None) -> TrialSource:
+    def run(
+        self,
+        watch: Callable[[Sequence[Trial], str], object] = lambda trials, line: None,
+        tracker: SearchTracker | None = None,
+        warn: Callable[[str], object] = lambda sentence: None,
+    ) -> TrialSource:
         """Run the search, or go on with it, until it is over, and return its trials. ``watch`` is called after each
-        look. Raise `FleetError` where another process runs it, `SpaceError` where it was begun as another search."""
+        look with the trials and how the search stands, in a line; ``tracker`` writes it to MLflow, and ``warn`` is
+        called with what kept it from that. Raise `FleetError` where another process runs it."""
         request = self.request
-        space = parse_space(request.space)
-        record = StudyRecord(self.folder, request.name, space, request.settings.sign)
-        source = TrialSource(space, request.settings, self._make_job, record, self.expected)
+        source = TrialSource(parse_space(request.space), request.settings, self._make_job, self.expected)
         fleet = FleetRecords(self._home, request.name)
         env = {**self._env, PART_OF: SEARCH_PART}
         terms = LaunchTerms(processes_per_node=request.processes_per_node, env=env, tier=request.tier)
+        warned: set[str] = set()
+
+        def track(total_usd: float | None) -> None:
+            problem = tracker.write(source.trials, total_usd) if tracker else ""
+            if problem and problem not in warned:
+                warned.add(problem)
+                warn(problem)
+
         with fleet.sole_orchestrator():
             fleet.forget_cancellation()
             fleet.write_limits(self.limits(), time.time())
             runner = FleetRunner(self._manager, fleet, source, terms, self._told)
-            runner.run(lambda: watch(self._view(source)))
+
+            def look() -> None:
+                track(None)
+                watch(source.trials, self._line(source, self.before_usd + runner.paid_usd))
+
+            runner.run(look)
         self._keep(source)
+        track(self.before_usd + sum(trial.usd for trial in source.trials))
         if not fleet.is_cancelled():  # somebody knows already, and may go on with it
             self._tell_end(self.result(source))
         return source
 
     def _make_job(self, number: int, values: Mapping[str, Any], usual: TrialSeconds) -> tuple[FleetJob, int]:
-        """Return the job of a trial, and how often it is evaluated if it goes to its end. Raise `ConfigError` for
-        values that do not go together."""
+        """Return the job of a trial, and how often it is evaluated if it goes to its end."""
         request, job_id = self.request, trial_id(self.request.name, number)
-        job = job_of_trial(request.base, parse_space(request.space), values, f"trial {number}")
-        job = replace(job, job_id=job_id, run_dir=f"{self._jobs_uri}/{job_id}")
-        of = max(1, trial_sizes(request, job, None).work(request.most_nodes).evaluations)
+        try:
+            job = job_of_trial(request.base, parse_space(request.space), values, f"trial {number}")
+            job = replace(job, job_id=job_id, run_dir=f"{self._jobs_uri}/{job_id}")
+            of = max(1, trial_sizes(request, job, None).work(request.most_nodes).evaluations)
+        except ConfigError as error:
+            return FleetJob(job_id=job_id, node_seconds=1.0, problem=f"no training: {error}"), 1
         made = FleetJob(
             job_id=job_id, least_nodes=request.least_nodes, most_nodes=request.most_nodes,
             node_seconds=max(1.0, usual.evaluation * of + usual.finish), startup_seconds=usual.startup,
@@ -200,8 +189,13 @@ class Search:
         not told one by one. It never raises."""
         folder, best = RunDir(str(self.folder)), result["best"]
         pictured = RunDir(f"{self._jobs_uri}/{trial_id(result['name'], best['trial'])}") if best else None
+        said = f"dtrain: search {result['name']} has ended", "\n".join(summary(result))
         mark = f"end-{len(result['trials'])}"  # it may be given more trials later
-        send_safely(folder, lambda urls: send_once(folder, mark, urls, lambda: write_notice(result), pictured), RETRIES)
+        send_safely(
+            folder,
+            lambda urls: send_once(folder, mark, urls, lambda: said, pictured),
+            RETRIES,
+        )
 
     @property
     def budget_usd(self) -> float:
@@ -223,18 +217,13 @@ class Search:
             )
         return FleetLimits(
             budget_usd=left, nodes=request.nodes, usd_per_node_hour=request.usd_per_node_hour,
-            deadline=request.deadline, margin_seconds=MARGIN_SECONDS,
+            margin_seconds=MARGIN_SECONDS,
         )  # fmt: skip
 
     @property
     def best_file(self) -> str:
         """Return the address of the settings of the best trial, which is there once a search has found one."""
         return f"{self.folder}/{BEST}"
-
-    @property
-    def trials_file(self) -> str:
-        """Return the address of the table of all trials."""
-        return f"{self.folder}/{TRIALS}"
 
     @property
     def result_file(self) -> str:
@@ -256,28 +245,23 @@ class Search:
     def _keep(self, source: TrialSource) -> None:
         """Write the result, and the settings of the best trial."""
         self._storage.write(RESULT, json.dumps(self.result(source), indent=1).encode())
-        rows = flat_rows(source.space, source.trials, self.request.settings.sign)
-        self._storage.write(TRIALS, to_csv(rows).encode())
         if source.best is not None:
             request = self.request
             document = settings_document(request.name, source.space, request.settings, source.best, request.base)
             self._storage.write(BEST, json.dumps(document, indent=2, sort_keys=True).encode())
 
-    def _view(self, source: TrialSource) -> SearchView:
-        settled = sum(trial.usd for trial in source.trials)
-        running = source.running
-        return SearchView(
-            trials=source.trials,
-            best=source.best,
-            spent_usd=self.before_usd + settled + sum(self._running_usd(trial) for trial in running),
-            eta_seconds=self._eta(source),
-        )
-
-    def _running_usd(self, trial: Trial) -> float:
-        job_id = trial_id(self.request.name, trial.number)
-        with suppress(ClusterError, OSError):  # it has no nodes yet, or cannot be asked now
-            self._bills[job_id] = CostTracker("", self._manager.node_usage(job_id), self.request.tier).total_usd
-        return self._bills.get(job_id, 0.0)
+    def _line(self, source: TrialSource, spent_usd: float) -> str:
+        """Return how the search stands, for a person."""
+        settings, running = self.request.settings, len(source.running)
+        over = len(source.trials) - running
+        parts = [f"{over} of {settings.trials} trials over", f"{running} running"]
+        if (seconds := self._eta(source)) is not None:
+            parts.append(f"ETA {format_duration(seconds)}")
+        parts.append(f"{dollars(spent_usd)} so far")
+        if source.best is not None:
+            score = source.best.best(settings.sign)
+            parts.append(f"best {settings.metric} {score:.6g} (trial {source.best.number})")
+        return " · ".join(parts)
 
     def _eta(self, source: TrialSource) -> float | None:
         over = [trial for trial in source.trials if trial.node_seconds > 0]
@@ -289,6 +273,57 @@ class Search:
         seconds = left * each / at_once
         budget = self.budget_usd - self.before_usd - sum(trial.usd for trial in source.trials)
         return min(seconds, budget / self.request.usd_per_node_hour * 3600 / at_once)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchPlan:
+    """What a search costs at most, what it is expected to cost, and what it is expected to find; said beforehand."""
+
+    trial_usd: float
+    """A trial that is trained to its end."""
+    at_most_usd: float
+    expected_usd: float
+    seconds: float
+    """Expected seconds to the last trial."""
+    lines: tuple[str, ...]
+    """The same in sentences."""
+
+
+def plan_search(
+    settings: SearchSettings, usual: TrialSeconds, usd_per_node_hour: float, at_once: int, budget_usd: float | None
+) -> SearchPlan:
+    """Return the plan. ``usual``: what a trial takes; ``at_once``: nodes that work at the same time."""
+    whole = usual.total * usd_per_node_hour / 3600
+    most = settings.trials * whole
+    share, basis = 1.0, "no trial is ended early"
+    if settings.pruner is Pruner.asha:
+        fixed = (usual.startup + usual.finish) / usual.total
+        share, basis = fixed + (1 - fixed) * halving_share(usual.of), "as successive halving ends trials"
+    limit = math.inf if budget_usd is None else budget_usd
+    expected = min(limit, share * most)
+    seconds = share * settings.trials * usual.total / max(1, at_once)
+    capped = f", and never above the budget of {dollars(limit)}" if limit < most else ""
+    lines = [
+        f"{settings.trials} trials of {usual.of} evaluation(s); one that goes to its end takes "
+        f"{format_duration(usual.total)} of node time, {dollars(whole)}",
+        f"at most {dollars(min(limit, most))}{capped}; expected {dollars(expected)} ({basis}), in about "
+        f"{format_duration(seconds)}",
+        f"with {SURE:.0%} confidence, the best of {settings.trials} random trials is among the best "
+        f"{100 * (1 - (1 - SURE) ** (1 / settings.trials)):.2g} % of the space",
+    ]
+    return SearchPlan(
+        trial_usd=whole, at_most_usd=min(limit, most), expected_usd=expected, seconds=seconds, lines=tuple(lines)
+    )
+
+
+def halving_share(of: int) -> float:
+    """Return the share of all evaluations that successive halving does, where scores say nothing of each other."""
+    alive, done, rung = 1.0, 0.0, 1
+    for number in range(1, of + 1):
+        done += alive
+        if number == rung and number < of:
+            alive, rung = alive / REDUCTION, rung * REDUCTION
+    return done / of
 
 
 def trial_id(search: str, number: int) -> str:
@@ -313,7 +348,7 @@ def open_search(
         expected, before_usd = measure()
         document = {
             "name": request.name, "described": described, "expected": asdict(expected), "before_usd": before_usd,
-            "began_at": time.time(), "parent": dict(request.parent),
+            "began_at": time.time(),
         }  # fmt: skip
         open_storage(str(search_folder(home, request.name))).write(SEARCH, json.dumps(document, indent=1).encode())
         return Search(home, request, manager, env, expected, before_usd, told)

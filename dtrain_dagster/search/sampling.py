@@ -12,37 +12,22 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dtrain_dagster.search.settings import Sampler
 from dtrain_dagster.search.space import Choices, Parameter, Range, Space, SpaceError, Value
 from dtrain_dagster.search.trials import Trial
 
 if TYPE_CHECKING:
     import optuna
 
-RANDOM_FIRST = {"gp": 5, "tpe": 10}
+RANDOM_FIRST = {Sampler.gp: 5, Sampler.tpe: 10}
 """Trials that a sampler draws at random before it learns from results."""
 MOST_OF_GRID = 100_000
 MOST_DRAWS = 200
 """Random draws after which values are taken that were tried before."""
-
-
-class Sampler(StrEnum):
-    """How values are drawn."""
-
-    GP = "gp"
-    """Where the best score is expected to improve the most, by Optuna's Gaussian process."""
-    TPE = "tpe"
-    """Optuna's tree-structured Parzen estimator: more where trials were good."""
-    RANDOM = "random"
-    """Each evenly from its range."""
-    QMC = "qmc"
-    """Evenly over the whole space (Sobol's sequence), with fewer gaps than at random."""
-    GRID = "grid"
-    """Every combination of a space of choices, whole numbers and ranges in steps, in an order of its own."""
 
 
 def draw_values(
@@ -57,30 +42,21 @@ def draw_values(
     """Return the values of trial ``number``; None where a grid has no more. ``known``: trials whose results count;
     ``running``: of those that are not known yet, so that the same is not drawn again. ``sign``: 1 where the metric is
     minimised, else -1."""
-    if sampler is Sampler.QMC:
-        from scipy.stats import qmc
-
-        points = qmc.Sobol(len(space.parameters), scramble=True, seed=np.random.default_rng(seed))
-        if number:
-            points.fast_forward(number)
-        shares = dict(zip((item.name for item in space.parameters), points.random(1)[0], strict=True))
-        return space.draw(lambda item: item.domain.at(float(shares[item.name])))
-    if sampler is Sampler.GRID:
+    if sampler is Sampler.grid:
         combinations = grid_of(space)
         order = np.random.default_rng(seed).permutation(len(combinations))
         return combinations[order[number]] if number < len(combinations) else None
     import optuna
 
-    quiet(optuna)
     own_seed = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
     made: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=own_seed)
-    if sampler is Sampler.TPE:
+    if sampler is Sampler.tpe:
         made = optuna.samplers.TPESampler(seed=own_seed, n_startup_trials=RANDOM_FIRST[sampler], constant_liar=True)
-    elif sampler is Sampler.GP:
+    elif sampler is Sampler.gp:
         made = optuna.samplers.GPSampler(seed=own_seed, n_startup_trials=RANDOM_FIRST[sampler])
     drawn = ask_for_values(space, made, known, running, sign)
     random, tried = np.random.default_rng([seed, number]), [trial.values for trial in (*known, *running)]
-    for _ in range(MOST_DRAWS if sampler is Sampler.GP else 0):
+    for _ in range(MOST_DRAWS if sampler is Sampler.gp else 0):
         if drawn not in tried:
             break
         drawn = space.draw(lambda item: item.domain.at(random.random()))
@@ -94,6 +70,7 @@ def ask_for_values(
     those included that are not there beside the others."""
     import optuna
 
+    quiet(optuna)
     study = optuna.create_study(sampler=sampler)
     ended = [trial for trial in known if trial.state.is_final]
     for trial, goal in zip(ended, goals_of(ended, sign), strict=True):

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Any
 
-from dtrain_dagster.search.sampling import Sampler
-from dtrain_dagster.search.space import SpaceError, did_you_mean
-from dtrain_dagster.search.trials import Pruner
+from dtrain_dagster.search.space import SpaceError
 
 LOSS = "loss"
 MOST_TRIALS = 10_000
+
+
+class Sampler(StrEnum):
+    """How values are drawn. Launchpads show the names."""
+
+    gp = "gp"
+    """Where the best score is expected to improve the most, by Optuna's Gaussian process."""
+    tpe = "tpe"
+    """Optuna's tree-structured Parzen estimator: more where trials were good."""
+    random = "random"
+    """Each evenly from its range."""
+    grid = "grid"
+    """Every combination of a space of choices, whole numbers and ranges in steps, in an order of its own."""
+
+
+class Pruner(StrEnum):
+    """What ends trials early."""
+
+    asha = "asha"
+    """Asynchronous successive halving: after 1, 3, 9, … evaluations the best third goes on."""
+    none = "none"
+    """Every trial goes to its end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,8 +42,8 @@ class SearchSettings:
     """The largest number of trials."""
     parallel: int = 2
     """Trials that may run at once."""
-    sampler: Sampler = Sampler.GP
-    pruner: Pruner = Pruner.ASHA
+    sampler: Sampler = Sampler.gp
+    pruner: Pruner = Pruner.asha
     seed: int = 0
     metric: str = LOSS
     """``loss`` of the validation split, or the name of a metric that the task measures there, such as ``accuracy``."""
@@ -48,17 +69,3 @@ class SearchSettings:
     def decisive(self) -> dict[str, Any]:
         """Return what decides which trials the search has. More ``trials`` only continue it."""
         return {name: value for name, value in asdict(self).items() if name != "trials"}
-
-
-def sampler_of(name: str) -> Sampler:
-    """Return the sampler of this name. Raise `SpaceError` for an unknown one."""
-    if name not in tuple(Sampler):
-        raise SpaceError(f"sampler = {name!r} is unknown{did_you_mean(name, list(Sampler))}")
-    return Sampler(name)
-
-
-def pruner_of(name: str) -> Pruner:
-    """Return the pruner of this name. Raise `SpaceError` for an unknown one."""
-    if name not in tuple(Pruner):
-        raise SpaceError(f"pruner = {name!r} is unknown{did_you_mean(name, list(Pruner))}")
-    return Pruner(name)

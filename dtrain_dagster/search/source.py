@@ -1,6 +1,7 @@
 """The trials of a search as the jobs of a fleet: which comes next, whether it goes on, what it has come to.
 
-`TrialSource` decides by its settings, by what the fleet tells it, and by what its record holds, and by nothing else.
+`TrialSource` decides by its settings and by what the fleet tells it, and by nothing else. The fleet's record is its
+memory: a trial's values are written with its job before anything is bought, and its scores are in its run directory.
 """
 
 from __future__ import annotations
@@ -13,18 +14,13 @@ from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetState, Outcome
 from dtrain_dagster.search.sampling import draw_values
 from dtrain_dagster.search.settings import LOSS, SearchSettings
 from dtrain_dagster.search.space import Space
-from dtrain_dagster.search.study import StudyRecord
-from dtrain_dagster.search.trials import Trial, TrialSeconds, TrialState, best_trial, why_ended
+from dtrain_dagster.search.trials import Trial, TrialSeconds, TrialState, best_trial, is_decision, why_ended
 from trainer.documents.events import EvaluationEvent
 from trainer.errors import ConfigError
 
-NO_TRAINING = "no training: "
-"""What the reason of a trial begins with whose values do not go together."""
-
-
 MakeJob = Callable[[int, Mapping[str, Any], TrialSeconds], tuple[FleetJob, int]]
 """Makes the job of a trial from its number, its values and what trials take, and tells how often it is evaluated in
-all. It raises `ConfigError` for values that do not go together."""
+all. The job of values that do not go together has a `problem`."""
 Draw = Callable[[int, Sequence[Trial], Sequence[Trial]], Mapping[str, Any] | None]
 """Returns the values of a trial by its number, the trials whose results count, and those that are not known yet; None
 where there are no more."""
@@ -36,17 +32,20 @@ class TrialSource:
     waiting_ahead = 1
 
     def __init__(
-        self, space: Space, settings: SearchSettings, make_job: MakeJob, record: StudyRecord, expected: TrialSeconds,
+        self,
+        space: Space,
+        settings: SearchSettings,
+        make_job: MakeJob,
+        expected: TrialSeconds,
         draw: Draw | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``expected``: what a trial takes, as known before the first one; ``draw``: what gives trials their values;
         None: the sampler of the settings."""
         self.space, self.settings = space, settings
-        self._make_job, self._record, self._expected = make_job, record, expected
+        self._make_job, self._expected = make_job, expected
         self._trials: list[Trial] = []
         self._numbers: dict[str, int] = {}
         self._draw = draw or self._sample
-        self._is_exhausted = False
 
     @property
     def trials(self) -> Sequence[Trial]:
@@ -64,82 +63,65 @@ class TrialSource:
         return tuple(trial for trial in self._trials if not trial.state.is_final)
 
     def resume(self, given: Sequence[FleetJob]) -> Collection[str]:
-        """Take over the trials of these jobs as the study holds them. A trial whose values do not go together had no
-        job."""
-        left = list(reversed(given))
-        while left:
-            trial = self._record.begun(len(self._trials))
-            if trial is None:
+        """Take over the trials of these jobs; how they went is told again."""
+        for job in given:
+            if not job.facts:
                 raise FleetError(
-                    f"the study of this search lacks trial {len(self._trials)}, which its fleet has: begin it again "
-                    "under another name"
+                    "this search was begun by an older version, which kept its trials elsewhere: begin it again under "
+                    "another name"
                 )
-            if not trial.reason.startswith(NO_TRAINING):
-                self._numbers[left.pop().job_id] = trial.number
-            self._trials.append(trial if trial.state.is_final else replace(trial, scores=(), reason=""))
-        return [job_id for job_id, number in self._numbers.items() if not self._trials[number].state.is_final]
+            self._add(job)
+        return list(self._numbers)
 
     def next_job(self) -> FleetJob | None:
         """Return the next trial's job; None while one has to wait, and when there is none left."""
-        while not self._is_exhausted and len(self._trials) < self.settings.trials:
-            number = len(self._trials)
-            if len(self.running) >= self.settings.parallel or not self._is_ready(number):
-                return None
-            known = self._known_to(number)
-            trial = self._record.begun(number) or self._new_trial(number, known)
-            if trial is None:
-                self._is_exhausted = True
-                return None
-            try:
-                job, of = self._make_job(number, trial.values, self._expected.learned_from(known))
-            except ConfigError as error:
-                self._begin(replace(trial, of=trial.of or 1))
-                self._finish(replace(self._trials[number], state=TrialState.FAILED, reason=f"{NO_TRAINING}{error}"))
-                continue
-            self._begin(replace(trial, of=of))
-            self._numbers[job.job_id] = number
-            return job
-        return None
+        number = len(self._trials)
+        if number >= self.settings.trials or len(self.running) >= self.settings.parallel or not self._is_ready(number):
+            return None
+        known = self._known_to(number)
+        values = self._draw(number, known, self._others(known))
+        if values is None:
+            return None
+        job, of = self._make_job(number, values, self._expected.learned_from(known))
+        known_numbers = sorted(trial.number for trial in known)
+        job = replace(job, facts={"values": dict(values), "known": known_numbers, "of": of})
+        self._add(job)
+        return job
 
     def judge(self, job_id: str, evaluations: Sequence[EvaluationEvent]) -> str:
         """Return why a trial ends after these evaluations; "" where it goes on."""
         trial = self._trials[self._numbers[job_id]]
-        kept = self._record.begun(trial.number)
-        if kept is not None and kept.reason:
-            self._trials[trial.number] = self._with(trial, evaluations[: len(kept.scores)])
-            return kept.reason
         for count in range(len(trial.scores) + 1, len(evaluations) + 1):
+            if trial.reason:
+                break
             trial = self._with(trial, evaluations[:count])
-            self._trials[trial.number] = trial
             reason = why_ended(self.settings.pruner, trial, self._rivals_of(trial), self.settings.sign)
-            if reason:
-                self._record.decide(replace(trial, reason=reason))
-                return reason
-        return ""
+            trial = self._trials[trial.number] = replace(trial, reason=reason)
+        return trial.reason
 
     def on_end(self, job_id: str, outcome: Outcome) -> None:
         """Take note that a trial is over."""
-        trial = self._trials[self._numbers[job_id]]
-        if self.settings.repeatable and outcome.state is FleetState.SUCCEEDED:
+        has_succeeded = outcome.state is FleetState.SUCCEEDED
+        if self.settings.repeatable:
             # That it ended before anyone looked is chance, which decides nothing where a seed gives the same trials.
             self.judge(job_id, outcome.evaluations)
-        kept = self._record.begun(trial.number)
-        is_late = outcome.state is FleetState.SUCCEEDED and not self.settings.repeatable  # its end came first
-        if kept is not None and kept.reason and not is_late:  # evaluations after the decision came by chance
-            trial = self._with(trial, outcome.evaluations[: len(kept.scores)])
-            state, reason = TrialState.PRUNED, kept.reason
+        trial = self._trials[self._numbers[job_id]]
+        is_late = has_succeeded and not self.settings.repeatable  # its end came first
+        if trial.reason and not is_late:  # evaluations after the decision came by chance
+            state, reason = TrialState.PRUNED, trial.reason
         else:
             trial = self._with(trial, outcome.evaluations)
-            state = TrialState.COMPLETE if outcome.state is FleetState.SUCCEEDED else TrialState.FAILED
-            reason = "" if state is TrialState.COMPLETE else outcome.reason
-        self._finish(replace(trial, state=state, reason=reason, usd=outcome.usd, node_seconds=outcome.node_seconds))
+            is_own = outcome.state is FleetState.ENDED and is_decision(outcome.reason)  # of who was killed since
+            state = TrialState.COMPLETE if has_succeeded else TrialState.PRUNED if is_own else TrialState.FAILED
+            reason = "" if has_succeeded else outcome.reason
+        self._trials[trial.number] = replace(
+            trial, state=state, reason=reason, usd=outcome.usd, node_seconds=outcome.node_seconds
+        )
 
-    def _new_trial(self, number: int, known: Sequence[Trial]) -> Trial | None:
-        """Return a new trial; None where there are no more values."""
-        values = self._draw(number, known, self._others(known))
-        if values is None:
-            return None
-        return Trial(number=number, values=values, of=0, known=tuple(sorted(trial.number for trial in known)))
+    def _add(self, job: FleetJob) -> None:
+        facts = job.facts
+        self._numbers[job.job_id] = number = len(self._trials)
+        self._trials.append(Trial(number=number, values=facts["values"], of=facts["of"], known=tuple(facts["known"])))
 
     def _sample(self, number: int, known: Sequence[Trial], running: Sequence[Trial]) -> Mapping[str, Any] | None:
         settings = self.settings
@@ -179,15 +161,6 @@ class TrialSource:
             times=tuple(item.time for item in evaluations),
             steps=tuple(item.step or 0 for item in evaluations),
         )
-
-    def _begin(self, trial: Trial) -> None:
-        if self._record.begun(trial.number) is None:
-            self._record.begin(trial)
-        self._trials.append(replace(trial, scores=(), reason=""))
-
-    def _finish(self, trial: Trial) -> None:
-        self._trials[trial.number] = trial
-        self._record.end(trial)
 
 
 def score_of(evaluation: EvaluationEvent, metric: str) -> float:

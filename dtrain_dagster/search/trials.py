@@ -10,20 +10,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from dtrain_dagster.search.settings import Pruner
+
 REDUCTION = 3
 """Of this many trials, one goes on to the next rung of successive halving."""
 RUNGS = frozenset(REDUCTION**rung for rung in range(20))
 """Evaluations at which there is something to decide."""
 DIVERGED = "diverged: its score is not a finite number"
-
-
-class Pruner(StrEnum):
-    """What ends trials early."""
-
-    ASHA = "asha"
-    """Asynchronous successive halving: after 1, 3, 9, … evaluations the best third goes on."""
-    NONE = "none"
-    """Every trial goes to its end."""
+NOT_AMONG_BEST = "not among the best at rung"
 
 
 class TrialState(StrEnum):
@@ -111,6 +105,11 @@ def best_trial(trials: Sequence[Trial], sign: float) -> Trial | None:
     return min(scored)[2] if scored else None
 
 
+def is_decision(reason: str) -> bool:
+    """Return whether this is what `why_ended` says."""
+    return reason == DIVERGED or reason.startswith(NOT_AMONG_BEST)
+
+
 def why_ended(pruner: Pruner, trial: Trial, others: Iterable[Trial], sign: float) -> str:
     """Return why a trial ends after its last evaluation; "" where it goes on. ``others``: what is known of the others.
 
@@ -121,7 +120,7 @@ def why_ended(pruner: Pruner, trial: Trial, others: Iterable[Trial], sign: float
     count = len(trial.scores)
     if trial.scores and not math.isfinite(trial.scores[-1]):
         return DIVERGED
-    if pruner is Pruner.NONE or count not in RUNGS or count >= trial.of:
+    if pruner is Pruner.none or count not in RUNGS or count >= trial.of:
         return ""
     known = [sign * other.scores[count - 1] for other in others if len(other.scores) >= count]
     own = sign * trial.scores[-1]
@@ -129,4 +128,4 @@ def why_ended(pruner: Pruner, trial: Trial, others: Iterable[Trial], sign: float
     if own <= rivals[max(0, len(rivals) // REDUCTION - 1)]:
         return ""
     rung = round(math.log(count, REDUCTION)) + 1
-    return f"not among the best at rung {rung}, after {count} evaluation(s)"
+    return f"{NOT_AMONG_BEST} {rung}, after {count} evaluation(s)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.costs.money import SECOND, nano_usd
@@ -12,7 +11,6 @@ from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Outcome
 from dtrain_dagster.search.settings import SearchSettings
 from dtrain_dagster.search.source import TrialSource
 from dtrain_dagster.search.space import parse_space
-from dtrain_dagster.search.study import StudyRecord
 from dtrain_dagster.search.trials import TrialSeconds
 from trainer.documents.events import EvaluationEvent
 
@@ -40,9 +38,8 @@ def make_job(number: int, values: Mapping[str, Any], usual: TrialSeconds) -> tup
     return FleetJob(job_id=f"trial-{number}", node_seconds=usual.training), OF
 
 
-def source_of(settings: SearchSettings, folder: Path | None = None) -> TrialSource:
-    """``folder``: where its study is; None: in memory."""
-    return TrialSource(SPACE, settings, make_job, StudyRecord(folder, "played", SPACE, settings.sign), USUAL)
+def source_of(settings: SearchSettings) -> TrialSource:
+    return TrialSource(SPACE, settings, make_job, USUAL)
 
 
 def play(
@@ -77,7 +74,10 @@ def play(
     while True:
         while (job := source.next_job()) is not None:
             calls.append((job.job_id, None))
-            start(job.job_id)
+            if job.problem:
+                source.on_end(job.job_id, Outcome(state=FleetState.FAILED, reason=job.problem))
+            else:
+                start(job.job_id)
         if not waiting or seen >= stop_after:
             return source
         now, job_id = heapq.heappop(waiting)
@@ -98,9 +98,17 @@ def play(
             heapq.heappush(waiting, (now + (USUAL.finish if place == OF else EACH + delay(number, place)), job_id))
 
 
-def resume(source: TrialSource, calls: Calls) -> None:
-    """Bring a new source to the state of the one before, as a fleet does."""
-    given = [FleetJob(job_id=job_id, node_seconds=1.0) for job_id, outcome in calls if outcome is None]
+def resume(source: TrialSource, calls: Calls, before: TrialSource) -> None:
+    """Bring a new source to the state of the one before, as a fleet does with its record."""
+    facts = {f"trial-{trial.number}": trial for trial in before.trials}
+    given = [
+        FleetJob(
+            job_id=job_id, node_seconds=1.0,
+            facts={"values": facts[job_id].values, "known": facts[job_id].known, "of": facts[job_id].of},
+        )
+        for job_id, outcome in calls
+        if outcome is None
+    ]  # fmt: skip
     ends = {job_id: outcome for job_id, outcome in calls if outcome is not None}
     for job_id in source.resume(given):
         if job_id in ends:

@@ -66,7 +66,7 @@ def test_nodes_keep_the_budget_with_the_orchestrator_dead_and_the_fleet_goes_on_
     seen = shell.status()
     assert seen["over"] == 2, said
     assert {job["state"] for job in seen["jobs"]} == {"ended"}, said
-    assert all("not continued: it would cost" in job["reason"] for job in seen["jobs"]), said
+    assert all("not continued: it would cost" in job["why"] for job in seen["jobs"]), said
     assert seen["used_usd"] <= budget
     cost = shell.ask("cost", "small")
     paid = sum(node.seconds(0.0) for name in "ab" for node in shell.rundir(name).nodes())

@@ -134,7 +134,7 @@ def test_all_jobs_are_sorted_filtered_and_folded_and_the_address_keeps_it(url: s
 
 def test_pages_write_dollars_as_all_else_does(url: str, page: Page):
     amounts = [0, 0.00421, 0.5, 0.99996, 1, 1.234, -0.5, 999.994, 1234.4, 1e6]
-    for address in ("", "fleets", "jobs/older"):
+    for address in ("", "jobs/older"):
         page.goto(f"{url}{address}")
         assert page.evaluate("amounts => amounts.map(money)", amounts) == [dollars(usd) for usd in amounts], address
 
@@ -177,7 +177,7 @@ def test_the_theme_is_kept(url: str, page: Page):
     wait_for(lambda: page.evaluate(theme) == "dark", 10, "the page to follow the system")
     page.select_option("#theme", "light")
     assert page.evaluate(theme) == "light"
-    for address in (url, f"{url}fleets"):
+    for address in (url, f"{url}jobs/older"):
         page.goto(address)
         assert (page.evaluate(theme), page.locator("#theme").input_value()) == ("light", "light"), address
 
@@ -186,7 +186,6 @@ PAGES = {
     "table": ("#open=search/sweep", "#rows tr.within"),
     "job": ("jobs/older", "#headline .figure"),
     "job-failed": ("jobs/broken", "#failure"),
-    "fleets": ("fleets", "#empty"),
 }
 
 

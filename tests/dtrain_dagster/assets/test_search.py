@@ -14,10 +14,9 @@ from small_job import write_dataset
 
 from dtrain_dagster.assets.search_page import improvements_list, search_page, steps_of, trial_rows, verdict_of
 from dtrain_dagster.pipelines import Cluster, build_training_assets
-from dtrain_dagster.search.results import Improvement, flat_rows
+from dtrain_dagster.search.results import Improvement
 from dtrain_dagster.search.run import Search, SearchRequest
-from dtrain_dagster.search.sampling import Sampler
-from dtrain_dagster.search.settings import SearchSettings
+from dtrain_dagster.search.settings import Sampler, SearchSettings
 from dtrain_dagster.search.tracking import SearchTracker
 from tests.dtrain_dagster.page_order import check_order
 from tests.page import Page
@@ -28,7 +27,7 @@ SPACE = {"training.learning_rate": {"low": 1e-4, "high": 1e-1, "log": True}, "mo
 
 def test_the_page_and_the_runs_of_a_search_that_was_played(tmp_path: Path) -> None:
     """Nothing is trained: the page, and MLflow's parent and nested runs, written twice and there once."""
-    settings = SearchSettings(trials=5, parallel=2, sampler=Sampler.RANDOM)
+    settings = SearchSettings(trials=5, parallel=2, sampler=Sampler.random)
     source = play(source_of(settings), [])
     base = JobConfig(job_id="search", run_dir=f"{tmp_path}/jobs/search", dataset=DatasetRef(uri="/tmp/data"))
     request = SearchRequest(
@@ -38,13 +37,13 @@ def test_the_page_and_the_runs_of_a_search_that_was_played(tmp_path: Path) -> No
     search = Search(tmp_path, request, None, {}, USUAL, before_usd=0.25)  # type: ignore[arg-type]
     addresses = {"dashboard": "http://127.0.0.1:8060/#q=played", "run_page": ""}
     page = search_page(search, source, "stand-in price", 1.0, addresses)
-    check_order(page, links=1)
+    check_order(page, links=1, has_charts=False)
     assert page["best_trial"] == source.best.number  # type: ignore[union-attr]
     assert page["cost_usd"] == pytest.approx(0.25 + sum(trial.usd for trial in source.trials), abs=1e-6)
     for _ in range(2):
         tracker = SearchTracker(f"sqlite:///{tmp_path}/mlflow.db", "studies", "played", "loss", 1.0)
-        assert tracker.try_to_write(source.trials[:3]) == ""
-        assert tracker.try_to_finish(source.trials, 0.25) == ""
+        assert tracker.write(source.trials[:3]) == ""
+        assert tracker.write(source.trials, 0.5) == ""
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
@@ -60,7 +59,7 @@ def test_the_page_and_the_runs_of_a_search_that_was_played(tmp_path: Path) -> No
 
 
 def test_the_ten_best_trials_are_shown_and_the_file_has_all(tmp_path: Path) -> None:
-    settings = SearchSettings(trials=14, parallel=2, sampler=Sampler.RANDOM)
+    settings = SearchSettings(trials=14, parallel=2, sampler=Sampler.random)
     source = play(source_of(settings), [])
     rows = trial_rows(source.space, source.trials, 1.0, "loss", {"training.schedule": 0.9})
     scores = sorted(score for trial in source.trials if (score := trial.best(1.0)) is not None)
@@ -69,9 +68,6 @@ def test_the_ten_best_trials_are_shown_and_the_file_has_all(tmp_path: Path) -> N
     of_higher = trial_rows(source.space, source.trials, -1.0, "accuracy", {})
     best = [trial.best(-1.0) for trial in source.trials]
     assert of_higher[0]["accuracy"] == f"{max(score for score in best if score is not None):.6g}"
-    flat = flat_rows(source.space, source.trials, 1.0)
-    assert [row["trial"] for row in flat] == list(range(14))
-    assert {"state", "score", "usd", "reason", *(item.name for item in source.space.parameters)} <= flat[0].keys()
 
 
 def test_each_improvement_has_its_price() -> None:
@@ -118,15 +114,12 @@ def test_the_page_of_a_search_shows_what_was_found_and_what_it_cost(
     done = whole.resolve_job_def("search").execute_in_process(run_config=config, instance=instance)
     [made] = done.asset_materializations_for_node("walks__hyperparameter_search")
     page = Page(made.metadata)
-    pictures = page["pictures"]
-    for title in ("History", "Score against dollars", "Learning curves", "Parallel coordinates"):
-        assert f"![{title}](data:image/svg+xml;base64," in pictures
     value = done.output_for_node("walks__hyperparameter_search")
     found = json.loads(Path(value["settings_file"]).read_text())
     assert found["training"]["learning_rate"] == value["best"]["values"]["training.learning_rate"]
     assert page["best_loss"] == pytest.approx(value["best"]["score"], abs=1e-6)
     assert len(page["best_trials"]) == page["trials"] == 4
-    assert len(Path(page["all_trials"]).read_text().splitlines()) == 1 + 4
+    assert len(json.loads(Path(page["all_trials"]).read_text())["trials"]) == 4
     assert page["cost_usd"] > 0
 
     from mlflow import MlflowClient

@@ -88,7 +88,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, li
         search = f"--dataset walks --model tcn --space space.json --trials 2 --sampler random --name wide {size}"
         note("dtrain search", f"{search} --plan")
         note("dtrain search", search)
-        for words in ("jobs", "jobs --fleets", "search", "search --show wide", "cost", "cost one", "cost few"):
+        for words in ("jobs", "jobs --fleets", "search --show wide", "cost", "cost one", "cost few"):
             note(f"dtrain {words.partition(' ')[0]}", words.partition(" ")[2])
         for words, name in (("status", "one"), ("status", "few"), ("logs", "one")):
             note(f"dtrain {words}", name)

@@ -27,7 +27,6 @@ READS: list[tuple[str, str]] = [
     ("dtrain cost", "week"),
     ("dtrain cost", ""),
     ("dtrain cost", "--sku Standard_NC6s_v3"),
-    ("dtrain search", ""),
     ("dtrain search", "--show latest"),
     ("dtrain data", "table.parquet --target price"),
     ("dtrain doctor", ""),

@@ -133,7 +133,7 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         ],
         "search": [
             *("--any-order", "--budget", "--config", "--dataset", "--epochs", "--json", "--loss", "--maximise"),
-            *("--metric", "--model", "--name", "--nodes", "--nodes-per-trial", "--out", "--parallel", "--plan"),
+            *("--metric", "--model", "--name", "--nodes", "--nodes-per-trial", "--parallel", "--plan"),
             *("--procs-per-node", "--pruner", "--sampler", "--seed", "--set", "--show", "--space", "--trials"),
         ],
         "launch": ["--detach", "--engine", "--master-port", "--name", "--nodes", "--procs-per-node", "command"],

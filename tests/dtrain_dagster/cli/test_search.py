@@ -17,10 +17,11 @@ from click.testing import CliRunner
 from small_job import write_dataset
 
 from dtrain_dagster.cli.main import main
-from dtrain_dagster.cli.search import summary, trial_line, trials_table
+from dtrain_dagster.cli.search import trial_line, trials_table
 from dtrain_dagster.cli.train import job_of_options
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.resources import build_resources
+from dtrain_dagster.search.results import summary
 from dtrain_dagster.search.trials import Trial, TrialState
 from dtrain_dagster.settings.environment import Settings
 from trainer.documents.events import EvaluationEvent, read_events
@@ -179,8 +180,8 @@ def test_a_search_of_which_every_process_is_killed_ends_as_if_nothing_had_happen
         (["--space", '{"model.args.chanels": {"low": 8, "high": 16}}'], "argument 'chanels'; it accepts: channels"),
         (["--space", "nowhere.json"], "nowhere.json: there is no such file"),
         (["--space", "{"], "is not JSON"),
-        (["--space", "space.json", "--sampler", "tp"], "did you mean tpe?"),
-        (["--space", "space.json", "--pruner", "ash"], "did you mean asha?"),
+        (["--space", "space.json", "--sampler", "tp"], "'tp' is not one of 'gp', 'tpe', 'random', 'grid'"),
+        (["--space", "space.json", "--pruner", "ash"], "'ash' is not one of 'asha', 'none'"),
         (["--space", "space.json", "--nodes-per-trial", "3"], "of 2 node(s)"),
         (["--space", "space.json", "--nodes-per-trial", "x"], "give a number, or two as 1-3"),
         (["--space", "space.json", "--trials", "0"], "trials = 0"),

@@ -14,7 +14,6 @@ from told_events import HOSTILE, START, event, hang, told, write_run
 
 from dtrain_dagster.dashboard import job_table
 from dtrain_dagster.dashboard.figures_index import KnownFigures, is_due
-from dtrain_dagster.dashboard.fleets import FleetBoard
 from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.job_figures import (
     MOST_FILES,
@@ -286,7 +285,7 @@ def test_a_page_that_has_missed_too_much_gets_the_whole_table(tmp_path: Path, mo
 def test_pages_are_served_and_old_addresses_lead_on(tmp_path: Path):
     jobs = tmp_path / "storage/jobs"
     jobs.mkdir(parents=True)
-    with served(build_app(JobBoard(str(jobs), "dedicated"), fleets=FleetBoard(tmp_path))) as port:
+    with served(build_app(JobBoard(str(jobs), "dedicated"), home=tmp_path)) as port:
         url = f"http://127.0.0.1:{port}"
         empty = requests.get(f"{url}/table.json", timeout=30).json()
         assert (empty["rows"], empty["whole"]) == ([], True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -14,12 +15,11 @@ from dtrain_dagster.fleet.scheduling import (
     Decision,
     End,
     FleetFacts,
+    Look,
     Pause,
     RaiseGrant,
     Start,
     decide,
-    granted,
-    why_waiting,
 )
 
 LIMITS = FleetLimits(budget_usd=10.0, nodes=4, usd_per_node_hour=3.6, margin_seconds=10.0, slice_seconds=600.0)
@@ -85,6 +85,11 @@ def standings(draw: st.DrawFn, limits: FleetLimits) -> list[Standing]:
     return found
 
 
+def granted(jobs: Iterable[Standing]) -> int:
+    """The sum of what jobs were promised; what those cost that are over."""
+    return sum(item.paid_units if item.state.is_final else item.grant_units for item in jobs)
+
+
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_no_decision_promises_more_dollars_or_nodes_than_there_are_or_forgets_a_job(data: st.DataObject):
@@ -118,7 +123,7 @@ def test_no_decision_promises_more_dollars_or_nodes_than_there_are_or_forgets_a_
         assert sum(job.nodes for job in after.values()) <= limits.nodes
     told = [item.job_id for item in decisions if not isinstance(item, RaiseGrant)]
     assert len(told) == len(set(told)), "one answer for each job"
-    waits = why_waiting(FleetFacts(limits=limits, jobs=tuple(jobs), more_may_come=more), now)
+    waits = Look(FleetFacts(limits=limits, jobs=tuple(jobs), more_may_come=more), now).waits
     assert set(waits) == {job.job.job_id for job in jobs if not job.state.has_nodes} - set(told), "or a reason to wait"
     if not any(job.state.has_nodes for job in jobs) and not more:
         left = {job.job.job_id for job in jobs} - set(told)
@@ -244,28 +249,25 @@ def test_where_dollars_run_short_the_last_in_rank_is_paused_so_that_the_first_en
 
 def test_each_job_that_waits_says_for_what():
     def told(*jobs: Standing, limits: FleetLimits = LIMITS, now: float = 0.0) -> dict[str, str]:
-        waits = why_waiting(FleetFacts(limits=limits, jobs=jobs), now)
-        return {job_id: f"{wait.limit}: {wait.words}" for job_id, wait in waits.items()}
+        return Look(FleetFacts(limits=limits, jobs=jobs), now).waits
 
     wide, after = (
         waiting("wide", 1, least_nodes=2, most_nodes=2),
         waiting("after", 2, node_seconds=700.0, least_nodes=2, most_nodes=2),
     )
     assert told(running("all", nodes=3), wide, after) == {
-        "wide": "nodes: it needs 2 nodes, and 1 is free",
-        "after": "rank: nodes are kept for wide, which comes before it",
+        "wide": "it needs 2 nodes, and 1 is free",
+        "after": "nodes are kept for wide, which comes before it",
     }
     assert told(running("all", nodes=4), waiting("one", 1)) == {
-        "one": "nodes: no node is free, and no running job has a lower priority"
+        "one": "no node is free, and no running job has a lower priority"
     }
     assert told(running("all", nodes=3), waiting("hurry", 1, most_nodes=4, deadline=450.0)) == {
-        "hurry": "deadline: it needs 2 nodes to end by its deadline, and 1 is free"
+        "hurry": "it needs 2 nodes to end by its deadline, and 1 is free"
     }
     poor = replace(LIMITS, budget_usd=1.1)
     assert told(running("runs"), waiting("poor", 1, node_seconds=700.0), limits=poor) == {
-        "poor": "budget: the rest of the budget is needed by jobs ahead of it"
+        "poor": "the rest of the budget is needed by jobs ahead of it"
     }
-    assert told(replace(wide, not_before=9.0)) == {
-        "wide": "capacity: the cluster had no nodes for it: it is tried again later"
-    }
+    assert told(replace(wide, not_before=9.0)) == {"wide": "the cluster had no nodes for it: it is tried again later"}
     assert told(waiting("begins")) == {}

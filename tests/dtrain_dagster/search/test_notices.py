@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.search.results import write_notice
+from dtrain_dagster.search.results import summary
 from dtrain_dagster.search.run import Search, SearchRequest
 from dtrain_dagster.search.settings import SearchSettings
 from dtrain_dagster.search.trials import TrialSeconds
@@ -17,6 +17,7 @@ from trainer.config import DatasetRef, JobConfig
 RESULT: dict[str, Any] = {
     "name": "rates", "trials": [{}, {}, {}], "counts": {"complete": 1, "pruned": 2}, "usd": 0.5, "metric": "valid_loss",
     "best": {"trial": 2, "score": -2.08, "values": {"learning_rate": 0.01}}, "settings_file": "/s/best.json",
+    "planned": {"at_most_usd": 1.0, "expected_usd": 0.75}, "improvements": [],
 }  # fmt: skip
 
 
@@ -34,13 +35,11 @@ def test_the_end_of_a_search_is_told_once(tmp_path: Path, monkeypatch: pytest.Mo
             search._tell_end(RESULT)
     assert [item["title"] for item in heard] == ["dtrain: search rates has ended"]
     assert heard[0]["message"].splitlines() == [
-        "3 trials (1 complete, 2 pruned), $0.5000",
+        "3 trials (1 complete, 2 pruned) cost $0.5000; the plan was at most $1.00, with $0.7500 expected",
         "best: trial 2, valid_loss -2.08 with learning_rate = 0.01",
-        "dtrain train … --settings /s/best.json",
+        "use it: dtrain train … --settings /s/best.json",
     ]
 
 
 def test_a_search_without_a_score_says_where_to_look() -> None:
-    title, text = write_notice({**RESULT, "best": None, "counts": {"failed": 3}})
-    assert title == "dtrain: search rates has ended"
-    assert "see `dtrain logs` of one" in text
+    assert "see `dtrain logs` of one" in summary({**RESULT, "best": None, "counts": {"failed": 3}})[-1]

@@ -1,4 +1,4 @@
-"""The plan of a search, its results, its file of settings, and its pictures."""
+"""The plan of a search, its results, and its file of settings."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import pytest
 from played_search import SPACE, USUAL, play, source_of
 
 from dtrain_dagster.planning.tuned_settings import read_tuned
-from dtrain_dagster.reports import search_charts
-from dtrain_dagster.search.plan import halving_share, plan_search
 from dtrain_dagster.search.results import importances, improvements, result_document, settings_document
-from dtrain_dagster.search.sampling import Sampler
-from dtrain_dagster.search.settings import SearchSettings
+from dtrain_dagster.search.run import halving_share, plan_search
+from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
 from dtrain_dagster.search.space import parse_space
-from dtrain_dagster.search.trials import Pruner, Trial, TrialSeconds, TrialState
+from dtrain_dagster.search.trials import Trial, TrialSeconds, TrialState
 from trainer.config import ConfigError, DatasetRef, FactoryConfig, JobConfig
 
 BASE = JobConfig(job_id="base", run_dir="/tmp/base", dataset=DatasetRef(uri="/tmp/data", dataset_id="d1"))
@@ -42,14 +40,14 @@ def test_what_each_improvement_cost_adds_up_to_the_dollars_until_then() -> None:
 
 
 def test_the_plan_says_at_most_and_expected_and_how_far_up_the_best_will_be() -> None:
-    settings = SearchSettings(trials=10, pruner=Pruner.ASHA)
+    settings = SearchSettings(trials=10, pruner=Pruner.asha)
     plan = plan_search(settings, USUAL, 3600.0, 2, None)
     assert plan.trial_usd == pytest.approx(USUAL.total)
     assert plan.at_most_usd == pytest.approx(10 * USUAL.total)
     assert plan.expected_usd < plan.at_most_usd
     assert "with 95% confidence, the best of 10 random trials is among the best 26 % of the space" in plan.lines[2]
     assert plan_search(settings, USUAL, 3600.0, 2, 50.0).at_most_usd == 50.0
-    everything = plan_search(replace(settings, pruner=Pruner.NONE), USUAL, 3600.0, 2, None)
+    everything = plan_search(replace(settings, pruner=Pruner.none), USUAL, 3600.0, 2, None)
     assert everything.expected_usd == everything.at_most_usd
 
 
@@ -68,25 +66,13 @@ def test_what_trials_take_is_learned_from_the_bills_of_those_that_went_to_their_
 
 
 def test_the_result_has_the_best_trial_and_all_dollars() -> None:
-    settings = SearchSettings(trials=12, sampler=Sampler.RANDOM, pruner=Pruner.ASHA)
+    settings = SearchSettings(trials=12, sampler=Sampler.random, pruner=Pruner.asha)
     source = play(source_of(settings), [])
     document = result_document(source.trials, settings, 0.5, {"dataset_id": "d1", "pruner": "asha"})
     assert document["usd"] == pytest.approx(0.5 + sum(item.usd for item in source.trials))
     assert document["best"]["trial"] == source.best.number  # type: ignore[union-attr]
     assert importances(SPACE, source.trials, 1.0)
     assert importances(SPACE, source.trials[:3], 1.0) == {}
-
-
-def test_pictures_are_drawn_of_any_search() -> None:
-    settings = SearchSettings(trials=12, sampler=Sampler.RANDOM, pruner=Pruner.ASHA)
-    for trials in (play(source_of(settings), []).trials, ()):
-        charts = (
-            search_charts.dollars_chart(trials, 1.0, "loss"),
-            search_charts.curves_chart(trials, 1.0, "loss"),
-            *search_charts.optuna_charts(SPACE, trials, 1.0, "loss", has_importance=True).values(),
-        )
-        assert len(charts) == (5 if trials else 2)
-        assert all(b"</svg>" in chart for chart in charts)
 
 
 class TestSettingsFile:

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from played_search import OF, SPACE, play, score, source_of
 
-from dtrain_dagster.search.sampling import RANDOM_FIRST, Sampler, draw_values, goals_of
-from dtrain_dagster.search.settings import SearchSettings
+from dtrain_dagster.search.sampling import RANDOM_FIRST, draw_values, goals_of
+from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
 from dtrain_dagster.search.space import parse_space
-from dtrain_dagster.search.trials import Pruner, Trial, TrialState
+from dtrain_dagster.search.trials import Trial, TrialState
 
 
 def trials_of(count: int, seed: int = 0) -> list[Trial]:
     """Trials with random values, whose score is best at a learning rate of 0.01 and no decay."""
     found = []
     for number in range(count):
-        values = draw_values(SPACE, Sampler.RANDOM, seed, number, (), (), 1.0)
+        values = draw_values(SPACE, Sampler.random, seed, number, (), (), 1.0)
         assert values is not None
         scores = tuple(score(values, place) for place in range(1, OF + 1))
         found.append(Trial(number=number, values=values, of=OF, scores=scores, state=TrialState.COMPLETE))
@@ -29,10 +29,10 @@ def trials_of(count: int, seed: int = 0) -> list[Trial]:
 def test_chosen_values_are_better_than_random_ones_and_not_the_same_twice() -> None:
     random, chosen = (
         [
-            play(source_of(SearchSettings(trials=20, parallel=2, sampler=sampler, pruner=Pruner.NONE, seed=seed)), [])
+            play(source_of(SearchSettings(trials=20, parallel=2, sampler=sampler, pruner=Pruner.none, seed=seed)), [])
             for seed in range(2)
         ]
-        for sampler in (Sampler.RANDOM, Sampler.GP)
+        for sampler in (Sampler.random, Sampler.gp)
     )
     late = [np.mean([trial.best(1.0) for trial in source.trials[12:]]) for source in (*random, *chosen)]
     assert np.mean(late[2:]) < 0.9 * np.mean(late[:2])
@@ -43,7 +43,7 @@ def test_a_small_space_is_tried_out_before_anything_is_repeated() -> None:
     space = parse_space({"training.schedule": ["cosine", "constant"], "training.seed": [1, 2, 3, 4]})
     known: list[Trial] = []
     for number in range(14):
-        values = draw_values(space, Sampler.GP, 0, number, known, (), 1.0)
+        values = draw_values(space, Sampler.gp, 0, number, known, (), 1.0)
         assert values is not None
         tried = {str(trial.values) for trial in known}
         assert number < RANDOM_FIRST["gp"] or len(tried) == 8 or str(values) not in tried
@@ -52,7 +52,7 @@ def test_a_small_space_is_tried_out_before_anything_is_repeated() -> None:
     assert len({str(trial.values) for trial in known}) == 8  # and then some of them again
 
 
-@pytest.mark.parametrize("sampler", [Sampler.GP, Sampler.TPE, Sampler.RANDOM, Sampler.QMC])
+@pytest.mark.parametrize("sampler", [Sampler.gp, Sampler.tpe, Sampler.random])
 def test_values_under_conditions_and_lists_are_drawn_by_every_sampler(sampler: Sampler) -> None:
     space = parse_space(
         {
@@ -80,7 +80,7 @@ def test_where_trials_fail_or_diverge_no_more_are_drawn() -> None:
         else trial
         for trial in trials_of(24)
     ]
-    drawn = [draw_values(SPACE, Sampler.GP, seed, 24, known, (), 1.0) for seed in range(4)]
+    drawn = [draw_values(SPACE, Sampler.gp, seed, 24, known, (), 1.0) for seed in range(4)]
     assert max(values["training.learning_rate"] for values in drawn if values is not None) < 0.01
 
 

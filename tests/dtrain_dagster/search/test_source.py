@@ -4,21 +4,19 @@ and a search that was killed goes on where it was."""
 from __future__ import annotations
 
 import math
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from played_search import OF, SPACE, USUAL, Calls, make_job, play, resume, score, source_of
 
-from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Outcome
-from dtrain_dagster.search.sampling import Sampler, draw_values, grid_of
-from dtrain_dagster.search.settings import SearchSettings, pruner_of, sampler_of
+from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetState, Outcome
+from dtrain_dagster.search.sampling import draw_values, grid_of
+from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
 from dtrain_dagster.search.source import TrialSource
 from dtrain_dagster.search.space import SpaceError, parse_space
-from dtrain_dagster.search.study import StudyRecord
-from dtrain_dagster.search.trials import DIVERGED, Pruner, Trial, TrialState, best_trial, why_ended
+from dtrain_dagster.search.trials import DIVERGED, Trial, TrialState, best_trial, why_ended
 from trainer.documents.events import EvaluationEvent
-from trainer.errors import ConfigError
 
 
 def fates(source: TrialSource) -> list[tuple[object, ...]]:
@@ -29,11 +27,10 @@ def fates(source: TrialSource) -> list[tuple[object, ...]]:
 @pytest.mark.parametrize(
     ("sampler", "pruner"),
     [
-        (Sampler.TPE, Pruner.ASHA),
-        (Sampler.TPE, Pruner.NONE),
-        (Sampler.RANDOM, Pruner.ASHA),
-        (Sampler.QMC, Pruner.ASHA),
-        (Sampler.GP, Pruner.ASHA),
+        (Sampler.tpe, Pruner.asha),
+        (Sampler.tpe, Pruner.none),
+        (Sampler.random, Pruner.asha),
+        (Sampler.gp, Pruner.asha),
     ],
 )
 def test_the_same_seed_gives_the_same_trials_in_whatever_order_they_end(sampler: Sampler, pruner: Pruner) -> None:
@@ -50,57 +47,55 @@ def test_the_same_seed_gives_the_same_trials_in_whatever_order_they_end(sampler:
 
 def test_in_any_order_no_trial_waits_for_another() -> None:
     late = {1: 10_000.0}
-    settings = SearchSettings(trials=10, parallel=2, sampler=Sampler.RANDOM, pruner=Pruner.NONE, repeatable=False)
+    settings = SearchSettings(trials=10, parallel=2, sampler=Sampler.random, pruner=Pruner.none, repeatable=False)
     calls: Calls = []
     play(source_of(settings), calls, delay=lambda number, place: late.get(number, 0.0))
     ended = [job_id for job_id, outcome in calls if outcome is not None]
     assert ended.index("trial-1") == 9  # all others passed it
     calls = []
-    in_order = SearchSettings(trials=10, parallel=2, sampler=Sampler.RANDOM, pruner=Pruner.NONE)
+    in_order = SearchSettings(trials=10, parallel=2, sampler=Sampler.random, pruner=Pruner.none)
     play(source_of(in_order), calls, delay=lambda number, place: late.get(number, 0.0))
     assert [job_id for job_id, outcome in calls if outcome is not None].index("trial-1") == 2
 
 
 @pytest.mark.parametrize("stop_after", [7, 30])
-def test_a_killed_search_goes_on_with_the_same_trials(tmp_path: Path, stop_after: int) -> None:
-    """The trials that ran begin again in the played fleet; what was drawn and decided is what the study holds."""
+def test_a_killed_search_goes_on_with_the_same_trials(stop_after: int) -> None:
+    """The trials that ran begin again in the played fleet; what was drawn is what the fleet's record holds."""
     settings = SearchSettings(trials=9, parallel=2, seed=3)
     whole = play(source_of(settings), [])
     calls: Calls = []
-    play(source_of(settings, tmp_path), calls, stop_after=stop_after)
-    again = source_of(settings, tmp_path)
-    resume(again, calls)
+    killed = play(source_of(settings), calls, stop_after=stop_after)
+    again = source_of(settings)
+    resume(again, calls, killed)
     given = [job_id for job_id, outcome in calls if outcome is None]
     play(again, calls)
-    assert [trial.values for trial in again.trials] == [trial.values for trial in whole.trials]
-    assert [trial.scores for trial in again.trials] == [trial.scores for trial in whole.trials]
+    assert fates(again) == fates(whole)
     jobs = [job_id for job_id, outcome in calls if outcome is None]
     assert jobs[: len(given)] == given
     assert len(jobs) == len(set(jobs)) == 9
 
 
-def test_a_decision_that_was_written_is_told_again_whatever_is_known_by_then(tmp_path: Path) -> None:
-    settings = SearchSettings(trials=6, parallel=2, pruner=Pruner.ASHA)
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_a_trial_that_the_one_before_has_ended_is_no_failure_of_its_own(repeatable: bool) -> None:
+    settings = SearchSettings(trials=6, parallel=2, pruner=Pruner.asha, repeatable=repeatable)
     calls: Calls = []
-    first = play(source_of(settings, tmp_path), calls)
-    pruned = next(trial for trial in first.trials if trial.state is TrialState.PRUNED)
-    kept = StudyRecord(tmp_path, "played", SPACE, 1.0).begun(pruned.number)
-    assert kept is not None
-    assert (kept.reason, kept.scores, kept.values) == (pruned.reason, pruned.scores, pruned.values)
-    again = source_of(settings, tmp_path)
-    job_id = f"trial-{pruned.number}"
-    ended = next(place for place, (name, outcome) in enumerate(calls) if name == job_id and outcome is not None)
-    resume(again, calls[:ended])
-    lost = [
-        EvaluationEvent(time=float(place), split="valid", step=place, loss=0.0)  # better than all, and too late
-        for place in range(1, OF)
-    ]
-    assert again.judge(job_id, lost) == pruned.reason
+    first = play(source_of(settings), calls)
+    assert any(trial.state is TrialState.PRUNED for trial in first.trials)
+    again = source_of(settings)
+    told = [(job_id, outcome and replace(outcome, reason=first.trials[int(job_id[6:])].reason))
+            for job_id, outcome in calls]  # fmt: skip
+    resume(again, told, first)
+    assert fates(again) == fates(first)
+
+
+def test_the_trials_of_an_older_version_are_not_taken_for_its_own() -> None:
+    with pytest.raises(FleetError, match="begun by an older version"):
+        source_of(SearchSettings()).resume([FleetJob(job_id="trial-0", node_seconds=1.0)])
 
 
 def test_evaluations_after_a_decision_do_not_count() -> None:
     """A trial goes on for a moment while it is ended; how far is chance."""
-    settings = SearchSettings(trials=4, parallel=1, pruner=Pruner.ASHA, sampler=Sampler.RANDOM)
+    settings = SearchSettings(trials=4, parallel=1, pruner=Pruner.asha, sampler=Sampler.random)
     source = source_of(settings)
     for number, loss in enumerate((0.5, 0.9)):
         job = source.next_job()
@@ -116,7 +111,7 @@ def test_evaluations_after_a_decision_do_not_count() -> None:
 @pytest.mark.parametrize("repeatable", [True, False])
 def test_a_trial_that_ends_before_it_is_judged_is_judged_all_the_same(repeatable: bool) -> None:
     """Whether an orchestrator looks in time is chance, and decides nothing where a seed has to give the same trials."""
-    settings = SearchSettings(trials=2, parallel=1, pruner=Pruner.ASHA, sampler=Sampler.RANDOM, repeatable=repeatable)
+    settings = SearchSettings(trials=2, parallel=1, pruner=Pruner.asha, sampler=Sampler.random, repeatable=repeatable)
     source = source_of(settings)
     for loss in (0.5, 0.9):
         job = source.next_job()
@@ -129,7 +124,7 @@ def test_a_trial_that_ends_before_it_is_judged_is_judged_all_the_same(repeatable
 
 
 def test_a_trial_whose_score_is_no_number_ends_at_once_and_is_never_best() -> None:
-    settings = SearchSettings(trials=8, parallel=2, sampler=Sampler.RANDOM, pruner=Pruner.NONE)
+    settings = SearchSettings(trials=8, parallel=2, sampler=Sampler.random, pruner=Pruner.none)
 
     def diverging(values: object, place: int) -> float:
         loss = score(values, place)  # type: ignore[arg-type]
@@ -147,19 +142,19 @@ def test_a_trial_whose_score_is_no_number_ends_at_once_and_is_never_best() -> No
 def test_values_that_do_not_go_together_are_told_and_cost_nothing() -> None:
     def refusing(number: int, values: object, usual: object) -> object:
         if number == 1:
-            raise ConfigError("no ranks for that batch")
+            return FleetJob(job_id="trial-1", node_seconds=1.0, problem="no ranks for that batch"), 1
         return make_job(number, values, usual)  # type: ignore[arg-type]
 
-    settings = SearchSettings(trials=3, parallel=1, sampler=Sampler.RANDOM)
-    source = TrialSource(SPACE, settings, refusing, StudyRecord(None, "played", SPACE, 1.0), USUAL)  # type: ignore[arg-type]
+    settings = SearchSettings(trials=3, parallel=1, sampler=Sampler.random)
+    source = TrialSource(SPACE, settings, refusing, USUAL)  # type: ignore[arg-type]
     play(source, [])
     assert [trial.state for trial in source.trials][1] is TrialState.FAILED
-    assert source.trials[1].reason == "no training: no ranks for that batch"
+    assert source.trials[1].reason == "no ranks for that batch"
     assert len(source.trials) == 3
 
 
 def test_a_job_that_fails_by_itself_is_no_decision_of_the_search() -> None:
-    source = source_of(SearchSettings(trials=2, parallel=1, sampler=Sampler.RANDOM))
+    source = source_of(SearchSettings(trials=2, parallel=1, sampler=Sampler.random))
     job = source.next_job()
     assert job is not None
     source.on_end(job.job_id, Outcome(state=FleetState.FAILED, reason="out of memory"))
@@ -171,14 +166,14 @@ def test_a_job_that_fails_by_itself_is_no_decision_of_the_search() -> None:
 def test_the_estimator_learns_and_successive_halving_saves() -> None:
     random, learned = (
         [
-            play(source_of(SearchSettings(trials=40, parallel=2, sampler=sampler, pruner=Pruner.NONE, seed=seed)), [])
+            play(source_of(SearchSettings(trials=40, parallel=2, sampler=sampler, pruner=Pruner.none, seed=seed)), [])
             for seed in range(3)
         ]
-        for sampler in (Sampler.RANDOM, Sampler.TPE)
+        for sampler in (Sampler.random, Sampler.tpe)
     )
     late = [np.mean([trial.best(1.0) for trial in source.trials[20:]]) for source in (*random, *learned)]
     assert np.mean(late[3:]) < np.mean(late[:3])
-    halved = play(source_of(SearchSettings(trials=40, parallel=2, pruner=Pruner.ASHA)), [])
+    halved = play(source_of(SearchSettings(trials=40, parallel=2, pruner=Pruner.asha)), [])
     evaluations = sum(len(trial.scores) for trial in halved.trials)
     assert evaluations < 0.6 * 40 * OF
     assert halved.best is not None
@@ -187,7 +182,7 @@ def test_the_estimator_learns_and_successive_halving_saves() -> None:
 
 def test_more_of_a_metric_can_be_better() -> None:
     up, down = (
-        play(source_of(SearchSettings(trials=12, maximise=maximise, sampler=Sampler.RANDOM, pruner=Pruner.ASHA)), [],
+        play(source_of(SearchSettings(trials=12, maximise=maximise, sampler=Sampler.random, pruner=Pruner.asha)), [],
              curve=lambda values, place, sign=sign: sign * score(values, place))
         for maximise, sign in ((True, -1.0), (False, 1.0))
     )  # fmt: skip
@@ -207,7 +202,7 @@ def test_a_grid_is_every_combination_once() -> None:
     )
     whole = grid_of(space)
     assert len(whole) == 2 * 3 + 3
-    drawn = [draw_values(space, Sampler.GRID, 0, number, (), (), 1.0) for number in range(10)]
+    drawn = [draw_values(space, Sampler.grid, 0, number, (), (), 1.0) for number in range(10)]
     assert drawn[9] is None
     assert sorted(map(str, drawn[:9])) == sorted(map(str, whole))
     with pytest.raises(SpaceError, match=r"training\.learning_rate is a range without steps"):
@@ -217,13 +212,13 @@ def test_a_grid_is_every_combination_once() -> None:
 @pytest.mark.parametrize("pruner", list(Pruner))
 def test_a_grid_is_searched_to_its_end_whatever_ends_its_trials(pruner: Pruner) -> None:
     space = parse_space({"training.learning_rate": [1e-3, 1e-2, 1e-1], "training.weight_decay": [0.0, 1.0]})
-    settings = SearchSettings(trials=20, parallel=2, sampler=Sampler.GRID, pruner=pruner)
-    source = play(TrialSource(space, settings, make_job, StudyRecord(None, "played", space, 1.0), USUAL), [])
+    settings = SearchSettings(trials=20, parallel=2, sampler=Sampler.grid, pruner=pruner)
+    source = play(TrialSource(space, settings, make_job, USUAL), [])
     assert len({str(trial.values) for trial in source.trials}) == len(source.trials) == 6
     assert source.best is not None
     assert source.best.values == {"training.learning_rate": 1e-2, "training.weight_decay": 0.0}
     ended = {trial.state for trial in source.trials}
-    assert ended == ({TrialState.COMPLETE} if pruner is Pruner.NONE else {TrialState.COMPLETE, TrialState.PRUNED})
+    assert ended == ({TrialState.COMPLETE} if pruner is Pruner.none else {TrialState.COMPLETE, TrialState.PRUNED})
 
 
 def test_of_three_trials_that_came_so_far_the_best_goes_on() -> None:
@@ -231,19 +226,15 @@ def test_of_three_trials_that_came_so_far_the_best_goes_on() -> None:
         return Trial(number=number, values={}, of=OF, scores=scores)
 
     others = [trial(0, 0.5, 0.4), trial(1, 0.6), trial(2, math.nan), trial(3, 0.9, 0.3, 0.2)]
-    assert why_ended(Pruner.ASHA, trial(4, 0.5), others, 1.0) == ""
-    assert why_ended(Pruner.ASHA, trial(4, 0.55), others, 1.0) == "not among the best at rung 1, after 1 evaluation(s)"
-    assert why_ended(Pruner.ASHA, trial(4, 0.95), others, -1.0) == ""
-    assert why_ended(Pruner.ASHA, trial(4, 0.55, 9.0), others, 1.0) == "", "there is no rung at two"
-    assert why_ended(Pruner.ASHA, trial(4, 0.5, 0.5, 0.3), others, 1.0).startswith("not among the best at rung 2")
-    assert why_ended(Pruner.NONE, trial(4, 0.95), others, 1.0) == ""
-    assert why_ended(Pruner.NONE, trial(4, math.inf), (), 1.0) == DIVERGED
+    assert why_ended(Pruner.asha, trial(4, 0.5), others, 1.0) == ""
+    assert why_ended(Pruner.asha, trial(4, 0.55), others, 1.0) == "not among the best at rung 1, after 1 evaluation(s)"
+    assert why_ended(Pruner.asha, trial(4, 0.95), others, -1.0) == ""
+    assert why_ended(Pruner.asha, trial(4, 0.55, 9.0), others, 1.0) == "", "there is no rung at two"
+    assert why_ended(Pruner.asha, trial(4, 0.5, 0.5, 0.3), others, 1.0).startswith("not among the best at rung 2")
+    assert why_ended(Pruner.none, trial(4, 0.95), others, 1.0) == ""
+    assert why_ended(Pruner.none, trial(4, math.inf), (), 1.0) == DIVERGED
 
 
-def test_names_are_explained() -> None:
-    with pytest.raises(SpaceError, match=r"did you mean random\?"):
-        sampler_of("rndom")
-    with pytest.raises(SpaceError, match="there are asha, none"):
-        pruner_of("zzz")
+def test_a_search_without_trials_is_refused() -> None:
     with pytest.raises(SpaceError, match="trials = 0"):
         SearchSettings(trials=0)
