@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -15,18 +16,33 @@ from dtrain_dagster.cli import json_fields
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, read_settings, refuses, run_dir, say
 from dtrain_dagster.cli.job_names import find_job_or_fleet, named_argument
 from dtrain_dagster.cli.json_output import json_option, print_json
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from dtrain_dagster.costs.ledger import Ledger
-    from dtrain_dagster.costs.prices import Figure, SkuPrice
-    from dtrain_dagster.costs.retail import Refreshed
-    from dtrain_dagster.costs.spot import SpotMarket
-    from dtrain_dagster.costs.tracker import CostTracker
-    from dtrain_dagster.jobs.totals import LaunchTotals
-    from dtrain_dagster.settings.environment import Settings
-    from trainer.rundir import RunDir
+from dtrain_dagster.cli.screen import Column, pairs_table, plain_table, print_fitted
+from dtrain_dagster.costs import export
+from dtrain_dagster.costs.carbon import job_footprint
+from dtrain_dagster.costs.ledger import Ledger, ledger
+from dtrain_dagster.costs.money import SECOND, digits_of, total_shown
+from dtrain_dagster.costs.plan import PLAN, probe_usage_of
+from dtrain_dagster.costs.prices import (
+    Figure,
+    PriceError,
+    SkuPrice,
+    known_regions,
+    price_of,
+    price_table,
+    price_words,
+    refreshed_path,
+    region_of,
+)
+from dtrain_dagster.costs.prices import skus as known_skus
+from dtrain_dagster.costs.retail import RETAIL_URL, Refreshed, refresh_price_table
+from dtrain_dagster.costs.spot import SpotMarket
+from dtrain_dagster.costs.spot_market import fetch_market
+from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.jobs.totals import LaunchTotals, sum_launches
+from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.settings.tiers import TIERS, tier_of
+from dtrain_dagster.support.formatting import dollars, format_duration
+from trainer.rundir import JOB, LAUNCH, RESULT, RunDir
 
 OF_JOBS, OF_PRICES = ("as_csv", "usage_export"), ("skus", "regions", "everywhere", "refresh", "spot_history", "url")
 """The options that need a name, and those that go without one."""
@@ -120,15 +136,6 @@ def _show_fleet(settings: Settings, name: str, as_json: bool) -> None:
 
 def _show_job(settings: Settings, job_id: str, as_json: bool, as_csv: bool, usage_export: Path | None) -> None:
     from dtrain_dagster.clusters.azure_ml.bill import UsageError
-    from dtrain_dagster.costs import export
-    from dtrain_dagster.costs.carbon import job_footprint
-    from dtrain_dagster.costs.ledger import ledger
-    from dtrain_dagster.costs.plan import PLAN, probe_usage_of
-    from dtrain_dagster.costs.prices import PriceError, price_words
-    from dtrain_dagster.costs.tracker import CostTracker
-    from dtrain_dagster.jobs.totals import sum_launches
-    from dtrain_dagster.settings.tiers import tier_of
-    from trainer.rundir import JOB, RESULT
 
     if as_csv and as_json:
         raise Refusal("--csv or --json, not both")
@@ -173,7 +180,6 @@ def _show_job(settings: Settings, job_id: str, as_json: bool, as_csv: bool, usag
 
 def _reconciled(path: Path, tracker: CostTracker, job_id: str, rundir: RunDir, workspace_id: str) -> Any:
     from dtrain_dagster.clusters.azure_ml.bill import marks_of, read_usage, reconcile
-    from trainer.rundir import LAUNCH
 
     rows = read_usage(path.read_bytes(), str(path))
     marks = marks_of(job_id, rundir.read_json(LAUNCH) or {}, workspace_id)
@@ -183,10 +189,6 @@ def _reconciled(path: Path, tracker: CostTracker, job_id: str, rundir: RunDir, w
 def _print(
     tracker: CostTracker, found: Ledger, took: LaunchTotals, words: str, expected: float | None, running: bool
 ) -> None:
-    from dtrain_dagster.cli.screen import plain_table
-    from dtrain_dagster.costs import export
-    from dtrain_dagster.costs.money import SECOND, digits_of, total_shown
-    from dtrain_dagster.support.formatting import dollars, format_duration
 
     digits = digits_of(found.units)
     table = plain_table("cause", "node-time", "share", "dollars", right=("node-time", "share", "dollars"))
@@ -212,7 +214,6 @@ def _print(
 
 
 def _print_reconciled(result: Any) -> None:
-    from dtrain_dagster.cli.screen import plain_table
 
     figures = ("billed", "ours", "difference")
     table = plain_table("day", "meter", *figures, "why", right=figures)
@@ -229,8 +230,6 @@ def _show_prices(
     settings: Settings, as_json: bool, skus: tuple[str, ...], regions: tuple[str, ...], everywhere: bool, refresh: bool,
     spot_history: bool, url: str | None,
 ) -> None:  # fmt: skip
-    from dtrain_dagster.cli.screen import pairs_table
-    from dtrain_dagster.costs.prices import known_regions, price_of, price_table
 
     if refresh:
         _refresh(settings, as_json, skus, regions, spot_history, url)
@@ -269,10 +268,6 @@ def _refresh(
     url: str | None,
 ) -> None:  # fmt: skip
     """Ask for newer prices, keep them in the home, and print what has changed."""
-    from dtrain_dagster.costs.prices import refreshed_path, region_of
-    from dtrain_dagster.costs.prices import skus as known_skus
-    from dtrain_dagster.costs.retail import RETAIL_URL, refresh_price_table
-
     by_name = {sku.casefold(): sku for sku in known_skus()}
     unknown = [sku for sku in skus if sku.casefold() not in by_name]
     if unknown:
@@ -297,7 +292,6 @@ def _refresh(
 def _market() -> Callable[[str, Sequence[str]], SpotMarket]:
     """Return the function that asks Azure Resource Graph, with the login of this machine. Raise `Refusal` where there
     is none."""
-    from dtrain_dagster.costs.spot_market import fetch_market
     from trainer.secrets.azure_token import TOKEN_SCOPE, credential
 
     logging.getLogger("azure.identity").setLevel(logging.CRITICAL)  # it lists all kinds of login; ours is one sentence
@@ -335,9 +329,6 @@ def _refreshed_document(done: Refreshed, path: str) -> dict[str, Any]:
 def _print_table(rows: Sequence[SkuPrice]) -> None:
     """Print a line per SKU and region; behind each price the number of its source, which follows below. What is the
     same in all lines is said once."""
-    from dtrain_dagster.cli.screen import Column, print_fitted
-    from dtrain_dagster.settings.tiers import TIERS
-
     regions, skus = {row.region for row in rows}, {row.sku for row in rows}
     columns = [
         *([Column("REGION")] if len(regions) > 1 else []),
@@ -378,8 +369,6 @@ def _print_refreshed(done: Refreshed) -> None:
     changed = [item for item in done.changes if not item.before or item.before.usd_per_hour != item.after.usd_per_hour]
     click.echo(f"{len(done.changes)} prices were found, {len(changed)} of them new or changed")
     if changed:
-        from dtrain_dagster.cli.screen import Column, print_fitted
-
         columns = (
             *(Column("REGION"), Column("SKU"), Column("TIER"), Column("BEFORE", right=True)),
             *(Column("AS OF", rank=1), Column("NOW", right=True)),

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dtrain_dagster.cli.common import cluster_of, ranks_of, run_dir
 from dtrain_dagster.clusters import presence
@@ -22,8 +23,12 @@ from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.progress import CLAIM, REGISTRATION
 from dtrain_dagster.jobs.totals import LaunchTotals, sum_launches, sum_presences
 from dtrain_dagster.jobs.view import JobFollower, JobView, last_step
+from dtrain_dagster.planning.build_plan import sizes_of
+from dtrain_dagster.planning.check_job import samples_of
+from dtrain_dagster.planning.history import HomeHistory
 from dtrain_dagster.planning.projection import TimeLeft, count_nodes, describe_training, time_left
 from dtrain_dagster.reports.kind_scores import compare_figures, has_kind_scores
+from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.presences import stale_seconds
@@ -31,9 +36,6 @@ from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
 from trainer.rundir import EVALUATION, LAUNCH, RESULT, RunDir
 from trainer.storage.open import open_storage
-
-if TYPE_CHECKING:
-    from dtrain_dagster.settings.environment import Settings
 
 SEPARATOR = " · "
 """What stands between the parts of a line of progress."""
@@ -127,8 +129,6 @@ def read_totals(settings: Settings, rundir: RunDir, launch: Mapping[str, Any], r
 
 def list_facts(settings: Settings, statuses: Sequence[JobStatus], readers: int) -> list[JobFacts]:
     """Return the facts on these jobs, which this many threads read."""
-    from concurrent.futures import ThreadPoolExecutor
-
     with ThreadPoolExecutor(readers) as pool:
         return list(pool.map(lambda status: read_facts(settings, status), statuses))
 
@@ -160,10 +160,6 @@ class LeftClock:
 def expect_finish(settings: Settings, rundir: RunDir) -> float | None:
     """Return the seconds that a training will take after its last step, as past runs alike took; None where this home
     has none, or they cannot be read."""
-    from dtrain_dagster.planning.build_plan import sizes_of
-    from dtrain_dagster.planning.check_job import samples_of
-    from dtrain_dagster.planning.history import HomeHistory
-
     with suppress(ValueError, OSError, RuntimeError):  # what is missing is a figure; a command that needs it says why
         job, launch = rundir.read_job(), rundir.read_json(LAUNCH) or {}
         history = HomeHistory(settings.home, ranks_of(settings), settings.gpu_type, settings.kind.is_this_machine)

@@ -7,15 +7,28 @@ import json
 import shlex
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from dtrain_dagster.cli.common import Refusal, refuses, say
 from dtrain_dagster.cli.job_names import complete_files
-
-if TYPE_CHECKING:
-    from dtrain_dagster.cli.new_project import NewProject, Requirement, Table
+from dtrain_dagster.cli.new_project import (
+    EXAMPLE_TABLE,
+    EXAMPLE_TARGET,
+    NewProject,
+    Requirement,
+    Table,
+    files_of,
+    name_of,
+    refuse_taken,
+    requirement_of,
+)
+from dtrain_dagster.data.table_file import files_of as files_of_table
+from dtrain_dagster.data.table_file import open_table
+from dtrain_dagster.settings.home import make_home
+from dtrain_dagster.settings.home_search import DEFAULT
+from dtrain_dagster.support.graph_names import checked_names
+from trainer.runtime.scratch import scratch_folder
 
 EXAMPLE = "example"
 
@@ -41,11 +54,6 @@ def init(folder: Path, name: str | None, own_model: bool, table: str | None, tar
       dtrain init my-project
       dtrain init houses --table houses.parquet --target price --own-model
     """
-    from dtrain_dagster.cli.new_project import NewProject, files_of, name_of, refuse_taken
-    from dtrain_dagster.settings.home import make_home
-    from dtrain_dagster.settings.home_search import DEFAULT
-    from dtrain_dagster.support.graph_names import checked_names
-
     folder = folder.absolute()
     try:
         chosen = checked_names(name or name_of(folder.name)).pipeline
@@ -63,8 +71,6 @@ def init(folder: Path, name: str | None, own_model: bool, table: str | None, tar
 
 def _installed() -> Requirement:
     """Return how to ask for the dtrain that runs here."""
-    from dtrain_dagster.cli.new_project import requirement_of
-
     found = metadata.distribution("dtrain")
     origin = found.read_text("direct_url.json")
     return requirement_of(found.version, json.loads(origin) if origin else None)
@@ -72,8 +78,6 @@ def _installed() -> Requirement:
 
 def _table_of(folder: Path, table: str | None, target: str | None) -> Table | None:
     """Return the table that the options name, which is there and has the column. Raise `Refusal` otherwise."""
-    from dtrain_dagster.cli.new_project import EXAMPLE_TABLE, EXAMPLE_TARGET, Table
-
     if table is None or table == EXAMPLE:
         if target is not None:
             raise click.UsageError("--target needs --table FILE", click.get_current_context())
@@ -89,11 +93,8 @@ def _table_of(folder: Path, table: str | None, target: str | None) -> Table | No
 
 def _columns_of(path: Path) -> list[str]:
     """Return the names of a table's columns. Raise `DataError` for what is no table."""
-    from dtrain_dagster.data.table_file import files_of, open_table
-    from trainer.runtime.scratch import scratch_folder
-
     with scratch_folder("table") as scratch:
-        return list(open_table(files_of(path), scratch).kinds)
+        return list(open_table(files_of_table(path), scratch).kinds)
 
 
 def _write_project(folder: Path, project: NewProject, files: dict[str, str]) -> None:

@@ -18,8 +18,10 @@ from dtrain_dagster.cli.common import ranks_of, say
 from dtrain_dagster.data.publish import publish_dataset
 from dtrain_dagster.planning.check_job import data_of, samples_of
 from dtrain_dagster.settings.environment import Settings
+from trainer.checkpoint.manifest import read_position
 from trainer.config import FACTORY, ConfigError, JobConfig, parse_job
 from trainer.data.manifest import kind_of, load_manifest
+from trainer.data.sampler import steps_left, steps_per_epoch
 from trainer.differences import FIXED, describe_difference, list_differences, may_change
 from trainer.model.allowed_factories import refuse_foreign_factories, usual_parts
 from trainer.printable import visible
@@ -157,9 +159,6 @@ def as_begun(job: JobConfig, runs: bool = False, changes: Sequence[str] = ()) ->
     """Return the job as it was planned if it exists already, with ``changes`` (``training.epochs=12``), and for as many
     nodes as are asked for now: its batches are divided again. A job that ``runs`` keeps its budget if no other is asked
     for. Raise `ConfigError`, which names what differs, if it was planned otherwise, and for a change that cannot be."""
-    from trainer.checkpoint.manifest import read_position
-    from trainer.data.sampler import steps_left  # numpy
-
     rundir, names = RunDir(job.run_dir), [change.partition("=")[0] for change in changes]
     if changes and (runs or not rundir.storage.exists("job.json")):
         remedy = "cancel it first" if runs else "give --set"
@@ -201,8 +200,6 @@ def as_begun(job: JobConfig, runs: bool = False, changes: Sequence[str] = ()) ->
 
 def total_steps(job: JobConfig) -> int:
     """Return the optimizer steps that the training will take. Raise `ConfigError` if the data cannot feed its ranks."""
-    from trainer.data.sampler import steps_per_epoch  # numpy, not needed for the rest
-
     training = job.training
     per_epoch = steps_per_epoch(samples_of(job)["train"], training.global_batch_size, training.micro_batches)
     steps = per_epoch * training.epochs

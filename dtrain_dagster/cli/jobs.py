@@ -1,11 +1,11 @@
-"""`dtrain jobs`, `status`, `logs` and `cancel`: what runs, and how it stands. Each imports what it needs."""
+"""`dtrain jobs`, `status`, `logs` and `cancel`: what runs, and how it stands."""
 
 from __future__ import annotations
 
 import sys
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import click
 
@@ -20,6 +20,19 @@ from dtrain_dagster.cli.common import (
     run_dir,
     say,
 )
+from dtrain_dagster.cli.facts import (
+    LeftClock,
+    expect_finish,
+    has_result,
+    latest_job,
+    list_facts,
+    priced_summary,
+    read_course,
+    read_facts,
+    status_document,
+    summary_document,
+)
+from dtrain_dagster.cli.follow import follow_training, print_json_lines, print_lines, stream_job
 from dtrain_dagster.cli.job_names import (
     complete_files,
     find_job,
@@ -28,11 +41,13 @@ from dtrain_dagster.cli.job_names import (
     job_argument,
     named_argument,
 )
+from dtrain_dagster.cli.job_tables import print_jobs, print_status
 from dtrain_dagster.cli.json_fields import either, listed
 from dtrain_dagster.cli.json_output import json_option, print_json
-
-if TYPE_CHECKING:
-    from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.cli.screen import pairs_table
+from dtrain_dagster.cli.start import describe_outcome, say_that_it_runs_on
+from dtrain_dagster.jobs.log_follower import follow_logs
+from dtrain_dagster.settings.environment import Settings
 
 READERS = 16
 """The number of run directories that are read in parallel."""
@@ -57,8 +72,6 @@ def jobs(of_fleets: bool, as_json: bool) -> None:
     if of_fleets:
         _list_fleets(settings, as_json)
         return
-    from dtrain_dagster.cli.facts import list_facts
-    from dtrain_dagster.cli.job_tables import print_jobs
 
     rows = list_facts(settings, cluster_of(settings)[0].manager().list_jobs(), READERS)
     if as_json:
@@ -114,8 +127,6 @@ def status(name: str | None, follow: bool, html: str | None, trace: bool, as_jso
     """
     settings = read_settings()
     if name is None:
-        from dtrain_dagster.cli.facts import latest_job
-
         if (found := latest_job(settings)) is None:
             raise Refusal("nothing was materialized yet; name a job, see `dtrain jobs`")
         name = found.uri.rpartition("/")[2]
@@ -138,8 +149,6 @@ def status(name: str | None, follow: bool, html: str | None, trace: bool, as_jso
 
 
 def _follow(settings: Settings, job_id: str) -> None:
-    from dtrain_dagster.cli.follow import follow_training
-    from dtrain_dagster.cli.start import describe_outcome, say_that_it_runs_on
 
     try:
         ended = follow_training(settings, job_id)
@@ -152,7 +161,6 @@ def _follow(settings: Settings, job_id: str) -> None:
 
 
 def _save_page(settings: Settings, job_id: str, file: str) -> None:
-    from pathlib import Path
 
     from dtrain_dagster.cli.ui import places_of
     from dtrain_dagster.dashboard.page import report_page
@@ -190,18 +198,6 @@ def _show_fleet(settings: Settings, name: str, as_json: bool) -> None:
 
 
 def _show_job(settings: Settings, job_id: str, as_json: bool) -> None:
-    from dtrain_dagster.cli.facts import (
-        LeftClock,
-        expect_finish,
-        has_result,
-        priced_summary,
-        read_course,
-        read_facts,
-        status_document,
-        summary_document,
-    )
-    from dtrain_dagster.cli.job_tables import print_status
-    from dtrain_dagster.cli.screen import pairs_table
 
     rundir = run_dir(settings, job_id)
     facts = read_facts(settings, cluster_of(settings)[0].manager().job_status(job_id))
@@ -237,10 +233,6 @@ def logs(job_id: str, node: int | None, follow: bool, tail: int | None, as_json:
       dtrain logs latest --follow --node 1
       dtrain logs latest --json | jq -r 'select(.node == 1).text'
     """
-    from dtrain_dagster.cli.follow import print_json_lines, print_lines, stream_job
-    from dtrain_dagster.cli.start import say_that_it_runs_on
-    from dtrain_dagster.jobs.log_follower import follow_logs
-
     settings = read_settings()
     manager = cluster_of(settings)[0].manager()
     job_id = find_job(settings, job_id)

@@ -1,8 +1,7 @@
 """The option ``--json``: one JSON document on standard output, or one on each line, whose fields are stable and
 documented.
 
-The documentation of the fields stands with the option, and `docs/generate_reference.py` prints it. Nothing is
-imported here before it is needed.
+The documentation of the fields stands with the option, and `docs/generate_reference.py` prints it.
 """
 
 from __future__ import annotations

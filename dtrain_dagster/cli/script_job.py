@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import chdir
-from typing import TYPE_CHECKING
 
 import click
 
 from dtrain_dagster.cli.common import Refusal, ranks_of, say
 from dtrain_dagster.cli.start import new_job_id
+from dtrain_dagster.clusters.ranks import have_gpus, hosts_of
+from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.jobs.orders import (
     ScriptOrder,
     environment_anywhere,
@@ -22,11 +23,13 @@ from dtrain_dagster.jobs.orders import (
     script_of,
     script_trouble,
 )
+from dtrain_dagster.jobs.program import describe_needs
 from dtrain_dagster.jobs.script_job import ScriptJob, describe_script
+from dtrain_dagster.planning.check_job import Checked, check_memory, check_strategy
+from dtrain_dagster.planning.memory_fit import room_of
+from dtrain_dagster.settings.engines import read_engine_options
+from dtrain_dagster.settings.environment import Settings
 from trainer.config import JOB_ID
-
-if TYPE_CHECKING:
-    from dtrain_dagster.settings.environment import Settings
 
 
 def script_to_go_on(settings: Settings, name: str | None) -> ScriptOrder | None:
@@ -48,13 +51,6 @@ def order_script(
 ) -> ScriptJob:  # fmt: skip
     """Return the training of a script on this many nodes. Raise `ConfigError` as `describe_script` does, and where its
     model does not fit into their memory."""
-    from dtrain_dagster.clusters.ranks import have_gpus, hosts_of
-    from dtrain_dagster.costs.prices import price_of
-    from dtrain_dagster.jobs.program import describe_needs
-    from dtrain_dagster.planning.check_job import Checked, check_memory, check_strategy
-    from dtrain_dagster.planning.memory_fit import room_of
-    from dtrain_dagster.settings.engines import read_engine_options
-
     if needs := describe_needs(settings.kind):
         say(f"note: {needs}", err=True)
     job_id = new_job_id(name, "train")

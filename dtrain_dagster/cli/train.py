@@ -13,12 +13,24 @@ from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
+from dtrain_dagster.cli.facts import priced_summary
+from dtrain_dagster.cli.follow import follow_training
 from dtrain_dagster.cli.job_names import complete_datasets, complete_files, complete_jobs
+from dtrain_dagster.cli.job_options import (
+    as_begun,
+    dataset_config,
+    plan_job,
+    read_config,
+    total_steps,
+    with_reachable_data,
+)
+from dtrain_dagster.cli.screen import pairs_table
+from dtrain_dagster.cli.script_job import order_script, script_to_go_on, try_to_keep_script
 from dtrain_dagster.cli.start import (
     dataset_name,
     finish,
@@ -29,10 +41,18 @@ from dtrain_dagster.cli.start import (
     take_over,
     this_command_again,
 )
-
-if TYPE_CHECKING:
-    from dtrain_dagster.settings.environment import Settings
-    from trainer.config import JobConfig
+from dtrain_dagster.cli.tracking import track, try_to_record_end
+from dtrain_dagster.clusters.ranks import explain_idle_gpus, have_gpus, hosts_of
+from dtrain_dagster.costs.prices import alternatives_to, price_of
+from dtrain_dagster.jobs.progress import start_job
+from dtrain_dagster.planning.check_job import check_job, check_strategy
+from dtrain_dagster.planning.memory_fit import room_of
+from dtrain_dagster.planning.tuned_settings import read_tuned
+from dtrain_dagster.settings.engines import read_engine_options
+from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.support.user_sources import ensure_importable
+from trainer.config import ConfigError, JobConfig
+from trainer.strategies import settings_of_backend
 
 
 def size_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -177,8 +197,6 @@ def train(
       dtrain train --dataset latest --nodes 3 --backend horovod
       dtrain train --script my_training.py --nodes 3 -- --width 64
     """
-    from dtrain_dagster.cli.script_job import order_script, script_to_go_on
-
     settings = asked.settings()
     if not (script or asked.config or asked.dataset or arguments):
         known = script_to_go_on(settings, name)
@@ -227,8 +245,6 @@ class Order:
 
 def _plan(settings: Settings, asked: Asked, own: Sequence[str], settings_file: str | None, name: str | None) -> Order:
     """Return the training that the options describe. Raise as `say_what_is_wrong` does."""
-    from dtrain_dagster.cli.job_options import total_steps
-
     job_id = new_job_id(name, "train") if name or asked.dataset else None
     if job_id and not (asked.config or asked.dataset) and run_dir(settings, job_id).storage.exists("job.json"):
         asked = replace(asked, config=f"{run_dir(settings, job_id).uri}/job.json")  # it goes on as it was planned
@@ -249,15 +265,6 @@ def _runs(settings: Settings, job_id: str) -> bool:
 def _train(settings: Settings, order: Order, changes: Sequence[str], detach: bool) -> None:
     """Run a training on the cluster, follow it, and exit as it ends. ``changes``: see
     `dtrain_dagster.cli.job_options.as_begun`."""
-    from dtrain_dagster.cli.facts import priced_summary
-    from dtrain_dagster.cli.follow import follow_training
-    from dtrain_dagster.cli.job_options import as_begun, with_reachable_data
-    from dtrain_dagster.cli.screen import pairs_table
-    from dtrain_dagster.cli.script_job import try_to_keep_script
-    from dtrain_dagster.cli.tracking import track, try_to_record_end
-    from dtrain_dagster.jobs.progress import start_job
-    from dtrain_dagster.support.user_sources import ensure_importable
-
     cluster, project = cluster_of(settings)
     manager, job_id, ranks = cluster.manager(tends=True), order.job.job_id, ranks_of(settings)
     rundir, command = run_dir(settings, job_id), order.command
@@ -300,8 +307,6 @@ def as_overrides(model: str | None, loss: str | None, epochs: int | None) -> lis
 def backend_overrides(name: str | None) -> list[str]:
     """Return the fields that ``--backend`` stands for, as ``--set`` takes them. Raise `ConfigError` for a name that is
     unknown."""
-    from trainer.strategies import settings_of_backend
-
     fields = {} if name is None else settings_of_backend(name)
     return [f"training.{field}={json.dumps(value)}" for field, value in fields.items()]
 
@@ -317,9 +322,6 @@ def job_of_options(
 ) -> tuple[JobConfig, int]:
     """Return the job that the options describe, and the number of its nodes. ``asked``: overrides, which come last.
     Raise as `plan_job` does."""
-    from dtrain_dagster.cli.job_options import dataset_config, plan_job, read_config
-    from dtrain_dagster.planning.tuned_settings import read_tuned
-
     if (config is None) == (dataset is None):
         context = click.get_current_context()
         others = (
@@ -348,8 +350,6 @@ def job_of_options(
 def in_words_of_options(options: Mapping[str, object]) -> Iterator[None]:
     """Let errors within the block name the options that were given instead of the fields of ``job.json`` that they
     stand for. ``options``: each option's value, None where it was not given."""
-    from trainer.config import ConfigError
-
     fields = {"--model": "model.factory", "--loss": "loss.factory", "--epochs": "training.epochs"}
     try:
         yield
@@ -375,12 +375,6 @@ def stated_fields(asked: Sequence[str]) -> set[str]:
 def say_what_is_wrong(job: JobConfig, node_count: int, settings: Settings, rehearses: bool = True) -> None:
     """Check a training before nodes are bought, and print what could not be checked, which GPUs would be idle, and
     whether the size is retired. Raise as `dtrain_dagster.planning.check_job.check_job` does."""
-    from dtrain_dagster.clusters.ranks import explain_idle_gpus, have_gpus, hosts_of
-    from dtrain_dagster.costs.prices import alternatives_to, price_of
-    from dtrain_dagster.planning.check_job import check_job, check_strategy
-    from dtrain_dagster.planning.memory_fit import room_of
-    from dtrain_dagster.settings.engines import read_engine_options
-
     gpus = read_engine_options(settings.cluster).get("gpus", 0) if settings.kind.has_engine else None
     hosts, has_gpus = hosts_of(settings.kind, node_count), have_gpus(settings.kind, settings.gpu_type, gpus)
     ranks, price = ranks_of(settings), price_of(settings.gpu_type)

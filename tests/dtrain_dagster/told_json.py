@@ -9,12 +9,13 @@ from typing import Any
 from click.testing import CliRunner
 
 from dtrain_dagster.cli.json_output import JsonOption, fields_of
-from dtrain_dagster.cli.main import main
+from dtrain_dagster.cli.main import SECTIONS, load_command, main
 
 TOLD = {
     f"dtrain {name}": option.fields
-    for name, command in main.commands.items()  # type: ignore[attr-defined]
-    for option in command.params
+    for names in SECTIONS.values()
+    for name in names
+    for option in load_command(name).params
     if isinstance(option, JsonOption)
 }
 """Words of a command → the fields that it documents."""
