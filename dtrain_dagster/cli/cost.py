@@ -280,7 +280,7 @@ def _refresh(
     for region in where:
         if not region.isalnum():
             raise Refusal(f"{region!r} is not an Azure region; names look like eastus")
-    path = refreshed_path(settings.home)
+    path = refreshed_path()
     done = refresh_price_table(path, where, asked, url or RETAIL_URL, ask_market=_market() if spot_history else None)
     if as_json:
         print_json(_refreshed_document(done, str(path)))

@@ -41,7 +41,7 @@ def test_the_reference_has_every_command_and_option():
         section = sections[words]
         text, blocks = made.split_help(command)
         assert text.splitlines()[0] in section
-        assert command.get_short_help_str(200) == TOLD[words.removeprefix("dtrain ")], "the list of all commands says it"
+        assert command.get_short_help_str(200) == TOLD[words.removeprefix("dtrain ")], "as in the list of all"
         assert f"```text\n{words} " in section, "its usage"
         for option in options_of(command):
             [row] = [line for line in section.splitlines() if re.match(rf"\| `[^`]*{option.opts[0]}(?![\w-])", line)]

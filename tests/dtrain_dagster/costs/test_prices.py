@@ -121,10 +121,10 @@ def test_the_right_meters_are_picked_in_whatever_order_they_come():
     for seed in range(20):
         random.Random(seed).shuffle(items)
         chosen, doubts = choose_prices(items, "eastus", [T4], NOW)
-        assert chosen == {T4: {"dedicated": 0.526, "spot": 0.0627}}
+        assert chosen == {(T4, "dedicated"): 0.526, (T4, "spot"): 0.0627}
         assert not doubts
     chosen, doubts = choose_prices([*items, meter(usd=0.55)], "eastus", [T4], NOW)
-    assert chosen[T4]["dedicated"] == 0.526
+    assert chosen[T4, "dedicated"] == 0.526
     assert doubts == [f"{T4}, dedicated: listed at 0.526 and at 0.55: the lowest is taken"]
 
 
@@ -270,7 +270,7 @@ def test_of_two_figures_the_newer_counts(home):
         refreshed_path().write_text(json.dumps(old))
         assert price_of("Standard_NC6s_v3").usd_per_hour("dedicated") == usd
         assert (
-            merge([read_prices(old), packaged_prices()])["eastus"]["Standard_NC6s_v3"]["dedicated"].usd_per_hour == usd
+            merge([read_prices(old), packaged_prices()])["eastus", "Standard_NC6s_v3", "dedicated"].usd_per_hour == usd
         )
 
 
@@ -315,7 +315,7 @@ def test_what_cannot_be_believed_leaves_the_last_good_table(home, listed, broken
 def test_the_folder_is_made_and_one_that_cannot_be_written_is_named(home, listed):
     listed.items = WANTED
     ask(listed, home / "new" / "folder")
-    assert refreshed_prices(home / "new" / "folder" / "prices.json")["eastus"][T4]["spot"].usd_per_hour == 0.0627
+    assert refreshed_prices(home / "new" / "folder" / "prices.json")["eastus", T4, "spot"].usd_per_hour == 0.0627
     (home / "file").touch()
     with pytest.raises(retail.RetailError, match=r"prices.json cannot be.*DTRAIN_HOME"):
         ask(listed, home / "file")
