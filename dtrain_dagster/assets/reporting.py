@@ -208,11 +208,8 @@ def _figures(performance: "Performance") -> dict[str, Any]:
 def _charts(
     performance: "Performance", usage: Sequence[NodeUsage], events: Sequence[dict[str, Any]]
 ) -> dict[str, bytes]:
-    """Return the pictures of a training as SVG, by their titles."""
-    from dtrain_dagster.reports import time_charts, training_charts
-
-    def of(kind: str) -> list[dict[str, Any]]:
-        return [item for item in events if item["kind"] == kind]
+    """Return the pictures of a training as SVG, by their titles; the job's page has its curves."""
+    from dtrain_dagster.reports import time_charts
 
     pictures = {}
     if performance.ranks:
@@ -220,11 +217,6 @@ def _charts(
     if performance.communication:
         pictures["Communication"] = time_charts.communication_chart(windows(events), performance.communication)
     pictures["Nodes and what happened"] = time_charts.timeline_chart(usage, events)
-    pictures["Where the time went"] = training_charts.phase_chart(performance.phase_seconds)
-    pictures["Throughput"] = time_charts.throughput_chart(of("step"), events)
-    if performance.nodes:
-        pictures["Nodes over time"] = training_charts.node_charts(of("node"))
-    pictures["Training curves"] = training_charts.training_curves(of("step"), of("evaluation"))
     return pictures
 
 

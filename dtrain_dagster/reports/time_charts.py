@@ -154,21 +154,6 @@ def timeline_chart(usage: Sequence[NodeUsage], events: Iterable[Mapping[str, Any
     return svg(figure)
 
 
-def throughput_chart(steps: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> bytes:
-    """Return an SVG of samples per second over all ranks, along the optimizer steps; generations change at dotted
-    lines."""
-    figure = new_figure(9, 2.6)
-    axis = figure.subplots()
-    line(axis, [(row["step"], row["samples_per_second"]) for row in steps], "all ranks", COLOURS[0])
-    formed = (item.step for item in read_events(MembershipEvent, events) if item.generation > 1)
-    for place, step in enumerate(step for step in formed if step is not None):
-        axis.axvline(step, color=INK, linewidth=0.8, linestyle=":", label=None if place else "nodes changed")
-    axis.set_ylim(bottom=0)
-    label(axis, "Throughput", "optimizer step", "samples/s")
-    axis.legend(frameon=False, fontsize=8, loc="lower right", ncols=2)
-    return svg(figure)
-
-
 def _trained_until(events: Sequence[Mapping[str, Any]], end: float) -> float:
     """Return the last step's time: after it the job evaluates and writes, and does not train."""
     return max((item.time for item in read_events(StepEvent, events)), default=end)

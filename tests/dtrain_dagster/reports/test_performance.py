@@ -180,6 +180,5 @@ def test_pictures_are_drawings_with_a_bar_for_every_node():
         time_charts.step_chart(report.ranks),
         time_charts.communication_chart(windows(events), report.communication),
         time_charts.timeline_chart(usage, [*events, *members]),
-        time_charts.throughput_chart([item for item in events if item["kind"] == "step"], members),
     ):
         assert ElementTree.fromstring(picture).tag.endswith("svg")
