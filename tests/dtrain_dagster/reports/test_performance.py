@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from dtrain_dagster.costs.verdict import Goodput, goodput
 from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.monitoring.diagnosis import SlowdownCause
 from dtrain_dagster.monitoring.windows import windows
-from dtrain_dagster.reports import time_charts
 from dtrain_dagster.reports.performance import estimate_scaling, summarise_performance
 from tests.dtrain_dagster.simulated_timing import STEPS_PER_WINDOW, Simulation
 from tests.dtrain_dagster.told_events import write_run
@@ -163,22 +161,3 @@ def test_scaling_is_measured_where_one_node_has_trained_alone():
     unknown = estimate_scaling(windows(three))
     assert unknown.efficiency is None
     assert "at most 9" in unknown.basis
-
-
-def test_pictures_are_drawings_with_a_bar_for_every_node():
-    events = with_steps(Simulation(ranks=4, windows=8).events())
-    usage = whole(events, 4)
-    report = summarise_performance(events, {"training": 10.0}, 4, usage)
-    assert report.communication is not None
-    members = [
-        event("membership", 0, 1, world_size=4, nodes=[10, 11, 12, 13], lost=[], joined=[], topology="mesh"),
-        event("membership", 0, 2, world_size=3, nodes=[10, 11, 12], lost=[13], joined=[], topology="star", step=40),
-    ]
-    at = [item["time"] for item in events]
-    members = [item | {"time": at[place]} for item, place in zip(members, (0, 4), strict=True)]
-    for picture in (
-        time_charts.step_chart(report.ranks),
-        time_charts.communication_chart(windows(events), report.communication),
-        time_charts.timeline_chart(usage, [*events, *members]),
-    ):
-        assert ElementTree.fromstring(picture).tag.endswith("svg")
