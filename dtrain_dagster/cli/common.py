@@ -107,8 +107,13 @@ def read_settings(processes_per_node: int | None = None, nodes: int | None = Non
 
 def ranks_of(settings: Settings) -> int:
     """Return the ranks of each node. Raise `PriceError` for an unknown SKU."""
-    gpus = read_engine_options(settings.cluster).get("gpus", 0) if settings.kind.has_engine else None
+    gpus = gpus_of_engine(settings)
     return ranks_per_node(settings.processes_per_node, settings.kind, settings.gpu_type, settings.nodes, gpus)
+
+
+def gpus_of_engine(settings: Settings) -> int | None:
+    """Return the GPUs that an engine is asked for on each node; None for a cluster without an engine."""
+    return read_engine_options(settings.cluster).get("gpus", 0) if settings.kind.has_engine else None
 
 
 def cluster_of(settings: Settings) -> tuple[GPUClusterResource, ProjectResource]:

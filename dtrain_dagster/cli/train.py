@@ -7,10 +7,9 @@ as well.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from datetime import UTC, datetime
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,16 @@ from dtrain_dagster.cli.job_names import complete_datasets, complete_files, comp
 from dtrain_dagster.cli.job_options import (
     as_begun,
     dataset_config,
+    order_script,
     plan_job,
     read_config,
+    say_what_is_wrong,
+    script_to_go_on,
     total_steps,
+    try_to_keep_script,
     with_reachable_data,
 )
 from dtrain_dagster.cli.screen import pairs_table
-from dtrain_dagster.cli.script_job import order_script, script_to_go_on, try_to_keep_script
 from dtrain_dagster.cli.start import (
     dataset_name,
     finish,
@@ -42,13 +44,8 @@ from dtrain_dagster.cli.start import (
     this_command_again,
 )
 from dtrain_dagster.cli.tracking import track, try_to_record_end
-from dtrain_dagster.clusters.ranks import explain_idle_gpus, have_gpus, hosts_of
-from dtrain_dagster.costs.prices import alternatives_to, price_of
 from dtrain_dagster.jobs.progress import start_job
-from dtrain_dagster.planning.check_job import check_job, check_strategy
-from dtrain_dagster.planning.memory_fit import room_of
 from dtrain_dagster.planning.tuned_settings import read_tuned
-from dtrain_dagster.settings.engines import read_engine_options
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.user_sources import ensure_importable
 from trainer.config import ConfigError, JobConfig
@@ -86,8 +83,11 @@ class Asked:
         return read_settings(self.procs_per_node, self.nodes)
 
     def fields(self, backend: str | None = None) -> list[str]:
-        """Return the fields that are asked for, as ``--set`` takes them."""
-        return [*as_overrides(self.model, self.loss, self.epochs), *backend_overrides(backend), *self.overrides]
+        """Return the fields that are asked for, as ``--set`` takes them. Raise `ConfigError` for a backend that is
+        unknown."""
+        of_backend = {} if backend is None else settings_of_backend(backend)
+        named = [f"training.{field}={json.dumps(value)}" for field, value in of_backend.items()]
+        return [*as_overrides(self.model, self.loss, self.epochs), *named, *self.overrides]
 
     def job(
         self, settings: Settings, own: Sequence[str], job_id: str | None, settings_file: str | None = None
@@ -95,9 +95,19 @@ class Asked:
         """Return `job_of_options` for these options, with ``own`` fields."""
         return job_of_options(settings, self.config, self.dataset, own, self.nodes, job_id, settings_file)
 
-    def in_its_words(self) -> Any:
-        """Return `in_words_of_options` for these options."""
-        return in_words_of_options({"--model": self.model, "--loss": self.loss, "--epochs": self.epochs})
+    @contextmanager
+    def in_its_words(self) -> Iterator[None]:
+        """Let errors within the block name the options that were given instead of the fields of ``job.json`` that they
+        stand for."""
+        fields = {"--model": "model.factory", "--loss": "loss.factory", "--epochs": "training.epochs"}
+        try:
+            yield
+        except ConfigError as error:
+            text = str(error).removeprefix("the command line: ")
+            for option, field in fields.items():
+                if getattr(self, option.removeprefix("--")) is not None:
+                    text = text.replace(field, option)
+            raise ConfigError(text) from None
 
 
 def training_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -304,13 +314,6 @@ def as_overrides(model: str | None, loss: str | None, epochs: int | None) -> lis
     return [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
 
 
-def backend_overrides(name: str | None) -> list[str]:
-    """Return the fields that ``--backend`` stands for, as ``--set`` takes them. Raise `ConfigError` for a name that is
-    unknown."""
-    fields = {} if name is None else settings_of_backend(name)
-    return [f"training.{field}={json.dumps(value)}" for field, value in fields.items()]
-
-
 def job_of_options(
     settings: Settings,
     config: str | None,
@@ -346,21 +349,6 @@ def job_of_options(
     return job, node_count
 
 
-@contextmanager
-def in_words_of_options(options: Mapping[str, object]) -> Iterator[None]:
-    """Let errors within the block name the options that were given instead of the fields of ``job.json`` that they
-    stand for. ``options``: each option's value, None where it was not given."""
-    fields = {"--model": "model.factory", "--loss": "loss.factory", "--epochs": "training.epochs"}
-    try:
-        yield
-    except ConfigError as error:
-        text = str(error).removeprefix("the command line: ")
-        for option, field in fields.items():
-            if options.get(option) is not None:
-                text = text.replace(field, option)
-        raise ConfigError(text) from None
-
-
 def stated_fields(asked: Sequence[str]) -> set[str]:
     """Return the fields of ``training`` that these overrides set, one by one or as a whole. Pure."""
     found: set[str] = set()
@@ -370,26 +358,3 @@ def stated_fields(asked: Sequence[str]) -> set[str]:
         if section == "training":
             found |= {name.partition(".")[0]} if name else set(json.loads(value))
     return found
-
-
-def say_what_is_wrong(job: JobConfig, node_count: int, settings: Settings, rehearses: bool = True) -> None:
-    """Check a training before nodes are bought, and print what could not be checked, which GPUs would be idle, and
-    whether the size is retired. Raise as `dtrain_dagster.planning.check_job.check_job` does."""
-    gpus = read_engine_options(settings.cluster).get("gpus", 0) if settings.kind.has_engine else None
-    hosts, has_gpus = hosts_of(settings.kind, node_count), have_gpus(settings.kind, settings.gpu_type, gpus)
-    ranks, price = ranks_of(settings), price_of(settings.gpu_type)
-    said = check_strategy(job.training, hosts, has_gpus, settings.kind.is_this_machine)
-    room, prices = room_of(settings.kind, price, settings.tiers[0], node_count, ranks), alternatives_to(price.sku)
-    checked = check_job(
-        job, node_count * ranks, rehearses, hosts, has_gpus, room, prices.values() if settings.kind.buys_nodes else ()
-    )
-    for sentence in (*said, *checked.sentences):
-        say(sentence, err=True)
-    if settings.cluster == "azure_ml":
-        from dtrain_dagster.clusters.azure_ml.gpu_nodes import explain_retired
-
-        if retired := explain_retired(price.sku, datetime.now(UTC).date()):
-            say(retired, err=True)
-    hourly = node_count * price.usd_per_hour(settings.tiers[0])
-    if settings.kind.buys_nodes and (idle := explain_idle_gpus(price, ranks, node_count, hourly, is_local=False)):
-        say(f"in each hour: {idle}", err=True)

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, refuses, run_dir, say
 from dtrain_dagster.cli.follow import Bar, in_place
-from dtrain_dagster.cli.job_options import total_steps, with_reachable_data
+from dtrain_dagster.cli.job_options import say_what_is_wrong, total_steps, with_reachable_data
 from dtrain_dagster.cli.screen import plain_table
 from dtrain_dagster.cli.start import (
     dataset_name,
@@ -29,7 +29,7 @@ from dtrain_dagster.cli.start import (
     start_and_follow,
     this_command_again,
 )
-from dtrain_dagster.cli.train import Asked, say_what_is_wrong, training_options
+from dtrain_dagster.cli.train import Asked, training_options
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobSpec, JobStatus
 from dtrain_dagster.costs.prices import PriceError, price_words
 from dtrain_dagster.costs.tracker import CostTracker
