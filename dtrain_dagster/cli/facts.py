@@ -15,13 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dtrain_dagster.cli.common import cluster_of, ranks_of, run_dir
-from dtrain_dagster.clusters import presence
 from dtrain_dagster.clusters.base import ClusterHealth, JobState, JobStatus
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import STAND_IN, price_words
 from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.progress import CLAIM, REGISTRATION
-from dtrain_dagster.jobs.totals import LaunchTotals, sum_launches, sum_presences
+from dtrain_dagster.jobs.totals import LaunchTotals, launched_usage, sum_launches, sum_presences
 from dtrain_dagster.jobs.view import JobFollower, JobView, last_step
 from dtrain_dagster.planning.build_plan import sizes_of
 from dtrain_dagster.planning.check_job import samples_of
@@ -122,9 +121,9 @@ def read_totals(settings: Settings, rundir: RunDir, launch: Mapping[str, Any], r
     """Return the time and the dollars of a job's own nodes, over all launches. ``launch``: the content of
     ``launch.json``."""
     plan = rundir.read_json(PLAN) or {}
-    sku, tier = launch.get("sku") or settings.gpu_type, launch.get("tier") or plan.get("tier") or settings.tiers[0]
-    usage = presence.usage(rundir.nodes(), sku, running, time.time(), stale_seconds(rundir.storage))
-    return sum_launches(usage, tier_of(tier))
+    stale = stale_seconds(rundir.storage)
+    usage = launched_usage(rundir.nodes(), launch, running, time.time(), stale, settings.gpu_type)
+    return sum_launches(usage, tier_of(plan.get("tier") or settings.tiers[0]))
 
 
 def list_facts(settings: Settings, statuses: Sequence[JobStatus], readers: int) -> list[JobFacts]:
