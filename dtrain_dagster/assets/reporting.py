@@ -95,7 +95,7 @@ def report_performance(
 ) -> dg.MaterializeResult:
     """Return a finished training's figures, after its reports were written. ``job_url``: its page on the dashboard."""
     from dtrain_dagster.dashboard.page import write_report
-    from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
+    from dtrain_dagster.jobs.totals import sum_launches
     from dtrain_dagster.monitoring.alerts import describe_strategy
     from dtrain_dagster.planning.optimizer import ResourceOptimizer
     from dtrain_dagster.reports.performance import summarise_performance
@@ -108,7 +108,6 @@ def report_performance(
     events = list(rundir.events())
     performance = summarise_performance(
         events,
-        read_phase_totals(rundir, events),
         result["world_size"],
         [*usage, *plan.probe_usage],
         plan.job["training"],
@@ -126,14 +125,14 @@ def report_performance(
     ).optimization()
     rundir.write_json(PERFORMANCE_REPORT, asdict(performance) | {"optimization": optimization.document()})
     took = sum_launches(usage)
-    expected = plan.estimate.seconds
+    expected, good = plan.estimate.seconds, performance.goodput
     has_gpus = any(node.gpu_utilization is not None for node in performance.nodes)
     figures, gpu_columns = _figures(performance), ("gpu_utilization",) if has_gpus else ()
     first = ("samples_per_second", "goodput_percent", "step_milliseconds_median")
     metadata: dict[str, Any] = {
         **head_of_page(
             performance.verdict,
-            small_bar(performance.segment_shares or performance.phase_seconds),
+            small_bar(performance.segment_shares or {"trained": good.trained_node_seconds, **good.elsewhere}),
             {name: figures.pop(name) for name in first},
         ),
         **_table("by_rank", [_rank_row(rank) for rank in performance.ranks], RANK_COLUMNS),
