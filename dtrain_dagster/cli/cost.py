@@ -68,14 +68,16 @@ OF_JOBS, OF_PRICES = ("as_csv", "usage_export"), ("skus", "regions", "everywhere
 @click.option("--all", "everywhere", is_flag=True, help="Prices in every region that is known.")
 @click.option("--refresh", is_flag=True, help="Ask Azure's public price list for newer prices; it needs no account.")
 @click.option(
-    "--spot-history", is_flag=True,
+    "--spot-history",
+    is_flag=True,
     help="With --refresh, also ask Azure Resource Graph, with your login, for 90 days of Spot prices and for eviction "
     "rates.",
-)  # fmt: skip
+)
 @click.option(
-    "--url", metavar="URL",
+    "--url",
+    metavar="URL",
     help="Another address of the price list.  [default: https://prices.azure.com/api/retail/prices]",
-)  # fmt: skip
+)
 @json_option(
     json_fields.either(
         json_fields.COST,
@@ -333,10 +335,12 @@ def _print_table(rows: Sequence[SkuPrice]) -> None:
     columns = [
         *([Column("REGION")] if len(regions) > 1 else []),
         *([Column("SKU")] if len(skus) > 1 or len(regions) == 1 else []),
-        Column("GPUS", rank=2), Column("GIB", right=True, rank=4),
+        Column("GPUS", rank=2),
+        Column("GIB", right=True, rank=4),
         *(Column(tier.replace("_", "\n").upper(), right=True) for tier in TIERS),
-        Column("SPEED", right=True, rank=3), Column("RETIRED", rank=1),
-    ]  # fmt: skip
+        Column("SPEED", right=True, rank=3),
+        Column("RETIRED", rank=1),
+    ]
     sources: dict[tuple[str, str, str], int] = {}
     cells = [
         [

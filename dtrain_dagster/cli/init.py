@@ -37,10 +37,12 @@ OURS = ("trainer", "dtrain_dagster", "dagster", "dtrain")
 @click.option("--name", help="Of the package and of the graph.  [default: the folder's name]")
 @click.option("--own-model", is_flag=True, help="Begin with a file for a model of your own.")
 @click.option(
-    "--table", metavar="FILE|example", shell_complete=complete_files,
+    "--table",
+    metavar="FILE|example",
+    shell_complete=complete_files,
     help="Train on a Parquet or CSV file (or a folder of them) with a column to predict; example: on a small one that "
     "comes with the project.  [default: the bundled stock prices]",
-)  # fmt: skip
+)
 @click.option("--target", metavar="COLUMN", help="The column of FILE to predict.")
 @refuses
 def init(folder: Path, name: str | None, own_model: bool, table: str | None, target: str | None) -> None:

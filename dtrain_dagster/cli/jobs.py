@@ -101,9 +101,11 @@ def _list_fleets(settings: Settings, as_json: bool) -> None:
 @named_argument(required=False)
 @click.option("--follow", "-f", is_flag=True, help="Follow a training until it ends, as `dtrain train` does.")
 @click.option(
-    "--html", metavar="FILE", shell_complete=complete_files,
+    "--html",
+    metavar="FILE",
+    shell_complete=complete_files,
     help="Save the page of a training as one file, which needs no network and takes about 5 MB.",
-)  # fmt: skip
+)
 @click.option("--trace", is_flag=True, help="Have the next steps of a training's rank 0 traced.")
 @json_option(
     either(

@@ -213,9 +213,11 @@ def train(
         if known is not None:
             script, arguments = known.script, known.arguments
             asked = replace(
-                asked, overrides=(*known.overrides, *asked.overrides), nodes=asked.nodes or known.nodes,
+                asked,
+                overrides=(*known.overrides, *asked.overrides),
+                nodes=asked.nodes or known.nodes,
                 procs_per_node=asked.procs_per_node or known.processes_per_node,
-            )  # fmt: skip
+            )
             settings = asked.settings()
     if script is not None:
         refused = {"config": asked.config, "dataset": asked.dataset, "model": asked.model, "loss": asked.loss}

@@ -77,7 +77,7 @@ def tune(asked: Asked, seconds: float, out: Path, name: str | None) -> None:
       dtrain tune --dataset latest --nodes 3
       dtrain tune --config job.json --seconds 600 --out fast.json
       dtrain train --config job.json --settings fast.json
-    """  # fmt: skip
+    """
     if not LEAST_SECONDS <= seconds < math.inf:
         raise Refusal(f"--seconds {seconds:g}: settings cannot be compared in less than {LEAST_SECONDS:g} s; try 300")
     _refuse_unwritable(out)

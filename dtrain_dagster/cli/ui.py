@@ -49,9 +49,11 @@ OWN = {
 @click.command()
 @click.argument("page", type=click.Choice(list(PORTS)), default="dagster")
 @click.option(
-    "--port", type=click.IntRange(0, 65535), metavar="PORT",
+    "--port",
+    type=click.IntRange(0, 65535),
+    metavar="PORT",
     help="Port to listen on; 0 takes a free one.  [default: 3000, of jobs 8060, of mlflow 5000, of tensorboard 6006]",
-)  # fmt: skip
+)
 @click.option(
     "--allow-host", "names", multiple=True, metavar="NAME", help="A further host name that browsers may use for it."
 )
@@ -72,9 +74,10 @@ OWN = {
     help="Print the address of this job, of jobs.  [default: that of all]",
 )  # fmt: skip
 @click.option(
-    "--token", metavar="env:NAME",
+    "--token",
+    metavar="env:NAME",
     help="Take orders (cancel, resume, trace), of jobs, with this token only; where it is found.",
-)  # fmt: skip
+)
 @click.option("--read-only", is_flag=True, help="Take no orders, of jobs.")
 @refuses
 def ui(page: str, port: int | None, names: tuple[str, ...], **options: Any) -> None:
@@ -235,9 +238,11 @@ def places_of(settings: Settings) -> Places:
     tracking = settings.tracking_uri
     served = tracking if tracking.startswith(("http://", "https://")) else "http://127.0.0.1:5000"
     return Places(
-        dagster_url=settings.dagster_url.rstrip("/"), mlflow_url=served.rstrip("/"), tracking_uri=settings.tracking_uri,
+        dagster_url=settings.dagster_url.rstrip("/"),
+        mlflow_url=served.rstrip("/"),
+        tracking_uri=settings.tracking_uri,
         cluster=cluster,
-    )  # fmt: skip
+    )
 
 
 def _serve_mlflow(settings: Settings, port: int, names: tuple[str, ...], users: tuple[str, ...] = ()) -> None:
