@@ -38,6 +38,8 @@ from trainer.storage.open import open_storage
 
 SEPARATOR = " · "
 """What stands between the parts of a line of progress."""
+READERS = 16
+"""The number of run directories that are read in parallel."""
 DAMAGED = "damaged"
 """The state of a job whose run directory cannot be read."""
 
@@ -126,9 +128,9 @@ def read_totals(settings: Settings, rundir: RunDir, launch: Mapping[str, Any], r
     return sum_launches(usage, tier_of(plan.get("tier") or settings.tiers[0]))
 
 
-def list_facts(settings: Settings, statuses: Sequence[JobStatus], readers: int) -> list[JobFacts]:
-    """Return the facts on these jobs, which this many threads read."""
-    with ThreadPoolExecutor(readers) as pool:
+def list_facts(settings: Settings, statuses: Sequence[JobStatus]) -> list[JobFacts]:
+    """Return the facts on these jobs."""
+    with ThreadPoolExecutor(READERS) as pool:
         return list(pool.map(lambda status: read_facts(settings, status), statuses))
 
 

@@ -32,14 +32,14 @@ from dtrain_dagster.jobs.orders import (
     script_trouble,
 )
 from dtrain_dagster.jobs.program import describe_needs
-from dtrain_dagster.jobs.script_job import ScriptJob, describe_script
+from dtrain_dagster.jobs.script_job import ScriptJob, describe_script, steps_of
 from dtrain_dagster.planning.check_job import Checked, check_job, check_memory, check_strategy, data_of, samples_of
 from dtrain_dagster.planning.memory_fit import room_of
 from dtrain_dagster.settings.environment import Settings
 from trainer.checkpoint.manifest import read_position
 from trainer.config import FACTORY, JOB_ID, ConfigError, JobConfig, parse_job
 from trainer.data.manifest import kind_of, load_manifest
-from trainer.data.sampler import steps_left, steps_per_epoch
+from trainer.data.sampler import steps_left
 from trainer.differences import FIXED, describe_difference, list_differences, may_change
 from trainer.model.allowed_factories import refuse_foreign_factories, usual_parts
 from trainer.printable import visible
@@ -218,10 +218,7 @@ def as_begun(job: JobConfig, runs: bool = False, changes: Sequence[str] = ()) ->
 
 def total_steps(job: JobConfig) -> int:
     """Return the optimizer steps that the training will take. Raise `ConfigError` if the data cannot feed its ranks."""
-    training = job.training
-    per_epoch = steps_per_epoch(samples_of(job)["train"], training.global_batch_size, training.micro_batches)
-    steps = per_epoch * training.epochs
-    return steps if training.max_steps is None else min(steps, training.max_steps)
+    return steps_of(job.training, samples_of(job)["train"])
 
 
 def runnable(command: Sequence[str]) -> tuple[str, ...]:

@@ -49,9 +49,6 @@ from dtrain_dagster.cli.start import describe_outcome, say_that_it_runs_on
 from dtrain_dagster.jobs.log_follower import follow_logs
 from dtrain_dagster.settings.environment import Settings
 
-READERS = 16
-"""The number of run directories that are read in parallel."""
-
 
 @click.command()
 @click.option("--fleets", "of_fleets", is_flag=True, help="List the fleets instead.")
@@ -73,7 +70,7 @@ def jobs(of_fleets: bool, as_json: bool) -> None:
         _list_fleets(settings, as_json)
         return
 
-    rows = list_facts(settings, cluster_of(settings)[0].manager().list_jobs(), READERS)
+    rows = list_facts(settings, cluster_of(settings)[0].manager().list_jobs())
     if as_json:
         print_json([row.document() for row in rows])
     elif rows:
