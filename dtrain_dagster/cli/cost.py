@@ -17,6 +17,7 @@ from dtrain_dagster.cli.common import Refusal, cluster_of, console, read_setting
 from dtrain_dagster.cli.job_names import find_job_or_fleet, named_argument
 from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.cli.screen import Column, pairs_table, plain_table, print_fitted
+from dtrain_dagster.clusters.azure_ml.bill import UsageError, marks_of, read_usage, reconcile
 from dtrain_dagster.costs import export
 from dtrain_dagster.costs.carbon import job_footprint
 from dtrain_dagster.costs.ledger import Ledger, ledger
@@ -43,6 +44,7 @@ from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.tiers import TIERS, tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.rundir import JOB, LAUNCH, RESULT, RunDir
+from trainer.secrets.azure_token import TOKEN_SCOPE, credential
 
 OF_JOBS, OF_PRICES = ("as_csv", "usage_export"), ("skus", "regions", "everywhere", "refresh", "spot_history", "url")
 """The options that need a name, and those that go without one."""
@@ -137,7 +139,6 @@ def _show_fleet(settings: Settings, name: str, as_json: bool) -> None:
 
 
 def _show_job(settings: Settings, job_id: str, as_json: bool, as_csv: bool, usage_export: Path | None) -> None:
-    from dtrain_dagster.clusters.azure_ml.bill import UsageError
 
     if as_csv and as_json:
         raise Refusal("--csv or --json, not both")
@@ -181,7 +182,6 @@ def _show_job(settings: Settings, job_id: str, as_json: bool, as_csv: bool, usag
 
 
 def _reconciled(path: Path, tracker: CostTracker, job_id: str, rundir: RunDir, workspace_id: str) -> Any:
-    from dtrain_dagster.clusters.azure_ml.bill import marks_of, read_usage, reconcile
 
     rows = read_usage(path.read_bytes(), str(path))
     marks = marks_of(job_id, rundir.read_json(LAUNCH) or {}, workspace_id)
@@ -294,8 +294,6 @@ def _refresh(
 def _market() -> Callable[[str, Sequence[str]], SpotMarket]:
     """Return the function that asks Azure Resource Graph, with the login of this machine. Raise `Refusal` where there
     is none."""
-    from trainer.secrets.azure_token import TOKEN_SCOPE, credential
-
     logging.getLogger("azure.identity").setLevel(logging.CRITICAL)  # it lists all kinds of login; ours is one sentence
     try:
         token = str(credential().get_token(TOKEN_SCOPE).token)

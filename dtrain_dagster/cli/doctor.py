@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -23,15 +23,16 @@ from dtrain_dagster.cli.facts import health_document
 from dtrain_dagster.cli.job_tables import print_health
 from dtrain_dagster.cli.json_fields import CHECK, DOCTOR, HEALTH, either
 from dtrain_dagster.cli.json_output import json_option, print_json
+from dtrain_dagster.clusters.azure_ml.client import Service
+from dtrain_dagster.clusters.azure_ml.doctor import DoctorLine, doctor_document, doctor_text, exit_code_of
+from dtrain_dagster.clusters.azure_ml.doctor_reader import Walk
+from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.engine_manager import open_engine
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.settings.azure import read_azure_options
 from dtrain_dagster.settings.engines import read_engine_options
 from dtrain_dagster.settings.environment import Settings, SettingsError
-
-if TYPE_CHECKING:
-    from dtrain_dagster.clusters.azure_ml.doctor import DoctorLine
 
 
 @click.command()
@@ -74,8 +75,6 @@ def _look(nodes: int | None, as_json: bool) -> tuple[dict[str, Any], str, int, b
     """Return what is told of the kind of cluster, as a document and in words, the exit code, and whether the cluster
     was reached."""
     if os.environ.get("DTRAIN_CLUSTER") == "azure_ml":
-        from dtrain_dagster.clusters.azure_ml.doctor import doctor_document, doctor_text, exit_code_of
-
         lines = _examine(nodes)
         missing = {line.check for line in lines if line.verdict == "missing"}
         is_reached = not missing & {"settings", "identity", "workspace"}
@@ -117,11 +116,6 @@ def _answer_of(kind: str, engine: Any, options: dict[str, Any]) -> dict[str, Any
 
 def _examine(nodes: int | None) -> list[DoctorLine]:
     """Return all lines; a single one where the settings do not say what to look at."""
-    from dtrain_dagster.clusters.azure_ml.client import Service
-    from dtrain_dagster.clusters.azure_ml.doctor import DoctorLine
-    from dtrain_dagster.clusters.azure_ml.doctor_reader import Walk
-    from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
-
     try:
         settings = read_settings(nodes=nodes)
         if settings.cluster != "azure_ml":

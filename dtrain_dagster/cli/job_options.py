@@ -20,6 +20,7 @@ import click
 
 from dtrain_dagster.cli.common import Refusal, gpus_of_engine, ranks_of, say
 from dtrain_dagster.cli.start import new_job_id
+from dtrain_dagster.clusters.azure_ml.gpu_nodes import explain_retired
 from dtrain_dagster.clusters.ranks import explain_idle_gpus, have_gpus, hosts_of
 from dtrain_dagster.costs.prices import alternatives_to, price_of
 from dtrain_dagster.data.publish import publish_dataset
@@ -255,11 +256,8 @@ def say_what_is_wrong(
         checked = check_job(job, node_count * ranks, rehearses, hosts, has_gpus, room, others)
     for sentence in (*said, *checked.sentences):
         say(sentence, err=True)
-    if settings.cluster == "azure_ml":
-        from dtrain_dagster.clusters.azure_ml.gpu_nodes import explain_retired
-
-        if retired := explain_retired(price.sku, datetime.now(UTC).date()):
-            say(retired, err=True)
+    if settings.cluster == "azure_ml" and (retired := explain_retired(price.sku, datetime.now(UTC).date())):
+        say(retired, err=True)
     hourly = node_count * price.usd_per_hour(settings.tiers[0])
     if settings.kind.buys_nodes and (idle := explain_idle_gpus(price, ranks, node_count, hourly, is_local=False)):
         say(f"in each hour: {idle}", err=True)

@@ -15,6 +15,7 @@ from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.orders import source_tags
 from dtrain_dagster.jobs.progress import code_version
+from dtrain_dagster.registry.run_record import add_to_run, cost_metrics, lost_metric, note_of
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.tiers import Tier, tier_of
@@ -114,8 +115,6 @@ def record_end(
 ) -> None:
     """Add dollars, report and description to the run of a training that has ended, and say where it is. Raise
     ValueError, RuntimeError or OSError where the cluster or the run directory cannot be read."""
-    from dtrain_dagster.registry.run_record import add_to_run
-
     assert job.tracking.mlflow_tracking_uri is not None
     tier, bill = tier_of(settings.tiers[0]), None
     try:
@@ -146,8 +145,6 @@ class Bill:
 
     def metrics(self) -> dict[str, float]:
         """Return it as metrics of a run."""
-        from dtrain_dagster.registry.run_record import cost_metrics, lost_metric
-
         found = cost_metrics({"total_usd": self.usd, "node_hours": self.node_hours})
         return found | ({} if self.lost_node_seconds is None else lost_metric(self.lost_node_seconds))
 
@@ -156,7 +153,6 @@ def describe_end(rundir: RunDir, tier: Tier, bill: Bill | None, verdict: str) ->
     """Return the metrics and the description of a training that has ended, and write its report. ``bill``: None where
     its dollars are not known; ``verdict``: how it ended. Raise as the run directory does where it cannot be read."""
     from dtrain_dagster.dashboard.page import write_report
-    from dtrain_dagster.registry.run_record import note_of
 
     evaluation = rundir.read_json(EVALUATION)
     worth = worth_line(evaluation, bill.usd if bill else None) if evaluation else None
