@@ -139,7 +139,6 @@ def _show_fleet(settings: Settings, name: str, as_json: bool) -> None:
 
 
 def _show_job(settings: Settings, job_id: str, as_json: bool, as_csv: bool, usage_export: Path | None) -> None:
-
     if as_csv and as_json:
         raise Refusal("--csv or --json, not both")
     cluster = cluster_of(settings)[0]
@@ -182,7 +181,6 @@ def _show_job(settings: Settings, job_id: str, as_json: bool, as_csv: bool, usag
 
 
 def _reconciled(path: Path, tracker: CostTracker, job_id: str, rundir: RunDir, workspace_id: str) -> Any:
-
     rows = read_usage(path.read_bytes(), str(path))
     marks = marks_of(job_id, rundir.read_json(LAUNCH) or {}, workspace_id)
     return reconcile(tracker, rows, marks, datetime.now(UTC).date())
@@ -191,7 +189,6 @@ def _reconciled(path: Path, tracker: CostTracker, job_id: str, rundir: RunDir, w
 def _print(
     tracker: CostTracker, found: Ledger, took: LaunchTotals, words: str, expected: float | None, running: bool
 ) -> None:
-
     digits = digits_of(found.units)
     table = plain_table("cause", "node-time", "share", "dollars", right=("node-time", "share", "dollars"))
     table.add_column("what for", style="dim")
@@ -216,7 +213,6 @@ def _print(
 
 
 def _print_reconciled(result: Any) -> None:
-
     figures = ("billed", "ours", "difference")
     table = plain_table("day", "meter", *figures, "why", right=figures)
     table.title = "against the provider's export"
@@ -232,7 +228,6 @@ def _show_prices(
     settings: Settings, as_json: bool, skus: tuple[str, ...], regions: tuple[str, ...], everywhere: bool, refresh: bool,
     spot_history: bool, url: str | None,
 ) -> None:  # fmt: skip
-
     if refresh:
         _refresh(settings, as_json, skus, regions, spot_history, url)
         return

@@ -148,7 +148,6 @@ def status(name: str | None, follow: bool, html: str | None, trace: bool, as_jso
 
 
 def _follow(settings: Settings, job_id: str) -> None:
-
     try:
         ended = follow_training(settings, job_id)
     except KeyboardInterrupt:
@@ -160,7 +159,6 @@ def _follow(settings: Settings, job_id: str) -> None:
 
 
 def _save_page(settings: Settings, job_id: str, file: str) -> None:
-
     from dtrain_dagster.cli.ui import places_of
     from dtrain_dagster.dashboard.page import report_page
 
@@ -197,7 +195,6 @@ def _show_fleet(settings: Settings, name: str, as_json: bool) -> None:
 
 
 def _show_job(settings: Settings, job_id: str, as_json: bool) -> None:
-
     rundir = run_dir(settings, job_id)
     facts = read_facts(settings, cluster_of(settings)[0].manager().job_status(job_id))
     if facts.status.damage and not as_json:

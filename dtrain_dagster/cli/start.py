@@ -35,7 +35,6 @@ def start_and_follow(
     which is left running; then its name is printed, and None returned."""
 
     def cancel() -> None:
-
         say(f"cancelling job {job_id}; Ctrl-C again does not wait for it", err=True)
         try:
             manager.cancel_job(job_id)

@@ -147,7 +147,6 @@ def _serve_dagster(
     settings: Settings, port: int, names: tuple[str, ...], users: tuple[str, ...] = (), workspace: Path | None = None,
     serves_all: bool = False,
 ) -> None:  # fmt: skip
-
     workspace = workspace or Path("workspace.yaml")
     if not workspace.is_file():
         raise Refusal(f"--workspace {workspace}: there is no such file")
@@ -197,7 +196,6 @@ def _serve_jobs(
     settings: Settings, port: int, names: tuple[str, ...], host: str = HOST, job_id: str | None = None,
     token: str | None = None, read_only: bool = False,
 ) -> None:  # fmt: skip
-
     if job_id is not None:
         job_id = find_training(settings, job_id)
     services = _services(settings, token, read_only or (host not in LOOPBACK and token is None))
@@ -246,7 +244,6 @@ def places_of(settings: Settings) -> Places:
 
 
 def _serve_mlflow(settings: Settings, port: int, names: tuple[str, ...], users: tuple[str, ...] = ()) -> None:
-
     tracking_uri = resolve(settings.tracking_uri)
     if not _has_database(settings):
         raise Refusal(
@@ -262,7 +259,6 @@ def _serve_mlflow(settings: Settings, port: int, names: tuple[str, ...], users: 
 
 
 def _serve_tensorboard(settings: Settings, port: int, names: tuple[str, ...], users: tuple[str, ...] = ()) -> None:
-
     if settings.storage:
         raise Refusal("the jobs are in DTRAIN_STORAGE, which TensorBoard is not given here: use `dtrain ui jobs`")
     allowed = user_ids(users)
@@ -272,6 +268,5 @@ def _serve_tensorboard(settings: Settings, port: int, names: tuple[str, ...], us
 
 
 def _serve(name: str, app: Any, rules: Any, users: frozenset[int] | None, bound: socket, page: str = "") -> None:
-
     click.echo(f"{name}: {address(bound)}{page}")
     server(Guard(app, rules), users=users).run(sockets=[bound])
