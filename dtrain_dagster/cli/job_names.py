@@ -106,60 +106,40 @@ def named_argument(required: bool = True) -> Callable[..., Any]:
     )
 
 
-def complete_jobs_and_fleets(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Return the names of jobs and fleets that begin with what was typed."""
-    return [*complete_jobs(ctx, param, incomplete), *complete_fleets(ctx, param, incomplete)]
-
-
-def complete_jobs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Return the names of jobs that begin with what was typed."""
-    return [name for name in (LATEST, *_known_jobs()) if name.startswith(incomplete)]
-
-
-def complete_fleets(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Return the names of fleets that begin with what was typed."""
-    home = _home()
-    return [name for name in (fleet_names(home) if home else []) if name.startswith(incomplete)]
-
-
-def complete_searches(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Return the names of searches that begin with what was typed."""
-    home = _home()
-    return [name for name in (search_names(home) if home else []) if name.startswith(incomplete)]
-
-
 def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Return what makes a shell complete the names of files by itself."""
     return [CompletionItem(incomplete, type="file")]
 
 
-def complete_datasets(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the ids of the home's datasets that begin with what was typed; where none does, files, as
-    `complete_files`."""
-    home = _home()
-    folder = None if home is None else home / "storage" / "datasets"
-    there: list[str] = []
-    with suppress(OSError):  # of a shell that completes a word nobody wants a stack trace
-        there = sorted(path.name for path in folder.iterdir()) if folder is not None and folder.is_dir() else []
-    found = [CompletionItem(name) for name in (LATEST, *there) if name.startswith(incomplete)]
-    return found or complete_files(ctx, param, incomplete)
+def completes(
+    list_names: Callable[[Settings], Sequence[str]], or_files: bool = False
+) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+    """Return what completes one of these names; ``or_files``: where none begins with what was typed, a file. A wrong
+    setting completes nothing: a command says it, and of a shell that completes a word nobody wants a stack trace."""
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        names: Sequence[str] = ()
+        with suppress(SettingsError, OSError):
+            names = list_names(load_settings())
+        found = [CompletionItem(name) for name in names if name.startswith(incomplete)]
+        return found or (complete_files(ctx, param, incomplete) if or_files else [])
+
+    return complete
 
 
-def _home() -> Path | None:
-    """Return the home that commands work on; None where a setting is wrong, which a command says and a completion does
-    not."""
-    try:
-        return Path(load_settings().home)
-    except SettingsError:
-        return None
-
-
-def _known_jobs() -> list[str]:
+def _known_jobs(settings: Settings) -> list[str]:
     """Return the names of jobs that this machine knows: of jobs elsewhere, those that were ordered from here, since a
     completion must not wait for a network."""
-    try:
-        settings = load_settings()
-        storage = open_storage(settings.jobs_uri)
-        return sorted(storage.list()) if storage.is_local else ordered_jobs(settings.home)
-    except (SettingsError, OSError):
-        return []
+    storage = open_storage(settings.jobs_uri)
+    return [LATEST, *(sorted(storage.list()) if storage.is_local else ordered_jobs(settings.home))]
+
+
+def _known_datasets(settings: Settings) -> list[str]:
+    folder = Path(settings.home, "storage", "datasets")
+    return [LATEST, *(sorted(path.name for path in folder.iterdir()) if folder.is_dir() else ())]
+
+
+complete_jobs = completes(_known_jobs)
+complete_jobs_and_fleets = completes(lambda settings: [*_known_jobs(settings), *fleet_names(settings.home)])
+complete_searches = completes(lambda settings: search_names(settings.home))
+complete_datasets = completes(_known_datasets, or_files=True)
