@@ -46,7 +46,7 @@ from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.rundir import JOB, LAUNCH, RESULT, RunDir
 from trainer.secrets.azure_token import TOKEN_SCOPE, credential
 
-OF_JOBS, OF_PRICES = ("as_csv", "usage_export"), ("skus", "regions", "everywhere", "refresh", "spot_history", "url")
+OF_JOBS, OF_PRICES = ("as_csv", "usage_export"), ("skus", "regions", "everywhere", "refresh", "spot_history")
 """The options that need a name, and those that go without one."""
 
 
@@ -74,11 +74,6 @@ OF_JOBS, OF_PRICES = ("as_csv", "usage_export"), ("skus", "regions", "everywhere
     is_flag=True,
     help="With --refresh, also ask Azure Resource Graph, with your login, for 90 days of Spot prices and for eviction "
     "rates.",
-)
-@click.option(
-    "--url",
-    metavar="URL",
-    help="Another address of the price list.  [default: https://prices.azure.com/api/retail/prices]",
 )
 @json_option(
     json_fields.either(
@@ -226,13 +221,13 @@ def _print_reconciled(result: Any) -> None:
 
 def _show_prices(
     settings: Settings, as_json: bool, skus: tuple[str, ...], regions: tuple[str, ...], everywhere: bool, refresh: bool,
-    spot_history: bool, url: str | None,
+    spot_history: bool,
 ) -> None:  # fmt: skip
     if refresh:
-        _refresh(settings, as_json, skus, regions, spot_history, url)
+        _refresh(settings, as_json, skus, regions, spot_history)
         return
-    if spot_history or url:
-        raise click.UsageError("--spot-history and --url need --refresh", click.get_current_context())
+    if spot_history:
+        raise click.UsageError("--spot-history needs --refresh", click.get_current_context())
     asked = known_regions() if everywhere or (skus and not regions) else regions or (settings.region,)
     if skus:
         known = [
@@ -262,7 +257,6 @@ def _show_prices(
 
 def _refresh(
     settings: Settings, as_json: bool, skus: tuple[str, ...], regions: tuple[str, ...], spot_history: bool,
-    url: str | None,
 ) -> None:  # fmt: skip
     """Ask for newer prices, keep them in the home, and print what has changed."""
     by_name = {sku.casefold(): sku for sku in known_skus()}
@@ -278,7 +272,7 @@ def _refresh(
         if not region.isalnum():
             raise Refusal(f"{region!r} is not an Azure region; names look like eastus")
     path = refreshed_path()
-    done = refresh_price_table(path, where, asked, url or RETAIL_URL, ask_market=_market() if spot_history else None)
+    done = refresh_price_table(path, where, asked, RETAIL_URL, ask_market=_market() if spot_history else None)
     if as_json:
         print_json(_refreshed_document(done, str(path)))
         return

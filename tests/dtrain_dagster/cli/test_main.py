@@ -143,7 +143,7 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         "status": ["--follow", "--html", "--json", "--trace", "-f", "name"],
         "logs": ["--follow", "--json", "--node", "--tail", "-f", "job_id"],
         "cost": [
-            *("--all", "--csv", "--json", "--refresh", "--region", "--sku", "--spot-history", "--url"),
+            *("--all", "--csv", "--json", "--refresh", "--region", "--sku", "--spot-history"),
             *("--usage-export", "name"),
         ],
         "ui": [

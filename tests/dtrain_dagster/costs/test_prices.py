@@ -350,7 +350,9 @@ def test_a_damaged_table_is_refused_until_it_is_fetched_again_or_deleted(home, l
     assert refreshed_prices(refreshed_path()) == {}
 
 
-def test_the_commands(home, listed):
+def test_the_commands(home, listed, monkeypatch):
+    monkeypatch.setattr("dtrain_dagster.cli.cost.RETAIL_URL", listed.url)
+
     def run(*arguments: str, code: int = 0) -> str:
         result = CliRunner().invoke(main, ["cost", *arguments])
         assert result.exit_code == code, result.output
@@ -363,7 +365,7 @@ def test_the_commands(home, listed):
     assert said.startswith("US dollars per node and hour in eastus;")
     assert "[1] 2025-11-04, recorded: Azure ML's vmSizes answer" in said
     listed.items = [meter(usd=0.54)]
-    said = run("--refresh", "--sku", T4.lower(), "--url", listed.url)
+    said = run("--refresh", "--sku", T4.lower())
     assert "1 prices were found, 1 of them new or changed" in said
     assert [line.split() for line in said.splitlines() if T4 in line] == [
         ["eastus", T4, "dedicated", "0.53", "2025-11-04", "0.54"]
@@ -372,5 +374,5 @@ def test_the_commands(home, listed):
     assert "asked: Azure's retail price API" in run("--sku", T4.upper())
     assert "Standard_X" in run("--sku", "Standard_X", code=2)
     assert "known are Standard_NC6s_v3" in run("--refresh", "--sku", "Standard_X", code=2)
-    assert "not an Azure region" in run("--refresh", "--region", "x' or 1 eq 1", "--url", listed.url, code=2)
+    assert "not an Azure region" in run("--refresh", "--region", "x' or 1 eq 1", code=2)
     assert "no prices are known in region 'westeurope'" in run("--region", "westeurope", code=2)
