@@ -126,21 +126,6 @@ class SkuPrice:
         most = self.figures.get("dedicated", figure).usd_per_hour
         return figure.usd_per_hour, max(figure.usd_per_hour, most)
 
-    @property
-    def main_figure(self) -> Figure:
-        """Return the dedicated price, or the first known one."""
-        return next(self.figures[tier] for tier in TIERS if tier in self.figures)
-
-    @property
-    def recorded_on(self) -> str:
-        """Return the date of the main figure; each figure has its own."""
-        return self.main_figure.recorded_on
-
-    @property
-    def source(self) -> str:
-        """Return the source of the main figure; each figure has its own."""
-        return self.main_figure.source
-
 
 Prices = dict[tuple[str, str, Tier], Figure]
 """(Region, SKU, tier) → figure."""

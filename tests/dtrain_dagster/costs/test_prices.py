@@ -180,7 +180,7 @@ def test_a_size_that_is_listed_twice_has_the_price_of_linux(rows, tier, usd):
 def test_sizes_that_share_a_meter_with_another_keep_their_price(home, listed):
     listed.items = [meter(A100, 3.673, isPrimaryMeterRegion=False), meter(T4, 0.526)]
     ask(listed, home, A100, T4)
-    assert price_of(A100).main_figure.how == "asked"
+    assert price_of(A100).figure("dedicated").how == "asked"
     assert price_of(A100).usd_per_hour("dedicated") == 3.673
 
 
@@ -202,7 +202,7 @@ def test_a_list_as_azure_gives_it_is_read_page_by_page_in_several_regions(home, 
     assert price_of(T4, "westeurope").usd_per_hour("spot") == 0.075
     # The size that is listed at zero is not sold: it stays, and is said.
     assert done.notes[0].startswith(f"{H100} in eastus: no dedicated price is listed; it stays at 98.32")
-    assert price_of(H100).main_figure.how != "asked"
+    assert price_of(H100).figure("dedicated").how != "asked"
 
 
 def test_fresh_prices_count_from_then_on(home, listed):
@@ -223,13 +223,11 @@ def test_fresh_prices_count_from_then_on(home, listed):
     assert listed.waits == [7, 2, 4]  # as it said, else ever longer
     assert len(listed.asked) > 3 + 2  # several pages
     assert "serviceName eq 'Virtual Machines' and priceType eq 'Consumption'" in listed.asked[0]["$filter"]
-    fresh = price_of(T4)
-    assert {tier: figure.usd_per_hour for tier, figure in fresh.figures.items()} == {
-        "dedicated": 0.526, "spot": 0.0627,
-    }  # fmt: skip
-    assert (fresh.recorded_on, fresh.main_figure.how) == ("2026-11-21", "asked")
-    assert listed.url in fresh.source
-    assert "armRegionName eq 'eastus'" in fresh.source
+    fresh = price_of(T4).figures
+    assert {tier: figure.usd_per_hour for tier, figure in fresh.items()} == {"dedicated": 0.526, "spot": 0.0627}
+    assert (fresh["dedicated"].recorded_on, fresh["dedicated"].how) == ("2026-11-21", "asked")
+    assert listed.url in fresh["dedicated"].source
+    assert "armRegionName eq 'eastus'" in fresh["dedicated"].source
     assert price_of(A100, "westeurope").usd_per_hour("dedicated") == 4.8  # a region that the package does not have
     with pytest.raises(PriceError, match="not offered"):  # a virtual machine has that meter, and a cluster does not
         price_of(T4_LARGE).usd_per_hour("spot")
@@ -253,7 +251,7 @@ def test_a_price_of_the_retired_meter_in_an_old_table_is_left_out(home):
         "prices": {"eastus": {T4: {"dedicated": [0.53, "s"], "low_priority": [0.11, "s"]}}},
     }
     refreshed_path().write_text(json.dumps(old))
-    assert price_of(T4).recorded_on == "2026-01-10"
+    assert price_of(T4).figure("dedicated").recorded_on == "2026-01-10"
     assert price_of(T4).figure("low_priority") == price_of(T4).figure("spot")  # type: ignore[arg-type]
     assert price_of(T4).figure("spot").recorded_on == "2024-09", "the package's, of Spot's own meter"
 
