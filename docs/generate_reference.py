@@ -32,7 +32,7 @@ from dtrain_dagster.assets.plan_options import ScriptOptions, TrainingOptions
 from dtrain_dagster.assets.program import ProgramOptions
 from dtrain_dagster.assets.search import SearchOptions
 from dtrain_dagster.cli.json_output import JsonOption
-from dtrain_dagster.cli.main import EXIT_CODES, SECTIONS
+from dtrain_dagster.cli.main import EXIT_CODES, SECTIONS, load_command
 from dtrain_dagster.cli.main import main as dtrain
 from dtrain_dagster.dashboard import prometheus
 from dtrain_dagster.definitions import defs
@@ -358,7 +358,7 @@ def describe_commands() -> str:
     """Return the reference: one section per command, in the order of ``dtrain --help``."""
     parts = [introduction()]
     for commands in SECTIONS.values():
-        parts += [describe_command(f"{PROGRAM} {command.name}", command) for command in commands]
+        parts += [describe_command(f"{PROGRAM} {name}", load_command(name)) for name in commands]
     return "\n".join(parts)
 
 
@@ -446,7 +446,7 @@ def introduction() -> str:
     """Return what precedes the sections of the commands."""
     codes = "\n".join(f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items())
     listed = "\n\n".join(
-        f"{title}: " + ", ".join(f"[`{PROGRAM} {each.name}`](#{PROGRAM}-{each.name})" for each in commands)
+        f"{title}: " + ", ".join(f"[`{PROGRAM} {name}`](#{PROGRAM}-{name})" for name in commands)
         for title, commands in SECTIONS.items()
     )
     return (

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import charts
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 
@@ -39,7 +38,6 @@ estimate_scored = build_estimate_scored(STOCK_NAMES)
 def judged(latest: "tuple[str, Score | str] | None", scores: "Sequence[Score]") -> dg.AssetCheckResult:
     """Return the check's result: a job's own score, or why it has none; and all scores together, the oldest first."""
     from dtrain_dagster.planning.scoring import learn, summarise_scores
-    from dtrain_dagster.reports.score_charts import history_chart
 
     if latest is None:
         return dg.AssetCheckResult(passed=True, metadata={"why": "not scored: cost_breakdown has reported no run yet"})
@@ -59,7 +57,6 @@ def judged(latest: "tuple[str, Score | str] | None", scores: "Sequence[Score]") 
         "median_error_percent": _percent(together.median_error or 0.0),
         "coverage_90_percent": _percent(together.coverage or 0.0),
         "learned": f"the next estimate on {last.sku} from a {last.basis} is multiplied by {next_one.factor:.3f}",
-        "history": charts({"Estimates so far": history_chart(scores)}),
     }
     if last.disturbed:
         metadata["not_learned"] = f"{last.disturbed}: nothing is learned from it"

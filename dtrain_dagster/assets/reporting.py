@@ -1,7 +1,7 @@
 """The asset `performance_report`: how fast the nodes were, and what held them up."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,7 @@ from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError, alternatives_to, price_of
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.progress import PERFORMANCE_REPORT
-from dtrain_dagster.monitoring.windows import windows
 from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
 from dtrain_dagster.support.formatting import format_duration
 from dtrain_dagster.support.graph_names import GraphNames
@@ -46,7 +44,7 @@ def build_performance_report(pipeline: Pipeline) -> dg.AssetsDefinition:
         **pipeline.asset("performance_report", "reporting", inputs=("cost_estimate", "trained_checkpoint")),
         kinds={"python"},
         required_resource_keys=pipeline.names.resources,
-        description="How fast the nodes trained and what held them up: verdict first, then figures and pictures.",
+        description="How fast the nodes trained and what held them up: verdict first, then figures and the saved page.",
     )
     def performance_report(
         context: dg.AssetExecutionContext, cost_estimate: TrainingPlan, trained_checkpoint: FinishedJob
@@ -54,11 +52,11 @@ def build_performance_report(pipeline: Pipeline) -> dg.AssetsDefinition:
         """Summarise a finished training's performance, write the report's page, and recommend changes for the next
         run."""
         cluster, project = cluster_resource(context, pipeline.names), project_resource(context, pipeline.names)
-        result, charts = report_performance(
+        result = report_performance(
             cluster, cost_estimate, trained_checkpoint, project.job_url(trained_checkpoint.job_id)
         )
         verdict = str((result.metadata or {})["verdict"])
-        add_report_to_mlflow(context, pipeline.names, cost_estimate, trained_checkpoint, verdict, charts)
+        add_report_to_mlflow(context, pipeline.names, cost_estimate, trained_checkpoint, verdict)
         return result
 
     return performance_report
@@ -73,10 +71,8 @@ def add_report_to_mlflow(
     cost_estimate: TrainingPlan,
     job: FinishedJob,
     verdict: str,
-    charts: Mapping[str, bytes],
 ) -> None:
-    """Give the training's run in MLflow its description, reports and pictures; where that is impossible, a warning says
-    why."""
+    """Give the training's run in MLflow its description and reports; where that is impossible, a warning says why."""
     from dtrain_dagster.costs.worth import worth_line
     from dtrain_dagster.registry.run_record import add_to_run, note_of
 
@@ -90,17 +86,16 @@ def add_report_to_mlflow(
     worth = worth_line(read_finished(rundir, EVALUATION), usd)
     note = note_of(verdict, worth, job.run_dir, project.run_url(context.run.run_id))
     uri = cluster.registry(project).tracking_uri
-    if why := add_to_run(uri, rundir, job.job_id, pictures=charts, note=note):
+    if why := add_to_run(uri, rundir, job.job_id, note=note):
         context.log.warning(why)
 
 
 def report_performance(
     cluster: GPUClusterResource, cost_estimate: TrainingPlan, job: FinishedJob, job_url: str
-) -> tuple[dg.MaterializeResult, dict[str, bytes]]:
-    """Return a finished training's figures, after its reports were written, and its charts (title → SVG). ``job_url``:
-    its page on the dashboard."""
+) -> dg.MaterializeResult:
+    """Return a finished training's figures, after its reports were written. ``job_url``: its page on the dashboard."""
     from dtrain_dagster.dashboard.page import write_report
-    from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
+    from dtrain_dagster.jobs.totals import sum_launches
     from dtrain_dagster.monitoring.alerts import describe_strategy
     from dtrain_dagster.planning.optimizer import ResourceOptimizer
     from dtrain_dagster.reports.performance import summarise_performance
@@ -113,7 +108,6 @@ def report_performance(
     events = list(rundir.events())
     performance = summarise_performance(
         events,
-        read_phase_totals(rundir, events),
         result["world_size"],
         [*usage, *plan.probe_usage],
         plan.job["training"],
@@ -130,15 +124,15 @@ def report_performance(
         startup_seconds=plan.phases.get("startup"),
     ).optimization()
     rundir.write_json(PERFORMANCE_REPORT, asdict(performance) | {"optimization": optimization.document()})
-    took, charts = sum_launches(usage), _charts(performance, usage, events)
-    expected = plan.estimate.seconds
+    took = sum_launches(usage)
+    expected, good = plan.estimate.seconds, performance.goodput
     has_gpus = any(node.gpu_utilization is not None for node in performance.nodes)
     figures, gpu_columns = _figures(performance), ("gpu_utilization",) if has_gpus else ()
     first = ("samples_per_second", "goodput_percent", "step_milliseconds_median")
     metadata: dict[str, Any] = {
         **head_of_page(
             performance.verdict,
-            small_bar(performance.segment_shares or performance.phase_seconds),
+            small_bar(performance.segment_shares or {"trained": good.trained_node_seconds, **good.elsewhere}),
             {name: figures.pop(name) for name in first},
         ),
         **_table("by_rank", [_rank_row(rank) for rank in performance.ranks], RANK_COLUMNS),
@@ -148,7 +142,6 @@ def report_performance(
         ),
         "next_run": dg.MarkdownMetadataValue(optimization.markdown),
         **links(dashboard=job_url),
-        "pictures": dg.MarkdownMetadataValue(_pictures(performance, charts)),
         "report_page": dg.MetadataValue.path(write_report(rundir, plan.tier)),
         "report": dg.MetadataValue.path(f"{rundir.uri}/{PERFORMANCE_REPORT}"),
         "time_against_estimate": f"{took.words}; estimated {format_duration(expected.expected)} "
@@ -165,7 +158,7 @@ def report_performance(
     }
     if optimization.utilization:
         metadata["utilization_percent"] = round(100 * optimization.utilization.fraction, 1)
-    return dg.MaterializeResult(metadata=fit_page(metadata)), charts
+    return dg.MaterializeResult(metadata=fit_page(metadata))
 
 
 def _table(name: str, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> dict[str, Any]:
@@ -203,44 +196,6 @@ def _figures(performance: "Performance") -> dict[str, Any]:
     if also:
         figures["also_found"] = dg.MarkdownMetadataValue("\n".join(also))
     return {name: _short(value) for name, value in figures.items()}
-
-
-def _charts(
-    performance: "Performance", usage: Sequence[NodeUsage], events: Sequence[dict[str, Any]]
-) -> dict[str, bytes]:
-    """Return the pictures of a training as SVG, by their titles."""
-    from dtrain_dagster.reports import time_charts, training_charts
-
-    def of(kind: str) -> list[dict[str, Any]]:
-        return [item for item in events if item["kind"] == kind]
-
-    pictures = {}
-    if performance.ranks:
-        pictures["A step of each rank"] = time_charts.step_chart(performance.ranks)
-    if performance.communication:
-        pictures["Communication"] = time_charts.communication_chart(windows(events), performance.communication)
-    pictures["Nodes and what happened"] = time_charts.timeline_chart(usage, events)
-    pictures["Where the time went"] = training_charts.phase_chart(performance.phase_seconds)
-    pictures["Throughput"] = time_charts.throughput_chart(of("step"), events)
-    if performance.nodes:
-        pictures["Nodes over time"] = training_charts.node_charts(of("node"))
-    pictures["Training curves"] = training_charts.training_curves(of("step"), of("evaluation"))
-    return pictures
-
-
-def _pictures(performance: "Performance", charts: Mapping[str, bytes]) -> str:
-    """Return all pictures in one piece of Markdown, below the verdict and the recommended changes."""
-    from dtrain_dagster.monitoring.alerts import best, describe_strategy
-    from dtrain_dagster.reports import training_charts
-
-    helpful = best(performance.recommendations)
-    text = [f"**{performance.verdict}**"]
-    text += (
-        ["What would help, most helpful first:\n\n" + "\n".join(f"- {describe_strategy(item)}" for item in helpful)]
-        if helpful
-        else []
-    )
-    return "\n\n".join([*text, *(training_charts.markdown_image(picture, title) for title, picture in charts.items())])
 
 
 def _rank_row(rank: "RankPerformance") -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""The parts that the commands of `dtrain` share: refusals, the cluster that the settings name, the terminal.
-
-Nothing is imported here before it is needed, so that ``--help`` answers at once.
-"""
+"""The parts that the commands of `dtrain` share: refusals, the cluster that the settings name, the terminal."""
 
 from __future__ import annotations
 
@@ -9,18 +6,35 @@ import errno
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.console import Console
 
+from dtrain_dagster.cli.screen import Screen
+from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.ranks import ranks_per_node
+from dtrain_dagster.clusters.supervision.engine import EngineUnreachableError
+from dtrain_dagster.costs.prices import PriceError
+from dtrain_dagster.data.errors import DataError
+from dtrain_dagster.fleet.jobs import FleetError
+from dtrain_dagster.fleet.ledger import LedgerError
+from dtrain_dagster.registry.run_model import RunModelError
+from dtrain_dagster.registry.smoke_test import AnswerError
+from dtrain_dagster.registry.versions import RegistryError
+from dtrain_dagster.resources import GPUClusterResource, ProjectResource, build_resources
+from dtrain_dagster.settings.engines import read_engine_options
+from dtrain_dagster.settings.environment import Settings, SettingsError, load_settings
+from dtrain_dagster.settings.home import HomeError
+from dtrain_dagster.settings.unknown import warn_of_variables
+from dtrain_dagster.support.secrets import SecretError
+from trainer.data.manifest import DatasetError
+from trainer.documents.places import PlaceError, checked_id
+from trainer.errors import ConfigError, DamagedError
+from trainer.isolation.runner import IsolationError
 from trainer.printable import visible
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from dtrain_dagster.resources import GPUClusterResource, ProjectResource
-    from dtrain_dagster.settings.environment import Settings
-    from trainer.rundir import RunDir
+from trainer.rundir import RunDir
+from trainer.storage.base import StorageError
 
 EXIT_UNUSABLE, EXIT_INTERRUPTED, EXIT_STOPPED = 2, 130, 143
 PIPE_COLUMNS = 10_000
@@ -30,6 +44,12 @@ STORAGE_TROUBLE = (
     *(errno.EIO, errno.ESTALE, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
 )
 """The error numbers of a disk that is full, read-only, broken or gone."""
+EXPECTED_ERRORS = (
+    *(ClusterError, EngineUnreachableError, ConfigError, DamagedError, DataError, FleetError, LedgerError, HomeError),
+    *(PriceError, SettingsError, SecretError, RegistryError, RunModelError, AnswerError, StorageError, DatasetError),
+    IsolationError,
+)
+"""The errors that a user can cause, or that a service or a storage reports."""
 
 
 class Refusal(click.ClickException):
@@ -56,7 +76,7 @@ def refuses(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **options)
         except (ValueError, RuntimeError, OSError) as error:  # kinds of which all these are
-            if isinstance(error, expected_errors()):
+            if isinstance(error, EXPECTED_ERRORS):
                 raise Refusal(str(error)) from None
             if isinstance(error, OSError) and error.errno in STORAGE_TROUBLE:
                 raise Refusal(storage_trouble(error)) from None
@@ -77,48 +97,8 @@ def storage_trouble(error: OSError) -> str:
     )
 
 
-def expected_errors() -> tuple[type[Exception], ...]:
-    """Return the errors that a user can cause, or that a service or a storage reports."""
-    from dtrain_dagster.clusters.base import ClusterError
-    from dtrain_dagster.clusters.supervision.engine import EngineUnreachableError
-    from dtrain_dagster.costs.prices import PriceError
-    from dtrain_dagster.data.errors import DataError
-    from dtrain_dagster.fleet.jobs import FleetError
-    from dtrain_dagster.fleet.ledger import LedgerError
-    from dtrain_dagster.registry.run_model import RunModelError
-    from dtrain_dagster.registry.smoke_test import AnswerError
-    from dtrain_dagster.registry.versions import RegistryError
-    from dtrain_dagster.settings.environment import SettingsError
-    from dtrain_dagster.settings.home import HomeError
-    from dtrain_dagster.support.secrets import SecretError
-    from trainer.data.manifest import DatasetError
-    from trainer.errors import ConfigError, DamagedError
-    from trainer.isolation.runner import IsolationError
-    from trainer.storage.base import StorageError
-
-    return (
-        *(
-            ClusterError,
-            EngineUnreachableError,
-            ConfigError,
-            DamagedError,
-            DataError,
-            FleetError,
-            LedgerError,
-            HomeError,
-            PriceError,
-            SettingsError,
-            SecretError,
-        ),
-        *(RegistryError, RunModelError, AnswerError, StorageError, DatasetError, IsolationError),
-    )
-
-
 def read_settings(processes_per_node: int | None = None, nodes: int | None = None) -> Settings:
     """Return the settings of the environment; options of the command come first."""
-    from dtrain_dagster.settings.environment import load_settings
-    from dtrain_dagster.settings.unknown import warn_of_variables
-
     settings = load_settings()
     warn_of_variables()
     given = {"processes_per_node": processes_per_node, "nodes": nodes}
@@ -127,18 +107,18 @@ def read_settings(processes_per_node: int | None = None, nodes: int | None = Non
 
 def ranks_of(settings: Settings) -> int:
     """Return the ranks of each node. Raise `PriceError` for an unknown SKU."""
-    from dtrain_dagster.clusters.ranks import ranks_per_node
-    from dtrain_dagster.settings.engines import read_engine_options
-
-    gpus = read_engine_options(settings.cluster).get("gpus", 0) if settings.kind.has_engine else None
+    gpus = gpus_of_engine(settings)
     return ranks_per_node(settings.processes_per_node, settings.kind, settings.gpu_type, settings.nodes, gpus)
+
+
+def gpus_of_engine(settings: Settings) -> int | None:
+    """Return the GPUs that an engine is asked for on each node; None for a cluster without an engine."""
+    return read_engine_options(settings.cluster).get("gpus", 0) if settings.kind.has_engine else None
 
 
 def cluster_of(settings: Settings) -> tuple[GPUClusterResource, ProjectResource]:
     """Return the resources that assets get, so that a shell and Dagster see one cluster. No request is made before the
     manager is used."""
-    from dtrain_dagster.resources import build_resources
-
     resources: dict[str, Any] = build_resources(settings)
     return resources["cluster"], resources["project"]
 
@@ -146,9 +126,6 @@ def cluster_of(settings: Settings) -> tuple[GPUClusterResource, ProjectResource]
 def run_dir(settings: Settings, job_id: str) -> RunDir:
     """Return the run directory of a job, wherever the cluster keeps it. Raise `Refusal` for an invalid id: it becomes
     part of a path."""
-    from trainer.documents.places import PlaceError, checked_id
-    from trainer.rundir import RunDir
-
     try:
         checked_id(job_id, "the name of the job")
     except PlaceError as error:
@@ -158,7 +135,5 @@ def run_dir(settings: Settings, job_id: str) -> RunDir:
 
 def console() -> Console:
     """Return the console to print to."""
-    from dtrain_dagster.cli.screen import Screen
-
     made = Screen()
     return made if made.is_terminal else Screen(width=PIPE_COLUMNS)

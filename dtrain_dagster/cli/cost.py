@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -15,20 +16,37 @@ from dtrain_dagster.cli import json_fields
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, read_settings, refuses, run_dir, say
 from dtrain_dagster.cli.job_names import find_job_or_fleet, named_argument
 from dtrain_dagster.cli.json_output import json_option, print_json
+from dtrain_dagster.cli.screen import Column, pairs_table, plain_table, print_fitted
+from dtrain_dagster.clusters.azure_ml.bill import UsageError, marks_of, read_usage, reconcile
+from dtrain_dagster.costs import export
+from dtrain_dagster.costs.carbon import job_footprint
+from dtrain_dagster.costs.ledger import Ledger, ledger
+from dtrain_dagster.costs.money import SECOND, digits_of, total_shown
+from dtrain_dagster.costs.plan import PLAN, probe_usage_of
+from dtrain_dagster.costs.prices import (
+    Figure,
+    PriceError,
+    SkuPrice,
+    known_regions,
+    price_of,
+    price_table,
+    price_words,
+    refreshed_path,
+    region_of,
+)
+from dtrain_dagster.costs.prices import skus as known_skus
+from dtrain_dagster.costs.retail import RETAIL_URL, Refreshed, refresh_price_table
+from dtrain_dagster.costs.spot import SpotMarket
+from dtrain_dagster.costs.spot_market import fetch_market
+from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.jobs.totals import LaunchTotals, sum_launches
+from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.settings.tiers import TIERS, tier_of
+from dtrain_dagster.support.formatting import dollars, format_duration
+from trainer.rundir import JOB, LAUNCH, RESULT, RunDir
+from trainer.secrets.azure_token import TOKEN_SCOPE, credential
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from dtrain_dagster.costs.ledger import Ledger
-    from dtrain_dagster.costs.prices import Figure, SkuPrice
-    from dtrain_dagster.costs.retail import Refreshed
-    from dtrain_dagster.costs.spot import SpotMarket
-    from dtrain_dagster.costs.tracker import CostTracker
-    from dtrain_dagster.jobs.totals import LaunchTotals
-    from dtrain_dagster.settings.environment import Settings
-    from trainer.rundir import RunDir
-
-OF_JOBS, OF_PRICES = ("as_csv", "usage_export"), ("skus", "regions", "everywhere", "refresh", "spot_history", "url")
+OF_JOBS, OF_PRICES = ("as_csv", "usage_export"), ("skus", "regions", "everywhere", "refresh", "spot_history")
 """The options that need a name, and those that go without one."""
 
 
@@ -52,14 +70,11 @@ OF_JOBS, OF_PRICES = ("as_csv", "usage_export"), ("skus", "regions", "everywhere
 @click.option("--all", "everywhere", is_flag=True, help="Prices in every region that is known.")
 @click.option("--refresh", is_flag=True, help="Ask Azure's public price list for newer prices; it needs no account.")
 @click.option(
-    "--spot-history", is_flag=True,
+    "--spot-history",
+    is_flag=True,
     help="With --refresh, also ask Azure Resource Graph, with your login, for 90 days of Spot prices and for eviction "
     "rates.",
-)  # fmt: skip
-@click.option(
-    "--url", metavar="URL",
-    help="Another address of the price list.  [default: https://prices.azure.com/api/retail/prices]",
-)  # fmt: skip
+)
 @json_option(
     json_fields.either(
         json_fields.COST,
@@ -119,17 +134,6 @@ def _show_fleet(settings: Settings, name: str, as_json: bool) -> None:
 
 
 def _show_job(settings: Settings, job_id: str, as_json: bool, as_csv: bool, usage_export: Path | None) -> None:
-    from dtrain_dagster.clusters.azure_ml.bill import UsageError
-    from dtrain_dagster.costs import export
-    from dtrain_dagster.costs.carbon import job_footprint
-    from dtrain_dagster.costs.ledger import ledger
-    from dtrain_dagster.costs.plan import PLAN, probe_usage_of
-    from dtrain_dagster.costs.prices import PriceError, price_words
-    from dtrain_dagster.costs.tracker import CostTracker
-    from dtrain_dagster.jobs.totals import sum_launches
-    from dtrain_dagster.settings.tiers import tier_of
-    from trainer.rundir import JOB, RESULT
-
     if as_csv and as_json:
         raise Refusal("--csv or --json, not both")
     cluster = cluster_of(settings)[0]
@@ -172,9 +176,6 @@ def _show_job(settings: Settings, job_id: str, as_json: bool, as_csv: bool, usag
 
 
 def _reconciled(path: Path, tracker: CostTracker, job_id: str, rundir: RunDir, workspace_id: str) -> Any:
-    from dtrain_dagster.clusters.azure_ml.bill import marks_of, read_usage, reconcile
-    from trainer.rundir import LAUNCH
-
     rows = read_usage(path.read_bytes(), str(path))
     marks = marks_of(job_id, rundir.read_json(LAUNCH) or {}, workspace_id)
     return reconcile(tracker, rows, marks, datetime.now(UTC).date())
@@ -183,11 +184,6 @@ def _reconciled(path: Path, tracker: CostTracker, job_id: str, rundir: RunDir, w
 def _print(
     tracker: CostTracker, found: Ledger, took: LaunchTotals, words: str, expected: float | None, running: bool
 ) -> None:
-    from dtrain_dagster.cli.screen import plain_table
-    from dtrain_dagster.costs import export
-    from dtrain_dagster.costs.money import SECOND, digits_of, total_shown
-    from dtrain_dagster.support.formatting import dollars, format_duration
-
     digits = digits_of(found.units)
     table = plain_table("cause", "node-time", "share", "dollars", right=("node-time", "share", "dollars"))
     table.add_column("what for", style="dim")
@@ -212,8 +208,6 @@ def _print(
 
 
 def _print_reconciled(result: Any) -> None:
-    from dtrain_dagster.cli.screen import plain_table
-
     figures = ("billed", "ours", "difference")
     table = plain_table("day", "meter", *figures, "why", right=figures)
     table.title = "against the provider's export"
@@ -227,16 +221,13 @@ def _print_reconciled(result: Any) -> None:
 
 def _show_prices(
     settings: Settings, as_json: bool, skus: tuple[str, ...], regions: tuple[str, ...], everywhere: bool, refresh: bool,
-    spot_history: bool, url: str | None,
+    spot_history: bool,
 ) -> None:  # fmt: skip
-    from dtrain_dagster.cli.screen import pairs_table
-    from dtrain_dagster.costs.prices import known_regions, price_of, price_table
-
     if refresh:
-        _refresh(settings, as_json, skus, regions, spot_history, url)
+        _refresh(settings, as_json, skus, regions, spot_history)
         return
-    if spot_history or url:
-        raise click.UsageError("--spot-history and --url need --refresh", click.get_current_context())
+    if spot_history:
+        raise click.UsageError("--spot-history needs --refresh", click.get_current_context())
     asked = known_regions() if everywhere or (skus and not regions) else regions or (settings.region,)
     if skus:
         known = [
@@ -266,13 +257,8 @@ def _show_prices(
 
 def _refresh(
     settings: Settings, as_json: bool, skus: tuple[str, ...], regions: tuple[str, ...], spot_history: bool,
-    url: str | None,
 ) -> None:  # fmt: skip
     """Ask for newer prices, keep them in the home, and print what has changed."""
-    from dtrain_dagster.costs.prices import refreshed_path, region_of
-    from dtrain_dagster.costs.prices import skus as known_skus
-    from dtrain_dagster.costs.retail import RETAIL_URL, refresh_price_table
-
     by_name = {sku.casefold(): sku for sku in known_skus()}
     unknown = [sku for sku in skus if sku.casefold() not in by_name]
     if unknown:
@@ -285,8 +271,8 @@ def _refresh(
     for region in where:
         if not region.isalnum():
             raise Refusal(f"{region!r} is not an Azure region; names look like eastus")
-    path = refreshed_path(settings.home)
-    done = refresh_price_table(path, where, asked, url or RETAIL_URL, ask_market=_market() if spot_history else None)
+    path = refreshed_path()
+    done = refresh_price_table(path, where, asked, RETAIL_URL, ask_market=_market() if spot_history else None)
     if as_json:
         print_json(_refreshed_document(done, str(path)))
         return
@@ -297,9 +283,6 @@ def _refresh(
 def _market() -> Callable[[str, Sequence[str]], SpotMarket]:
     """Return the function that asks Azure Resource Graph, with the login of this machine. Raise `Refusal` where there
     is none."""
-    from dtrain_dagster.costs.spot_market import fetch_market
-    from trainer.secrets.azure_token import TOKEN_SCOPE, credential
-
     logging.getLogger("azure.identity").setLevel(logging.CRITICAL)  # it lists all kinds of login; ours is one sentence
     try:
         token = str(credential().get_token(TOKEN_SCOPE).token)
@@ -335,17 +318,16 @@ def _refreshed_document(done: Refreshed, path: str) -> dict[str, Any]:
 def _print_table(rows: Sequence[SkuPrice]) -> None:
     """Print a line per SKU and region; behind each price the number of its source, which follows below. What is the
     same in all lines is said once."""
-    from dtrain_dagster.cli.screen import Column, print_fitted
-    from dtrain_dagster.settings.tiers import TIERS
-
     regions, skus = {row.region for row in rows}, {row.sku for row in rows}
     columns = [
         *([Column("REGION")] if len(regions) > 1 else []),
         *([Column("SKU")] if len(skus) > 1 or len(regions) == 1 else []),
-        Column("GPUS", rank=2), Column("GIB", right=True, rank=4),
+        Column("GPUS", rank=2),
+        Column("GIB", right=True, rank=4),
         *(Column(tier.replace("_", "\n").upper(), right=True) for tier in TIERS),
-        Column("SPEED", right=True, rank=3), Column("RETIRED", rank=1),
-    ]  # fmt: skip
+        Column("SPEED", right=True, rank=3),
+        Column("RETIRED", rank=1),
+    ]
     sources: dict[tuple[str, str, str], int] = {}
     cells = [
         [
@@ -378,8 +360,6 @@ def _print_refreshed(done: Refreshed) -> None:
     changed = [item for item in done.changes if not item.before or item.before.usd_per_hour != item.after.usd_per_hour]
     click.echo(f"{len(done.changes)} prices were found, {len(changed)} of them new or changed")
     if changed:
-        from dtrain_dagster.cli.screen import Column, print_fitted
-
         columns = (
             *(Column("REGION"), Column("SKU"), Column("TIER"), Column("BEFORE", right=True)),
             *(Column("AS OF", rank=1), Column("NOW", right=True)),

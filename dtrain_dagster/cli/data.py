@@ -13,6 +13,7 @@ from dtrain_dagster.cli.common import read_settings, refuses, say
 from dtrain_dagster.cli.job_names import complete_files
 from dtrain_dagster.cli.json_fields import DATASET
 from dtrain_dagster.cli.json_output import json_option, print_json
+from dtrain_dagster.data.rows import RowParams, build_rows
 
 VALID, TEST = "Share of the validation split.", "Share of the test split."
 SEED = "The same seed divides in the same way."
@@ -55,8 +56,6 @@ def data(source: str, target: str, drop: tuple[str, ...], as_json: bool, **optio
       dtrain data visits.parquet --target bought --split-by customer \\
         --drop visit_id --missing mean
     """
-    from dtrain_dagster.data.rows import RowParams, build_rows
-
     made = build_rows(source, read_settings().storage_uri, RowParams(target=target, drop=drop, **options))
     columns = [column for column in made.manifest["columns"] if column["role"] == "feature"]
     names = made.manifest["classes"]

@@ -5,26 +5,34 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from dtrain_dagster.cli.common import (
     EXIT_UNUSABLE,
+    EXPECTED_ERRORS,
     cluster_of,
     console,
-    expected_errors,
     ranks_of,
     read_settings,
     refuses,
     say,
 )
+from dtrain_dagster.cli.facts import health_document
+from dtrain_dagster.cli.job_tables import print_health
 from dtrain_dagster.cli.json_fields import CHECK, DOCTOR, HEALTH, either
 from dtrain_dagster.cli.json_output import json_option, print_json
-
-if TYPE_CHECKING:
-    from dtrain_dagster.clusters.azure_ml.doctor import DoctorLine
-    from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.clusters.azure_ml.client import Service
+from dtrain_dagster.clusters.azure_ml.doctor import DoctorLine, doctor_document, doctor_text, exit_code_of
+from dtrain_dagster.clusters.azure_ml.doctor_reader import Walk
+from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
+from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.engine_manager import open_engine
+from dtrain_dagster.costs.prices import PriceError
+from dtrain_dagster.settings.azure import read_azure_options
+from dtrain_dagster.settings.engines import read_engine_options
+from dtrain_dagster.settings.environment import Settings, SettingsError
 
 
 @click.command()
@@ -48,12 +56,10 @@ def doctor(nodes: int | None, as_json: bool) -> None:
       dtrain doctor
       dtrain doctor --nodes 8 --json
     """
-    from dtrain_dagster.cli.facts import health_document
-
     document, text, code, is_reached = _look(nodes, as_json)
     health = None
     if is_reached:
-        with suppress(*expected_errors()):  # what keeps from asking was told above
+        with suppress(*EXPECTED_ERRORS):  # what keeps from asking was told above
             health = cluster_of(read_settings(nodes=nodes))[0].manager().monitor_health()
     if as_json:
         print_json({**(health_document(health) if health else {}), **document})
@@ -61,8 +67,6 @@ def doctor(nodes: int | None, as_json: bool) -> None:
     if text:
         say(text)
     if health:
-        from dtrain_dagster.cli.job_tables import print_health
-
         print_health(console(), health)
     sys.exit(code)
 
@@ -71,8 +75,6 @@ def _look(nodes: int | None, as_json: bool) -> tuple[dict[str, Any], str, int, b
     """Return what is told of the kind of cluster, as a document and in words, the exit code, and whether the cluster
     was reached."""
     if os.environ.get("DTRAIN_CLUSTER") == "azure_ml":
-        from dtrain_dagster.clusters.azure_ml.doctor import doctor_document, doctor_text, exit_code_of
-
         lines = _examine(nodes)
         missing = {line.check for line in lines if line.verdict == "missing"}
         is_reached = not missing & {"settings", "identity", "workspace"}
@@ -85,9 +87,6 @@ def _look(nodes: int | None, as_json: bool) -> tuple[dict[str, Any], str, int, b
 def _ask_engine(settings: Settings, as_json: bool) -> dict[str, Any]:
     """Return what the engine of a cluster answers, with the fields of `dtrain_dagster.cli.json_fields.CHECK`. As JSON,
     that it cannot be used is an answer as well, with the exit code of a refusal."""
-    from dtrain_dagster.clusters.engine_manager import open_engine
-    from dtrain_dagster.settings.engines import read_engine_options
-
     try:
         options = read_engine_options(settings.cluster)
         engine: Any = open_engine(settings.cluster, options, ".", "", os.environ)
@@ -96,7 +95,7 @@ def _ask_engine(settings: Settings, as_json: bool) -> dict[str, Any]:
         finally:
             if settings.cluster == "ray":
                 engine.close()
-    except expected_errors() as error:
+    except EXPECTED_ERRORS as error:
         if not as_json:
             raise
         print_json({**dict.fromkeys(CHECK), "usable": False, "message": str(error)})
@@ -117,15 +116,6 @@ def _answer_of(kind: str, engine: Any, options: dict[str, Any]) -> dict[str, Any
 
 def _examine(nodes: int | None) -> list[DoctorLine]:
     """Return all lines; a single one where the settings do not say what to look at."""
-    from dtrain_dagster.clusters.azure_ml.client import Service
-    from dtrain_dagster.clusters.azure_ml.doctor import DoctorLine
-    from dtrain_dagster.clusters.azure_ml.doctor_reader import Walk
-    from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
-    from dtrain_dagster.clusters.base import ClusterError
-    from dtrain_dagster.costs.prices import PriceError
-    from dtrain_dagster.settings.azure import read_azure_options
-    from dtrain_dagster.settings.environment import SettingsError
-
     try:
         settings = read_settings(nodes=nodes)
         if settings.cluster != "azure_ml":

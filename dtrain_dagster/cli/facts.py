@@ -9,21 +9,25 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dtrain_dagster.cli.common import cluster_of, ranks_of, run_dir
-from dtrain_dagster.clusters import presence
 from dtrain_dagster.clusters.base import ClusterHealth, JobState, JobStatus
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import STAND_IN, price_words
 from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.progress import CLAIM, REGISTRATION
-from dtrain_dagster.jobs.totals import LaunchTotals, sum_launches, sum_presences
+from dtrain_dagster.jobs.totals import LaunchTotals, launched_usage, sum_launches, sum_presences
 from dtrain_dagster.jobs.view import JobFollower, JobView, last_step
+from dtrain_dagster.planning.build_plan import sizes_of
+from dtrain_dagster.planning.check_job import samples_of
+from dtrain_dagster.planning.history import HomeHistory
 from dtrain_dagster.planning.projection import TimeLeft, count_nodes, describe_training, time_left
 from dtrain_dagster.reports.kind_scores import compare_figures, has_kind_scores
+from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.presences import stale_seconds
@@ -32,11 +36,10 @@ from trainer.errors import DamagedError
 from trainer.rundir import EVALUATION, LAUNCH, RESULT, RunDir
 from trainer.storage.open import open_storage
 
-if TYPE_CHECKING:
-    from dtrain_dagster.settings.environment import Settings
-
 SEPARATOR = " · "
 """What stands between the parts of a line of progress."""
+READERS = 16
+"""The number of run directories that are read in parallel."""
 DAMAGED = "damaged"
 """The state of a job whose run directory cannot be read."""
 
@@ -120,16 +123,14 @@ def read_totals(settings: Settings, rundir: RunDir, launch: Mapping[str, Any], r
     """Return the time and the dollars of a job's own nodes, over all launches. ``launch``: the content of
     ``launch.json``."""
     plan = rundir.read_json(PLAN) or {}
-    sku, tier = launch.get("sku") or settings.gpu_type, launch.get("tier") or plan.get("tier") or settings.tiers[0]
-    usage = presence.usage(rundir.nodes(), sku, running, time.time(), stale_seconds(rundir.storage))
-    return sum_launches(usage, tier_of(tier))
+    stale = stale_seconds(rundir.storage)
+    usage = launched_usage(rundir.nodes(), launch, running, time.time(), stale, settings.gpu_type)
+    return sum_launches(usage, tier_of(plan.get("tier") or settings.tiers[0]))
 
 
-def list_facts(settings: Settings, statuses: Sequence[JobStatus], readers: int) -> list[JobFacts]:
-    """Return the facts on these jobs, which this many threads read."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(readers) as pool:
+def list_facts(settings: Settings, statuses: Sequence[JobStatus]) -> list[JobFacts]:
+    """Return the facts on these jobs."""
+    with ThreadPoolExecutor(READERS) as pool:
         return list(pool.map(lambda status: read_facts(settings, status), statuses))
 
 
@@ -160,10 +161,6 @@ class LeftClock:
 def expect_finish(settings: Settings, rundir: RunDir) -> float | None:
     """Return the seconds that a training will take after its last step, as past runs alike took; None where this home
     has none, or they cannot be read."""
-    from dtrain_dagster.planning.build_plan import sizes_of
-    from dtrain_dagster.planning.check_job import samples_of
-    from dtrain_dagster.planning.history import HomeHistory
-
     with suppress(ValueError, OSError, RuntimeError):  # what is missing is a figure; a command that needs it says why
         job, launch = rundir.read_job(), rundir.read_json(LAUNCH) or {}
         history = HomeHistory(settings.home, ranks_of(settings), settings.gpu_type, settings.kind.is_this_machine)

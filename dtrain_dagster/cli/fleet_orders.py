@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dtrain_dagster.cli.common import ranks_of, say
-from dtrain_dagster.cli.job_options import with_reachable_data
-from dtrain_dagster.cli.script_job import order_script
-from dtrain_dagster.cli.train import as_overrides, job_of_options, say_what_is_wrong
+from dtrain_dagster.cli.job_options import order_script, say_what_is_wrong, with_reachable_data
+from dtrain_dagster.cli.train import as_overrides, job_of_options
 from dtrain_dagster.costs.estimate import Forecast
 from dtrain_dagster.costs.money import usd
 from dtrain_dagster.costs.prices import price_of

@@ -24,7 +24,6 @@ from dtrain_dagster.clusters.base import GPUClusterManager, JobStatus
 from dtrain_dagster.dashboard.series import PerformanceDashboard
 from dtrain_dagster.jobs.log_follower import LogFollower, time_in
 from dtrain_dagster.jobs.progress import follow_job
-from dtrain_dagster.jobs.view import JobView
 from trainer.printable import visible
 from trainer.rundir import RunDir
 
@@ -126,51 +125,24 @@ def follow_training(settings: Settings, job_id: str, total_steps: int | None = N
 def watch_training(
     console: Console, manager: GPUClusterManager, rundir: RunDir, job_id: str, total_steps: int | None, clock: LeftClock
 ) -> JobStatus:
-    """Show a training's progress until it has ended; on a terminal with a line for each node."""
-    board = PerformanceDashboard()
-    if not console.is_terminal:
-        return _show_lines(console, follow_job(manager, rundir, job_id), clock, total_steps)
-    looks = follow_job(manager, rundir, job_id, take=board.take)
-    return _show_in_place(console, looks, board, clock, total_steps)
-
-
-def _show_lines(
-    console: Console, looks: Iterator[tuple[JobStatus, JobView]], clock: LeftClock, total_steps: int | None
-) -> JobStatus:
-    """A line for each phase, and one every few seconds."""
-    shown_at, phase = 0.0, ""
-    while True:
-        status, progress = next(looks)
-        for sentence in progress.news:
-            warn(console, sentence)
-        now, left = time.monotonic(), clock.left(status, progress)
-        text = format_progress(progress, total_steps or progress.total_steps, left, status.state)
-        now_in = text.partition(SEPARATOR)[0]
-        if now_in != phase or now - shown_at >= LINE_EVERY_SECONDS or status.state.is_final:
-            phase, shown_at = now_in, now
-            console.print(text, soft_wrap=True, highlight=False, markup=False)
-        if status.state.is_final:
-            return status
-
-
-def _show_in_place(
-    console: Console, looks: Iterator[tuple[JobStatus, JobView]], board: PerformanceDashboard, clock: LeftClock,
-    total_steps: int | None,
-) -> JobStatus:  # fmt: skip
-    """A bar, the line of progress, which may take two lines of the terminal, and a row for each node."""
-    bar = Bar(console)
+    """Show a training's progress until it has ended. On a terminal that is a bar, the line of progress and a row for
+    each node; elsewhere a line for each phase, and one every few seconds."""
+    board, bar, phase, shown_at = PerformanceDashboard(), Bar(console), "", 0.0
     with in_place(console, is_kept=True) as show:
-        while True:
-            status, progress = next(looks)
+        for status, progress in follow_job(manager, rundir, job_id, take=board.take):
             for sentence in progress.news:
                 warn(console, sentence)
-            total = total_steps or progress.total_steps
+            total, now = total_steps or progress.total_steps, time.monotonic()
             text = format_progress(progress, total, clock.left(status, progress), status.state)
-            if status.state.is_final:
-                show(wrapped(text, console.width))
-                return status
-            nodes = [live_nodes_table(board, time.time())] if board.nodes else []
-            show(Group(bar.at(text, progress.step, total), *nodes))
+            now_in = text.partition(SEPARATOR)[0]
+            if console.is_terminal:
+                nodes = [live_nodes_table(board, time.time())] if board.nodes else []
+                is_over = status.state.is_final
+                show(wrapped(text, console.width) if is_over else Group(bar.at(text, progress.step, total), *nodes))
+            elif now_in != phase or now - shown_at >= LINE_EVERY_SECONDS or status.state.is_final:
+                phase, shown_at = now_in, now
+                console.print(text, soft_wrap=True, highlight=False, markup=False)
+    return status
 
 
 def live_nodes_table(board: PerformanceDashboard, now: float) -> Table:

@@ -10,14 +10,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from dtrain_dagster.cli.common import EXIT_UNUSABLE, Refusal, read_settings, refuses
-
-if TYPE_CHECKING:
-    from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.cli.start import say_after_work
+from dtrain_dagster.jobs.progress import noted_jobs, work_file
+from dtrain_dagster.settings.azure import AzureSettings
+from dtrain_dagster.settings.data_lake import compute_log_section, with_compute_logs
+from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.settings.home import HomeError, hold_home, make_home, plan_removal, remove, unwritable
+from dtrain_dagster.web.stored_secrets import refuse_secret_on_command_line
 
 ROOT = Path(__file__).parents[2]
 DAGSTER_SETTINGS = Path(__file__).parents[1] / "settings" / "dagster.yaml"
@@ -48,8 +51,6 @@ def setup() -> None:
 def prepare_dagster_home(settings: Settings) -> Path:
     """Make and mark the home; write Dagster's settings into DAGSTER_HOME, or into `dagster` in the home where that is
     unset. Return that folder. Raise `HomeError` where it cannot be written."""
-    from dtrain_dagster.settings.home import HomeError, make_home, unwritable
-
     home = make_home(settings.home)
     dagster_home = Path(os.environ.get("DAGSTER_HOME") or home / "dagster")
     target = dagster_home / "dagster.yaml"
@@ -65,12 +66,8 @@ def prepare_dagster_home(settings: Settings) -> Path:
 
 def _write_compute_logs(target: Path, settings: Settings) -> None:
     """Have `dagster.yaml` say where outputs of runs go; it is written only where it says otherwise."""
-    from dtrain_dagster.settings.data_lake import compute_log_section, with_compute_logs
-
     folder = None
     if settings.cluster == "azure_ml":
-        from dtrain_dagster.settings.azure import AzureSettings
-
         folder = AzureSettings.read().dagster_folder()
     # Where Dagster keeps them by itself: what ran before stays readable.
     section = compute_log_section(folder, target.parent / "storage") if folder else ""
@@ -100,8 +97,6 @@ def clean(yes: bool) -> None:
     Examples:
       python -m dtrain_dagster clean
     """
-    from dtrain_dagster.settings.home import hold_home, plan_removal, remove
-
     home = read_settings().home
     protected = [ROOT, Path.home(), Path(pwd.getpwuid(os.getuid()).pw_dir)]
     if not plan_removal(home, protected).ours:
@@ -139,10 +134,6 @@ def work(command: tuple[str, ...], go_on: str | None) -> None:
       python -m dtrain_dagster work dagster asset materialize \\
         -m dtrain_dagster.definitions --select 'not group:studies'
     """
-    from dtrain_dagster.jobs.progress import noted_jobs, work_file
-    from dtrain_dagster.settings.home import hold_home, make_home
-    from dtrain_dagster.web.stored_secrets import refuse_secret_on_command_line
-
     refuse_secret_on_command_line(command)
     settings = read_settings()
     home = make_home(settings.home)
@@ -160,7 +151,5 @@ def work(command: tuple[str, ...], go_on: str | None) -> None:
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         code, jobs = process.wait(), noted_jobs(path)
     if interrupts:
-        from dtrain_dagster.cli.start import say_after_work
-
         say_after_work(read_settings(), jobs, go_on or shlex.join(["python", "-m", "dtrain_dagster", "work", *command]))
     sys.exit(code if code >= 0 else 128 - code)

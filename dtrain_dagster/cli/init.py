@@ -1,23 +1,35 @@
-"""`dtrain init`: a project of one's own, with a training graph that runs as it is. Its files are in
-`dtrain_dagster.cli.new_project`."""
+"""`dtrain init`: a project of one's own, with a training graph that runs as it is. The templates of its
+files are in the folder new_project_files."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 import shlex
-from importlib import metadata
-from pathlib import Path
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata, resources
+from pathlib import Path, PurePath
+from typing import Any
 
 import click
 
 from dtrain_dagster.cli.common import Refusal, refuses, say
 from dtrain_dagster.cli.job_names import complete_files
-
-if TYPE_CHECKING:
-    from dtrain_dagster.cli.new_project import NewProject, Requirement, Table
+from dtrain_dagster.data.table_file import files_of as files_of_table
+from dtrain_dagster.data.table_file import open_table
+from dtrain_dagster.settings.home import make_home
+from dtrain_dagster.settings.home_search import DEFAULT
+from dtrain_dagster.support.graph_names import checked_names
+from trainer.runtime.scratch import scratch_folder
 
 EXAMPLE = "example"
+EXAMPLE_TABLE, EXAMPLE_TARGET = "data/tumours.parquet", "diagnosis"
+"""Where the table that comes with a project lies in it, and its column to predict."""
+OURS = ("trainer", "dtrain_dagster", "dagster", "dtrain")
+"""Names of packages that a project cannot have."""
 
 
 @click.command()
@@ -25,10 +37,12 @@ EXAMPLE = "example"
 @click.option("--name", help="Of the package and of the graph.  [default: the folder's name]")
 @click.option("--own-model", is_flag=True, help="Begin with a file for a model of your own.")
 @click.option(
-    "--table", metavar="FILE|example", shell_complete=complete_files,
+    "--table",
+    metavar="FILE|example",
+    shell_complete=complete_files,
     help="Train on a Parquet or CSV file (or a folder of them) with a column to predict; example: on a small one that "
     "comes with the project.  [default: the bundled stock prices]",
-)  # fmt: skip
+)
 @click.option("--target", metavar="COLUMN", help="The column of FILE to predict.")
 @refuses
 def init(folder: Path, name: str | None, own_model: bool, table: str | None, target: str | None) -> None:
@@ -41,11 +55,6 @@ def init(folder: Path, name: str | None, own_model: bool, table: str | None, tar
       dtrain init my-project
       dtrain init houses --table houses.parquet --target price --own-model
     """
-    from dtrain_dagster.cli.new_project import NewProject, files_of, name_of, refuse_taken
-    from dtrain_dagster.settings.home import make_home
-    from dtrain_dagster.settings.home_search import DEFAULT
-    from dtrain_dagster.support.graph_names import checked_names
-
     folder = folder.absolute()
     try:
         chosen = checked_names(name or name_of(folder.name)).pipeline
@@ -63,8 +72,6 @@ def init(folder: Path, name: str | None, own_model: bool, table: str | None, tar
 
 def _installed() -> Requirement:
     """Return how to ask for the dtrain that runs here."""
-    from dtrain_dagster.cli.new_project import requirement_of
-
     found = metadata.distribution("dtrain")
     origin = found.read_text("direct_url.json")
     return requirement_of(found.version, json.loads(origin) if origin else None)
@@ -72,8 +79,6 @@ def _installed() -> Requirement:
 
 def _table_of(folder: Path, table: str | None, target: str | None) -> Table | None:
     """Return the table that the options name, which is there and has the column. Raise `Refusal` otherwise."""
-    from dtrain_dagster.cli.new_project import EXAMPLE_TABLE, EXAMPLE_TARGET, Table
-
     if table is None or table == EXAMPLE:
         if target is not None:
             raise click.UsageError("--target needs --table FILE", click.get_current_context())
@@ -89,11 +94,8 @@ def _table_of(folder: Path, table: str | None, target: str | None) -> Table | No
 
 def _columns_of(path: Path) -> list[str]:
     """Return the names of a table's columns. Raise `DataError` for what is no table."""
-    from dtrain_dagster.data.table_file import files_of, open_table
-    from trainer.runtime.scratch import scratch_folder
-
     with scratch_folder("table") as scratch:
-        return list(open_table(files_of(path), scratch).kinds)
+        return list(open_table(files_of_table(path), scratch).kinds)
 
 
 def _write_project(folder: Path, project: NewProject, files: dict[str, str]) -> None:
@@ -135,3 +137,105 @@ def _say_what_is_next(folder: Path, project: NewProject, files: dict[str, str]) 
     say("  dtrain ui")
     if project.requirement.is_from_file:
         say("\ndtrain was installed from a file: CI and other machines need its wheel, too (README.md says where)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """A table to train on."""
+
+    path: PurePath
+    """Of a Parquet file, or of a folder of them: seen from the project's folder if it lies there, absolute if not."""
+    target: str
+    """The column to predict."""
+
+    @property
+    def expression(self) -> str:
+        """The path as code in the module of the definitions, a folder below the project's."""
+        text = json.dumps(str(self.path))
+        return f"Path({text})" if self.path.is_absolute() else f"Path(__file__).parents[1] / {text}"
+
+    @property
+    def shipped(self) -> str:
+        """The path of the table that comes with the project; "" for a user's own."""
+        return EXAMPLE_TABLE if str(self.path) == EXAMPLE_TABLE else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Requirement:
+    """How a project asks for dtrain."""
+
+    text: str
+    """As `pip` reads it."""
+    is_from_file: bool
+    """Whether dtrain was installed from a file or folder of this machine, where no other machine finds it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewProject:
+    """What a project begins with."""
+
+    name: str
+    """Of its package, of its graph, and the prefix of its assets."""
+    requirement: Requirement
+    table: Table | None = None
+    """None: the bundled stock prices."""
+    own_model: bool = False
+    """Whether it has a file with a model of its own."""
+
+
+def name_of(folder: str) -> str:
+    """Return the package's name for a folder's name, such as my_project for My-Project."""
+    return re.sub(r"[^a-z0-9]+", "_", folder.lower()).strip("_")
+
+
+def refuse_taken(name: str) -> None:
+    """Raise ValueError for a name by which Python already knows another package."""
+    if name in OURS or name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
+        raise ValueError(f"name = {name!r}: there is already a Python package of that name; choose another with --name")
+
+
+def requirement_of(version: str, direct_url: Mapping[str, Any] | None) -> Requirement:
+    """Return how to ask for the dtrain that is installed here. ``direct_url``: the record of where pip had it from
+    (PEP 610); None where it was an index. Until version 1 a minor version may change the public API."""
+    major, minor = version.split(".")[:2]
+    upper = f"0.{int(minor) + 1}" if major == "0" else f"{int(major) + 1}"
+    url, vcs = (direct_url or {}).get("url", ""), (direct_url or {}).get("vcs_info")
+    if vcs:
+        return Requirement(text=f"dtrain @ {vcs['vcs']}+{url}@{vcs['commit_id']}", is_from_file=False)
+    if url and not url.startswith("file:"):
+        return Requirement(text=f"dtrain @ {url}", is_from_file=False)
+    return Requirement(text=f"dtrain>={version},<{upper}", is_from_file=bool(url))
+
+
+def files_of(project: NewProject) -> dict[str, str]:
+    """Return the text files of a project: path in its folder → content."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters["python"] = json.dumps  # of a text, the same as Python's own
+    folder = resources.files("dtrain_dagster.cli") / "new_project_files"
+    values = {
+        "name": project.name,
+        "table": project.table,
+        "own_model": project.own_model,
+        "requirement": project.requirement.text,
+        "wheels": project.requirement.is_from_file,
+    }
+    templates = {
+        "README.md": "README.md",
+        "pyproject.toml": "pyproject.toml",
+        "run.yaml": "run.yaml",
+        "workspace.yaml": "workspace.yaml",
+        ".gitignore": "gitignore",
+        ".github/workflows/train.yml": "train.yml",
+        f"{project.name}/__init__.py": "init.py",
+        f"{project.name}/definitions.py": "definitions.py",
+    }
+    if project.own_model:
+        templates[f"{project.name}_model.py"] = f"model_of_{'rows' if project.table else 'prices'}.py"
+    return {
+        path: environment.from_string((folder / f"{template}.jinja").read_text("utf-8")).render(values)
+        for path, template in templates.items()
+    }

@@ -1,8 +1,7 @@
 """How a job is named on the command line: by its name, by the beginning of it that no other job shares, or as
 ``latest``; and the completion of such names in a shell.
 
-Names of fleets and searches are found in the same way; files and datasets are completed here as well. Nothing is
-imported here before it is needed.
+Names of fleets and searches are found in the same way; files and datasets are completed here as well.
 """
 
 from __future__ import annotations
@@ -11,15 +10,18 @@ import difflib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
 from dtrain_dagster.cli.common import Refusal, cluster_of, run_dir
-
-if TYPE_CHECKING:
-    from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.fleet.records import fleet_names
+from dtrain_dagster.jobs.orders import ordered_jobs
+from dtrain_dagster.search.kept import search_names
+from dtrain_dagster.settings.environment import Settings, SettingsError, load_settings
+from trainer.rundir import JOB, LAUNCH
+from trainer.storage.open import open_storage
 
 LATEST = "latest"
 """The word for the job that was started last."""
@@ -65,7 +67,6 @@ def find_job(settings: Settings, given: str, fleets: Sequence[str] = ()) -> str:
         if not jobs:
             raise Refusal(f"{LATEST}: there are no jobs in {settings.jobs_uri} yet")
         return jobs[0].job_id
-    from trainer.storage.open import open_storage
 
     of_fleets = tuple(f"{name}-" for name in fleets if given and name.startswith(given))
     names = [name for name in open_storage(settings.jobs_uri).list() if not name.startswith(of_fleets)]
@@ -74,16 +75,12 @@ def find_job(settings: Settings, given: str, fleets: Sequence[str] = ()) -> str:
 
 def _is_job(settings: Settings, name: str) -> bool:
     """Return whether there is a job of exactly this name. Raise `Refusal` for what can be no name."""
-    from trainer.rundir import JOB, LAUNCH
-
     storage = run_dir(settings, name).storage
     return any(storage.exists(file) for file in (JOB, LAUNCH))
 
 
 def find_training(settings: Settings, given: str) -> str:
     """Return the id of the training that is meant. Raise `Refusal` for a job that is no training, and as `find_job`."""
-    from trainer.rundir import JOB
-
     job_id = find_job(settings, given)
     if not run_dir(settings, job_id).storage.exists(JOB):
         raise Refusal(f"job {job_id} is not a training, but a program of `dtrain launch`: see `dtrain logs {job_id}`")
@@ -92,8 +89,6 @@ def find_training(settings: Settings, given: str) -> str:
 
 def find_job_or_fleet(settings: Settings, given: str) -> tuple[str, bool]:
     """Return the name of the job or fleet that is meant, and whether it is a fleet. Raise as `find_job`."""
-    from dtrain_dagster.fleet.records import fleet_names
-
     fleets = fleet_names(settings.home)
     name = find_job(settings, given, fleets)
     return name, name in fleets and not _is_job(settings, name)
@@ -111,70 +106,40 @@ def named_argument(required: bool = True) -> Callable[..., Any]:
     )
 
 
-def complete_jobs_and_fleets(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Return the names of jobs and fleets that begin with what was typed."""
-    return [*complete_jobs(ctx, param, incomplete), *complete_fleets(ctx, param, incomplete)]
-
-
-def complete_jobs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Return the names of jobs that begin with what was typed."""
-    return [name for name in (LATEST, *_known_jobs()) if name.startswith(incomplete)]
-
-
-def complete_fleets(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Return the names of fleets that begin with what was typed."""
-    from dtrain_dagster.fleet.records import fleet_names
-
-    home = _home()
-    return [name for name in (fleet_names(home) if home else []) if name.startswith(incomplete)]
-
-
-def complete_searches(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Return the names of searches that begin with what was typed."""
-    from dtrain_dagster.search.kept import search_names
-
-    home = _home()
-    return [name for name in (search_names(home) if home else []) if name.startswith(incomplete)]
-
-
 def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Return what makes a shell complete the names of files by itself."""
     return [CompletionItem(incomplete, type="file")]
 
 
-def complete_datasets(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the ids of the home's datasets that begin with what was typed; where none does, files, as
-    `complete_files`."""
-    home = _home()
-    folder = None if home is None else home / "storage" / "datasets"
-    there: list[str] = []
-    with suppress(OSError):  # of a shell that completes a word nobody wants a stack trace
-        there = sorted(path.name for path in folder.iterdir()) if folder is not None and folder.is_dir() else []
-    found = [CompletionItem(name) for name in (LATEST, *there) if name.startswith(incomplete)]
-    return found or complete_files(ctx, param, incomplete)
+def completes(
+    list_names: Callable[[Settings], Sequence[str]], or_files: bool = False
+) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+    """Return what completes one of these names; ``or_files``: where none begins with what was typed, a file. A wrong
+    setting completes nothing: a command says it, and of a shell that completes a word nobody wants a stack trace."""
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        names: Sequence[str] = ()
+        with suppress(SettingsError, OSError):
+            names = list_names(load_settings())
+        found = [CompletionItem(name) for name in names if name.startswith(incomplete)]
+        return found or (complete_files(ctx, param, incomplete) if or_files else [])
+
+    return complete
 
 
-def _home() -> Path | None:
-    """Return the home that commands work on; None where a setting is wrong, which a command says and a completion does
-    not."""
-    from dtrain_dagster.settings.environment import SettingsError, load_settings
-
-    try:
-        return Path(load_settings().home)
-    except SettingsError:
-        return None
-
-
-def _known_jobs() -> list[str]:
+def _known_jobs(settings: Settings) -> list[str]:
     """Return the names of jobs that this machine knows: of jobs elsewhere, those that were ordered from here, since a
     completion must not wait for a network."""
-    from dtrain_dagster.jobs.orders import ordered_jobs
-    from dtrain_dagster.settings.environment import SettingsError, load_settings
-    from trainer.storage.open import open_storage
+    storage = open_storage(settings.jobs_uri)
+    return [LATEST, *(sorted(storage.list()) if storage.is_local else ordered_jobs(settings.home))]
 
-    try:
-        settings = load_settings()
-        storage = open_storage(settings.jobs_uri)
-        return sorted(storage.list()) if storage.is_local else ordered_jobs(settings.home)
-    except (SettingsError, OSError):
-        return []
+
+def _known_datasets(settings: Settings) -> list[str]:
+    folder = Path(settings.home, "storage", "datasets")
+    return [LATEST, *(sorted(path.name for path in folder.iterdir()) if folder.is_dir() else ())]
+
+
+complete_jobs = completes(_known_jobs)
+complete_jobs_and_fleets = completes(lambda settings: [*_known_jobs(settings), *fleet_names(settings.home)])
+complete_searches = completes(lambda settings: search_names(settings.home))
+complete_datasets = completes(_known_datasets, or_files=True)

@@ -1,4 +1,5 @@
-"""The conversion of the options of `dtrain` to the job that it runs, with its dataset where the nodes read it."""
+"""The conversion of the options of `dtrain` to the job that it runs, with its dataset where the nodes read it, and the
+checks before nodes are bought. A script's training is found out by `dtrain_dagster.jobs.script_job`."""
 
 from __future__ import annotations
 
@@ -9,17 +10,37 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import chdir
 from dataclasses import replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from dtrain_dagster.cli.common import ranks_of, say
+import click
+
+from dtrain_dagster.cli.common import Refusal, gpus_of_engine, ranks_of, say
+from dtrain_dagster.cli.start import new_job_id
+from dtrain_dagster.clusters.azure_ml.gpu_nodes import explain_retired
+from dtrain_dagster.clusters.ranks import explain_idle_gpus, have_gpus, hosts_of
+from dtrain_dagster.costs.prices import alternatives_to, price_of
 from dtrain_dagster.data.publish import publish_dataset
-from dtrain_dagster.planning.check_job import data_of, samples_of
+from dtrain_dagster.jobs.orders import (
+    ScriptOrder,
+    environment_anywhere,
+    is_of_script,
+    keep_script,
+    script_of,
+    script_trouble,
+)
+from dtrain_dagster.jobs.program import describe_needs
+from dtrain_dagster.jobs.script_job import ScriptJob, describe_script, steps_of
+from dtrain_dagster.planning.check_job import Checked, check_job, check_memory, check_strategy, data_of, samples_of
+from dtrain_dagster.planning.memory_fit import room_of
 from dtrain_dagster.settings.environment import Settings
-from trainer.config import FACTORY, ConfigError, JobConfig, parse_job
+from trainer.checkpoint.manifest import read_position
+from trainer.config import FACTORY, JOB_ID, ConfigError, JobConfig, parse_job
 from trainer.data.manifest import kind_of, load_manifest
+from trainer.data.sampler import steps_left
 from trainer.differences import FIXED, describe_difference, list_differences, may_change
 from trainer.model.allowed_factories import refuse_foreign_factories, usual_parts
 from trainer.printable import visible
@@ -157,9 +178,6 @@ def as_begun(job: JobConfig, runs: bool = False, changes: Sequence[str] = ()) ->
     """Return the job as it was planned if it exists already, with ``changes`` (``training.epochs=12``), and for as many
     nodes as are asked for now: its batches are divided again. A job that ``runs`` keeps its budget if no other is asked
     for. Raise `ConfigError`, which names what differs, if it was planned otherwise, and for a change that cannot be."""
-    from trainer.checkpoint.manifest import read_position
-    from trainer.data.sampler import steps_left  # numpy
-
     rundir, names = RunDir(job.run_dir), [change.partition("=")[0] for change in changes]
     if changes and (runs or not rundir.storage.exists("job.json")):
         remedy = "cancel it first" if runs else "give --set"
@@ -201,12 +219,7 @@ def as_begun(job: JobConfig, runs: bool = False, changes: Sequence[str] = ()) ->
 
 def total_steps(job: JobConfig) -> int:
     """Return the optimizer steps that the training will take. Raise `ConfigError` if the data cannot feed its ranks."""
-    from trainer.data.sampler import steps_per_epoch  # numpy, not needed for the rest
-
-    training = job.training
-    per_epoch = steps_per_epoch(samples_of(job)["train"], training.global_batch_size, training.micro_batches)
-    steps = per_epoch * training.epochs
-    return steps if training.max_steps is None else min(steps, training.max_steps)
+    return steps_of(job.training, samples_of(job)["train"])
 
 
 def runnable(command: Sequence[str]) -> tuple[str, ...]:
@@ -223,3 +236,77 @@ def runnable(command: Sequence[str]) -> tuple[str, ...]:
     if program in ("python", "python3"):
         return (sys.executable, *command[1:])
     raise ConfigError(f"there is no program {program!r} on the PATH; to run a Python script: python {program}…")
+
+
+def say_what_is_wrong(
+    job: JobConfig, node_count: int, settings: Settings, rehearses: bool = True, script: ScriptJob | None = None
+) -> None:
+    """Check a training before nodes are bought, and print what could not be checked, which GPUs would be idle, and
+    whether the size is retired. ``script``: what trains it, whose run up to its call of fit has checked the rest. Raise
+    as `dtrain_dagster.planning.check_job.check_job` does."""
+    hosts = hosts_of(settings.kind, node_count)
+    has_gpus = have_gpus(settings.kind, settings.gpu_type, gpus_of_engine(settings))
+    ranks, price = ranks_of(settings), price_of(settings.gpu_type)
+    said = check_strategy(job.training, hosts, has_gpus, settings.kind.is_this_machine)
+    room = room_of(settings.kind, price, settings.tiers[0], node_count, ranks)
+    if script is not None:
+        checked = check_memory(Checked(model=script.model), job.training, room)
+    else:
+        others = alternatives_to(price.sku).values() if settings.kind.buys_nodes else ()
+        checked = check_job(job, node_count * ranks, rehearses, hosts, has_gpus, room, others)
+    for sentence in (*said, *checked.sentences):
+        say(sentence, err=True)
+    if settings.cluster == "azure_ml" and (retired := explain_retired(price.sku, datetime.now(UTC).date())):
+        say(retired, err=True)
+    hourly = node_count * price.usd_per_hour(settings.tiers[0])
+    if settings.kind.buys_nodes and (idle := explain_idle_gpus(price, ranks, node_count, hourly, is_local=False)):
+        say(f"in each hour: {idle}", err=True)
+
+
+def script_to_go_on(settings: Settings, name: str | None) -> ScriptOrder | None:
+    """Return how the job of this name was started, if a script trains it. The working directory becomes the script's
+    while the command runs. Raise `Refusal` where it cannot be started again."""
+    if not name or not JOB_ID.fullmatch(name) or not is_of_script(settings.home, name):
+        return None
+    order = script_of(settings.home, name)
+    if order is None or script_trouble(order):
+        raise Refusal(f"job {name}: {script_trouble(order)}")
+    click.get_current_context().with_resource(chdir(order.folder))
+    os.environ.update(environment_anywhere(os.environ, settings.home))
+    return order
+
+
+def order_script(
+    settings: Settings, script: str, arguments: Sequence[str], overrides: Sequence[str], nodes: int | None,
+    name: str | None,
+) -> ScriptJob:  # fmt: skip
+    """Return the training of a script on this many nodes. Raise `ConfigError` as `describe_script` does, and where its
+    model does not fit into their memory."""
+    if needs := describe_needs(settings.kind):
+        say(f"note: {needs}", err=True)
+    job_id = new_job_id(name, "train")
+    ranks = (nodes or settings.nodes) * ranks_of(settings)
+    share = max(1, (os.cpu_count() or 1) // ranks) if settings.kind.is_this_machine else None
+    threads = settings.threads_per_rank or share
+    own = [f"training.world_size={ranks}", *([f"training.threads_per_rank={threads}"] if threads else [])]
+    found = describe_script(
+        script, arguments, [*own, *overrides], job_id, f"{settings.jobs_uri}/{job_id}", option="--script"
+    )
+    say_what_is_wrong(found.job, nodes or settings.nodes, settings, script=found)
+    return found
+
+
+def try_to_keep_script(
+    settings: Settings, job_id: str, command: Sequence[str], fields: Sequence[str], nodes: int, processes_per_node: int
+) -> None:
+    """Keep the words with which the job's page starts it again. The nodes train already: where they cannot be kept, it
+    is told."""
+    _, script, *arguments = command
+    order = ScriptOrder(
+        script=script, folder=os.getcwd(), arguments=tuple(arguments), overrides=tuple(fields), nodes=nodes,
+        processes_per_node=processes_per_node,
+    )  # fmt: skip
+    try:
+        keep_script(settings.home, job_id, order)
+    except OSError as error:
+        say(f"the page of job {job_id} will not be able to resume it: {error}", err=True)

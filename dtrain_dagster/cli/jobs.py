@@ -1,11 +1,11 @@
-"""`dtrain jobs`, `status`, `logs` and `cancel`: what runs, and how it stands. Each imports what it needs."""
+"""`dtrain jobs`, `status`, `logs` and `cancel`: what runs, and how it stands."""
 
 from __future__ import annotations
 
 import sys
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import click
 
@@ -20,6 +20,19 @@ from dtrain_dagster.cli.common import (
     run_dir,
     say,
 )
+from dtrain_dagster.cli.facts import (
+    LeftClock,
+    expect_finish,
+    has_result,
+    latest_job,
+    list_facts,
+    priced_summary,
+    read_course,
+    read_facts,
+    status_document,
+    summary_document,
+)
+from dtrain_dagster.cli.follow import follow_training, print_json_lines, print_lines, stream_job
 from dtrain_dagster.cli.job_names import (
     complete_files,
     find_job,
@@ -28,14 +41,13 @@ from dtrain_dagster.cli.job_names import (
     job_argument,
     named_argument,
 )
+from dtrain_dagster.cli.job_tables import print_jobs, print_status
 from dtrain_dagster.cli.json_fields import either, listed
 from dtrain_dagster.cli.json_output import json_option, print_json
-
-if TYPE_CHECKING:
-    from dtrain_dagster.settings.environment import Settings
-
-READERS = 16
-"""The number of run directories that are read in parallel."""
+from dtrain_dagster.cli.screen import pairs_table
+from dtrain_dagster.cli.start import describe_outcome, say_that_it_runs_on
+from dtrain_dagster.jobs.log_follower import follow_logs
+from dtrain_dagster.settings.environment import Settings
 
 
 @click.command()
@@ -57,10 +69,8 @@ def jobs(of_fleets: bool, as_json: bool) -> None:
     if of_fleets:
         _list_fleets(settings, as_json)
         return
-    from dtrain_dagster.cli.facts import list_facts
-    from dtrain_dagster.cli.job_tables import print_jobs
 
-    rows = list_facts(settings, cluster_of(settings)[0].manager().list_jobs(), READERS)
+    rows = list_facts(settings, cluster_of(settings)[0].manager().list_jobs())
     if as_json:
         print_json([row.document() for row in rows])
     elif rows:
@@ -88,9 +98,11 @@ def _list_fleets(settings: Settings, as_json: bool) -> None:
 @named_argument(required=False)
 @click.option("--follow", "-f", is_flag=True, help="Follow a training until it ends, as `dtrain train` does.")
 @click.option(
-    "--html", metavar="FILE", shell_complete=complete_files,
+    "--html",
+    metavar="FILE",
+    shell_complete=complete_files,
     help="Save the page of a training as one file, which needs no network and takes about 5 MB.",
-)  # fmt: skip
+)
 @click.option("--trace", is_flag=True, help="Have the next steps of a training's rank 0 traced.")
 @json_option(
     either(
@@ -114,8 +126,6 @@ def status(name: str | None, follow: bool, html: str | None, trace: bool, as_jso
     """
     settings = read_settings()
     if name is None:
-        from dtrain_dagster.cli.facts import latest_job
-
         if (found := latest_job(settings)) is None:
             raise Refusal("nothing was materialized yet; name a job, see `dtrain jobs`")
         name = found.uri.rpartition("/")[2]
@@ -138,9 +148,6 @@ def status(name: str | None, follow: bool, html: str | None, trace: bool, as_jso
 
 
 def _follow(settings: Settings, job_id: str) -> None:
-    from dtrain_dagster.cli.follow import follow_training
-    from dtrain_dagster.cli.start import describe_outcome, say_that_it_runs_on
-
     try:
         ended = follow_training(settings, job_id)
     except KeyboardInterrupt:
@@ -152,8 +159,6 @@ def _follow(settings: Settings, job_id: str) -> None:
 
 
 def _save_page(settings: Settings, job_id: str, file: str) -> None:
-    from pathlib import Path
-
     from dtrain_dagster.cli.ui import places_of
     from dtrain_dagster.dashboard.page import report_page
 
@@ -190,19 +195,6 @@ def _show_fleet(settings: Settings, name: str, as_json: bool) -> None:
 
 
 def _show_job(settings: Settings, job_id: str, as_json: bool) -> None:
-    from dtrain_dagster.cli.facts import (
-        LeftClock,
-        expect_finish,
-        has_result,
-        priced_summary,
-        read_course,
-        read_facts,
-        status_document,
-        summary_document,
-    )
-    from dtrain_dagster.cli.job_tables import print_status
-    from dtrain_dagster.cli.screen import pairs_table
-
     rundir = run_dir(settings, job_id)
     facts = read_facts(settings, cluster_of(settings)[0].manager().job_status(job_id))
     if facts.status.damage and not as_json:
@@ -237,10 +229,6 @@ def logs(job_id: str, node: int | None, follow: bool, tail: int | None, as_json:
       dtrain logs latest --follow --node 1
       dtrain logs latest --json | jq -r 'select(.node == 1).text'
     """
-    from dtrain_dagster.cli.follow import print_json_lines, print_lines, stream_job
-    from dtrain_dagster.cli.start import say_that_it_runs_on
-    from dtrain_dagster.jobs.log_follower import follow_logs
-
     settings = read_settings()
     manager = cluster_of(settings)[0].manager()
     job_id = find_job(settings, job_id)

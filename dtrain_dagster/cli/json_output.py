@@ -1,15 +1,14 @@
 """The option ``--json``: one JSON document on standard output, or one on each line, whose fields are stable and
 documented.
 
-The documentation of the fields stands with the option, and `docs/generate_reference.py` prints it. Nothing is
-imported here before it is needed.
+The documentation of the fields stands with the option, and `docs/generate_reference.py` prints it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
@@ -46,19 +45,3 @@ def _finite(value: Any) -> Any:
 def print_json_line(document: Any) -> None:
     """Print a document on one line, at once: whoever reads it may follow something that grows."""
     click.echo(json.dumps(_finite(document), allow_nan=False))
-
-
-def fields_of(document: Any, told: Collection[str], prefix: str = "") -> set[str]:
-    """Return the names of a document's fields, as `JsonOption.fields` writes them. ``told``: the names that are
-    documented; by them an object whose names are data is known. Pure."""
-    if isinstance(document, list):
-        return set().union(*(fields_of(item, told, f"{prefix}[]") for item in document))
-    if not isinstance(document, Mapping):
-        return set()
-    found = set()
-    for name, value in document.items():
-        path = f"{prefix}.{name}" if prefix else name
-        if f"{prefix}.*" in told and path not in told:
-            path = f"{prefix}.*"
-        found |= {path, *fields_of(value, told, path)}
-    return found

@@ -1,6 +1,6 @@
 """`dtrain launch`: a program of a user's own on the nodes of the cluster, followed to its end; Ctrl-C cancels it.
 
-A training that the trainer knows is `dtrain_dagster.cli.train`. Nothing is imported here before it is needed.
+A training that the trainer knows is `dtrain_dagster.cli.train`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,26 @@ from functools import partial
 
 import click
 
-from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
+from dtrain_dagster.cli.common import (
+    Refusal,
+    cluster_of,
+    console,
+    gpus_of_engine,
+    ranks_of,
+    read_settings,
+    refuses,
+    run_dir,
+    say,
+)
+from dtrain_dagster.cli.follow import print_lines, stream_job
 from dtrain_dagster.cli.job_names import complete_files
+from dtrain_dagster.cli.job_options import runnable
 from dtrain_dagster.cli.start import finish, new_job_id, runs_already, start_and_follow, take_over, this_command_again
 from dtrain_dagster.cli.train import size_options
+from dtrain_dagster.jobs.log_follower import follow_logs
+from dtrain_dagster.jobs.program import describe_needs, has_gpus, order_program, processes_of, refuse_program
+from dtrain_dagster.jobs.progress import note_job
+from trainer.frameworks.catalogue import FRAMEWORKS
 
 ENGINES = ("torchrun", "horovod", "deepspeed", "ray", "tensorflow")
 """The names of `trainer.frameworks.catalogue`, which ``--help`` shows without an import."""
@@ -56,19 +72,10 @@ def launch(
       dtrain launch --engine ray --nodes 2 my_ray_train.py
       dtrain launch --detach --name night my_script.py
     """
-    from dtrain_dagster.cli.follow import print_lines, stream_job
-    from dtrain_dagster.cli.job_options import runnable
-    from dtrain_dagster.jobs.log_follower import follow_logs
-    from dtrain_dagster.jobs.program import describe_needs, has_gpus, order_program, processes_of, refuse_program
-    from dtrain_dagster.jobs.progress import note_job
-    from dtrain_dagster.settings.engines import read_engine_options
-    from trainer.frameworks.catalogue import FRAMEWORKS
-
     settings = read_settings(procs_per_node, nodes)
     kind, node_count = settings.kind, nodes or settings.nodes
-    gpus = read_engine_options(settings.cluster).get("gpus", 0) if kind.has_engine else None
     processes = processes_of(engine, procs_per_node, ranks_of(settings))
-    refuse_program(engine, kind, processes, has_gpus(kind, settings.gpu_type, gpus))
+    refuse_program(engine, kind, processes, has_gpus(kind, settings.gpu_type, gpus_of_engine(settings)))
     cluster, project = cluster_of(settings)
     manager = cluster.manager(tends=True)
     job_id = new_job_id(name, "launch")

@@ -1,32 +1,39 @@
-"""`dtrain`: the cluster from a shell, whichever kind it is. Each command imports what it needs, so that ``--help``
-answers at once."""
+"""`dtrain`: the cluster from a shell, whichever kind it is. A command's module is imported when it is called, so that
+``--help`` answers at once."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import click
-from click.shell_completion import FishComplete, add_completion_class
-
-from dtrain_dagster.cli.cost import cost
-from dtrain_dagster.cli.data import data
-from dtrain_dagster.cli.doctor import doctor
-from dtrain_dagster.cli.fleet import fleet
-from dtrain_dagster.cli.init import init
-from dtrain_dagster.cli.jobs import cancel, jobs, logs, status
-from dtrain_dagster.cli.launch import launch
-from dtrain_dagster.cli.search import search
-from dtrain_dagster.cli.start import ARGUMENTS
-from dtrain_dagster.cli.train import train
-from dtrain_dagster.cli.tune import tune
-from dtrain_dagster.cli.ui import ui
+from click.shell_completion import CompletionItem, FishComplete, add_completion_class
 
 SECTIONS = {
-    "Train": (init, data, train, tune, search, launch, fleet, cancel),
-    "See what runs, and what it cost": (jobs, status, logs, cost, ui),
-    "Before the first job": (doctor,),
+    "Train": {
+        "init": "Make a project of your own in FOLDER, by default in this one.",
+        "data": "Build a dataset of rows from Parquet or CSV files.",
+        "train": "Train a model on N nodes, without Dagster.",
+        "tune": "Measure which settings train this model fastest.",
+        "search": "Search hyperparameters, on as many nodes as there are.",
+        "launch": "Run a script of your own on N nodes of the cluster.",
+        "fleet": "Train many models under one budget.",
+        "cancel": "Stop a job or a fleet after it has written a checkpoint.",
+    },
+    "See what runs, and what it cost": {
+        "jobs": "List the jobs of the cluster, newest first.",
+        "status": "Show the state of a job or a fleet, and the result of a training.",
+        "logs": "Print the output of a job's processes.",
+        "cost": "Show what a job or a fleet has cost, and what for.",
+        "ui": "Serve pages in a browser, for this machine alone.",
+    },
+    "Before the first job": {"doctor": "Tell whether the cluster can train; buy nothing."},
 }
-"""Title → commands, in the order of help: by what a person wants to do, and not by the alphabet."""
+"""Title → command → what it does, in the order of help: by what a person wants to do, and not by the alphabet."""
+MODULES = {"cancel": "jobs", "status": "jobs", "logs": "jobs"}
+"""Command → its module, where that has another name."""
+ARGUMENTS = "dtrain.arguments"
+"""Key of a command's context under which its words are kept, as they were typed."""
 EXIT_CODES = {
     0: "done; of a command that follows a job: the job has succeeded",
     1: "the job has failed, or a check has not passed, and the last lines say why; also a question that was answered "
@@ -86,7 +93,12 @@ class WholeDescriptions(FishComplete):
     source_template = FishComplete.source_template.replace('string split ","', 'string split -m 1 ","')
 
 
-class SectionedGroup(click.Group):
+def load_command(name: str) -> click.Command:
+    """Return one of the commands in `SECTIONS`, whose module is imported."""
+    return getattr(import_module(f"dtrain_dagster.cli.{MODULES.get(name, name)}"), name)
+
+
+class LazyGroup(click.Group):
     """The group of all commands, whose help lists them in `SECTIONS`. Without a command it prints `SHORT_HELP`."""
 
     def make_context(
@@ -98,6 +110,14 @@ class SectionedGroup(click.Group):
         context.meta[ARGUMENTS] = typed
         return context
 
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands."""
+        return [name for commands in SECTIONS.values() for name in commands]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return the command of this name, None where there is none."""
+        return load_command(cmd_name) if cmd_name in self.list_commands(ctx) else None
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -107,17 +127,18 @@ class SectionedGroup(click.Group):
                 raise click.UsageError(f"`dtrain {words}` is now: {RETIRED[words]}")
         return super().resolve_command(ctx, args)
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the commands that begin with what was typed, or the options."""
+        names = {name: help_text for commands in SECTIONS.values() for name, help_text in commands.items()}
+        found = [CompletionItem(name, help=text) for name, text in names.items() if name.startswith(incomplete)]
+        return found or click.Command.shell_complete(self, ctx, incomplete)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands of each section, with the whole first sentence of each."""
-        width = max(map(len, self.commands), default=0)
+        """Write the commands of each section."""
+        width = max(map(len, self.list_commands(ctx)))
         for title, commands in SECTIONS.items():
             with formatter.section(title):
-                formatter.write_dl(
-                    [
-                        (str(each.name).ljust(width), each.get_short_help_str(formatter.width - width - 6))
-                        for each in commands
-                    ]
-                )
+                formatter.write_dl([(name.ljust(width), text) for name, text in commands.items()])
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the exit codes."""
@@ -128,10 +149,9 @@ class SectionedGroup(click.Group):
 
 
 @click.group(
-    cls=SectionedGroup,
+    cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
     invoke_without_command=True,
-    commands=[command for commands in SECTIONS.values() for command in commands],
 )
 @click.version_option(package_name="dtrain", message="%(prog)s %(version)s", help="Print the version and exit.")
 @click.pass_context

@@ -14,6 +14,7 @@ import click
 
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, read_settings, refuses, say
 from dtrain_dagster.cli.job_names import LATEST, complete_files, complete_searches, resolve_name
+from dtrain_dagster.cli.job_options import say_what_is_wrong
 from dtrain_dagster.cli.json_fields import SEARCH_PLAN, SEARCH_RESULT
 from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.cli.start import (
@@ -24,7 +25,7 @@ from dtrain_dagster.cli.start import (
     say_what_was_got,
     this_command_again,
 )
-from dtrain_dagster.cli.train import Asked, say_what_is_wrong, training_options
+from dtrain_dagster.cli.train import Asked, training_options
 
 if TYPE_CHECKING:
     from rich.table import Table

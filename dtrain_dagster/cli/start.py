@@ -13,22 +13,17 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING
 
 import click
 
 from dtrain_dagster.cli.common import EXIT_INTERRUPTED, EXIT_STOPPED, Refusal, cluster_of, run_dir, say
+from dtrain_dagster.cli.facts import JobCourse, JobFacts, LeftClock, price_of_cluster, read_course, read_facts, so_far
 from dtrain_dagster.cli.job_names import LATEST
-
-if TYPE_CHECKING:
-    from dtrain_dagster.cli.facts import JobCourse, JobFacts
-    from dtrain_dagster.clusters.base import ClusterConfig, GPUClusterManager, JobStatus
-    from dtrain_dagster.settings.environment import Settings
-    from trainer.config import JobConfig
-    from trainer.rundir import RunDir
-
-ARGUMENTS = "dtrain.arguments"
-"""Key of a command's context under which its words are kept, as they were typed."""
+from dtrain_dagster.cli.main import ARGUMENTS
+from dtrain_dagster.clusters.base import OWNER, ClusterConfig, ClusterError, GPUClusterManager, JobState, JobStatus
+from dtrain_dagster.settings.environment import Settings
+from trainer.config import JOB_ID, JobConfig
+from trainer.rundir import LAUNCH, STATUS, RunDir
 
 
 def start_and_follow(
@@ -40,8 +35,6 @@ def start_and_follow(
     which is left running; then its name is printed, and None returned."""
 
     def cancel() -> None:
-        from dtrain_dagster.clusters.base import ClusterError
-
         say(f"cancelling job {job_id}; Ctrl-C again does not wait for it", err=True)
         try:
             manager.cancel_job(job_id)
@@ -63,8 +56,6 @@ def start_and_follow(
 
 def finish(settings: Settings, rundir: RunDir, status: JobStatus, go_on: str = "") -> None:
     """Print how the job ended, and exit as it did. ``go_on``: the command that goes on with it where it failed."""
-    from trainer.rundir import STATUS
-
     if status.state == "succeeded":
         return
     say(describe_outcome(status), err=True)
@@ -75,8 +66,6 @@ def finish(settings: Settings, rundir: RunDir, status: JobStatus, go_on: str = "
 
 def new_job_id(name: str | None, kind: str) -> str:
     """Return the given id, or one made from the time. Raise `Refusal` for an invalid one."""
-    from trainer.config import JOB_ID
-
     if name is None:
         return f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
     if not JOB_ID.fullmatch(name):
@@ -90,8 +79,6 @@ def new_job_id(name: str | None, kind: str) -> str:
 
 def runs_already(manager: GPUClusterManager, job_id: str) -> bool:
     """Return whether the job runs. Raise `Refusal` for a job that has succeeded."""
-    from dtrain_dagster.clusters.base import ClusterError, JobState
-
     try:
         state = manager.job_status(job_id).state
     except ClusterError:
@@ -107,8 +94,6 @@ def runs_already(manager: GPUClusterManager, job_id: str) -> bool:
 def take_over(rundir: RunDir) -> None:
     """Make a person the owner of a job of a Dagster run, so that it does not count as an orphan when that run has
     ended."""
-    from dtrain_dagster.clusters.base import OWNER
-
     if rundir.read_json(OWNER) is not None:
         rundir.write_json(OWNER, {"dagster_run_id": None, "since": time.time()})
 
@@ -143,8 +128,6 @@ def say_what_was_got(got: ClusterConfig, wanted: str) -> None:
 
 def announce(rundir: RunDir) -> None:
     """Print what was started, and where it can be seen."""
-    from trainer.rundir import LAUNCH
-
     launched = rundir.read_json(LAUNCH) or {}
     nodes, processes = launched["node_count"], launched["processes_per_node"]
     each = "" if processes == 1 else f", {processes} processes on each"
@@ -204,8 +187,6 @@ def say_that_it_runs_on(settings: Settings, job_id: str) -> None:
 def say_how_it_stands(settings: Settings, job_id: str) -> bool:
     """Print how a job stands, and what it took and cost, where that can be read. Return whether it is known to have
     ended."""
-    from dtrain_dagster.cli.facts import LeftClock, price_of_cluster, read_course, read_facts
-
     with suppress(ValueError, RuntimeError, OSError):
         rundir = run_dir(settings, job_id)
         facts = read_facts(settings, cluster_of(settings)[0].manager().job_status(job_id))
@@ -219,8 +200,6 @@ def say_how_it_stands(settings: Settings, job_id: str) -> bool:
 def describe_end(facts: JobFacts, course: JobCourse, checkpoint: tuple[str, int] | None, price_words: str) -> list[str]:
     """Return the state of a job, and what it took and cost, as lines. ``checkpoint``: the name and step of its latest.
     Pure."""
-    from dtrain_dagster.cli.facts import so_far
-
     progress = course.view
     of = f"/{progress.total_steps}" if progress.total_steps else ""
     step = max(progress.step, checkpoint[1] if checkpoint else 0)  # not each step is reported

@@ -6,20 +6,23 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dtrain_dagster.cli.common import run_dir, say
-from trainer.config import TrackingConfig
+from dtrain_dagster.costs.ledger import ledger
+from dtrain_dagster.costs.prices import PriceError
+from dtrain_dagster.costs.timeline import CostCause
+from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.costs.worth import worth_line
+from dtrain_dagster.jobs.orders import source_tags
+from dtrain_dagster.jobs.progress import code_version
+from dtrain_dagster.registry.run_record import add_to_run, cost_metrics, lost_metric, note_of
+from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.settings.tiers import Tier, tier_of
+from trainer.config import JobConfig, TrackingConfig
 from trainer.observability.reporter import OFF, TRACKING_OF_LAUNCH
-from trainer.rundir import RESULT
+from trainer.rundir import EVALUATION, RESULT, RunDir
 from trainer.secrets.redaction import redact
-
-if TYPE_CHECKING:
-    from dtrain_dagster.resources import GPUClusterResource, ProjectResource
-    from dtrain_dagster.settings.environment import Settings
-    from dtrain_dagster.settings.tiers import Tier
-    from trainer.config import JobConfig
-    from trainer.rundir import RunDir
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,8 +66,6 @@ def with_tracking(
     job: JobConfig, cluster: GPUClusterResource, project: ProjectResource, tags: Mapping[str, str]
 ) -> JobConfig:
     """Return the job, reporting to the MLflow of the settings, in a run with these tags."""
-    from dtrain_dagster.jobs.progress import code_version
-
     stated = job.tracking.mlflow_experiment
     tracking = replace(
         job.tracking,
@@ -79,8 +80,6 @@ def with_tracking(
 @cache
 def _source(entry: str, folder: Path) -> dict[str, str]:
     """Return where a training comes from. A command asks git once, however many trainings it starts."""
-    from dtrain_dagster.jobs.orders import source_tags
-
     return source_tags(entry, folder)
 
 
@@ -116,13 +115,6 @@ def record_end(
 ) -> None:
     """Add dollars, report and description to the run of a training that has ended, and say where it is. Raise
     ValueError, RuntimeError or OSError where the cluster or the run directory cannot be read."""
-    from dtrain_dagster.costs.ledger import ledger
-    from dtrain_dagster.costs.prices import PriceError
-    from dtrain_dagster.costs.timeline import CostCause
-    from dtrain_dagster.costs.tracker import CostTracker
-    from dtrain_dagster.registry.run_record import add_to_run
-    from dtrain_dagster.settings.tiers import tier_of
-
     assert job.tracking.mlflow_tracking_uri is not None
     tier, bill = tier_of(settings.tiers[0]), None
     try:
@@ -153,8 +145,6 @@ class Bill:
 
     def metrics(self) -> dict[str, float]:
         """Return it as metrics of a run."""
-        from dtrain_dagster.registry.run_record import cost_metrics, lost_metric
-
         found = cost_metrics({"total_usd": self.usd, "node_hours": self.node_hours})
         return found | ({} if self.lost_node_seconds is None else lost_metric(self.lost_node_seconds))
 
@@ -162,10 +152,7 @@ class Bill:
 def describe_end(rundir: RunDir, tier: Tier, bill: Bill | None, verdict: str) -> tuple[dict[str, float], str]:
     """Return the metrics and the description of a training that has ended, and write its report. ``bill``: None where
     its dollars are not known; ``verdict``: how it ended. Raise as the run directory does where it cannot be read."""
-    from dtrain_dagster.costs.worth import worth_line
     from dtrain_dagster.dashboard.page import write_report
-    from dtrain_dagster.registry.run_record import note_of
-    from trainer.rundir import EVALUATION
 
     evaluation = rundir.read_json(EVALUATION)
     worth = worth_line(evaluation, bill.usd if bill else None) if evaluation else None

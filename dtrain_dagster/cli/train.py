@@ -7,18 +7,32 @@ as well.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from datetime import UTC, datetime
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
+from dtrain_dagster.cli.facts import priced_summary
+from dtrain_dagster.cli.follow import follow_training
 from dtrain_dagster.cli.job_names import complete_datasets, complete_files, complete_jobs
+from dtrain_dagster.cli.job_options import (
+    as_begun,
+    dataset_config,
+    order_script,
+    plan_job,
+    read_config,
+    say_what_is_wrong,
+    script_to_go_on,
+    total_steps,
+    try_to_keep_script,
+    with_reachable_data,
+)
+from dtrain_dagster.cli.screen import pairs_table
 from dtrain_dagster.cli.start import (
     dataset_name,
     finish,
@@ -29,10 +43,13 @@ from dtrain_dagster.cli.start import (
     take_over,
     this_command_again,
 )
-
-if TYPE_CHECKING:
-    from dtrain_dagster.settings.environment import Settings
-    from trainer.config import JobConfig
+from dtrain_dagster.cli.tracking import track, try_to_record_end
+from dtrain_dagster.jobs.progress import start_job
+from dtrain_dagster.planning.tuned_settings import read_tuned
+from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.support.user_sources import ensure_importable
+from trainer.config import ConfigError, JobConfig
+from trainer.strategies import settings_of_backend
 
 
 def size_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -66,8 +83,11 @@ class Asked:
         return read_settings(self.procs_per_node, self.nodes)
 
     def fields(self, backend: str | None = None) -> list[str]:
-        """Return the fields that are asked for, as ``--set`` takes them."""
-        return [*as_overrides(self.model, self.loss, self.epochs), *backend_overrides(backend), *self.overrides]
+        """Return the fields that are asked for, as ``--set`` takes them. Raise `ConfigError` for a backend that is
+        unknown."""
+        of_backend = {} if backend is None else settings_of_backend(backend)
+        named = [f"training.{field}={json.dumps(value)}" for field, value in of_backend.items()]
+        return [*as_overrides(self.model, self.loss, self.epochs), *named, *self.overrides]
 
     def job(
         self, settings: Settings, own: Sequence[str], job_id: str | None, settings_file: str | None = None
@@ -75,9 +95,19 @@ class Asked:
         """Return `job_of_options` for these options, with ``own`` fields."""
         return job_of_options(settings, self.config, self.dataset, own, self.nodes, job_id, settings_file)
 
-    def in_its_words(self) -> Any:
-        """Return `in_words_of_options` for these options."""
-        return in_words_of_options({"--model": self.model, "--loss": self.loss, "--epochs": self.epochs})
+    @contextmanager
+    def in_its_words(self) -> Iterator[None]:
+        """Let errors within the block name the options that were given instead of the fields of ``job.json`` that they
+        stand for."""
+        fields = {"--model": "model.factory", "--loss": "loss.factory", "--epochs": "training.epochs"}
+        try:
+            yield
+        except ConfigError as error:
+            text = str(error).removeprefix("the command line: ")
+            for option, field in fields.items():
+                if getattr(self, option.removeprefix("--")) is not None:
+                    text = text.replace(field, option)
+            raise ConfigError(text) from None
 
 
 def training_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -177,17 +207,17 @@ def train(
       dtrain train --dataset latest --nodes 3 --backend horovod
       dtrain train --script my_training.py --nodes 3 -- --width 64
     """
-    from dtrain_dagster.cli.script_job import order_script, script_to_go_on
-
     settings = asked.settings()
     if not (script or asked.config or asked.dataset or arguments):
         known = script_to_go_on(settings, name)
         if known is not None:
             script, arguments = known.script, known.arguments
             asked = replace(
-                asked, overrides=(*known.overrides, *asked.overrides), nodes=asked.nodes or known.nodes,
+                asked,
+                overrides=(*known.overrides, *asked.overrides),
+                nodes=asked.nodes or known.nodes,
                 procs_per_node=asked.procs_per_node or known.processes_per_node,
-            )  # fmt: skip
+            )
             settings = asked.settings()
     if script is not None:
         refused = {"config": asked.config, "dataset": asked.dataset, "model": asked.model, "loss": asked.loss}
@@ -227,8 +257,6 @@ class Order:
 
 def _plan(settings: Settings, asked: Asked, own: Sequence[str], settings_file: str | None, name: str | None) -> Order:
     """Return the training that the options describe. Raise as `say_what_is_wrong` does."""
-    from dtrain_dagster.cli.job_options import total_steps
-
     job_id = new_job_id(name, "train") if name or asked.dataset else None
     if job_id and not (asked.config or asked.dataset) and run_dir(settings, job_id).storage.exists("job.json"):
         asked = replace(asked, config=f"{run_dir(settings, job_id).uri}/job.json")  # it goes on as it was planned
@@ -249,15 +277,6 @@ def _runs(settings: Settings, job_id: str) -> bool:
 def _train(settings: Settings, order: Order, changes: Sequence[str], detach: bool) -> None:
     """Run a training on the cluster, follow it, and exit as it ends. ``changes``: see
     `dtrain_dagster.cli.job_options.as_begun`."""
-    from dtrain_dagster.cli.facts import priced_summary
-    from dtrain_dagster.cli.follow import follow_training
-    from dtrain_dagster.cli.job_options import as_begun, with_reachable_data
-    from dtrain_dagster.cli.screen import pairs_table
-    from dtrain_dagster.cli.script_job import try_to_keep_script
-    from dtrain_dagster.cli.tracking import track, try_to_record_end
-    from dtrain_dagster.jobs.progress import start_job
-    from dtrain_dagster.support.user_sources import ensure_importable
-
     cluster, project = cluster_of(settings)
     manager, job_id, ranks = cluster.manager(tends=True), order.job.job_id, ranks_of(settings)
     rundir, command = run_dir(settings, job_id), order.command
@@ -297,15 +316,6 @@ def as_overrides(model: str | None, loss: str | None, epochs: int | None) -> lis
     return [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
 
 
-def backend_overrides(name: str | None) -> list[str]:
-    """Return the fields that ``--backend`` stands for, as ``--set`` takes them. Raise `ConfigError` for a name that is
-    unknown."""
-    from trainer.strategies import settings_of_backend
-
-    fields = {} if name is None else settings_of_backend(name)
-    return [f"training.{field}={json.dumps(value)}" for field, value in fields.items()]
-
-
 def job_of_options(
     settings: Settings,
     config: str | None,
@@ -317,9 +327,6 @@ def job_of_options(
 ) -> tuple[JobConfig, int]:
     """Return the job that the options describe, and the number of its nodes. ``asked``: overrides, which come last.
     Raise as `plan_job` does."""
-    from dtrain_dagster.cli.job_options import dataset_config, plan_job, read_config
-    from dtrain_dagster.planning.tuned_settings import read_tuned
-
     if (config is None) == (dataset is None):
         context = click.get_current_context()
         others = (
@@ -344,23 +351,6 @@ def job_of_options(
     return job, node_count
 
 
-@contextmanager
-def in_words_of_options(options: Mapping[str, object]) -> Iterator[None]:
-    """Let errors within the block name the options that were given instead of the fields of ``job.json`` that they
-    stand for. ``options``: each option's value, None where it was not given."""
-    from trainer.config import ConfigError
-
-    fields = {"--model": "model.factory", "--loss": "loss.factory", "--epochs": "training.epochs"}
-    try:
-        yield
-    except ConfigError as error:
-        text = str(error).removeprefix("the command line: ")
-        for option, field in fields.items():
-            if options.get(option) is not None:
-                text = text.replace(field, option)
-        raise ConfigError(text) from None
-
-
 def stated_fields(asked: Sequence[str]) -> set[str]:
     """Return the fields of ``training`` that these overrides set, one by one or as a whole. Pure."""
     found: set[str] = set()
@@ -370,32 +360,3 @@ def stated_fields(asked: Sequence[str]) -> set[str]:
         if section == "training":
             found |= {name.partition(".")[0]} if name else set(json.loads(value))
     return found
-
-
-def say_what_is_wrong(job: JobConfig, node_count: int, settings: Settings, rehearses: bool = True) -> None:
-    """Check a training before nodes are bought, and print what could not be checked, which GPUs would be idle, and
-    whether the size is retired. Raise as `dtrain_dagster.planning.check_job.check_job` does."""
-    from dtrain_dagster.clusters.ranks import explain_idle_gpus, have_gpus, hosts_of
-    from dtrain_dagster.costs.prices import alternatives_to, price_of
-    from dtrain_dagster.planning.check_job import check_job, check_strategy
-    from dtrain_dagster.planning.memory_fit import room_of
-    from dtrain_dagster.settings.engines import read_engine_options
-
-    gpus = read_engine_options(settings.cluster).get("gpus", 0) if settings.kind.has_engine else None
-    hosts, has_gpus = hosts_of(settings.kind, node_count), have_gpus(settings.kind, settings.gpu_type, gpus)
-    ranks, price = ranks_of(settings), price_of(settings.gpu_type)
-    said = check_strategy(job.training, hosts, has_gpus, settings.kind.is_this_machine)
-    room, prices = room_of(settings.kind, price, settings.tiers[0], node_count, ranks), alternatives_to(price.sku)
-    checked = check_job(
-        job, node_count * ranks, rehearses, hosts, has_gpus, room, prices.values() if settings.kind.buys_nodes else ()
-    )
-    for sentence in (*said, *checked.sentences):
-        say(sentence, err=True)
-    if settings.cluster == "azure_ml":
-        from dtrain_dagster.clusters.azure_ml.gpu_nodes import explain_retired
-
-        if retired := explain_retired(price.sku, datetime.now(UTC).date()):
-            say(retired, err=True)
-    hourly = node_count * price.usd_per_hour(settings.tiers[0])
-    if settings.kind.buys_nodes and (idle := explain_idle_gpus(price, ranks, node_count, hourly, is_local=False)):
-        say(f"in each hour: {idle}", err=True)

@@ -11,11 +11,16 @@ import math
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.table import Table
+from rich.text import Text
 
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, refuses, run_dir, say
+from dtrain_dagster.cli.follow import Bar, in_place
+from dtrain_dagster.cli.job_options import say_what_is_wrong, total_steps, with_reachable_data
+from dtrain_dagster.cli.screen import plain_table
 from dtrain_dagster.cli.start import (
     dataset_name,
     finish,
@@ -24,16 +29,20 @@ from dtrain_dagster.cli.start import (
     start_and_follow,
     this_command_again,
 )
-from dtrain_dagster.cli.train import Asked, say_what_is_wrong, training_options
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from dtrain_dagster.clusters.base import GPUClusterManager, JobStatus
-    from dtrain_dagster.costs.tracker import CostTracker
-    from dtrain_dagster.settings.environment import Settings
-    from trainer.documents.events import TuneEvent
-    from trainer.rundir import RunDir
+from dtrain_dagster.cli.train import Asked, training_options
+from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobSpec, JobStatus
+from dtrain_dagster.costs.prices import PriceError, price_words
+from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.jobs.progress import follow_job
+from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.settings.tiers import tier_of
+from dtrain_dagster.support.formatting import dollars
+from dtrain_dagster.support.user_sources import ensure_importable
+from trainer.documents.events import TuneEvent, read_events
+from trainer.rundir import TUNED, RunDir
+from trainer.storage.open import open_storage
+from trainer.tuning.search import LEAST_SECONDS, NO_TIME
+from trainer.tuning.verdict import CONFIDENCE, UNTOLD
 
 
 @click.command()
@@ -68,12 +77,7 @@ def tune(asked: Asked, seconds: float, out: Path, name: str | None) -> None:
       dtrain tune --dataset latest --nodes 3
       dtrain tune --config job.json --seconds 600 --out fast.json
       dtrain train --config job.json --settings fast.json
-    """  # fmt: skip
-    from dtrain_dagster.cli.job_options import total_steps, with_reachable_data
-    from dtrain_dagster.clusters.base import JobSpec
-    from dtrain_dagster.support.user_sources import ensure_importable
-    from trainer.tuning.search import LEAST_SECONDS
-
+    """
     if not LEAST_SECONDS <= seconds < math.inf:
         raise Refusal(f"--seconds {seconds:g}: settings cannot be compared in less than {LEAST_SECONDS:g} s; try 300")
     _refuse_unwritable(out)
@@ -131,10 +135,6 @@ def _refuse_unwritable(out: Path) -> None:
 
 def _watch(manager: GPUClusterManager, rundir: RunDir, job_id: str) -> JobStatus:
     """Tell each thing that is measured, and how much of the budget is gone, until the job has ended."""
-    from dtrain_dagster.cli.follow import Bar, in_place
-    from dtrain_dagster.jobs.progress import follow_job
-    from trainer.documents.events import TuneEvent, read_events
-
     shown = console()
     bar, events = Bar(shown), list[dict[str, Any]]()
     with in_place(shown) as show:
@@ -163,8 +163,6 @@ def _percent(gain: Mapping[str, float]) -> str:
 
 def _interval(row: Mapping[str, Any]) -> str:
     """``+27 % (95 % interval +20 to +33 %, 25 rounds)``: the gain of a row of the last comparison."""
-    from trainer.tuning.verdict import CONFIDENCE, UNTOLD
-
     low, middle, high = (row["gain_interval"][name] for name in ("low", "middle", "high"))
     if not low or high is None:
         return f"{100 * (middle - 1):+.1f} % in {row['rounds']} rounds, {UNTOLD}"
@@ -174,14 +172,6 @@ def _interval(row: Mapping[str, Any]) -> str:
 
 def _deliver(manager: GPUClusterManager, rundir: RunDir, job_id: str, out: Path, settings: Settings, sku: str) -> None:
     """Show what was found, write it, and say what it cost. Of a search that was cut short only what has been found."""
-    from dtrain_dagster.clusters.base import ClusterError
-    from dtrain_dagster.costs.prices import PriceError, price_words
-    from dtrain_dagster.costs.tracker import CostTracker
-    from dtrain_dagster.settings.tiers import tier_of
-    from dtrain_dagster.support.formatting import dollars
-    from trainer.rundir import TUNED
-    from trainer.storage.open import open_storage
-
     tracker: CostTracker | None = None
     try:
         tracker = CostTracker(settings.cluster_name, manager.node_usage(job_id), tier_of(settings.tiers[0]))
@@ -211,9 +201,6 @@ def _deliver(manager: GPUClusterManager, rundir: RunDir, job_id: str, out: Path,
 
 def summary(document: Mapping[str, Any], out: Path) -> list[str]:
     """Return the result in sentences. Pure."""
-    from trainer.tuning.search import NO_TIME
-    from trainer.tuning.verdict import UNTOLD
-
     training, evidence = document["training"], document["evidence"]
     early = "ended early: this is the best so far, not compared with the untuned settings; it may be no faster"
     cut = [] if evidence["complete"] else [early]
@@ -247,10 +234,6 @@ def summary(document: Mapping[str, Any], out: Path) -> list[str]:
 
 def candidates_table(rows: list[dict[str, Any]]) -> Table:
     """Return a row for each candidate, with the setting that it changes. Pure."""
-    from rich.text import Text
-
-    from dtrain_dagster.cli.screen import plain_table
-
     figures = ("SAMPLES/S", "GAIN (QUARTILES)", "LOSS")
     table = plain_table("GROUP", "CHANGE", *figures, "VERDICT", right=figures)
     for row in rows:

@@ -1,27 +1,35 @@
-"""`dtrain ui`: Dagster's pages, the dashboard of jobs, MLflow's and TensorBoard's, each behind the guard.
-
-Each page imports what it needs.
-"""
+"""`dtrain ui`: Dagster's pages, the dashboard of jobs, MLflow's and TensorBoard's, each behind the guard."""
 
 from __future__ import annotations
 
 import os
+import pwd
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from socket import socket
+from typing import Any
 
 import click
 
 from dtrain_dagster.cli.common import EXIT_INTERRUPTED, Refusal, cluster_of, read_settings, refuses, run_dir
 from dtrain_dagster.cli.job_names import complete_jobs, find_training
-
-if TYPE_CHECKING:
-    from socket import socket
-
-    from dtrain_dagster.dashboard.job_links import Places
-    from dtrain_dagster.dashboard.job_routes import JobServices
-    from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.dashboard.cluster_views import ClusterPlace, place_of_options
+from dtrain_dagster.dashboard.job_board import JobBoard
+from dtrain_dagster.dashboard.job_links import Places
+from dtrain_dagster.dashboard.job_routes import JobServices
+from dtrain_dagster.dashboard.log_pages import ClusterLogs, LogFiles, LogSource
+from dtrain_dagster.dashboard.orders import OrderDesk
+from dtrain_dagster.dashboard.server import build_app
+from dtrain_dagster.settings.engines import read_engine_options
+from dtrain_dagster.settings.environment import Settings, SettingsError
+from dtrain_dagster.settings.home import make_home
+from dtrain_dagster.support.secrets import SecretError, check_reference, is_reference, resolve
+from dtrain_dagster.web.dagster_ui import LEAVE_WITH_PARENT, run_ui, running
+from dtrain_dagster.web.guard import LOOPBACK, Guard, rules_for
+from dtrain_dagster.web.other_pages import mlflow_app, runs_page, tensorboard_app
+from dtrain_dagster.web.server import address, listener, server
+from trainer.rundir import LOGS
 
 HOST = "127.0.0.1"
 PORTS = {"dagster": 3000, "jobs": 8060, "mlflow": 5000, "tensorboard": 6006}
@@ -40,9 +48,11 @@ OWN = {
 @click.command()
 @click.argument("page", type=click.Choice(list(PORTS)), default="dagster")
 @click.option(
-    "--port", type=click.IntRange(0, 65535), metavar="PORT",
+    "--port",
+    type=click.IntRange(0, 65535),
+    metavar="PORT",
     help="Port to listen on; 0 takes a free one.  [default: 3000, of jobs 8060, of mlflow 5000, of tensorboard 6006]",
-)  # fmt: skip
+)
 @click.option(
     "--allow-host", "names", multiple=True, metavar="NAME", help="A further host name that browsers may use for it."
 )
@@ -63,9 +73,10 @@ OWN = {
     help="Print the address of this job, of jobs.  [default: that of all]",
 )  # fmt: skip
 @click.option(
-    "--token", metavar="env:NAME",
+    "--token",
+    metavar="env:NAME",
     help="Take orders (cancel, resume, trace), of jobs, with this token only; where it is found.",
-)  # fmt: skip
+)
 @click.option("--read-only", is_flag=True, help="Take no orders, of jobs.")
 @refuses
 def ui(page: str, port: int | None, names: tuple[str, ...], **options: Any) -> None:
@@ -114,8 +125,6 @@ def _option(name: str) -> str:
 
 def user_ids(users: tuple[str, ...]) -> frozenset[int] | None:
     """Return the numbers of these users; None for any. Raise `Refusal` for a user that this machine does not know."""
-    import pwd
-
     try:
         return None if "any" in users else frozenset(pwd.getpwnam(user).pw_uid for user in users)
     except KeyError as error:
@@ -125,8 +134,6 @@ def user_ids(users: tuple[str, ...]) -> frozenset[int] | None:
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket]:
     """Yield a bound socket. Raise `Refusal` if the address is taken."""
-    from dtrain_dagster.web.server import listener
-
     try:
         bound = listener(host, port)
     except OSError as error:
@@ -139,10 +146,6 @@ def _serve_dagster(
     settings: Settings, port: int, names: tuple[str, ...], users: tuple[str, ...] = (), workspace: Path | None = None,
     serves_all: bool = False,
 ) -> None:  # fmt: skip
-    from dtrain_dagster.settings.environment import Settings
-    from dtrain_dagster.web.dagster_ui import run_ui
-    from dtrain_dagster.web.server import address
-
     workspace = workspace or Path("workspace.yaml")
     if not workspace.is_file():
         raise Refusal(f"--workspace {workspace}: there is no such file")
@@ -169,8 +172,6 @@ def _serve_dagster(
 
 def _has_database(settings: Settings) -> bool:
     """Return whether MLflow's runs are in a database, and not in a server that has pages of its own."""
-    from dtrain_dagster.support.secrets import resolve
-
     return resolve(settings.tracking_uri).startswith(("sqlite:", "postgresql"))
 
 
@@ -178,9 +179,6 @@ def _has_database(settings: Settings) -> bool:
 def _served_beside(page: str, usual: int, variable: str) -> Iterator[None]:
     """Serve a page in a process that ends with the block. ``usual``: its port, unless that is taken; ``variable``: the
     one that tells its address to whoever makes links."""
-    from dtrain_dagster.web.dagster_ui import LEAVE_WITH_PARENT, running
-    from dtrain_dagster.web.server import address, listener
-
     try:
         bound = listener(HOST, usual)
     except OSError:
@@ -197,11 +195,6 @@ def _serve_jobs(
     settings: Settings, port: int, names: tuple[str, ...], host: str = HOST, job_id: str | None = None,
     token: str | None = None, read_only: bool = False,
 ) -> None:  # fmt: skip
-    from dtrain_dagster.dashboard.job_board import JobBoard
-    from dtrain_dagster.dashboard.server import build_app
-    from dtrain_dagster.web.guard import LOOPBACK
-    from dtrain_dagster.web.server import address, server
-
     if job_id is not None:
         job_id = find_training(settings, job_id)
     services = _services(settings, token, read_only or (host not in LOOPBACK and token is None))
@@ -216,12 +209,6 @@ def _serve_jobs(
 
 def _services(settings: Settings, token: str | None, read_only: bool) -> JobServices:
     """Return what the page of a job offers under these settings. Raise `Refusal` for a token that is no reference."""
-    from dtrain_dagster.dashboard.job_routes import JobServices
-    from dtrain_dagster.dashboard.log_pages import ClusterLogs, LogFiles, LogSource
-    from dtrain_dagster.dashboard.orders import OrderDesk
-    from dtrain_dagster.support.secrets import SecretError, check_reference, is_reference, resolve
-    from trainer.rundir import LOGS
-
     if token is not None:
         try:
             if not is_reference(token):
@@ -241,11 +228,6 @@ def _services(settings: Settings, token: str | None, read_only: bool) -> JobServ
 
 def places_of(settings: Settings) -> Places:
     """Return where a job can be seen besides the dashboard."""
-    from dtrain_dagster.dashboard.cluster_views import ClusterPlace, place_of_options
-    from dtrain_dagster.dashboard.job_links import Places
-    from dtrain_dagster.settings.engines import read_engine_options
-    from dtrain_dagster.settings.environment import SettingsError
-
     cluster = ClusterPlace()
     with suppress(SettingsError):  # pages of jobs that have ended need no cluster
         if settings.kind.has_engine:
@@ -253,17 +235,14 @@ def places_of(settings: Settings) -> Places:
     tracking = settings.tracking_uri
     served = tracking if tracking.startswith(("http://", "https://")) else "http://127.0.0.1:5000"
     return Places(
-        dagster_url=settings.dagster_url.rstrip("/"), mlflow_url=served.rstrip("/"), tracking_uri=settings.tracking_uri,
+        dagster_url=settings.dagster_url.rstrip("/"),
+        mlflow_url=served.rstrip("/"),
+        tracking_uri=settings.tracking_uri,
         cluster=cluster,
-    )  # fmt: skip
+    )
 
 
 def _serve_mlflow(settings: Settings, port: int, names: tuple[str, ...], users: tuple[str, ...] = ()) -> None:
-    from dtrain_dagster.settings.home import make_home
-    from dtrain_dagster.support.secrets import resolve
-    from dtrain_dagster.web.guard import rules_for
-    from dtrain_dagster.web.other_pages import mlflow_app, runs_page
-
     tracking_uri = resolve(settings.tracking_uri)
     if not _has_database(settings):
         raise Refusal(
@@ -279,9 +258,6 @@ def _serve_mlflow(settings: Settings, port: int, names: tuple[str, ...], users: 
 
 
 def _serve_tensorboard(settings: Settings, port: int, names: tuple[str, ...], users: tuple[str, ...] = ()) -> None:
-    from dtrain_dagster.web.guard import rules_for
-    from dtrain_dagster.web.other_pages import tensorboard_app
-
     if settings.storage:
         raise Refusal("the jobs are in DTRAIN_STORAGE, which TensorBoard is not given here: use `dtrain ui jobs`")
     allowed = user_ids(users)
@@ -291,8 +267,5 @@ def _serve_tensorboard(settings: Settings, port: int, names: tuple[str, ...], us
 
 
 def _serve(name: str, app: Any, rules: Any, users: frozenset[int] | None, bound: socket, page: str = "") -> None:
-    from dtrain_dagster.web.guard import Guard
-    from dtrain_dagster.web.server import address, server
-
     click.echo(f"{name}: {address(bound)}{page}")
     server(Guard(app, rules), users=users).run(sockets=[bound])

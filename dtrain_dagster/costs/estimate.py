@@ -103,16 +103,20 @@ class Sizes:
         return math.log(max(1.0, (ranks + 2 * other_cores) / self.cores) / self.crowding(node_count)) / 2
 
     def work(self, node_count: int) -> Work:
-        """Return all of the work. Early stopping is not counted on: it can only make the training cheaper."""
+        """Return all of the work, as the trainer's loop does it. Early stopping is not counted on: it can only make the
+        training cheaper."""
         ranks = self.ranks(node_count)
-        return work_of(
-            steps_per_epoch=self._steps_per_epoch(ranks),
-            epochs=self.epochs,
-            max_steps=self.max_steps,
-            eval_frequency=self.eval_frequency,
-            checkpoint_frequency=self.checkpoint_frequency,
-            samples_per_epoch=self.train_samples,
-            batch_size=ranks * self.batch_size_per_rank,
+        per_epoch = self._steps_per_epoch(ranks)
+        steps = per_epoch * self.epochs
+        if self.max_steps is not None:
+            steps = min(steps, self.max_steps)
+        frequency = self.eval_frequency or per_epoch
+        whole, rest = divmod(steps, per_epoch)
+        return Work(
+            steps=steps,
+            evaluations=-(-steps // frequency),
+            checkpoints=_due(steps, frequency, self.checkpoint_frequency),
+            samples=whole * self.train_samples + rest * ranks * self.batch_size_per_rank,
         )
 
     def least_work(self, node_count: int) -> Work:
@@ -131,29 +135,6 @@ class Sizes:
         if self.train_samples < micro_batches:
             return 1  # the trainer refuses this number of ranks; here it is a row of a table
         return steps_per_epoch(self.train_samples, ranks * self.batch_size_per_rank, micro_batches)
-
-
-def work_of(
-    steps_per_epoch: int,
-    epochs: int,
-    max_steps: int | None,
-    eval_frequency: int | None,
-    checkpoint_frequency: int,
-    samples_per_epoch: int = 0,
-    batch_size: int = 0,
-) -> Work:
-    """Return the work of a training, as the trainer's loop does it."""
-    steps = steps_per_epoch * epochs
-    if max_steps is not None:
-        steps = min(steps, max_steps)
-    frequency = eval_frequency or steps_per_epoch
-    whole, rest = divmod(steps, steps_per_epoch)
-    return Work(
-        steps=steps,
-        evaluations=-(-steps // frequency),
-        checkpoints=_due(steps, frequency, checkpoint_frequency),
-        samples=whole * samples_per_epoch + rest * batch_size,
-    )
 
 
 def _due(steps: int, first: int, second: int) -> int:

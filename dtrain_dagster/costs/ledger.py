@@ -153,7 +153,7 @@ def ledger(
 
 def _pieces(
     interval: NodeCost, intervals: Sequence[NodeCost], line: Timeline, longest: int
-) -> Iterator[tuple[int, int, Mix]]:  # fmt: skip
+) -> Iterator[tuple[int, int, Mix]]:
     """Return a paid interval without gaps: what its node did when, as far as is known, and what the gaps mean."""
     if interval.is_probe:  # its own run directory says what it was spent on
         yield interval.began, interval.ended, {CostCause.PROBE: 1.0}
@@ -183,7 +183,7 @@ def _spans(interval: NodeCost, line: Timeline) -> list[Span]:
 
 def _gap(
     began: int, ended: int, interval: NodeCost, intervals: Sequence[NodeCost], line: Timeline, longest: int
-) -> Iterator[tuple[int, int, Mix]]:  # fmt: skip
+) -> Iterator[tuple[int, int, Mix]]:
     """Paid time in which the node did nothing that is known as a member of a generation."""
     terms = [term for term in line.terms if _is_member(interval, term)]
     if not line.terms:  # a program that reports nothing, or nobody got so far, or what was reported is damaged

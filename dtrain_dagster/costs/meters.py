@@ -73,11 +73,9 @@ def choose_meter(meters: Sequence[Meter]) -> Choice:
 
 def choose_prices(
     items: Iterable[Mapping[str, Any]], region: str, skus: Sequence[str], now: datetime
-) -> tuple[dict[str, dict[Tier, float]], list[str]]:
-    """Return SKU → tier → US dollars per hour, of the prices that count now, and in words those that are in doubt.
-
-    Raise `RetailError` for items that are not of the known shape.
-    """
+) -> tuple[dict[tuple[str, Tier], float], list[str]]:
+    """Return (SKU, tier) → US dollars per hour, of the prices that count now, and in words those that are in doubt.
+    Raise `RetailError` for items that are not of the known shape."""
     names = {sku.casefold(): sku for sku in skus}
     meters: dict[tuple[str, Tier], list[Meter]] = {}
     for item in items:
@@ -99,12 +97,12 @@ def choose_prices(
                 f"the price list has an item that cannot be read ({type(error).__name__}: {error}): {item!r:.300}. "
                 "Nothing was changed"
             ) from None
-    chosen: dict[str, dict[Tier, float]] = {}
+    chosen: dict[tuple[str, Tier], float] = {}
     doubts = []
     for (sku, tier), listed in meters.items():
         choice = choose_meter(listed)
         if choice.usd_per_hour is not None:
-            chosen.setdefault(sku, {})[tier] = choice.usd_per_hour
+            chosen[sku, tier] = choice.usd_per_hour
         if choice.doubt:
             doubts.append(f"{sku}, {tier}: {choice.doubt}")
     return chosen, doubts

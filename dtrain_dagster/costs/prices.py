@@ -126,24 +126,9 @@ class SkuPrice:
         most = self.figures.get("dedicated", figure).usd_per_hour
         return figure.usd_per_hour, max(figure.usd_per_hour, most)
 
-    @property
-    def main_figure(self) -> Figure:
-        """Return the dedicated price, or the first known one."""
-        return next(self.figures[tier] for tier in TIERS if tier in self.figures)
 
-    @property
-    def recorded_on(self) -> str:
-        """Return the date of the main figure; each figure has its own."""
-        return self.main_figure.recorded_on
-
-    @property
-    def source(self) -> str:
-        """Return the source of the main figure; each figure has its own."""
-        return self.main_figure.source
-
-
-Prices = dict[str, dict[str, dict[Tier, Figure]]]
-"""Region → SKU → tier → figure."""
+Prices = dict[tuple[str, str, Tier], Figure]
+"""(Region, SKU, tier) → figure."""
 
 
 def price_of(sku: str, region: str | None = None) -> SkuPrice:
@@ -239,9 +224,9 @@ def refresh_command(region: str, sku: str = "", spot_history: bool = False) -> s
     return command + (" --spot-history" if spot_history else "")
 
 
-def refreshed_path(home: Path | None = None) -> Path:
+def refreshed_path() -> Path:
     """Return the path of the refreshed prices."""
-    return (home or Path(os.path.abspath(os.path.expanduser(setting("home"))))) / REFRESHED
+    return Path(os.path.abspath(os.path.expanduser(setting("home")))) / REFRESHED
 
 
 def packaged_prices() -> Prices:
@@ -271,7 +256,7 @@ def read_prices(document: Mapping[str, Any]) -> Prices:
     undated = [name for name, source in sources.items() if not _DATE.fullmatch(source["recorded_on"])]
     if undated:
         raise ValueError(f"the source {undated[0]!r} has no date")
-    regions: Prices = {}
+    found: Prices = {}
     for region, rows in document["prices"].items():
         for sku, tiers in rows.items():
             for tier, (usd, source, *more) in tiers.items():
@@ -279,21 +264,18 @@ def read_prices(document: Mapping[str, Any]) -> Prices:
                     continue
                 if tier not in TIERS or not 0 < usd < math.inf:
                     raise ValueError(f"{sku} in {region}: {tier} at {usd} is not a price")
-                figure = Figure(usd_per_hour=usd, **sources[source], **read_extras(more[0] if more else {}))
-                regions.setdefault(region, {}).setdefault(sku, {})[tier] = figure
-    return regions
+                extras = read_extras(more[0] if more else {})
+                found[region, sku, tier] = Figure(usd_per_hour=usd, **sources[source], **extras)
+    return found
 
 
 def merge(tables: Iterable[Prices]) -> Prices:
     """Return the newest of several figures for the same thing, the last of equally old ones."""
     merged: Prices = {}
     for table in tables:
-        for region, rows in table.items():
-            for sku, tiers in rows.items():
-                known = merged.setdefault(region, {}).setdefault(sku, {})
-                for tier, figure in tiers.items():
-                    if tier not in known or figure.recorded_on >= known[tier].recorded_on:
-                        known[tier] = figure
+        for key, figure in table.items():
+            if key not in merged or figure.recorded_on >= merged[key].recorded_on:
+                merged[key] = figure
     return merged
 
 
@@ -306,7 +288,12 @@ def _price_of_site(hardware: SkuPrice, partition: str) -> SkuPrice:
         raise PriceError(
             f"the price of partition {partition!r} is not known: set DTRAIN_SLURM_PRICES to the site's table"
         )
-    prices, day = _site_table(path)
+    try:
+        stat = path.stat()
+        prices = _read_site_table((str(path), stat.st_mtime_ns, stat.st_size, stat.st_ino))
+    except (OSError, SettingsError) as error:
+        raise PriceError(f"the site's prices cannot be read: {error}") from None
+    day = datetime.fromtimestamp(stat.st_mtime, UTC).date().isoformat()
     if partition not in prices:
         known = ", ".join(prices) or "none"
         raise PriceError(
@@ -319,25 +306,11 @@ def _price_of_site(hardware: SkuPrice, partition: str) -> SkuPrice:
     return replace(hardware, sku=name, figures=figures, low_priority_capable=True, retired_on=None)
 
 
-def _site_table(path: Path) -> tuple[Mapping[str, float], str]:
-    """Return partition → US dollars per node-hour, and the day of the file. Raise `PriceError` where it cannot be
-    read."""
-    try:
-        stat = path.stat()
-        return _read_site_table((str(path), stat.st_mtime_ns, stat.st_size, stat.st_ino)), _day(stat.st_mtime)
-    except (OSError, SettingsError) as error:
-        raise PriceError(f"the site's prices cannot be read: {error}") from None
-
-
 @lru_cache(maxsize=4)
 def _read_site_table(version: tuple[Any, ...]) -> Mapping[str, float]:
     from dtrain_dagster.settings.slurm import read_partition_prices
 
     return read_partition_prices()
-
-
-def _day(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).date().isoformat()
 
 
 @cache
@@ -347,45 +320,41 @@ def _package() -> dict[str, Any]:
 
 def _tables() -> Mapping[str, Mapping[str, SkuPrice]]:
     """Region → SKU → price. Read again only when the refreshed table has changed: it is asked for often."""
-    path = os.path.abspath(os.path.expanduser(f"{setting('home')}/{REFRESHED}"))
+    path = refreshed_path()
     try:
-        stat = os.stat(path)
+        stat = path.stat()
         return _read_tables(path, (stat.st_mtime_ns, stat.st_size, stat.st_ino))
     except OSError:
         return _read_tables(path, None)
 
 
 @lru_cache(maxsize=4)
-def _read_tables(path: str, version: tuple[int, ...] | None) -> Mapping[str, Mapping[str, SkuPrice]]:
-    prices = merge([packaged_prices(), refreshed_prices(Path(path))])
-    tables = {
+def _read_tables(path: Path, version: tuple[int, ...] | None) -> Mapping[str, Mapping[str, SkuPrice]]:
+    figures: dict[str, dict[str, dict[Tier, Figure]]] = {}
+    for (region, sku, tier), figure in merge([packaged_prices(), refreshed_prices(path)]).items():
+        if sku in _package()["skus"]:
+            figures.setdefault(region, {}).setdefault(sku, {})[tier] = figure
+    return {
         region: {sku: _sku_price(sku, region, rows[sku]) for sku in skus() if sku in rows}
-        for region, rows in prices.items()
+        for region, rows in figures.items()
     }
-    return {region: rows for region, rows in tables.items() if rows}
 
 
 def _sku_price(sku: str, region: str, figures: Mapping[Tier, Figure]) -> SkuPrice:
     table = _package()
     make = {key: value for key, value in table["skus"][sku].items() if key not in ("source", "retired_source")}
     note = table["speed"]
+    own, reference = (table["gpus"][table["skus"][name]["gpu"]] for name in (sku, REFERENCE_SKU))
+    ratios = (own[key] / reference[key] for key in ("fp32_tflops", "gb_per_second"))  # as note["rule"] says
     return SkuPrice(
         sku=sku,
         region=region,
         figures=figures,
         gpu_watts=table["gpus"][make["gpu"]]["watts"],
-        speed=_speed(sku),
+        speed=round(min(ratios) * make["gpus"], 2),
         speed_note=f"{note['rule']} ({table['sources'][note['source']]['source']})",
         **make,
     )
-
-
-def _speed(sku: str) -> float:
-    """Return the speed by ``speed.rule`` of the table."""
-    table = _package()
-    own, reference = (table["gpus"][table["skus"][name]["gpu"]] for name in (sku, REFERENCE_SKU))
-    ratios = (own[key] / reference[key] for key in ("fp32_tflops", "gb_per_second"))
-    return round(min(ratios) * table["skus"][sku]["gpus"], 2)
 
 
 def _by_any_case(rows: Mapping[str, SkuPrice], sku: str) -> SkuPrice | None:

@@ -103,7 +103,11 @@ def refresh_price_table(
     before = merge([packaged, known])
     found: Prices = {}
     for region in regions:
-        items = [item for some in _portions(skus) for item in fetch(url, region, some, pause)]
+        items = [
+            item
+            for first in range(0, len(skus), SKUS_PER_QUERY)
+            for item in fetch(url, region, skus[first : first + SKUS_PER_QUERY], pause)
+        ]
         source = f"Azure's retail price API, {url}?api-version={API_VERSION}&$filter={_filter(region)}"
         prices, doubts = choose_prices(items, region, skus, now)
         if not prices:
@@ -112,23 +116,24 @@ def refresh_price_table(
                 "eastus (`az account list-locations`). Nothing was changed"
             )
         notes += [f"{region}: {line}" for line in doubts]
-        day = f"{now:%Y-%m-%d}"
-        found[region] = {
-            sku: {
-                tier: Figure(usd_per_hour=usd, recorded_on=day, how="asked", source=source)
-                for tier, usd in tiers.items()
-            }
-            for sku, tiers in prices.items()
-        }
         market = ask_market(region, skus) if ask_market else None
-        for sku, tiers in found[region].items():
-            if "spot" in tiers:
-                old = known.get(region, {}).get(sku, {}).get("spot")
-                tiers["spot"] = with_history(tiers["spot"], old, market, sku)
-        notes += _gaps(region, skus, found[region], before.get(region, {}))
+        for (sku, tier), usd in prices.items():
+            figure = Figure(usd_per_hour=usd, recorded_on=f"{now:%Y-%m-%d}", how="asked", source=source)
+            if tier == "spot":
+                figure = with_history(figure, known.get((region, sku, tier)), market, sku)
+            found[region, sku, tier] = figure
+        for sku in skus:
+            if (sku, "dedicated") not in prices:
+                old = before.get((region, sku, "dedicated"))
+                rest = f"stays at {old.usd_per_hour:g} of {old.recorded_on}" if old else "is not known"
+                notes.append(f"{sku} in {region}: no dedicated price is listed; it {rest}")
     _refuse_what_cannot_be(found, packaged, url)
-    _write(path, as_document(_updated(known, found)))
-    return Refreshed(changes=tuple(_changes(found, before)), notes=tuple(notes))
+    _write(path, as_document({**known, **found}))
+    changes = tuple(
+        Change(region=region, sku=sku, tier=tier, before=before.get((region, sku, tier)), after=after)
+        for (region, sku, tier), after in found.items()
+    )
+    return Refreshed(changes=changes, notes=tuple(notes))
 
 
 def with_history(now: Figure, old: Figure | None, market: SpotMarket | None, sku: str) -> Figure:
@@ -170,38 +175,19 @@ def fetch(
 
 def as_document(prices: Prices) -> dict[str, Any]:
     """Return the prices in the layout that `dtrain_dagster.costs.prices.read_prices` reads."""
-    figures = [figure for rows in prices.values() for tiers in rows.values() for figure in tiers.values()]
-    origins = dict.fromkeys((figure.how, figure.recorded_on, figure.source) for figure in figures)
-    keys = {origin: f"s{number}" for number, origin in enumerate(origins, 1)}
-    return {
-        "currency": "USD",
-        "sources": {
-            key: {"how": how, "recorded_on": day, "source": source} for (how, day, source), key in keys.items()
-        },
-        "prices": {
-            region: {
-                sku: {
-                    tier: _row(figure, keys[figure.how, figure.recorded_on, figure.source])
-                    for tier, figure in tiers.items()
-                }
-                for sku, tiers in rows.items()
-            }
-            for region, rows in prices.items()
-        },
-    }
-
-
-def _row(figure: Figure, source: str) -> list[Any]:
-    extras = as_extras(figure.history, figure.evictions)
-    return [figure.usd_per_hour, source, *([extras] if extras else [])]
+    keys: dict[tuple[str, str, str], str] = {}
+    rows: dict[str, dict[str, dict[str, list[Any]]]] = {}
+    for (region, sku, tier), figure in prices.items():
+        key = keys.setdefault((figure.how, figure.recorded_on, figure.source), f"s{len(keys) + 1}")
+        extras = as_extras(figure.history, figure.evictions)
+        row = [figure.usd_per_hour, key, *([extras] if extras else [])]
+        rows.setdefault(region, {}).setdefault(sku, {})[tier] = row
+    sources = {key: {"how": how, "recorded_on": day, "source": source} for (how, day, source), key in keys.items()}
+    return {"currency": "USD", "sources": sources, "prices": rows}
 
 
 def _filter(region: str) -> str:
     return f"serviceName eq 'Virtual Machines' and priceType eq 'Consumption' and armRegionName eq '{region}'"
-
-
-def _portions(skus: Sequence[str]) -> Iterator[Sequence[str]]:
-    return (skus[start : start + SKUS_PER_QUERY] for start in range(0, len(skus), SKUS_PER_QUERY))
 
 
 def _place(url: str) -> tuple[str, str, int]:
@@ -271,28 +257,15 @@ def _page(url: str, answer: requests.Response) -> dict[str, Any]:
     return page
 
 
-def _gaps(
-    region: str, skus: Sequence[str], found: Mapping[str, Mapping[Tier, Figure]], before: Mapping[str, Any]
-) -> Iterator[str]:
-    """Yield a sentence for each SKU that was asked for and is not listed."""
-    for sku in skus:
-        if "dedicated" not in found.get(sku, {}):
-            known = before.get(sku, {}).get("dedicated")
-            rest = f"stays at {known.usd_per_hour:g} of {known.recorded_on}" if known else "is not known"
-            yield f"{sku} in {region}: no dedicated price is listed; it {rest}"
-
-
 def _refuse_what_cannot_be(found: Prices, packaged: Prices, url: str) -> None:
     """`RetailError` with every figure that is not positive or far from what the package has."""
     wrong = []
-    for region, rows in found.items():
-        for sku, tiers in rows.items():
-            for tier, figure in tiers.items():
-                usd, usual = figure.usd_per_hour, _usual(packaged, region, sku, tier)
-                if not 0 < usd < math.inf:
-                    wrong.append(f"{sku} in {region}, {tier}: {usd}")
-                elif usual and not 1 / LARGEST_RATIO <= usd / usual <= LARGEST_RATIO:
-                    wrong.append(f"{sku} in {region}, {tier}: {usd} (the package has {usual:g})")
+    for (region, sku, tier), figure in found.items():
+        usd, usual = figure.usd_per_hour, _usual(packaged, region, sku, tier)
+        if not 0 < usd < math.inf:
+            wrong.append(f"{sku} in {region}, {tier}: {usd}")
+        elif usual and not 1 / LARGEST_RATIO <= usd / usual <= LARGEST_RATIO:
+            wrong.append(f"{sku} in {region}, {tier}: {usd} (the package has {usual:g})")
     if wrong:
         raise RetailError(
             f"{url} lists prices that cannot be true, in US dollars per hour: {'; '.join(wrong)}. Nothing was changed; "
@@ -302,7 +275,7 @@ def _refuse_what_cannot_be(found: Prices, packaged: Prices, url: str) -> None:
 
 def _usual(packaged: Prices, region: str, sku: str, tier: Tier) -> float | None:
     """Return the package's price there, or the median of other regions; None if it has none."""
-    everywhere = {name: rows[sku][tier].usd_per_hour for name, rows in packaged.items() if tier in rows.get(sku, {})}
+    everywhere = {place: figure.usd_per_hour for (place, *what), figure in packaged.items() if what == [sku, tier]}
     return everywhere.get(region) or (statistics.median(everywhere.values()) if everywhere else None)
 
 
@@ -314,19 +287,3 @@ def _write(path: Path, document: Mapping[str, Any]) -> None:
             f"{path} cannot be written ({error.strerror or error}); make room there, or set DTRAIN_HOME to a folder "
             "that can be written. Nothing was changed"
         ) from None
-
-
-def _updated(known: Prices, found: Prices) -> Prices:
-    updated = {region: {sku: dict(tiers) for sku, tiers in rows.items()} for region, rows in known.items()}
-    for region, rows in found.items():
-        for sku, tiers in rows.items():
-            updated.setdefault(region, {}).setdefault(sku, {}).update(tiers)
-    return updated
-
-
-def _changes(found: Prices, before: Prices) -> Iterator[Change]:
-    for region, rows in found.items():
-        for sku, tiers in rows.items():
-            for tier, after in tiers.items():
-                known = before.get(region, {}).get(sku, {}).get(tier)
-                yield Change(region=region, sku=sku, tier=tier, before=known, after=after)

@@ -158,7 +158,7 @@ def _terms(facts: EventFacts) -> list[Term]:
 
 def _fill(
     term: Term, after: Term | None, facts: EventFacts, kept: Mapping[int, int], ended: int, running: bool
-) -> None:  # fmt: skip
+) -> None:
     """Put what the members of a term did into its spans."""
     found = facts.windows.get(term.number) or []
     if after is not None and not after.is_fresh:
@@ -185,9 +185,7 @@ def _fill(
     term.spans.sort(key=lambda span: (span.began, span.ended))
 
 
-def _phases(
-    term: Term, after: Term | None, facts: EventFacts, ended: int, running: bool
-) -> list[tuple[int, int, str]]:  # fmt: skip
+def _phases(term: Term, after: Term | None, facts: EventFacts, ended: int, running: bool) -> list[tuple[int, int, str]]:
     """(began, ended, name) of what rank 0 did from the term's start to its end, without gaps."""
     found, at = [], term.formed
     phases = list(facts.phases.get(term.number, ()))
@@ -219,7 +217,7 @@ def _phases(
 
 def _divide(
     term: Term, window: TimingEvent, pieces: Sequence[tuple[int, int, str]], kept: int, hung: int, more: float
-) -> None:  # fmt: skip
+) -> None:
     """The training time that a window measured, by what its ranks did. ``more``: microseconds beyond its steps, which
     are not explained. Steps that were done again later are lost, and so is the time in which nothing moved."""
     timed = bool(window.segments)

@@ -78,16 +78,6 @@ class NodeCost:
         return usd(self.units)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PeriodCost:
-    """The cost of one node within one period of time."""
-
-    node_id: int
-    began: int
-    ended: int
-    units: int
-
-
 class CostTracker:
     """The sum of a job's node presence. One tracker looks at one job.
 
@@ -147,14 +137,6 @@ class CostTracker:
             cost_per_epoch=self.total_usd / epochs if epochs else self.total_usd,
             estimated_total_cost=estimated_usd,
         )
-
-    def between(self, edges: Sequence[int]) -> list[PeriodCost]:
-        """Return the same dollars by node and time, cut at ``edges``, which rise and enclose all intervals."""
-        return [
-            PeriodCost(node_id=node.node_id, began=begin, ended=end, units=(end - begin) * node.nano_usd_per_hour)
-            for node in self.nodes
-            for begin, end in cut(node.began, node.ended, edges)
-        ]
 
 
 def edges(intervals: Sequence[NodeCost], periods: int) -> list[int]:

@@ -97,7 +97,7 @@ class Reason:
 
 def reasons(
     plan: TrainingPlan, nodes: Sequence[NodeCost], found: Ledger, steps: int, probe: Ledger | None
-) -> list[Reason]:  # fmt: skip
+) -> list[Reason]:
     """Return the reasons, the largest first; they add up to paid minus expected dollars. ``probe``: of the run that the
     estimate rests on, where there was one."""
     rate, count = plan.estimate.usd_per_node_hour / 3600, plan.node_count

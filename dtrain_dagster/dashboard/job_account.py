@@ -6,19 +6,19 @@ Nobody asks for it every second: all events are read anew, except the samples of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.costs.ledger import MEANINGS, ledger
-from dtrain_dagster.costs.money import SECOND, digits_of, shown, total_shown
+from dtrain_dagster.costs.export import ledger_rows
+from dtrain_dagster.costs.ledger import ledger
+from dtrain_dagster.costs.money import SECOND, digits_of, total_shown
 from dtrain_dagster.costs.plan import PLAN, probe_usage_of
 from dtrain_dagster.costs.prices import PriceError, price_words
 from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.costs.verdict import describe_goodput, judge_job
+from dtrain_dagster.jobs.totals import launched_usage
 from dtrain_dagster.monitoring.alerts import best, describe_strategy
 from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose
 from dtrain_dagster.monitoring.strategies import strategies
@@ -61,20 +61,6 @@ class JobAccount:
     """The verdict on the whole training, as `describe_diagnosis` returns it; None while the job runs."""
 
 
-def launched_usage(
-    nodes: Sequence[NodePresence], launch: Mapping[str, Any], running: bool, now: float, stale: float
-) -> list[NodeUsage]:
-    """Return the paid time of a job's nodes, each with the size and tier that its launch was given. A silent node has
-    cost until it was last heard of: there may be no process left to record its end. ``launch``: the content of
-    ``launch.json``. Pure."""
-    given = {item["launch"]: item for item in [*launch.get("history", ()), launch] if "launch" in item}
-    usage, seen = [], presences.usage(nodes, "", running, now, stale)
-    for presence, item in zip(nodes, seen, strict=True):
-        kind = given.get(presence.launch, launch)
-        usage.append(replace(item, sku=kind.get("sku", ""), tier=kind.get("tier")))
-    return usage
-
-
 def account_of(
     rundir: RunDir,
     nodes: Sequence[NodePresence],
@@ -96,16 +82,15 @@ def account_of(
     found = ledger(tracker.nodes, events, running, periods=1)
     causes = found.causes()
     digits = digits_of(found.units)
-    amounts = shown([row.units for row in causes.values()], digits)
     rows = [
         AccountRow(
-            cause=str(cause),
-            meaning=MEANINGS[cause],
-            duration=format_duration(row.seconds),
-            share=row.microseconds / found.microseconds if found.microseconds else 0.0,
-            usd=f"${amount:,}",
+            cause=row["cause"],
+            meaning=row["meaning"],
+            duration=format_duration(float(row["node_seconds"])),
+            share=float(row["percent"]) / 100,
+            usd=f"${row['usd']:,}",
         )
-        for (cause, row), amount in zip(causes.items(), amounts, strict=True)
+        for row in ledger_rows(found, digits)
     ]
     judged = judge_job(events, found)
     verdict = None
@@ -115,7 +100,7 @@ def account_of(
     return JobAccount(
         rows=tuple(sorted(rows, key=lambda row: -row.share)),
         lost_usd=causes[CostCause.LOST].usd if CostCause.LOST in causes else 0.0,
-        total=f"${total_shown([row.units for row in causes.values()], digits):,}",
+        total=f"${total_shown([found.units], digits):,}",
         duration=format_duration(found.microseconds / SECOND),
         goodput=f"{found.goodput:.0%} of the paid node-time was spent in steps that counted",
         basis=plan.get("price_words", price_words(str(launch.get("sku", "")), "history" in launch)),

@@ -15,14 +15,14 @@ from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.costs.plan import PLAN, probe_usage_of
 from dtrain_dagster.costs.prices import PriceError, price_words
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.dashboard.job_account import JobAccount, account_of, launched_usage
+from dtrain_dagster.dashboard.job_account import JobAccount, account_of
 from dtrain_dagster.dashboard.job_facts import read_facts
 from dtrain_dagster.dashboard.job_index import DAMAGED, ENDED, JobIndex, JobRow, Listing, Seen
 from dtrain_dagster.dashboard.job_links import Places
 from dtrain_dagster.dashboard.losses import changes_to_mark, missing_nodes, tell_losses
 from dtrain_dagster.dashboard.series import PerformanceDashboard
 from dtrain_dagster.dashboard.tracks import is_number
-from dtrain_dagster.jobs.totals import sum_presences
+from dtrain_dagster.jobs.totals import launched_usage, sum_presences
 from dtrain_dagster.jobs.view import UNREADABLE, JobView, last_step
 from dtrain_dagster.planning.projection import TimeLeft, project, time_left
 from dtrain_dagster.settings.tiers import Tier

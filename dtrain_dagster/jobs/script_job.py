@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import trainer
-from trainer.config import ConfigError, JobConfig, parse_job
+from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig, parse_job
 from trainer.performance.memory import ModelBytes
 
 DESCRIBE_SECONDS = 600.0
@@ -44,13 +44,7 @@ class ScriptJob:
     @property
     def total_steps(self) -> int:
         """The optimizer steps of the training."""
-        from trainer.data.sampler import steps_per_epoch  # numpy, which the code location does not need to load
-
-        training = self.job.training
-        steps = training.epochs * steps_per_epoch(
-            self.samples["train"], training.global_batch_size, training.micro_batches
-        )
-        return steps if training.max_steps is None else min(steps, training.max_steps)
+        return steps_of(self.job.training, self.samples["train"])
 
     @property
     def digest(self) -> str:
@@ -65,6 +59,15 @@ class ScriptJob:
     def document(self) -> dict[str, Any]:
         """Return what a plan keeps of it, in JSON's types."""
         return {"command": list(self.command), "samples": dict(self.samples)}
+
+
+def steps_of(training: DistributedTrainingConfig, samples: int) -> int:
+    """Return the optimizer steps of a training on so many samples. Raise `ConfigError` if they cannot feed its
+    ranks."""
+    from trainer.data.sampler import steps_per_epoch  # numpy, which the code location does not need to load
+
+    steps = training.epochs * steps_per_epoch(samples, training.global_batch_size, training.micro_batches)
+    return steps if training.max_steps is None else min(steps, training.max_steps)
 
 
 def describe_script(

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dtrain_dagster.clusters import presence
@@ -82,6 +82,20 @@ def sum_launches(usage: Sequence[NodeUsage], tier: Tier | None = None) -> Launch
         usd=usd,
         last=last,
     )
+
+
+def launched_usage(
+    nodes: Sequence[NodePresence], launch: Mapping[str, Any], running: bool, now: float, stale: float, sku: str = ""
+) -> list[NodeUsage]:
+    """Return the paid time of a job's nodes, each with the size and tier that its launch was given. A silent node has
+    cost until it was last heard of: there may be no process left to record its end. ``launch``: the content of
+    ``launch.json``; ``sku``: of launches that do not say theirs. Pure."""
+    given = {item["launch"]: item for item in [*launch.get("history", ()), launch] if "launch" in item}
+    usage, seen = [], presence.usage(nodes, sku, running, now, stale)
+    for node, item in zip(nodes, seen, strict=True):
+        kind = given.get(node.launch, launch)
+        usage.append(replace(item, sku=kind.get("sku") or sku, tier=kind.get("tier")))
+    return usage
 
 
 def sum_presences(nodes: Sequence[NodePresence], running: bool, now: float, stale: float = math.inf) -> LaunchTotals:

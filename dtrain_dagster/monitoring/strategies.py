@@ -84,7 +84,7 @@ def _more_work(now: StepModel, training: Mapping[str, Any]) -> list[Strategy]:
 
 def _compression(
     now: StepModel, world: Sequence[TimingEvent], fit: Link, training: Mapping[str, Any]
-) -> list[Strategy]:  # fmt: skip
+) -> list[Strategy]:
     """Return fewer bytes: it gains on the part that bandwidth decides, and only on what the backward pass does not
     hide. Modes that the run has already are left out, and all where gradients go through one host, or ranks share the
     model: neither compresses."""
@@ -99,11 +99,13 @@ def _compression(
     for name, setting, left, note in (
         ("fp16 compression", "fp16", 0.5, "rounds gradients to 11 bits"),
         (
-            "top-k compression", "topk", min(1.0, kept * size),
+            "top-k compression",
+            "topk",
+            min(1.0, kept * size),
             f"sends the largest {kept:.2g} of each gradient, the rest later: check the loss curve; choosing them "
             "takes time that is not counted here (`dtrain tune` measures it)",
         ),
-    ):  # fmt: skip
+    ):
         if setting == "topk" and not takes_topk:
             continue
         saved = sum((1 - left) * item.bytes * fit.seconds_per_byte for item in _buckets_of(world))
@@ -112,9 +114,7 @@ def _compression(
     return found
 
 
-def _hierarchy(
-    now: StepModel, world: Sequence[TimingEvent], fit: Link, training: Mapping[str, Any]
-) -> list[Strategy]:  # fmt: skip
+def _hierarchy(now: StepModel, world: Sequence[TimingEvent], fit: Link, training: Mapping[str, Any]) -> list[Strategy]:
     """Return the sum within nodes first: only one rank of each node then talks to other nodes."""
     size, nodes = world[-1].world_size, now.nodes
     present = training.get("communication", "allreduce")
@@ -181,11 +181,12 @@ def waiting_strategies(world: Sequence[TimingEvent], node_id: int | None = None)
     what = {"input": "check its disk and what else runs there, or "}.get(item.why, "")
     found = [
         now.to(
-            ready, f"replace node {item.node_id}",
+            ready,
+            f"replace node {item.node_id}",
             f"{what}let another node take the place of node {item.node_id}{besides}",
             f"rank {item.rank} would be as fast as the others",
         )
-    ]  # fmt: skip
+    ]
     if size > 2:
         without = replace(ready.with_work(size / (size - 1)), nodes=max(1, now.nodes - 1))
         found.append(now.to(without, f"go on without node {item.node_id}", f"its work goes to the others{besides}"))

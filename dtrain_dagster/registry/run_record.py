@@ -1,4 +1,4 @@
-"""What the orchestrator adds to a training's run in MLflow once it has ended: dollars, reports, pictures, description.
+"""What the orchestrator adds to a training's run in MLflow once it has ended: dollars, reports, description.
 
 Nodes write the curves while they train (`trainer.observability.mlflow_sink`), and know neither dollars nor reports. A
 server that cannot be reached fails nothing here: the figures are in the run directory, too.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 PARENT_TAG = "mlflow.parentRunId"
-REPORTS, PICTURES, FIGURES = "reports", "pictures", "figures.json"
+REPORTS, FIGURES = "reports", "figures.json"
 """Folders of a run's artifacts, and the file with every curve in short, also those that are no metrics."""
 _log = logging.getLogger(__name__)
 
@@ -40,10 +40,9 @@ def add_to_run(
     job_id: str,
     *,
     metrics: Mapping[str, float] | None = None,
-    pictures: Mapping[str, bytes] | None = None,
     note: str = "",
 ) -> str:
-    """Add figures, a description, pictures (title → SVG), and the job's own files and reports to the run of a job.
+    """Add figures, a description, and the job's own files and reports to the run of a job.
     Return why that was impossible, "" if it was not. Azure ML, whose pages have places of their own for all this, is
     left alone."""
     from mlflow.exceptions import MlflowException
@@ -56,7 +55,7 @@ def add_to_run(
         run_id = run_of(client, rundir, job_id)
         if run_id is None:
             return f"MLflow has no run of {job_id}: the log of its first node says why (dtrain logs {job_id})"
-        write_to_run(client, run_id, rundir, metrics=metrics or {}, pictures=pictures or {}, note=note)
+        write_to_run(client, run_id, rundir, metrics=metrics or {}, note=note)
     except (MlflowException, OSError, ValueError) as error:
         return f"MLflow does not have all of {job_id} ({redact(str(error))}); its run directory does"
     return ""
@@ -129,7 +128,6 @@ def write_to_run(
     rundir: RunDir,
     *,
     metrics: Mapping[str, float],
-    pictures: Mapping[str, bytes] | None = None,
     note: str = "",
 ) -> None:
     """Add to this run as `add_to_run` does, and what its run directory tells of its course. Raise as MLflow and the
@@ -150,8 +148,6 @@ def write_to_run(
             _write(scratch, name, rundir.storage.read(name))
         if curves := summarise(events):
             _write(scratch, FIGURES, json.dumps(curves, indent=1).encode())
-        for name, picture in (pictures or {}).items():
-            _write(scratch, f"{PICTURES}/{name.lower().replace(' ', '_')}.svg", picture)
         client.log_artifacts(run_id, str(scratch))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dtrain_dagster.planning.choices import Choices, PlanChoice, misses
@@ -29,7 +28,8 @@ TIMES = (
     *(hours * HOUR for hours in (1, 2, 4, 8, 12)),
     *(days * DAY for days in (1, 2, 4, 7, 14, 30, 60, 120, 365)),
 )
-"""The possible marks of an axis of time: powers of ten are not times that people think in."""
+SUMS = tuple(digit * 10.0**power for power in range(-7, 9) for digit in (1, 2, 5))
+"""The possible marks of the axes: powers of ten are not times that people think in."""
 
 
 def choices_chart(table: Choices) -> bytes:
@@ -116,9 +116,12 @@ def _numbers(axis: Axes, table: Choices) -> None:
 
 def _limits(axis: Axes, table: Choices) -> None:
     """Set both axes' ranges and marks, and draw the limits, with the region beyond them shaded."""
-    for which, intervals, limit, write, name in (
-        ("x", [row.seconds for row in table.rows], table.deadline_seconds, format_duration, "deadline"),
-        ("y", [row.usd for row in table.rows], table.budget_usd, dollars, "budget"),
+    draw_x = (axis.xaxis, axis.set_xlim, axis.axvline, axis.axvspan)
+    draw_y = (axis.yaxis, axis.set_ylim, axis.axhline, axis.axhspan)
+    times, sums = [row.seconds for row in table.rows], [row.usd for row in table.rows]
+    for (scale, set_range, line, span), intervals, limit, name, write, short, marks in (
+        (draw_x, times, table.deadline_seconds, "deadline", format_duration, _time, TIMES),
+        (draw_y, sums, table.budget_usd, "budget", dollars, _sum, SUMS),
     ):
         low, high = min(item.low for item in intervals), max(item.high for item in intervals)
         near = limit is not None and low / FAR < limit < high * FAR
@@ -127,30 +130,15 @@ def _limits(axis: Axes, table: Choices) -> None:
         widen = max(ROOM, (LEAST_SPAN * low / high) ** 0.5)
         low, high = low / widen, high * widen
         if limit is not None:
-            line, span = (axis.axvline, axis.axvspan) if which == "x" else (axis.axhline, axis.axhspan)
             words = f"{name}: {write(limit)}" + ("" if near else ", beyond this picture")
             line(limit if near else high * FAR, color=LIMIT, linewidth=1.4, label=words)
             if limit < high:
                 span(max(limit, low), high, color=LIMIT, alpha=0.06, zorder=0)
-        if which == "x":
-            axis.set_xlim(low, high)
-            axis.set_xticks(_times(low, high), labels=[_time(mark) for mark in _times(low, high)])
-            axis.set_xticks([], minor=True)
-        else:
-            axis.set_ylim(low, high)
-            axis.set_yticks(_sums(low, high), labels=[_sum(mark) for mark in _sums(low, high)])
-            axis.set_yticks([], minor=True)
-
-
-def _times(low: float, high: float) -> Sequence[float]:
-    marks = [seconds for seconds in TIMES if low <= seconds <= high]
-    return marks[:: 1 + len(marks) // 8]
-
-
-def _sums(low: float, high: float) -> Sequence[float]:
-    marks = [digit * 10.0**power for power in range(-7, 9) for digit in (1, 2, 5)]
-    marks = [usd for usd in marks if low <= usd <= high]
-    return marks if len(marks) <= 8 else [usd for usd in marks if f"{usd:e}"[0] == "1"]
+        set_range(low, high)
+        shown = [mark for mark in marks if low <= mark <= high]
+        shown = shown[:: 1 + len(shown) // 8]
+        scale.set_ticks(shown, labels=[short(mark) for mark in shown])
+        scale.set_ticks([], minor=True)
 
 
 def _time(seconds: float) -> str:

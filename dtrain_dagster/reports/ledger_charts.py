@@ -98,9 +98,7 @@ def _by_cause(axis: Axes, found: Ledger, at: list[float]) -> None:
             for period, width in enumerate(widths)
         ]
         tops = [low + height for low, height in zip(bottom, heights, strict=True)]
-        axis.stairs(
-            tops, at, baseline=bottom, fill=True, color=CAUSE_COLOURS[cause], label=str(cause), linewidth=0
-        )  # fmt: skip
+        axis.stairs(tops, at, baseline=bottom, fill=True, color=CAUSE_COLOURS[cause], label=str(cause), linewidth=0)
         bottom = tops
     axis.set_ylim(bottom=0)
 

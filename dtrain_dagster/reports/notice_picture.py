@@ -14,15 +14,15 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.costs.ledger import Ledger, ledger
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.jobs.totals import launched_usage
 from dtrain_dagster.reports.drawing import COLOURS, label, line, new_figure
 from dtrain_dagster.reports.ledger_charts import CAUSE_COLOURS
-from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars
+from trainer.documents.presences import stale_seconds
 from trainer.rundir import JOB, LAUNCH, STATUS, RunDir
 
 if TYPE_CHECKING:
@@ -90,9 +90,9 @@ def bill_of(rundir: RunDir, events: Sequence[dict[str, Any]]) -> Ledger | None:
     """Return what the job's nodes were paid for so far; None where a price is not known."""
     launch, status = rundir.read_json(LAUNCH) or {}, rundir.read_json(STATUS) or {}
     running = not JobState(status.get("state", JobState.QUEUED)).is_final
-    usage = presences.usage(rundir.nodes(), str(launch.get("sku", "")), running, time.time())
+    usage = launched_usage(rundir.nodes(), launch, running, time.time(), stale_seconds(rundir.storage))
     try:
-        tracker = CostTracker("", usage, tier_of(str(launch.get("tier") or "dedicated")))
+        tracker = CostTracker("", usage, "dedicated")
     except PriceError:
         return None
     return ledger(tracker.nodes, events, running, is_script=not rundir.storage.exists(JOB))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtrain_dagster.costs.ledger import ledger
-from dtrain_dagster.costs.tracker import bill_usage, paid_wall_seconds
+from dtrain_dagster.costs.tracker import bill_usage
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.costs.verdict import Goodput, judge_job
 from dtrain_dagster.monitoring.diagnosis import Diagnosis
@@ -29,8 +29,6 @@ from dtrain_dagster.monitoring.windows import (
     worlds,
 )
 from trainer.documents.events import CollectiveTiming, NodeEvent, StepEvent, TimingEvent, read_events
-
-PHASES = ("startup", "data", "training", "evaluation", "checkpoint", "regroup", "finalise")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,21 +100,18 @@ class Performance:
     goodput: Goodput
     recommendations: tuple[Strategy, ...]
     """Changes that would gain more than noise, the largest gain first."""
-    phase_seconds: dict[str, float]
     ranks: tuple[RankPerformance, ...]
     nodes: tuple[NodePerformance, ...]
 
 
 def summarise_performance(
     events: Sequence[Mapping[str, Any]],
-    phase_seconds: Mapping[str, float],
     world_size: int,
     usage: Sequence[NodeUsage],
     training: Mapping[str, Any] | None = None,
 ) -> Performance:
-    """Return a job's `Performance`, from its records. ``phase_seconds``: over all launches
-    (`dtrain_dagster.jobs.totals`); ``usage``: the paid intervals of its nodes and of its probes'; ``training``: its
-    trainer's configuration. Raise ValueError for a job without a recorded step."""
+    """Return a job's `Performance`, from its records. ``usage``: the paid intervals of its nodes and of its probes';
+    ``training``: its trainer's configuration. Raise ValueError for a job without a recorded step."""
     steps = read_events(StepEvent, events)
     if not steps:
         raise ValueError("the job recorded no step: there is nothing to report on")
@@ -125,9 +120,6 @@ def summarise_performance(
         by_node[sample.node_id].append(sample)
     milliseconds = sorted(1000 * step.step_seconds for step in steps if step.step_seconds is not None)
     timed = windows(events)
-    phases = {name: float(phase_seconds.get(name, 0.0)) for name in PHASES}
-    mine = [item for item in usage if not item.is_probe]
-    phases["outside the trainer"] = max(0.0, paid_wall_seconds(mine) - sum(phases.values()))
     found = settled(timed)
     judged = judge_job(events, ledger(bill_usage(usage)[0], events, periods=1))
     pace = throughput(timed, steps)
@@ -144,7 +136,6 @@ def summarise_performance(
         scaling=estimate_scaling(found),
         goodput=judged.goodput,
         recommendations=tuple(item for item in strategies(found, events, training) if item.is_worth_it),
-        phase_seconds=phases,
         ranks=_ranks(timed),
         nodes=tuple(_node(node, rows, pace) for node, rows in sorted(by_node.items())),
     )

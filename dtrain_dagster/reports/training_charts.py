@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtrain_dagster.monitoring.learning import evaluations_of, judge_learning
@@ -47,34 +46,6 @@ def training_curves(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Ma
     return svg(figure)
 
 
-def node_charts(samples: Iterable[Mapping[str, Any]]) -> bytes:
-    """Return an SVG of utilisation, memory and throughput of each node over time; GPU figures where there are GPUs,
-    else CPU."""
-    by_node: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
-    for sample in samples:
-        by_node[int(sample["node_id"])].append(sample)
-    start = min((rows[0]["time"] for rows in by_node.values()), default=0.0)
-    has_gpu = any(row.get("gpu_utilization") is not None for rows in by_node.values() for row in rows)
-    busy, memory = ("gpu_utilization", "gpu_memory_percent") if has_gpu else ("cpu_percent", "memory_percent")
-    kind = "GPU" if has_gpu else "CPU (no GPU here)"
-    panels = (
-        (busy, f"{kind}: utilisation", "%"),
-        (memory, f"{kind}: memory", "% of the node"),
-        ("samples_per_second", "Throughput of the node", "samples/s"),
-    )
-    figure = new_figure(9, 6.2)
-    axes = figure.subplots(3, 1, sharex=True)
-    for axis, (field, title, unit) in zip(axes, panels, strict=True):
-        for node, rows in sorted(by_node.items()):
-            points = [(row["time"] - start, row[field]) for row in rows if row.get(field) is not None]
-            line(axis, points, f"node {node}", COLOURS[node % len(COLOURS)])
-        label(axis, title, "", unit)
-        axis.set_ylim(bottom=0)
-    axes[-1].set_xlabel("seconds since the first sample", fontsize=9)
-    axes[0].legend(frameon=False, fontsize=8, ncols=4, loc="lower right")
-    return svg(figure)
-
-
 def skill_chart(model: Mapping[str, float], baselines: Mapping[str, Mapping[str, float]]) -> bytes:
     """Return an SVG of negative log-likelihood and 90 % coverage on the test split: the model against every
     baseline."""
@@ -113,24 +84,4 @@ def calibration_chart(quintiles: Sequence[Mapping[str, float]]) -> bytes:
     axis.set_ylim(0.80, 1.0)
     label(axis, "Calibration by predicted volatility", "quintile of predicted scale (1 calm … 5 stormy)", "coverage")
     axis.legend(frameon=False, fontsize=8, loc="lower left", ncols=3)
-    return svg(figure)
-
-
-def phase_chart(seconds: Mapping[str, float]) -> bytes:
-    """Return an SVG with one bar: the job's wall-clock time by phase."""
-    figure = new_figure(9, 2.0)
-    axis = figure.subplots()
-    total = sum(seconds.values()) or 1.0
-    left = 0.0
-    for index, (name, value) in enumerate(seconds.items()):
-        share = f"{name} {value:.1f} s"
-        axis.barh([0], [value], left=left, color=COLOURS[index % len(COLOURS)], label=share, height=0.5)
-        if value / total > 0.08:
-            axis.text(left + value / 2, 0, f"{value / total:.0%}", ha="center", va="center", color="white", fontsize=8)
-        left += value
-    axis.set_yticks([])
-    axis.set_xlim(0, left)
-    label(axis, "Where the time went", "seconds since the first node", "")
-    axis.grid(visible=False)
-    figure.legend(frameon=False, fontsize=8, ncols=4, loc="outside lower center")
     return svg(figure)

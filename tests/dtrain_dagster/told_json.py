@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from click.testing import CliRunner
 
-from dtrain_dagster.cli.json_output import JsonOption, fields_of
-from dtrain_dagster.cli.main import main
+from dtrain_dagster.cli.json_output import JsonOption
+from dtrain_dagster.cli.main import SECTIONS, load_command, main
 
 TOLD = {
     f"dtrain {name}": option.fields
-    for name, command in main.commands.items()  # type: ignore[attr-defined]
-    for option in command.params
+    for names in SECTIONS.values()
+    for name in names
+    for option in load_command(name).params
     if isinstance(option, JsonOption)
 }
 """Words of a command → the fields that it documents."""
@@ -37,4 +38,20 @@ def fields_in(words: str, documents: Iterable[Any]) -> set[str]:
     for document in documents:
         is_bare = isinstance(document, list) and not any(name.startswith("[]") for name in told)
         found |= set().union(*(fields_of(each, told) for each in document)) if is_bare else fields_of(document, told)
+    return found
+
+
+def fields_of(document: Any, told: Collection[str], prefix: str = "") -> set[str]:
+    """The names of a document's fields, as `JsonOption.fields` writes them. ``told``: the names that are
+    documented; by them an object whose names are data is known. Pure."""
+    if isinstance(document, list):
+        return set().union(*(fields_of(item, told, f"{prefix}[]") for item in document))
+    if not isinstance(document, Mapping):
+        return set()
+    found = set()
+    for name, value in document.items():
+        path = f"{prefix}.{name}" if prefix else name
+        if f"{prefix}.*" in told and path not in told:
+            path = f"{prefix}.*"
+        found |= {path, *fields_of(value, told, path)}
     return found

@@ -79,9 +79,6 @@ def test_prices_model_and_loss_of_ones_own(job: dg.JobDefinition, tmp_path: Path
         assert {row["collective"] for row in report["by_collective"]} >= {"bucket 0", "commit"}
         assert 0 < report["goodput_percent"] < 100
         assert report["communication_percent"] > 0
-        assert report["pictures"].startswith(f"**{report['verdict']}**")
-        for picture in ("A step of each rank", "Communication", "Nodes and what happened", "Throughput"):
-            assert f"![{picture}](data:image/svg+xml" in report["pictures"]
         # The whole job's figures, whatever this machine's network is like; while it ran, people were told once at most.
         judged = [item for item in evaluations(result) if item.check_name == "communication_within_limits"]
         assert judged[-1].metadata["communication_percent"].value == pytest.approx(

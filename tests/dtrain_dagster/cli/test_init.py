@@ -16,8 +16,8 @@ import yaml
 from click.testing import CliRunner, Result
 from packaging.requirements import Requirement
 
+from dtrain_dagster.cli.init import name_of, requirement_of
 from dtrain_dagster.cli.main import main
-from dtrain_dagster.cli.new_project import name_of, requirement_of
 
 ROOT = Path(__file__).parents[3]
 STARTS = {

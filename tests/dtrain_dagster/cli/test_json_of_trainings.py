@@ -93,7 +93,9 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, li
         for words, name in (("status", "one"), ("status", "few"), ("logs", "one")):
             note(f"dtrain {words}", name)
         listed.items = listing("Standard_NC6s_v3", 3.5)
-        note("dtrain cost", f"--refresh --sku Standard_NC6s_v3 --url {listed.url}")
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("dtrain_dagster.cli.cost.RETAIL_URL", listed.url)
+            note("dtrain cost", "--refresh --sku Standard_NC6s_v3")
         yield found
 
 

@@ -28,7 +28,7 @@ from dtrain_dagster.cli.facts import JobFacts, LeftClock, expect_finish, format_
 from dtrain_dagster.cli.follow import wrap_parts
 from dtrain_dagster.cli.job_options import as_begun, dataset_config, plan_job, runnable, total_steps
 from dtrain_dagster.cli.job_tables import nodes_table, print_status
-from dtrain_dagster.cli.main import RETIRED, SECTIONS, main
+from dtrain_dagster.cli.main import RETIRED, SECTIONS, load_command, main
 from dtrain_dagster.clusters.azure_ml.job_records import by_node
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
@@ -113,9 +113,9 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 def test_commands_and_options_are_those_that_people_have_learnt():
     options = {
-        str(command.name): sorted(option for parameter in command.params for option in parameter.opts)
-        for commands in SECTIONS.values()
-        for command in commands
+        name: sorted(option for parameter in load_command(name).params for option in parameter.opts)
+        for names in SECTIONS.values()
+        for name in names
     }
     assert options == {
         "init": ["--name", "--own-model", "--table", "--target", "folder"],
@@ -143,7 +143,7 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         "status": ["--follow", "--html", "--json", "--trace", "-f", "name"],
         "logs": ["--follow", "--json", "--node", "--tail", "-f", "job_id"],
         "cost": [
-            *("--all", "--csv", "--json", "--refresh", "--region", "--sku", "--spot-history", "--url"),
+            *("--all", "--csv", "--json", "--refresh", "--region", "--sku", "--spot-history"),
             *("--usage-export", "name"),
         ],
         "ui": [
@@ -159,7 +159,7 @@ def test_what_was_typed_before_says_what_to_type_now(words: str):
     done = CliRunner().invoke(main, [*words.split(), "one", "--json"])
     assert (done.exit_code, len(done.output.splitlines())) == (2, 1), done.output
     for instead in re.findall(r"dtrain (\w+)", RETIRED[words]):
-        assert instead in main.commands, words  # type: ignore[attr-defined]
+        assert any(instead in names for names in SECTIONS.values()), words
     for module in re.findall(r"python -m (\S+)", RETIRED[words]):
         assert importlib.util.find_spec(module), words
 
@@ -610,7 +610,7 @@ def test_a_job_that_has_ended_has_no_time_left(tmp_path: Path):
 
 def test_help_lists_each_command_in_one_section_with_a_whole_sentence():
     shown = CliRunner().invoke(main, ["--help"], terminal_width=80).output
-    for name in main.commands:
+    for name in (name for names in SECTIONS.values() for name in names):
         [line] = re.findall(rf"^  {name} +(\S.*)$", shown, re.MULTILINE)
         assert line.endswith("."), line
         assert not line.endswith("..."), f"{name}: shorten the first sentence of its help"

@@ -23,7 +23,6 @@ from dtrain_dagster.costs.estimate import (
     Work,
     estimate_cost,
     interpolated,
-    work_of,
 )
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.prices import price_of
@@ -59,7 +58,8 @@ def forecast(*measured: Measured, sizes: Sizes = SIZES, **more: Any) -> Forecast
     ],
 )
 def test_work_is_what_the_trainers_loop_does(per_epoch, epochs, most, eval_every, save_every, expected):
-    work = work_of(per_epoch, epochs, most, eval_every, save_every)
+    asked = {"max_steps": most, "eval_frequency": eval_every, "checkpoint_frequency": save_every}
+    work = replace(SIZES, train_samples=50 * per_epoch, epochs=epochs, **asked).work(1)
     assert (work.steps, work.evaluations, work.checkpoints) == expected
 
 

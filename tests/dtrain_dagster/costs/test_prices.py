@@ -121,10 +121,10 @@ def test_the_right_meters_are_picked_in_whatever_order_they_come():
     for seed in range(20):
         random.Random(seed).shuffle(items)
         chosen, doubts = choose_prices(items, "eastus", [T4], NOW)
-        assert chosen == {T4: {"dedicated": 0.526, "spot": 0.0627}}
+        assert chosen == {(T4, "dedicated"): 0.526, (T4, "spot"): 0.0627}
         assert not doubts
     chosen, doubts = choose_prices([*items, meter(usd=0.55)], "eastus", [T4], NOW)
-    assert chosen[T4]["dedicated"] == 0.526
+    assert chosen[T4, "dedicated"] == 0.526
     assert doubts == [f"{T4}, dedicated: listed at 0.526 and at 0.55: the lowest is taken"]
 
 
@@ -180,7 +180,7 @@ def test_a_size_that_is_listed_twice_has_the_price_of_linux(rows, tier, usd):
 def test_sizes_that_share_a_meter_with_another_keep_their_price(home, listed):
     listed.items = [meter(A100, 3.673, isPrimaryMeterRegion=False), meter(T4, 0.526)]
     ask(listed, home, A100, T4)
-    assert price_of(A100).main_figure.how == "asked"
+    assert price_of(A100).figure("dedicated").how == "asked"
     assert price_of(A100).usd_per_hour("dedicated") == 3.673
 
 
@@ -202,7 +202,7 @@ def test_a_list_as_azure_gives_it_is_read_page_by_page_in_several_regions(home, 
     assert price_of(T4, "westeurope").usd_per_hour("spot") == 0.075
     # The size that is listed at zero is not sold: it stays, and is said.
     assert done.notes[0].startswith(f"{H100} in eastus: no dedicated price is listed; it stays at 98.32")
-    assert price_of(H100).main_figure.how != "asked"
+    assert price_of(H100).figure("dedicated").how != "asked"
 
 
 def test_fresh_prices_count_from_then_on(home, listed):
@@ -223,13 +223,11 @@ def test_fresh_prices_count_from_then_on(home, listed):
     assert listed.waits == [7, 2, 4]  # as it said, else ever longer
     assert len(listed.asked) > 3 + 2  # several pages
     assert "serviceName eq 'Virtual Machines' and priceType eq 'Consumption'" in listed.asked[0]["$filter"]
-    fresh = price_of(T4)
-    assert {tier: figure.usd_per_hour for tier, figure in fresh.figures.items()} == {
-        "dedicated": 0.526, "spot": 0.0627,
-    }  # fmt: skip
-    assert (fresh.recorded_on, fresh.main_figure.how) == ("2026-11-21", "asked")
-    assert listed.url in fresh.source
-    assert "armRegionName eq 'eastus'" in fresh.source
+    fresh = price_of(T4).figures
+    assert {tier: figure.usd_per_hour for tier, figure in fresh.items()} == {"dedicated": 0.526, "spot": 0.0627}
+    assert (fresh["dedicated"].recorded_on, fresh["dedicated"].how) == ("2026-11-21", "asked")
+    assert listed.url in fresh["dedicated"].source
+    assert "armRegionName eq 'eastus'" in fresh["dedicated"].source
     assert price_of(A100, "westeurope").usd_per_hour("dedicated") == 4.8  # a region that the package does not have
     with pytest.raises(PriceError, match="not offered"):  # a virtual machine has that meter, and a cluster does not
         price_of(T4_LARGE).usd_per_hour("spot")
@@ -253,7 +251,7 @@ def test_a_price_of_the_retired_meter_in_an_old_table_is_left_out(home):
         "prices": {"eastus": {T4: {"dedicated": [0.53, "s"], "low_priority": [0.11, "s"]}}},
     }
     refreshed_path().write_text(json.dumps(old))
-    assert price_of(T4).recorded_on == "2026-01-10"
+    assert price_of(T4).figure("dedicated").recorded_on == "2026-01-10"
     assert price_of(T4).figure("low_priority") == price_of(T4).figure("spot")  # type: ignore[arg-type]
     assert price_of(T4).figure("spot").recorded_on == "2024-09", "the package's, of Spot's own meter"
 
@@ -270,7 +268,7 @@ def test_of_two_figures_the_newer_counts(home):
         refreshed_path().write_text(json.dumps(old))
         assert price_of("Standard_NC6s_v3").usd_per_hour("dedicated") == usd
         assert (
-            merge([read_prices(old), packaged_prices()])["eastus"]["Standard_NC6s_v3"]["dedicated"].usd_per_hour == usd
+            merge([read_prices(old), packaged_prices()])["eastus", "Standard_NC6s_v3", "dedicated"].usd_per_hour == usd
         )
 
 
@@ -315,7 +313,7 @@ def test_what_cannot_be_believed_leaves_the_last_good_table(home, listed, broken
 def test_the_folder_is_made_and_one_that_cannot_be_written_is_named(home, listed):
     listed.items = WANTED
     ask(listed, home / "new" / "folder")
-    assert refreshed_prices(home / "new" / "folder" / "prices.json")["eastus"][T4]["spot"].usd_per_hour == 0.0627
+    assert refreshed_prices(home / "new" / "folder" / "prices.json")["eastus", T4, "spot"].usd_per_hour == 0.0627
     (home / "file").touch()
     with pytest.raises(retail.RetailError, match=r"prices.json cannot be.*DTRAIN_HOME"):
         ask(listed, home / "file")
@@ -350,7 +348,9 @@ def test_a_damaged_table_is_refused_until_it_is_fetched_again_or_deleted(home, l
     assert refreshed_prices(refreshed_path()) == {}
 
 
-def test_the_commands(home, listed):
+def test_the_commands(home, listed, monkeypatch):
+    monkeypatch.setattr("dtrain_dagster.cli.cost.RETAIL_URL", listed.url)
+
     def run(*arguments: str, code: int = 0) -> str:
         result = CliRunner().invoke(main, ["cost", *arguments])
         assert result.exit_code == code, result.output
@@ -363,7 +363,7 @@ def test_the_commands(home, listed):
     assert said.startswith("US dollars per node and hour in eastus;")
     assert "[1] 2025-11-04, recorded: Azure ML's vmSizes answer" in said
     listed.items = [meter(usd=0.54)]
-    said = run("--refresh", "--sku", T4.lower(), "--url", listed.url)
+    said = run("--refresh", "--sku", T4.lower())
     assert "1 prices were found, 1 of them new or changed" in said
     assert [line.split() for line in said.splitlines() if T4 in line] == [
         ["eastus", T4, "dedicated", "0.53", "2025-11-04", "0.54"]
@@ -372,5 +372,5 @@ def test_the_commands(home, listed):
     assert "asked: Azure's retail price API" in run("--sku", T4.upper())
     assert "Standard_X" in run("--sku", "Standard_X", code=2)
     assert "known are Standard_NC6s_v3" in run("--refresh", "--sku", "Standard_X", code=2)
-    assert "not an Azure region" in run("--refresh", "--region", "x' or 1 eq 1", "--url", listed.url, code=2)
+    assert "not an Azure region" in run("--refresh", "--region", "x' or 1 eq 1", code=2)
     assert "no prices are known in region 'westeurope'" in run("--region", "westeurope", code=2)

@@ -71,7 +71,7 @@ def test_a_change_of_the_file_counts_at_once(table: Path):
     table.write_text('{"gpu": 3}')
     os.utime(table, (1764000000, 1764000000))
     assert price_of(GPU).usd_per_hour("dedicated") == 3.0
-    assert price_of(GPU).recorded_on == "2025-11-24"
+    assert price_of(GPU).figure("dedicated").recorded_on == "2025-11-24"
 
 
 def test_a_partition_without_a_price_is_refused_before_anything_runs(table: Path, monkeypatch: pytest.MonkeyPatch):

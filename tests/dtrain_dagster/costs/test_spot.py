@@ -127,7 +127,7 @@ def test_a_refresh_keeps_the_earlier_prices_of_spot_as_its_history(tmp_path: Pat
         assert (told.spread.high, told.evictions) == (0.2, RATE)
         retail.refresh_price_table(path, ["eastus"], [T4], listed.url, NOW + timedelta(days=1))
         assert price_of(T4).figure("spot").evictions == RATE, "a refresh without a login does not forget it"
-    assert refreshed_prices(path)["eastus"][T4]["spot"] == price_of(T4).figure("spot")
+    assert refreshed_prices(path)["eastus", T4, "spot"] == price_of(T4).figure("spot")
     shown = CliRunner().invoke(main, ["cost", "--sku", T4, "--json"])
     spot = next(row for row in json.loads(shown.output) if row["region"] == "eastus")["usd_per_hour"]["spot"]
     assert (spot["spread"]["high"], spot["evictions"]["low"]) == (0.2, 0.05)

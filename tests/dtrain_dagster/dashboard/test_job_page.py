@@ -224,7 +224,7 @@ def test_the_page_of_a_finished_job_and_its_report_have_one_verdict(tmp_path: Pa
     assert live["title"].startswith("slow input on rank 2")
     snapshot = job.snapshot(0, "", time.time())
     usage = [*CostTracker("", [], "dedicated").nodes]
-    report = summarise_performance(list(rundir.events()), {}, 3, usage)
+    report = summarise_performance(list(rundir.events()), 3, usage)
     assert report.diagnosis.node_id == 1
     assert snapshot["verdict"]["title"].startswith(report.diagnosis.where)
     assert snapshot["verdict"]["evidence"].startswith(report.diagnosis.evidence)

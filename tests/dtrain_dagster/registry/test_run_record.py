@@ -24,7 +24,7 @@ COURSE = [
 
 
 @pytest.mark.slow
-def test_dollars_reports_pictures_and_the_description_come_to_the_run_of_the_job_and_to_no_other(
+def test_dollars_reports_and_the_description_come_to_the_run_of_the_job_and_to_no_other(
     tmp_path: Path,
 ) -> None:
     from mlflow.tracking import MlflowClient
@@ -40,7 +40,7 @@ def test_dollars_reports_pictures_and_the_description_come_to_the_run_of_the_job
     rundir.write_json(RESULT, {"best_step": 7})
     rundir.storage.write("reports/page.html", b"<p>")
     rundir.append_events(2, 0, 1, COURSE)
-    given = {"metrics": {"cost/total_usd": 0.5}, "pictures": {"A step": b"<svg/>"}, "note": "**good**"}
+    given = {"metrics": {"cost/total_usd": 0.5}, "note": "**good**"}
     assert "MLflow has no run of others" in add_to_run(uri, rundir, "others", **given)  # type: ignore[arg-type]
     assert client.get_run(run_id).data.metrics == {}
     assert add_to_run(uri, rundir, "mine", **given) == ""  # type: ignore[arg-type]
@@ -50,8 +50,8 @@ def test_dollars_reports_pictures_and_the_description_come_to_the_run_of_the_job
     figures = json.loads(Path(client.download_artifacts(run_id, "figures.json", str(tmp_path))).read_text())
     assert figures["node_0/cpu_percent"]["last"] == 50.0
     assert run.data.tags[NOTE_TAG] == "**good**"
-    found = {item.path for folder in ("", "reports", "pictures") for item in client.list_artifacts(run_id, folder)}
-    assert {"job.json", "reports/page.html", "pictures/a_step.svg"} <= found
+    found = {item.path for folder in ("", "reports") for item in client.list_artifacts(run_id, folder)}
+    assert {"job.json", "reports/page.html"} <= found
 
 
 def test_a_server_that_cannot_be_reached_is_told_and_fails_nothing(
