@@ -101,7 +101,7 @@ def _tell(rundir: RunDir, of: Wanted, launch: int | None, urls: Sequence[str]) -
     def write() -> tuple[str, str]:
         return write_notice(kind, job_id, _figures(rundir, kind, found))
 
-    send_once(rundir, f"l{number}-{PART_OF_NAME.get(kind, 'end')}", urls, write, rundir)
+    send_once(rundir, f"l{number}-{PART_OF_NAME.get(kind, 'end')}", urls, write)
 
 
 def _end_of(rundir: RunDir) -> NoticeKind | None:
