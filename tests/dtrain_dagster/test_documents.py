@@ -8,20 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from pydantic_settings import BaseSettings
 
-from dtrain_dagster.settings.__main__ import TABLES, with_settings_rows
 from trainer.config import DistributedTrainingConfig
 from trainer.evaluation.gate import POINT_RULE, RULE
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-@pytest.mark.parametrize(("document", "kind"), TABLES.items())
-def test_the_table_of_settings_is_what_is_read(document: str, kind: type[BaseSettings]):
-    text = (ROOT / document).read_text()
-    assert text == with_settings_rows(text, kind), "python -m dtrain_dagster.settings writes it anew"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
