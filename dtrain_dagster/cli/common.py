@@ -128,9 +128,9 @@ def read_settings(processes_per_node: int | None = None, nodes: int | None = Non
 def ranks_of(settings: Settings) -> int:
     """Return the ranks of each node. Raise `PriceError` for an unknown SKU."""
     from dtrain_dagster.clusters.ranks import ranks_per_node
-    from dtrain_dagster.settings.engines import read_engine_options
+    from dtrain_dagster.settings.engines import engine_gpus
 
-    gpus = read_engine_options(settings.cluster).get("gpus", 0) if settings.kind.has_engine else None
+    gpus = engine_gpus(settings)
     return ranks_per_node(settings.processes_per_node, settings.kind, settings.gpu_type, settings.nodes, gpus)
 
 

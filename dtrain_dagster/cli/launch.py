@@ -61,12 +61,12 @@ def launch(
     from dtrain_dagster.jobs.log_follower import follow_logs
     from dtrain_dagster.jobs.program import describe_needs, has_gpus, order_program, processes_of, refuse_program
     from dtrain_dagster.jobs.progress import note_job
-    from dtrain_dagster.settings.engines import read_engine_options
+    from dtrain_dagster.settings.engines import engine_gpus
     from trainer.frameworks.catalogue import FRAMEWORKS
 
     settings = read_settings(procs_per_node, nodes)
     kind, node_count = settings.kind, nodes or settings.nodes
-    gpus = read_engine_options(settings.cluster).get("gpus", 0) if kind.has_engine else None
+    gpus = engine_gpus(settings)
     processes = processes_of(engine, procs_per_node, ranks_of(settings))
     refuse_program(engine, kind, processes, has_gpus(kind, settings.gpu_type, gpus))
     cluster, project = cluster_of(settings)

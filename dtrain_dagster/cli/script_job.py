@@ -53,7 +53,7 @@ def order_script(
     from dtrain_dagster.jobs.program import describe_needs
     from dtrain_dagster.planning.check_job import Checked, check_memory, check_strategy
     from dtrain_dagster.planning.memory_fit import room_of
-    from dtrain_dagster.settings.engines import read_engine_options
+    from dtrain_dagster.settings.engines import engine_gpus
 
     if needs := describe_needs(settings.kind):
         say(f"note: {needs}", err=True)
@@ -65,7 +65,7 @@ def order_script(
     found = describe_script(
         script, arguments, [*own, *overrides], job_id, f"{settings.jobs_uri}/{job_id}", option="--script"
     )
-    gpus = read_engine_options(settings.cluster).get("gpus", 0) if settings.kind.has_engine else None
+    gpus = engine_gpus(settings)
     price, each = price_of(settings.gpu_type), ranks_of(settings)
     room = room_of(settings.kind, price, settings.tiers[0], nodes or settings.nodes, each)
     hosts = hosts_of(settings.kind, nodes or settings.nodes)

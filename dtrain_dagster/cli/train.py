@@ -379,9 +379,9 @@ def say_what_is_wrong(job: JobConfig, node_count: int, settings: Settings, rehea
     from dtrain_dagster.costs.prices import alternatives_to, price_of
     from dtrain_dagster.planning.check_job import check_job, check_strategy
     from dtrain_dagster.planning.memory_fit import room_of
-    from dtrain_dagster.settings.engines import read_engine_options
+    from dtrain_dagster.settings.engines import engine_gpus
 
-    gpus = read_engine_options(settings.cluster).get("gpus", 0) if settings.kind.has_engine else None
+    gpus = engine_gpus(settings)
     hosts, has_gpus = hosts_of(settings.kind, node_count), have_gpus(settings.kind, settings.gpu_type, gpus)
     ranks, price = ranks_of(settings), price_of(settings.gpu_type)
     said = check_strategy(job.training, hosts, has_gpus, settings.kind.is_this_machine)

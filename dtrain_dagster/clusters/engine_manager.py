@@ -76,17 +76,17 @@ def open_engine(
     grace = read_duration(*STOP_GRACE, environment) + 10.0  # the agent ends its ranks in order within it
     if kind == "kubernetes":
         from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
-        from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
+        from dtrain_dagster.settings.kubernetes import KubernetesSettings
 
-        return KubernetesEngine(KubernetesOptions.read(options), run_dir, command, grace)
+        return KubernetesEngine(KubernetesSettings.of(options), run_dir, command, grace)
     if kind == "slurm":
         from dtrain_dagster.clusters.slurm.engine import SlurmEngine
-        from dtrain_dagster.clusters.slurm.options import SlurmOptions
+        from dtrain_dagster.settings.slurm import SlurmSettings
 
-        return SlurmEngine(SlurmOptions.read(options), Path(run_dir) / LOGS, command)
+        return SlurmEngine(SlurmSettings.of(options), Path(run_dir) / LOGS, command)
     if kind == "ray":
         from dtrain_dagster.clusters.ray.engine import RayEngine
-        from dtrain_dagster.clusters.ray.options import RayOptions
+        from dtrain_dagster.settings.ray import RaySettings
 
-        return RayEngine(RayOptions(**options), Path(run_dir) / LOGS, command)
+        return RayEngine(RaySettings.of(options), Path(run_dir) / LOGS, command)
     raise ClusterError(f"DTRAIN_CLUSTER={kind!r} has no engine that runs nodes")

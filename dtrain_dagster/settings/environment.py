@@ -72,10 +72,24 @@ class EnvironmentSettings(BaseSettings):
         """Return the settings of the environment, with those that are given in their place."""
         return cls(**given)
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Self:
+        """Return the settings that gave these `options`: the environment is not read, and nothing is checked again."""
+        return cls.model_construct(**options)
+
+    def options(self) -> dict[str, Any]:
+        """Return the values in JSON's types, without unset ones."""
+        return self.model_dump(mode="json", exclude_none=True)
+
     @field_validator("*", mode="before")
     @classmethod
     def _no_secrets(cls, value: object, info: ValidationInfo) -> object:
         return without_secret(cls, str(info.field_name), value)
+
+
+def split_words(value: object) -> object:
+    """Return the words of a text that are separated by commas; anything else as it is."""
+    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
 
 
 class Settings(EnvironmentSettings):

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.kubernetes.answers import first_pod, read_node
 from dtrain_dagster.clusters.kubernetes.manifest import LAUNCH, group_object, node_object
-from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
 from dtrain_dagster.clusters.kubernetes.passing_refusals import PassingRefusals
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError, name_launch
+from dtrain_dagster.settings.kubernetes import KubernetesSettings
 from trainer.node.environment import LaunchError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class KubernetesEngine:
 
     def __init__(
         self,
-        options: KubernetesOptions,
+        options: KubernetesSettings,
         run_dir: str,
         command: Callable[[Mapping[str, Any], int, int], Sequence[str]],
         grace_seconds: float = 30.0,

@@ -12,7 +12,7 @@ from typing import Any
 from dtrain_dagster.clusters.slurm import commands
 from dtrain_dagster.clusters.slurm.accounting import AccountedNode, compare_accounts, names_of, read_account
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine
-from dtrain_dagster.clusters.slurm.options import SlurmOptions
+from dtrain_dagster.settings.slurm import SlurmSettings
 from trainer.rundir import LAUNCH, RunDir
 
 
@@ -23,7 +23,7 @@ def account_nodes(options: Mapping[str, Any], rundir: RunDir, now: float) -> lis
     names = names_of(rundir.read_json(LAUNCH) or {}, nodes)
     if not names:
         return []
-    engine = SlurmEngine(SlurmOptions.read(options), Path(), lambda launch, node_id, incarnation: ())
+    engine = SlurmEngine(SlurmSettings.of(options), Path(), lambda launch, node_id, incarnation: ())
     since = min(node.started_at for node in nodes) - 3600
     told = engine.run(commands.account(list(names.values()), since), "read the accounting")
     return compare_accounts(names, read_account(told), now)
