@@ -56,12 +56,10 @@ class Workplace:
     def job(self, job_id: str, ranks: int, **training: Any) -> JobConfig:
         """Return the stock model's job as `trained_checkpoint` trains and tracks it; ``training`` changes its
         settings."""
-        settings = DistributedTrainingConfig(
-            world_size=ranks, threads_per_rank=self.manager.jobs.settings.threads_per_rank
-        )
+        settings = DistributedTrainingConfig(world_size=ranks, threads_per_rank=self.manager.settings.threads_per_rank)
         return JobConfig(
             job_id=job_id,
-            run_dir=f"{self.manager.jobs.folder}/{job_id}",
+            run_dir=f"{self.manager.folder}/{job_id}",
             dataset=self.dataset,
             training=replace(settings, **training),
             tracking=TrackingConfig(mlflow_tracking_uri=f"sqlite:///{self.home}/mlflow.db", mlflow_run_name=job_id),

@@ -266,7 +266,7 @@ class GPUClusterResource(dg.ConfigurableResource):
             return AzureMLClusterManager(self.azure_options(), Path(self.home), run_id, tends)
         if self.engine:
             from dtrain_dagster.clusters.engine_manager import EngineClusterManager
-            from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
+            from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 
             settings = LaunchSettings(
                 engine=self.kind,

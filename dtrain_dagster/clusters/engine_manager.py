@@ -13,8 +13,8 @@ from typing import Any
 
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.supervision.engine import Engine, EngineUnreachableError, agent_command
-from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
 from dtrain_dagster.clusters.supervision.manager import SupervisedClusterManager
+from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from dtrain_dagster.settings.cluster_kinds import KINDS
 from trainer.node.environment import STOP_GRACE, read_duration
 from trainer.rundir import LOGS
@@ -34,7 +34,7 @@ class EngineClusterManager(SupervisedClusterManager):
         self.python = engine_options.get("python") or self.python
 
     def check_size(self, node_count: int, processes_per_node: int) -> None:
-        words = KINDS[self.jobs.settings.engine].words
+        words = KINDS[self.settings.engine].words
         if not 1 <= node_count <= MOST_NODES:
             raise ClusterError(f"DTRAIN_NODES={node_count}: the {words} is asked for 1 to {MOST_NODES} nodes")
         if processes_per_node < 1:
@@ -43,14 +43,14 @@ class EngineClusterManager(SupervisedClusterManager):
             )
 
     def describe_account(self, job_id: str) -> list[str]:
-        if self.jobs.settings.engine != "slurm":
+        if self.settings.engine != "slurm":
             return []
         from dtrain_dagster.clusters.slurm.accounting import describe_accounts, describe_price
         from dtrain_dagster.clusters.slurm.job_account import account_nodes
         from dtrain_dagster.settings.slurm import read_partition_prices
 
         try:
-            found = account_nodes(self.jobs.engine_options or {}, self.jobs.rundir(job_id), time.time())
+            found = account_nodes(self.engine_options or {}, self.rundir(job_id), time.time())
         except (ClusterError, EngineUnreachableError):  # presence is what costs are computed from
             return []
         if all(node.accounted_seconds is None for node in found):

@@ -18,7 +18,7 @@ from dtrain_dagster.clusters.engine_manager import EngineClusterManager
 from dtrain_dagster.clusters.slurm import commands
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine, SlurmError
 from dtrain_dagster.clusters.supervision.engine import EngineUnreachableError, name_job
-from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
+from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from dtrain_dagster.settings.slurm import SlurmSettings
 from tests.dtrain_dagster.told_json import fields_in, printed
 from tests.engines.engine_training import Training, write_job

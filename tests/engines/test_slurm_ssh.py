@@ -15,7 +15,7 @@ from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.engine_manager import EngineClusterManager
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine, SlurmError
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError
-from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
+from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from dtrain_dagster.settings.slurm import SlurmSettings
 from tests.engines.engine_training import Training, incarnations, write_job
 from tests.engines.login_node import NAME, LoginNode, missing

@@ -14,8 +14,7 @@ from dtrain_dagster.clusters.base import JobSpec
 from dtrain_dagster.clusters.kubernetes.manifest import group_object, node_object
 from dtrain_dagster.clusters.slurm import commands
 from dtrain_dagster.clusters.supervision.engine import name_job
-from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
-from dtrain_dagster.clusters.supervision.submit import describe_launch
+from dtrain_dagster.clusters.supervision.submit import LaunchSettings, describe_launch
 from dtrain_dagster.dashboard.cluster_views import ClusterPlace, cluster_commands, launch_name, place_of_options
 from dtrain_dagster.dashboard.job_facts import read_facts
 from dtrain_dagster.dashboard.job_links import Places, links_of
