@@ -6,13 +6,12 @@ a supervisor share is in `supervision.manager`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.clusters.supervision.engine import Engine, EngineUnreachableError, agent_command
+from dtrain_dagster.clusters.supervision.engine import Engine, agent_command
 from dtrain_dagster.clusters.supervision.manager import SupervisedClusterManager
 from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from dtrain_dagster.settings.cluster_kinds import KINDS
@@ -45,18 +44,9 @@ class EngineClusterManager(SupervisedClusterManager):
     def describe_account(self, job_id: str) -> list[str]:
         if self.settings.engine != "slurm":
             return []
-        from dtrain_dagster.clusters.slurm.accounting import describe_accounts, describe_price
-        from dtrain_dagster.clusters.slurm.job_account import account_nodes
-        from dtrain_dagster.settings.slurm import read_partition_prices
+        from dtrain_dagster.clusters.slurm.accounting import describe_account
 
-        try:
-            found = account_nodes(self.engine_options or {}, self.rundir(job_id), time.time())
-        except (ClusterError, EngineUnreachableError):  # presence is what costs are computed from
-            return []
-        if all(node.accounted_seconds is None for node in found):
-            return []
-        prices = read_partition_prices()
-        return [*describe_accounts(found), *([describe_price(found, prices)] if prices else [])]
+        return describe_account(self.engine_options or {}, self.rundir(job_id))
 
     @property
     def most_nodes(self) -> int:

@@ -26,7 +26,7 @@ from dtrain_dagster.clusters.exit_policy import (
 )
 from dtrain_dagster.clusters.launch_place import BEFORE, place_of
 from dtrain_dagster.clusters.presence import HEARTBEAT_SECONDS
-from dtrain_dagster.clusters.supervision.failure_message import explain_failure, explain_giving_up
+from dtrain_dagster.clusters.resume_advice import explain_failure, explain_giving_up
 from dtrain_dagster.clusters.supervision.placer import PlacedNode, Placer
 from dtrain_dagster.clusters.supervision.reaper import Reaper
 from dtrain_dagster.support.formatting import format_duration
