@@ -21,6 +21,8 @@ class AzureSettings(EnvironmentSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX)
     removed: ClassVar = {
+        "VNET": f"give the resource id of the subnet in {PREFIX}SUBNET; unset it",
+        "MAX_NODES": "a compute may grow to as many nodes as are asked for; unset it",
         "TIERS": "set DTRAIN_TIER instead, which takes several tiers, separated by commas",
         "IDLE_SECONDS": "set DTRAIN_IDLE_MINUTES instead, in minutes",
         "MAX_RESUBMISSIONS": "set DTRAIN_MAX_REPLACEMENTS instead",
@@ -40,11 +42,7 @@ class AzureSettings(EnvironmentSettings):
         description="Sizes to try after DTRAIN_GPU_TYPE, separated by commas; unset: A100, H100 and T4 sizes with as "
         "many GPUs, where the region has a price",
     )
-    max_nodes: int | None = Field(
-        default=None, ge=1, description="Most nodes of a compute; unset: as many as asked for"
-    )
-    vnet: str | None = Field(default=None, description="Virtual network of the nodes")
-    subnet: str | None = Field(default=None, description="Its subnet, or the resource id of one")
+    subnet: str | None = Field(default=None, description="Resource id of the subnet of the nodes")
     public_ip: bool = Field(default=False, description="Whether nodes may have public addresses")
     identity: str | None = Field(default=None, description="Resource id of the nodes' identity; unset: system-assigned")
     identity_client_id: str | None = Field(default=None, description="Client id of that identity")

@@ -96,6 +96,7 @@ class Settings(EnvironmentSettings):
     """The project's settings. Every field is the environment variable of that name in capitals after ``DTRAIN_``."""
 
     removed: ClassVar = {
+        "REPLACEMENT_DELAY_SECONDS": "a lost node is replaced after a second; unset it",
         "GATE": "a champion passes its own test split, and the walk forward is examples/walk_forward; unset it",
     }
 
@@ -123,9 +124,6 @@ class Settings(EnvironmentSettings):
         default=6,
         ge=0,
         description="Lost nodes that are replaced while a job runs; on Azure ML how often it is submitted again",
-    )
-    replacement_delay_seconds: float = Field(
-        default=1.0, ge=0, lt=float("inf"), description="Seconds after which a lost node is replaced"
     )
     gpu_type: str = Field(
         default="Standard_NC6s_v3",

@@ -109,12 +109,8 @@ class AzureMLClusterManager(GPUClusterManager):
         got = self._got()
         if got is None:
             raise ClusterError(f"cluster {self.cluster_name!r} is not provisioned: there is nothing to scale")
-        most = self.options.max_nodes
-        if target_nodes < 0 or (most is not None and target_nodes > most):
-            raise ClusterError(
-                f"{target_nodes} nodes are outside 0 to {most or 'any number'}, the limits of cluster "
-                f"{self.cluster_name!r} (max_nodes)"
-            )
+        if target_nodes < 0:
+            raise ClusterError(f"cluster {self.cluster_name!r} cannot have {target_nodes} nodes: give 0 or more")
         if target_nodes == got.max_nodes:
             if target_nodes == got.node_count:
                 return False

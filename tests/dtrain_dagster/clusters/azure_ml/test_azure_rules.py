@@ -205,7 +205,6 @@ class TestOptions:
             ({"tiers": ("cheap",)}, "tiers"),
             ({"chain": ("Standard_NC6s_v3@cheap",)}, "chain"),
             ({"idle_seconds": 0}, "idle_seconds"),
-            ({"vnet": "v"}, "vnet"),
             ({"subnet": "s"}, "subnet"),
             ({"identity": "me"}, "identity"),
             ({"queue_deadline_seconds": 0}, "queue_deadline_seconds"),
