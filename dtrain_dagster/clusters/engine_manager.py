@@ -11,10 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
+from dtrain_dagster.clusters.ray.engine import RayEngine
+from dtrain_dagster.clusters.slurm.accounting import describe_account
+from dtrain_dagster.clusters.slurm.engine import SlurmEngine
 from dtrain_dagster.clusters.supervision.engine import Engine, agent_command
 from dtrain_dagster.clusters.supervision.manager import SupervisedClusterManager
 from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from dtrain_dagster.settings.cluster_kinds import KINDS
+from dtrain_dagster.settings.kubernetes import KubernetesSettings
+from dtrain_dagster.settings.ray import RaySettings
+from dtrain_dagster.settings.slurm import SlurmSettings
 from trainer.node.environment import STOP_GRACE, read_duration
 from trainer.rundir import LOGS
 
@@ -44,8 +51,6 @@ class EngineClusterManager(SupervisedClusterManager):
     def describe_account(self, job_id: str) -> list[str]:
         if self.settings.engine != "slurm":
             return []
-        from dtrain_dagster.clusters.slurm.accounting import describe_account
-
         return describe_account(self.engine_options or {}, self.rundir(job_id))
 
     @property
@@ -65,18 +70,9 @@ def open_engine(
 
     grace = read_duration(*STOP_GRACE, environment) + 10.0  # the agent ends its ranks in order within it
     if kind == "kubernetes":
-        from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
-        from dtrain_dagster.settings.kubernetes import KubernetesSettings
-
         return KubernetesEngine(KubernetesSettings.of(options), run_dir, command, grace)
     if kind == "slurm":
-        from dtrain_dagster.clusters.slurm.engine import SlurmEngine
-        from dtrain_dagster.settings.slurm import SlurmSettings
-
         return SlurmEngine(SlurmSettings.of(options), Path(run_dir) / LOGS, command)
     if kind == "ray":
-        from dtrain_dagster.clusters.ray.engine import RayEngine
-        from dtrain_dagster.settings.ray import RaySettings
-
         return RayEngine(RaySettings.of(options), Path(run_dir) / LOGS, command)
     raise ClusterError(f"DTRAIN_CLUSTER={kind!r} has no engine that runs nodes")
