@@ -19,13 +19,12 @@ from dtrain_dagster.clusters.supervision.engine import Engine, agent_command
 from dtrain_dagster.clusters.supervision.manager import SupervisedClusterManager
 from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from dtrain_dagster.settings.cluster_kinds import KINDS
+from dtrain_dagster.settings.environment import MOST_NODES
 from dtrain_dagster.settings.kubernetes import KubernetesSettings
 from dtrain_dagster.settings.ray import RaySettings
 from dtrain_dagster.settings.slurm import SlurmSettings
 from trainer.node.environment import STOP_GRACE, read_duration
 from trainer.rundir import LOGS
-
-MOST_NODES = 256
 
 
 class EngineClusterManager(SupervisedClusterManager):
