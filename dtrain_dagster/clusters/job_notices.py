@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import OWNER, JobState
-from dtrain_dagster.clusters.launch_place import describe_move
 from dtrain_dagster.clusters.notice_claims import is_claimed, notice_addresses, send_once, send_safely
 from dtrain_dagster.clusters.notice_text import (
     PART_OF_NAME,
     JobFigures,
     NoticeKind,
+    describe_move,
     is_told,
     kind_of_end,
     write_notice,

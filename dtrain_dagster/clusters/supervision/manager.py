@@ -36,7 +36,7 @@ from dtrain_dagster.clusters.base import (
 )
 from dtrain_dagster.clusters.job_code import stage_code
 from dtrain_dagster.clusters.job_marks import ActiveJobs, ClusterUse
-from dtrain_dagster.clusters.launch_place import BEFORE, place_of
+from dtrain_dagster.clusters.notice_text import BEFORE, place_of
 from dtrain_dagster.clusters.supervision.private_files import PrivateFiles
 from dtrain_dagster.clusters.supervision.settle import (
     acquire_job_lock,
@@ -237,7 +237,7 @@ class SupervisedClusterManager(GPUClusterManager):
     def job_status(self, job_id: str) -> JobStatus:
         rundir = self.rundir(job_id)
         trouble = ""
-        try:
+        try:  # a job whose nodes outlived their supervisor gets another one here
             status, running = observe(rundir, partial(self._supervise_again, rundir))
         except SupervisorError as error:  # its nodes go on, and the next look tries again
             status, running, trouble = rundir.read_json(STATUS), True, str(error)
@@ -250,16 +250,12 @@ class SupervisedClusterManager(GPUClusterManager):
             state, message = (JobState.QUEUED, "starting") if running else (JobState.FAILED, NEVER_STARTED)
             return JobStatus(job_id=job_id, state=state, message=message, started_at=launch.get("submitted_at"))
         state = JobState(status["state"])
-        alive = (
-            0
-            if state.is_final
-            else sum(node.ended_at is None for node in presences.find_latest_presences(rundir.nodes(True)))
-        )
+        newest = [] if state.is_final else presences.find_latest_presences(rundir.nodes(skip_damaged=True))
         return JobStatus(
             job_id=job_id,
             state=state,
             message=trouble or status["message"],
-            nodes_alive=alive,
+            nodes_alive=sum(node.ended_at is None for node in newest),
             started_at=status["started_at"],
             ended_at=status["ended_at"],
         )

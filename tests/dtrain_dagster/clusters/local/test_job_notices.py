@@ -17,13 +17,14 @@ from werkzeug import Request, Response
 
 from dtrain_dagster.clusters.base import OWNER, JobState
 from dtrain_dagster.clusters.job_notices import tell_of_end, was_told_of_end
-from dtrain_dagster.clusters.launch_place import BEFORE, describe_move
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.clusters.notice_claims import NOTICES, claim_notice
 from dtrain_dagster.clusters.notice_text import (
+    BEFORE,
     PART_OF,
     JobFigures,
     NoticeKind,
+    describe_move,
     is_told,
     kind_of_end,
     write_notice,
