@@ -43,7 +43,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.host import in_parts, is_busy, note, stop_on_signals, tell  # noqa: E402
 from dtrain_dagster.clusters.engine_manager import EngineClusterManager  # noqa: E402
 from dtrain_dagster.clusters.local.manager import LocalClusterManager  # noqa: E402
-from dtrain_dagster.clusters.supervision.jobs import LaunchSettings  # noqa: E402
+from dtrain_dagster.clusters.supervision.submit import LaunchSettings  # noqa: E402
 from dtrain_dagster.costs.ledger import ledger  # noqa: E402
 from dtrain_dagster.costs.timeline import CostCause  # noqa: E402
 from dtrain_dagster.costs.tracker import CostTracker  # noqa: E402

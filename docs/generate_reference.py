@@ -24,7 +24,7 @@ from typing import Any
 import click
 from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings
+from pydantic_settings import BaseSettings, NoDecode
 
 from dtrain_dagster.assets.dataset import DatasetConfig, PricesConfig
 from dtrain_dagster.assets.given_dataset import FolderConfig
@@ -110,7 +110,13 @@ def settings_page() -> str:
     for title, remark, kind in SETTINGS:
         prefix = kind.model_config["env_prefix"]
         rows = (
-            (f"{prefix}{name.upper()}", field.annotation, default_of(field), bounds_of(field), field.description or "")
+            (
+                f"{prefix}{name.upper()}",
+                str if NoDecode in field.metadata else field.annotation,
+                default_of(field),
+                bounds_of(field),
+                field.description or "",
+            )
             for name, field in kind.model_fields.items()
         )
         text += f"\n## {title}\n\n" + (f"{remark}\n\n" if remark else "") + table(rows, name="variable")

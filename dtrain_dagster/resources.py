@@ -128,7 +128,6 @@ class GPUClusterResource(dg.ConfigurableResource):
     """Ranks per node, where they are stated; None: see `ranks_per_node`."""
     threads_per_rank: int | None
     max_replacements: int
-    replacement_delay_seconds: float
     gpu_type: str
     tier: str
     shared_uri: str
@@ -266,7 +265,7 @@ class GPUClusterResource(dg.ConfigurableResource):
             return AzureMLClusterManager(self.azure_options(), Path(self.home), run_id, tends)
         if self.engine:
             from dtrain_dagster.clusters.engine_manager import EngineClusterManager
-            from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
+            from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 
             settings = LaunchSettings(
                 engine=self.kind,
@@ -274,7 +273,6 @@ class GPUClusterResource(dg.ConfigurableResource):
                 sku=self.sku,
                 threads_per_rank=self.threads_per_rank,
                 max_replacements=self.max_replacements,
-                replacement_delay_seconds=self.replacement_delay_seconds,
                 successor_lead_seconds=self.engine.get("successor_lead_seconds", 0.0),
             )
             return EngineClusterManager(Path(self.home), settings, self.engine, self.ranks_per_node)
@@ -287,7 +285,6 @@ class GPUClusterResource(dg.ConfigurableResource):
             processes_per_node=self.ranks_per_node,
             threads_per_rank=self.threads_per_rank,
             max_replacements=self.max_replacements,
-            replacement_delay_seconds=self.replacement_delay_seconds,
         )
 
 
@@ -374,7 +371,6 @@ def build_resources(settings: Settings, names: GraphNames = STOCK_NAMES) -> dict
         processes_per_node=settings.processes_per_node,
         threads_per_rank=settings.threads_per_rank,
         max_replacements=settings.max_replacements,
-        replacement_delay_seconds=settings.replacement_delay_seconds,
         gpu_type=settings.gpu_type,
         tier=settings.tiers[0],
         shared_uri=settings.shared_uri,

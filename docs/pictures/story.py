@@ -31,7 +31,7 @@ SLOW = [{"kind": "sleep", "at": "forward", "node": 1, "every": True, "seconds": 
 
 def main() -> None:
     """Train, film, and write ``story.gif``."""
-    nodes = {**os.environ, "DTRAIN_FAULTS": json.dumps(SLOW), "DTRAIN_REPLACEMENT_DELAY_SECONDS": "3"}
+    nodes = {**os.environ, "DTRAIN_FAULTS": json.dumps(SLOW)}
     command = ["train", "--dataset", "latest", "--nodes", "3", "--epochs", "3", "--name", JOB, "--detach"]
     subprocess.run([BIN / "dtrain", *command], env=nodes, check=True, stdout=subprocess.DEVNULL)
     try:

@@ -53,7 +53,6 @@ from dtrain_dagster.planning.choices import Choices, name_nodes
 from dtrain_dagster.planning.history import History, knows
 from dtrain_dagster.planning.probe_cost import charge_usd
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
-from dtrain_dagster.settings.cluster_kinds import describe_kind
 from dtrain_dagster.settings.tiers import OLD_SPOT_NOTICE, tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.page_entries import fit_page
@@ -211,7 +210,6 @@ def plan_training(
                 **choices_metadata(table, plan.fingerprint, project.storage_uri),
                 **plan_metadata(plan, forecast, planned.place),
                 **probe_metadata(pace, manager),
-                "cluster": dg.JsonMetadataValue(describe_kind(cluster.traits)),
                 **provisioning(manager),
                 "training": dg.JsonMetadataValue(plan.job["training"]),
             }

@@ -23,7 +23,7 @@ from dtrain_dagster.registry.run_model import RunModelError
 from dtrain_dagster.registry.smoke_test import AnswerError
 from dtrain_dagster.registry.versions import RegistryError
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, build_resources
-from dtrain_dagster.settings.engines import read_engine_options
+from dtrain_dagster.settings.engines import engine_gpus
 from dtrain_dagster.settings.environment import Settings, SettingsError, load_settings
 from dtrain_dagster.settings.home import HomeError
 from dtrain_dagster.settings.unknown import warn_of_variables
@@ -107,13 +107,8 @@ def read_settings(processes_per_node: int | None = None, nodes: int | None = Non
 
 def ranks_of(settings: Settings) -> int:
     """Return the ranks of each node. Raise `PriceError` for an unknown SKU."""
-    gpus = gpus_of_engine(settings)
+    gpus = engine_gpus(settings)
     return ranks_per_node(settings.processes_per_node, settings.kind, settings.gpu_type, settings.nodes, gpus)
-
-
-def gpus_of_engine(settings: Settings) -> int | None:
-    """Return the GPUs that an engine is asked for on each node; None for a cluster without an engine."""
-    return read_engine_options(settings.cluster).get("gpus", 0) if settings.kind.has_engine else None
 
 
 def cluster_of(settings: Settings) -> tuple[GPUClusterResource, ProjectResource]:

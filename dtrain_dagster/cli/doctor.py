@@ -91,7 +91,7 @@ def _ask_engine(settings: Settings, as_json: bool) -> dict[str, Any]:
         options = read_engine_options(settings.cluster)
         engine: Any = open_engine(settings.cluster, options, ".", "", os.environ)
         try:
-            return {"usable": True, **_answer_of(settings.cluster, engine, options)}
+            return {"usable": True, **_answer_of(settings.cluster, engine)}
         finally:
             if settings.cluster == "ray":
                 engine.close()
@@ -102,12 +102,13 @@ def _ask_engine(settings: Settings, as_json: bool) -> dict[str, Any]:
         sys.exit(EXIT_UNUSABLE)
 
 
-def _answer_of(kind: str, engine: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _answer_of(kind: str, engine: Any) -> dict[str, Any]:
     """Return what an engine answers, in its fields. Raise as it does."""
     answer = engine.check()
     if kind == "slurm":
-        where = f" on {options['host']}" if options["host"] else ""
-        return {"message": f"{answer} answers{where}", "version": answer, "host": options["host"]}
+        host = engine.options.host
+        where = f" on {host}" if host else ""
+        return {"message": f"{answer} answers{where}", "version": answer, "host": host}
     if kind == "ray":
         return {"message": f"{answer} machine(s) of the Ray cluster answer", "machines": answer}
     namespace = engine.options.namespace

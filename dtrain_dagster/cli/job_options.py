@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from dtrain_dagster.cli.common import Refusal, gpus_of_engine, ranks_of, say
+from dtrain_dagster.cli.common import Refusal, ranks_of, say
 from dtrain_dagster.cli.start import new_job_id
 from dtrain_dagster.clusters.azure_ml.gpu_nodes import explain_retired
 from dtrain_dagster.clusters.ranks import explain_idle_gpus, have_gpus, hosts_of
@@ -36,6 +36,7 @@ from dtrain_dagster.jobs.program import describe_needs
 from dtrain_dagster.jobs.script_job import ScriptJob, describe_script, steps_of
 from dtrain_dagster.planning.check_job import Checked, check_job, check_memory, check_strategy, data_of, samples_of
 from dtrain_dagster.planning.memory_fit import room_of
+from dtrain_dagster.settings.engines import engine_gpus
 from dtrain_dagster.settings.environment import Settings
 from trainer.checkpoint.manifest import read_position
 from trainer.config import FACTORY, JOB_ID, ConfigError, JobConfig, parse_job
@@ -245,7 +246,7 @@ def say_what_is_wrong(
     whether the size is retired. ``script``: what trains it, whose run up to its call of fit has checked the rest. Raise
     as `dtrain_dagster.planning.check_job.check_job` does."""
     hosts = hosts_of(settings.kind, node_count)
-    has_gpus = have_gpus(settings.kind, settings.gpu_type, gpus_of_engine(settings))
+    has_gpus = have_gpus(settings.kind, settings.gpu_type, engine_gpus(settings))
     ranks, price = ranks_of(settings), price_of(settings.gpu_type)
     said = check_strategy(job.training, hosts, has_gpus, settings.kind.is_this_machine)
     room = room_of(settings.kind, price, settings.tiers[0], node_count, ranks)

@@ -13,7 +13,6 @@ from dtrain_dagster.cli.common import (
     Refusal,
     cluster_of,
     console,
-    gpus_of_engine,
     ranks_of,
     read_settings,
     refuses,
@@ -28,6 +27,7 @@ from dtrain_dagster.cli.train import size_options
 from dtrain_dagster.jobs.log_follower import follow_logs
 from dtrain_dagster.jobs.program import describe_needs, has_gpus, order_program, processes_of, refuse_program
 from dtrain_dagster.jobs.progress import note_job
+from dtrain_dagster.settings.engines import engine_gpus
 from trainer.frameworks.catalogue import FRAMEWORKS
 
 ENGINES = ("torchrun", "horovod", "deepspeed", "ray", "tensorflow")
@@ -75,7 +75,7 @@ def launch(
     settings = read_settings(procs_per_node, nodes)
     kind, node_count = settings.kind, nodes or settings.nodes
     processes = processes_of(engine, procs_per_node, ranks_of(settings))
-    refuse_program(engine, kind, processes, has_gpus(kind, settings.gpu_type, gpus_of_engine(settings)))
+    refuse_program(engine, kind, processes, has_gpus(kind, settings.gpu_type, engine_gpus(settings)))
     cluster, project = cluster_of(settings)
     manager = cluster.manager(tends=True)
     job_id = new_job_id(name, "launch")

@@ -72,7 +72,7 @@ RETIRED = {
     "tensorboard": "dtrain ui tensorboard",
     "prices": "dtrain cost, with --sku SKU, --region REGION or --refresh",
     "slurm account": "dtrain cost JOB",
-    "kubernetes train-job": "python -m dtrain_dagster.clusters.kubernetes.train_job JOB.JSON",
+    "kubernetes train-job": "DTRAIN_CLUSTER=kubernetes dtrain train",
     "azure": "dtrain doctor",
     "slurm": "dtrain doctor",
     "kubernetes": "dtrain doctor",

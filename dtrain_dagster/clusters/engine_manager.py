@@ -6,20 +6,25 @@ a supervisor share is in `supervision.manager`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.clusters.supervision.engine import Engine, EngineUnreachableError, agent_command
-from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
+from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
+from dtrain_dagster.clusters.ray.engine import RayEngine
+from dtrain_dagster.clusters.slurm.accounting import describe_account
+from dtrain_dagster.clusters.slurm.engine import SlurmEngine
+from dtrain_dagster.clusters.supervision.engine import Engine, agent_command
 from dtrain_dagster.clusters.supervision.manager import SupervisedClusterManager
+from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from dtrain_dagster.settings.cluster_kinds import KINDS
+from dtrain_dagster.settings.environment import MOST_NODES
+from dtrain_dagster.settings.kubernetes import KubernetesSettings
+from dtrain_dagster.settings.ray import RaySettings
+from dtrain_dagster.settings.slurm import SlurmSettings
 from trainer.node.environment import STOP_GRACE, read_duration
 from trainer.rundir import LOGS
-
-MOST_NODES = 256
 
 
 class EngineClusterManager(SupervisedClusterManager):
@@ -34,7 +39,7 @@ class EngineClusterManager(SupervisedClusterManager):
         self.python = engine_options.get("python") or self.python
 
     def check_size(self, node_count: int, processes_per_node: int) -> None:
-        words = KINDS[self.jobs.settings.engine].words
+        words = KINDS[self.settings.engine].words
         if not 1 <= node_count <= MOST_NODES:
             raise ClusterError(f"DTRAIN_NODES={node_count}: the {words} is asked for 1 to {MOST_NODES} nodes")
         if processes_per_node < 1:
@@ -43,20 +48,9 @@ class EngineClusterManager(SupervisedClusterManager):
             )
 
     def describe_account(self, job_id: str) -> list[str]:
-        if self.jobs.settings.engine != "slurm":
+        if self.settings.engine != "slurm":
             return []
-        from dtrain_dagster.clusters.slurm.accounting import describe_accounts, describe_price
-        from dtrain_dagster.clusters.slurm.job_account import account_nodes
-        from dtrain_dagster.settings.slurm import read_partition_prices
-
-        try:
-            found = account_nodes(self.jobs.engine_options or {}, self.jobs.rundir(job_id), time.time())
-        except (ClusterError, EngineUnreachableError):  # presence is what costs are computed from
-            return []
-        if all(node.accounted_seconds is None for node in found):
-            return []
-        prices = read_partition_prices()
-        return [*describe_accounts(found), *([describe_price(found, prices)] if prices else [])]
+        return describe_account(self.engine_options or {}, self.rundir(job_id))
 
     @property
     def most_nodes(self) -> int:
@@ -75,18 +69,9 @@ def open_engine(
 
     grace = read_duration(*STOP_GRACE, environment) + 10.0  # the agent ends its ranks in order within it
     if kind == "kubernetes":
-        from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
-        from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
-
-        return KubernetesEngine(KubernetesOptions.read(options), run_dir, command, grace)
+        return KubernetesEngine(KubernetesSettings.of(options), run_dir, command, grace)
     if kind == "slurm":
-        from dtrain_dagster.clusters.slurm.engine import SlurmEngine
-        from dtrain_dagster.clusters.slurm.options import SlurmOptions
-
-        return SlurmEngine(SlurmOptions.read(options), Path(run_dir) / LOGS, command)
+        return SlurmEngine(SlurmSettings.of(options), Path(run_dir) / LOGS, command)
     if kind == "ray":
-        from dtrain_dagster.clusters.ray.engine import RayEngine
-        from dtrain_dagster.clusters.ray.options import RayOptions
-
-        return RayEngine(RayOptions(**options), Path(run_dir) / LOGS, command)
+        return RayEngine(RaySettings.of(options), Path(run_dir) / LOGS, command)
     raise ClusterError(f"DTRAIN_CLUSTER={kind!r} has no engine that runs nodes")

@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import OWNER, JobState
-from dtrain_dagster.clusters.launch_place import describe_move
 from dtrain_dagster.clusters.notice_claims import is_claimed, notice_addresses, send_once, send_safely
 from dtrain_dagster.clusters.notice_text import (
     PART_OF_NAME,
     JobFigures,
     NoticeKind,
+    describe_move,
     is_told,
     kind_of_end,
     write_notice,
@@ -101,7 +101,7 @@ def _tell(rundir: RunDir, of: Wanted, launch: int | None, urls: Sequence[str]) -
     def write() -> tuple[str, str]:
         return write_notice(kind, job_id, _figures(rundir, kind, found))
 
-    send_once(rundir, f"l{number}-{PART_OF_NAME.get(kind, 'end')}", urls, write, rundir)
+    send_once(rundir, f"l{number}-{PART_OF_NAME.get(kind, 'end')}", urls, write)
 
 
 def _end_of(rundir: RunDir) -> NoticeKind | None:

@@ -11,8 +11,6 @@ import json
 import logging
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,9 +30,6 @@ MOST_ATTEMPTS = 8
 REFUSED_WITHIN_SECONDS = 3.0
 """A failure within this time is a refusal, and nobody was told. A later one may be an answer that did not come in time:
 Apprise waits four seconds for it."""
-DRAWING = "dtrain_dagster.reports.notice_picture"
-"""The module whose process draws a notice's picture: what draws is heavy, and must not take a supervisor with it."""
-DRAWING_SECONDS = 60.0
 _CLAIM = record(state=text, by=text, at=count, missed=many(text))
 _log = logging.getLogger(__name__)
 
@@ -65,16 +60,12 @@ def send_safely(folder: RunDir, send: Callable[[Sequence[str]], None], retries: 
         _log.warning("nobody could be notified of %s: %s: %s", folder.uri, type(error).__name__, redact(str(error)))
 
 
-def send_once(
-    folder: RunDir, key: str, urls: Sequence[str], write: Callable[[], tuple[str, str]], pictured: RunDir | None
-) -> None:
-    """Send the notice of this key to the addresses that have not had it. ``write`` gives its title and text;
-    ``pictured``: the run directory whose training its picture shows. Raise `NotToldError` where some have refused
-    it."""
+def send_once(folder: RunDir, key: str, urls: Sequence[str], write: Callable[[], tuple[str, str]]) -> None:
+    """Send the notice of this key to the addresses that have not had it. ``write`` gives its title and text. Raise
+    `NotToldError` where some have refused it."""
     if _is_settled(folder, key, urls):
         return
     title, body = write()
-    picture = draw_picture(pictured) if pictured is not None else None  # before the claim: it takes a while
     claimed = claim_notice(folder, key, urls)
     if claimed is None:
         return
@@ -85,7 +76,7 @@ def send_once(
     lost: list[str] = []
     for url in addresses:
         began = time.monotonic()
-        if notify([url], title, visible(body, keep_lines=True), picture):
+        if notify([url], title, visible(body, keep_lines=True)):
             (refused if time.monotonic() - began < REFUSED_WITHIN_SECONDS else lost).append(url)
     _write(folder, name, "refused" if refused else "unknown" if lost else "sent", [_digest(url) for url in refused])
     if lost:
@@ -97,24 +88,6 @@ def send_once(
 def is_claimed(folder: RunDir, key: str) -> bool:
     """Return whether the notice of this key was sent, or is being sent."""
     return any(name.startswith(f"{key}.") for name in folder.storage.list(NOTICES))
-
-
-def draw_picture(rundir: RunDir) -> bytes | None:
-    """Return a PNG of the training so far, drawn by a process of its own; None where there is nothing to draw, or it
-    cannot be drawn: a notice goes without."""
-    if rundir.first_event_at() is None:
-        return None
-    command = [sys.executable, "-P", "-m", DRAWING, rundir.uri]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=DRAWING_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        _log.warning("a notice has no picture: %s", type(error).__name__)
-        return None
-    if done.returncode != 0:
-        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        _log.warning("a notice has no picture: %s", visible(redact(last)))
-        return None
-    return done.stdout or None
 
 
 def _is_settled(folder: RunDir, key: str, urls: Sequence[str]) -> bool:

@@ -1,13 +1,17 @@
-"""Advice for a person whose job has ended before its training was done, on any cluster."""
+"""What a person is told of a job that has ended before its training was done: which process failed first and how, the
+end of its log, and how to go on. Which process is to blame is decided in `exit_policy`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.clusters.base import OWNER
+from dtrain_dagster.clusters.exit_policy import Failure, describe_exit
 from trainer.errors import DamagedError
-from trainer.rundir import RunDir
+from trainer.node.line_log import last_lines
+from trainer.rundir import LOGS, RunDir
 
 if TYPE_CHECKING:
     from dtrain_dagster.costs.prices import SkuPrice
@@ -15,6 +19,7 @@ if TYPE_CHECKING:
 MOST_SKUS = 2
 """The SKUs with enough memory that are named, the cheapest first."""
 GIB = 1 << 30
+LOG_TAIL_LINES = 12
 
 
 def how_to_go_on(rundir: RunDir, job_id: str) -> str:
@@ -78,3 +83,36 @@ def name_larger_skus(prices: Iterable[SkuPrice], memory: Mapping[str, Any], rank
         f"{sku} ({each:.3g} GiB for each {'GPU' if on_gpu else 'rank'}, ${usd:.3g} an hour)"
         for usd, sku, each in sorted(found)[:MOST_SKUS]
     )
+
+
+def explain_failure(rundir: RunDir, launch: Mapping[str, Any], failure: Failure) -> str:
+    """Return the message of a job that ended because one of its processes failed."""
+    result = rundir.read_result() or {}
+    if result.get("status") == "budget" and result.get("launch") in (None, launch["launch"]):
+        return f"{result['error']}. {how_to_go_on(rundir, launch['job_id'])}"
+    if memory := memory_advice(result, launch):
+        return f"{result['error']}; {memory}. {how_to_go_on(rundir, launch['job_id'])}"
+    how, node_id, rank = describe_exit(failure.code), failure.node_id, failure.rank
+    if result.get("status") == "failed" and result.get("launch") == launch["launch"] and "node_id" in result:
+        # A process says so before it ends; others may end before it, for the job is over.
+        node_id = result["node_id"]
+        rank = node_id * launch["processes_per_node"] + result.get("local_rank", 0)
+    error = f": {str(result['error']).splitlines()[0]}" if rank != failure.rank and result.get("error") else ""
+    return f"rank {rank} on node {node_id} failed first ({how}){error}; {_end_of_log(rundir, node_id)}"
+
+
+def explain_giving_up(
+    rundir: RunDir, job_id: str, reason: str, ends: Sequence[tuple[int, int | None]], cause: Failure | None
+) -> str:
+    """Return the message of a job that has no nodes left: how each of its processes ended, and how to continue.
+
+    ``ends``: node and exit code of each process. ``cause``: the failure whose log is quoted; None where none failed.
+    """
+    how = "; ".join(f"node {node_id}: {describe_exit(code)}" for node_id, code in ends if code is not None)
+    message = f"{reason} ({how}). {how_to_go_on(rundir, job_id)}"
+    return f"{message}; {_end_of_log(rundir, cause.node_id)}" if cause else message
+
+
+def _end_of_log(rundir: RunDir, node_id: int) -> str:
+    said = last_lines(rundir.storage.local_path(f"{LOGS}/node-{node_id}.log"), LOG_TAIL_LINES)
+    return f"the end of its log:\n{said}"

@@ -185,17 +185,13 @@ class Search:
         return self.request.base.run_dir.rpartition("/")[0]
 
     def _tell_end(self, result: Mapping[str, Any]) -> None:
-        """Tell people once that the search has ended, with the loss curve of its best trial as the picture; trials are
-        not told one by one. It never raises."""
-        folder, best = RunDir(str(self.folder)), result["best"]
-        pictured = RunDir(f"{self._jobs_uri}/{trial_id(result['name'], best['trial'])}") if best else None
-        said = f"dtrain: search {result['name']} has ended", "\n".join(summary(result))
-        mark = f"end-{len(result['trials'])}"  # it may be given more trials later
-        send_safely(
-            folder,
-            lambda urls: send_once(folder, mark, urls, lambda: said, pictured),
-            RETRIES,
+        """Tell people once that the search has ended; trials are not told one by one. It never raises."""
+        folder, said = (
+            RunDir(str(self.folder)),
+            (f"dtrain: search {result['name']} has ended", "\n".join(summary(result))),
         )
+        mark = f"end-{len(result['trials'])}"  # it may be given more trials later
+        send_safely(folder, lambda urls: send_once(folder, mark, urls, lambda: said), RETRIES)
 
     @property
     def budget_usd(self) -> float:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, field_validator, model_validator
-from pydantic_settings import SettingsConfigDict
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from dtrain_dagster.settings.data_lake import DataLakeFolder, refuse_folder_of_nodes
-from dtrain_dagster.settings.environment import EnvironmentSettings, Settings, SettingsError, setting
+from dtrain_dagster.settings.environment import EnvironmentSettings, Settings, SettingsError, setting, split_words
 
 PREFIX = "DTRAIN_AZURE_"
 MAX_IDLE_SECONDS = 86400
@@ -21,6 +21,8 @@ class AzureSettings(EnvironmentSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX)
     removed: ClassVar = {
+        "VNET": f"give the resource id of the subnet in {PREFIX}SUBNET; unset it",
+        "MAX_NODES": "a compute may grow to as many nodes as are asked for; unset it",
         "TIERS": "set DTRAIN_TIER instead, which takes several tiers, separated by commas",
         "IDLE_SECONDS": "set DTRAIN_IDLE_MINUTES instead, in minutes",
         "MAX_RESUBMISSIONS": "set DTRAIN_MAX_REPLACEMENTS instead",
@@ -35,16 +37,12 @@ class AzureSettings(EnvironmentSettings):
         description="Image of the nodes (registry.azurecr.io/dtrain:1, see deploy/azure), or an environment of the "
         "workspace (azureml:dtrain:1)"
     )
-    chain: str = Field(
-        default="",
+    chain: Annotated[tuple[str, ...] | None, NoDecode, BeforeValidator(split_words)] = Field(
+        default=None,
         description="Sizes to try after DTRAIN_GPU_TYPE, separated by commas; unset: A100, H100 and T4 sizes with as "
         "many GPUs, where the region has a price",
     )
-    max_nodes: int | None = Field(
-        default=None, ge=1, description="Most nodes of a compute; unset: as many as asked for"
-    )
-    vnet: str | None = Field(default=None, description="Virtual network of the nodes")
-    subnet: str | None = Field(default=None, description="Its subnet, or the resource id of one")
+    subnet: str | None = Field(default=None, description="Resource id of the subnet of the nodes")
     public_ip: bool = Field(default=False, description="Whether nodes may have public addresses")
     identity: str | None = Field(default=None, description="Resource id of the nodes' identity; unset: system-assigned")
     identity_client_id: str | None = Field(default=None, description="Client id of that identity")
@@ -57,6 +55,7 @@ class AzureSettings(EnvironmentSettings):
     poll_seconds: float = Field(default=5, gt=0, description="Seconds between two looks at a job that is followed")
     dagster_storage: str | None = Field(
         default=None,
+        exclude=True,
         description="Folder for outputs of runs and values of assets of Dagster: abfss://filesystem@account.dfs.core."
         "windows.net/path; unset: in DAGSTER_HOME",
     )
@@ -81,17 +80,11 @@ class AzureSettings(EnvironmentSettings):
         """Return the folder in which Dagster keeps outputs and values; None: on this machine."""
         return DataLakeFolder.parse(self.dagster_storage) if self.dagster_storage else None
 
-    def options(self) -> dict[str, Any]:
-        """Return the arguments of `dtrain_dagster.clusters.azure_ml.options.AzureMLOptions`, in JSON's types, without
-        unset ones."""
-        given = self.model_dump(exclude_none=True, exclude={"dagster_storage"})
-        sizes = _words(given.pop("chain"))
-        return {**given, **({"chain": sizes} if sizes else {})}
-
 
 def read_azure_options(settings: Settings) -> dict[str, Any]:
-    """Return the environment's options for Azure ML, with two that every kind of cluster gets: the order of tiers, and
-    the seconds after which an idle node is given back. Raise `SettingsError` for missing or unusable values."""
+    """Return the environment's arguments of `dtrain_dagster.clusters.azure_ml.options.AzureMLOptions`, with two that
+    every kind of cluster gets: the order of tiers, and the seconds after which an idle node is given back. Raise
+    `SettingsError` for missing or unusable values."""
     idle_seconds = max(1, round(60 * settings.idle_minutes))
     if idle_seconds > MAX_IDLE_SECONDS:
         raise SettingsError(
@@ -100,7 +93,3 @@ def read_azure_options(settings: Settings) -> dict[str, Any]:
         )
     own = AzureSettings.read().options()
     return {**own, "tiers": list(settings.tiers), "idle_seconds": idle_seconds}
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]

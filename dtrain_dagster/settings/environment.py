@@ -72,16 +72,31 @@ class EnvironmentSettings(BaseSettings):
         """Return the settings of the environment, with those that are given in their place."""
         return cls(**given)
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Self:
+        """Return the settings that gave these `options`: the environment is not read, and nothing is checked again."""
+        return cls.model_construct(**options)
+
+    def options(self) -> dict[str, Any]:
+        """Return the values in JSON's types, without unset ones."""
+        return self.model_dump(mode="json", exclude_none=True)
+
     @field_validator("*", mode="before")
     @classmethod
     def _no_secrets(cls, value: object, info: ValidationInfo) -> object:
         return without_secret(cls, str(info.field_name), value)
 
 
+def split_words(value: object) -> object:
+    """Return the words of a text that are separated by commas; anything else as it is."""
+    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
+
+
 class Settings(EnvironmentSettings):
     """The project's settings. Every field is the environment variable of that name in capitals after ``DTRAIN_``."""
 
     removed: ClassVar = {
+        "REPLACEMENT_DELAY_SECONDS": "a lost node is replaced after a second; unset it",
         "GATE": "a champion passes its own test split, and the walk forward is examples/walk_forward; unset it",
     }
 
@@ -109,9 +124,6 @@ class Settings(EnvironmentSettings):
         default=6,
         ge=0,
         description="Lost nodes that are replaced while a job runs; on Azure ML how often it is submitted again",
-    )
-    replacement_delay_seconds: float = Field(
-        default=1.0, ge=0, lt=float("inf"), description="Seconds after which a lost node is replaced"
     )
     gpu_type: str = Field(
         default="Standard_NC6s_v3",

@@ -10,14 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import yaml
-from pydantic import Field, field_validator
-from pydantic_settings import SettingsConfigDict
+from pydantic import BeforeValidator, Field
+from pydantic_settings import NoDecode, SettingsConfigDict
 
-from dtrain_dagster.settings.environment import EnvironmentSettings, SettingsError
-from dtrain_dagster.support.secrets import SecretError, refuse_secret
+from dtrain_dagster.settings.environment import EnvironmentSettings
+from dtrain_dagster.support.secrets import refuse_secret
 
 PREFIX = "DTRAIN_KUBERNETES_"
 CONTAINER = "node"
@@ -31,6 +31,89 @@ _QUANTITY = r"\d+(\.\d+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?"
 _CLAIM = re.compile(rf"pvc:(?P<claim>{_LONG_NAME}):(?P<mount>/[^:,]+)(?P<read_only>:ro)?")
 _NFS = re.compile(r"nfs:(?P<server>[A-Za-z0-9.-]+):(?P<path>/[^:,]*):(?P<mount>/[^:,]+)(?P<read_only>:ro)?")
 _HOST = re.compile(r"host:(?P<path>/[^:,]*):(?P<mount>/[^:,]+)(?P<read_only>:ro)?")
+
+
+def read_pod_template(path: object) -> object:
+    """Return the pod template in a YAML file: a mapping with ``metadata``, ``spec`` or both, as a Job or a PodTemplate
+    has it; what is no path, as it is. Raise `ValueError` for a file without one, for what dtrain itself sets, and for a
+    value with a secret."""
+    if not isinstance(path, str):
+        return path
+    try:
+        template = yaml.safe_load(Path(path).read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"it cannot be read: {error}") from None
+    if not isinstance(template, dict) or not template.keys() & {"metadata", "spec"}:
+        raise ValueError("it has no pod template: give metadata (labels, annotations), spec, or both")
+    found = {name: template[name] for name in ("metadata", "spec") if template.get(name)}
+    if why := explain_template(found):
+        raise ValueError(why)
+    for part in _texts_of(found):
+        refuse_secret(f"{PREFIX}POD_TEMPLATE={path}", part)
+    return found
+
+
+def explain_template(template: Mapping[str, Any]) -> str:
+    """Return why a pod template cannot be used, "" where it can. Pure."""
+    for name, part in template.items():
+        if not isinstance(part, Mapping):
+            return f"{name} is no mapping"
+    spec = template.get("spec", {})
+    for name in ("restartPolicy", "terminationGracePeriodSeconds"):
+        if name in spec:
+            return f"spec.{name} is set by dtrain: leave it out"
+    containers = spec.get("containers") or []
+    if not isinstance(containers, list) or not all(isinstance(one, Mapping) for one in containers):
+        return "spec.containers is no list of containers"
+    if others := [str(one.get("name")) for one in containers if one.get("name") != CONTAINER]:
+        return (
+            f"it has the container {others[0]}, which would keep a pod from ending: what belongs to the nodes' own is "
+            f"under the name {CONTAINER!r}; make another one a sidecar (initContainers with restartPolicy: Always)"
+        )
+    for container in containers:
+        for name in ("image", "command", "args"):
+            if name in container:
+                return f"{name} of the container is set by dtrain ({PREFIX}IMAGE, {PREFIX}PYTHON): leave it out"
+        # The plan counts ranks and dollars by the settings: what a pod asks for must be the same.
+        for amounts in (container.get("resources") or {}).values():
+            for name in amounts if isinstance(amounts, Mapping) else ():
+                if name in ("cpu", "memory") or "gpu" in name:
+                    return f"{name} is set by {PREFIX}CPU, _MEMORY, _GPUS and _GPU_RESOURCE: leave it out"
+    return ""
+
+
+def _texts_of(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _texts_of(part)
+
+
+def read_volumes(value: object) -> object:
+    """Return the volumes of a text, each with ``mount``, ``source`` (as a pod's specification has it) and
+    ``read_only``; anything else as it is. Raise `ValueError` for other text, and for a folder that is mounted twice."""
+    if not isinstance(value, str):
+        return value
+    found: list[dict[str, Any]] = []
+    for word in filter(None, (word.strip() for word in value.split(","))):
+        match = _CLAIM.fullmatch(word) or _NFS.fullmatch(word) or _HOST.fullmatch(word)
+        if not match:
+            raise ValueError(
+                f"{word!r} is not a volume: give pvc:claim:/mount, nfs:server:/path:/mount or host:/path:/mount, "
+                "with :ro for read-only, separated by commas"
+            )
+        given = match.groupdict()
+        mount = given["mount"].rstrip("/")
+        if not mount or mount in (volume["mount"] for volume in found):
+            raise ValueError(f"{word!r}: {mount or '/'} cannot be mounted there: give each volume a folder of its own")
+        if given.get("claim"):
+            source = {"persistentVolumeClaim": {"claimName": given["claim"]}}
+        elif given.get("server"):
+            source = {"nfs": {"server": given["server"], "path": given["path"]}}
+        else:
+            source = {"hostPath": {"path": given["path"]}}
+        found.append({"mount": mount, "source": source, "read_only": given["read_only"] is not None})
+    return found
 
 
 class KubernetesSettings(EnvironmentSettings):
@@ -73,121 +156,18 @@ class KubernetesSettings(EnvironmentSettings):
     gpu_resource: str = Field(
         default="nvidia.com/gpu", pattern=f"^{_KEY}$", description="Name under which the cluster offers GPUs"
     )
-    volumes: str = Field(
-        default="",
+    volumes: Annotated[tuple[dict[str, Any], ...], NoDecode, BeforeValidator(read_volumes)] = Field(
+        default=(),
         description="Storage that all nodes share, separated by commas: pvc:claim:/mount, nfs:server:/path:/mount or "
         "host:/path:/mount, each with :ro for read-only",
     )
     queue: str | None = Field(
         default=None, pattern=f"^{_LONG_NAME}$", description="Kueue's local queue that nodes wait in; unset: none"
     )
-    pod_template: str | None = Field(
-        default=None,
+    pod_template: Annotated[dict[str, Any], NoDecode, BeforeValidator(read_pod_template)] = Field(
+        default={},
         description="YAML file with a pod template, from which the nodes' pods take all else: node selector, "
         "tolerations, Secrets, affinity, security context",
     )
 
     poll_seconds: float = Field(default=2.0, gt=0, le=60, description="Seconds between two looks at the nodes")
-
-    @field_validator("volumes")
-    @classmethod
-    def _volumes(cls, text: str) -> str:
-        read_volumes(text)
-        return text
-
-    def options(self) -> dict[str, Any]:
-        """Return the arguments of `dtrain_dagster.clusters.kubernetes.options.KubernetesOptions`, in JSON's types."""
-        own = self.model_dump(exclude_none=True)
-        template = read_pod_template(self.pod_template) if self.pod_template else {}
-        return {**own, "volumes": read_volumes(self.volumes), "pod_template": template}
-
-
-def read_kubernetes_options() -> dict[str, Any]:
-    """Return the environment's options for Kubernetes. Raise `SettingsError` for missing or unusable values."""
-    return KubernetesSettings.read().options()
-
-
-def read_pod_template(path: str) -> dict[str, Any]:
-    """Return the pod template in a YAML file: a mapping with ``metadata``, ``spec`` or both, as a Job or a PodTemplate
-    has it. Raise `SettingsError` for a file without one, for what dtrain itself sets, and for a value with a secret."""
-    where = f"{PREFIX}POD_TEMPLATE={path}"
-    try:
-        template = yaml.safe_load(Path(path).read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise SettingsError(f"{where} cannot be read: {error}") from None
-    if not isinstance(template, dict) or not template.keys() & {"metadata", "spec"}:
-        raise SettingsError(f"{where} has no pod template: give metadata (labels, annotations), spec, or both")
-    found = {name: template[name] for name in ("metadata", "spec") if template.get(name)}
-    if why := explain_template(found):
-        raise SettingsError(f"{where}: {why}")
-    try:
-        for part in _texts_of(found):
-            refuse_secret(where, part)
-    except SecretError as error:
-        raise SettingsError(str(error)) from None
-    return found
-
-
-def explain_template(template: Mapping[str, Any]) -> str:
-    """Return why a pod template cannot be used, "" where it can. Pure."""
-    for name, part in template.items():
-        if not isinstance(part, Mapping):
-            return f"{name} is no mapping"
-    spec = template.get("spec", {})
-    for name in ("restartPolicy", "terminationGracePeriodSeconds"):
-        if name in spec:
-            return f"spec.{name} is set by dtrain: leave it out"
-    containers = spec.get("containers") or []
-    if not isinstance(containers, list) or not all(isinstance(one, Mapping) for one in containers):
-        return "spec.containers is no list of containers"
-    if others := [str(one.get("name")) for one in containers if one.get("name") != CONTAINER]:
-        return (
-            f"it has the container {others[0]}, which would keep a pod from ending: what belongs to the nodes' own is "
-            f"under the name {CONTAINER!r}; make another one a sidecar (initContainers with restartPolicy: Always)"
-        )
-    for container in containers:
-        for name in ("image", "command", "args"):
-            if name in container:
-                return f"{name} of the container is set by dtrain ({PREFIX}IMAGE, {PREFIX}PYTHON): leave it out"
-        # The plan counts ranks and dollars by the settings: what a pod asks for must be the same.
-        for amounts in (container.get("resources") or {}).values():
-            for name in amounts if isinstance(amounts, Mapping) else ():
-                if name in ("cpu", "memory") or "gpu" in name:
-                    return f"{name} is set by {PREFIX}CPU, _MEMORY, _GPUS and _GPU_RESOURCE: leave it out"
-    return ""
-
-
-def _texts_of(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _texts_of(part)
-
-
-def read_volumes(text: str) -> list[dict[str, Any]]:
-    """Return the volumes as `dtrain_dagster.clusters.kubernetes.options.Volume` takes them. Raise `ValueError` for
-    other text, and for a folder that is mounted twice."""
-    found: list[dict[str, Any]] = []
-    for word in _words(text):
-        match = _CLAIM.fullmatch(word) or _NFS.fullmatch(word) or _HOST.fullmatch(word)
-        if not match:
-            raise ValueError(
-                f"{word!r} is not a volume: give pvc:claim:/mount, nfs:server:/path:/mount or host:/path:/mount, "
-                "with :ro for read-only, separated by commas"
-            )
-        given = match.groupdict()
-        mount = given["mount"].rstrip("/")
-        if not mount or mount in (volume["mount"] for volume in found):
-            raise ValueError(f"{word!r}: {mount or '/'} cannot be mounted there: give each volume a folder of its own")
-        if given.get("claim"):
-            source = {"persistentVolumeClaim": {"claimName": given["claim"]}}
-        elif given.get("server"):
-            source = {"nfs": {"server": given["server"], "path": given["path"]}}
-        else:
-            source = {"hostPath": {"path": given["path"]}}
-        found.append({"mount": mount, "source": source, "read_only": given["read_only"] is not None})
-    return found
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]

@@ -6,16 +6,32 @@ What is asked of a Ray cluster belongs in `dtrain_dagster.clusters.ray`.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
-from pydantic_settings import SettingsConfigDict
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from dtrain_dagster.settings.environment import EnvironmentSettings
 
 PREFIX = "DTRAIN_RAY_"
 _RESOURCE = re.compile(r"(?P<name>[A-Za-z][\w:.-]*)=(?P<amount>\d+(\.\d+)?)")
 _FIXED = {"CPU": "CPUS", "GPU": "GPUS", "memory": "MEMORY_GIB"}
+
+
+def read_resources(value: object) -> object:
+    """Return ``name=amount,…`` as a mapping; anything else as it is. Raise `ValueError` for other text, and for what
+    has a setting of its own."""
+    if not isinstance(value, str):
+        return value
+    found = {}
+    for word in filter(None, (word.strip() for word in value.split(","))):
+        match = _RESOURCE.fullmatch(word)
+        if match is None:
+            raise ValueError(f"{word!r} is not a resource: give name=amount, separated by commas")
+        if match["name"] in _FIXED:
+            raise ValueError(f"{match['name']} has a setting of its own: {PREFIX}{_FIXED[match['name']]}")
+        found[match["name"]] = float(match["amount"])
+    return found
 
 
 class RaySettings(EnvironmentSettings):
@@ -38,6 +54,7 @@ class RaySettings(EnvironmentSettings):
     )
     cluster: str | None = Field(
         default=None,
+        exclude=True,
         pattern=r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?/)?[a-z]([a-z0-9-]{0,39}[a-z0-9])?$",
         description="RayCluster of KubeRay, as name or namespace/name: the address and the dashboard are those of its "
         "head's service; instead of DTRAIN_RAY_ADDRESS",
@@ -48,8 +65,8 @@ class RaySettings(EnvironmentSettings):
     cpus: float = Field(default=1.0, gt=0, le=4096, description="CPUs of a node")
     gpus: int = Field(default=0, ge=0, le=64, description="GPUs of a node")
     memory_gib: float | None = Field(default=None, gt=0, description="Memory of a node in GiB, as Ray counts it")
-    resources: str = Field(
-        default="", description="Further resources of Ray that a node needs: name=amount, separated by commas"
+    resources: Annotated[dict[str, float], NoDecode, BeforeValidator(read_resources)] = Field(
+        default={}, description="Further resources of Ray that a node needs: name=amount, separated by commas"
     )
     python: str | None = Field(
         default=None,
@@ -58,48 +75,22 @@ class RaySettings(EnvironmentSettings):
     )
     poll_seconds: float = Field(default=1.0, gt=0, le=60, description="Seconds between two looks at the nodes")
 
-    @field_validator("resources")
-    @classmethod
-    def _resources(cls, text: str) -> str:
-        read_resources(text)
-        return text
-
-    def options(self) -> dict[str, Any]:
-        """Return the arguments of `dtrain_dagster.clusters.ray.options.RayOptions`, in JSON's types."""
-        own = self.model_dump(exclude_none=True, exclude={"cluster"})
-        return {**own, **self._of_cluster(), "resources": read_resources(self.resources)}
-
     @model_validator(mode="after")
-    def _one_address(self) -> RaySettings:
-        if self.cluster and self.address != "auto":
+    def _of_cluster(self) -> RaySettings:
+        """Take the addresses of the RayCluster that is named, as KubeRay makes them."""
+        if self.cluster is None:
+            return self
+        if self.address != "auto":
             raise ValueError(
                 f"{PREFIX}CLUSTER={self.cluster!r} and {PREFIX}ADDRESS={self.address!r} cannot be combined: unset one"
             )
-        return self
-
-    def _of_cluster(self) -> dict[str, str]:
-        """Return the addresses of the RayCluster that is named, as KubeRay makes them."""
-        if self.cluster is None:
-            return {}
         namespace, _, name = self.cluster.rpartition("/")
         head = f"{name}-head-svc{f'.{namespace}.svc' if namespace else ''}"
-        return {"address": f"ray://{head}:10001", "dashboard": self.dashboard or f"http://{head}:8265"}
+        self.address, self.dashboard = f"ray://{head}:10001", self.dashboard or f"http://{head}:8265"
+        return self
 
-
-def read_ray_options() -> dict[str, Any]:
-    """Return the environment's options for Ray. Raise `SettingsError` for unusable values."""
-    return RaySettings.read().options()
-
-
-def read_resources(text: str) -> dict[str, float]:
-    """Return ``name=amount,…`` as a mapping. Raise `ValueError` for other text, and for what has a setting of its
-    own."""
-    found = {}
-    for word in filter(None, (word.strip() for word in text.split(","))):
-        match = _RESOURCE.fullmatch(word)
-        if match is None:
-            raise ValueError(f"{word!r} is not a resource: give name=amount, separated by commas")
-        if match["name"] in _FIXED:
-            raise ValueError(f"{match['name']} has a setting of its own: {PREFIX}{_FIXED[match['name']]}")
-        found[match["name"]] = float(match["amount"])
-    return found
+    def demand(self) -> dict[str, float]:
+        """Return what a node asks for, by Ray's names of resources."""
+        memory = {"memory": self.memory_gib * 2**30} if self.memory_gib else {}
+        gpus = {"GPU": float(self.gpus)} if self.gpus else {}
+        return {"CPU": self.cpus, **gpus, **memory, **self.resources}

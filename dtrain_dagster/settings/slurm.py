@@ -12,12 +12,12 @@ import os
 import re
 import shlex
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, field_validator
-from pydantic_settings import SettingsConfigDict
+from pydantic import BeforeValidator, Field
+from pydantic_settings import NoDecode, SettingsConfigDict
 
-from dtrain_dagster.settings.environment import EnvironmentSettings, SettingsError
+from dtrain_dagster.settings.environment import EnvironmentSettings, SettingsError, split_words
 
 PREFIX = "DTRAIN_SLURM_"
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.,:@/-]*$"
@@ -29,6 +29,32 @@ _OURS = {
     "--wrap": "the agent runs",
 }  # fmt: skip
 """Options of sbatch that the project sets itself → why."""
+
+
+def read_names(value: object) -> object:
+    """Return text as names of variables; anything else as it is. Raise `ValueError` for text that names none."""
+    words: Any = split_words(value)
+    for name in words:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise ValueError(f"{name!r} is not the name of a variable: give names alone, separated by commas")
+    return words
+
+
+def read_arguments(value: object) -> object:
+    """Return text as options of sbatch; anything else as it is. Raise `ValueError` for one that cannot be set here."""
+    if not isinstance(value, str):
+        return value
+    try:
+        words = shlex.split(value)
+    except ValueError as error:
+        raise ValueError(f"{error}: quote it as a shell does") from None
+    for word in words:
+        option = word.partition("=")[0]
+        if not option.startswith("--") or ("=" not in word and option not in ("--exclusive", "--hold")):
+            raise ValueError(f"{word!r} is not an option of sbatch in the form --name=value")
+        if option in _OURS:
+            raise ValueError(f"{option} cannot be set here: {_OURS[option]}")
+    return words
 
 
 class SlurmSettings(EnvironmentSettings):
@@ -67,50 +93,20 @@ class SlurmSettings(EnvironmentSettings):
         description="Interpreter on the nodes, a full path; unset: the one that submits",
     )
     setup: str = Field(default="", description="Shell commands before the node begins, such as: module load cuda/12.4")
-    export: str = Field(
-        default="",
+    export: Annotated[tuple[str, ...], NoDecode, BeforeValidator(read_names)] = Field(
+        default=(),
         description="Variables of the submitter that nodes get besides PATH, HOME, USER and LANG; separated by commas",
     )
-    extra: str = Field(default="", description="Further options of sbatch, as --account=lab --qos=high --exclusive")
+    extra: Annotated[tuple[str, ...], NoDecode, BeforeValidator(read_arguments)] = Field(
+        default=(), description="Further options of sbatch, as --account=lab --qos=high --exclusive"
+    )
     prices: str | None = Field(
         default=None,
+        exclude=True,
         description="File with what a node-hour of each partition costs, in US dollars, as JSON: "
         '{"gpu": 2.5}; with DTRAIN_SLURM_PARTITION, plans and bills are in these dollars',
     )
     poll_seconds: float = Field(default=2.0, gt=0, le=300, description="Seconds between two looks at the queue")
-
-    @field_validator("export")
-    @classmethod
-    def _names(cls, text: str) -> str:
-        for name in _words(text):
-            if not re.fullmatch(r"[A-Za-z_]\w*", name):
-                raise ValueError(f"{name!r} is not the name of a variable: give names alone, separated by commas")
-        return text
-
-    @field_validator("extra")
-    @classmethod
-    def _options(cls, text: str) -> str:
-        try:
-            words = shlex.split(text)
-        except ValueError as error:
-            raise ValueError(f"{error}: quote it as a shell does") from None
-        for word in words:
-            option = word.partition("=")[0]
-            if not option.startswith("--") or ("=" not in word and option not in ("--exclusive", "--hold")):
-                raise ValueError(f"{word!r} is not an option of sbatch in the form --name=value")
-            if option in _OURS:
-                raise ValueError(f"{option} cannot be set here: {_OURS[option]}")
-        return text
-
-    def options(self) -> dict[str, Any]:
-        """Return the arguments of `dtrain_dagster.clusters.slurm.options.SlurmOptions`, in JSON's types."""
-        own = self.model_dump(exclude_none=True, exclude={"prices"})
-        return {**own, "export": _words(self.export), "extra": shlex.split(self.extra)}
-
-
-def read_slurm_options() -> dict[str, Any]:
-    """Return the environment's options for SLURM. Raise `SettingsError` for unusable values."""
-    return SlurmSettings.read().options()
 
 
 def site_prices_path() -> Path | None:
@@ -137,7 +133,3 @@ def read_partition_prices() -> dict[str, float]:
                 f"{PREFIX}PRICES={path}: {usd!r} of {name!r} is not a positive number of dollars per node-hour"
             )
     return {name: float(usd) for name, usd in found.items()}
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from dtrain_dagster.support.secrets import SecretError, is_reference, redact, refuse_secret, resolve
 
-if TYPE_CHECKING:
-    from apprise.plugins import NotifyBase
-
-PICTURE = "training.png"
-"""The name of a notice's picture."""
-_IN_ONE = {"json", "form", "xml", "mailto"}
-"""Kinds of service that take text and picture in one request, so that either both arrive or neither."""
 _log = logging.getLogger(__name__)
 _REMEDY = "put it into an environment variable or a vault, and write {0}=env:NAME or {0}=keyvault://VAULT/SECRET"
 
@@ -55,10 +47,9 @@ def notify_and_log(urls: Sequence[str], title: str, body: str, log: logging.Logg
         log.warning(f"nobody could be notified by {', '.join(lost)}; see DTRAIN_NOTIFY")
 
 
-def notify(urls: Sequence[str], title: str, body: str, picture: bytes | None = None) -> tuple[str, ...]:
+def notify(urls: Sequence[str], title: str, body: str) -> tuple[str, ...]:
     """Send a message to every address; return the kinds of those that it did not reach (``slack``, ``mailto``…). An
-    address may be a reference to a secret, ``keyvault://…`` or ``env:…``. ``picture``: a PNG, for services that take
-    one.
+    address may be a reference to a secret, ``keyvault://…`` or ``env:…``.
 
     It never raises: a failed notice must not stop the work that it tells of. Addresses hold tokens, so only their kind
     appears in logs.
@@ -73,44 +64,11 @@ def notify(urls: Sequence[str], title: str, body: str, picture: bytes | None = N
         kind = url.partition(":")[0]
         sender = apprise.Apprise()
         try:
-            reached = bool(sender.add(resolve(url)))
-            for service in sender:  # a reference may hold several addresses; each is tried
-                reached &= _send(service, redact(title), redact(body), picture)
+            reached = bool(sender.add(resolve(url)))  # a reference may hold several addresses
+            reached &= bool(sender.notify(title=redact(title), body=redact(body)))
         except Exception as error:  # a plug-in's own errors, of any kind; a secret that cannot be read
             _log.warning("notification by %s failed: %s", kind, type(error).__name__)
             reached = False
         if not reached:
             failed.append(kind)
     return tuple(failed)
-
-
-def _send(service: NotifyBase, title: str, body: str, picture: bytes | None) -> bool:
-    """Send to a service; return whether its text has arrived.
-
-    Where text and picture are two requests, the picture follows the text, and is no reason to send that again.
-    """
-    from apprise import Apprise
-
-    sender = Apprise()
-    sender.add(service)
-    if picture is None or not service.attachment_support:
-        return bool(sender.notify(title=title, body=body))
-    from apprise import AppriseAttachment
-    from apprise.attachment.memory import AttachMemory
-
-    attached = AppriseAttachment()
-    attached.add(AttachMemory(content=picture, name=PICTURE, mimetype="image/png"))
-    if _IN_ONE & set(_schemas(service)):
-        return bool(sender.notify(title=title, body=body, attach=attached))
-    reached = bool(sender.notify(title=title, body=body))
-    if reached and not sender.notify(title="", body="", attach=attached):
-        _log.warning("the picture of a notice was not taken by %s; its text has arrived", service.service_name)
-    return reached
-
-
-def _schemas(service: NotifyBase) -> tuple[str, ...]:
-    """Return the names before ``://`` under which Apprise knows the kind of this service."""
-    names: list[str] = []
-    for given in (service.protocol, service.secure_protocol):
-        names += [given] if isinstance(given, str) else list(given or ())
-    return tuple(names)

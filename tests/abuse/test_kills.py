@@ -160,7 +160,7 @@ def manager(tmp_path: Path) -> LocalClusterManager:
 
 
 def submit(manager: LocalClusterManager, job_id: str) -> RunDir:
-    run_dir = str(manager.jobs.folder / job_id)
+    run_dir = str(manager.folder / job_id)
     manager.submit_job(
         JobSpec(job_id=job_id, run_dir=run_dir, command=("sleep", "600"), node_count=1, processes_per_node=1)
     )

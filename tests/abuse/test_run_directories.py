@@ -298,8 +298,8 @@ def test_a_damaged_job_that_runs_keeps_its_cluster_and_its_mark(written: Callabl
     manager = LocalClusterManager(tmp_path)
     rundir = written("runs", "running")
     for name in ("runs", "dead"):
-        manager.jobs.active.enter(name)
-    manager.jobs.active.complete()
+        manager.active.enter(name)
+    manager.active.complete()
     written("dead", "running").storage.write(STATUS, b"[]")
     rundir.storage.write(STATUS, b"[]")
     lock = acquire(Path(rundir.uri))  # as its supervisor does
@@ -308,7 +308,7 @@ def test_a_damaged_job_that_runs_keeps_its_cluster_and_its_mark(written: Callabl
         assert [(job.job_id, job.state, bool(job.damage)) for job in manager.active_jobs()] == [
             ("runs", "running", True)
         ]
-        assert manager.jobs.active.marks() == ["runs"]
+        assert manager.active.marks() == ["runs"]
         assert manager.monitor_health().healthy is True
     finally:
         os.close(lock)

@@ -93,7 +93,7 @@ def test_a_secret_is_in_one_file_of_its_launch_and_nowhere_else(tmp_path: Path, 
     tmp_path.chmod(0o755)
     manager, shown = LocalClusterManager(tmp_path / "home"), tmp_path / "shown"
     shown.mkdir()
-    run_dir = manager.jobs.folder / "shows"
+    run_dir = manager.folder / "shows"
     script = tmp_path / "shows.py"
     script.write_text(SHOWS.format(out=str(shown), run_dir=str(run_dir)))
     manager.submit_job(

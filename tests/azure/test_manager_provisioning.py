@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from dtrain_dagster.clusters.base import ClusterError, NoCapacityError
+from tests.azure.emulator.around import SUBNET_ID
 from tests.azure.stage import A100, H100, V100, Stage
 
 pytestmark = pytest.mark.slow
@@ -55,7 +56,7 @@ def test_buys_nothing_in_another_region_than_the_one_whose_prices_count(
 
 
 def test_asks_before_it_buys_and_takes_what_fits(stage: Stage) -> None:
-    manager = stage.manager(tiers=("low_priority",), subnet="nodes", vnet="net")
+    manager = stage.manager(tiers=("low_priority",), subnet=SUBNET_ID)
     stage.control("quota", family="low_priority", cores=3 * 24)
     try:
         config = manager.provision_cluster(3, H100)  # 40 cores each
@@ -66,10 +67,10 @@ def test_asks_before_it_buys_and_takes_what_fits(stage: Stage) -> None:
     (seen,) = stage.asked("compute.put")
     sent = seen["body"]["properties"]["properties"]
     assert sent["vmPriority"] == "LowPriority"
-    assert sent["subnet"]["id"].endswith("/virtualNetworks/net/subnets/nodes")
-    stage.manager(tiers=("low_priority",), subnet="nodes", vnet="net").provision_cluster(2, V100)
+    assert sent["subnet"]["id"] == SUBNET_ID
+    stage.manager(tiers=("low_priority",), subnet=SUBNET_ID).provision_cluster(2, V100)
     assert len(stage.asked("compute.put")) == 1
-    bigger = stage.manager(tiers=("low_priority",), subnet="nodes", vnet="net").provision_cluster(4, V100)
+    bigger = stage.manager(tiers=("low_priority",), subnet=SUBNET_ID).provision_cluster(4, V100)
     assert bigger.max_nodes == 4
     assert len(stage.computes()) == 1
 

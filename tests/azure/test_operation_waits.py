@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from azure.ai.ml.entities import AmlCompute
 from azure.core.polling.base_polling import LROBasePolling
 
 from dtrain_dagster.clusters.base import JobState
 from tests.azure.conftest import new_client
 from tests.azure.emulator import Emulator
 from tests.azure.stage import FOREVER, V100, Stage, end, wait_for
-from tests.azure.test_emulator_computes import compute
 
 CREATED_AFTER, DELETED_AFTER = 75.0, 40.0
 
@@ -58,7 +58,8 @@ def test_a_client_without_the_setting_waits_for_half_a_minute(
     emulator.control("timing", create_seconds=CREATED_AFTER)
     try:
         client = new_client()
-        client.compute.begin_create_or_update(compute(f"{stage.name}-bare", tags={})).wait()
+        bare = AmlCompute(name=f"{stage.name}-bare", size=V100, min_instances=0, max_instances=3)
+        client.compute.begin_create_or_update(bare).wait()
     finally:
         emulator.control("timing", create_seconds=0.3)
     assert waits == [30.0] * 3

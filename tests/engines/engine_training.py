@@ -25,7 +25,7 @@ from dtrain_dagster.cli.main import main
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobSpec, JobState, JobStatus
 from dtrain_dagster.clusters.engine_manager import EngineClusterManager
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
-from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
+from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from tests.engines.machines import OWN_MODELS, Machines, missing, open_machines, variables
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.data.coverage import find_coverage_errors

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
-from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
-from dtrain_dagster.settings.kubernetes import CONTAINER
+from dtrain_dagster.clusters.kubernetes.manifest import LOST_MACHINE
+from dtrain_dagster.settings.kubernetes import CONTAINER, KubernetesSettings
 from tests.engines.kubernetes_cluster import KubernetesCluster
 from tests.engines.kubernetes_image import IMAGE
 
@@ -63,20 +63,22 @@ def read_token(cluster: KubernetesCluster, account: str) -> str:
 
 
 def pod_template(spec: Mapping[str, Any] | None = None, **container: Any) -> dict[str, Any]:
-    """A pod template with this specification, and these fields of the nodes' container."""
-    return {"spec": {**(spec or {}), "containers": [{"name": CONTAINER, **container}]}}
+    """A pod template with this specification, and these fields of the nodes' container. A machine that does not answer
+    is given up after a second."""
+    soon = [{"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 1} for key in LOST_MACHINE]
+    return {"spec": {"tolerations": soon, **(spec or {}), "containers": [{"name": CONTAINER, **container}]}}
 
 
-def make_options(kubeconfig: Path, **changes: Any) -> KubernetesOptions:
+def make_options(kubeconfig: Path, **changes: Any) -> KubernetesSettings:
     """The options of quick, small nodes."""
     given = {
         "kubeconfig": str(kubeconfig), "namespace": NAMESPACE, "image": IMAGE, "cpu": "100m", "memory": "64Mi",
-        "lost_seconds": 1, "poll_seconds": 0.2, "pod_template": pod_template(imagePullPolicy="Never"),
+        "poll_seconds": 0.2, "pod_template": pod_template(imagePullPolicy="Never"),
     }  # fmt: skip
-    return KubernetesOptions.read(json.loads(json.dumps(given | changes)))
+    return KubernetesSettings.of(json.loads(json.dumps(given | changes)))
 
 
-def make_engine(options: KubernetesOptions, script: str = "exit 0") -> KubernetesEngine:
+def make_engine(options: KubernetesSettings, script: str = "exit 0") -> KubernetesEngine:
     """An engine whose nodes run a line of shell, with ``$NODE`` and ``$INCARNATION``."""
 
     def command(launch: Mapping[str, Any], node_id: int, incarnation: int) -> Sequence[str]:

@@ -16,12 +16,12 @@ import psutil
 
 from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
 from dtrain_dagster.clusters.kubernetes.manifest import LOST_MACHINE
-from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
 from dtrain_dagster.clusters.ray.engine import RayEngine
-from dtrain_dagster.clusters.ray.options import RayOptions
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine
-from dtrain_dagster.clusters.slurm.options import SlurmOptions
 from dtrain_dagster.clusters.supervision.engine import Engine, EngineJob, EngineUnreachableError
+from dtrain_dagster.settings.kubernetes import KubernetesSettings
+from dtrain_dagster.settings.ray import RaySettings
+from dtrain_dagster.settings.slurm import SlurmSettings
 from tests.engines import kubernetes_parts, ray_cluster, slurm_cluster
 from tests.engines.kubernetes_access import NAMESPACE, deploy, make_engine, make_options, pod_template
 from tests.engines.kubernetes_cluster import KubernetesCluster
@@ -119,7 +119,7 @@ class Pods:
         return options | {"cpu": "500"}, "cpu"
 
     def jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
-        options = KubernetesOptions.read({"kubeconfig": str(self.kubeconfig), "namespace": NAMESPACE, "image": IMAGE})
+        options = KubernetesSettings.of({"kubeconfig": str(self.kubeconfig), "namespace": NAMESPACE, "image": IMAGE})
         return KubernetesEngine(options, "", lambda *_: ()).list_jobs(launch)
 
     def all_jobs(self) -> set[str]:
@@ -179,13 +179,13 @@ class Slurmds:
         return options | {"cpus": 64}, "PartitionConfig: no node of the partition is large enough"
 
     def jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
-        return SlurmEngine(SlurmOptions(), Path(), lambda *_: ()).list_jobs(launch)
+        return SlurmEngine(SlurmSettings(), Path(), lambda *_: ()).list_jobs(launch)
 
     def all_jobs(self) -> set[str]:
         return set(self.cluster.ask("squeue", "--noheader", "--states=all", "--format=%i").split())
 
     def fill(self) -> Callable[[], None]:
-        engine = SlurmEngine(SlurmOptions(extra=("--exclusive",)), self.cluster.folder, lambda *_: ("sleep", "1000"))
+        engine = SlurmEngine(SlurmSettings(extra=("--exclusive",)), self.cluster.folder, lambda *_: ("sleep", "1000"))
         return _fill(engine, len(self.cluster.nodes))
 
     def kill_node(self, job: EngineJob) -> Callable[[], None]:
@@ -235,7 +235,7 @@ class Raylets:
 
     def __init__(self, cluster: RayCluster) -> None:
         self.cluster = cluster
-        self.asked = RayEngine(RayOptions(**self.options(Path())), Path("/nowhere"), lambda *_: ())
+        self.asked = RayEngine(RaySettings(**self.options(Path())), Path("/nowhere"), lambda *_: ())
 
     def options(self, folder: Path) -> dict[str, Any]:
         return {
@@ -255,7 +255,7 @@ class Raylets:
         return {actor["name"] for actor in self.asked._ask("list_actors", prefix="")["actors"]}
 
     def fill(self) -> Callable[[], None]:
-        engine = RayEngine(RayOptions(**self.options(Path())), self.cluster.folder, lambda *_: ("sleep", "1000"))
+        engine = RayEngine(RaySettings(**self.options(Path())), self.cluster.folder, lambda *_: ("sleep", "1000"))
         release = _fill(engine, len(self.cluster.names) - 1)
 
         def give_back() -> None:

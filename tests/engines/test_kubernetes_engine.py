@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -214,17 +213,19 @@ def test_what_cannot_work_is_refused_before_anything_is_made(
     options = make_options(access)
     make_engine(options).check()
     with pytest.raises(ClusterError, match="deploy/kubernetes has the rights"):
-        make_engine(replace(options, namespace="default")).check()
+        make_engine(options.model_copy(update={"namespace": "default"})).check()
     with pytest.raises(ClusterError, match="DTRAIN_KUBERNETES_CONTEXT"):
-        make_engine(replace(options, context="absent")).check()
+        make_engine(options.model_copy(update={"context": "absent"})).check()
     with pytest.raises(ClusterError, match="DTRAIN_KUBERNETES_KUBECONFIG"):
-        make_engine(replace(options, kubeconfig="/absent/kubeconfig")).check()
+        make_engine(options.model_copy(update={"kubeconfig": "/absent/kubeconfig"})).check()
     with pytest.raises(ClusterError, match="create it, or set DTRAIN_KUBERNETES_NAMESPACE"):
-        make_engine(replace(options, kubeconfig=str(kubernetes.kubeconfig), namespace="absent")).submit(launch, 0, 1)
+        make_engine(
+            options.model_copy(update={"kubeconfig": str(kubernetes.kubeconfig), "namespace": "absent"})
+        ).submit(launch, 0, 1)
     stranger = kubernetes.folder / "stranger.yaml"
     stranger.write_text(kubernetes.write_kubeconfig("not-a-token", kubernetes.url))
     with pytest.raises(ClusterError, match="log in again"):
-        make_engine(replace(options, kubeconfig=str(stranger))).check()
+        make_engine(options.model_copy(update={"kubeconfig": str(stranger)})).check()
     assert not [
         job for job in kubernetes.ask("GET", JOBS)["items"] if job["metadata"]["name"] == name_job(launch, 0, 1)
     ]

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.ray.engine import RayEngine
-from dtrain_dagster.clusters.ray.options import RayOptions
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError
+from dtrain_dagster.settings.ray import RaySettings
 from tests.engines.ray_cluster import RayCluster
 from trainer.runtime.parent_death import die_with
 
@@ -98,7 +98,7 @@ def test_a_node_outlives_the_connection_and_ends_in_order(
     server: ClientServer, ray_cluster: RayCluster, tmp_path: Path
 ) -> None:
     launch: dict[str, Any] = {"token": os.urandom(24).hex(), "launch": 1, "node_count": 1}
-    options = RayOptions(address=f"ray://{server.host}:{server.port}", dashboard=ray_cluster.dashboard, cpus=1.0)
+    options = RaySettings(address=f"ray://{server.host}:{server.port}", dashboard=ray_cluster.dashboard, cpus=1.0)
     engine = RayEngine(options, tmp_path, lambda *_: ["/bin/sh", "-c", IN_ORDER])
     try:
         assert engine.check() == len(ray_cluster.names)

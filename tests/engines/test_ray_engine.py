@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.ray.engine import RayEngine
-from dtrain_dagster.clusters.ray.options import RayOptions
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError
+from dtrain_dagster.settings.ray import RaySettings
 from tests.engines.ray_cluster import RayCluster, missing
 
 pytestmark = pytest.mark.slow
@@ -31,7 +31,7 @@ def make(ray_cluster: RayCluster, tmp_path: Path) -> Iterator[Callable[..., RayE
     def engine(shell: str = IN_ORDER, **options: Any) -> RayEngine:
         given = {"address": ray_cluster.address, "dashboard": ray_cluster.dashboard, "cpus": 2.0} | options
         made.append(RayEngine(
-            RayOptions(**given), tmp_path, lambda launch, node, _: ["/bin/sh", "-c", f"NODE={node}; {shell}"]
+            RaySettings(**given), tmp_path, lambda launch, node, _: ["/bin/sh", "-c", f"NODE={node}; {shell}"]
         ))  # fmt: skip
         return made[-1]
 
@@ -102,7 +102,7 @@ def test_a_machine_may_say_at_which_address(launch: dict[str, Any], tmp_path: Pa
     ):
         for name, value in cluster.access.items():
             of.setenv(name, value)
-        options = RayOptions(address=cluster.address, dashboard=cluster.dashboard, cpus=2.0)
+        options = RaySettings(address=cluster.address, dashboard=cluster.dashboard, cpus=2.0)
         engine = RayEngine(options, tmp_path, lambda *_: ["/bin/sh", "-c", 'echo "at $DTRAIN_HOST."'])
         name = engine.submit(launch, 0, 1)
         wait_for_output(engine, name, "at 10.1.0.1.")

@@ -14,7 +14,7 @@ import pytest
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.engine_manager import EngineClusterManager
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
-from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
+from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from tests.engines.engine_training import (
     NODES,
     STEPS,

@@ -17,9 +17,9 @@ from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.engine_manager import EngineClusterManager
 from dtrain_dagster.clusters.slurm import commands
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine, SlurmError
-from dtrain_dagster.clusters.slurm.options import SlurmOptions
 from dtrain_dagster.clusters.supervision.engine import EngineUnreachableError, name_job
-from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
+from dtrain_dagster.clusters.supervision.submit import LaunchSettings
+from dtrain_dagster.settings.slurm import SlurmSettings
 from tests.dtrain_dagster.told_json import fields_in, printed
 from tests.engines.engine_training import Training, write_job
 from tests.engines.slurm_cluster import SlurmCluster, missing
@@ -46,7 +46,7 @@ def launch() -> dict[str, Any]:
 @pytest.fixture
 def make(accounted: SlurmCluster, tmp_path: Path) -> Callable[..., SlurmEngine]:
     def engine(shell: str = "sleep 100", **options: Any) -> SlurmEngine:
-        return SlurmEngine(SlurmOptions(**options), tmp_path, lambda *_: ["/bin/sh", "-c", shell])
+        return SlurmEngine(SlurmSettings(**options), tmp_path, lambda *_: ["/bin/sh", "-c", shell])
 
     return engine
 

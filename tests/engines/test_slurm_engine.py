@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine, SlurmError
-from dtrain_dagster.clusters.slurm.options import SlurmOptions
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError, name_job
+from dtrain_dagster.settings.slurm import SlurmSettings
 from tests.engines.slurm_cluster import SlurmCluster
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,7 @@ def launch() -> dict[str, Any]:
 def make(tmp_path: Path) -> Callable[..., SlurmEngine]:
     def engine(shell: str = IN_ORDER, **options: Any) -> SlurmEngine:
         return SlurmEngine(
-            SlurmOptions(**options), tmp_path, lambda launch, node, _: ["/bin/sh", "-c", f"NODE={node}; {shell}"]
+            SlurmSettings(**options), tmp_path, lambda launch, node, _: ["/bin/sh", "-c", f"NODE={node}; {shell}"]
         )
 
     return engine

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine
-from dtrain_dagster.clusters.slurm.options import SlurmOptions
+from dtrain_dagster.settings.slurm import SlurmSettings
 from tests.engines.slurm_cluster import SlurmCluster, missing
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -36,7 +36,7 @@ def states(cluster: SlurmCluster) -> dict[str, str]:
 
 def test_another_job_of_the_same_id_goes_on(cluster: SlurmCluster, tmp_path: Path) -> None:
     launch: dict[str, Any] = {"token": os.urandom(24).hex(), "launch": 1, "node_count": 1}
-    engine = SlurmEngine(SlurmOptions(), tmp_path, lambda *_: ["/bin/sh", "-c", "echo done; sleep 100"])
+    engine = SlurmEngine(SlurmSettings(), tmp_path, lambda *_: ["/bin/sh", "-c", "echo done; sleep 100"])
     first = engine.submit(launch, 0, 1)
     deadline = time.monotonic() + 40
     while engine.read_log(first) is None:

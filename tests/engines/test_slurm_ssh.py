@@ -14,9 +14,9 @@ import pytest
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.engine_manager import EngineClusterManager
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine, SlurmError
-from dtrain_dagster.clusters.slurm.options import SlurmOptions
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError
-from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
+from dtrain_dagster.clusters.supervision.submit import LaunchSettings
+from dtrain_dagster.settings.slurm import SlurmSettings
 from tests.engines.engine_training import Training, incarnations, write_job
 from tests.engines.login_node import NAME, LoginNode, missing
 from tests.engines.slurm_cluster import SlurmCluster
@@ -46,7 +46,7 @@ def login(slurm: SlurmCluster) -> Iterator[LoginNode]:
 @pytest.fixture
 def engine(login: LoginNode, tmp_path: Path) -> SlurmEngine:
     shell = "trap 'echo ends in order; kill $!; exit 143' TERM; echo it has $GIVEN; sleep 100 & wait"
-    options = SlurmOptions(host=NAME, setup="export GIVEN='a b'", time_limit_minutes=5)
+    options = SlurmSettings(host=NAME, setup="export GIVEN='a b'", time_limit_minutes=5)
     return SlurmEngine(options, tmp_path, lambda *_: ["/bin/sh", "-c", shell])
 
 
@@ -84,7 +84,7 @@ def test_a_node_runs_and_ends_over_one_connection_whatever_a_profile_says(
 
 def test_what_ssh_and_slurm_refuse_is_told_apart(login: LoginNode, engine: SlurmEngine, tmp_path: Path) -> None:
     launch = {"token": os.urandom(24).hex(), "launch": 1, "node_count": 1}
-    wrong = SlurmEngine(SlurmOptions(host=NAME, extra=("--constraint=nix",)), tmp_path, lambda *_: ["true"])
+    wrong = SlurmEngine(SlurmSettings(host=NAME, extra=("--constraint=nix",)), tmp_path, lambda *_: ["true"])
     with pytest.raises(SlurmError, match="correct --constraint in DTRAIN_SLURM_EXTRA"):
         wrong.submit(launch, 0, 1)
     with pytest.raises(SlurmError, match=f"on {NAME}: .*must be on the PATH there"):

@@ -26,7 +26,7 @@ def describe_compute(
     """Return the whole description of a compute with up to ``most`` nodes, as it is asked for and changed."""
     from azure.ai.ml.entities import AmlCompute, IdentityConfiguration, ManagedIdentityConfiguration, NetworkSettings
 
-    network = NetworkSettings(vnet_name=options.vnet, subnet=options.subnet) if options.subnet else None
+    network = NetworkSettings(subnet=options.subnet) if options.subnet else None
     if options.identity:
         user = ManagedIdentityConfiguration(client_id=options.identity_client_id, resource_id=options.identity)
         identity = IdentityConfiguration(type="user_assigned", user_assigned_identities=[user])

@@ -14,13 +14,12 @@ from dtrain_dagster.clusters.azure_ml import launch_record as launch_records
 from dtrain_dagster.clusters.azure_ml.client import ScopeMissing, ServiceError, ServiceUnreachable
 from dtrain_dagster.clusters.azure_ml.failure_causes import read_service_words
 from dtrain_dagster.clusters.azure_ml.job_facts import MissingJobKeeper, gather_facts, job_patience
-from dtrain_dagster.clusters.azure_ml.job_records import JobRecords
+from dtrain_dagster.clusters.azure_ml.job_records import JobRecords, job_status_of
 from dtrain_dagster.clusters.azure_ml.jobs import Jobs, NameTaken
 from dtrain_dagster.clusters.azure_ml.launch_record import Launches, Record
 from dtrain_dagster.clusters.azure_ml.provision import Provisioned, Provisioner
 from dtrain_dagster.clusters.azure_ml.refusals import read_cluster_trouble
 from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, decide_job, phase_of
-from dtrain_dagster.clusters.azure_ml.status_file import StatusFile, job_status_of
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus, NoCapacityError, Starved
 from dtrain_dagster.clusters.exit_policy import is_failure
 from dtrain_dagster.clusters.job_marks import ActiveJobs
@@ -51,8 +50,7 @@ class JobController:
         self.options, self.active = jobs.options, active
         self.launches = Launches(rundir)
         self.missing = MissingJobKeeper(self.launches, jobs)
-        self.traces = JobRecords(rundir, jobs)
-        self.status = StatusFile(rundir, writes_reports=tends)
+        self.records = JobRecords(rundir, jobs, writes_reports=tends)
         self._looked_at = self._cancelled_at = float("-inf")
         self._last: JobStatus | None = None
         self._owned = False
@@ -79,7 +77,7 @@ class JobController:
                     self._put(record)
                 return
             before, record = self.launches.read()
-            if record is None or not self.status.is_final(record):
+            if record is None or not self.records.is_final(record):
                 continue
             again = launch_records.record_again(record, spec, got, spec.env, self.run_id)
             self._mark(again)
@@ -108,7 +106,7 @@ class JobController:
     def has_ended(self, launch: int) -> bool:
         """Return whether the job has ended with this launch or a later one."""
         record = self.launches.read()[1]
-        return record is not None and record["launch"] >= launch and self.status.is_final(record)
+        return record is not None and record["launch"] >= launch and self.records.is_final(record)
 
     def cancel(self, patience_seconds: float | None = None) -> None:
         """End the job, and return when the service says that it has ended. Raise `ServiceError` if it does not say so
@@ -117,7 +115,7 @@ class JobController:
         def ask(record: Record) -> Record | None:
             return record if record["cancel_asked_at"] else {**record, "cancel_asked_at": time.time()}
 
-        if self.status.is_final(self.launches.read()[1] or {}):
+        if self.records.is_final(self.launches.read()[1] or {}):
             return
         record = self.launches.update(ask)  # before the first look, so that no look continues the job
         patience = self.options.cancel_seconds if patience_seconds is None else patience_seconds
@@ -136,8 +134,8 @@ class JobController:
     def _look(self, cancelling: bool = False) -> JobStatus:
         _, record = self.launches.read()
         assert record is not None, "the caller has seen the record"
-        status = self.status.read()
-        if self.status.is_final(record, status):
+        status = self.records.read_status()
+        if self.records.is_final(record, status):
             return job_status_of(status)
         if self.tends:
             self._own()
@@ -148,26 +146,26 @@ class JobController:
         except ServiceError as error:
             if isinstance(error, ScopeMissing):
                 record = self.missing.note(record, "scope")
-            return self.status.report_unreachable(record, status, error)
+            return self.records.report_unreachable(record, status, error)
         decision = decide_job(facts, job_patience(self.options))
         if job is not None and not record["confirmed"]:
             fields = {"confirmed": True, "studio_url": job.studio_url}
             record = self.launches.change(record["token"], **fields) or record
         if not self.tends and not cancelling and decision.action not in ("settle", "report", "wait", "make_sure"):
-            return self.status.report(record, facts, decision, write=False)
+            return self.records.report(record, facts, decision, write=False)
         try:
             return self._act(record, facts, decision)
         except ServiceError as error:
             if cancelling and error.status == 403:
                 raise  # waiting grants no right; what was asked for stays noted, for whoever has it
-            ended = self.status.read()
-            if self.status.is_final(record, ended):
+            ended = self.records.read_status()
+            if self.records.is_final(record, ended):
                 return job_status_of(ended)
-            return self.status.report_unreachable(record, status, error)
+            return self.records.report_unreachable(record, status, error)
 
     def _act(self, record: Record, facts: JobFacts, decision: JobDecision) -> JobStatus:
         if decision.action == "wait":
-            return self.status.report_missing(record, self.status.read(), decision.message)
+            return self.records.report_missing(record, self.records.read_status(), decision.message)
         if decision.action == "make_sure":
             return self._make_sure(record, facts, decision)
         if decision.action == "submit":
@@ -175,7 +173,7 @@ class JobController:
         elif decision.action == "cancel":
             self._cancel_in_service(record, "somebody asked for it")
             if not facts.look.status:
-                return self.status.report_missing(record, self.status.read(), decision.message)
+                return self.records.report_missing(record, self.records.read_status(), decision.message)
         elif decision.action == "stop":
             if not record["stopping"]:
                 _log.warning("job %s: %s; ending it, in order to continue", record["job_name"], decision.message)
@@ -192,7 +190,7 @@ class JobController:
             larger = memory_advice(facts.result or {}, record) if decision.state is JobState.FAILED else ""
             message = "; ".join(filter(None, (decision.message, larger)))
             return self._settle(record, facts, replace(decision, message=message))
-        status = self.status.report(record, facts, decision)
+        status = self.records.report(record, facts, decision)
         if phase_of(facts.look) == "waiting" and decision.action == "report":
             self._tell_of_wait(record, record["waiting_since"] or record["submitted_at"])
         return status
@@ -207,12 +205,12 @@ class JobController:
         """Cancel a job that seems to be gone, and decide again."""
         current = self.missing.make_sure(record)
         if current is None:  # another launch counts by now
-            return self.status.report_missing(record, self.status.read(), decision.message)
+            return self.records.report_missing(record, self.records.read_status(), decision.message)
         misses, answer = tuple(current.get("missing_at") or ()), current["missing_cancel"]
         facts = replace(facts, misses=misses, missing_cancel=answer, stopping=current["stopping"])
         decision = decide_job(facts, job_patience(self.options))
         if decision.action == "next" and not self.tends:
-            return self.status.report_missing(current, self.status.read(), decision.message)
+            return self.records.report_missing(current, self.records.read_status(), decision.message)
         return self._act(current, facts, decision)
 
     def _go_on(self, record: Record, facts: JobFacts, decision: JobDecision) -> JobStatus:
@@ -222,7 +220,7 @@ class JobController:
         waiting_since = (record["waiting_since"] if record["retry_at"] or came_in_vain else None) or now
         if record["retry_at"] and now < record["retry_at"]:
             message = f"{decision.message}; has been waiting for capacity for {now - waiting_since:.0f} s"
-            status = self.status.report(record, facts, replace(decision, message=message))
+            status = self.records.report(record, facts, replace(decision, message=message))
             self._tell_of_wait(record, waiting_since)
             return status
         if read_cluster_trouble(read_service_words(facts.look.error_message)) == "refused":
@@ -231,12 +229,12 @@ class JobController:
         try:
             got = self._get_nodes(record)
         except NoCapacityError as error:
-            self.traces.note_attempts(record["launch"] + 1, record["asked_nodes"], error.attempts)
+            self.records.note_attempts(record["launch"] + 1, record["asked_nodes"], error.attempts)
             if came_in_vain or now - waiting_since > self.options.queue_deadline_seconds:
                 starved = Starved(since=waiting_since, retry_at=error.retry_at)
                 return self._settle_starved(record, facts, f"{decision.message}; and there is {error}", starved)
             self.launches.change(record["token"], retry_at=error.retry_at, waiting_since=waiting_since)
-            status = self.status.report(record, facts, replace(decision, message=f"{decision.message}; {error}"))
+            status = self.records.report(record, facts, replace(decision, message=f"{decision.message}; {error}"))
             self._tell_of_wait(record, waiting_since)
             return status
         except ServiceError:
@@ -244,24 +242,24 @@ class JobController:
         except ClusterError as error:  # what no other size changes
             message = f"{decision.message}; and {error}"
             return self._settle(record, facts, JobDecision(action="settle", state=JobState.FAILED, message=message))
-        self.traces.end_stays(facts.look)
+        self.records.end_stays(facts.look)
         before, current = self.launches.read()
         if current is None or current["token"] != record["token"] or current["cancel_asked_at"]:
-            return self.status.report(record, facts, decision)  # somebody else was faster
+            return self.records.report(record, facts, decision)  # somebody else was faster
         following = launch_records.next_record(current, got, decision.message)
         if not self.launches.compare_and_swap(before, following):
-            return self.status.report(record, facts, decision)
+            return self.records.report(record, facts, decision)
         _log.warning(
             "job %s: %s; continues as %s with %d nodes of %s", record["job_name"], decision.message,
             following["job_name"], got.node_count, got.sku,
         )  # fmt: skip
-        self.traces.keep_logs(record)
+        self.records.keep_logs(record)
         self.jobs.forget_secret(record)
         self._put(following, got)
         message = f"launch {following['launch']} with {got.node_count} x {got.sku}: {decision.message}"
         look = Look(status="NotStarted")
         facts = replace(facts, look=look, launch=following["launch"], phase_since=following["submitted_at"])
-        return self.status.report(
+        return self.records.report(
             following, facts, JobDecision(action="report", state=JobState.QUEUED, message=message)
         )
 
@@ -287,7 +285,7 @@ class JobController:
     def _put(self, record: Record, got: Provisioned | None = None) -> None:
         """Submit this launch to the service, and act on decisions made meanwhile."""
         if got is not None:
-            self.traces.note_attempts(record["launch"], got.node_count, [asdict(attempt) for attempt in got.attempts])
+            self.records.note_attempts(record["launch"], got.node_count, [asdict(attempt) for attempt in got.attempts])
         self._own()
         self._last = None
         while True:
@@ -318,7 +316,7 @@ class JobController:
         """Convert a budget in dollars to the price of this launch's nodes. Raise `ClusterError` where that is not
         known."""
         try:
-            reprice(self.rundir, self.traces.usage(record, True, time.time()), record["sku"], tier_of(record["tier"]))
+            reprice(self.rundir, self.records.usage(record, True, time.time()), record["sku"], tier_of(record["tier"]))
         except ValueError as error:  # no price, or a damaged file
             raise ClusterError(f"stop_at_usd cannot be kept on these nodes: {error}") from error
 
@@ -329,7 +327,7 @@ class JobController:
             elastic=record["elastic"], submitted_at=record["submitted_at"], phase_since=record["submitted_at"],
         )  # fmt: skip
         decision = JobDecision(action="settle", state=JobState.FAILED, message=f"it was not submitted: {error}")
-        self.status.write_end(record, facts, decision, facts.now, 1)
+        self.records.write_end(record, facts, decision, facts.now, 1)
 
     def _cancel_in_service(self, record: Record, why: str) -> None:
         if time.monotonic() - self._cancelled_at > CANCEL_AGAIN_SECONDS:
@@ -347,18 +345,18 @@ class JobController:
     ) -> JobStatus:
         """Settle the job after its end: write the end of nodes that could not, keep the logs, and say why it ended."""
         ended_at = min(facts.look.ended_at or facts.now, facts.now)
-        self.traces.end_stays(facts.look)
-        self.traces.keep_logs(record)
+        self.records.end_stays(facts.look)
+        self.records.keep_logs(record)
         self.jobs.forget_secret(record)
         message = decision.message
         if decision.state is JobState.FAILED:
             message = f"{message}. {how_to_go_on(self.rundir, record['job_id'])}"
             message += f"; in the studio: {record['studio_url']}" if record["studio_url"] else ""
-            message += self.traces.said(facts.node_count)
+            message += self.records.said(facts.node_count)
         codes = {JobState.SUCCEEDED: 0, JobState.CANCELLED: 143}
         failure = next((code for code in facts.exit_codes if is_failure(code)), 1)
         decision, code = replace(decision, message=message), codes.get(decision.state, failure)
-        status = self.status.write_end(record, facts, decision, ended_at, code, starved)
+        status = self.records.write_end(record, facts, decision, ended_at, code, starved)
         tell_of_end(self.rundir)
         _log.info("job %s: %s %s", record["job_name"], decision.state, message.splitlines()[0] if message else "")
         return status

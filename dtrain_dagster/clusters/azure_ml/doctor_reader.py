@@ -221,9 +221,6 @@ class Walk:
         if options.subnet is None:
             return [doctor.judge_no_subnet(self.workspace, options)]
         scope = options.subnet
-        if not scope.startswith("/subscriptions/"):
-            group = f"/subscriptions/{options.subscription_id}/resourceGroups/{options.resource_group}"
-            scope = f"{group}/providers/Microsoft.Network/virtualNetworks/{options.vnet}/subnets/{options.subnet}"
         try:
             return [doctor.judge_subnet(self._document("look at the subnet", scope, "2024-05-01"), self.node_count)]
         except ServiceError as error:

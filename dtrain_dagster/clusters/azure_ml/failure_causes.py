@@ -1,4 +1,4 @@
-"""Whether a launch that failed did so by itself or lost its nodes: a table of witnesses, the most reliable first. Pure.
+"""Whether a launch that failed did so by itself or lost its nodes. Pure.
 
 The service appends the end of the user's own output to its message (``… for error details. Error: Traceback …``, report
 Azure/azureml-examples#2614), and any word may stand there: it is cut off, and never counts.
@@ -7,38 +7,11 @@ Azure/azureml-examples#2614), and any word may stand there: it is cut off, and n
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
 
 from dtrain_dagster.clusters.azure_ml.refusals import read_cluster_trouble
 from dtrain_dagster.clusters.azure_ml.sku_chain import fold_name
 from dtrain_dagster.clusters.exit_policy import describe_exit, is_failure, is_loss
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FailureWitnesses:
-    """All that is known of why a launch failed."""
-
-    exit_codes: tuple[int, ...] = ()
-    """Codes in the nodes' own records."""
-    error_code: str = ""
-    error_message: str = ""
-    """Code and message of the service; the message may end with the user's own output."""
-    vanished: tuple[int, ...] = ()
-    """Nodes that ended without a record."""
-    was_stopped: bool = False
-    """Whether the training recorded that it was told to end."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FailureCause:
-    """Why a launch failed. ``kind``: ``own`` where it would fail again, ``lost`` where it lost nodes or peers,
-    ``unknown`` where no witness says."""
-
-    kind: Literal["own", "lost", "unknown"]
-    words: str = ""
-
 
 LOSS_CODES = {
     "preemptionerror", "preempted", "jobpreempted", "nodepreempted", "nodelost", "nodeunusable", "nodeevicted",
@@ -77,40 +50,22 @@ def explain_service_loss(code: str, message: str) -> str:
     return ""
 
 
-def find_failure_cause(seen: FailureWitnesses) -> FailureCause:
-    """Return why a launch failed, by the first witness that can tell."""
-    return next(filter(None, (ask(seen) for _, ask in WITNESSES)), FailureCause(kind="unknown"))
+def explain_loss(
+    exit_codes: Sequence[int], error_code: str, error_message: str, vanished: Sequence[int], was_stopped: bool
+) -> str:
+    """Return how a launch that failed lost its nodes or its processes' peers; "" where it failed by itself, or no
+    witness can tell. The first witness that can tell counts; words of the user's output are none.
 
-
-def _ask_exit_codes(seen: FailureWitnesses) -> FailureCause | None:
-    told = (int(code) for code in _EXIT_CODE.findall(read_service_words(seen.error_message)))
-    codes = (*seen.exit_codes, *told)
+    ``exit_codes``: in the nodes' own records. ``error_code``, ``error_message``: the service's. ``vanished``: nodes
+    that ended without a record. ``was_stopped``: the training recorded that it was told to end.
+    """
+    codes = (*exit_codes, *(int(code) for code in _EXIT_CODE.findall(read_service_words(error_message))))
     if any(is_failure(code) for code in codes):
-        return FailureCause(kind="own")
+        return ""
     if lost := [code for code in codes if is_loss(code)]:
-        return FailureCause(kind="lost", words=", ".join(dict.fromkeys(describe_exit(code) for code in lost)))
-    return None
-
-
-def _ask_service(seen: FailureWitnesses) -> FailureCause | None:
-    said = explain_service_loss(seen.error_code, seen.error_message)
-    return FailureCause(kind="lost", words=said) if said else None
-
-
-def _ask_vanished_nodes(seen: FailureWitnesses) -> FailureCause | None:
-    words = f"node(s) {', '.join(map(str, seen.vanished))} disappeared without a record"
-    return FailureCause(kind="lost", words=words) if seen.vanished else None
-
-
-def _ask_training(seen: FailureWitnesses) -> FailureCause | None:
-    words = "its processes were told to end (SIGTERM)"
-    return FailureCause(kind="lost", words=words) if seen.was_stopped else None
-
-
-WITNESSES: tuple[tuple[str, Callable[[FailureWitnesses], FailureCause | None]], ...] = (
-    ("exit codes, of the nodes' records and in the service's own words", _ask_exit_codes),
-    ("the service's code and its own words", _ask_service),
-    ("nodes that ended without a record", _ask_vanished_nodes),
-    ("the training's own record of its end", _ask_training),
-)
-"""What is asked, in order. The words of the user's output are not in it."""
+        return ", ".join(dict.fromkeys(describe_exit(code) for code in lost))
+    if said := explain_service_loss(error_code, error_message):
+        return said
+    if vanished:
+        return f"node(s) {', '.join(map(str, vanished))} disappeared without a record"
+    return "its processes were told to end (SIGTERM)" if was_stopped else ""

@@ -109,12 +109,8 @@ class AzureMLClusterManager(GPUClusterManager):
         got = self._got()
         if got is None:
             raise ClusterError(f"cluster {self.cluster_name!r} is not provisioned: there is nothing to scale")
-        most = self.options.max_nodes
-        if target_nodes < 0 or (most is not None and target_nodes > most):
-            raise ClusterError(
-                f"{target_nodes} nodes are outside 0 to {most or 'any number'}, the limits of cluster "
-                f"{self.cluster_name!r} (max_nodes)"
-            )
+        if target_nodes < 0:
+            raise ClusterError(f"cluster {self.cluster_name!r} cannot have {target_nodes} nodes: give 0 or more")
         if target_nodes == got.max_nodes:
             if target_nodes == got.node_count:
                 return False
@@ -240,11 +236,11 @@ class AzureMLClusterManager(GPUClusterManager):
 
     def job_logs(self, job_id: str, node_id: int | None = None, tail: int | None = None) -> str:
         controller = self._known(job_id)
-        texts = {node: controller.traces.kept(node) for node in controller.traces.kept_nodes()}
+        texts = {node: controller.records.kept(node) for node in controller.records.kept_nodes()}
         _, record = controller.launches.read()
         if record is not None and not controller.look().state.is_final:
             header = f"--- launch {record['launch']}, {record['job_name']} ---"
-            for node, text in controller.traces.printed(record).items():
+            for node, text in controller.records.printed(record).items():
                 texts[node] = f"{texts.get(node, '')}{header}\n{text}"
         if node_id is not None and node_id not in texts:
             raise ClusterError(f"job {job_id!r} has no log of a node {node_id}; nodes count from 0")
@@ -258,7 +254,7 @@ class AzureMLClusterManager(GPUClusterManager):
     def node_usage(self, job_id: str) -> list[NodeUsage]:
         controller = self._known(job_id)
         running = not controller.look().state.is_final
-        return controller.traces.usage(controller.launches.read()[1], running, time.time())
+        return controller.records.usage(controller.launches.read()[1], running, time.time())
 
     def find_orphans(self, live_runs: Collection[str]) -> list[Orphan]:
         """Return the orphaned jobs and computes with this cluster's tag."""

@@ -43,14 +43,11 @@ class AzureMLOptions:
     ``<size>@dedicated`` is tried in that tier only, in its place."""
     tiers: tuple[str, ...] = ("dedicated",)
     """Tiers in order: all sizes in the first, then all in the second."""
-    max_nodes: int | None = None
-    """Nodes that a compute grows to at most; None: the requested number."""
     idle_seconds: int = 600
     """Seconds after which the service itself gives back an idle node."""
 
-    vnet: str | None = None
     subnet: str | None = None
-    """Name of a subnet of ``vnet``, or the resource id of one."""
+    """Resource id of the nodes' subnet."""
     public_ip: bool = False
     """Whether nodes may have public addresses. Without them the workspace needs a managed network, or ``subnet``
     here."""
@@ -104,7 +101,6 @@ class AzureMLOptions:
         _require(
             self.processes_per_node >= 1, "DTRAIN_PROCESSES_PER_NODE", self.processes_per_node, "must be 1 or more"
         )
-        _require(self.max_nodes is None or self.max_nodes >= 1, "max_nodes", self.max_nodes, "must be 1 or more")
         _require(0 < self.idle_seconds <= 86400, "idle_seconds", self.idle_seconds,
                  "must be 1 to 86400: 0 is not passed on, and the service's own default would apply")  # fmt: skip
         known = bool(self.tiers) and {*map(current_tier, self.tiers)} <= set(TIERS)
@@ -115,10 +111,8 @@ class AzureMLOptions:
             _require(
                 good, "chain", entry, "is no size such as Standard_NC24ads_A100_v4 or Standard_NC24ads_A100_v4@spot"
             )
-        _require(not (self.vnet and not self.subnet), "vnet", self.vnet, "is of no use without a subnet")
-        by_name = self.subnet is not None and not self.subnet.startswith("/subscriptions/")
-        _require(not (by_name and not self.vnet), "subnet", self.subnet,
-                 "is a name: give the vnet too, or the subnet's resource id")  # fmt: skip
+        _require(self.subnet is None or self.subnet.startswith("/subscriptions/"), "subnet", self.subnet,
+                 "is not the resource id of a subnet")  # fmt: skip
         _require(self.identity is None or bool(_IDENTITY.fullmatch(self.identity)), "identity", self.identity,
                  "is not the resource id of a user-assigned identity")  # fmt: skip
         _require(self.max_resubmissions >= 0, "max_resubmissions", self.max_resubmissions, "must be 0 or more")

@@ -152,7 +152,7 @@ class Provisioner:
                     return late
                 note(choice, "reused", "Succeeded")
                 return there.max_instances or 0
-            most = max(node_count, self.options.max_nodes or 0, (there.max_instances or 0) if there is not None else 0)
+            most = max(node_count, (there.max_instances or 0) if there is not None else 0)
             refusal = self.put(choice, name, most, tags)
             if refusal is None:
                 note(choice, "created" if there is None else "reused", "Succeeded")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dtrain_dagster.clusters.azure_ml.absence import CANCEL_NOT_FOUND, CANCEL_TAKEN, AbsencePatience, is_absent
-from dtrain_dagster.clusters.azure_ml.failure_causes import FailureWitnesses, explain_service_loss, find_failure_cause
+from dtrain_dagster.clusters.azure_ml.failure_causes import explain_loss, explain_service_loss
 from dtrain_dagster.clusters.base import JobState
 
 WAITING = {"NotStarted", "Starting", "Provisioning", "Preparing", "Queued", "Scheduled"}
@@ -161,23 +161,13 @@ def _ended(facts: JobFacts) -> JobDecision:
         return JobDecision(
             action="settle", state=JobState.CANCELLED, message="cancelled in the workspace, not from here"
         )
-    cause = explain_loss(facts)
+    cause = explain_loss(
+        facts.exit_codes, look.error_code, look.error_message, facts.vanished, was_stopped=_says(facts, "stopped")
+    )
     if cause and facts.elastic:
         return _lost(facts, cause)
     said = ": ".join(part for part in (look.error_code, look.error_message) if part)
     return _failed(said or cause or "the service does not say why")
-
-
-def explain_loss(facts: JobFacts) -> str:
-    """Return how a launch that failed lost its nodes or its processes' peers; "" if it failed by itself."""
-    seen = FailureWitnesses(
-        exit_codes=facts.exit_codes,
-        error_code=facts.look.error_code,
-        error_message=facts.look.error_message,
-        vanished=facts.vanished,
-        was_stopped=_says(facts, "stopped"),
-    )
-    return find_failure_cause(seen).words
 
 
 def _lost(facts: JobFacts, why: str) -> JobDecision:

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.kubernetes.answers import first_pod, read_node
 from dtrain_dagster.clusters.kubernetes.manifest import LAUNCH, group_object, node_object
-from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
-from dtrain_dagster.clusters.kubernetes.passing_refusals import PassingRefusals
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError, name_launch
+from dtrain_dagster.settings.kubernetes import KubernetesSettings
 from trainer.node.environment import LaunchError
 
 if TYPE_CHECKING:
@@ -35,6 +34,8 @@ RIGHTS = (
 )  # fmt: skip
 """What an identity needs in the namespace, as API group, resource, subresource and verb: what the methods of
 `KubernetesEngine` ask for, and no more."""
+PATIENCE_SECONDS = 60.0
+"""Seconds for which a refusal of what was allowed before counts as a cluster that does not answer."""
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
 _REFUSALS = {
     0: "the kubeconfig's certificate authority is not this cluster's: see DTRAIN_KUBERNETES_KUBECONFIG and _CONTEXT",
@@ -55,12 +56,41 @@ def refusal(what: str, status: int, said: str) -> KubernetesError:
     return KubernetesError(f"cannot {what}: {said} ({status}); {remedy}")
 
 
+class PassingRefusals:
+    """The kinds of requests that were allowed, and since when each has been refused: an API server that has just
+    started answers 403 until it has read its own roles."""
+
+    def __init__(self) -> None:
+        self._refused_since: dict[str, float | None] = {}
+        """By kind; None: allowed when it was asked last."""
+
+    def note_allowed(self, what: str) -> None:
+        """Take down that a request was answered. ``what`` names it; a number at its end says which object it is about,
+        and not which kind of request it is."""
+        self._refused_since[_kind(what)] = None
+
+    def may_pass(self, what: str, status: int, said: str, now: float) -> bool:
+        """Return whether a refusal may be over soon: of a request whose kind was allowed before, within
+        `PATIENCE_SECONDS` of its first refusal. ``now``: seconds of a monotonic clock."""
+        kind = _kind(what)
+        if status not in (401, 403) or "exceeded quota" in said or kind not in self._refused_since:
+            return False
+        since = self._refused_since[kind]
+        if since is None:
+            since = self._refused_since[kind] = now
+        return now - since < PATIENCE_SECONDS
+
+
+def _kind(what: str) -> str:
+    return what.rstrip(" 0123456789")
+
+
 class KubernetesEngine:
     """One cluster, as the environment's kubeconfig or the pod's own service account reaches it."""
 
     def __init__(
         self,
-        options: KubernetesOptions,
+        options: KubernetesSettings,
         run_dir: str,
         command: Callable[[Mapping[str, Any], int, int], Sequence[str]],
         grace_seconds: float = 30.0,

@@ -11,9 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
 from dtrain_dagster.clusters.supervision.engine import name_job, name_launch
-from dtrain_dagster.settings.kubernetes import CONTAINER
+from dtrain_dagster.settings.kubernetes import CONTAINER, KubernetesSettings
 
 JOB, LAUNCH, NODE, INCARNATION = "dtrain/job", "dtrain/launch", "dtrain/node", "dtrain/incarnation"
 """Labels of everything that belongs to a node: the job's id as far as a label can hold it, the name of its launch, and
@@ -25,6 +24,8 @@ USER = 1000
 """The user and group that nodes run as, unless the pod template says otherwise."""
 KEEP_SECONDS = 3600
 """Seconds for which the cluster keeps the record and output of an ended node."""
+LOST_SECONDS = 20
+"""Seconds after which a machine that does not answer is given up for lost, unless the pod template says otherwise."""
 LOST_MACHINE = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 """The taints of a machine that does not answer."""
 
@@ -34,7 +35,7 @@ def label_of(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "_", text)[:63].strip("_.-")
 
 
-def group_object(options: KubernetesOptions, launch: Mapping[str, Any], run_dir: str) -> dict[str, Any]:
+def group_object(options: KubernetesSettings, launch: Mapping[str, Any], run_dir: str) -> dict[str, Any]:
     """Return the ConfigMap that owns all Jobs of a launch."""
     return {
         "apiVersion": "v1",
@@ -49,7 +50,7 @@ def group_object(options: KubernetesOptions, launch: Mapping[str, Any], run_dir:
 
 
 def node_object(
-    options: KubernetesOptions,
+    options: KubernetesSettings,
     launch: Mapping[str, Any],
     node_id: int,
     incarnation: int,
@@ -101,14 +102,14 @@ def _labels(launch: Mapping[str, Any]) -> dict[str, str]:
 
 
 def pod_spec(
-    options: KubernetesOptions, command: Sequence[str], grace_seconds: float, apart: Mapping[str, str]
+    options: KubernetesSettings, command: Sequence[str], grace_seconds: float, apart: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the specification of a node's pod: ours, with what the pod template has in its place or beside it.
     ``apart``: the label of the pods that it is kept apart from, unless the template has an affinity."""
     template = options.pod_template.get("spec", {})
-    storage = [{"name": f"storage-{index}", **volume.source} for index, volume in enumerate(options.volumes)]
+    storage = [{"name": f"storage-{index}", **volume["source"]} for index, volume in enumerate(options.volumes)]
     mounts: list[dict[str, Any]] = [
-        {"name": f"storage-{index}", "mountPath": volume.mount, "readOnly": volume.read_only}
+        {"name": f"storage-{index}", "mountPath": volume["mount"], "readOnly": volume["read_only"]}
         for index, volume in enumerate(options.volumes)
     ]
     given = {mount["mountPath"].rstrip("/") for mount in mounts}
@@ -137,7 +138,7 @@ def pod_spec(
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "tolerations": [
-            {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": options.lost_seconds}
+            {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": LOST_SECONDS}
             for key in LOST_MACHINE
             if key not in tolerated
         ],
@@ -170,7 +171,7 @@ def _is_named(item: Any) -> bool:
     return isinstance(item, Mapping) and "name" in item and "mountPath" not in item
 
 
-def _container(options: KubernetesOptions, command: Sequence[str], mounts: list[dict[str, Any]]) -> dict[str, Any]:
+def _container(options: KubernetesSettings, command: Sequence[str], mounts: list[dict[str, Any]]) -> dict[str, Any]:
     limits = {"memory": options.memory, **({options.gpu_resource: str(options.gpus)} if options.gpus else {})}
     return {
         "name": CONTAINER,

@@ -5,11 +5,15 @@ Nothing has to be started or paid for. Only what is this machine's belongs here:
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from dtrain_dagster.clusters.local.size import check_size, most_ranks
-from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
+from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.supervision.manager import SupervisedClusterManager
+from dtrain_dagster.clusters.supervision.submit import LaunchSettings
+
+RANKS_PER_CORE = 8
+"""The most processes that this machine is asked to carry, for each of its cores."""
 
 
 class LocalClusterManager(SupervisedClusterManager):
@@ -37,8 +41,24 @@ class LocalClusterManager(SupervisedClusterManager):
         super().__init__(home, settings, processes_per_node)
 
     def check_size(self, node_count: int, processes_per_node: int) -> None:
-        check_size(node_count, processes_per_node)
+        if node_count < 1:
+            raise ClusterError(f"DTRAIN_NODES={node_count}: a cluster needs at least one node; set 1 or more")
+        if processes_per_node < 1:
+            raise ClusterError(
+                f"DTRAIN_PROCESSES_PER_NODE={processes_per_node}: a node runs at least one; set 1 or more"
+            )
+        ranks = node_count * processes_per_node
+        if ranks > self._most_ranks:
+            raise ClusterError(
+                f"DTRAIN_NODES={node_count} x DTRAIN_PROCESSES_PER_NODE={processes_per_node} is {ranks} processes on "
+                f"{os.cpu_count()} cores; the local cluster takes at most {RANKS_PER_CORE} per core, "
+                f"{self._most_ranks} here: set fewer"
+            )
 
     @property
     def most_nodes(self) -> int:
-        return most_ranks() // self.processes_per_node
+        return self._most_ranks // self.processes_per_node
+
+    @property
+    def _most_ranks(self) -> int:
+        return RANKS_PER_CORE * (os.cpu_count() or 1)

@@ -21,8 +21,8 @@ from typing import Any
 
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.ray.answers import read_actor
-from dtrain_dagster.clusters.ray.options import RayOptions
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError, name_job, name_launch
+from dtrain_dagster.settings.ray import RaySettings
 from trainer.node.environment import LaunchError
 from trainer.node.processes import MARK
 
@@ -55,7 +55,7 @@ class RayEngine:
     """One cluster, through a driver of it."""
 
     def __init__(
-        self, options: RayOptions, log_folder: Path, command: Callable[[Mapping[str, Any], int, int], Sequence[str]]
+        self, options: RaySettings, log_folder: Path, command: Callable[[Mapping[str, Any], int, int], Sequence[str]]
     ) -> None:
         """``log_folder``: where the output of nodes goes, the same path here and there. ``command``: returns what the
         node of an incarnation runs, for launch, node and incarnation."""

@@ -9,8 +9,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dtrain_dagster.clusters.slurm.options import SlurmOptions
 from dtrain_dagster.clusters.supervision.engine import name_job
+from dtrain_dagster.settings.slurm import SlurmSettings
 
 COLUMNS = {
     "JobID": 20, "Name": 70, "State": 20, "exit_code": 12, "Reason": 80, "NodeList": 80, "SubmitTime": 24,
@@ -30,7 +30,7 @@ END_SECONDS = 60
 """Seconds before the time limit at which the agent is told that it comes."""
 
 
-def submit(options: SlurmOptions, launch: Mapping[str, Any], node_id: int, incarnation: int, output: str) -> list[str]:
+def submit(options: SlurmSettings, launch: Mapping[str, Any], node_id: int, incarnation: int, output: str) -> list[str]:
     """Return the command that submits the script of one incarnation of a node, which it reads from its input."""
     chosen = {
         "partition": options.partition, "mem": options.memory, "time": options.time_limit_minutes,
@@ -48,7 +48,7 @@ def submit(options: SlurmOptions, launch: Mapping[str, Any], node_id: int, incar
     ]
 
 
-def script(options: SlurmOptions, command: Sequence[str]) -> str:
+def script(options: SlurmSettings, command: Sequence[str]) -> str:
     """Return the batch script of a node. The shell becomes the agent, so that signals reach it."""
     setup = f"{options.setup}\n" if options.setup else ""
     return f"#!/bin/sh\n{setup}exec {shlex.join(command)}\n"

@@ -27,8 +27,8 @@ from dtrain_dagster.clusters.slurm.answers import (
     read_rows,
     remedy_of,
 )
-from dtrain_dagster.clusters.slurm.options import SlurmOptions
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError, name_job, name_launch
+from dtrain_dagster.settings.slurm import SlurmSettings
 from trainer.node.environment import LaunchError
 from trainer.node.processes import MARK
 
@@ -49,7 +49,7 @@ class SlurmEngine:
     """One cluster, through its commands."""
 
     def __init__(
-        self, options: SlurmOptions, log_folder: Path, command: Callable[[Mapping[str, Any], int, int], Sequence[str]]
+        self, options: SlurmSettings, log_folder: Path, command: Callable[[Mapping[str, Any], int, int], Sequence[str]]
     ) -> None:
         """``log_folder``: where the output of jobs goes, the same path here and on the nodes. ``command``: returns what
         the job of an incarnation runs, for launch, node and incarnation."""

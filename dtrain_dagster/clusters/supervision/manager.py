@@ -1,41 +1,76 @@
 """A cluster whose jobs have a supervisor on this machine: the local one, and those of engines (SLURM, Kubernetes, Ray).
 
-The size of the cluster is one small file of ours; its nodes come with each job. What is asked of a job is in `jobs`.
+The size of the cluster is one small file of ours; its nodes come with each job, and everything about a job is in its
+run directory. A supervisor's own work is in `supervisor`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import os
+import signal
 import time
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import (
+    OWNER,
     ClusterConfig,
     ClusterError,
     ClusterHealth,
     GPUClusterManager,
     InUseError,
     JobSpec,
+    JobState,
     JobStatus,
     NodeHealth,
     NodePool,
     Orphan,
 )
-from dtrain_dagster.clusters.supervision.jobs import LaunchSettings, SupervisedJobs
+from dtrain_dagster.clusters.job_code import stage_code
+from dtrain_dagster.clusters.job_marks import ActiveJobs, ClusterUse
+from dtrain_dagster.clusters.notice_text import BEFORE, place_of
+from dtrain_dagster.clusters.supervision.private_files import PrivateFiles
+from dtrain_dagster.clusters.supervision.settle import (
+    acquire_job_lock,
+    end_supervised,
+    has_ended,
+    observe,
+    outlives_supervisor,
+    settle_status,
+    signal_supervisor,
+    sweep,
+    wait_for_change,
+)
+from dtrain_dagster.clusters.supervision.submit import (
+    LaunchSettings,
+    SupervisorError,
+    describe_launch,
+    start_supervisor,
+)
 from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.settings.cluster_kinds import KINDS
+from dtrain_dagster.settings.home import HomeError, make_home
+from dtrain_dagster.support.job_lock import is_held, undisturbed
 from trainer.documents import schemas
-from trainer.documents.reader import MARK_BYTES, read_document
+from trainer.documents.places import PlaceError, checked_id
+from trainer.documents.reader import MARK_BYTES, read_document, warn_once
 from trainer.errors import DamagedError
+from trainer.node.line_log import last_lines, logs_of, text_of
+from trainer.rundir import LAUNCH, LOGS, STATUS, RunDir
 from trainer.storage.open import open_storage
 
 END_SECONDS = 25.0
 """Seconds for which one tick of a sensor waits for the end of an orphan."""
 CLUSTER = "cluster.json"
+NEVER_STARTED = "it never started: its submitter ended before it could; submit it again"
 _CONFIG = schemas.record(
     {"cluster_name": schemas.text, "node_count": schemas.whole(1), "gpu_type": schemas.text,
      "auto_scale_enabled": schemas.flag, "min_nodes": schemas.count, "max_nodes": schemas.count,
@@ -45,8 +80,9 @@ _CONFIG = schemas.record(
 
 
 class SupervisedClusterManager(GPUClusterManager):
-    """A cluster whose state is in ``<home>/clusters/<kind>.<cluster_name>``. Any number of manager objects, in any
-    process, see the same cluster and jobs."""
+    """A cluster whose state is in ``<home>/clusters/<kind>.<cluster_name>``, and whose jobs are in
+    ``<home>/storage/jobs/<job_id>``. Any number of manager objects, in any process, see the same cluster and jobs. Jobs
+    of other clusters are in that folder, too: each can be looked at and ended by its name, and is in no list here."""
 
     def __init__(
         self,
@@ -55,11 +91,13 @@ class SupervisedClusterManager(GPUClusterManager):
         processes_per_node: int = 1,
         engine_options: Mapping[str, Any] | None = None,
     ) -> None:
+        """``engine_options``: those of the engine, which the supervisor gets and no job can change."""
         self.home, self.cluster_name = Path(home).absolute(), settings.cluster_name
         self.processes_per_node = processes_per_node
+        self.settings, self.engine_options = settings, engine_options
+        self.folder = self.home / "storage" / "jobs"
         self.state = open_storage(str(self.home / "clusters" / settings.cluster_key))
-        self.jobs = SupervisedJobs(self.home, settings, self.state, engine_options)
-        self.use = self.jobs.use
+        self.use, self.active = ClusterUse(self.state), ActiveJobs(f"{self.state.uri}/active")
 
     @abstractmethod
     def check_size(self, node_count: int, processes_per_node: int) -> None:
@@ -108,7 +146,7 @@ class SupervisedClusterManager(GPUClusterManager):
         seen: dict[int, list[NodeHealth]] = {node_id: [] for node_id in range(config.node_count if config else 0)}
         for job_id in running:
             try:
-                views = presences.job_health(self.jobs.rundir(job_id), job_id, time.time())
+                views = presences.job_health(self.rundir(job_id), job_id, time.time())
             except DamagedError as error:
                 damaged.append(str(error))
                 continue
@@ -140,7 +178,7 @@ class SupervisedClusterManager(GPUClusterManager):
         return [
             NodePool(
                 name=self.cluster_name,
-                sku=config.gpu_type if config else self.jobs.settings.sku,
+                sku=config.gpu_type if config else self.settings.sku,
                 states={"running": at_work, "idle": nodes - at_work},
                 node_count=nodes,
                 work=tuple(job.job_id for job in jobs),
@@ -152,53 +190,172 @@ class SupervisedClusterManager(GPUClusterManager):
         """Forget the cluster: it has no nodes without a job. Every run directory is opened before, whatever the marks
         say."""
         with self.use.giving_back(pool.used_at):
-            running = self.jobs.running()
+            running = self.running()
             for job_id in running:
-                self.jobs.active.enter(job_id)
+                self.active.enter(job_id)
             if running:
                 raise InUseError(f"{', '.join(running)} runs by now")
             self.state.delete(CLUSTER)
         return True
 
     def cleanup_cluster(self) -> None:
-        running = self.jobs.running()
+        running = self.running()
         for job_id in running:
-            self.jobs.ask_to_end(job_id)  # all at once, then wait for each
+            self._ask_to_end(job_id)  # all at once, then wait for each
         for job_id in running:
             self.cancel_job(job_id)
         self.state.delete(CLUSTER)
 
     def submit_job(self, spec: JobSpec) -> None:
         self.check_size(spec.node_count, spec.processes_per_node)
-        self.jobs.submit(spec)
+        folder = self._expect_folder(spec)
+        if not spec.command:
+            raise ClusterError(f"job {spec.job_id!r} has no command to run")
+        rundir = RunDir(str(folder))
+        with contextlib.suppress(HomeError):  # what is wrong with it is said below
+            make_home(self.home)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = acquire_job_lock(folder, rundir)
+            if lock is None:
+                return
+            try:
+                if not has_ended(rundir) and outlives_supervisor(rundir.read_json(LAUNCH) or {}):
+                    self._supervise_again(rundir, lock)  # its nodes go on
+                    return
+                status = settle_status(rundir)
+                if status is None or status["state"] != JobState.SUCCEEDED:
+                    self._launch(spec, folder, rundir, lock)
+            finally:
+                os.close(lock)  # the supervisor has its own copy
+        except OSError as error:
+            raise ClusterError(
+                f"cannot write the run directory {folder}: {error.strerror or error}; make room there or set "
+                "DTRAIN_HOME to a folder that can be written"
+            ) from error
 
     def job_status(self, job_id: str) -> JobStatus:
-        return self.jobs.status(job_id)
+        rundir = self.rundir(job_id)
+        trouble = ""
+        try:  # a job whose nodes outlived their supervisor gets another one here
+            status, running = observe(rundir, partial(self._supervise_again, rundir))
+        except SupervisorError as error:  # its nodes go on, and the next look tries again
+            status, running, trouble = rundir.read_json(STATUS), True, str(error)
+        if status is None:
+            launch = rundir.read_json(LAUNCH)
+            if launch is None:
+                raise ClusterError(
+                    f"no job {job_id!r} on cluster {self.settings.cluster_name!r}; `dtrain jobs` lists them"
+                )
+            state, message = (JobState.QUEUED, "starting") if running else (JobState.FAILED, NEVER_STARTED)
+            return JobStatus(job_id=job_id, state=state, message=message, started_at=launch.get("submitted_at"))
+        state = JobState(status["state"])
+        newest = [] if state.is_final else presences.find_latest_presences(rundir.nodes(skip_damaged=True))
+        return JobStatus(
+            job_id=job_id,
+            state=state,
+            message=trouble or status["message"],
+            nodes_alive=sum(node.ended_at is None for node in newest),
+            started_at=status["started_at"],
+            ended_at=status["ended_at"],
+        )
 
     def wait(self, seen: JobStatus) -> None:
-        self.jobs.wait(seen, self.poll_seconds)
+        wait_for_change(self.rundir(seen.job_id), seen.state, self.poll_seconds)
 
     def list_jobs(self, prefix: str = "") -> list[JobStatus]:
-        return self.jobs.list_jobs(prefix)
+        jobs = []
+        for name in open_storage(str(self.folder)).list():
+            if name.startswith(prefix) and self._is_own(name):
+                with contextlib.suppress(ClusterError, NotADirectoryError):  # something that is no job
+                    jobs.append(self._peek(name))
+        return sorted(jobs, key=lambda job: job.started_at or 0.0, reverse=True)
 
     def active_jobs(self) -> list[JobStatus]:
-        return self.jobs.list_active()
+        if (marks := self.active.marks()) is None:
+            marks = self.running()
+            for job_id in marks:
+                self.active.enter(job_id)
+            self.active.complete()
+        jobs = []
+        for job_id in marks:
+            try:
+                status = self._peek(job_id)
+            except (ClusterError, NotADirectoryError):  # its run directory is gone, or is just being made
+                self._forget(job_id, None)
+            else:
+                if not self._is_own(job_id):  # it goes on elsewhere
+                    self._forget(job_id, None)
+                elif status.state.is_final:
+                    self._forget(job_id, status.ended_at)
+                else:
+                    jobs.append(status)
+        return sorted(jobs, key=lambda job: job.started_at or 0.0, reverse=True)
 
     def cancel_job(self, job_id: str) -> None:
-        self.jobs.end(job_id)
+        self._end(job_id, math.inf)
 
     def job_logs(self, job_id: str, node_id: int | None = None, tail: int | None = None) -> str:
-        return self.jobs.logs(job_id, node_id, tail)
+        self.job_status(job_id)  # is there such a job?
+        paths = logs_of(self.folder / job_id / LOGS, node_id)
+        if node_id is not None and not paths:
+            raise ClusterError(f"job {job_id!r} has no log of a node {node_id}; nodes count from 0")
+        parts = []
+        for path in paths.values():
+            text = text_of(path).rstrip("\n") if tail is None else last_lines(path, tail)
+            parts.append(text if node_id is not None else f"=== {path.name} ===\n{text}")
+        return "\n".join(parts)
 
     def node_usage(self, job_id: str) -> list[NodeUsage]:
-        return self.jobs.usage(job_id)
+        running = not self.job_status(job_id).state.is_final
+        rundir = self.rundir(job_id)
+        sku = (rundir.read_json(LAUNCH) or {}).get("sku", self.settings.sku)
+        return presences.usage(rundir.nodes(), sku, running, time.time())
 
     def find_orphans(self, live_runs: Collection[str]) -> list[Orphan]:
-        return self.jobs.find_orphans(live_runs)
+        found = []
+        for status in self.active_jobs():
+            rundir = self.rundir(status.job_id)
+            try:
+                owner = (rundir.read_json(OWNER) or {}).get("dagster_run_id")
+                launch = rundir.read_json(LAUNCH) or {}
+            except DamagedError as error:  # its owner cannot be determined, so no run may end it
+                warn_once(str(error))
+                continue
+            if owner is None or owner in live_runs:
+                continue
+            found.append(
+                Orphan(
+                    kind="job",
+                    name=status.job_id,
+                    reason=f"no live Dagster run follows it; the last was {owner}",
+                    job_id=status.job_id,
+                    dagster_run_id=owner,
+                    state=status.state,
+                    since=status.started_at,
+                    node_count=launch.get("node_count", 0),
+                    sku=launch.get("sku", self.settings.sku),
+                )
+            )
+        return found
 
     def end_orphan(self, orphan: Orphan) -> bool:
-        orphan.refuse_new_owner(self.jobs.rundir(orphan.name))
-        return self.jobs.end(orphan.name, END_SECONDS)
+        orphan.refuse_new_owner(self.rundir(orphan.name))
+        return self._end(orphan.name, END_SECONDS)
+
+    def running(self) -> list[str]:
+        """Return the ids of the jobs that have not ended; every run directory is opened, whatever the marks say."""
+        return [job.job_id for job in self.list_jobs() if not job.state.is_final]
+
+    def rundir(self, job_id: str) -> RunDir:
+        """Return the run directory of a job. Raise `ClusterError` for an id that cannot be one."""
+        try:
+            checked_id(job_id, "the id of the job")
+        except PlaceError as error:
+            raise ClusterError(str(error)) from None
+        return RunDir(str(self.folder / job_id))
+
+    # ---
 
     def _config(self) -> ClusterConfig | None:
         found = read_document(self.state, CLUSTER, _CONFIG, MARK_BYTES)
@@ -209,3 +366,85 @@ class SupervisedClusterManager(GPUClusterManager):
 
     def _write(self, config: ClusterConfig) -> None:
         self.state.write(CLUSTER, json.dumps(asdict(config), indent=2).encode())
+
+    def _launch(self, spec: JobSpec, folder: Path, rundir: RunDir, lock: int) -> None:
+        """Mark the job as active, describe its next launch and start it."""
+        self.active.enter(spec.job_id)
+        self.use.begin(spec.job_id)
+        rundir.storage.delete(STATUS)  # from here on, only the new supervisor says how the job stands
+        before = rundir.read_json(LAUNCH)
+        launch = describe_launch(spec, folder, rundir) | asdict(self.settings)
+        if before is not None:
+            launch[BEFORE] = place_of(before)
+        code = KINDS[self.settings.engine].code
+        if code == "staged":
+            launch["env"] |= {"PYTHONPATH": stage_code(self.home / "code", rundir)}
+        elif code == "image":  # folders of this machine mean nothing in it
+            launch["env"].pop("PYTHONPATH", None)
+        files = PrivateFiles(self.home, spec.job_id)
+        if self.engine_options is not None:
+            files.write_options(self.engine_options)
+        start_supervisor(launch, rundir, lock, files.secret)
+
+    def _supervise_again(self, rundir: RunDir, lock: int) -> None:
+        """Start another supervisor for a job whose nodes outlived theirs. Raise `ClusterError` where it does not
+        start."""
+        launch = rundir.read_json(LAUNCH)
+        if launch is not None:
+            start_supervisor(launch, rundir, lock, PrivateFiles(self.home, launch["job_id"]).secret, resumes=True)
+
+    def _is_own(self, job_id: str) -> bool:
+        """Return whether a job was launched here last. One whose launch cannot be read may be."""
+        with contextlib.suppress(DamagedError, ClusterError, OSError):
+            return self.settings.has(self.rundir(job_id).read_json(LAUNCH) or {})
+        return True
+
+    def _peek(self, job_id: str) -> JobStatus:
+        """Return the status of a job; for an unreadable one its damage, so that no job hides the others."""
+        try:
+            return self.job_status(job_id)
+        except NotADirectoryError:
+            raise
+        except (DamagedError, OSError) as error:
+            held = False
+            with contextlib.suppress(OSError):
+                held = is_held(self.folder / job_id)
+            state = JobState.RUNNING if held else JobState.FAILED
+            return JobStatus(job_id=job_id, state=state, message=f"damaged: {error}", damage=str(error))
+
+    def _forget(self, job_id: str, ended_at: float | None) -> None:
+        """Remove the mark of a job that has ended, unless it is being started again."""
+        with undisturbed(self.folder / job_id) as is_free:
+            if is_free:
+                if ended_at is not None:
+                    self.use.note_end(ended_at, job_id)
+                self.active.leave(job_id)
+
+    def _ask_to_end(self, job_id: str) -> None:
+        """Request the end of a job, and do not wait for it."""
+        with contextlib.suppress(DamagedError):  # it is ended by `end`, otherwise
+            signal_supervisor(self.rundir(job_id), signal.SIGTERM)
+
+    def _end(self, job_id: str, patience_seconds: float) -> bool:
+        """Request the end of a job and wait at most that long for it; return whether it has ended."""
+        rundir = self.rundir(job_id)
+        folder = rundir.storage.local_path()
+        try:
+            self.job_status(job_id)  # is there such a job?
+            rundir.read_json(STATUS)
+        except DamagedError:
+            if not is_held(folder):
+                raise
+            sweep(rundir.read_json(LAUNCH) or {}, folder)  # its supervisor cannot be asked to end it in order
+            return not is_held(folder)
+        return end_supervised(rundir, patience_seconds, partial(self._supervise_again, rundir))
+
+    def _expect_folder(self, spec: JobSpec) -> Path:
+        storage = open_storage(spec.run_dir)
+        expected = self.folder / spec.job_id
+        if not storage.is_local or storage.local_path().resolve() != expected.resolve():
+            raise ClusterError(
+                f"the {KINDS[self.settings.engine].words} keeps job {spec.job_id!r} in {expected}, not in "
+                f"{spec.run_dir}"
+            )
+        return expected

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,41 @@ from dtrain_dagster.clusters.supervision.settle import (
     supervisor_mark,
     sweep,
 )
+from dtrain_dagster.settings.cluster_kinds import cluster_key
 from trainer.node.line_log import last_lines
 from trainer.node.processes import MARK
 from trainer.rundir import LAUNCH, LOGS, STATUS, RunDir
 
 START_SECONDS = 30.0
 """Seconds that a supervisor may take to record that it has the job."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchSettings:
+    """What a cluster's settings add to ``launch.json`` of its jobs."""
+
+    engine: str = "local"
+    """The kind of cluster, see `dtrain_dagster.settings.cluster_kinds`."""
+    cluster_name: str = "local"
+    sku: str = "Standard_NC6s_v3"
+    """The SKU of its nodes, or the one whose price stands in."""
+    threads_per_rank: int | None = None
+    """Sets OMP_NUM_THREADS; None: cores / ranks."""
+    max_replacements: int = 6
+    """Lost nodes that are replaced, for a job that regroups."""
+    replacement_delay_seconds: float = 1.0
+    """Seconds that a node is gone before another takes its place."""
+    successor_lead_seconds: float = 0.0
+    """Seconds before a node's time limit at which its successor is submitted."""
+
+    @property
+    def cluster_key(self) -> str:
+        """What tells the cluster apart among those of all kinds that share a home."""
+        return cluster_key(self.engine, self.cluster_name)
+
+    def has(self, launch: Mapping[str, Any]) -> bool:
+        """Return whether this is the launch of a job of this cluster."""
+        return all(launch.get(name, getattr(self, name)) == getattr(self, name) for name in ("engine", "cluster_name"))
 
 
 class SupervisorError(ClusterError):

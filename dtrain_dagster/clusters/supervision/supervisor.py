@@ -24,9 +24,9 @@ from dtrain_dagster.clusters.exit_policy import (
     exit_code,
     is_failure,
 )
-from dtrain_dagster.clusters.launch_place import BEFORE, place_of
+from dtrain_dagster.clusters.notice_text import BEFORE, place_of
 from dtrain_dagster.clusters.presence import HEARTBEAT_SECONDS
-from dtrain_dagster.clusters.supervision.failure_message import explain_failure, explain_giving_up
+from dtrain_dagster.clusters.resume_advice import explain_failure, explain_giving_up
 from dtrain_dagster.clusters.supervision.placer import PlacedNode, Placer
 from dtrain_dagster.clusters.supervision.reaper import Reaper
 from dtrain_dagster.support.formatting import format_duration

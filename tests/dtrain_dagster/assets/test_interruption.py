@@ -45,7 +45,7 @@ def test_a_job_is_cancelled_only_where_a_person_asked(
             os.kill(os.getpid(), number)
             time.sleep(30)
 
-    rundir = manager.jobs.rundir(JOB)
+    rundir = manager.rundir(JOB)
     rundir.write_json("checkpoints/LATEST.json", {"path": "checkpoints/g0001-s000000040", "step": 40})
     rundir.write_json(OWNER, {"dagster_run_id": "mine"})
     before = signal.getsignal(signal.SIGINT)

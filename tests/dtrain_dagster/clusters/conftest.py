@@ -71,7 +71,7 @@ class Cluster:
         return path
 
     def run_dir(self, job_id: str) -> Path:
-        return self.manager.jobs.folder / job_id
+        return self.manager.folder / job_id
 
     def status_file(self, job_id: str) -> dict[str, Any]:
         return json.loads((self.run_dir(job_id) / "status.json").read_text())

@@ -9,8 +9,7 @@ import pytest
 
 from dtrain_dagster.clusters.base import OWNER
 from dtrain_dagster.clusters.exit_policy import Failure
-from dtrain_dagster.clusters.resume_advice import how_to_go_on, memory_advice, name_larger_skus
-from dtrain_dagster.clusters.supervision.failure_message import explain_failure
+from dtrain_dagster.clusters.resume_advice import explain_failure, how_to_go_on, memory_advice, name_larger_skus
 from dtrain_dagster.costs.plan import PLAN, PLANNED_FOR
 from dtrain_dagster.costs.prices import price_table
 from trainer.rundir import RESULT, RunDir

@@ -106,4 +106,4 @@ def test_short_runs_on_partitions_have_names_of_their_own(table: Path, monkeypat
 
 
 def test_jobs_are_launched_under_it(table: Path):
-    assert cluster().manager().jobs.settings.sku == GPU  # type: ignore[attr-defined]
+    assert cluster().manager().settings.sku == GPU  # type: ignore[attr-defined]

@@ -12,16 +12,15 @@ import pytest
 
 from dtrain_dagster.clusters.base import JobSpec
 from dtrain_dagster.clusters.kubernetes.manifest import group_object, node_object
-from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
 from dtrain_dagster.clusters.slurm import commands
-from dtrain_dagster.clusters.slurm.options import SlurmOptions
 from dtrain_dagster.clusters.supervision.engine import name_job
-from dtrain_dagster.clusters.supervision.jobs import LaunchSettings
-from dtrain_dagster.clusters.supervision.submit import describe_launch
+from dtrain_dagster.clusters.supervision.submit import LaunchSettings, describe_launch
 from dtrain_dagster.dashboard.cluster_views import ClusterPlace, cluster_commands, launch_name, place_of_options
 from dtrain_dagster.dashboard.job_facts import read_facts
 from dtrain_dagster.dashboard.job_links import Places, links_of
+from dtrain_dagster.settings.kubernetes import KubernetesSettings
 from dtrain_dagster.settings.ray import RaySettings
+from dtrain_dagster.settings.slurm import SlurmSettings
 from trainer.rundir import RunDir
 
 
@@ -38,8 +37,10 @@ def recorded(folder: Path, kind: str) -> dict[str, Any]:
 
 def test_kubectl_selects_what_the_engine_has_labelled(tmp_path: Path) -> None:
     launch = recorded(tmp_path, "kubernetes")
-    options = KubernetesOptions(image="x", namespace="team a", context="gpu", kubeconfig="/my kube.yaml")
-    place = place_of_options("kubernetes", asdict(options))
+    options = KubernetesSettings.of(
+        {"image": "x", "namespace": "team a", "context": "gpu", "kubeconfig": "/my kube.yaml"}
+    )
+    place = place_of_options("kubernetes", options.options())
     shown = [shlex.split(item.command) for item in cluster_commands(place, launch, [], runs=True)]
     where = ["kubectl", "--kubeconfig", "/my kube.yaml", "--context", "gpu", "--namespace", "team a"]
     assert [words[:7] for words in shown] == [where] * 2
@@ -57,7 +58,7 @@ def test_slurms_commands_name_the_jobs_that_the_engine_has_submitted(tmp_path: P
     place = place_of_options("slurm", {"host": "me@login"})
     [waiting] = cluster_commands(place, launch, ["node-0.log"], runs=True)
     pattern = waiting.command.rpartition("grep ")[2]
-    submitted = commands.submit(SlurmOptions(), launch, 1, 1, "x")
+    submitted = commands.submit(SlurmSettings(), launch, 1, 1, "x")
     assert any(word.startswith(f"--job-name={pattern}") for word in submitted)
     assert waiting.command.startswith("ssh me@login squeue --me ")
     logs = [f"slurm-{name_job(launch, node, 1)}-{100 + node}.out" for node in (0, 1)]

@@ -61,7 +61,7 @@ class Stage:
     def launches(self) -> dict[str, int]:
         """The launches that had nodes, by the records of the nodes themselves."""
         ids = [entry.job.job_id for entry in self.records.entries() if entry.kept.launches]
-        return {name: len({node.launch for node in self.manager.jobs.rundir(name).nodes()}) for name in ids}
+        return {name: len({node.launch for node in self.manager.rundir(name).nodes()}) for name in ids}
 
     def bill(self) -> float:
         """What all jobs cost, in dollars, by the records of the nodes themselves."""
@@ -135,12 +135,12 @@ def test_a_higher_priority_pauses_a_lower_one_which_goes_on_where_it_was(stage: 
     while stage.states().get("high") != "succeeded":
         runner.look(time.time())
     entry = next(entry for entry in stage.records.entries() if entry.job.job_id == "low")
-    done = (stage.manager.jobs.rundir("low").read_json("progress.json") or {})["done"]
+    done = (stage.manager.rundir("low").read_json("progress.json") or {})["done"]
     assert 0 < done < 20
     while entry.kept.launches < 2:
         runner.look(time.time())
         entry = next(entry for entry in stage.records.entries() if entry.job.job_id == "low")
-    rundir = stage.manager.jobs.rundir("low")
+    rundir = stage.manager.rundir("low")
     while len(list(rundir.events("step"))) < 2:
         time.sleep(0.1)
     stage.manager.cancel_job("low")  # it need not take its time; a person's own cancellation is not undone
@@ -218,11 +218,11 @@ def dear_stage(tmp_path: Path) -> Iterable[Stage]:
 def test_nodes_that_cost_less_than_the_dearest_know_for_how_long_they_are_paid(dear_stage: Stage):
     stage = dear_stage
     runner = stage.runner(ListedJobs([job_of(stage.home, "one", 60.0)]))
-    while not stage.manager.jobs.rundir("one").nodes():
+    while not stage.manager.rundir("one").nodes():
         runner.look(time.time())
     runner.look(time.time())
     [entry] = stage.records.entries()
-    told = (stage.manager.jobs.rundir("one").read_json("budget.json") or {})["max_node_seconds"]
+    told = (stage.manager.rundir("one").read_json("budget.json") or {})["max_node_seconds"]
     nodes = entry.kept.nodes
     promised_seconds = stage.limits.seconds_of(entry.kept.grant_units) - nodes * stage.limits.margin_seconds
     assert told == pytest.approx(4 * promised_seconds, abs=1)
@@ -243,7 +243,7 @@ def test_a_fleet_that_is_cancelled_ends_all_its_jobs(stage: Stage):
 
 def test_a_supervisor_that_is_killed_is_no_failure_of_the_job(stage: Stage):
     runner = stage.runner(ListedJobs([job_of(stage.home, "one", 60.0)]))
-    rundir = stage.manager.jobs.rundir("one")
+    rundir = stage.manager.rundir("one")
     while not rundir.nodes():
         runner.look(time.time())
     from dtrain_dagster.clusters.supervision.settle import signal_supervisor

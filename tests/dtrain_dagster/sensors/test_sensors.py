@@ -100,8 +100,8 @@ def test_a_cluster_at_work_is_not_idle_even_if_its_mark_is_lost(
     job_id = run_sleeper(manager, settings, 60)
     daemon.ticks(15)
     assert manager.pools()[0].work == (job_id,)
-    [mark] = manager.jobs.active.marks() or []
-    manager.jobs.active.leave(mark)
+    [mark] = manager.active.marks() or []
+    manager.active.leave(mark)
     assert not manager.pools()[0].work
     recorded = daemon.ticks(12)
     assert "it is about to be used" in recorded[-2]["idle"]

@@ -5,22 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
 from dtrain_dagster.settings.environment import SettingsError
-from dtrain_dagster.settings.kubernetes import PREFIX, read_kubernetes_options
+from dtrain_dagster.settings.kubernetes import PREFIX, KubernetesSettings
 
 
-def read(monkeypatch: pytest.MonkeyPatch, **variables: str) -> KubernetesOptions:
+def read(monkeypatch: pytest.MonkeyPatch, **variables: str) -> KubernetesSettings:
     for name, value in variables.items():
         monkeypatch.setenv(f"{PREFIX}{name.upper()}", value)
-    return KubernetesOptions.read(json.loads(json.dumps(read_kubernetes_options())))
+    return KubernetesSettings.of(json.loads(json.dumps(KubernetesSettings.read().options())))
 
 
 def test_an_image_is_all_that_is_needed(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(SettingsError, match=r"DTRAIN_KUBERNETES_IMAGE .* is not set"):
         read(monkeypatch)
     options = read(monkeypatch, image="registry.example:5000/dtrain@sha256:ab")
-    assert (options.namespace, options.gpus, options.volumes) == ("dtrain", 0, ())
+    assert (options.namespace, options.gpus, list(options.volumes)) == ("dtrain", 0, [])
 
 
 def test_volumes_and_a_template_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -30,7 +29,7 @@ def test_volumes_and_a_template_are_read(monkeypatch: pytest.MonkeyPatch, tmp_pa
         monkeypatch, image="dtrain:1", volumes="pvc:shared:/data/,host:/mnt:/in:ro", pod_template=str(template)
     )
     assert options.pod_template == {"spec": {"nodeSelector": {"a.example/kind": "gpu"}}}
-    assert [(volume.mount, volume.read_only) for volume in options.volumes] == [("/data", False), ("/in", True)]
+    assert [(volume["mount"], volume["read_only"]) for volume in options.volumes] == [("/data", False), ("/in", True)]
 
 
 @pytest.mark.parametrize(

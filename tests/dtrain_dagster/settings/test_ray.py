@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dtrain_dagster.settings.environment import SettingsError
-from dtrain_dagster.settings.ray import read_ray_options
+from dtrain_dagster.settings.ray import RaySettings
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def test_unusable_values_are_refused_with_the_setting(
 ):
     monkeypatch.setenv(f"DTRAIN_RAY_{name}", value)
     with pytest.raises(SettingsError, match=said):
-        read_ray_options()
+        RaySettings.read().options()
 
 
 @pytest.mark.parametrize(
@@ -37,11 +37,11 @@ def test_a_ray_cluster_of_kuberay_is_found_by_its_name(
     monkeypatch: pytest.MonkeyPatch, given: str, address: str, dashboard: str
 ):
     monkeypatch.setenv("DTRAIN_RAY_CLUSTER", given)
-    found = read_ray_options()
+    found = RaySettings.read().options()
     assert (found["address"], found["dashboard"]) == (address, dashboard)
     assert "cluster" not in found
     monkeypatch.setenv("DTRAIN_RAY_DASHBOARD", "http://gateway:80")
-    assert read_ray_options()["dashboard"] == "http://gateway:80"
+    assert RaySettings.read().options()["dashboard"] == "http://gateway:80"
     monkeypatch.setenv("DTRAIN_RAY_ADDRESS", "head:6379")
     with pytest.raises(SettingsError, match="cannot be combined: unset one"):
-        read_ray_options()
+        RaySettings.read().options()

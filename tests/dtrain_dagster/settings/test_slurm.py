@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dtrain_dagster.settings.environment import SettingsError
-from dtrain_dagster.settings.slurm import read_partition_prices, read_slurm_options
+from dtrain_dagster.settings.slurm import SlurmSettings, read_partition_prices
 
 
 @pytest.mark.parametrize(
@@ -28,13 +28,13 @@ def test_unusable_values_are_refused_with_the_setting(
 ):
     monkeypatch.setenv(f"DTRAIN_SLURM_{name}", value)
     with pytest.raises(SettingsError, match=said.replace("(", r"\(")):
-        read_slurm_options()
+        SlurmSettings.read().options()
 
 
 def test_lists_are_read(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("DTRAIN_SLURM_EXTRA", "--nice=100 '--comment=a b'")
     monkeypatch.setenv("DTRAIN_SLURM_EXPORT", "HF_HOME, http_proxy")
-    found = read_slurm_options()
+    found = SlurmSettings.read().options()
     assert found["extra"] == ["--nice=100", "--comment=a b"]
     assert found["export"] == ["HF_HOME", "http_proxy"]
 
@@ -59,4 +59,4 @@ def test_prices_of_partitions_are_checked_where_they_are_read(monkeypatch: pytes
             read_partition_prices()
     path.write_text('{"gpu": 2.5, "cpu": 1}')
     assert read_partition_prices() == {"gpu": 2.5, "cpu": 1.0}
-    assert "prices" not in read_slurm_options()
+    assert "prices" not in SlurmSettings.read().options()

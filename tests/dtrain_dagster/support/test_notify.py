@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import logging
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from werkzeug import Request, Response
 
 from dtrain_dagster.support.notify import notify, notify_and_log
-from tests.loopback import LoopbackServer
 from tests.webhook import web_hook
 
 Hook = tuple[str, list[dict[str, Any]]]
@@ -45,24 +42,3 @@ def test_an_address_may_be_kept_as_a_secret(hook: Hook, monkeypatch: pytest.Monk
     monkeypatch.setenv("HOOK_OF_OURS", f"{url} json://127.0.0.1:9/nobody {url}")
     assert notify(["env:HOOK_OF_OURS"], "it ends", "3 nodes") == ("env",), "one of them is not reached"
     assert [item["title"] for item in heard[1:]] == ["it ends", "it ends"]
-
-
-def test_a_picture_goes_with_the_text_or_after_it_and_is_no_reason_to_send_that_again() -> None:
-    """A web hook takes both in one request; ntfy takes a file in another one, and may refuse it."""
-    requests: list[tuple[bool, bytes]] = []
-
-    def hear(request: Request) -> Response:
-        is_file = "filename=" in request.url
-        requests.append((is_file, request.get_data()))
-        return Response(status=413 if is_file else 200)
-
-    picture = b"\x89PNG\r\n\x1a\nnot much of one"
-    with LoopbackServer(hear) as server:
-        assert notify([f"ntfy://127.0.0.1:{server.port}/topic"], "it ends", "3 nodes", picture) == ()
-    assert [is_file for is_file, _ in requests] == [False, True]
-    assert b"3 nodes" in requests[0][1]
-    assert requests[1][1] == picture
-    with web_hook() as (url, heard):
-        assert notify([url], "it ends", "3 nodes", picture) == ()
-    [message] = heard
-    assert base64.b64decode(message["attachments"][0]["base64"]) == picture

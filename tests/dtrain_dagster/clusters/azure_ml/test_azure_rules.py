@@ -43,7 +43,7 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import (
     fold_name,
     quota_of,
 )
-from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, Patience, decide_job, explain_loss
+from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, Patience, decide_job
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState
 from dtrain_dagster.costs.prices import hardware_of
 from dtrain_dagster.settings.environment import BUYABLE_GPU_TYPE
@@ -205,7 +205,6 @@ class TestOptions:
             ({"tiers": ("cheap",)}, "tiers"),
             ({"chain": ("Standard_NC6s_v3@cheap",)}, "chain"),
             ({"idle_seconds": 0}, "idle_seconds"),
-            ({"vnet": "v"}, "vnet"),
             ({"subnet": "s"}, "subnet"),
             ({"identity": "me"}, "identity"),
             ({"queue_deadline_seconds": 0}, "queue_deadline_seconds"),
@@ -328,7 +327,7 @@ class TestStates:
         assert decided("Failed", **how) == ("settle", JobState.FAILED)
 
     def test_a_failure_of_its_own_counts_more_than_nodes_that_vanished_with_it(self) -> None:
-        assert explain_loss(facts("Failed", exit_codes=(1,), vanished=(0, 2))) == ""
+        assert decided("Failed", exit_codes=(1,), vanished=(0, 2)) == ("settle", JobState.FAILED)
 
     def test_what_was_cancelled_from_here_or_from_elsewhere(self) -> None:
         assert decided("Canceled", cancel_asked=True) == ("settle", JobState.CANCELLED)

@@ -13,11 +13,10 @@ from dagster_k8s.job import UserDefinedDagsterK8sConfig
 from kubernetes_validate import utils as schemas
 
 from dtrain_dagster.clusters.kubernetes.engine import RIGHTS
-from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import load_settings
-from dtrain_dagster.settings.kubernetes import read_kubernetes_options
-from dtrain_dagster.settings.ray import read_ray_options
+from dtrain_dagster.settings.kubernetes import KubernetesSettings
+from dtrain_dagster.settings.ray import RaySettings
 
 FOLDER = Path(__file__).parents[4] / "deploy" / "kubernetes"
 VERSIONS = ("1.33", "1.34", "1.35", "1.36", "1.37")
@@ -127,7 +126,7 @@ def test_a_ray_cluster_is_what_its_settings_say(version: str, monkeypatch: pytes
         )
     ports = {port["name"]: port["containerPort"] for port in head["template"]["spec"]["containers"][0]["ports"]}
     monkeypatch.setenv("DTRAIN_RAY_CLUSTER", made["metadata"]["name"])
-    options = read_ray_options()
+    options = RaySettings.read().options()
     assert options["address"].endswith(f":{ports['client']}")
     assert options["dashboard"].endswith(f":{ports['dashboard']}")
     mounts = [group["template"]["spec"]["containers"][0]["volumeMounts"] for group in (head, workers)]
@@ -140,11 +139,11 @@ def test_dagster_has_the_settings_of_this_project(monkeypatch: pytest.MonkeyPatc
     variables = {item["name"]: item["value"] for item in deployment["env"]}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    options = KubernetesOptions.read(read_kubernetes_options())
+    options = KubernetesSettings.of(KubernetesSettings.read().options())
     (claim,) = (volume["persistentVolumeClaim"]["claimName"] for volume in deployment["volumes"])
-    assert options.volumes[0].source == {"persistentVolumeClaim": {"claimName": claim}}
-    assert options.volumes[0].mount == deployment["volumeMounts"][0]["mountPath"]
-    assert variables["DTRAIN_HOME"].startswith(f"{options.volumes[0].mount}/"), "runs, sensors and nodes share it"
+    assert options.volumes[0]["source"] == {"persistentVolumeClaim": {"claimName": claim}}
+    assert options.volumes[0]["mount"] == deployment["volumeMounts"][0]["mountPath"]
+    assert variables["DTRAIN_HOME"].startswith(options.volumes[0]["mount"] + "/"), "runs, sensors and nodes share it"
     settings = load_settings()
     assert build_resources(settings)["cluster"].manager().home == settings.home
     accounts = {made["metadata"]["name"] for made in objects() if made["kind"] == "ServiceAccount"}

@@ -7,12 +7,11 @@ import pytest
 from kubernetes_validate import utils as schemas
 
 from dtrain_dagster.clusters.kubernetes import manifest
-from dtrain_dagster.clusters.kubernetes.options import KubernetesOptions
-from dtrain_dagster.settings.kubernetes import read_volumes
+from dtrain_dagster.settings.kubernetes import KubernetesSettings, read_volumes
 
 VERSIONS = ("1.33", "1.34", "1.35", "1.36", "1.37")
 LAUNCH = {"job_id": "prices/of stocks", "token": "a" * 48, "launch": 3, "env": {}}
-PLAIN = KubernetesOptions.read({"image": "registry.example/dtrain:1"})
+PLAIN = KubernetesSettings.of({"image": "registry.example/dtrain:1"})
 TEMPLATE = {
     "metadata": {"labels": {"team": "research", "dtrain/node": "9"}, "annotations": {"a.example/b": "c"}},
     "spec": {
@@ -45,25 +44,25 @@ TEMPLATE = {
         "volumes": [{"name": "ssd", "emptyDir": {}}],
     },
 }
-FULL = KubernetesOptions.read({
+FULL = KubernetesSettings.of({
     "image": "registry.example/dtrain:1", "gpus": 4, "queue": "research", "service_account": "trainer",
     "volumes": read_volumes("pvc:shared:/data,nfs:files.example:/export:/nfs:ro,host:/mnt/disk:/disk"),
     "pod_template": TEMPLATE,
 })  # fmt: skip
 
 
-def job(options: KubernetesOptions = PLAIN, **changes: Any) -> dict[str, Any]:
+def job(options: KubernetesSettings = PLAIN, **changes: Any) -> dict[str, Any]:
     given = {"node_id": 1, "incarnation": 2, "command": ["python3"], "owner_uid": "uid-1", "grace_seconds": 20.0}
     return manifest.node_object(options, LAUNCH, **{**given, **changes})
 
 
-def pod(options: KubernetesOptions) -> dict[str, Any]:
+def pod(options: KubernetesSettings) -> dict[str, Any]:
     return job(options)["spec"]["template"]["spec"]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("options", [PLAIN, FULL], ids=["plain", "full"])
-def test_objects_are_what_kubernetes_takes(options: KubernetesOptions, version: str):
+def test_objects_are_what_kubernetes_takes(options: KubernetesSettings, version: str):
     for made in (job(options), manifest.group_object(options, LAUNCH, "/data/jobs/one")):
         schemas.validate(made, version, strict=True)
 
@@ -143,7 +142,7 @@ def test_what_the_settings_and_the_template_ask_for_is_in_the_pod():
 
 @pytest.mark.parametrize("mount", ["/tmp", "/tmp/", "/dev/shm"])
 def test_a_volume_of_the_users_takes_the_place_of_one_of_ours(mount: str):
-    made = pod(KubernetesOptions.read({"image": "x", "volumes": read_volumes(f"pvc:shared:{mount}")}))
+    made = pod(KubernetesSettings.of({"image": "x", "volumes": read_volumes(f"pvc:shared:{mount}")}))
     mounts = [item["mountPath"].rstrip("/") for item in made["containers"][0]["volumeMounts"]]
     assert sorted(mounts) == ["/dev/shm", "/tmp"]
     assert {item["name"] for item in made["volumes"]} == {

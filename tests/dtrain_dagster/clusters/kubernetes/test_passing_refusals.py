@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dtrain_dagster.clusters.kubernetes.passing_refusals import PATIENCE_SECONDS, PassingRefusals
+from dtrain_dagster.clusters.kubernetes.engine import PATIENCE_SECONDS, PassingRefusals
 
 FORBIDDEN = 'jobs.batch is forbidden: User "trainer" cannot list resource "jobs"'
 

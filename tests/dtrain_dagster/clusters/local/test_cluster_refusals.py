@@ -37,7 +37,7 @@ def test_a_run_directory_elsewhere(cluster, tmp_path):
 def test_an_unwritable_home(tmp_path: Path):
     (tmp_path / "file").write_text("not a folder")
     manager = LocalClusterManager(tmp_path / "file" / "home")
-    spec = JobSpec(job_id="x", run_dir=str(manager.jobs.folder / "x"), command=("true",), node_count=1)
+    spec = JobSpec(job_id="x", run_dir=str(manager.folder / "x"), command=("true",), node_count=1)
     with pytest.raises(ClusterError, match=r"cannot write the run directory .*DTRAIN_HOME"):
         manager.submit_job(spec)
 

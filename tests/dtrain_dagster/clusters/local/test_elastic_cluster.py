@@ -177,7 +177,7 @@ def test_the_one_with_the_error_is_blamed_and_not_one_that_was_killed_before(clu
 def test_what_cannot_regroup_starts_again_with_the_nodes_that_remain(cluster, elastic):
     script = "if LAUNCH == 1: os.kill(os.getpid(), 9) if RANK == 1 else sys.exit(75)\nwork()"
     manager = cluster.manager
-    manager.jobs.settings = replace(manager.jobs.settings, replacement_delay_seconds=60.0)
+    manager.settings = replace(manager.settings, replacement_delay_seconds=60.0)
     elastic("again", script, nodes=3)
     for rank in range(2):
         env = started(cluster, 2, rank, 1)["env"]
@@ -210,7 +210,7 @@ def test_it_starts_again_by_itself_three_times_and_no_more(cluster, elastic):
 def test_when_all_nodes_are_gone_the_message_says_how_to_go_on(cluster, elastic):
     latest = 'json.dumps({"path": "checkpoints/g0001-s000000040", "step": 40})'
     save = f"(HOME / 'checkpoints').mkdir(exist_ok=True); (HOME / 'checkpoints/LATEST.json').write_text({latest})"
-    cluster.manager.jobs.settings = replace(cluster.manager.jobs.settings, replacement_delay_seconds=60.0)
+    cluster.manager.settings = replace(cluster.manager.settings, replacement_delay_seconds=60.0)
     elastic("gone", f"{save}\nos.kill(os.getpid(), 9)")
     status = cluster.wait("gone")
     assert status.state is JobState.FAILED
@@ -222,7 +222,7 @@ def test_when_all_nodes_are_gone_the_message_says_how_to_go_on(cluster, elastic)
 
 
 def test_evicted_is_not_failed_by_itself(cluster, elastic):
-    cluster.manager.jobs.settings = replace(cluster.manager.jobs.settings, replacement_delay_seconds=60.0)
+    cluster.manager.settings = replace(cluster.manager.settings, replacement_delay_seconds=60.0)
     elastic("evicted", "work()")
     for process in [started(cluster, 1, rank, 1)["pid"] for rank in range(2)]:
         os.kill(process, signal.SIGTERM)

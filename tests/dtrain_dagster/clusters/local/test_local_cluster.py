@@ -426,7 +426,7 @@ def test_what_a_process_said_last_is_kept(cluster):
     cluster.submit("last", "print('x' * 300_000); print('no newline', end=''); os.kill(os.getpid(), 9)", nodes=1)
     message = cluster.wait("last").message
     assert message.endswith("no newline")
-    assert (cluster.manager.jobs.folder / "last" / "logs" / "node-0.log").stat().st_size > 300_000
+    assert (cluster.manager.folder / "last" / "logs" / "node-0.log").stat().st_size > 300_000
     shown = cluster.manager.job_logs("last", node_id=0)
     assert "bytes more" in shown, "a line that no terminal could show is cut, in words"
     assert shown.endswith("no newline")
@@ -496,21 +496,21 @@ class TestMarksOfActiveJobs:
         cluster.submit("long", SLEEP, nodes=1)
         cluster.submit("short", "pass", nodes=1)
         assert cluster.wait("short").state is JobState.SUCCEEDED
-        assert manager.jobs.active.marks() == ["long", "short"]
+        assert manager.active.marks() == ["long", "short"]
         cluster.wait_for(lambda: not is_held(cluster.run_dir("short")), "its supervisor's end")
         assert [job.job_id for job in manager.active_jobs()] == ["long"]
-        assert manager.jobs.active.marks() == ["long"]
+        assert manager.active.marks() == ["long"]
         assert manager.use.used_at() == manager.job_status("short").ended_at
 
     def test_a_submitter_that_died_leaves_a_mark_that_costs_one_look(self, cluster):
         manager = cluster.manager
         manager.active_jobs()
-        first = "SupervisedJobs._launch = lambda self, *_: (self.active.enter('gone'), os._exit(9))"
-        first = f"import os\nfrom dtrain_dagster.clusters.supervision.jobs import SupervisedJobs\n{first}"
+        first = "SupervisedClusterManager._launch = lambda self, *_: (self.active.enter('gone'), os._exit(9))"
+        first = f"import os\nfrom dtrain_dagster.clusters.supervision.manager import SupervisedClusterManager\n{first}"
         assert submit_in_another_process(cluster, cluster.spec("gone", "pass"), first=first).returncode == 9
-        manager.jobs.active.enter("of-a-folder-that-was-removed")
+        manager.active.enter("of-a-folder-that-was-removed")
         assert manager.active_jobs() == []
-        assert manager.jobs.active.marks() == []
+        assert manager.active.marks() == []
 
     def test_a_job_that_is_started_again_keeps_its_mark_whoever_sees_the_last_end_late(self, cluster, monkeypatch):
         manager = cluster.manager
@@ -521,7 +521,7 @@ class TestMarksOfActiveJobs:
         cluster.wait_for(lambda: not is_held(cluster.run_dir("job")), "its supervisor's end")
         (cluster.folder / "again").touch()
         submitter = threading.Thread(target=cluster.submit, args=("job", script), kwargs={"nodes": 1})
-        leave = manager.jobs.active.leave
+        leave = manager.active.leave
 
         def late(mark: str) -> None:
             submitter.start()
@@ -529,13 +529,13 @@ class TestMarksOfActiveJobs:
             leave(mark)
 
         with monkeypatch.context() as patch:
-            patch.setattr(manager.jobs.active, "leave", late)
+            patch.setattr(manager.active, "leave", late)
             assert manager.active_jobs() == []
         submitter.join()
         assert [job.job_id for job in manager.active_jobs()] == ["job"]
 
     def test_jobs_from_before_there_were_marks_are_found(self, cluster):
         cluster.submit("long", SLEEP, nodes=1)
-        cluster.manager.jobs.active.storage.delete("")
+        cluster.manager.active.storage.delete("")
         assert [job.job_id for job in cluster.manager.active_jobs()] == ["long"]
-        assert cluster.manager.jobs.active.marks() == ["long"]
+        assert cluster.manager.active.marks() == ["long"]

@@ -51,7 +51,7 @@ def test_a_job_that_goes_on_elsewhere_is_of_that_cluster(
     here, there = clusters
     here.cancel_job(JOB)
     command = (sys.executable, "-c", "import time; time.sleep(60)")
-    there.submit_job(JobSpec(job_id=JOB, run_dir=here.jobs.rundir(JOB).uri, command=command, node_count=1))
+    there.submit_job(JobSpec(job_id=JOB, run_dir=here.rundir(JOB).uri, command=command, node_count=1))
     assert [job.job_id for job in there.active_jobs()] == [JOB]
     assert not here.active_jobs()
     assert not here.pools()[0].work

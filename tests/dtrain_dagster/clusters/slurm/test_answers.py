@@ -16,7 +16,7 @@ from dtrain_dagster.clusters.slurm.answers import (
     remedy_of,
 )
 from dtrain_dagster.clusters.slurm.commands import COLUMNS, end, list_all, remote, script, submit
-from dtrain_dagster.clusters.slurm.options import SlurmOptions
+from dtrain_dagster.settings.slurm import SlurmSettings
 
 LAUNCH = {"token": "0123456789abcdef" * 3, "launch": 2}
 NAME = "dtrain-89abcdef0123456789abcdef-l2-n1-s3"
@@ -142,7 +142,7 @@ def test_the_accounting_has_what_the_queue_has_forgotten():
 
 
 def test_a_node_is_one_job_that_nothing_requeues_and_whose_shell_becomes_the_agent():
-    options = SlurmOptions(partition="gpu", gpus=2, memory="8G", time_limit_minutes=30, setup="module load x")
+    options = SlurmSettings(partition="gpu", gpus=2, memory="8G", time_limit_minutes=30, setup="module load x")
     command = submit(options, LAUNCH, 1, 3, "/home/a b/logs/x.out")
     assert {f"--job-name={NAME}", "--no-requeue", "--nodes=1", "--gres=gpu:2", "--mem=8G", "--time=30"} <= set(command)
     assert "--export=PATH,HOME,USER,LANG" in command, "no more of the submitter's environment"

@@ -11,8 +11,8 @@ import pytest
 
 from dtrain_dagster.clusters.slurm.commands import COLUMNS
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine, SlurmError
-from dtrain_dagster.clusters.slurm.options import SlurmOptions
 from dtrain_dagster.clusters.supervision.engine import EngineUnreachableError, name_job
+from dtrain_dagster.settings.slurm import SlurmSettings
 
 LAUNCH = {"token": "0123456789abcdef" * 3, "launch": 2}
 NAME = name_job(LAUNCH, 0, 1)
@@ -36,7 +36,7 @@ def emulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Emulate:
 
 
 def engine(tmp_path: Path, **options: Any) -> SlurmEngine:
-    return SlurmEngine(SlurmOptions(**options), tmp_path / "logs", lambda *_: ["agent"])
+    return SlurmEngine(SlurmSettings(**options), tmp_path / "logs", lambda *_: ["agent"])
 
 
 def bought(tmp_path: Path) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.exit_policy import Failure
-from dtrain_dagster.clusters.supervision.failure_message import explain_failure
+from dtrain_dagster.clusters.resume_advice import explain_failure
 from trainer.rundir import RESULT, RunDir
 
 LAUNCH: dict[str, Any] = {"launch": 2, "job_id": "j", "processes_per_node": 2}
