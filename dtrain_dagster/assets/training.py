@@ -13,7 +13,7 @@ import dagster as dg
 
 from dtrain_dagster.assets.common import cancelling_where_asked, read_finished, sentences
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
-from dtrain_dagster.assets.plan_limits import refuse_dearer_nodes
+from dtrain_dagster.assets.planning import refuse_dearer_nodes
 from dtrain_dagster.assets.provisioning import leave_queue, provision, provisioning, queueing
 from dtrain_dagster.assets.training_progress import (
     COST_CHECK,

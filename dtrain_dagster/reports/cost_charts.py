@@ -66,7 +66,7 @@ def _points(axis: Axes, table: Choices) -> None:
         colour, words = COLOURS[kinds.index(kind) % len(COLOURS)], f"{kind}, {tier_in_words(tier)}"
         mine = [row for row in table.rows if (_kind(row), row.tier) == (kind, tier)]
         for pale in (False, True):
-            rows = [row for row in mine if bool(misses(row, table.deadline_seconds, table.budget_usd)) is pale]
+            rows = [row for row in mine if bool(misses(row, table.limits)) is pale]
             strength, gap = 0.25 if pale else 1.0, math.nan  # a gap, so that all intervals are one line
             known = [
                 row for row in rows if len(table.rows) <= MANY or row.is_pareto or row.is_cheapest or row.is_planned
@@ -117,8 +117,8 @@ def _numbers(axis: Axes, table: Choices) -> None:
 def _limits(axis: Axes, table: Choices) -> None:
     """Set both axes' ranges and marks, and draw the limits, with the region beyond them shaded."""
     for which, intervals, limit, write, name in (
-        ("x", [row.seconds for row in table.rows], table.deadline_seconds, format_duration, "deadline"),
-        ("y", [row.usd for row in table.rows], table.budget_usd, dollars, "budget"),
+        ("x", [row.seconds for row in table.rows], table.limits.left_seconds, format_duration, "deadline"),
+        ("y", [row.usd for row in table.rows], table.limits.left_usd, dollars, "budget"),
     ):
         low, high = min(item.low for item in intervals), max(item.high for item in intervals)
         near = limit is not None and low / FAR < limit < high * FAR
@@ -165,5 +165,5 @@ def _sum(usd: float) -> str:
 
 
 def _title(table: Choices) -> str:
-    pale = "; pale: may miss a limit" if table.deadline_seconds or table.budget_usd else ""
+    pale = "; pale: may miss a limit" if table.limits else ""
     return f"{len(table.rows)} choices ({table.price_words}){pale}"

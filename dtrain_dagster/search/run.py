@@ -32,8 +32,7 @@ from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, JobOrder
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
-from dtrain_dagster.planning.build_plan import sizes_of
-from dtrain_dagster.planning.history import pace_mark
+from dtrain_dagster.planning.build_plan import pace_mark, sizes_of
 from dtrain_dagster.planning.probe import forecast
 from dtrain_dagster.search.check_space import job_of_trial
 from dtrain_dagster.search.kept import RESULT, SEARCH, kept_search, search_folder

@@ -342,7 +342,7 @@ def test_a_plan_on_spot_by_its_old_name_is_told_and_says_what_it_does_not_know(f
     latest = instance.get_latest_materialization_event(dg.AssetKey("cost_estimate"))
     made = Page(latest.asset_materialization.metadata)
     assert "| Evictions | how often Spot nodes are evicted is not known" in made["plan"]
-    assert "this machine, priced as if it were 1 × Standard_NC6s_v3 (Spot)" in made["plan"]
+    assert "this machine, priced as if it were 1 × NC6s_v3 (Spot)" in made["plan"]
     assert made["choice"].startswith("This plan runs on this machine, priced as if it were 1 × NC6s_v3 (Spot): ")
 
     write_rates(home, [SKU])
