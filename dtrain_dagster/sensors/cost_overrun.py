@@ -130,7 +130,7 @@ def _advice(
     projection: Projection,
 ) -> "tuple[Change, ...]":
     """Return what would save money; empty where that cannot be computed, for the alert must not wait for it."""
-    from dtrain_dagster.planning.savings import paid_nodes, rest_and_whole, savings
+    from dtrain_dagster.planning.optimizer import paid_nodes, rest_and_whole, savings
 
     try:
         events, _ = recent_events(rundir)

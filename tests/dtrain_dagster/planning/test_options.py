@@ -19,10 +19,9 @@ from dtrain_dagster.jobs.view import JobView
 from dtrain_dagster.monitoring.windows import settled, windows, worlds
 from dtrain_dagster.planning.build_plan import Limits
 from dtrain_dagster.planning.choices import Choices, compare_choices, remedies
-from dtrain_dagster.planning.optimizer import ResourceOptimizer
+from dtrain_dagster.planning.optimizer import ResourceOptimizer, paid_nodes, rest_and_whole, savings
 from dtrain_dagster.planning.options import BaseRun, best_of, build_options
 from dtrain_dagster.planning.projection import Projection
-from dtrain_dagster.planning.savings import paid_nodes, rest_and_whole, savings
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars
 from tests.dtrain_dagster.planning.planned_nodes import planned_on
@@ -102,7 +101,7 @@ def in_the_advice(sku: str, events: list[dict[str, Any]], hours: float = HOURS) 
     """Setting → dollars, of a run that took as long and used little of its nodes."""
     looked_at = ResourceOptimizer(
         events, usage_of(sku, hours), price=price_of(sku), tier="dedicated", training=TRAINING, prices=TABLE.values(),
-        today=TODAY, price_words="list price", startup_seconds=STARTUP,
+        today=TODAY, startup_seconds=STARTUP,
     )  # fmt: skip
     return {item.setting.split(" = ")[0]: looked_at.usd - item.saved_usd for item in looked_at.recommendations()}
 
