@@ -41,7 +41,7 @@ def _of_folder(pipeline: Pipeline) -> dg.AssetsDefinition:
         config: options,  # type: ignore[valid-type]
     ):  # no annotation, see assets.common
         """Take the dataset of a folder, and publish it to the storage that the nodes read."""
-        return take_folder(context, config, project_resource(context, names))
+        return take_dataset(context, project_resource(context, names), config.folder)  # type: ignore[attr-defined]
 
     return sharded_dataset
 
@@ -61,13 +61,6 @@ def _of_asset(pipeline: Pipeline) -> dg.AssetsDefinition:
         return take_dataset(context, project_resource(context, names), folder_of(upstream))
 
     return sharded_dataset
-
-
-def take_folder(
-    context: dg.AssetExecutionContext, config: FolderConfig, project: ProjectResource
-) -> dg.MaterializeResult:
-    """Return the dataset of the launchpad's folder, as `take_dataset` does."""
-    return take_dataset(context, project, config.folder)
 
 
 def folder_of(value: object) -> str:

@@ -3,29 +3,21 @@ watches."""
 
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import cancelling_where_asked, read_finished, sentences
+from dtrain_dagster.assets.common import cancelling_where_asked, read_finished
 from dtrain_dagster.assets.pipeline import STOCK, Pipeline
 from dtrain_dagster.assets.planning import refuse_dearer_nodes
 from dtrain_dagster.assets.provisioning import leave_queue, provision, provisioning, queueing
-from dtrain_dagster.assets.training_progress import (
-    COST_CHECK,
-    RAISE_BUDGET,
-    communication_check,
-    cost_check,
-    follow_training,
-)
+from dtrain_dagster.assets.training_page import check_training, training_checks, training_page
+from dtrain_dagster.assets.training_progress import RAISE_BUDGET, follow_training
 from dtrain_dagster.clusters.base import OWNER, ClusterConfig, GPUClusterManager
 from dtrain_dagster.costs.budget import node_seconds_of, write_limit
 from dtrain_dagster.costs.plan import PLAN, PLANNED_FOR, TrainingPlan, charges_of
-from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.progress import (
     CLAIM,
     JOB_TAG,
@@ -36,13 +28,11 @@ from dtrain_dagster.jobs.progress import (
     known_jobs,
     start_job,
 )
-from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
-from dtrain_dagster.settings.tiers import Tier, tier_of
+from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.page_entries import fit_page
 from trainer.config import JobConfig, TrackingConfig, parse_job
-from trainer.evaluation.gate import BEYOND_CHANCE, better_baselines, gain_of, score_of
 from trainer.rundir import EVALUATION, LAUNCH, LIMIT, RESULT, RunDir
 
 CLUSTER_TAG = "dtrain/cluster"
@@ -105,43 +95,6 @@ def build_trained_checkpoint(pipeline: Pipeline) -> dg.AssetsDefinition:
     return trained_checkpoint
 
 
-def training_checks(key: dg.AssetKey) -> list[dg.AssetCheckSpec]:
-    """Return the checks of a trained checkpoint with this key."""
-    return [
-        dg.AssetCheckSpec(
-            "weights_equal_on_all_ranks",
-            asset=key,
-            blocking=True,
-            description="The final weights of all ranks have one sha256.",
-        ),
-        dg.AssetCheckSpec(
-            "every_sample_used_once",
-            asset=key,
-            blocking=True,
-            description="Each sample of the training split was used exactly once per epoch, no matter which nodes "
-            "were lost: the trainer's records of what it consumed match the dataset's own count.",
-        ),
-        dg.AssetCheckSpec(
-            "communication_within_limits",
-            asset=key,
-            description=f"Communication takes at most {COMMUNICATION_LIMIT:.0%} of the time: network time that "
-            "nothing hides, and waiting at collectives. More than that is reported while the job runs; the whole "
-            "job is judged at its end.",
-        ),
-        dg.AssetCheckSpec(
-            COST_CHECK,
-            asset=key,
-            description="The training exceeds its estimate by no more than DTRAIN_OVERRUN_FRACTION. The sensor "
-            "cost_overrun reports it while the training runs, from the cost so far and the projected cost.",
-        ),
-        dg.AssetCheckSpec(
-            "no_baseline_is_better",
-            asset=key,
-            description=f"No baseline is better on the same test windows or rows {BEYOND_CHANCE}.",
-        ),
-    ]
-
-
 trained_checkpoint = build_trained_checkpoint(STOCK)
 
 
@@ -153,8 +106,6 @@ def carry_out(
     plan: TrainingPlan,
 ) -> dg.MaterializeResult:
     """Return the finished training of a plan, with its checks."""
-    from dtrain_dagster.assets.training_page import training_page
-
     cluster = of_plan(cluster, plan)
     manager = cluster.manager(context.run.run_id)
     got = provision(context, manager, cluster, project, plan.sku, plan.node_count)
@@ -204,20 +155,13 @@ def carry_out(
                 result,
                 evaluation,
                 plan,
-                totals_metadata(usage, plan.tier),
+                usage,
                 project.job_url(choice.job_id),
             )
             | ({"registration": pipeline.unregistered} if pipeline.unregistered else {})
-            | _worth(evaluation, [*usage, *plan.probe_usage], plan.tier)
             | provisioning(manager)
         ),
-        check_results=[
-            _weights_check(result),
-            _samples_check(result, plan),
-            communication_check(events, plan.job["training"]),
-            cost_check(manager, choice.job_id, plan),
-            _baselines_check(evaluation),
-        ],
+        check_results=check_training(events, result, evaluation, plan, usage),
     )
     # This comes last: where a line above raises, the next run can adopt the job instead of training again.
     rundir.write_json(CLAIM, {"dagster_run_id": context.run.run_id, "claimed_at": time.time()})
@@ -290,65 +234,3 @@ def hand_over_budget(
         return f"keeps its hard budget of {dollars(kept)}" if kept else "no hard budget in dollars is set"
     write_limit(rundir, seconds, plan.stop_at_usd)
     return f"runs up to stop_at_usd = {dollars(plan.stop_at_usd)} from now on ({seconds / 3600:.4g} node-hours in all)"
-
-
-def totals_metadata(usage: Sequence[NodeUsage], tier: Tier) -> dict[str, Any]:
-    """Return metadata: what a job took over all launches, and what of it the last one took if there were several."""
-    from dtrain_dagster.jobs.totals import sum_launches
-
-    took = sum_launches(usage, tier)
-    metadata: dict[str, Any] = {
-        "launches": took.launches,
-        "wall_seconds": round(took.seconds, 1),
-        "node_hours": round(took.node_hours, 5),
-    }
-    if took.usd is not None:
-        metadata["cost_usd"] = round(took.usd, 5)
-    return metadata | took.last_metadata()
-
-
-def _worth(evaluation: dict[str, Any], usage: Sequence[NodeUsage], tier: Tier) -> dict[str, str]:
-    """Return metadata: whether the network has earned its dollars, those of probes included."""
-    from dtrain_dagster.costs.worth import worth_line
-    from dtrain_dagster.jobs.totals import sum_launches
-
-    return {"earned": worth} if (worth := worth_line(evaluation, sum_launches(usage, tier).usd)) else {}
-
-
-def _weights_check(result: dict[str, Any]) -> dg.AssetCheckResult:
-    return dg.AssetCheckResult(
-        check_name="weights_equal_on_all_ranks",
-        passed=bool(result["weights_equal_on_ranks"]),
-        metadata={"sha256": result["weights_sha256"], "ranks": result["world_size"]},
-    )
-
-
-def _samples_check(result: dict[str, Any], plan: TrainingPlan) -> dg.AssetCheckResult:
-    """Return the check that the trainer's records add up to the number of samples in the dataset's manifest, or to
-    that which the script had before the training."""
-    from trainer.data.coverage import find_coverage_errors  # numpy, which the code location does not need to load
-    from trainer.data.manifest import load_manifest
-    from trainer.storage.open import open_storage
-
-    own = plan.job.get("script") or load_manifest(open_storage(plan.job["dataset"]["uri"]))
-    count, epochs = own["samples"]["train"], result["consumed"]
-    wrong = find_coverage_errors(epochs, count, whole_epochs=int(result["epochs"]))
-    return dg.AssetCheckResult(
-        check_name="every_sample_used_once",
-        passed=not wrong,
-        metadata={"samples": count, "epochs": len(epochs), "wrong": sentences(wrong)},
-    )
-
-
-def _baselines_check(evaluation: dict[str, Any]) -> dg.AssetCheckResult:
-    score, better = score_of(evaluation), better_baselines(evaluation)
-    gains = {name: gain_of(row) for name, row in evaluation["baselines"].items()}
-    untested = [name for name, (gain, t) in gains.items() if gain is not None and t is None]
-    figure = {score: evaluation["model"][score]} if score else {"nll": "not judged: this loss predicts no distribution"}
-    return dg.AssetCheckResult(
-        check_name="no_baseline_is_better",
-        passed=not better,
-        severity=dg.AssetCheckSeverity.WARN,
-        metadata={**figure, "better": sentences(better)}
-        | ({"not_tested_for_chance": sentences(untested)} if untested else {}),
-    )
