@@ -10,7 +10,7 @@ from dtrain_dagster.automation.retraining import CHAMPION_CHECK, Registered, pri
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.orders import order_of
 from dtrain_dagster.resources import ProjectResource, project_resource
-from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
+from dtrain_dagster.support.graph_names import GraphNames
 from dtrain_dagster.support.secrets import redact
 from trainer.evaluation.gate import BEYOND_CHANCE, better_baselines
 from trainer.rundir import RunDir
@@ -40,9 +40,6 @@ def build_champion_holds(names: GraphNames) -> dg.AssetChecksDefinition:
         return judge_champion(champion, project_resource(context, names), sharded_dataset)
 
     return champion_holds
-
-
-champion_holds = build_champion_holds(STOCK_NAMES)
 
 
 def judge_champion(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from dtrain_dagster.assets.common import best_rows, charts, head_of_page, plan_of, read_finished, with_rest
-from dtrain_dagster.assets.pipeline import STOCK, Pipeline
+from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.money import SECOND, digits_of, total_shown
@@ -108,9 +108,6 @@ def build_cost_breakdown(pipeline: Pipeline) -> dg.AssetsDefinition:
         return made
 
     return cost_breakdown
-
-
-cost_breakdown = build_cost_breakdown(STOCK)
 
 
 def add_bill_to_mlflow(

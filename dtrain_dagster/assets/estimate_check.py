@@ -7,7 +7,7 @@ import dagster as dg
 
 from dtrain_dagster.assets.common import charts
 from dtrain_dagster.support.formatting import dollars, format_duration
-from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
+from dtrain_dagster.support.graph_names import GraphNames
 
 if TYPE_CHECKING:
     from dtrain_dagster.planning.scoring import Score
@@ -31,9 +31,6 @@ def build_estimate_scored(names: GraphNames) -> dg.AssetChecksDefinition:
         return judged(latest_score(context.instance, context.run.run_id, names), scores)
 
     return estimate_scored
-
-
-estimate_scored = build_estimate_scored(STOCK_NAMES)
 
 
 def judged(latest: "tuple[str, Score | str] | None", scores: "Sequence[Score]") -> dg.AssetCheckResult:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import dagster as dg
 
 from dtrain_dagster.assets.common import hardware_mark, refusing_mistakes
-from dtrain_dagster.assets.pipeline import STOCK, Pipeline
+from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.plan_options import (
     DatasetTraining,
     NodeTier,
@@ -112,9 +112,6 @@ def _of_script(pipeline: Pipeline) -> dg.AssetsDefinition:
         return plan_training(context, config, cluster, project, request)
 
     return cost_estimate
-
-
-cost_estimate = build_cost_estimate(STOCK)
 
 
 def plan_training(

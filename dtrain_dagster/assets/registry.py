@@ -8,7 +8,7 @@ from urllib.parse import quote
 import dagster as dg
 
 from dtrain_dagster.assets.common import head_of_page, links, plan_of, read_finished, round_figures, sentences
-from dtrain_dagster.assets.pipeline import STOCK, Pipeline
+from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.plan import TrainingPlan
@@ -72,9 +72,6 @@ def build_registered_model(pipeline: Pipeline) -> dg.AssetsDefinition:
         return register(context, cluster, project, sharded_dataset.manifest(), cost_estimate, trained_checkpoint, names)
 
     return registered_model
-
-
-registered_model = build_registered_model(STOCK)
 
 
 def register(
@@ -257,9 +254,6 @@ def build_endpoint_compatible(names: GraphNames) -> dg.AssetChecksDefinition:
         return judge_endpoint(cluster_resource(context, names), project_resource(context, names), registered_model)
 
     return endpoint_compatible
-
-
-endpoint_compatible = build_endpoint_compatible(STOCK_NAMES)
 
 
 def judge_endpoint(

@@ -15,7 +15,7 @@ from dtrain_dagster.assets.common import (
     plan_of,
     read_finished,
 )
-from dtrain_dagster.assets.pipeline import STOCK, Pipeline
+from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError, alternatives_to, price_of
@@ -62,9 +62,6 @@ def build_performance_report(pipeline: Pipeline) -> dg.AssetsDefinition:
         return result
 
     return performance_report
-
-
-performance_report = build_performance_report(STOCK)
 
 
 def add_report_to_mlflow(

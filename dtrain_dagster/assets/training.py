@@ -10,7 +10,7 @@ from pathlib import Path
 import dagster as dg
 
 from dtrain_dagster.assets.common import cancelling_where_asked, read_finished
-from dtrain_dagster.assets.pipeline import STOCK, Pipeline
+from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.planning import refuse_dearer_nodes
 from dtrain_dagster.assets.provisioning import leave_queue, provision, provisioning, queueing
 from dtrain_dagster.assets.training_page import check_training, training_checks, training_page
@@ -53,9 +53,6 @@ def build_gpu_cluster(pipeline: Pipeline) -> dg.AssetSpec:
     )
 
 
-gpu_cluster = build_gpu_cluster(STOCK)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedJob:
     """A training that succeeded, as all later assets read it."""
@@ -93,9 +90,6 @@ def build_trained_checkpoint(pipeline: Pipeline) -> dg.AssetsDefinition:
         )
 
     return trained_checkpoint
-
-
-trained_checkpoint = build_trained_checkpoint(STOCK)
 
 
 def carry_out(

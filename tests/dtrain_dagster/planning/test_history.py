@@ -14,7 +14,8 @@ import dagster as dg
 import pytest
 
 from dtrain_dagster.assets.estimate_check import judged
-from dtrain_dagster.assets.planning import cost_estimate
+from dtrain_dagster.assets.pipeline import STOCK
+from dtrain_dagster.assets.planning import build_cost_estimate
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.costs.estimate import LearnedCorrection, Sizes
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan
@@ -40,6 +41,8 @@ from tests.page import Page
 from trainer.config import JobConfig
 from trainer.documents.presences import NodePresence
 from trainer.rundir import RunDir
+
+cost_estimate = build_cost_estimate(STOCK)
 
 SKU = "Standard_NC6s_v3"
 SIZES = Sizes(
