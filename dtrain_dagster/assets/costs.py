@@ -16,6 +16,7 @@ from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.tracker import CostMetrics, CostTracker, bill_usage, overrun
 from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.planning.history import JobCourse
 from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
 from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.support.formatting import dollars, in_block
@@ -184,7 +185,6 @@ def _write_reports(rundir: RunDir, bill: Bill) -> None:
 def _page(rundir: RunDir, bill: Bill) -> dict[str, Any]:
     """Return metadata: dollars against the estimate, what they bought, by cause and by node, and what that rests on."""
     from dtrain_dagster.costs import export
-    from dtrain_dagster.planning.history import JobCourse
     from dtrain_dagster.reports import ledger_charts
     from dtrain_dagster.reports.small_pictures import small_bar
 

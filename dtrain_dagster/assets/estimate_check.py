@@ -1,16 +1,15 @@
 """The check that scores every estimate: how far off it was, and whether its interval can be believed."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dagster as dg
 
 from dtrain_dagster.assets.common import charts
+from dtrain_dagster.planning.history import latest_score, past_scores
+from dtrain_dagster.planning.scoring import Score, learn, summarise_scores
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.graph_names import GraphNames
-
-if TYPE_CHECKING:
-    from dtrain_dagster.planning.scoring import Score
 
 
 def build_estimate_scored(names: GraphNames) -> dg.AssetChecksDefinition:
@@ -25,8 +24,6 @@ def build_estimate_scored(names: GraphNames) -> dg.AssetChecksDefinition:
     )
     def estimate_scored(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
         """Judge this run's estimate against what the run took, and all past estimates together."""
-        from dtrain_dagster.planning.history import latest_score, past_scores
-
         scores = [past.score for past in past_scores(context.instance, names)]
         return judged(latest_score(context.instance, context.run.run_id, names), scores)
 
@@ -35,7 +32,6 @@ def build_estimate_scored(names: GraphNames) -> dg.AssetChecksDefinition:
 
 def judged(latest: "tuple[str, Score | str] | None", scores: "Sequence[Score]") -> dg.AssetCheckResult:
     """Return the check's result: a job's own score, or why it has none; and all scores together, the oldest first."""
-    from dtrain_dagster.planning.scoring import learn, summarise_scores
     from dtrain_dagster.reports.score_charts import history_chart
 
     if latest is None:

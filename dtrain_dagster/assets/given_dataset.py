@@ -13,6 +13,8 @@ from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.resources import ProjectResource, project_resource
 from dtrain_dagster.support.page_entries import fit_page
+from trainer.data.manifest import NoDatasetError, read_dataset_manifest
+from trainer.storage.open import open_storage
 
 
 class FolderConfig(LaunchpadOptions):
@@ -100,9 +102,6 @@ def take_dataset(context: dg.AssetExecutionContext, project: ProjectResource, fo
 def read_dataset(folder: str, project: ProjectResource) -> BuiltDataset:
     """Return a reference to the dataset of a folder, or of an id below the project's home. Raise `DatasetError` where
     there is none or it cannot be used."""
-    from trainer.data.manifest import NoDatasetError, read_dataset_manifest
-    from trainer.storage.open import open_storage
-
     home = dict.fromkeys(f"{uri}/datasets/{folder}" for uri in (project.storage_uri, project.shared_uri))
     named = [folder] if "://" in folder else [str(Path(folder).expanduser().absolute()), *home]
     for uri in named:
@@ -123,7 +122,6 @@ def read_dataset(folder: str, project: ProjectResource) -> BuiltDataset:
 def publish(taken: BuiltDataset, project: ProjectResource) -> BuiltDataset:
     """Return the dataset where nodes read it: in place, or copied where this machine's folders are out of reach."""
     from dtrain_dagster.data.publish import publish_dataset
-    from trainer.storage.open import open_storage
 
     if open_storage(project.shared_uri).is_local or not open_storage(taken.uri).is_local:
         return replace(taken, shared_uri=taken.uri)

@@ -17,6 +17,7 @@ from pydantic import Field, create_model
 
 from dtrain_dagster.assets.common import LaunchpadOptions
 from dtrain_dagster.data.sharding import BuiltDataset
+from dtrain_dagster.jobs.script_job import ScriptJob, describe_script
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings.environment import MOST_NODES
 from dtrain_dagster.settings.tiers import tier_of
@@ -27,7 +28,6 @@ from trainer.model.allowed_factories import STOCK, modules_of_settings, refuse_f
 from trainer.rundir import resolve_start
 
 if TYPE_CHECKING:
-    from dtrain_dagster.jobs.script_job import ScriptJob
     from dtrain_dagster.planning.check_job import Checked
 
 _DEFAULT = DistributedTrainingConfig()
@@ -244,8 +244,6 @@ class ScriptTraining:
 
     def on_nodes(self, node_count: int) -> Wanted:
         """Return the training as it would run on ``node_count`` nodes, which the script says."""
-        from dtrain_dagster.jobs.script_job import describe_script
-
         ranks, is_here = node_count * self.cluster.ranks_per_node, self.cluster.traits.is_this_machine
         share = max(1, (os.cpu_count() or 1) // ranks) if is_here else None
         overrides = self.config.overrides(ranks, self.cluster.threads_per_rank or share)

@@ -34,10 +34,13 @@ from dtrain_dagster.assets.training_progress import log_of, observe
 from dtrain_dagster.clusters.base import OWNER, ClusterError, GPUClusterManager, JobSpec, JobState
 from dtrain_dagster.jobs.program import has_gpus, order_program, processes_of, refuse_program
 from dtrain_dagster.jobs.progress import JOB_TAG, WaitNews, describe_wait, follow_job
+from dtrain_dagster.planning.projection import count_nodes
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.settings.tiers import Tier, tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration, in_block
 from dtrain_dagster.support.page_entries import fit_page
+from dtrain_dagster.support.user_code import digest_sources
+from dtrain_dagster.support.user_sources import script_sources
 from trainer.printable import visible
 from trainer.rundir import RunDir
 
@@ -141,8 +144,6 @@ def program_page(
     rundir: RunDir, config: ProgramOptions, nodes: int, processes: int, totals: Mapping[str, Any], job_url: str
 ) -> dict[str, Any]:
     """Return the page of a program that has ended well. ``processes``: on each node; ``totals``: of `paid`."""
-    from dtrain_dagster.planning.projection import count_nodes
-
     took = f" in {format_duration(totals['wall_seconds'])}" if "wall_seconds" in totals else ""
     cost = f", {dollars(totals['cost_usd'])}" if "cost_usd" in totals else ""
     head = head_of_page(
@@ -200,9 +201,6 @@ def follow_program(
 def digest_program(config: ProgramOptions, nodes: int, processes: int, script: str) -> str:
     """Return what tells runs of a program apart: twelve hex digits over its source, the user's modules that it imports,
     its arguments, engine and size."""
-    from dtrain_dagster.support.user_code import digest_sources
-    from dtrain_dagster.support.user_sources import script_sources
-
     told = [digest_sources(script_sources(Path(script))), config.engine.value, nodes, processes, *config.arguments]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
 

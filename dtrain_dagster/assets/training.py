@@ -18,6 +18,7 @@ from dtrain_dagster.assets.training_progress import RAISE_BUDGET, follow_trainin
 from dtrain_dagster.clusters.base import OWNER, ClusterConfig, GPUClusterManager
 from dtrain_dagster.costs.budget import node_seconds_of, write_limit
 from dtrain_dagster.costs.plan import PLAN, PLANNED_FOR, TrainingPlan, charges_of
+from dtrain_dagster.jobs.orders import source_tags
 from dtrain_dagster.jobs.progress import (
     CLAIM,
     JOB_TAG,
@@ -28,6 +29,7 @@ from dtrain_dagster.jobs.progress import (
     known_jobs,
     start_job,
 )
+from dtrain_dagster.planning.probe_cost import take_charges
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars
@@ -173,8 +175,6 @@ def of_plan(cluster: GPUClusterResource, plan: TrainingPlan) -> GPUClusterResour
 def with_probes(plan: TrainingPlan, rundir: RunDir, jobs_uri: str, job_id: str) -> TrainingPlan:
     """Return the plan with the probes that this job pays for: those of the plan, unless another training was quicker to
     take them, and those of the plan that the job was started with."""
-    from dtrain_dagster.planning.probe_cost import take_charges
-
     before = rundir.read_json(PLAN)
     earlier = charges_of(before)
     charges = {charge.job_id: charge for charge in (*plan.probes, *earlier)}
@@ -192,8 +192,6 @@ def planned_job(
     run_id: str,
 ) -> JobConfig:
     """Return the `JobConfig` that carries out the plan."""
-    from dtrain_dagster.jobs.orders import source_tags  # not above: loading the definitions does without
-
     run_dir, uri = f"{project.jobs_uri}/{choice.job_id}", cluster.registry(project).tracking_uri
     source: dict[str, str] = {}
     if not project.tracks_in_workspace:  # which keeps few tags of a run, and knows its source by itself

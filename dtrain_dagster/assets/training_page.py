@@ -24,13 +24,15 @@ from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker, overrun
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows
+from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows, with_own_cores
 from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.settings.notices import studio_url
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, in_markdown
+from trainer.data.manifest import load_manifest
 from trainer.evaluation.gate import BEYOND_CHANCE, better_baselines, gain_of, score_of
 from trainer.rundir import LAUNCH, RunDir
+from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
     from trainer.elastic.generation import Generation
@@ -220,7 +222,6 @@ def _cost_check(usage: Sequence[NodeUsage], plan: TrainingPlan) -> dg.AssetCheck
 def communication_check(events: Sequence[dict[str, Any]], training: Mapping[str, Any]) -> dg.AssetCheckResult:
     """Return the check of the whole job's communication against its limit, with the changes that would help."""
     from dtrain_dagster.monitoring.alerts import communication_alert
-    from dtrain_dagster.monitoring.windows import with_own_cores
 
     found = settled(windows(events))
     alert = communication_alert(found, training)
@@ -252,8 +253,6 @@ def _samples_check(result: dict[str, Any], plan: TrainingPlan) -> dg.AssetCheckR
     """Return the check that the trainer's records add up to the number of samples in the dataset's manifest, or to
     that which the script had before the training."""
     from trainer.data.coverage import find_coverage_errors  # numpy, which the code location does not need to load
-    from trainer.data.manifest import load_manifest
-    from trainer.storage.open import open_storage
 
     own = plan.job.get("script") or load_manifest(open_storage(plan.job["dataset"]["uri"]))
     count, epochs = own["samples"]["train"], result["consumed"]

@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dagster as dg
 
@@ -14,17 +14,15 @@ from dtrain_dagster.assets.common import round_figures, strategy_table
 from dtrain_dagster.clusters.base import GPUClusterManager, JobState
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.jobs.progress import follow_job, ran_out
+from dtrain_dagster.jobs.progress import WaitNews, describe_wait, follow_job, ran_out
 from dtrain_dagster.jobs.view import RESUMED, JobView
 from dtrain_dagster.monitoring.windows import COMMUNICATION_SEGMENTS
+from dtrain_dagster.planning.projection import Projection, TimeLeft, count_nodes, describe_training, project, time_left
 from dtrain_dagster.support.formatting import dollars, in_block
 from dtrain_dagster.support.notify import notify_and_log
 from trainer.errors import DamagedError
 from trainer.printable import visible
 from trainer.rundir import RunDir
-
-if TYPE_CHECKING:
-    from dtrain_dagster.planning.projection import Projection, TimeLeft
 
 COST_CHECK = "cost_within_estimate"
 RAISE_BUDGET = (
@@ -50,9 +48,6 @@ def follow_training(
     """Follow the job to its end, with an observation every few seconds. Raise `dagster.Failure` if it does not
     succeed, `NoCapacityError` where no nodes came for it. ``has_nodes`` is called at each look that finds it on its
     nodes."""
-    from dtrain_dagster.jobs.progress import WaitNews, describe_wait
-    from dtrain_dagster.planning.projection import project, time_left
-
     observed_at, phase, wait_news = 0.0, "", WaitNews()
     told: dict[str, Any] | None = None
     judged: Sequence[Mapping[str, Any]] = ()
@@ -197,8 +192,6 @@ def progress_metadata(
 
 def describe_progress(view: JobView, plan: TrainingPlan, cost: Projection, left: TimeLeft | None = None) -> str:
     """Return the same figures as one line of the log."""
-    from dtrain_dagster.planning.projection import count_nodes, describe_training  # not above: while it trains only
-
     parts = describe_training(view, plan.work.steps, left, with_share=True)
     if shares := view.shares():
         parts.append(f"network {shares['communication']:.0%}, waiting {shares['waiting']:.0%}")
