@@ -87,81 +87,64 @@ def build_trained_checkpoint(pipeline: Pipeline) -> dg.AssetsDefinition:
     ):  # no annotation, see assets.common
         """Run the planned training on the cluster, or attach to the job that already does, and follow it to its
         end."""
-        return carry_out(
-            context, pipeline, cluster_resource(context, names), project_resource(context, names), cost_estimate
+        cluster, project = of_plan(cluster_resource(context, names), cost_estimate), project_resource(context, names)
+        manager = cluster.manager(context.run.run_id)
+        got = provision(context, manager, cluster, project, cost_estimate.sku, cost_estimate.node_count)
+        root_run_id = context.run.root_run_id or context.run.run_id
+        choice = choose_job(
+            cost_estimate.fingerprint, root_run_id, known_jobs(manager, project.jobs_uri, cost_estimate.fingerprint)
         )
+        context.log.info(f"{choice.action} job {choice.job_id}: {choice.reason}")
+        rundir = RunDir(f"{project.jobs_uri}/{choice.job_id}")
+        plan = with_probes(cost_estimate, rundir, project.jobs_uri, choice.job_id)
+        try:
+            with cancelling_where_asked(context, manager, rundir, choice.job_id):
+                rundir.write_json(OWNER, {"dagster_run_id": context.run.run_id})
+                context.instance.add_run_tags(context.run.run_id, {JOB_TAG: choice.job_id})
+                if choice.action in ("start", "restart"):
+                    refuse_dearer_nodes(context, project, plan, got)
+                    job = planned_job(plan, choice, cluster, project, context.run.run_id)
+                    job.training.max_node_seconds = (
+                        node_seconds(plan, choice, manager, got) or job.training.max_node_seconds
+                    )
+                    rundir.write_json(PLAN, asdict(plan) | {PLANNED_FOR: context.asset_key.to_user_string()})
+                    env = cluster.node_env(project)
+                    start_job(
+                        manager, job, plan.node_count, plan.processes_per_node, env, plan.stop_at_usd, plan.command
+                    )
+                elif choice.action == "attach":
+                    context.log.info(f"{choice.job_id}: {hand_over_budget(rundir, plan, choice, manager, got)}")
+                with queueing(context, project, cluster):
+                    follow_training(
+                        context, manager, rundir, choice.job_id, plan, project.notify_urls(),
+                        cache(lambda: leave_queue(context, project, got)),
+                    )  # fmt: skip
+        except BudgetSpentError as error:
+            raise dg.Failure(f"{error}; {RAISE_BUDGET}", allow_retries=False) from error
+        result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
+        events, usage = list(rundir.events()), manager.node_usage(choice.job_id)
+        finished = FinishedJob(
+            job_id=choice.job_id,
+            run_dir=rundir.uri,
+            cluster_name=cluster.cluster_name,
+            node_count=plan.node_count,
+            processes_per_node=plan.processes_per_node,
+        )
+        outcome = dg.MaterializeResult(
+            value=finished,
+            data_version=dg.DataVersion(result["weights_sha256"]),
+            metadata=fit_page(
+                training_page(rundir, events, result, evaluation, plan, usage, project.job_url(choice.job_id))
+                | ({"registration": pipeline.unregistered} if pipeline.unregistered else {})
+                | provisioning(manager)
+            ),
+            check_results=check_training(events, result, evaluation, plan, usage),
+        )
+        # This comes last: where a line above raises, the next run can adopt the job instead of training again.
+        rundir.write_json(CLAIM, {"dagster_run_id": context.run.run_id, "claimed_at": time.time()})
+        return outcome
 
     return trained_checkpoint
-
-
-def carry_out(
-    context: dg.AssetExecutionContext,
-    pipeline: Pipeline,
-    cluster: GPUClusterResource,
-    project: ProjectResource,
-    plan: TrainingPlan,
-) -> dg.MaterializeResult:
-    """Return the finished training of a plan, with its checks."""
-    cluster = of_plan(cluster, plan)
-    manager = cluster.manager(context.run.run_id)
-    got = provision(context, manager, cluster, project, plan.sku, plan.node_count)
-    root_run_id = context.run.root_run_id or context.run.run_id
-    choice = choose_job(plan.fingerprint, root_run_id, known_jobs(manager, project.jobs_uri, plan.fingerprint))
-    context.log.info(f"{choice.action} job {choice.job_id}: {choice.reason}")
-    rundir = RunDir(f"{project.jobs_uri}/{choice.job_id}")
-    plan = with_probes(plan, rundir, project.jobs_uri, choice.job_id)
-    try:
-        with cancelling_where_asked(context, manager, rundir, choice.job_id):
-            rundir.write_json(OWNER, {"dagster_run_id": context.run.run_id})
-            context.instance.add_run_tags(context.run.run_id, {JOB_TAG: choice.job_id})
-            if choice.action in ("start", "restart"):
-                refuse_dearer_nodes(context, project, plan, got)
-                job = planned_job(plan, choice, cluster, project, context.run.run_id)
-                job.training.max_node_seconds = (
-                    node_seconds(plan, choice, manager, got) or job.training.max_node_seconds
-                )
-                rundir.write_json(PLAN, asdict(plan) | {PLANNED_FOR: context.asset_key.to_user_string()})
-                env = cluster.node_env(project)
-                start_job(manager, job, plan.node_count, plan.processes_per_node, env, plan.stop_at_usd, plan.command)
-            elif choice.action == "attach":
-                context.log.info(f"{choice.job_id}: {hand_over_budget(rundir, plan, choice, manager, got)}")
-            with queueing(context, project, cluster):
-                follow_training(
-                    context, manager, rundir, choice.job_id, plan, project.notify_urls(),
-                    cache(lambda: leave_queue(context, project, got)),
-                )  # fmt: skip
-    except BudgetSpentError as error:
-        raise dg.Failure(f"{error}; {RAISE_BUDGET}", allow_retries=False) from error
-    result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
-    events, usage = list(rundir.events()), manager.node_usage(choice.job_id)
-    finished = FinishedJob(
-        job_id=choice.job_id,
-        run_dir=rundir.uri,
-        cluster_name=cluster.cluster_name,
-        node_count=plan.node_count,
-        processes_per_node=plan.processes_per_node,
-    )
-    outcome = dg.MaterializeResult(
-        value=finished,
-        data_version=dg.DataVersion(result["weights_sha256"]),
-        metadata=fit_page(
-            training_page(
-                rundir,
-                events,
-                result,
-                evaluation,
-                plan,
-                usage,
-                project.job_url(choice.job_id),
-            )
-            | ({"registration": pipeline.unregistered} if pipeline.unregistered else {})
-            | provisioning(manager)
-        ),
-        check_results=check_training(events, result, evaluation, plan, usage),
-    )
-    # This comes last: where a line above raises, the next run can adopt the job instead of training again.
-    rundir.write_json(CLAIM, {"dagster_run_id": context.run.run_id, "claimed_at": time.time()})
-    return outcome
 
 
 def of_plan(cluster: GPUClusterResource, plan: TrainingPlan) -> GPUClusterResource:
