@@ -88,7 +88,7 @@ class Cluster(dg.Resolvable):
 
 def build_training_assets(
     name: str,
-    dataset: Prices | str | os.PathLike[str] | dg.AssetKey | dg.AssetsDefinition | dg.AssetSpec | None = None,
+    dataset: "Prices | str | os.PathLike[str] | dg.AssetKey | dg.AssetsDefinition | dg.AssetSpec | None" = None,
     *,
     script: str | os.PathLike[str] | None = None,
     arguments: Sequence[str] = (),
@@ -103,8 +103,8 @@ def build_training_assets(
     experiment: str | None = None,
     schedule: str | None = None,
     owners: Sequence[str] = (),
-    deps: Sequence[dg.AssetKey] = (),
-) -> dg.Definitions:
+    deps: "Sequence[dg.AssetKey]" = (),
+) -> "dg.Definitions":
     """Return a whole training graph whose assets have the key prefix ``name``, with its checks, job, schedule, sensors
     and resources. Several of them, and a team's own definitions, go together with `dagster.Definitions.merge`.
 
@@ -150,8 +150,8 @@ def build_program_asset(
     processes_per_node: int | None = None,
     cluster: Cluster | None = None,
     owners: Sequence[str] = (),
-    deps: Sequence[dg.AssetKey] = (),
-) -> dg.Definitions:
+    deps: "Sequence[dg.AssetKey]" = (),
+) -> "dg.Definitions":
     """Return the asset ``NAME/program_run`` of a script that trains by itself, under torchrun, Horovod, DeepSpeed, Ray
     Train or TensorFlow, with its job, sensors and resources. A script that calls `trainer.Trainer.fit` has more of
     `build_training_assets`.
