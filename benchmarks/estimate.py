@@ -51,8 +51,7 @@ from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_data
 from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.data.validation import validate_prices
 from dtrain_dagster.planning import probe
-from dtrain_dagster.planning.build_plan import sizes_of
-from dtrain_dagster.planning.history import pace_mark
+from dtrain_dagster.planning.build_plan import pace_mark, sizes_of
 from dtrain_dagster.planning.scoring import Score, learn
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.documents.events import EvaluationEvent, MembershipEvent, read_events

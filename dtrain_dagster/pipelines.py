@@ -4,8 +4,6 @@ The graph of the stock prices (`dtrain_dagster.definitions`) is built of the sam
 `dtrain_dagster.assets`. No heavy import happens here, and no I/O but for the code version of assets.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -31,12 +29,14 @@ from dtrain_dagster.automation.retraining import TRAIN_JOB
 from dtrain_dagster.resources import ProjectResource, build_resources
 from dtrain_dagster.sensors.cost_overrun import build_cost_overrun_sensor
 from dtrain_dagster.sensors.idle_cluster import build_idle_cluster_sensor
-from dtrain_dagster.sensors.new_data import build_new_data_sensor
 from dtrain_dagster.sensors.orphans import build_orphan_sensor
 from dtrain_dagster.sensors.queue import build_queue_sensor
-from dtrain_dagster.sensors.retraining_failed import build_retraining_failed_sensor
-from dtrain_dagster.sensors.staleness import build_staleness_sensor
-from dtrain_dagster.sensors.weekly_retraining import weekly_retraining
+from dtrain_dagster.sensors.retraining import (
+    build_new_data_sensor,
+    build_retraining_failed_sensor,
+    build_staleness_sensor,
+    build_weekly_schedule,
+)
 from dtrain_dagster.settings.environment import Settings, load_settings
 from dtrain_dagster.support.graph_names import GraphNames, checked_names
 from trainer.config import DistributedTrainingConfig
@@ -52,7 +52,7 @@ class PipelineError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prices:
+class Prices(dg.Resolvable):
     """Prices to train on, as the launchpads of `stock_prices` and `sharded_dataset` have them. What is None begins as
     it does there."""
 
@@ -66,7 +66,7 @@ class Prices:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cluster:
+class Cluster(dg.Resolvable):
     """The cluster that trains. What is None is as the environment has it (``DTRAIN_CLUSTER`` and its like)."""
 
     kind: str | None = None
@@ -88,7 +88,7 @@ class Cluster:
 
 def build_training_assets(
     name: str,
-    dataset: Prices | str | os.PathLike[str] | dg.AssetKey | dg.AssetsDefinition | dg.AssetSpec | None = None,
+    dataset: "Prices | str | os.PathLike[str] | dg.AssetKey | dg.AssetsDefinition | dg.AssetSpec | None" = None,
     *,
     script: str | os.PathLike[str] | None = None,
     arguments: Sequence[str] = (),
@@ -103,8 +103,8 @@ def build_training_assets(
     experiment: str | None = None,
     schedule: str | None = None,
     owners: Sequence[str] = (),
-    deps: Sequence[dg.AssetKey] = (),
-) -> dg.Definitions:
+    deps: "Sequence[dg.AssetKey]" = (),
+) -> "dg.Definitions":
     """Return a whole training graph whose assets have the key prefix ``name``, with its checks, job, schedule, sensors
     and resources. Several of them, and a team's own definitions, go together with `dagster.Definitions.merge`.
 
@@ -150,8 +150,8 @@ def build_program_asset(
     processes_per_node: int | None = None,
     cluster: Cluster | None = None,
     owners: Sequence[str] = (),
-    deps: Sequence[dg.AssetKey] = (),
-) -> dg.Definitions:
+    deps: "Sequence[dg.AssetKey]" = (),
+) -> "dg.Definitions":
     """Return the asset ``NAME/program_run`` of a script that trains by itself, under torchrun, Horovod, DeepSpeed, Ray
     Train or TensorFlow, with its job, sensors and resources. A script that calls `trainer.Trainer.fit` has more of
     `build_training_assets`.
@@ -288,7 +288,7 @@ def build_graph(
         asset_checks=checks,
         resources=resources,
         jobs=[train],
-        schedules=[weekly_retraining(settings, names, schedule)],
+        schedules=[build_weekly_schedule(settings, names, schedule)],
         sensors=[*build_sensors(settings, names, resources[names.project]), *(automatic if of_prices else [])],
     )
 

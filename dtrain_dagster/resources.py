@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import dagster as dg
 
-from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager
+from dtrain_dagster.clusters.ranks import have_gpus, ranks_per_node
 from dtrain_dagster.costs.prices import PriceError, name_at_site, price_of
 from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind, cluster_key
 from dtrain_dagster.settings.environment import Settings, SettingsError
@@ -23,7 +24,6 @@ from trainer.model.allowed_factories import VARIABLE
 if TYPE_CHECKING:
     from dtrain_dagster.clusters.azure_ml.client import Service
     from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
-    from dtrain_dagster.clusters.base import GPUClusterManager
     from dtrain_dagster.registry.base import Registry
     from dtrain_dagster.registry.endpoint import ScoringEndpoint
     from dtrain_dagster.settings.data_lake import DataLakeFolder
@@ -157,8 +157,6 @@ class GPUClusterResource(dg.ConfigurableResource):
     @property
     def ranks_per_node(self) -> int:
         """The ranks of each node, one per GPU unless they are stated. Raise `PriceError` for an unknown SKU."""
-        from dtrain_dagster.clusters.ranks import ranks_per_node
-
         gpus = self.engine.get("gpus", 0) if self.engine else None
         return ranks_per_node(self.processes_per_node, self.traits, self.gpu_type, self.node_count, gpus)
 
@@ -171,8 +169,6 @@ class GPUClusterResource(dg.ConfigurableResource):
     @property
     def have_gpus(self) -> bool:
         """Whether its nodes are known to have GPUs. Raise `PriceError` for an unknown SKU."""
-        from dtrain_dagster.clusters.ranks import have_gpus
-
         return have_gpus(self.traits, self.gpu_type, self.engine.get("gpus", 0))
 
     @property

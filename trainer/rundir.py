@@ -261,11 +261,12 @@ class RunDir:
         """Yield the events of rank 0, one file after the other, the newest first. Lines that are no events are left
         out."""
         mine = [name for name in self._listed(EVENTS) if (match := _EVENT_FILE.match(name)) and int(match[2]) == 0]
-        for name in reversed(mine[-most_files:]):
-            try:
-                yield parse_events(self.storage.read_bounded(f"{EVENTS}/{name}", EVENTS_BYTES))[0]
-            except DamagedError:
-                continue
+        mine, at_once = mine[-most_files:], 1 if self.storage.is_local else _AT_ONCE
+        for end in range(len(mine), 0, -at_once):
+            names = mine[max(0, end - at_once) : end]
+            for data in reversed(self.storage.read_each(_in(EVENTS, names), EVENTS_BYTES)):
+                if not isinstance(data, DamagedError):
+                    yield parse_events(data)[0]
 
     def first_event_at(self) -> float | None:
         """Return the time of the first event, None where there is none."""

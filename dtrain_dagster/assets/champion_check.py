@@ -6,11 +6,11 @@ from typing import Any
 import dagster as dg
 
 from dtrain_dagster.assets.common import sentences
-from dtrain_dagster.automation.retraining import CHAMPION_CHECK, Registered, prices_of, registrations
+from dtrain_dagster.automation.retraining import CHAMPION_CHECK, prices_of, registrations
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.orders import order_of
-from dtrain_dagster.resources import ProjectResource, project_resource
-from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
+from dtrain_dagster.resources import project_resource
+from dtrain_dagster.support.graph_names import GraphNames
 from dtrain_dagster.support.secrets import redact
 from trainer.evaluation.gate import BEYOND_CHANCE, better_baselines
 from trainer.rundir import RunDir
@@ -37,62 +37,53 @@ def build_champion_holds(names: GraphNames) -> dg.AssetChecksDefinition:
         """Compare the champion with the baselines on the days since its own data; pass where there is nothing to judge
         by."""
         champion, _ = registrations(context.instance, names)
-        return judge_champion(champion, project_resource(context, names), sharded_dataset)
+        project = project_resource(context, names)
+        # Here, not above: the registry's package loads what the code location does not need.
+        import numpy as np
+
+        from dtrain_dagster.registry.later_days import judge_later_days
+        from dtrain_dagster.registry.run_model import load_run_model, refuse_change
+        from trainer.data.shards import DataShardManager
+
+        if champion is None or not champion.run_dir:
+            return _not_judged("no champion was registered yet")
+        known = prices_of(project.shared_uri, champion.dataset_id)
+        if known is None:
+            return _not_judged(f"dataset {champion.dataset_id} of the champion no longer exists")
+        facts: dict[str, Any] = {
+            "champion": champion.version,
+            "dataset_id": sharded_dataset.dataset_id,
+            "after": known.last_date,
+        }
+        if sharded_dataset.manifest()["source"]["last_date"] <= known.last_date:
+            return _not_judged("there are no new days since", **facts)
+        rundir = RunDir(champion.run_dir)
+        try:
+            model = load_run_model(rundir, order_of(project.home, rundir))
+            refuse_change(rundir.uri, model.digests, champion.digests)
+            shards = DataShardManager(sharded_dataset.uri, project.cache_dir)
+            report = judge_later_days(model, shards, np.datetime64(known.last_date), REASSESS_SECONDS)
+        except (ValueError, OSError) as error:  # its files are gone, or are not what was ordered and registered
+            return _not_judged(redact(str(error))[-1000:], **facts)
+        if report["days"] < DAYS_ENOUGH:
+            return _not_judged(f"{report['days']} of its days came since, {DAYS_ENOUGH} are enough", **facts)
+        if report["nll"] is None:
+            return _not_judged("the champion does not forecast a distribution", **facts)
+        better = better_baselines(report)
+        return dg.AssetCheckResult(
+            passed=not better,
+            severity=dg.AssetCheckSeverity.WARN,
+            metadata={
+                **facts,
+                "better": sentences(better),
+                "nll": report["nll"],
+                "days": report["days"],
+                "windows": report["windows"],
+                "baselines": dg.JsonMetadataValue(report["baselines"]),
+            },
+        )
 
     return champion_holds
-
-
-champion_holds = build_champion_holds(STOCK_NAMES)
-
-
-def judge_champion(
-    champion: Registered | None, project: ProjectResource, sharded_dataset: BuiltDataset
-) -> dg.AssetCheckResult:
-    """Return what a dataset's days after the champion's own data say of the champion."""
-    # Here, not above: the registry's package loads what the code location does not need.
-    import numpy as np
-
-    from dtrain_dagster.registry.later_days import judge_later_days
-    from dtrain_dagster.registry.run_model import load_run_model, refuse_change
-    from trainer.data.shards import DataShardManager
-
-    if champion is None or not champion.run_dir:
-        return _not_judged("no champion was registered yet")
-    known = prices_of(project.shared_uri, champion.dataset_id)
-    if known is None:
-        return _not_judged(f"dataset {champion.dataset_id} of the champion no longer exists")
-    facts: dict[str, Any] = {
-        "champion": champion.version,
-        "dataset_id": sharded_dataset.dataset_id,
-        "after": known.last_date,
-    }
-    if sharded_dataset.manifest()["source"]["last_date"] <= known.last_date:
-        return _not_judged("there are no new days since", **facts)
-    rundir = RunDir(champion.run_dir)
-    try:
-        model = load_run_model(rundir, order_of(project.home, rundir))
-        refuse_change(rundir.uri, model.digests, champion.digests)
-        shards = DataShardManager(sharded_dataset.uri, project.cache_dir)
-        report = judge_later_days(model, shards, np.datetime64(known.last_date), REASSESS_SECONDS)
-    except (ValueError, OSError) as error:  # its files are gone, or are not what was ordered and registered
-        return _not_judged(redact(str(error))[-1000:], **facts)
-    if report["days"] < DAYS_ENOUGH:
-        return _not_judged(f"{report['days']} of its days came since, {DAYS_ENOUGH} are enough", **facts)
-    if report["nll"] is None:
-        return _not_judged("the champion does not forecast a distribution", **facts)
-    better = better_baselines(report)
-    return dg.AssetCheckResult(
-        passed=not better,
-        severity=dg.AssetCheckSeverity.WARN,
-        metadata={
-            **facts,
-            "better": sentences(better),
-            "nll": report["nll"],
-            "days": report["days"],
-            "windows": report["windows"],
-            "baselines": dg.JsonMetadataValue(report["baselines"]),
-        },
-    )
 
 
 def _not_judged(why: str, **facts: Any) -> dg.AssetCheckResult:

@@ -27,11 +27,13 @@ from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager
 from dtrain_dagster.clusters.resume_advice import how_to_go_on
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan, parse_plan
 from dtrain_dagster.costs.prices import PriceError, hardware_of
+from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.settings.environment import SettingsError
 from dtrain_dagster.support.formatting import in_markdown
 from dtrain_dagster.support.secrets import SecretError
 from trainer.config import ConfigError
+from trainer.data.manifest import DatasetError
 from trainer.rundir import RunDir
 from trainer.storage.open import open_storage
 
@@ -125,9 +127,6 @@ def describe_bounds(field: FieldInfo) -> str:
 @contextmanager
 def refusing_mistakes() -> Iterator[None]:
     """Turn an error that a user has to mend into a `dagster.Failure` with its message, which is not tried again."""
-    from dtrain_dagster.data.errors import DataError
-    from trainer.data.manifest import DatasetError
-
     try:
         yield
     except (ConfigError, DatasetError, DataError, PriceError, ClusterError, SettingsError, SecretError) as error:

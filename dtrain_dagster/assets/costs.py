@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from dtrain_dagster.assets.common import best_rows, charts, head_of_page, plan_of, read_finished, with_rest
-from dtrain_dagster.assets.pipeline import STOCK, Pipeline
+from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.money import SECOND, digits_of, total_shown
@@ -16,6 +16,7 @@ from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.tracker import CostMetrics, CostTracker, bill_usage, overrun
 from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.planning.history import JobCourse
 from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
 from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.support.formatting import dollars, in_block
@@ -110,9 +111,6 @@ def build_cost_breakdown(pipeline: Pipeline) -> dg.AssetsDefinition:
     return cost_breakdown
 
 
-cost_breakdown = build_cost_breakdown(STOCK)
-
-
 def add_bill_to_mlflow(
     context: dg.AssetExecutionContext, names: GraphNames, job: FinishedJob, figures: Mapping[str, Any]
 ) -> None:
@@ -187,7 +185,6 @@ def _write_reports(rundir: RunDir, bill: Bill) -> None:
 def _page(rundir: RunDir, bill: Bill) -> dict[str, Any]:
     """Return metadata: dollars against the estimate, what they bought, by cause and by node, and what that rests on."""
     from dtrain_dagster.costs import export
-    from dtrain_dagster.planning.history import JobCourse
     from dtrain_dagster.reports import ledger_charts
     from dtrain_dagster.reports.small_pictures import small_bar
 

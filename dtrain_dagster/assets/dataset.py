@@ -21,7 +21,7 @@ from dtrain_dagster.assets.common import (
     refusing_mistakes,
     sentences,
 )
-from dtrain_dagster.assets.pipeline import STOCK, Pipeline
+from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.data.engines import DUCKDB, DataEngine
 from dtrain_dagster.data.prices import PricesRef, write_prices
 from dtrain_dagster.data.sharding import LEAST, BuiltDataset, DatasetParams, build_dataset
@@ -80,9 +80,6 @@ def build_stock_prices(pipeline: Pipeline) -> dg.AssetsDefinition:
             return read_prices(context, config, project_resource(context, names))
 
     return stock_prices
-
-
-stock_prices = build_stock_prices(STOCK)
 
 
 def read_prices(
@@ -169,9 +166,6 @@ def build_sharded_dataset(pipeline: Pipeline) -> dg.AssetsDefinition:
             return shard_prices(context, config, project_resource(context, names), stock_prices)
 
     return sharded_dataset
-
-
-sharded_dataset = build_sharded_dataset(STOCK)
 
 
 def shard_prices(
@@ -309,9 +303,6 @@ def build_leakage_checks(pipeline: Pipeline) -> dg.AssetChecksDefinition:
         yield from check_leakage(project, sharded_dataset.uri, sharded_dataset.uri if is_built(pipeline) else own, key)
 
     return leakage_checks
-
-
-leakage_checks = build_leakage_checks(STOCK)
 
 
 def is_built(pipeline: Pipeline) -> bool:

@@ -1,15 +1,14 @@
 """The check that scores every estimate: how far off it was, and whether its interval can be believed."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dagster as dg
 
+from dtrain_dagster.planning.history import latest_score, past_scores
+from dtrain_dagster.planning.scoring import Score, learn, summarise_scores
 from dtrain_dagster.support.formatting import dollars, format_duration
-from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
-
-if TYPE_CHECKING:
-    from dtrain_dagster.planning.scoring import Score
+from dtrain_dagster.support.graph_names import GraphNames
 
 
 def build_estimate_scored(names: GraphNames) -> dg.AssetChecksDefinition:
@@ -24,21 +23,14 @@ def build_estimate_scored(names: GraphNames) -> dg.AssetChecksDefinition:
     )
     def estimate_scored(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
         """Judge this run's estimate against what the run took, and all past estimates together."""
-        from dtrain_dagster.planning.history import latest_score, past_scores
-
         scores = [past.score for past in past_scores(context.instance, names)]
         return judged(latest_score(context.instance, context.run.run_id, names), scores)
 
     return estimate_scored
 
 
-estimate_scored = build_estimate_scored(STOCK_NAMES)
-
-
-def judged(latest: "tuple[str, Score | str] | None", scores: "Sequence[Score]") -> dg.AssetCheckResult:
+def judged(latest: tuple[str, Score | str] | None, scores: Sequence[Score]) -> dg.AssetCheckResult:
     """Return the check's result: a job's own score, or why it has none; and all scores together, the oldest first."""
-    from dtrain_dagster.planning.scoring import learn, summarise_scores
-
     if latest is None:
         return dg.AssetCheckResult(passed=True, metadata={"why": "not scored: cost_breakdown has reported no run yet"})
     job_id, last = latest

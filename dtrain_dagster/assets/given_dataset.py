@@ -13,6 +13,8 @@ from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.resources import ProjectResource, project_resource
 from dtrain_dagster.support.page_entries import fit_page
+from trainer.data.manifest import NoDatasetError, read_dataset_manifest
+from trainer.storage.open import open_storage
 
 
 class FolderConfig(LaunchpadOptions):
@@ -41,7 +43,7 @@ def _of_folder(pipeline: Pipeline) -> dg.AssetsDefinition:
         config: options,  # type: ignore[valid-type]
     ):  # no annotation, see assets.common
         """Take the dataset of a folder, and publish it to the storage that the nodes read."""
-        return take_folder(context, config, project_resource(context, names))
+        return take_dataset(context, project_resource(context, names), config.folder)  # type: ignore[attr-defined]
 
     return sharded_dataset
 
@@ -61,13 +63,6 @@ def _of_asset(pipeline: Pipeline) -> dg.AssetsDefinition:
         return take_dataset(context, project_resource(context, names), folder_of(upstream))
 
     return sharded_dataset
-
-
-def take_folder(
-    context: dg.AssetExecutionContext, config: FolderConfig, project: ProjectResource
-) -> dg.MaterializeResult:
-    """Return the dataset of the launchpad's folder, as `take_dataset` does."""
-    return take_dataset(context, project, config.folder)
 
 
 def folder_of(value: object) -> str:
@@ -107,9 +102,6 @@ def take_dataset(context: dg.AssetExecutionContext, project: ProjectResource, fo
 def read_dataset(folder: str, project: ProjectResource) -> BuiltDataset:
     """Return a reference to the dataset of a folder, or of an id below the project's home. Raise `DatasetError` where
     there is none or it cannot be used."""
-    from trainer.data.manifest import NoDatasetError, read_dataset_manifest
-    from trainer.storage.open import open_storage
-
     home = dict.fromkeys(f"{uri}/datasets/{folder}" for uri in (project.storage_uri, project.shared_uri))
     named = [folder] if "://" in folder else [str(Path(folder).expanduser().absolute()), *home]
     for uri in named:
@@ -130,7 +122,6 @@ def read_dataset(folder: str, project: ProjectResource) -> BuiltDataset:
 def publish(taken: BuiltDataset, project: ProjectResource) -> BuiltDataset:
     """Return the dataset where nodes read it: in place, or copied where this machine's folders are out of reach."""
     from dtrain_dagster.data.publish import publish_dataset
-    from trainer.storage.open import open_storage
 
     if open_storage(project.shared_uri).is_local or not open_storage(taken.uri).is_local:
         return replace(taken, shared_uri=taken.uri)

@@ -1,7 +1,7 @@
 """One training graph as its assets are built from it: its names, its data, and where its launchpad begins.
 
-Each module of this room has builders that take a `Pipeline`, and beside them the assets of `STOCK`, the graph of the
-stock prices.
+Each module of this room has builders that take a `Pipeline`: Dagster cannot rename the resources of an asset, and
+graphs on different clusters may share a code location.
 """
 
 from __future__ import annotations

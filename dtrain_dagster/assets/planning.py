@@ -1,74 +1,57 @@
-"""The asset `cost_estimate`: a training's plan and its cost, known before the training is bought."""
+"""The asset `cost_estimate`: a training's plan and its cost, known before the training is bought.
+
+It gathers what is known (launchpad, past runs, a probe) and records what was decided; the decisions are pure functions
+of `dtrain_dagster.planning`, and the page is `plan_page`.
+"""
 
 import os
-import shutil
-import tempfile
-import uuid
-from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import head_of_page, refusing_mistakes
-from dtrain_dagster.assets.pipeline import STOCK, Pipeline
-from dtrain_dagster.assets.plan_limits import (
-    cheapest_here,
-    choices_dots,
-    choices_metadata,
-    explain_choice,
-    in_words,
-    limits_of,
-    refuse_plan,
-    sure_objection,
-    warnings_of,
-)
+from dtrain_dagster.assets.common import hardware_mark, refusing_mistakes
+from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.plan_options import (
+    DatasetTraining,
     NodeTier,
     PlanOptions,
     ScriptOptions,
+    ScriptTraining,
     TrainingOptions,
     with_checked_names,
     with_nodes_of_run,
 )
-from dtrain_dagster.assets.plan_probe import Pace, measure_pace, probe_metadata, with_load
-from dtrain_dagster.assets.provisioning import provisioning
+from dtrain_dagster.assets.plan_page import plan_page
+from dtrain_dagster.assets.provisioning import leave_queue, provision, queueing
+from dtrain_dagster.clusters.base import ClusterConfig, GPUClusterManager
 from dtrain_dagster.clusters.ranks import hosts_of
-from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_forecast
-from dtrain_dagster.costs.evictions import tell_evictions
+from dtrain_dagster.costs.estimate import Forecast, estimate_cost, estimate_forecast
+from dtrain_dagster.costs.evictions import evictions_of, without_evictions
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.data.sharding import BuiltDataset
+from dtrain_dagster.jobs.progress import BudgetSpentError
+from dtrain_dagster.planning import probe, probe_cost
 from dtrain_dagster.planning.build_plan import (
+    Limits,
     PlannedJob,
     assemble_plan,
-    compare_choices,
     explain_excess,
-    mark_planned,
     size_up_job,
+    sure_objection,
+    warnings_of,
 )
-from dtrain_dagster.planning.choices import Choices, name_nodes
+from dtrain_dagster.planning.choices import compare_choices, explain_choice, in_words, remedies
 from dtrain_dagster.planning.history import History, knows
-from dtrain_dagster.planning.probe_cost import charge_usd
+from dtrain_dagster.planning.probe_cost import Pace, charge_usd
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.settings.tiers import OLD_SPOT_NOTICE, tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
+from dtrain_dagster.support.notify import notify_and_log
 from dtrain_dagster.support.page_entries import fit_page
-from dtrain_dagster.support.secrets import redact
 from trainer.node.gpus import explain_local_gpus, visible_gpus
 from trainer.performance.memory import ModelBytes
-from trainer.storage.open import open_storage
-
-if TYPE_CHECKING:
-    from dtrain_dagster.assets.training_request import TrainingRequest
-
-
-ROOM = 64 << 20
-"""Bytes that events, logs, reports and the code of a packed model take, at the least."""
-_COPIES = 4
-"""Copies of the weights in the temporary folder while a model is registered and its server asked."""
 
 DESCRIPTION = (
     "The plan: SKU, nodes, time and dollars with a 90 % interval, from past runs of this training or a short probe "
@@ -100,8 +83,6 @@ def _of_dataset(pipeline: Pipeline) -> dg.AssetsDefinition:
     ):  # no annotation, see assets.common
         """Plan the training: estimate its time and cost from past runs or a probe, and refuse it where it exceeds a
         limit."""
-        from dtrain_dagster.assets.training_request import DatasetTraining
-
         cluster = with_nodes_of_run(cluster_resource(context, names), config)
         project = project_resource(context, names)
         request = DatasetTraining(names, config, cluster, project, sharded_dataset)
@@ -125,8 +106,6 @@ def _of_script(pipeline: Pipeline) -> dg.AssetsDefinition:
         config: options,  # type: ignore[valid-type]
     ):  # no annotation, see assets.common
         """Plan a script's training, which is found out by running the script up to its call of fit."""
-        from dtrain_dagster.assets.training_request import ScriptTraining
-
         cluster = with_nodes_of_run(cluster_resource(context, names), config)
         project = project_resource(context, names)
         request = ScriptTraining(names, config, cluster, project, pipeline.script)
@@ -135,32 +114,29 @@ def _of_script(pipeline: Pipeline) -> dg.AssetsDefinition:
     return cost_estimate
 
 
-cost_estimate = build_cost_estimate(STOCK)
-
-
 def plan_training(
     context: dg.AssetExecutionContext,
     config: PlanOptions,
     cluster: GPUClusterResource,
     project: ProjectResource,
-    request: "TrainingRequest",
+    request: DatasetTraining | ScriptTraining,
     registers: bool = False,
 ) -> dg.MaterializeResult:
     """Return the plan of a wanted training. ``registers``: whether its model is to be registered. Raise
     `dagster.Failure` where it exceeds a limit, or its end lacks something."""
     from dtrain_dagster.planning.check_job import memory_of
 
-    limits = limits_of(config)
+    limits = Limits(budget_usd=config.budget_usd, deadline_hours=config.deadline_hours)
     if config.tier is NodeTier.low_priority:
         context.log.warning(f"{OLD_SPOT_NOTICE}; choose spot in the launchpad")
     with refusing_mistakes():
         planned = plan_of_launchpad(config, cluster, request)
-        price, tier, count = planned.price, planned.tier, planned.node_count
+        price, count = planned.price, planned.node_count
         history = read_history(context, planned)
         ranks, hosts = count * planned.sizes.processes_per_node, hosts_of(planned.kind, count)
         has_trained = any(run.sku == price.sku for run in history.runs)
         checked = request.check(planned.job, ranks, hosts, rehearses=not has_trained)
-        holds, sentences = memory_of(planned, checked)
+        too_small, sentences = memory_of(planned, checked)
         for sentence in sentences:
             context.log.warning(sentence)
         model = checked.model or (planned.script.model if planned.script else None)
@@ -168,30 +144,30 @@ def plan_training(
         refuse_what_cannot_end(cluster, project, model, kept, registers, context.run.run_id)
     forecast = history.forecast(planned.sizes, count, price.sku)
     past = forecast if forecast and forecast.basis == "history" else None  # a guess refuses nothing a probe could tell
-    if said := sure_objection(past, price, tier, count, limits, config.choose_nodes):
-        raise refuse_plan(context, project, said, past, limits, price, tier, count)
+    if said := sure_objection(past, price, planned.tier, count, limits, config.choose_nodes):
+        would_fit = remedies(compare_choices(planned, past, limits, too_small), planned, past) if past else []
+        raise refuse_plan(context, project, planned, said, would_fit)
 
     manager = cluster.manager(context.run.run_id)
     if forecast is not None and knows(forecast, count):
         pace = Pace(planned=planned, forecast=with_load(forecast))
     else:
-        pace = measure_pace(context, config, cluster, project, manager, planned, history)
+        pace = measure_pace(context, config, cluster, project, manager, planned, history, limits)
     planned, forecast = pace.planned, pace.forecast
     spent = charge_usd(pace.charges, planned.tier)
     limits = replace(limits, spent_usd=spent, spent_seconds=pace.seconds)
-    table = compare_choices(planned, forecast, limits, holds)
-    if config.choose_nodes and (cheapest := cheapest_here(table, planned.price.sku, planned.tier, count)):
-        table = mark_planned(table, cheapest)
+    table = compare_choices(planned, forecast, limits, too_small)
+    if config.choose_nodes and (cheapest := table.cheapest_here(planned.price.sku, planned.tier, count)):
+        table = table.with_planned(cheapest)
         context.log.info(f"of 1 to {count} nodes, this choice costs least: {in_words(cheapest)}")
         planned = planned.on_nodes(request.on_nodes(cheapest.node_count).job, cheapest.node_count)
         history = read_history(context, planned)
         past = history.forecast(planned.sizes, planned.node_count, planned.price.sku)
         if past and knows(past, planned.node_count):
             forecast = replace(past, other_cores=forecast.other_cores)
-    price, tier, count = planned.price, planned.tier, planned.node_count
-    estimate = estimate_forecast(forecast, price, tier, count)
+    estimate = estimate_forecast(forecast, planned.price, planned.tier, planned.node_count)
     if said := explain_excess(estimate, limits):
-        raise refuse_plan(context, project, said, forecast, limits, price, tier, count, table)
+        raise refuse_plan(context, project, planned, said, remedies(table, planned, forecast))
     context.log.info(explain_choice(table))
     plan = assemble_plan(planned, forecast, estimate, limits, config.stop_at_usd, pace.charges)
     context.log.info(
@@ -204,20 +180,13 @@ def plan_training(
     return dg.MaterializeResult(
         value=plan,
         data_version=dg.DataVersion(plan.fingerprint),
-        metadata=fit_page(
-            {
-                **plan_head(plan, table),
-                **choices_metadata(table, plan.fingerprint, project.storage_uri),
-                **plan_metadata(plan, forecast, planned.place),
-                **probe_metadata(pace, manager),
-                **provisioning(manager),
-                "training": dg.JsonMetadataValue(plan.job["training"]),
-            }
-        ),
+        metadata=fit_page(plan_page(plan, table, forecast, pace, manager, project.storage_uri)),
     )
 
 
-def plan_of_launchpad(config: PlanOptions, cluster: GPUClusterResource, request: "TrainingRequest") -> "PlannedJob":
+def plan_of_launchpad(
+    config: PlanOptions, cluster: GPUClusterResource, request: DatasetTraining | ScriptTraining
+) -> PlannedJob:
     """Return the training as the launchpad and the settings ask for it. Raise `dagster.Failure` for options that
     exclude each other, and `PriceError` for a SKU without a price, before anything is bought."""
     price, tier = price_of(cluster.sku), tier_of(cluster.first_tier)
@@ -236,66 +205,10 @@ def plan_of_launchpad(config: PlanOptions, cluster: GPUClusterResource, request:
     )  # fmt: skip
 
 
-def read_history(context: dg.AssetExecutionContext, planned: "PlannedJob") -> "History":
+def read_history(context: dg.AssetExecutionContext, planned: PlannedJob) -> History:
     """Return the records of past runs of this training, or at this pace, in this Dagster instance."""
     is_here = planned.kind.is_this_machine
     return History.read(context.instance, planned.fingerprint, planned.pace, is_here, planned.names)
-
-
-def plan_head(plan: TrainingPlan, table: "Choices") -> dict[str, Any]:
-    """Return what the page of a plan begins with."""
-    estimate, sku = plan.estimate, plan.sku.removeprefix("Standard_")
-    return head_of_page(
-        f"{format_duration(estimate.seconds.expected)} and {dollars(estimate.usd.expected)} "
-        f"({_range(estimate.usd, dollars)}) on {name_nodes(plan.node_count, sku, plan.tier, table.place)}; "
-        f"from {plan.basis.partition(';')[0]}",
-        choices_dots(table),
-        {
-            "estimated_usd": round(estimate.usd.expected, 6),
-            "estimated_seconds": round(estimate.seconds.expected, 1),
-            "steps": plan.work.steps,
-        },
-    )
-
-
-def plan_metadata(plan: TrainingPlan, forecast: Forecast, place: str) -> dict[str, Any]:
-    """Return what Dagster shows of a plan beside its head: the plan as a table, and what its figures rest on.
-    ``place``: see `dtrain_dagster.planning.choices.Choices`."""
-    return {
-        "plan": dg.MarkdownMetadataValue(plan_table(plan, place, forecast.startup_at(plan.node_count))),
-        "basis": forecast.basis,
-        "basis_words": plan.basis,
-        "rests_on": list(forecast.rests_on),
-        "learned_factor": forecast.learned.factor,
-        "fingerprint": plan.fingerprint,
-        "sku": plan.sku,
-        "price": plan.price_note,
-        "parts": dg.JsonMetadataValue(asdict(forecast.parts(plan.node_count))),
-        "measured": dg.JsonMetadataValue([asdict(item) for item in forecast.measured]),
-    }
-
-
-def plan_table(plan: TrainingPlan, place: str, startup_seconds: float) -> str:
-    """Return the plan as a Markdown table. ``startup_seconds``: of its nodes."""
-    estimate: Estimate = plan.estimate
-    training = plan.job["training"]
-    nodes = name_nodes(plan.node_count, plan.sku, plan.tier, place)
-    evictions = tell_evictions(estimate.usd.expected, plan.node_count, price_of(plan.sku), plan.tier, startup_seconds)
-    batch = training["batch_size_per_gpu"] * training["gradient_accumulation_steps"] * training["world_size"]
-    rows = [
-        ("Nodes", f"{nodes}; {plan.node_count} node(s) with {plan.processes_per_node} process(es) each"),
-        ("Model, loss", f"{plan.job['model']['factory']}, {plan.job['loss']['factory']}"),
-        ("Work", f"{plan.work.steps} steps of {batch} samples, {plan.work.evaluations} evaluations"),
-        ("Time", f"**{format_duration(estimate.seconds.expected)}** ({_range(estimate.seconds, format_duration)})"),
-        ("Cost", f"**{dollars(estimate.usd.expected)}** ({_range(estimate.usd, dollars)}), {plan.price_words}"),
-        *([("Evictions", evictions)] if evictions else []),
-        *([("Probe", f"{dollars(plan.probe_usd)}, run before and billed with it")] if plan.probes else []),
-    ]
-    return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows)
-
-
-def _range(interval: Any, write: Any) -> str:
-    return f"{write(interval.low)} to {write(interval.high)}"
 
 
 def refuse_what_cannot_end(
@@ -308,7 +221,9 @@ def refuse_what_cannot_end(
 ) -> None:
     """Try what a training's end needs. Raise `dagster.Failure` with all that is missing. ``model``: None where its
     bytes are not known; ``registers``: whether the graph registers what it trains."""
-    problems = try_places(project, room_needed(model, keep_checkpoints))
+    from dtrain_dagster.planning.check_job import room_needed, try_places
+
+    problems = try_places(project.shared_uri, project.home, room_needed(model, keep_checkpoints))
     if registers:
         from dtrain_dagster.registry import RegistryError  # not above: loads MLflow
 
@@ -323,43 +238,125 @@ def refuse_what_cannot_end(
         )
 
 
-def room_needed(model: ModelBytes | None, keep_checkpoints: int) -> dict[str, int]:
-    """Return the bytes that a training needs in its storage, in the home and in the temporary folder. Pure."""
-    weights, checkpoint = 0, 0
-    if model is not None:
-        weights, checkpoint = model.parameters, model.parameters + 2 * model.trained
-    return {  # of checkpoints there are the best one and one that is being written besides
-        "storage": ROOM + weights + (keep_checkpoints + 2) * checkpoint, "home": ROOM + weights,
-        "temporary": ROOM + _COPIES * weights,
-    }  # fmt: skip
+def measure_pace(
+    context: dg.AssetExecutionContext,
+    config: PlanOptions,
+    cluster: GPUClusterResource,
+    project: ProjectResource,
+    manager: GPUClusterManager,
+    planned: PlannedJob,
+    history: History,
+    limits: Limits,
+) -> Pace:
+    """Return the forecast from a short probe on the available nodes, unless past runs on these very nodes tell enough;
+    with ``config.probe`` false, from past runs on other nodes.
 
-
-def try_places(project: ProjectResource, needed: Mapping[str, int]) -> list[str]:
-    """Write to the storage of jobs, to the home and to the temporary folder, and return what is wrong with them. Disks
-    are asked for room as long as they are of this machine; one that several places are on has to have it for all."""
-    storage, name, problems = open_storage(project.shared_uri), f"dtrain-tried-{uuid.uuid4().hex[:8]}", []
-    try:
-        storage.write(name, b"")
-        storage.delete(name)
-    except Exception as error:  # each kind of storage has errors of its own
-        problems.append(f"{redact(project.shared_uri)} cannot be written to ({redact(str(error))}): see DTRAIN_STORAGE")
-    places = {"home": (Path(project.home), "DTRAIN_HOME"), "temporary": (Path(tempfile.gettempdir()), "TMPDIR")}
-    if storage.is_local:
-        places["storage"] = storage.local_path(), "DTRAIN_HOME"
-    disks: dict[int, list[str]] = defaultdict(list)
-    for place, (folder, setting) in places.items():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                disks[folder.stat().st_dev].append(place)
-        except OSError as error:
-            problems.append(f"{folder} cannot be written to ({error.strerror or error}): see {setting}")
-    for of_disk in disks.values():
-        folder, total = places[of_disk[0]][0], sum(needed[place] for place in of_disk)
-        if (free := shutil.disk_usage(folder).free) < total:
-            settings = " or ".join(sorted({places[place][1] for place in of_disk}))
-            problems.append(
-                f"the disk of {folder} has {free / 1e9:.3g} GB left, and this training needs {total / 1e9:.3g} GB "
-                f"(checkpoints, the registered model, and copies on its way): make room, or see {settings}"
+    Raise `dagster.Failure` where the probe is switched off and no past run is known, where the probe does not fit the
+    limits, and where it comes to them.
+    """
+    counts = probe.probe_counts(planned.node_count, bool(limits) or config.choose_nodes)
+    if not config.probe:
+        forecast = history.forecast(planned.sizes, planned.node_count, planned.price.sku)
+        if forecast is None:
+            raise dg.Failure(
+                "no earlier run shows the pace of this training, so its cost cannot be estimated: set probe to true",
+                allow_retries=False,
             )
-    return problems
+        return Pace(planned=planned, forecast=with_load(forecast))
+    mark = planned.pace + hardware_mark(cluster, planned.price.sku)
+    due = probe.probes_to_run(planned.job, project.jobs_uri, mark, counts, planned.sizes)
+    expected = probe_cost.expect_probes(history.probes, due, planned.sizes, planned.price, planned.tier)
+    if expected:
+        context.log.info(
+            f"a probe is run first, expected to cost {expected}; it counts against budget_usd and stop_at_usd and is "
+            "billed with the training"
+        )
+        if said := probe_cost.explain_dear_probe(expected, limits, config.stop_at_usd):
+            raise refuse_plan(context, project, planned, said)
+    got = provision(context, manager, cluster, project, cluster.sku, planned.node_count)
+    price, tier = price_of(got.gpu_type), tier_of(got.tier or cluster.first_tier)
+    price.usd_per_hour(tier)  # the probe runs on them: nodes without a price are refused before
+    planned = replace(planned, price=price, tier=tier)
+    forecast = history.forecast(planned.sizes, planned.node_count, price.sku)
+    if forecast is not None and knows(forecast, planned.node_count):
+        return Pace(planned=planned, forecast=with_load(forecast))
+    mark = planned.pace + hardware_mark(cluster, price.sku)
+    shorts = {count: f"probe-{mark}-{count}n" for count in counts}
+    due = probe.probes_to_run(planned.job, project.jobs_uri, mark, counts, planned.sizes)
+    limit_usd = min((limit for limit in (limits.budget_usd, config.stop_at_usd) if limit), default=0.0)
+
+    def left() -> float | None:
+        """Return the node-seconds that the limits leave for the next probe."""
+        paid = probe_cost.unpaid_charges(manager, project.jobs_uri, list(shorts.values()))
+        return probe_cost.left_node_seconds(limit_usd, paid, price, tier)
+
+    try:
+        with queueing(context, project, cluster):
+            forecast = probe.forecast(
+                manager, planned.job, planned.sizes, counts, mark, cluster.node_env(project),
+                history.learned("probe", price.sku), context.log.info, left,
+                planned.script.command if planned.script else None,
+            )  # fmt: skip
+    except BudgetSpentError as error:
+        said = f"the probe reached the limit of {dollars(limit_usd)}: {error}"
+        raise refuse_plan(context, project, planned, said) from error
+    if due:
+        leave_queue(context, project, got)
+    charges = probe_cost.unpaid_charges(manager, project.jobs_uri, forecast.rests_on)
+    now = [charge for charge in charges if charge.job_id in {shorts[count] for count in due}]
+    return Pace(
+        planned=planned,
+        forecast=forecast,
+        expected=expected,
+        charges=charges,
+        seconds=probe_cost.charge_seconds(now),
+    )
+
+
+def with_load(forecast: Forecast) -> Forecast:
+    """Return the forecast from past runs with the load that is on the machine now."""
+    return replace(forecast, other_cores=probe.cores_of_others(forecast.sizes))
+
+
+def refuse_plan(
+    context: dg.AssetExecutionContext,
+    project: ProjectResource,
+    planned: PlannedJob | TrainingPlan,
+    said: str,
+    would_fit: Sequence[str] = (),
+) -> dg.Failure:
+    """Tell a person that nothing is started and what would fit; return the `dagster.Failure` to raise."""
+    sku = planned.sku if isinstance(planned, TrainingPlan) else planned.price.sku
+    remedy = f"What would fit: {'; '.join(would_fit)}." if would_fit else "No known way to run this training would fit."
+    text = (
+        f"this training is not started: on {planned.node_count} x {sku} ({planned.tier}) {said}. {remedy} Or raise the "
+        "limit in the launchpad of cost_estimate."
+    )
+    notify_and_log(
+        project.notify_urls(),
+        "dtrain: a training does not fit its budget or deadline",
+        f"{text} {project.run_url(context.run.run_id)}",
+        context.log,
+    )
+    return dg.Failure(text, metadata={"objection": said, "would_fit": list(would_fit)}, allow_retries=False)
+
+
+def refuse_dearer_nodes(
+    context: dg.AssetExecutionContext, project: ProjectResource, plan: TrainingPlan, got: ClusterConfig
+) -> None:
+    """Raise `dagster.Failure` where the nodes that were got differ from the planned ones and the plan does not fit on
+    them. The difference is logged in any case, before anything runs. Times on these nodes are the plan's, scaled by the
+    table of speeds, fixed costs too: a rough guess."""
+    price, tier = price_of(got.gpu_type), tier_of(got.tier or plan.tier)
+    if (price.sku, tier) == (plan.sku, plan.tier):
+        return
+    told = f"planned on {plan.sku} ({plan.tier}), got {price.sku} ({tier})"
+    context.log.warning(f"{told}: prices differ; see cost_breakdown")
+    limits = Limits(budget_usd=plan.budget_usd, deadline_hours=plan.deadline_hours)
+    startup, planned = plan.phases.get("startup"), price_of(plan.sku)
+    evictions = evictions_of(planned, plan.tier, startup)
+    undisturbed = without_evictions(plan.estimate.seconds, evictions, plan.node_count)  # the new nodes' are added
+    seconds = undisturbed.scaled(planned.speed / price.speed)
+    estimate = estimate_cost(seconds, price, tier, plan.node_count, startup)
+    if said := explain_excess(estimate, limits):
+        raise refuse_plan(context, project, replace(plan, sku=price.sku, tier=tier), f"{said} ({told})")

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,18 @@ from dtrain_dagster.assets.common import (
 )
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.provisioning import leave_queue, provision, provisioning, queueing
-from dtrain_dagster.assets.training import totals_metadata
-from dtrain_dagster.assets.training_progress import log_of
+from dtrain_dagster.assets.training_page import totals_metadata
+from dtrain_dagster.assets.training_progress import log_of, observe
 from dtrain_dagster.clusters.base import OWNER, ClusterError, GPUClusterManager, JobSpec, JobState
 from dtrain_dagster.jobs.program import has_gpus, order_program, processes_of, refuse_program
-from dtrain_dagster.jobs.progress import JOB_TAG, WaitNews, describe_wait, note_job
+from dtrain_dagster.jobs.progress import JOB_TAG, WaitNews, describe_wait, follow_job
+from dtrain_dagster.planning.projection import count_nodes
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.settings.tiers import Tier, tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration, in_block
 from dtrain_dagster.support.page_entries import fit_page
+from dtrain_dagster.support.user_code import digest_sources
+from dtrain_dagster.support.user_sources import script_sources
 from trainer.printable import visible
 from trainer.rundir import RunDir
 
@@ -123,7 +127,7 @@ def run_program(
         rundir.write_json(OWNER, {"dagster_run_id": context.run.run_id})
         context.instance.add_run_tags(context.run.run_id, {JOB_TAG: job_id})
         with queueing(context, project, cluster):
-            follow_program(context, manager, spec, tier, lambda: leave_queue(context, project, got))
+            follow_program(context, manager, spec, tier, cache(lambda: leave_queue(context, project, got)))
     return dg.MaterializeResult(
         data_version=dg.DataVersion(job_id),
         metadata=fit_page(
@@ -140,8 +144,6 @@ def program_page(
     rundir: RunDir, config: ProgramOptions, nodes: int, processes: int, totals: Mapping[str, Any], job_url: str
 ) -> dict[str, Any]:
     """Return the page of a program that has ended well. ``processes``: on each node; ``totals``: of `paid`."""
-    from dtrain_dagster.planning.projection import count_nodes
-
     took = f" in {format_duration(totals['wall_seconds'])}" if "wall_seconds" in totals else ""
     cost = f", {dollars(totals['cost_usd'])}" if "cost_usd" in totals else ""
     head = head_of_page(
@@ -168,28 +170,21 @@ def follow_program(
     context: dg.AssetExecutionContext, manager: GPUClusterManager, spec: JobSpec, tier: Tier, has_nodes: Any
 ) -> None:
     """Start the job unless it runs or has succeeded, and follow it to its end, with an observation every few seconds.
-    ``has_nodes`` is called once it is on its nodes. Raise `dagster.Failure` if it does not succeed, `NoCapacityError`
-    where no nodes came for it."""
-    note_job(spec.job_id)
+    ``has_nodes`` is called at each look that finds it on its nodes. Raise `dagster.Failure` if it does not succeed,
+    `NoCapacityError` where no nodes came for it."""
     with refusing_mistakes():
         manager.submit_job(spec)
-    observed_at, wait_news, had_nodes = time.monotonic(), WaitNews(), False
-    while True:
-        status = manager.job_status(spec.job_id)
+    observed_at, wait_news = time.monotonic(), WaitNews()
+    for status, _ in follow_job(manager, RunDir(spec.run_dir), spec.job_id):
         if sentence := wait_news.tell(status):
             context.log.info(f"{spec.job_id}: {sentence}")
-        if not had_nodes and status.state in (JobState.RUNNING, JobState.SUCCEEDED):
-            had_nodes = True
+        if status.state in (JobState.RUNNING, JobState.SUCCEEDED):
             has_nodes()
-        if status.state.is_final:
-            break
-        if time.monotonic() - observed_at >= OBSERVE_EVERY_SECONDS:
+        if not status.state.is_final and time.monotonic() - observed_at >= OBSERVE_EVERY_SECONDS:
             observed_at = time.monotonic()
             waiting = describe_wait(status)
             found = {"phase": str(status.state), "nodes_alive": status.nodes_alive, **paid(manager, spec.job_id, tier)}
-            metadata = found | ({"waiting": waiting} if waiting else {})
-            context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
-        manager.wait(status)
+            observe(context, found | ({"waiting": waiting} if waiting else {}))
     if status.state is not JobState.SUCCEEDED:
         status.refuse_starved()
         raise dg.Failure(
@@ -206,9 +201,6 @@ def follow_program(
 def digest_program(config: ProgramOptions, nodes: int, processes: int, script: str) -> str:
     """Return what tells runs of a program apart: twelve hex digits over its source, the user's modules that it imports,
     its arguments, engine and size."""
-    from dtrain_dagster.support.user_code import digest_sources
-    from dtrain_dagster.support.user_sources import script_sources
-
     told = [digest_sources(script_sources(Path(script))), config.engine.value, nodes, processes, *config.arguments]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
 
 import dagster as dg
 
@@ -19,16 +18,13 @@ from dtrain_dagster.automation.capacity_queue import (
     refused_again,
 )
 from dtrain_dagster.automation.retraining import CAUSE_TAG
-from dtrain_dagster.clusters.base import ClusterConfig, NoCapacityError
+from dtrain_dagster.clusters.base import ClusterConfig, GPUClusterManager, NoCapacityError
 from dtrain_dagster.jobs.progress import JOB_TAG
+from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.support.formatting import format_duration
 from dtrain_dagster.support.notify import notify_and_log
 from trainer.errors import DamagedError
 from trainer.rundir import LAUNCH, RunDir
-
-if TYPE_CHECKING:
-    from dtrain_dagster.clusters.base import GPUClusterManager
-    from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 
 
 def provision(

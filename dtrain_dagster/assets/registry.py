@@ -8,7 +8,7 @@ from urllib.parse import quote
 import dagster as dg
 
 from dtrain_dagster.assets.common import head_of_page, links, plan_of, read_finished, round_figures, sentences
-from dtrain_dagster.assets.pipeline import STOCK, Pipeline
+from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.plan import TrainingPlan
@@ -21,7 +21,7 @@ from dtrain_dagster.jobs.progress import REGISTRATION, code_version
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.settings.notices import run_page
 from dtrain_dagster.support.formatting import dollars
-from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
+from dtrain_dagster.support.graph_names import GraphNames
 from dtrain_dagster.support.page_entries import fit_page
 from dtrain_dagster.support.secrets import SecretError
 from trainer.evaluation.gate import POINT_RULE, RULE, gate, score_of
@@ -69,87 +69,72 @@ def build_registered_model(pipeline: Pipeline) -> dg.AssetsDefinition:
     ):  # no annotation, see assets.common
         """Register the trained model as a version, check it with a scoring server, and give it an alias."""
         cluster, project = cluster_resource(context, names), project_resource(context, names)
-        return register(context, cluster, project, sharded_dataset.manifest(), cost_estimate, trained_checkpoint, names)
+        manifest, job = sharded_dataset.manifest(), trained_checkpoint
+        # Here, not above: these load MLflow.
+        from dtrain_dagster import registry
+        from dtrain_dagster.costs.worth import worth_line
+
+        rundir = RunDir(job.run_dir)
+        order = order_of(project.home, rundir)  # nodes write the run directory: it must agree with the order
+        plan = plan_of(rundir, cost_estimate)
+        result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
+        provenance = provenance_of(context, cluster, project, job, plan)
+        ordered = registry.ordered_job(rundir, order)
+        # A node wrote the evaluation: what the gate reads follows from the model and the dataset.
+        evaluation = registry.judge_again(rundir, order, evaluation, project.cache_dir)
+        verdict = gate(evaluation)
+        card = registry.model_card(project.model_name, ordered, result, evaluation, manifest, provenance, verdict)
+        models = cluster.registry(project, context.run.run_id)
+        model = models.register_model(
+            job.run_dir,
+            project.model_name,
+            provenance.tags(),
+            card,
+            experiment=project.experiment,
+            cache_dir=project.cache_dir,
+            order=order,
+        )
+        digests = {name: model.tags[name] for name in (*MODEL_DIGESTS, registry.PACKED_TAG) if name in model.tags}
+        if order is not None:
+            keep_registration(
+                Path(project.home), order.job.job_id, {"name": model.name, "version": model.version, **digests}
+            )
+            order = order_of(project.home, rundir)  # from here on, its files must be those that were registered
+        context.log.info(f"{model.name} version {model.version}; asking a scoring server for its numbers")
+        serving = models.check_serving(job.run_dir, model, cache_dir=project.cache_dir, order=order)
+        # A model that cannot be served must not become champion, however good it is.
+        champion = models.judge_champion(job.run_dir, model, cache_dir=project.cache_dir, order=order)
+        served = verdict if serving.passed else registry.Gate(False, (f"serving failed: {serving.message}",))
+        decision = registry.choose_alias(served, champion)
+        replaced = models.promote(model, decision)
+        context.log.info(f"{decision.alias}: {decision.reason}")
+        worth, decided = worth_line(evaluation, provenance.cost_usd_total), decision.reason.partition(", because")[0]
+        rundir.write_json(REGISTRATION, {"name": model.name, "version": model.version, "alias": decision.alias})
+        return dg.MaterializeResult(
+            value={"name": model.name, "version": model.version, "uri": model.uri, "run_dir": job.run_dir},
+            data_version=dg.DataVersion(result["weights_sha256"]),
+            metadata=fit_page(
+                {
+                    **head_of_page(
+                        f"{model.name} version {model.version} is {decision.alias}: {decided}.",
+                        _ranks(evaluation),
+                        {"version": model.version, "alias": decision.alias, **_test_score(evaluation)},
+                    ),
+                    **({"earned": worth} if worth else {}),
+                    **links(**mlflow_pages(project.mlflow_url, model)),
+                    "model": model.name,
+                    "reason": decision.reason,
+                    "replaced_champion": replaced or "none",
+                    "uri": model.uri,
+                    "mlflow_run_id": model.run_id,
+                    "model_card": dg.MarkdownMetadataValue(card),
+                    "tags": dg.JsonMetadataValue({**model.tags, **digests}),
+                }
+            ),
+            check_results=check_results(verdict, evaluation, serving),
+        )
 
     return registered_model
-
-
-registered_model = build_registered_model(STOCK)
-
-
-def register(
-    context: dg.AssetExecutionContext,
-    cluster: GPUClusterResource,
-    project: ProjectResource,
-    manifest: dict[str, Any],
-    cost_estimate: TrainingPlan,
-    job: FinishedJob,
-    names: GraphNames = STOCK_NAMES,
-) -> dg.MaterializeResult:
-    """Return the version of a finished training's model, with its alias and checks."""
-    # Here, not above: these load MLflow.
-    from dtrain_dagster import registry
-    from dtrain_dagster.costs.worth import worth_line
-
-    rundir = RunDir(job.run_dir)
-    order = order_of(project.home, rundir)  # nodes write the run directory: it must agree with the order
-    plan = plan_of(rundir, cost_estimate)
-    result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
-    provenance = provenance_of(context, cluster, project, job, plan)
-    ordered = registry.ordered_job(rundir, order)
-    # A node wrote the evaluation: what the gate reads follows from the model and the dataset.
-    evaluation = registry.judge_again(rundir, order, evaluation, project.cache_dir)
-    verdict = gate(evaluation)
-    card = registry.model_card(project.model_name, ordered, result, evaluation, manifest, provenance, verdict)
-    models = cluster.registry(project, context.run.run_id)
-    model = models.register_model(
-        job.run_dir,
-        project.model_name,
-        provenance.tags(),
-        card,
-        experiment=project.experiment,
-        cache_dir=project.cache_dir,
-        order=order,
-    )
-    digests = {name: model.tags[name] for name in (*MODEL_DIGESTS, registry.PACKED_TAG) if name in model.tags}
-    if order is not None:
-        keep_registration(
-            Path(project.home), order.job.job_id, {"name": model.name, "version": model.version, **digests}
-        )
-        order = order_of(project.home, rundir)  # from here on, its files must be those that were registered
-    context.log.info(f"{model.name} version {model.version}; asking a scoring server for its numbers")
-    serving = models.check_serving(job.run_dir, model, cache_dir=project.cache_dir, order=order)
-    # A model that cannot be served must not become champion, however good it is.
-    champion = models.judge_champion(job.run_dir, model, cache_dir=project.cache_dir, order=order)
-    served = verdict if serving.passed else registry.Gate(False, (f"serving failed: {serving.message}",))
-    decision = registry.choose_alias(served, champion)
-    replaced = models.promote(model, decision)
-    context.log.info(f"{decision.alias}: {decision.reason}")
-    worth, decided = worth_line(evaluation, provenance.cost_usd_total), decision.reason.partition(", because")[0]
-    rundir.write_json(REGISTRATION, {"name": model.name, "version": model.version, "alias": decision.alias})
-    return dg.MaterializeResult(
-        value={"name": model.name, "version": model.version, "uri": model.uri, "run_dir": job.run_dir},
-        data_version=dg.DataVersion(result["weights_sha256"]),
-        metadata=fit_page(
-            {
-                **head_of_page(
-                    f"{model.name} version {model.version} is {decision.alias}: {decided}.",
-                    _ranks(evaluation),
-                    {"version": model.version, "alias": decision.alias, **_test_score(evaluation)},
-                ),
-                **({"earned": worth} if worth else {}),
-                **links(**mlflow_pages(project.mlflow_url, model)),
-                "model": model.name,
-                "reason": decision.reason,
-                "replaced_champion": replaced or "none",
-                "uri": model.uri,
-                "mlflow_run_id": model.run_id,
-                "model_card": dg.MarkdownMetadataValue(card),
-                "tags": dg.JsonMetadataValue({**model.tags, **digests}),
-            }
-        ),
-        check_results=check_results(verdict, evaluation, serving),
-    )
 
 
 def mlflow_pages(mlflow_url: str, model: "RegisteredModel") -> dict[str, str]:
@@ -254,31 +239,22 @@ def build_endpoint_compatible(names: GraphNames) -> dg.AssetChecksDefinition:
     ) -> dg.AssetCheckResult:
         """Check that the endpoint of DTRAIN_ENDPOINT answers with this model's numbers; an error only for a wrong
         form."""
-        return judge_endpoint(cluster_resource(context, names), project_resource(context, names), registered_model)
+        cluster, project = cluster_resource(context, names), project_resource(context, names)
+        if "name" not in registered_model:
+            return dg.AssetCheckResult(passed=True, metadata={"not_judged": "the model was not registered"})
+        from dtrain_dagster.registry import check_endpoint
+
+        model = {name: registered_model[name] for name in ("name", "version")}
+        try:
+            endpoint = cluster.endpoint(project)
+        except (ClusterError, SecretError) as error:
+            return dg.AssetCheckResult(
+                passed=False, severity=dg.AssetCheckSeverity.WARN, metadata={**model, "message": str(error)}
+            )
+        run_dir = registered_model["run_dir"]
+        order = order_of(project.home, RunDir(run_dir))
+        found = check_endpoint(endpoint, run_dir, cache_dir=project.cache_dir, order=order)
+        severity = dg.AssetCheckSeverity.ERROR if found.speaks_against_model else dg.AssetCheckSeverity.WARN
+        return dg.AssetCheckResult(passed=found.passed, severity=severity, metadata={**model, **found.figures()})
 
     return endpoint_compatible
-
-
-endpoint_compatible = build_endpoint_compatible(STOCK_NAMES)
-
-
-def judge_endpoint(
-    cluster: GPUClusterResource, project: ProjectResource, registered_model: dict[str, str]
-) -> dg.AssetCheckResult:
-    """Return what the endpoint of DTRAIN_ENDPOINT says of a registered model; passed where there is none to judge."""
-    if "name" not in registered_model:
-        return dg.AssetCheckResult(passed=True, metadata={"not_judged": "the model was not registered"})
-    from dtrain_dagster.registry import check_endpoint
-
-    model = {name: registered_model[name] for name in ("name", "version")}
-    try:
-        endpoint = cluster.endpoint(project)
-    except (ClusterError, SecretError) as error:
-        return dg.AssetCheckResult(
-            passed=False, severity=dg.AssetCheckSeverity.WARN, metadata={**model, "message": str(error)}
-        )
-    run_dir = registered_model["run_dir"]
-    order = order_of(project.home, RunDir(run_dir))
-    found = check_endpoint(endpoint, run_dir, cache_dir=project.cache_dir, order=order)
-    severity = dg.AssetCheckSeverity.ERROR if found.speaks_against_model else dg.AssetCheckSeverity.WARN
-    return dg.AssetCheckResult(passed=found.passed, severity=severity, metadata={**model, **found.figures()})

@@ -15,7 +15,7 @@ from dtrain_dagster.assets.common import (
     plan_of,
     read_finished,
 )
-from dtrain_dagster.assets.pipeline import STOCK, Pipeline
+from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError, alternatives_to, price_of
@@ -60,9 +60,6 @@ def build_performance_report(pipeline: Pipeline) -> dg.AssetsDefinition:
         return result
 
     return performance_report
-
-
-performance_report = build_performance_report(STOCK)
 
 
 def add_report_to_mlflow(
@@ -120,7 +117,6 @@ def report_performance(
         training=plan.job["training"],
         prices=alternatives_to(plan.sku).values(),
         today=datetime.now(UTC).date(),
-        price_words=plan.price_words,
         startup_seconds=plan.phases.get("startup"),
     ).optimization()
     rundir.write_json(PERFORMANCE_REPORT, asdict(performance) | {"optimization": optimization.document()})

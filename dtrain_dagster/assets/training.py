@@ -3,29 +3,22 @@ watches."""
 
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import cancelling_where_asked, read_finished, sentences
-from dtrain_dagster.assets.pipeline import STOCK, Pipeline
-from dtrain_dagster.assets.plan_limits import refuse_dearer_nodes
+from dtrain_dagster.assets.common import cancelling_where_asked, read_finished
+from dtrain_dagster.assets.pipeline import Pipeline
+from dtrain_dagster.assets.planning import refuse_dearer_nodes
 from dtrain_dagster.assets.provisioning import leave_queue, provision, provisioning, queueing
-from dtrain_dagster.assets.training_progress import (
-    COST_CHECK,
-    RAISE_BUDGET,
-    communication_check,
-    cost_check,
-    follow_training,
-)
+from dtrain_dagster.assets.training_page import check_training, training_checks, training_page
+from dtrain_dagster.assets.training_progress import RAISE_BUDGET, follow_training
 from dtrain_dagster.clusters.base import OWNER, ClusterConfig, GPUClusterManager
 from dtrain_dagster.costs.budget import node_seconds_of, write_limit
 from dtrain_dagster.costs.plan import PLAN, PLANNED_FOR, TrainingPlan, charges_of
-from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.jobs.orders import source_tags
 from dtrain_dagster.jobs.progress import (
     CLAIM,
     JOB_TAG,
@@ -36,13 +29,12 @@ from dtrain_dagster.jobs.progress import (
     known_jobs,
     start_job,
 )
-from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT
+from dtrain_dagster.planning.probe_cost import take_charges
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
-from dtrain_dagster.settings.tiers import Tier, tier_of
+from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.page_entries import fit_page
 from trainer.config import JobConfig, TrackingConfig, parse_job
-from trainer.evaluation.gate import BEYOND_CHANCE, better_baselines, gain_of, score_of
 from trainer.rundir import EVALUATION, LAUNCH, LIMIT, RESULT, RunDir
 
 CLUSTER_TAG = "dtrain/cluster"
@@ -61,9 +53,6 @@ def build_gpu_cluster(pipeline: Pipeline) -> dg.AssetSpec:
         description="The training cluster as the sensors see it: what runs and what is idle. It is observed, not "
         "made here.",
     )
-
-
-gpu_cluster = build_gpu_cluster(STOCK)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,130 +87,64 @@ def build_trained_checkpoint(pipeline: Pipeline) -> dg.AssetsDefinition:
     ):  # no annotation, see assets.common
         """Run the planned training on the cluster, or attach to the job that already does, and follow it to its
         end."""
-        return carry_out(
-            context, pipeline, cluster_resource(context, names), project_resource(context, names), cost_estimate
+        cluster, project = of_plan(cluster_resource(context, names), cost_estimate), project_resource(context, names)
+        manager = cluster.manager(context.run.run_id)
+        got = provision(context, manager, cluster, project, cost_estimate.sku, cost_estimate.node_count)
+        root_run_id = context.run.root_run_id or context.run.run_id
+        choice = choose_job(
+            cost_estimate.fingerprint, root_run_id, known_jobs(manager, project.jobs_uri, cost_estimate.fingerprint)
         )
+        context.log.info(f"{choice.action} job {choice.job_id}: {choice.reason}")
+        rundir = RunDir(f"{project.jobs_uri}/{choice.job_id}")
+        plan = with_probes(cost_estimate, rundir, project.jobs_uri, choice.job_id)
+        try:
+            with cancelling_where_asked(context, manager, rundir, choice.job_id):
+                rundir.write_json(OWNER, {"dagster_run_id": context.run.run_id})
+                context.instance.add_run_tags(context.run.run_id, {JOB_TAG: choice.job_id})
+                if choice.action in ("start", "restart"):
+                    refuse_dearer_nodes(context, project, plan, got)
+                    job = planned_job(plan, choice, cluster, project, context.run.run_id)
+                    job.training.max_node_seconds = (
+                        node_seconds(plan, choice, manager, got) or job.training.max_node_seconds
+                    )
+                    rundir.write_json(PLAN, asdict(plan) | {PLANNED_FOR: context.asset_key.to_user_string()})
+                    env = cluster.node_env(project)
+                    start_job(
+                        manager, job, plan.node_count, plan.processes_per_node, env, plan.stop_at_usd, plan.command
+                    )
+                elif choice.action == "attach":
+                    context.log.info(f"{choice.job_id}: {hand_over_budget(rundir, plan, choice, manager, got)}")
+                with queueing(context, project, cluster):
+                    follow_training(
+                        context, manager, rundir, choice.job_id, plan, project.notify_urls(),
+                        cache(lambda: leave_queue(context, project, got)),
+                    )  # fmt: skip
+        except BudgetSpentError as error:
+            raise dg.Failure(f"{error}; {RAISE_BUDGET}", allow_retries=False) from error
+        result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
+        events, usage = list(rundir.events()), manager.node_usage(choice.job_id)
+        finished = FinishedJob(
+            job_id=choice.job_id,
+            run_dir=rundir.uri,
+            cluster_name=cluster.cluster_name,
+            node_count=plan.node_count,
+            processes_per_node=plan.processes_per_node,
+        )
+        outcome = dg.MaterializeResult(
+            value=finished,
+            data_version=dg.DataVersion(result["weights_sha256"]),
+            metadata=fit_page(
+                training_page(rundir, events, result, evaluation, plan, usage, project.job_url(choice.job_id))
+                | ({"registration": pipeline.unregistered} if pipeline.unregistered else {})
+                | provisioning(manager)
+            ),
+            check_results=check_training(events, result, evaluation, plan, usage),
+        )
+        # This comes last: where a line above raises, the next run can adopt the job instead of training again.
+        rundir.write_json(CLAIM, {"dagster_run_id": context.run.run_id, "claimed_at": time.time()})
+        return outcome
 
     return trained_checkpoint
-
-
-def training_checks(key: dg.AssetKey) -> list[dg.AssetCheckSpec]:
-    """Return the checks of a trained checkpoint with this key."""
-    return [
-        dg.AssetCheckSpec(
-            "weights_equal_on_all_ranks",
-            asset=key,
-            blocking=True,
-            description="The final weights of all ranks have one sha256.",
-        ),
-        dg.AssetCheckSpec(
-            "every_sample_used_once",
-            asset=key,
-            blocking=True,
-            description="Each sample of the training split was used exactly once per epoch, no matter which nodes "
-            "were lost: the trainer's records of what it consumed match the dataset's own count.",
-        ),
-        dg.AssetCheckSpec(
-            "communication_within_limits",
-            asset=key,
-            description=f"Communication takes at most {COMMUNICATION_LIMIT:.0%} of the time: network time that "
-            "nothing hides, and waiting at collectives. More than that is reported while the job runs; the whole "
-            "job is judged at its end.",
-        ),
-        dg.AssetCheckSpec(
-            COST_CHECK,
-            asset=key,
-            description="The training exceeds its estimate by no more than DTRAIN_OVERRUN_FRACTION. The sensor "
-            "cost_overrun reports it while the training runs, from the cost so far and the projected cost.",
-        ),
-        dg.AssetCheckSpec(
-            "no_baseline_is_better",
-            asset=key,
-            description=f"No baseline is better on the same test windows or rows {BEYOND_CHANCE}.",
-        ),
-    ]
-
-
-trained_checkpoint = build_trained_checkpoint(STOCK)
-
-
-def carry_out(
-    context: dg.AssetExecutionContext,
-    pipeline: Pipeline,
-    cluster: GPUClusterResource,
-    project: ProjectResource,
-    plan: TrainingPlan,
-) -> dg.MaterializeResult:
-    """Return the finished training of a plan, with its checks."""
-    from dtrain_dagster.assets.training_page import training_page
-
-    cluster = of_plan(cluster, plan)
-    manager = cluster.manager(context.run.run_id)
-    got = provision(context, manager, cluster, project, plan.sku, plan.node_count)
-    root_run_id = context.run.root_run_id or context.run.run_id
-    choice = choose_job(plan.fingerprint, root_run_id, known_jobs(manager, project.jobs_uri, plan.fingerprint))
-    context.log.info(f"{choice.action} job {choice.job_id}: {choice.reason}")
-    rundir = RunDir(f"{project.jobs_uri}/{choice.job_id}")
-    plan = with_probes(plan, rundir, project.jobs_uri, choice.job_id)
-    try:
-        with cancelling_where_asked(context, manager, rundir, choice.job_id):
-            rundir.write_json(OWNER, {"dagster_run_id": context.run.run_id})
-            context.instance.add_run_tags(context.run.run_id, {JOB_TAG: choice.job_id})
-            if choice.action in ("start", "restart"):
-                refuse_dearer_nodes(context, project, plan, got)
-                job = planned_job(plan, choice, cluster, project, context.run.run_id)
-                job.training.max_node_seconds = (
-                    node_seconds(plan, choice, manager, got) or job.training.max_node_seconds
-                )
-                rundir.write_json(PLAN, asdict(plan) | {PLANNED_FOR: context.asset_key.to_user_string()})
-                env = cluster.node_env(project)
-                start_job(manager, job, plan.node_count, plan.processes_per_node, env, plan.stop_at_usd, plan.command)
-            elif choice.action == "attach":
-                context.log.info(f"{choice.job_id}: {hand_over_budget(rundir, plan, choice, manager, got)}")
-            with queueing(context, project, cluster):
-                follow_training(
-                    context, manager, rundir, choice.job_id, plan, project.notify_urls(),
-                    cache(lambda: leave_queue(context, project, got)),
-                )  # fmt: skip
-    except BudgetSpentError as error:
-        raise dg.Failure(f"{error}; {RAISE_BUDGET}", allow_retries=False) from error
-    result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
-    events, usage = list(rundir.events()), manager.node_usage(choice.job_id)
-    finished = FinishedJob(
-        job_id=choice.job_id,
-        run_dir=rundir.uri,
-        cluster_name=cluster.cluster_name,
-        node_count=plan.node_count,
-        processes_per_node=plan.processes_per_node,
-    )
-    outcome = dg.MaterializeResult(
-        value=finished,
-        data_version=dg.DataVersion(result["weights_sha256"]),
-        metadata=fit_page(
-            training_page(
-                rundir,
-                events,
-                result,
-                evaluation,
-                plan,
-                totals_metadata(usage, plan.tier),
-                project.job_url(choice.job_id),
-            )
-            | ({"registration": pipeline.unregistered} if pipeline.unregistered else {})
-            | _worth(evaluation, [*usage, *plan.probe_usage], plan.tier)
-            | provisioning(manager)
-        ),
-        check_results=[
-            _weights_check(result),
-            _samples_check(result, plan),
-            communication_check(events, plan.job["training"]),
-            cost_check(manager, choice.job_id, plan),
-            _baselines_check(evaluation),
-        ],
-    )
-    # This comes last: where a line above raises, the next run can adopt the job instead of training again.
-    rundir.write_json(CLAIM, {"dagster_run_id": context.run.run_id, "claimed_at": time.time()})
-    return outcome
 
 
 def of_plan(cluster: GPUClusterResource, plan: TrainingPlan) -> GPUClusterResource:
@@ -235,8 +158,6 @@ def of_plan(cluster: GPUClusterResource, plan: TrainingPlan) -> GPUClusterResour
 def with_probes(plan: TrainingPlan, rundir: RunDir, jobs_uri: str, job_id: str) -> TrainingPlan:
     """Return the plan with the probes that this job pays for: those of the plan, unless another training was quicker to
     take them, and those of the plan that the job was started with."""
-    from dtrain_dagster.planning.probe_cost import take_charges
-
     before = rundir.read_json(PLAN)
     earlier = charges_of(before)
     charges = {charge.job_id: charge for charge in (*plan.probes, *earlier)}
@@ -254,8 +175,6 @@ def planned_job(
     run_id: str,
 ) -> JobConfig:
     """Return the `JobConfig` that carries out the plan."""
-    from dtrain_dagster.jobs.orders import source_tags  # not above: loading the definitions does without
-
     run_dir, uri = f"{project.jobs_uri}/{choice.job_id}", cluster.registry(project).tracking_uri
     source: dict[str, str] = {}
     if not project.tracks_in_workspace:  # which keeps few tags of a run, and knows its source by itself
@@ -290,65 +209,3 @@ def hand_over_budget(
         return f"keeps its hard budget of {dollars(kept)}" if kept else "no hard budget in dollars is set"
     write_limit(rundir, seconds, plan.stop_at_usd)
     return f"runs up to stop_at_usd = {dollars(plan.stop_at_usd)} from now on ({seconds / 3600:.4g} node-hours in all)"
-
-
-def totals_metadata(usage: Sequence[NodeUsage], tier: Tier) -> dict[str, Any]:
-    """Return metadata: what a job took over all launches, and what of it the last one took if there were several."""
-    from dtrain_dagster.jobs.totals import sum_launches
-
-    took = sum_launches(usage, tier)
-    metadata: dict[str, Any] = {
-        "launches": took.launches,
-        "wall_seconds": round(took.seconds, 1),
-        "node_hours": round(took.node_hours, 5),
-    }
-    if took.usd is not None:
-        metadata["cost_usd"] = round(took.usd, 5)
-    return metadata | took.last_metadata()
-
-
-def _worth(evaluation: dict[str, Any], usage: Sequence[NodeUsage], tier: Tier) -> dict[str, str]:
-    """Return metadata: whether the network has earned its dollars, those of probes included."""
-    from dtrain_dagster.costs.worth import worth_line
-    from dtrain_dagster.jobs.totals import sum_launches
-
-    return {"earned": worth} if (worth := worth_line(evaluation, sum_launches(usage, tier).usd)) else {}
-
-
-def _weights_check(result: dict[str, Any]) -> dg.AssetCheckResult:
-    return dg.AssetCheckResult(
-        check_name="weights_equal_on_all_ranks",
-        passed=bool(result["weights_equal_on_ranks"]),
-        metadata={"sha256": result["weights_sha256"], "ranks": result["world_size"]},
-    )
-
-
-def _samples_check(result: dict[str, Any], plan: TrainingPlan) -> dg.AssetCheckResult:
-    """Return the check that the trainer's records add up to the number of samples in the dataset's manifest, or to
-    that which the script had before the training."""
-    from trainer.data.coverage import find_coverage_errors  # numpy, which the code location does not need to load
-    from trainer.data.manifest import load_manifest
-    from trainer.storage.open import open_storage
-
-    own = plan.job.get("script") or load_manifest(open_storage(plan.job["dataset"]["uri"]))
-    count, epochs = own["samples"]["train"], result["consumed"]
-    wrong = find_coverage_errors(epochs, count, whole_epochs=int(result["epochs"]))
-    return dg.AssetCheckResult(
-        check_name="every_sample_used_once",
-        passed=not wrong,
-        metadata={"samples": count, "epochs": len(epochs), "wrong": sentences(wrong)},
-    )
-
-
-def _baselines_check(evaluation: dict[str, Any]) -> dg.AssetCheckResult:
-    score, better = score_of(evaluation), better_baselines(evaluation)
-    gains = {name: gain_of(row) for name, row in evaluation["baselines"].items()}
-    untested = [name for name, (gain, t) in gains.items() if gain is not None and t is None]
-    figure = {score: evaluation["model"][score]} if score else {"nll": "not judged: this loss predicts no distribution"}
-    return dg.AssetCheckResult(
-        check_name="no_baseline_is_better",
-        passed=not better,
-        severity=dg.AssetCheckSeverity.WARN,
-        metadata={**figure, "better": sentences(better)}
-        | ({"not_tested_for_chance": sentences(untested)} if untested else {}),
-    )

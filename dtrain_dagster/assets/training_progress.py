@@ -6,27 +6,23 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dagster as dg
 
 from dtrain_dagster.assets.common import round_figures, strategy_table
 from dtrain_dagster.clusters.base import GPUClusterManager, JobState
 from dtrain_dagster.costs.plan import TrainingPlan
-from dtrain_dagster.costs.prices import PriceError
-from dtrain_dagster.costs.tracker import CostTracker, overrun
-from dtrain_dagster.jobs.progress import follow_job, ran_out
+from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.jobs.progress import WaitNews, describe_wait, follow_job, ran_out
 from dtrain_dagster.jobs.view import RESUMED, JobView
-from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, COMMUNICATION_SEGMENTS, settled, shares, windows
-from dtrain_dagster.settings.environment import load_settings
+from dtrain_dagster.monitoring.windows import COMMUNICATION_SEGMENTS
+from dtrain_dagster.planning.projection import Projection, TimeLeft, count_nodes, describe_training, project, time_left
 from dtrain_dagster.support.formatting import dollars, in_block
 from dtrain_dagster.support.notify import notify_and_log
 from trainer.errors import DamagedError
 from trainer.printable import visible
 from trainer.rundir import RunDir
-
-if TYPE_CHECKING:
-    from dtrain_dagster.planning.projection import Projection, TimeLeft
 
 COST_CHECK = "cost_within_estimate"
 RAISE_BUDGET = (
@@ -52,9 +48,6 @@ def follow_training(
     """Follow the job to its end, with an observation every few seconds. Raise `dagster.Failure` if it does not
     succeed, `NoCapacityError` where no nodes came for it. ``has_nodes`` is called at each look that finds it on its
     nodes."""
-    from dtrain_dagster.jobs.progress import WaitNews, describe_wait
-    from dtrain_dagster.planning.projection import project, time_left
-
     observed_at, phase, wait_news = 0.0, "", WaitNews()
     told: dict[str, Any] | None = None
     judged: Sequence[Mapping[str, Any]] = ()
@@ -161,7 +154,7 @@ def tell_of(
                 check_name="communication_within_limits",
                 passed=False,
                 severity=dg.AssetCheckSeverity.WARN,
-                metadata=_shares(alert.figures)
+                metadata=communication_shares(alert.figures)
                 | {"strategies": dg.MarkdownMetadataValue(strategy_table(alert.strategies))},
             )
             context.log_event(check)
@@ -192,15 +185,13 @@ def progress_metadata(
         "projected_cost_high_usd": cost.at_end.high if cost.at_end else None,
         "estimated_usd": cost.estimated,
         "over_estimate_percent": None if over is None else round(100 * over, 2),
-        **_shares(view.shares()),
+        **communication_shares(view.shares()),
     }
     return {name: round_figures(value) for name, value in fields.items() if value is not None}
 
 
 def describe_progress(view: JobView, plan: TrainingPlan, cost: Projection, left: TimeLeft | None = None) -> str:
     """Return the same figures as one line of the log."""
-    from dtrain_dagster.planning.projection import count_nodes, describe_training  # not above: while it trains only
-
     parts = describe_training(view, plan.work.steps, left, with_share=True)
     if shares := view.shares():
         parts.append(f"network {shares['communication']:.0%}, waiting {shares['waiting']:.0%}")
@@ -210,52 +201,7 @@ def describe_progress(view: JobView, plan: TrainingPlan, cost: Projection, left:
     return " · ".join([*parts, count_nodes(view.nodes_alive), f"{', '.join(told)} ({plan.price_words})"])
 
 
-def cost_check(manager: GPUClusterManager, job_id: str, plan: TrainingPlan) -> dg.AssetCheckResult:
-    """Return the check of the whole job's cost against its estimate."""
-    limit, estimated = load_settings().overrun_fraction, plan.estimate.usd.expected
-    try:
-        usd = CostTracker("", manager.node_usage(job_id), plan.tier).total_usd
-    except PriceError as error:  # the training is done, whatever it has cost; nobody can say that it was within limits
-        metadata = {"cost": f"not known: {error}", "estimated_usd": round_figures(estimated)}
-        return dg.AssetCheckResult(
-            check_name=COST_CHECK, passed=False, severity=dg.AssetCheckSeverity.WARN, metadata=metadata
-        )
-    over = overrun(usd, estimated)
-    return dg.AssetCheckResult(
-        check_name=COST_CHECK,
-        passed=over <= limit,
-        severity=dg.AssetCheckSeverity.WARN,
-        metadata={
-            "cost": f"{dollars(usd)} ({plan.price_words})",
-            "cost_usd": round_figures(usd),
-            "estimated_usd": round_figures(estimated),
-            "over_estimate_percent": round(100 * over, 1),
-        },
-    )
-
-
-def communication_check(events: Sequence[dict[str, Any]], training: Mapping[str, Any]) -> dg.AssetCheckResult:
-    """Return the check of the whole job's communication against its limit, with the changes that would help."""
-    from dtrain_dagster.monitoring.alerts import communication_alert
-    from dtrain_dagster.monitoring.windows import with_own_cores
-
-    found = settled(windows(events))
-    alert = communication_alert(found, training)
-    unjudged = "ranks share cores: their collectives wait for a core, which says nothing about the network"
-    metadata: dict[str, Any] = {"limit_percent": 100 * COMMUNICATION_LIMIT}
-    metadata |= _shares(shares(found)) if found else {"communication_percent": "not known: no timing was recorded"}
-    if alert:
-        metadata["strategies"] = dg.MarkdownMetadataValue(strategy_table(alert.strategies))
-    return dg.AssetCheckResult(
-        check_name="communication_within_limits",
-        passed=alert is None,
-        severity=dg.AssetCheckSeverity.WARN,
-        description=alert.sentence if alert else unjudged if found and not with_own_cores(found) else None,
-        metadata=metadata,
-    )
-
-
-def _shares(shares: Mapping[str, float]) -> dict[str, float]:
+def communication_shares(shares: Mapping[str, float]) -> dict[str, float]:
     """Return the shares of the network and of waiting, in percent, and both together, which the limit is about."""
     if not shares:
         return {}

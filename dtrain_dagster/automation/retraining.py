@@ -20,7 +20,7 @@ from dtrain_dagster.automation import clock
 from dtrain_dagster.automation.capacity_queue import WaitingList
 from dtrain_dagster.automation.run_liveness import ALIVE_SECONDS, LIVE, has_died, planned_assets
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS
-from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import notify_and_log
@@ -181,8 +181,6 @@ def weekly(when: datetime) -> RetrainingCause:
 def ask(
     context: dg.SensorEvaluationContext | dg.ScheduleEvaluationContext,
     cause: RetrainingCause,
-    project: ProjectResource,
-    cluster: GPUClusterResource,
     budget_usd: float,
     names: GraphNames = STOCK_NAMES,
 ) -> dg.RunRequest | dg.SkipReason:
@@ -193,6 +191,7 @@ def ask(
     (`claim_retraining`).
     """
     now, trained = time.time(), names.key(TRAINED)
+    project, cluster = project_resource(context, names), cluster_resource(context, names)
     cause = replace(cause, key=names.mark(cause.key))
     live = _trainings(context, project, cluster, now, trained)
     queued = [

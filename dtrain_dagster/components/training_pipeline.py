@@ -8,35 +8,12 @@ from pydantic import Field
 from dtrain_dagster.pipelines import Cluster, PipelineError, Prices, build_training_assets
 
 
-class PricesModel(dg.Model, dg.Resolvable):
-    """Prices to train on. What is left out begins as in the launchpads of `stock_prices` and `sharded_dataset`."""
-
-    source: Annotated[str | None, Field(description="sp500_panel, us_ohlcv, yfinance:…, or a file")] = None
-    window: int | None = None
-    horizon: int | None = None
-    train_last: str | None = None
-    valid_last: str | None = None
-    shards: int | None = None
-
-
 class DatasetModel(dg.Model, dg.Resolvable):
     """What is trained on: one of these."""
 
-    prices: PricesModel | None = None
+    prices: Prices | None = None
     folder: Annotated[str | None, Field(description="a dataset's folder, seen from this file, or its id")] = None
     asset: Annotated[dg.ResolvedAssetKey | None, Field(description="the asset that returns a dataset's folder")] = None
-
-
-class ClusterModel(dg.Model, dg.Resolvable):
-    """The cluster that trains. What is left out is as the environment has it (``DTRAIN_CLUSTER`` and its like)."""
-
-    kind: str | None = None
-    name: str | None = None
-    nodes: int | None = None
-    processes_per_node: int | None = None
-    threads_per_rank: int | None = None
-    gpu_type: str | None = None
-    tier: str | None = None
 
 
 class PipelineScaffolder(dg.Scaffolder):
@@ -67,7 +44,7 @@ class TrainingPipeline(dg.Component, dg.Model, dg.Resolvable):
     loss_args: dict[str, Any] | None = None
     training: Annotated[dict[str, Any], Field(description="fields of DistributedTrainingConfig, as epochs")] = {}
     limits: Annotated[dict[str, Any], Field(description="budget_usd, deadline_hours, stop_at_usd, …")] = {}
-    cluster: ClusterModel | None = None
+    cluster: Cluster | None = None
     model_name: Annotated[str | None, Field(description="of the registered model; left out: name")] = None
     experiment: Annotated[str | None, Field(description="of MLflow; left out: name")] = None
     schedule: Annotated[str | None, Field(description="cron of the retraining, off until it is switched on")] = None
@@ -87,7 +64,7 @@ class TrainingPipeline(dg.Component, dg.Model, dg.Resolvable):
             loss_args=self.loss_args,
             training=self.training,
             limits=self.limits,
-            cluster=Cluster(**self.cluster.model_dump()) if self.cluster else None,
+            cluster=self.cluster,
             model_name=self.model_name,
             experiment=self.experiment,
             schedule=self.schedule,
@@ -103,7 +80,7 @@ class TrainingPipeline(dg.Component, dg.Model, dg.Resolvable):
         if len(given) != 1:
             raise PipelineError(f"pipeline {self.name}: dataset: give one of prices, folder and asset")
         if self.dataset.prices is not None:
-            return Prices(**self.dataset.prices.model_dump())
+            return self.dataset.prices
         if self.dataset.asset is not None:
             return self.dataset.asset
         folder = str(self.dataset.folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -16,3 +17,11 @@ class Interval:
     def scaled(self, factor: float) -> Interval:
         """Return the interval with all figures times ``factor``."""
         return Interval(low=self.low * factor, expected=self.expected * factor, high=self.high * factor)
+
+    def range_in(self, write: Callable[[float], str]) -> str:
+        """Return ``$2.00 to $4.00``, of figures that ``write`` puts into words."""
+        return f"{write(self.low)} to {write(self.high)}"
+
+    def told(self, write: Callable[[float], str]) -> str:
+        """Return ``$3.00 ($2.00 to $4.00)``."""
+        return f"{write(self.expected)} ({self.range_in(write)})"

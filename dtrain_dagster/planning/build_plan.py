@@ -7,29 +7,22 @@ Reading the launchpad, notifying people and recording belong in `dtrain_dagster.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
+from dtrain_dagster.clusters.ranks import explain_idle_gpus
 from dtrain_dagster.costs.estimate import Estimate, Forecast, LearnedCorrection, Sizes, estimate_cost, estimate_forecast
 from dtrain_dagster.costs.evictions import tell_evictions, tell_spot_price
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.plan import SECTIONS, ProbeCharge, TrainingPlan
-from dtrain_dagster.costs.prices import SkuPrice, alternatives_to, is_of_site, price_words
+from dtrain_dagster.costs.prices import LISTED, SkuPrice, is_of_site, price_of, price_words
 from dtrain_dagster.jobs.progress import fingerprint
 from dtrain_dagster.jobs.script_job import ScriptJob
-from dtrain_dagster.planning.choices import Baseline, Choices, PlanChoice, choices
-from dtrain_dagster.planning.history import pace_mark
 from dtrain_dagster.settings.cluster_kinds import ClusterKind
-from dtrain_dagster.settings.tiers import TIERS, Tier
+from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from trainer.config import SCRIPT, JobConfig
-
-if TYPE_CHECKING:
-    from dtrain_dagster.planning.probe_cost import ExpectedProbe
-
 
 LEAST_SECONDS = 5.0
 """Least seconds of any training: its processes start, load their libraries, and end."""
@@ -107,6 +100,34 @@ def size_up_job(
     )
 
 
+def pace_mark(job: JobConfig, processes_per_node: int, script: str = "") -> str:
+    """Return eight hex digits over everything that decides the duration of a step, an evaluation or a start, on any
+    number of nodes. Trainings that differ only in their number of steps, in how often they save or evaluate, or in the
+    numbers of an optimizer have the same mark."""
+    training = replace(
+        job.training,
+        world_size=1,
+        epochs=1,
+        max_steps=None,
+        eval_frequency=None,
+        checkpoint_frequency=1,
+        keep_checkpoints=1,
+        early_stopping_patience=None,
+        log_frequency=1,
+        seed=0,
+        start_from=None,
+        start_sha256=None,
+        learning_rate=1.0,
+        lr_scaling="none",
+        lr_base_batch_size=1,
+        warmup_steps=0,
+        schedule="constant",
+        min_lr_fraction=0.0,
+        weight_decay=0.0,
+    )
+    return fingerprint(replace(job, training=training), 0, processes_per_node, script)
+
+
 def sizes_of(job: JobConfig, samples: Mapping[str, int], processes_per_node: int, cores: int | None) -> Sizes:
     """Return how much the job has to do. ``samples``: of each split; ``cores``: see `Sizes`."""
     training = job.training
@@ -124,50 +145,6 @@ def sizes_of(job: JobConfig, samples: Mapping[str, int], processes_per_node: int
         early_stopping_patience=training.early_stopping_patience,
         cores=cores,
     )
-
-
-def compare_choices(
-    planned: PlannedJob, forecast: Forecast, limits: Limits, too_small: Callable[[SkuPrice, int], str] | None = None
-) -> Choices:
-    """Return the alternatives: every SKU, every tier, one node to twice as many; the planned nodes alone where somebody
-    has stated the world size, and no other SKU or tier at a site's price. ``too_small``: see `choices`."""
-    count = planned.node_count
-    baseline = Baseline(
-        price=planned.price,
-        node_count=count,
-        tier=planned.tier,
-        ranks_per_node=forecast.sizes.processes_per_node,
-        batch_size_per_rank=forecast.sizes.batch_size_per_rank,
-        measured_nodes=tuple(item.node_count for item in forecast.measured),
-    )
-    return choices(
-        forecast,
-        baseline,
-        alternatives_to(planned.price.sku).values(),
-        {count} if planned.sizes.stated_ranks else {*range(1, count + 1), 2 * count},
-        (planned.tier,) if is_of_site(planned.price.sku) else TIERS,
-        epochs=planned.sizes.epochs,
-        today=datetime.now(UTC).date(),
-        deadline_seconds=left_of(3600 * limits.deadline_hours, limits.spent_seconds),
-        budget_usd=left_of(limits.budget_usd, limits.spent_usd),
-        spent_usd=limits.spent_usd,
-        spent_seconds=limits.spent_seconds,
-        is_stand_in=not planned.kind.buys_nodes,
-        is_this_machine=planned.kind.is_this_machine,
-        price_words=planned.price_words,
-        too_small=too_small,
-        place=planned.place,
-    )
-
-
-def left_of(limit: float, spent: float) -> float | None:
-    """Return what is left of a limit, never nothing; None where there is no limit. Pure."""
-    return max(limit - spent, 1e-9) if limit else None
-
-
-def mark_planned(table: Choices, planned: PlanChoice) -> Choices:
-    """Return the same choices, with this one marked as the plan."""
-    return replace(table, rows=tuple(replace(row, is_planned=row is planned) for row in table.rows))
 
 
 def assemble_plan(
@@ -253,8 +230,18 @@ class Limits:
     def __bool__(self) -> bool:
         return bool(self.budget_usd or self.deadline_hours)
 
+    @property
+    def left_usd(self) -> float | None:
+        """Return what is left of the budget, never nothing; None where there is none."""
+        return max(self.budget_usd - self.spent_usd, 1e-9) if self.budget_usd else None
 
-def explain_excess(estimate: Estimate | PlanChoice, limits: Limits, at_least: bool = False) -> str | None:
+    @property
+    def left_seconds(self) -> float | None:
+        """Return what is left of the time until the deadline, as `left_usd` does of the budget."""
+        return max(3600 * self.deadline_hours - self.spent_seconds, 1e-9) if self.deadline_hours else None
+
+
+def explain_excess(estimate: Estimate, limits: Limits, at_least: bool = False) -> str | None:
     """Return in words how the estimate exceeds the limits; None where it fits. ``at_least``: only what is beyond doubt
     counts, the lower end of the interval."""
     usd, seconds = estimate.usd, estimate.seconds
@@ -274,17 +261,18 @@ def explain_excess(estimate: Estimate | PlanChoice, limits: Limits, at_least: bo
     return "; ".join(said) or None
 
 
-def explain_dear_probe(probe: ExpectedProbe, limits: Limits, stop_at_usd: float) -> str | None:
-    """Return in words why not even the plan's probe fits its limits; None where it does, as expected. A probe that was
-    run before is free."""
-    said = [
-        f"{name} is {dollars(limit)}"
-        for name, limit in (("budget_usd", limits.budget_usd), ("stop_at_usd", stop_at_usd))
-        if 0 < limit < probe.usd.expected
-    ]
-    if 0 < limits.deadline_hours * 3600 < probe.seconds.expected:
-        said.append(f"deadline_hours is {limits.deadline_hours:g}")
-    return f"the probe alone would take {probe}, and {' and '.join(said)}" if said else None
+def sure_objection(
+    past: Forecast | None, price: SkuPrice, tier: Tier, node_count: int, limits: Limits, choose_nodes: bool
+) -> str | None:
+    """Return a sentence on why the plan cannot fit its limits, before anything is run; None where it may fit. It rests
+    on past runs, or on the least that any training takes. Where nodes may be chosen, no number of them would fit."""
+    said = None
+    for count in range(1, node_count + 1) if choose_nodes else [node_count]:
+        bound = estimate_forecast(past, price, tier, count) if past else least(price, tier, count)
+        said = explain_excess(bound, limits, at_least=True)
+        if said is None:
+            return None
+    return said
 
 
 def least(price: SkuPrice, tier: Tier, node_count: int) -> Estimate:
@@ -293,19 +281,27 @@ def least(price: SkuPrice, tier: Tier, node_count: int) -> Estimate:
     return estimate_cost(seconds, price, tier, node_count)
 
 
-def remedies(
-    forecast: Forecast, limits: Limits, price: SkuPrice, tier: Tier, node_counts: Iterable[int], planned: int
-) -> list[str]:
-    """Return what would fit, in words: another number of nodes, fewer epochs."""
-    found = []
-    for count in node_counts:
-        estimate = estimate_forecast(forecast, price, tier, count)
-        if count != planned and explain_excess(estimate, limits) is None:
-            cost = f"{dollars(estimate.usd.expected)} and {format_duration(estimate.seconds.expected)}"
-            found.append(f"{count} node(s) (DTRAIN_NODES={count}): about {cost}")
-    if epochs := most_epochs(forecast, limits, price, tier, planned):
-        found.append(f"epochs={epochs} instead of {forecast.sizes.epochs} on {planned} node(s)")
-    return found
+def warnings_of(plan: TrainingPlan, limits: Limits) -> list[str]:
+    """Return sentences on the limits that a plan which fits may still exceed."""
+    usd, seconds, said = plan.estimate.usd, plan.estimate.seconds, []
+    spent = limits.spent_usd
+    probe = f" with the {dollars(spent)} of its probe" if spent else ""
+    if 0 < limits.budget_usd < usd.high + spent:
+        high = dollars(usd.high + spent)
+        said.append(f"it may cost up to {high}{probe}, which exceeds budget_usd = {dollars(limits.budget_usd)}")
+    if 0 < limits.deadline_hours * 3600 < seconds.high + limits.spent_seconds:
+        said.append(
+            f"it may take up to {format_duration(seconds.high)}, over deadline_hours = {limits.deadline_hours:g}"
+        )
+    if 0 < plan.stop_at_usd < usd.high + spent:
+        said.append(
+            f"it may reach stop_at_usd = {dollars(plan.stop_at_usd)} before its end: {dollars(usd.expected + spent)} "
+            f"are expected{probe}, up to {dollars(usd.high + spent)}"
+        )
+    idle = explain_idle_gpus(
+        price_of(plan.sku), plan.processes_per_node, plan.node_count, usd.expected, plan.price_words != LISTED
+    )
+    return [*said, idle] if idle else said
 
 
 def most_epochs(forecast: Forecast, limits: Limits, price: SkuPrice, tier: Tier, node_count: int) -> int:
@@ -323,6 +319,4 @@ def most_epochs(forecast: Forecast, limits: Limits, price: SkuPrice, tier: Tier,
 
 
 def _told(interval: Interval, write: Callable[[float], str], at_least: bool) -> str:
-    if at_least:
-        return f"at least {write(interval.low)}"
-    return f"about {write(interval.expected)} ({write(interval.low)} to {write(interval.high)})"
+    return f"at least {write(interval.low)}" if at_least else f"about {interval.told(write)}"

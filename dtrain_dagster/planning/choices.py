@@ -12,36 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
+from datetime import UTC, date, datetime
 from typing import Literal
 
-from dtrain_dagster.costs.estimate import Forecast, estimate_cost
+from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_cost
 from dtrain_dagster.costs.evictions import tell_evictions, tell_spot_price
 from dtrain_dagster.costs.interval import Interval
-from dtrain_dagster.costs.prices import LISTED, Figure, PriceError, SkuPrice
-from dtrain_dagster.settings.tiers import Tier, tier_in_words
+from dtrain_dagster.costs.prices import Figure, PriceError, SkuPrice, alternatives_to, is_of_site
+from dtrain_dagster.planning.build_plan import Limits, PlannedJob, explain_excess, most_epochs
+from dtrain_dagster.settings.tiers import TIERS, Tier, tier_in_words
 from dtrain_dagster.support.formatting import dollars, format_duration
 
 Origin = Literal["measured", "scaled", "guessed"]
-
-
-class PlanError(ValueError):
-    """No choice keeps the deadline and the budget. The message names those that come nearest, and the settings."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Baseline:
-    """The plan that the forecast is made for."""
-
-    price: SkuPrice
-    """Price of its nodes. On a local cluster: the stand-in price, of nodes that no provider has to offer."""
-    node_count: int
-    tier: Tier
-    ranks_per_node: int
-    batch_size_per_rank: int
-    """Samples of one rank in one optimizer step."""
-    measured_nodes: tuple[int, ...] = ()
-    """Node counts on which this training has been measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,13 +38,7 @@ class PlanChoice:
     tier: Tier
     global_batch: int
     """Samples in one optimizer step."""
-    seconds: Interval
-    usd: Interval
-    usd_per_node_hour: float
-    usd_per_epoch: float
-    efficiency: float
-    """Speed of the whole training, start-up and evaluations included, relative to that of one node of this SKU times
-    the nodes."""
+    estimate: Estimate
     origin: Origin
     """Origin of the time."""
     time_from: str
@@ -78,9 +54,19 @@ class PlanChoice:
     """What speaks against it, compared with the cheapest; empty for the cheapest itself."""
 
     @property
+    def seconds(self) -> Interval:
+        """Return its time."""
+        return self.estimate.seconds
+
+    @property
+    def usd(self) -> Interval:
+        """Return its dollars."""
+        return self.estimate.usd
+
+    @property
     def name(self) -> str:
         """Return the choice in a few words."""
-        return name_nodes(self.node_count, self.sku.removeprefix("Standard_"), self.tier)
+        return name_nodes(self.node_count, self.sku, self.tier)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,17 +84,13 @@ class Choices:
 
     rows: tuple[PlanChoice, ...]
     not_available: tuple[NotAvailable, ...]
-    deadline_seconds: float | None
-    budget_usd: float | None
+    limits: Limits
     basis: str
     """The basis of the times, in words."""
     assumptions: tuple[str, ...]
     price_words: str
-    spent_usd: float = 0.0
-    """Dollars that the probe has cost; ``budget_usd`` is what is left of the budget. A new budget has to hold both."""
-    spent_seconds: float = 0.0
     place: str = ""
-    """Where the planned nodes are, in words, if they are only priced as their SKU; "" where they are of it."""
+    """See `PlannedJob.place`."""
 
     @property
     def cheapest(self) -> PlanChoice | None:
@@ -125,185 +107,218 @@ class Choices:
         """Return the Pareto front, sorted by cost, and so from slow to quick."""
         return tuple(row for row in self.rows if row.is_pareto)
 
+    def with_planned(self, planned: PlanChoice) -> Choices:
+        """Return the same choices, with this one marked as the plan."""
+        return replace(self, rows=tuple(replace(row, is_planned=row is planned) for row in self.rows))
 
-def choices(
+    def cheapest_here(self, sku: str, tier: Tier, most: int) -> PlanChoice | None:
+        """Return the cheapest choice that a cluster of these nodes can carry out and that surely fits; else the
+        cheapest that fits as expected; else the cheapest of all, which is refused. None where it can carry out none."""
+        here = [row for row in self.rows if (row.sku, row.tier) == (sku, tier) and row.node_count <= most]
+        surely = [row for row in here if not misses(row, self.limits)]
+        likely = [row for row in here if explain_excess(row.estimate, self.limits) is None]
+        return next(iter(surely or likely or here), None)
+
+
+def compare_choices(
+    planned: PlannedJob,
     forecast: Forecast,
-    baseline: Baseline,
-    prices: Iterable[SkuPrice],
-    node_counts: Iterable[int],
-    tiers: Iterable[Tier],
+    limits: Limits,
+    too_small: Callable[[SkuPrice, int], str] = lambda price, node_count: "",
     *,
-    epochs: float,
-    today: date,
-    deadline_seconds: float | None = None,
-    budget_usd: float | None = None,
-    is_stand_in: bool = False,
-    is_this_machine: bool = True,
-    price_words: str = LISTED,
-    spent_usd: float = 0.0,
-    spent_seconds: float = 0.0,
-    too_small: Callable[[SkuPrice, int], str] | None = None,
-    place: str = "",
+    prices: Iterable[SkuPrice] | None = None,
+    node_counts: Iterable[int] | None = None,
+    tiers: Iterable[Tier] | None = None,
+    today: date | None = None,
 ) -> Choices:
     """Return every choice, with the Pareto front and the cheapest that fits marked; none is marked where none fits.
 
-    ``is_stand_in``: the baseline's nodes are only priced as its SKU, which may be retired then. ``is_this_machine``:
-    they are parts of this machine. ``too_small``: why so many nodes of a SKU have too little memory, "" if they have
-    enough. ``place``: see `Choices`.
-    """
-    counts, offered, missing = sorted(set(node_counts)), [], []
-    for price in prices:
+    ``too_small``: why so many nodes of a SKU have too little memory, "" if they have enough. None: every SKU and tier
+    of the planned one's table, of a site's price no other; one node to twice as many as planned, where nobody has
+    stated the world size."""
+    count, price = planned.node_count, planned.price
+    if node_counts is None:
+        node_counts = {count} if planned.sizes.stated_ranks else {*range(1, count + 1), 2 * count}
+    if tiers is None:
+        tiers = (planned.tier,) if is_of_site(price.sku) else TIERS
+    counts, tiers, today = sorted(set(node_counts)), tuple(tiers), today or datetime.now(UTC).date()
+    offered: list[PlanChoice] = []
+    missing: list[NotAvailable] = []
+    for other in alternatives_to(price.sku).values() if prices is None else prices:
+        is_stand_in = other.sku == price.sku and not planned.kind.buys_nodes
+        small = {each: too_small(other, each) for each in counts}
         for tier in tiers:
-            why = _why_not_available(price, tier, today, is_stand_in and price.sku == baseline.price.sku)
-            small = {count: too_small(price, count) if too_small else "" for count in counts}
+            why = explain_unavailable(other, tier, None if is_stand_in else today)
             if why := why or (min(small.values(), default="") and small[counts[-1]]):
-                missing.append(NotAvailable(sku=price.sku, tier=tier, why=why))
+                missing.append(NotAvailable(sku=other.sku, tier=tier, why=why))
             else:
-                fitting_counts = [count for count in counts if not small[count]]
-                offered += [_choice(forecast, baseline, price, count, tier, epochs) for count in fitting_counts]
+                offered += [_choice(planned, forecast, other, each, tier) for each in counts if not small[each]]
     rows = sorted(offered, key=_by_cost)
     front = _front(rows)
-    fitting = [row for row in rows if not misses(row, deadline_seconds, budget_usd)]
-    cheapest = fitting[0] if fitting else None
+    cheapest = next((row for row in rows if not misses(row, limits)), None)
     return Choices(
         rows=tuple(
             replace(
                 row,
                 is_pareto=row in front,
                 is_cheapest=row is cheapest,
-                why_not=_why_not(row, cheapest, deadline_seconds, budget_usd),
+                why_not=_why_not(row, cheapest, limits),
             )
             for row in rows
         ),
         not_available=tuple(missing),
-        deadline_seconds=deadline_seconds,
-        budget_usd=budget_usd,
+        limits=limits,
         basis=forecast.basis_words,
-        assumptions=_assumptions(rows, baseline, is_stand_in and is_this_machine),
-        price_words=price_words,
-        spent_usd=spent_usd,
-        spent_seconds=spent_seconds,
-        place=place,
+        assumptions=_assumptions(rows, planned),
+        price_words=planned.price_words,
+        place=planned.place,
     )
 
 
-def require_choice(table: Choices) -> PlanChoice:
-    """Return the cheapest choice that fits. Raise `PlanError` where none fits, with the nearest choices and the
-    setting to change for each."""
-    if table.cheapest:
-        return table.cheapest
-    if not table.rows:
-        known = "; ".join(f"{item.sku} ({tier_in_words(item.tier)}): {item.why}" for item in table.not_available)
-        raise PlanError(f"there is nothing to choose from: {known or 'no SKU was named'}. Set DTRAIN_GPU_TYPE")
-    deadline, budget = table.deadline_seconds, table.budget_usd
-    in_time = [row for row in table.rows if not misses(row, deadline, None)]
-    affordable = [row for row in table.rows if not misses(row, None, budget)]
-    limits = [] if deadline is None else [f"the deadline of {format_duration(deadline)}"]
-    limits += [] if budget is None else [f"the budget of {dollars(budget)}"]
-    words = [f"none of {len(table.rows)} choices keeps {' and '.join(limits)}"]
-    if in_time and budget is not None:
-        near = min(in_time, key=lambda row: row.usd.high)
-        within = " within the deadline" if deadline is not None else ""
-        setting = f"budget_usd = {_rounded_up(near.usd.high + table.spent_usd)}"
-        words.append(f"The cheapest{within} is {_told(near)}: set {setting}")
-    if affordable and deadline is not None:
-        near = min(affordable, key=lambda row: row.seconds.high)
-        within = " within the budget" if budget is not None else ""
-        setting = f"deadline_hours = {_rounded_up((near.seconds.high + table.spent_seconds) / 3600)}"
-        words.append(f"The fastest{within} is {_told(near)}: set {setting}")
-    if not in_time and not affordable:
-        fastest = min(table.rows, key=lambda row: row.seconds.high)
-        cheapest = min(table.rows, key=lambda row: row.usd.high)
-        words.append(
-            f"The fastest is {_told(fastest)}, the cheapest {_told(cheapest)}: raise deadline_hours, budget_usd"
-        )
-    words.append("Or train less (epochs, max_steps), or allow other SKUs, nodes and tiers")
-    raise PlanError(". ".join(words))
-
-
-def misses(choice: PlanChoice, deadline_seconds: float | None, budget_usd: float | None) -> list[str]:
-    """Return in words which limits a choice may not keep, judged by the upper ends of its intervals."""
-    found = []
-    if deadline_seconds is not None and choice.seconds.high > deadline_seconds:
-        late = choice.seconds.high - deadline_seconds
-        found.append(f"may take {format_duration(choice.seconds.high)}, {format_duration(late)} past the deadline")
-    if budget_usd is not None and choice.usd.high > budget_usd:
-        over = choice.usd.high - budget_usd
-        found.append(f"may cost {dollars(choice.usd.high)}, {dollars(over)} over the budget")
-    return found
-
-
-def name_nodes(node_count: int, sku: str, tier: Tier, place: str = "") -> str:
-    """Return ``3 × NC24ads_A100_v4 (Spot)``, or ``this machine, priced as if it were 3 × …``. ``place``: see
-    `Choices`."""
-    nodes = f"{node_count} × {sku} ({tier_in_words(tier)})"
-    return f"{place}, priced as if it were {nodes}" if place else nodes
-
-
-def _choice(
-    forecast: Forecast, baseline: Baseline, price: SkuPrice, node_count: int, tier: Tier, epochs: float
-) -> PlanChoice:
-    own = price.sku == baseline.price.sku
-    ranks_per_node = baseline.ranks_per_node if own else price.gpus
-    relative = price.speed / baseline.price.speed
-
-    def alike(count: int) -> int:
-        """Return as many of the baseline's nodes as have this number of ranks."""
-        return max(1, round(count * ranks_per_node / baseline.ranks_per_node))
-
-    def seconds_at(count: int) -> Interval:
-        """Return the time on such nodes, at the speed left for each."""
-        return forecast.seconds_at(alike(count), relative * count / alike(count))
-
-    seconds, alone = seconds_at(node_count), seconds_at(1)
-    efficiency = alone.expected / (node_count * seconds.expected)
-    startup, figure = forecast.startup_at(alike(node_count)), price.figure(tier)
-    estimate = estimate_cost(seconds, price, tier, node_count, startup)
-    seconds, usd = estimate.seconds, estimate.usd
-    origin: Origin = "guessed"
-    if own and forecast.basis != "table":
-        origin = "measured" if node_count in baseline.measured_nodes else "scaled"
-    return PlanChoice(
-        sku=price.sku,
-        gpu=price.gpu,
-        gpus=price.gpus,
-        node_count=node_count,
-        tier=tier,
-        global_batch=node_count * ranks_per_node * baseline.batch_size_per_rank,
-        seconds=seconds,
-        usd=usd,
-        usd_per_node_hour=figure.usd_per_hour,
-        usd_per_epoch=usd.expected / epochs if epochs else usd.expected,
-        efficiency=efficiency,
-        origin=origin,
-        time_from=_time_from(origin, forecast, baseline, price),
-        is_planned=own and (node_count, tier) == (baseline.node_count, baseline.tier),
-        price_from=_price_from(figure, price, tier, tell_evictions(usd.expected, node_count, price, tier, startup)),
-    )
-
-
-def _time_from(origin: Origin, forecast: Forecast, baseline: Baseline, price: SkuPrice) -> str:
-    if price.sku == baseline.price.sku:
-        return f"{origin}{' to other nodes' if origin == 'scaled' else ''}: {forecast.basis_words}"
-    return (
-        f"guessed: a node is taken to compute {price.speed / baseline.price.speed:.3g} times as fast as one of "
-        f"{baseline.price.sku}; network, start-up and disks are taken to be the same"
-    )
-
-
-def _price_from(figure: Figure, price: SkuPrice, tier: Tier, evictions: str) -> str:
-    told = f"{figure.usd_per_hour:g} USD per node-hour in {price.region}, {figure.how} {figure.recorded_on}: "
-    return "; ".join(filter(None, [f"{told}{figure.source}", tell_spot_price(price, tier), evictions]))
-
-
-def _why_not_available(price: SkuPrice, tier: Tier, today: date, is_stand_in: bool) -> str:
-    if price.retired_on and date.fromisoformat(price.retired_on) <= today and not is_stand_in:
+def explain_unavailable(price: SkuPrice, tier: Tier, today: date | None) -> str:
+    """Return why nodes of a SKU cannot be had on a tier, "" if they can. ``today``: None for nodes that are only priced
+    as this SKU, which may be retired then."""
+    if today and price.retired_on and date.fromisoformat(price.retired_on) <= today:
         return f"retired on {price.retired_on}"
     try:
         price.figure(tier)
     except PriceError as error:
         return str(error)
     return ""
+
+
+def remedies(table: Choices, planned: PlannedJob, forecast: Forecast) -> list[str]:
+    """Return what would fit, in words: another number of the planned nodes, fewer epochs, the cheapest of all choices;
+    where no choice is sure to fit, which come nearest, and the setting to change for each."""
+    kind, found = (planned.price.sku, planned.tier), []
+    for row in sorted(table.rows, key=lambda row: row.node_count):
+        is_other = (row.sku, row.tier) == kind and row.node_count != planned.node_count
+        if is_other and explain_excess(row.estimate, table.limits) is None:
+            cost = f"{dollars(row.usd.expected)} and {format_duration(row.seconds.expected)}"
+            found.append(f"{row.node_count} node(s) (DTRAIN_NODES={row.node_count}): about {cost}")
+    if epochs := most_epochs(forecast, table.limits, planned.price, planned.tier, planned.node_count):
+        found.append(f"epochs={epochs} instead of {planned.sizes.epochs} on {planned.node_count} node(s)")
+    if table.cheapest:
+        found.append(f"{in_words(table.cheapest)} (DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)")
+    elif table.rows:
+        found.append(_nearest(table))
+    return found
+
+
+def _nearest(table: Choices) -> str:
+    """Return which choices come nearest where none is sure to fit, and the setting to change for each."""
+    limits, rows = table.limits, table.rows
+    in_time = [row for row in rows if not misses(row, replace(limits, budget_usd=0.0))]
+    affordable = [row for row in rows if not misses(row, replace(limits, deadline_hours=0.0))]
+    words = []
+    if in_time and limits.budget_usd:
+        near = min(in_time, key=lambda row: row.usd.high)
+        within = " within the deadline" if limits.deadline_hours else ""
+        setting = f"budget_usd = {_rounded_up(near.usd.high + limits.spent_usd)}"
+        words.append(f"the cheapest{within} is {_told(near)}: set {setting}")
+    if affordable and limits.deadline_hours:
+        near = min(affordable, key=lambda row: row.seconds.high)
+        within = " within the budget" if limits.budget_usd else ""
+        setting = f"deadline_hours = {_rounded_up((near.seconds.high + limits.spent_seconds) / 3600)}"
+        words.append(f"the fastest{within} is {_told(near)}: set {setting}")
+    if not words:
+        fastest, cheapest = min(rows, key=lambda row: row.seconds.high), min(rows, key=lambda row: row.usd.high)
+        words.append(
+            f"the fastest is {_told(fastest)}, the cheapest {_told(cheapest)}: raise deadline_hours, budget_usd"
+        )
+    return "; ".join(words)
+
+
+def misses(choice: PlanChoice, limits: Limits) -> list[str]:
+    """Return in words which limits a choice may not keep, judged by the upper ends of its intervals."""
+    found, deadline, budget = [], limits.left_seconds, limits.left_usd
+    if deadline is not None and choice.seconds.high > deadline:
+        late = format_duration(choice.seconds.high - deadline)
+        found.append(f"may take {format_duration(choice.seconds.high)}, {late} past the deadline")
+    if budget is not None and choice.usd.high > budget:
+        found.append(f"may cost {dollars(choice.usd.high)}, {dollars(choice.usd.high - budget)} over the budget")
+    return found
+
+
+def name_nodes(node_count: int, sku: str, tier: Tier, place: str = "") -> str:
+    """Return ``3 × NC24ads_A100_v4 (Spot)``, or ``this machine, priced as if it were 3 × …``. ``place``: see
+    `PlannedJob.place`."""
+    nodes = f"{node_count} × {sku.removeprefix('Standard_')} ({tier_in_words(tier)})"
+    return f"{place}, priced as if it were {nodes}" if place else nodes
+
+
+def in_words(choice: PlanChoice, place: str = "") -> str:
+    """Return ``2 × NC6s_v3 (dedicated): 3 h 10 min (2 h 50 min to 3 h 40 min), $19.38 ($17.34 to $22.44); scaled from
+    …``"""
+    name = name_nodes(choice.node_count, choice.sku, choice.tier, place)
+    return f"{name}: {choice.seconds.told(format_duration)}, {choice.usd.told(dollars)}; {choice.time_from}"
+
+
+def explain_choice(table: Choices) -> str:
+    """Return what runs, what fewer nodes of the same kind would save, and the cheapest of all choices, each with its
+    dollars and its time. Pure."""
+    planned, cheapest = table.planned, table.cheapest
+    if planned is None:
+        said = ["The planned nodes are not among the choices (see choices_not_available)."]
+    else:
+        said = [f"This plan runs on {in_words(planned, table.place)}."]
+        least = table.cheapest_here(planned.sku, planned.tier, planned.node_count)
+        if least and least.usd.expected < planned.usd.expected and not misses(least, table.limits):
+            said.append(f"{_compared(least, planned)}: `choose_nodes: true` takes it.")
+    if cheapest is None:
+        said.append("No choice is sure to keep the limits.")
+    elif planned is None:
+        said.append(f"The cheapest of all choices is {in_words(cheapest)}.")
+    elif cheapest is planned:
+        said.append("It is the cheapest of all choices.")
+    elif (cheapest.sku, cheapest.tier) != (planned.sku, planned.tier) or cheapest.node_count > planned.node_count:
+        said.append(
+            f"Of all choices the cheapest is {_compared(cheapest, planned)}, {cheapest.origin} "
+            "(DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)."
+        )
+    return " ".join(said)
+
+
+def _compared(other: PlanChoice, planned: PlanChoice) -> str:
+    """Return ``1 × NC6s_v3 (dedicated): $0.031 instead of $0.083, 36 s instead of 32 s``."""
+    return (
+        f"{other.name}: {dollars(other.usd.expected)} instead of {dollars(planned.usd.expected)}, "
+        f"{format_duration(other.seconds.expected)} instead of {format_duration(planned.seconds.expected)}"
+    )
+
+
+def _choice(planned: PlannedJob, forecast: Forecast, price: SkuPrice, node_count: int, tier: Tier) -> PlanChoice:
+    own, own_ranks = price.sku == planned.price.sku, planned.sizes.processes_per_node
+    ranks = node_count * (own_ranks if own else price.gpus)
+    alike = max(1, round(ranks / own_ranks))  # as many of the planned nodes have as many ranks
+    relative = price.speed / planned.price.speed
+    seconds, startup = forecast.seconds_at(alike, relative * node_count / alike), forecast.startup_at(alike)
+    estimate = estimate_cost(seconds, price, tier, node_count, startup)
+    origin: Origin = "guessed"
+    if own and forecast.basis != "table":
+        origin = "measured" if any(item.node_count == node_count for item in forecast.measured) else "scaled"
+    evictions = tell_evictions(estimate.usd.expected, node_count, price, tier, startup)
+    return PlanChoice(
+        sku=price.sku,
+        gpu=price.gpu,
+        gpus=price.gpus,
+        node_count=node_count,
+        tier=tier,
+        global_batch=ranks * planned.sizes.batch_size_per_rank,
+        estimate=estimate,
+        origin=origin,
+        time_from=f"{origin}{' to other nodes' if origin == 'scaled' else ''}: {forecast.basis_words}"
+        if own
+        else f"guessed: a node is taken to compute {relative:.3g} times as fast as one of {planned.price.sku}; "
+        "network, start-up and disks are taken to be the same",
+        is_planned=own and (node_count, tier) == (planned.node_count, planned.tier),
+        price_from=_price_from(price.figure(tier), price, tier, evictions),
+    )
+
+
+def _price_from(figure: Figure, price: SkuPrice, tier: Tier, evictions: str) -> str:
+    told = f"{figure.usd_per_hour:g} USD per node-hour in {price.region}, {figure.how} {figure.recorded_on}: "
+    return "; ".join(filter(None, [f"{told}{figure.source}", tell_spot_price(price, tier), evictions]))
 
 
 def _by_cost(choice: PlanChoice) -> tuple[float, float]:
@@ -319,12 +334,10 @@ def _front(rows: Sequence[PlanChoice]) -> list[PlanChoice]:
     return front
 
 
-def _why_not(
-    row: PlanChoice, cheapest: PlanChoice | None, deadline_seconds: float | None, budget_usd: float | None
-) -> str:
+def _why_not(row: PlanChoice, cheapest: PlanChoice | None, limits: Limits) -> str:
     if row is cheapest:
         return ""
-    missed = misses(row, deadline_seconds, budget_usd)
+    missed = misses(row, limits)
     if missed or not cheapest:
         return "; ".join(missed)
     slower = row.seconds.expected - cheapest.seconds.expected
@@ -333,26 +346,26 @@ def _why_not(
     return f"{words} and {longer} than the cheapest that fits"
 
 
-def _assumptions(rows: Sequence[PlanChoice], baseline: Baseline, shares_machine: bool) -> tuple[str, ...]:
+def _assumptions(rows: Sequence[PlanChoice], planned: PlannedJob) -> tuple[str, ...]:
     found = [
         "A choice fits when the upper ends of its intervals keep the deadline and the budget. The cheapest of those is "
         "marked, and the row of this plan is what runs.",
-        f"Each rank keeps its {baseline.batch_size_per_rank} samples of a step: with more GPUs the global batch grows, "
-        "and its effect on the model is not judged here (training.lr_scaling, gradient_accumulation_steps).",
+        f"Each rank keeps its {planned.sizes.batch_size_per_rank} samples of a step: with more GPUs the global batch "
+        "grows, and its effect on the model is not judged here (training.lr_scaling, gradient_accumulation_steps).",
     ]
-    if shares_machine:
+    if planned.kind.is_this_machine:
         found.append(
             "The measurements come from local nodes, which share the cores of one machine: on separate machines, "
             "several nodes take less time than is shown here."
         )
-    if any(row.sku != baseline.price.sku for row in rows):
-        found.append(f"How fast other SKUs compute is {baseline.price.speed_note}.")
+    if any(row.sku != planned.price.sku for row in rows):
+        found.append(f"How fast other SKUs compute is {planned.price.speed_note}.")
     if any(row.tier == "spot" for row in rows):
         found.append(
             "The price of Spot nodes varies, and they may be evicted at any time. `price_from` says how far the price "
             "has moved and what evictions are expected to cost, or that it is not known."
         )
-    if any(row.sku != baseline.price.sku and row.gpus > 1 for row in rows):
+    if any(row.sku != planned.price.sku and row.gpus > 1 for row in rows):
         found.append(
             "SKUs with several GPUs: one rank for each GPU, and as much communication as between as many nodes; within "
             "a node it is quicker than that."

@@ -19,7 +19,7 @@ from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import hardware_of
 from dtrain_dagster.jobs.orders import latest_orders
-from dtrain_dagster.jobs.progress import fingerprint
+from dtrain_dagster.planning.build_plan import pace_mark
 from dtrain_dagster.planning.probe import read_measured
 from dtrain_dagster.planning.probe_cost import PastProbe
 from dtrain_dagster.planning.scoring import MOST_RUNS, PRIOR_RUNS, Score, learn
@@ -124,34 +124,6 @@ class History:
             speed_of=lambda name: hardware_of(name).speed,
             learned_of=lambda basis: self.learned(basis, sku),
         )
-
-
-def pace_mark(job: JobConfig, processes_per_node: int, script: str = "") -> str:
-    """Return eight hex digits over everything that decides the duration of a step, an evaluation or a start, on any
-    number of nodes. Trainings that differ only in their number of steps, in how often they save or evaluate, or in the
-    numbers of an optimizer have the same mark."""
-    training = replace(
-        job.training,
-        world_size=1,
-        epochs=1,
-        max_steps=None,
-        eval_frequency=None,
-        checkpoint_frequency=1,
-        keep_checkpoints=1,
-        early_stopping_patience=None,
-        log_frequency=1,
-        seed=0,
-        start_from=None,
-        start_sha256=None,
-        learning_rate=1.0,
-        lr_scaling="none",
-        lr_base_batch_size=1,
-        warmup_steps=0,
-        schedule="constant",
-        min_lr_fraction=0.0,
-        weight_decay=0.0,
-    )
-    return fingerprint(replace(job, training=training), 0, processes_per_node, script)
 
 
 def past_runs(

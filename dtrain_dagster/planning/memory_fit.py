@@ -18,6 +18,7 @@ from dtrain_dagster.costs.prices import PriceError, SkuPrice
 from dtrain_dagster.settings.cluster_kinds import ClusterKind
 from dtrain_dagster.settings.tiers import Tier
 from trainer.config import DistributedTrainingConfig
+from trainer.node.gpus import least_gpu_bytes, visible_gpus
 from trainer.performance.memory import (
     GIB,
     ModelBytes,
@@ -79,8 +80,6 @@ def room_of(
         return room_of_sku(price, node_count, ranks, usd)
     if not kind.is_this_machine:
         return None
-    from trainer.node.gpus import least_gpu_bytes, visible_gpus
-
     every = node_count * ranks
     if len(visible_gpus(os.environ)) >= every:
         least = least_gpu_bytes()

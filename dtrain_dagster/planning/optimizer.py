@@ -1,11 +1,12 @@
-"""Advice for the next run of a training, from what this run used of its nodes: `ResourceOptimizer`. Pure.
+"""Advice from what a job used of its nodes: `ResourceOptimizer` for the next run of one that has ended, `savings` for
+one that costs more than estimated and goes on. Pure.
 
-Less than half used: fewer nodes, a smaller SKU or Spot nodes, each with the dollars that it saves and
-the seconds that it costs. GPU memory less than 70 % full: a larger batch, from the memory that a sample takes. What
-cannot be determined is said, and nothing is recommended for it.
+Time and cost of each change are a row of `dtrain_dagster.planning.options`; this module decides which rows are worth
+reporting. Less than half used: fewer nodes, a smaller SKU or Spot nodes. GPU memory less than 70 % full: a larger
+batch. What cannot be determined is said, and nothing is recommended for it.
 
-Time and cost of each are a row of `dtrain_dagster.planning.options`; this module decides which rows are worth reporting
-for a run, and in which words.
+A change that keeps a running job as it is (other nodes, another tier) can be made from its checkpoint: it saves on what
+is left. One that changes the training saves in another run like this one.
 """
 
 from __future__ import annotations
@@ -21,16 +22,22 @@ from typing import Any, Literal
 from dtrain_dagster.costs.prices import SkuPrice
 from dtrain_dagster.costs.tracker import CostTracker, paid_wall_seconds
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, MEMORY_TARGET, GPUMemory, gpu_memory
+from dtrain_dagster.jobs.view import JobView
+from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, GPUMemory, gpu_memory
 from dtrain_dagster.monitoring.step_model import step_model
 from dtrain_dagster.monitoring.windows import seconds_of, settled, windows, worlds
 from dtrain_dagster.planning.options import BaseRun, Change, best_of, build_options, change_table
-from dtrain_dagster.settings.tiers import Tier
-from dtrain_dagster.support.formatting import dollars, format_duration
-from trainer.documents.events import EvaluationEvent, NodeEvent, OutOfMemoryEvent, read_events
+from dtrain_dagster.planning.projection import Projection, pauses_left
+from dtrain_dagster.settings.tiers import Tier, tier_of
+from trainer.documents.events import EvaluationEvent, NodeEvent, OutOfMemoryEvent, TimingEvent, read_events
 
 LOW_UTILIZATION = 0.5
 """Utilization below which less is recommended."""
+OTHER_NODES, OTHER_TRAINING = ("fewer nodes", "other SKU", "spot"), ("larger batch", "smaller model")
+"""Changes of the nodes alone, and of the training."""
+LEFT, ANOTHER = "of what is left, from the checkpoint", "in another run like this one"
+STILL_THERE_SECONDS = 60.0
+"""Nodes whose intervals end within so long of the last end count as there: their clocks and looks differ."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +67,11 @@ class Optimization:
     @property
     def markdown(self) -> str:
         """Return the changes for the next run, and the settings for which none can be recommended."""
+        used = self.utilization
         lines = "\n".join(f"- {line}" for line in self.not_known)
-        return change_table(self.recommendations) + (f"\n\nNothing is recommended for:\n{lines}" if lines else "")
+        missing = f"\n\nNothing is recommended for:\n{lines}" if lines else ""
+        said = f"{used.of} utilisation was {used.fraction:.0%}.\n\n" if used else ""
+        return said + change_table(self.recommendations) + missing
 
 
 class ResourceOptimizer:
@@ -78,10 +88,9 @@ class ResourceOptimizer:
         training: Mapping[str, Any],
         prices: Iterable[SkuPrice],
         today: date,
-        price_words: str,
         startup_seconds: float | None = None,
     ) -> None:
-        self.price, self.tier, self.training, self.price_words = price, tier, training, price_words
+        self.price, self.tier, self.training = price, tier, training
         self._prices, self._today, self._startup_seconds = tuple(prices), today, startup_seconds
         self._events = [item for item in events if item.get("kind") in (NodeEvent.kind, OutOfMemoryEvent.kind)]
         found = settled(windows(events))
@@ -116,13 +125,26 @@ class ResourceOptimizer:
 
     def recommendations(self) -> tuple[Change, ...]:
         """Return the changes that are worth it, the most dollars first."""
-        used, rows = self.utilization, self._rows()
-        found: list[Change] = []
-        if used and used.fraction < LOW_UTILIZATION:
-            found += self._fewer_nodes(best_of(rows, "fewer nodes"), used)
-            found += self._smaller_sku(rows, used)
-            found += self._spot(best_of(rows, "spot"), used)
-        found += self._larger_batch(best_of(rows, "larger batch"))
+        if not self.wall_seconds or not self.usd:
+            return ()
+        base = BaseRun(
+            price=self.price,
+            tier=self.tier,
+            node_count=self._now.nodes if self._now else max(1, round(self._node_hours * 3600 / self.wall_seconds)),
+            seconds=self.wall_seconds,
+            usd=self.usd,
+            step_seconds=self._step_seconds,
+            evaluation_seconds=self._evaluation_seconds,
+            startup_seconds=self._startup_seconds,
+        )
+        # The table of speeds is of GPUs, and of those only slower ones are for who uses little.
+        has_gpus = self._now and self.utilization and self.utilization.of == "GPU"
+        slower = [item for item in self._prices if has_gpus and item.speed < self.price.speed]
+        rows = build_options(base, self._world if self._now else [], self._events, self.training, slower, self._today)
+        kinds = OTHER_NODES if self.utilization and self.utilization.fraction < LOW_UTILIZATION else ()
+        found = worthwhile(rows, kinds, base.usd)
+        if not isinstance(self.memory, str):
+            found += filter(None, [best_of(rows, "larger batch")])
         return tuple(sorted(found, key=lambda item: item.saved_usd, reverse=True))
 
     def not_known(self) -> tuple[str, ...]:
@@ -139,78 +161,6 @@ class ResourceOptimizer:
         elif memory.fraction < MEMORY_LOW and self.training.get("max_steps"):
             said.append("batch size: max_steps is fixed, and a larger batch in as many steps is more work")
         return tuple(said)
-
-    def _rows(self) -> tuple[Change, ...]:
-        if not self.wall_seconds or not self.usd:
-            return ()
-        base = BaseRun(
-            price=self.price,
-            tier=self.tier,
-            node_count=self._now.nodes if self._now else max(1, round(self._node_hours * 3600 / self.wall_seconds)),
-            seconds=self.wall_seconds,
-            usd=self.usd,
-            step_seconds=self._step_seconds,
-            evaluation_seconds=self._evaluation_seconds,
-            startup_seconds=self._startup_seconds,
-        )
-        world = self._world if self._now else []
-        return build_options(base, world, self._events, self.training, self._prices, self._today)
-
-    def _fewer_nodes(self, option: Change | None, used: Utilization) -> list[Change]:
-        if not self._now or not option or not option.step:
-            return []
-        parts = [
-            f"{1000 * item.seconds:.3g} ms on {item.nodes} ({item.communication / item.seconds:.0%} communication)"
-            for item in (self._now, option.step)
-        ]
-        why = f"{_low(used)} A step takes {parts[0]} and {parts[1]} node(s)"
-        return self._worth_it(f"{option.node_count} node(s)", why, option)
-
-    def _smaller_sku(self, options: Iterable[Change], used: Utilization) -> list[Change]:
-        """Return the cheapest of the slower SKUs."""
-        if not self._now or used.of != "GPU":
-            return []
-        smaller = {item.sku: item for item in self._prices if item.speed < self.price.speed}
-        option = best_of([item for item in options if item.sku in smaller], "other SKU")
-        if not option:
-            return []
-        price = smaller[option.sku]
-        now, then = (dollars(item.usd_per_hour(self.tier)) for item in (self.price, price))
-        why = (
-            f"{_low(used)} A node with {price.gpu} costs {then} an hour instead of {now} and computes "
-            f"{price.speed / self.price.speed:.2g} times as fast, {price.speed_note.split(':')[0]}; at most"
-        )
-        return self._worth_it(price.sku, why, option)
-
-    def _spot(self, option: Change | None, used: Utilization) -> list[Change]:
-        if not option:
-            return []
-        spot = self.price.figure("spot")
-        ratio = spot.usd_per_hour / self.price.usd_per_hour("dedicated")
-        why = f"{_low(used)} Spot nodes cost {ratio:.0%} of dedicated ones ({spot.recorded_on}); {option.why}"
-        return self._worth_it("Spot", why, option)
-
-    def _larger_batch(self, option: Change | None) -> list[Change]:
-        memory = self.memory
-        if isinstance(memory, str) or not option:
-            return []
-        saved = f"{dollars(option.saved_usd)} and {format_duration(max(0.0, -option.lost_seconds))}"
-        sentence = (
-            f"GPU memory is {memory.fraction:.0%} full at most, {_gib(memory.used)} of {_gib(memory.total)}: "
-            f"{_gib(memory.state)} for weights, gradients and moments, {memory.bytes_per_sample / 2**20:.3g} MiB for "
-            f"each of {memory.batch} samples. {option.batch_size} of them would fill {MEMORY_TARGET:.0%}. "
-            f"{batch_words(memory, self.training)} Fewer steps save {saved} ({self.price_words}); {option.why}"
-        )
-        return [replace(option, name="a larger batch", why=sentence)]
-
-    def _worth_it(self, title: str, why: str, option: Change) -> list[Change]:
-        if not option.is_worth_it(self.usd) or not option.usd:
-            return []
-        saved, lost = option.saved_usd, option.lost_seconds
-        longer = "longer" if lost >= 0 else "shorter"
-        time = f"{format_duration(abs(lost))} {longer} than {format_duration(self.wall_seconds)}"
-        cost = f"{dollars(option.usd.expected)} instead of {dollars(self.usd)}, {saved / self.usd:.0%} less"
-        return [replace(option, name=title, why=f"{why}: {cost} ({self.price_words}), and {time}")]
 
 
 def utilization(events: Iterable[Mapping[str, Any]]) -> Utilization | None:
@@ -231,36 +181,90 @@ def utilization(events: Iterable[Mapping[str, Any]]) -> Utilization | None:
     return Utilization(fraction=statistics.fmean(busy), of="GPU" if has_gpu else "CPU", machines=len(machines))
 
 
-def batch_words(memory: GPUMemory, training: Mapping[str, Any]) -> str:
-    """Return in words what the larger batch does to the global batch and the learning rate, and how to keep both."""
-    world, steps = int(training.get("world_size") or 1), int(training.get("gradient_accumulation_steps") or 1)
-    batch = memory.batch_at()
-    now, then = (size * steps * world for size in (memory.batch, batch))
-    words = f"The global batch grows from {now} to {then} samples, there are {then / now:.3g} times fewer steps"
-    rate, scaling = training.get("learning_rate"), training.get("lr_scaling", "none")
-    if rate and scaling == "none":
-        linear, root = rate * then / now, rate * math.sqrt(then / now)
-        words += (
-            f"; the learning rate stays at {rate:g}, where {root:.2g} (square root) to {linear:.2g} (linear) is usual"
-        )
-    elif rate:
-        power = 1.0 if scaling == "linear" else 0.5
-        words += (
-            f"; training.lr_scaling = {scaling} raises the learning rate {(then / now) ** power:.3g}-fold by itself"
-        )
-    fitting = [part for part in range(2, steps + 1) if steps % part == 0 and part * memory.batch <= batch]
-    if fitting:
-        part = max(fitting)
-        words += (
-            f". With batch_size_per_gpu = {part * memory.batch} and gradient_accumulation_steps = {steps // part} both "
-            "stay as they are"
-        )
-    return words + "."
+def worthwhile(rows: Sequence[Change], kinds: Iterable[str], usd: float) -> list[Change]:
+    """Return the best row of each kind that is worth it, for a run of ``usd``."""
+    return [item for name in kinds if (item := best_of(rows, name)) and item.is_worth_it(usd)]
 
 
-def _low(used: Utilization) -> str:
-    return f"{used.of} utilisation was {used.fraction:.0%}, below {LOW_UTILIZATION:.0%}."
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaidNodes:
+    """The nodes that are paid for at this time."""
+
+    price: SkuPrice
+    tier: Tier
+    node_count: int
 
 
-def _gib(count: float) -> str:
-    return f"{count / 2**30:.3g} GiB"
+def paid_nodes(usage: Sequence[NodeUsage], table: Mapping[str, SkuPrice], tier: str) -> PaidNodes:
+    """Return the nodes that are present at the latest look. ``tier``: of those that do not say theirs. Raise KeyError
+    where the SKU is not in the table, ValueError where no node was ever present."""
+    last = max(usage, key=lambda item: item.ended_at)
+    there = {item.node_id for item in usage if item.ended_at >= last.ended_at - STILL_THERE_SECONDS}
+    by_name = {name.casefold(): row for name, row in table.items()}
+    return PaidNodes(price=by_name[last.sku.casefold()], tier=tier_of(last.tier or tier), node_count=len(there))
+
+
+def rest_and_whole(
+    nodes: PaidNodes, projection: Projection, plan: Mapping[str, Any], view: JobView
+) -> tuple[BaseRun, BaseRun]:
+    """Return the rest of a running job, and the whole of it as projected, both on the present nodes.
+
+    ``plan``: the content of ``plan.json``. Phases that were not measured are taken from there.
+    """
+    usd_whole = projection.at_end.expected if projection.at_end else projection.so_far
+    usd_left = max(0.0, usd_whole - projection.so_far)
+    work, phases = plan.get("work") or {}, plan.get("phases") or {}
+    steps = int(work.get("steps") or 0)
+    planned = {name: float(phases.get(name) or 0.0) for name in ("startup", "evaluation", "checkpoint", "finish")}
+    planned["steps"] = float(phases.get("steps") or 0.0)
+    left, restart = planned, 0.0
+    if view.reports and steps:
+        share, step = max(0.0, 1 - view.step / steps), statistics.median(item[1] for item in view.reports)
+        evaluation, checkpoint = pauses_left(view, work, phases)
+        left = planned | {"startup": 0.0, "steps": share * steps * step}
+        left |= {"evaluation": evaluation, "checkpoint": checkpoint}
+        training = (plan.get("job") or {}).get("training") or {}
+        restart = planned["startup"] + step * float(training.get("checkpoint_frequency") or 0) / 2
+    whole = planned if planned["steps"] else left | {"startup": planned["startup"]}
+    startup = planned["startup"] or None
+    return _base_run(nodes, usd_left, left, startup, restart), _base_run(nodes, usd_whole, whole, startup, 0.0)
+
+
+def savings(
+    rest: BaseRun,
+    whole: BaseRun,
+    found: Sequence[TimingEvent],
+    events: Sequence[Mapping[str, Any]],
+    training: Mapping[str, Any],
+    table: Mapping[str, SkuPrice],
+    today: date,
+) -> tuple[Change, ...]:
+    """Return the best option of each kind that is worth it, the largest saving first. ``found``, ``events``: how the
+    latest steps went; without any, only prices count. ``today``: for SKUs that are retired by then."""
+    groups = worlds(found)
+    world = groups[0] if groups and step_model(groups[0]).samples else []
+    told: list[Change] = []
+    for base, kinds, when in ((rest, OTHER_NODES, LEFT), (whole, OTHER_TRAINING, ANOTHER)):
+        rows = build_options(base, world, events, training, table.values(), today) if base.usd > 0 else ()
+        told += [replace(item, of=when) for item in worthwhile(rows, kinds, base.usd)]
+    return tuple(sorted(told, key=lambda item: -item.saved_usd))
+
+
+def _base_run(
+    nodes: PaidNodes, usd: float, phases: Mapping[str, float], startup: float | None, restart: float
+) -> BaseRun:
+    """Phases are brought to the length that the dollars pay for: what is projected and what is timed differ a little.
+    Where nothing is known of them, all of it is steps."""
+    seconds = 3600 * usd / (nodes.node_count * nodes.price.usd_per_hour(nodes.tier))
+    total = sum(phases.values()) if phases["steps"] else 0.0
+    return BaseRun(
+        price=nodes.price,
+        tier=nodes.tier,
+        node_count=nodes.node_count,
+        seconds=seconds,
+        usd=usd,
+        step_seconds=seconds * phases["steps"] / total if total else seconds,
+        evaluation_seconds=seconds * phases["evaluation"] / total if total else 0.0,
+        startup_seconds=startup,
+        restart_seconds=restart,
+    )

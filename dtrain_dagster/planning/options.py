@@ -22,6 +22,7 @@ for a run that has not begun, and for advice on another run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -30,10 +31,11 @@ from typing import Any
 from dtrain_dagster.costs.estimate import Estimate, estimate_cost
 from dtrain_dagster.costs.evictions import evictions_of, expected_slowdown, tell_evictions, tell_spot_price
 from dtrain_dagster.costs.interval import Interval
-from dtrain_dagster.costs.prices import PriceError, SkuPrice
-from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, GPUMemory, gpu_memory, sharing_of
+from dtrain_dagster.costs.prices import SkuPrice
+from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, MEMORY_TARGET, GPUMemory, gpu_memory, sharing_of
 from dtrain_dagster.monitoring.step_model import WORTH_IT, StepModel, step_model
 from dtrain_dagster.monitoring.strategies import communication_strategies, on_fewer_nodes
+from dtrain_dagster.planning.choices import explain_unavailable
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.events import OutOfMemoryEvent, TimingEvent, read_events
@@ -294,8 +296,8 @@ def _price_other_skus(
 
 
 def _why_not_sku(price: SkuPrice, base: BaseRun, memory: GPUMemory | str, today: date) -> str:
-    if price.retired_on and date.fromisoformat(price.retired_on) <= today:
-        return f"retired on {price.retired_on}"
+    if why := explain_unavailable(price, base.tier, today):
+        return why
     if price.gpus != base.price.gpus:
         return f"{price.gpus} GPUs in a node instead of {base.price.gpus}: not the same ranks"
     if isinstance(memory, GPUMemory):
@@ -303,13 +305,13 @@ def _why_not_sku(price: SkuPrice, base: BaseRun, memory: GPUMemory | str, today:
             return f"its GPU of {price.gpu_memory_gib} GiB is too small for the {memory.used / 2**30:.3g} GiB in use"
     elif price.gpu_memory_gib < base.price.gpu_memory_gib:
         return f"its GPU of {price.gpu_memory_gib} GiB may be too small: {memory}"
-    return _why_not_offered(price, base.tier)
+    return ""
 
 
 def _price_spot(base: BaseRun) -> list[Change]:
     change = "DTRAIN_TIER = spot"
     why = "" if base.tier == "dedicated" else "its nodes are Spot already"
-    if why := why or _why_not_offered(base.price, "spot"):
+    if why := why or explain_unavailable(base.price, "spot", None):
         return [_refused(base, "spot", change, why, tier="spot")]
     return [_priced(base, "spot", change, base.seconds, tier="spot")]
 
@@ -337,7 +339,7 @@ def _price_larger_batch(
     if why or now is None:
         return [_refused(base, "larger batch", change, why)]
     if isinstance(memory, GPUMemory):
-        batch, note = memory.batch_at(), "larger operations are more efficient besides, which is not counted"
+        batch, note = memory.batch_at(), _batch_words(memory, training)
         change, factor = f"{change} = {batch} (now {memory.batch})", batch / memory.batch
     else:
         ranked = communication_strategies(world, training)
@@ -351,6 +353,40 @@ def _price_larger_batch(
     return [_priced(base, "larger batch", change, seconds, assumptions=(note,), step=then, batch_size=batch)]
 
 
+def _batch_words(memory: GPUMemory, training: Mapping[str, Any]) -> str:
+    """Return in words how large a batch the memory holds, what it does to the global batch and the learning rate, and
+    how to keep both."""
+    ranks, steps = int(training.get("world_size") or 1), int(training.get("gradient_accumulation_steps") or 1)
+    batch = memory.batch_at()
+    now, then = (size * steps * ranks for size in (memory.batch, batch))
+    words = (
+        f"GPU memory is {memory.fraction:.0%} full at most, {format_bytes(memory.used)} of "
+        f"{format_bytes(memory.total)}: {format_bytes(memory.state)} for weights, gradients and moments, "
+        f"{memory.bytes_per_sample / 2**20:.3g} MiB for each of {memory.batch} samples. {batch} of them would fill "
+        f"{MEMORY_TARGET:.0%}. The global batch grows from {now} to {then} samples, there are {then / now:.3g} times "
+        "fewer steps"
+    )
+    rate, scaling = training.get("learning_rate"), training.get("lr_scaling", "none")
+    if rate and scaling == "none":
+        linear, root = rate * then / now, rate * math.sqrt(then / now)
+        words += (
+            f"; the learning rate stays at {rate:g}, where {root:.2g} (square root) to {linear:.2g} (linear) is usual"
+        )
+    elif rate:
+        power = 1.0 if scaling == "linear" else 0.5
+        words += (
+            f"; training.lr_scaling = {scaling} raises the learning rate {(then / now) ** power:.3g}-fold by itself"
+        )
+    fitting = [part for part in range(2, steps + 1) if steps % part == 0 and part * memory.batch <= batch]
+    if fitting:
+        part = max(fitting)
+        words += (
+            f". With batch_size_per_gpu = {part * memory.batch} and gradient_accumulation_steps = {steps // part} both "
+            "stay as they are"
+        )
+    return words
+
+
 def _price_smaller_model(base: BaseRun, now: StepModel | None) -> list[Change]:
     change = "half the parameters (model_args)"
     if now is None:
@@ -358,11 +394,3 @@ def _price_smaller_model(base: BaseRun, now: StepModel | None) -> list[Change]:
     then = replace(now, computing=now.computing / 2, communication=now.communication / 2)
     note = "computing and gradients halve at best; check the validation loss"
     return [_priced(base, "smaller model", change, base.seconds_with(now, then), assumptions=(note,), step=then)]
-
-
-def _why_not_offered(price: SkuPrice, tier: Tier) -> str:
-    try:
-        price.figure(tier)
-    except PriceError as error:
-        return str(error)
-    return ""

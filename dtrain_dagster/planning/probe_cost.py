@@ -14,11 +14,12 @@ from dataclasses import dataclass
 
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager
 from dtrain_dagster.costs.budget import node_seconds_of
-from dtrain_dagster.costs.estimate import CONFIDENCE_90, Sizes
+from dtrain_dagster.costs.estimate import CONFIDENCE_90, Forecast, Sizes
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.plan import ProbeCharge
 from dtrain_dagster.costs.prices import SkuPrice
 from dtrain_dagster.costs.tracker import CostTracker, paid_wall_seconds
+from dtrain_dagster.planning.build_plan import Limits, PlannedJob
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.rundir import RunDir
@@ -57,12 +58,35 @@ class ExpectedProbe:
 
     def __str__(self) -> str:
         """Return it for people: dollars and time with their ranges, and the basis."""
-        usd, seconds = self.usd, self.seconds
-        return (
-            f"{dollars(usd.expected)} ({dollars(usd.low)} to {dollars(usd.high)}) and "
-            f"{format_duration(seconds.expected)} ({format_duration(seconds.low)} to {format_duration(seconds.high)}), "
-            f"from {self.basis}"
-        )
+        return f"{self.usd.told(dollars)} and {self.seconds.told(format_duration)}, from {self.basis}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """The pace of a planned training, and what it cost to learn it."""
+
+    planned: PlannedJob
+    """The plan on the nodes that are available, which may be others than those asked for."""
+    forecast: Forecast
+    expected: ExpectedProbe | None = None
+    """The expected cost of the probes before they ran; None where none had to be run."""
+    charges: tuple[ProbeCharge, ...] = ()
+    """The probes that the forecast rests on and that no training has paid for, run now or before."""
+    seconds: float = 0.0
+    """Wall seconds of the probes that were run now."""
+
+
+def explain_dear_probe(probe: ExpectedProbe, limits: Limits, stop_at_usd: float) -> str | None:
+    """Return in words why not even the plan's probe fits its limits; None where it does, as expected. A probe that was
+    run before is free."""
+    said = [
+        f"{name} is {dollars(limit)}"
+        for name, limit in (("budget_usd", limits.budget_usd), ("stop_at_usd", stop_at_usd))
+        if 0 < limit < probe.usd.expected
+    ]
+    if 0 < limits.deadline_hours * 3600 < probe.seconds.expected:
+        said.append(f"deadline_hours is {limits.deadline_hours:g}")
+    return f"the probe alone would take {probe}, and {' and '.join(said)}" if said else None
 
 
 def expect_probes(

@@ -66,7 +66,7 @@ def _points(axis: Axes, table: Choices) -> None:
         colour, words = COLOURS[kinds.index(kind) % len(COLOURS)], f"{kind}, {tier_in_words(tier)}"
         mine = [row for row in table.rows if (_kind(row), row.tier) == (kind, tier)]
         for pale in (False, True):
-            rows = [row for row in mine if bool(misses(row, table.deadline_seconds, table.budget_usd)) is pale]
+            rows = [row for row in mine if bool(misses(row, table.limits)) is pale]
             strength, gap = 0.25 if pale else 1.0, math.nan  # a gap, so that all intervals are one line
             known = [
                 row for row in rows if len(table.rows) <= MANY or row.is_pareto or row.is_cheapest or row.is_planned
@@ -120,8 +120,8 @@ def _limits(axis: Axes, table: Choices) -> None:
     draw_y = (axis.yaxis, axis.set_ylim, axis.axhline, axis.axhspan)
     times, sums = [row.seconds for row in table.rows], [row.usd for row in table.rows]
     for (scale, set_range, line, span), intervals, limit, name, write, short, marks in (
-        (draw_x, times, table.deadline_seconds, "deadline", format_duration, _time, TIMES),
-        (draw_y, sums, table.budget_usd, "budget", dollars, _sum, SUMS),
+        (draw_x, times, table.limits.left_seconds, "deadline", format_duration, _time, TIMES),
+        (draw_y, sums, table.limits.left_usd, "budget", dollars, _sum, SUMS),
     ):
         low, high = min(item.low for item in intervals), max(item.high for item in intervals)
         near = limit is not None and low / FAR < limit < high * FAR
@@ -153,5 +153,5 @@ def _sum(usd: float) -> str:
 
 
 def _title(table: Choices) -> str:
-    pale = "; pale: may miss a limit" if table.deadline_seconds or table.budget_usd else ""
+    pale = "; pale: may miss a limit" if table.limits else ""
     return f"{len(table.rows)} choices ({table.price_words}){pale}"

@@ -29,8 +29,7 @@ from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, JobOrder
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
-from dtrain_dagster.planning.build_plan import sizes_of
-from dtrain_dagster.planning.history import pace_mark
+from dtrain_dagster.planning.build_plan import pace_mark, sizes_of
 from dtrain_dagster.planning.probe import forecast
 from dtrain_dagster.search.check_space import job_of_trial
 from dtrain_dagster.search.kept import RESULT, SEARCH, kept_search, search_folder
@@ -186,10 +185,8 @@ class Search:
 
     def _tell_end(self, result: Mapping[str, Any]) -> None:
         """Tell people once that the search has ended; trials are not told one by one. It never raises."""
-        folder, said = (
-            RunDir(str(self.folder)),
-            (f"dtrain: search {result['name']} has ended", "\n".join(summary(result))),
-        )
+        folder = RunDir(str(self.folder))
+        said = f"dtrain: search {result['name']} has ended", "\n".join(summary(result))
         mark = f"end-{len(result['trials'])}"  # it may be given more trials later
         send_safely(folder, lambda urls: send_once(folder, mark, urls, lambda: said), RETRIES)
 

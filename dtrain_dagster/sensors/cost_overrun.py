@@ -2,7 +2,6 @@
 does."""
 
 import json
-import re
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -25,10 +24,8 @@ from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import notify_and_log
-from trainer.documents.reader import EVENTS_BYTES, parse_events
-from trainer.errors import DamagedError
 from trainer.printable import visible
-from trainer.rundir import EVENTS, RunDir
+from trainer.rundir import RunDir
 
 if TYPE_CHECKING:
     from dtrain_dagster.planning.options import Change
@@ -36,11 +33,9 @@ if TYPE_CHECKING:
 COST_TOLD = "cost_alerts.json"
 """The file in a run directory that lists the cost alerts that were sent, and when. It is separate from
 `training_progress.TOLD`, which the run that follows the job holds in memory and writes as a whole."""
-ENOUGH_STEPS, MOST_FILES, FILES_AT_ONCE = 20, 400, 40
-"""The reports of steps that are read from the newest events, the most files for them, and the files read at once. A job
-whose steps take long writes dozens of files, of samples, between two such reports; therefore the learned pace is in the
-cursor."""
-_OF_RANK_0 = re.compile(r"g\d{1,12}-r0+-\d{1,12}\.jsonl")
+ENOUGH_STEPS, MOST_FILES = 20, 400
+"""The reports of steps that are read from the newest events, and the most files for them. A job whose steps take long
+writes dozens of files, of samples, between two such reports; therefore the learned pace is in the cursor."""
 KEPT_PACES = 200
 """The most jobs whose pace is in the cursor: about 1 kB each. For others, it is read back at each look."""
 
@@ -111,11 +106,11 @@ def judge_cost(
     """Return a job's projection, the overruns to report, and the state for the next look, as JSON. ``look``: the last
     look's state, with ``told``, the keys of all reported overruns."""
     try:
-        view, read = JobView.with_rate(look["pace"]), str(look["read"])
+        view, read = JobView.with_rate(look["pace"]), float(look["read"])
     except (KeyError, TypeError, ValueError):  # none, or of another version: start from the latest events
-        view, read = JobView(), ""
-    events, read = recent_events(rundir, after=read)
-    view = fold(view, events)
+        view, read = JobView(), 0.0
+    events = recent_events(rundir, after=read)
+    view, read = fold(view, events), events[-1]["time"] if events else read
     projection = project_cost(tracker, plan, view)
     due = overruns(projection, limit, look["told"], look.get("projected"))
     over = projection.over_at_end if projection.counts else None
@@ -130,10 +125,10 @@ def _advice(
     projection: Projection,
 ) -> "tuple[Change, ...]":
     """Return what would save money; empty where that cannot be computed, for the alert must not wait for it."""
-    from dtrain_dagster.planning.savings import paid_nodes, rest_and_whole, savings
+    from dtrain_dagster.planning.optimizer import paid_nodes, rest_and_whole, savings
 
     try:
-        events, _ = recent_events(rundir)
+        events = recent_events(rundir)
         table, training = alternatives_to(usage[-1].sku), (plan.get("job") or {}).get("training") or {}
         nodes = paid_nodes(usage, table, plan["tier"])
         rest, whole = rest_and_whole(nodes, projection, plan, fold(JobView(), events))
@@ -144,18 +139,16 @@ def _advice(
         return ()
 
 
-def recent_events(rundir: RunDir, after: str = "") -> tuple[list[dict[str, Any]], str]:
-    """Return rank 0's latest events, in order of time, from files that come after ``after``, and the newest file. A job
-    of a week costs no more to look at than one of an hour."""
-    names = [name for name in rundir.storage.list(EVENTS) if _OF_RANK_0.fullmatch(name) and name > after]
+def recent_events(rundir: RunDir, after: float = 0.0) -> list[dict[str, Any]]:
+    """Return rank 0's latest events, in order of time, of those later than ``after``. A job of a week costs no more to
+    look at than one of an hour."""
     found: list[dict[str, Any]] = []
-    for end in range(len(names), max(0, len(names) - MOST_FILES), -FILES_AT_ONCE):
-        batch = names[max(0, end - FILES_AT_ONCE) : end]
-        for data in rundir.storage.read_each([f"{EVENTS}/{name}" for name in batch], EVENTS_BYTES):
-            found += [] if isinstance(data, DamagedError) else parse_events(data)[0]
-        if sum(event["kind"] == "step" for event in found) >= ENOUGH_STEPS:
+    for events in rundir.newest_events(MOST_FILES):
+        found += (event for event in events if event["time"] > after)
+        is_enough = sum(event["kind"] == "step" for event in found) >= ENOUGH_STEPS
+        if is_enough or any(event["time"] <= after for event in events):
             break
-    return sorted(found, key=lambda event: event["time"]), names[-1] if names else after
+    return sorted(found, key=lambda event: event["time"])
 
 
 def _sentence(job_id: str, item: Overrun, projection: Projection) -> str:

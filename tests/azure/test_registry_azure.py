@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dtrain_dagster"))
 import small_job
 
 from dtrain_dagster import registry
-from dtrain_dagster.assets.registry import endpoint_compatible
+from dtrain_dagster.assets.registry import build_endpoint_compatible
 from dtrain_dagster.registry.azure import AzureMLRegistry, fit_tags
 from dtrain_dagster.registry.azure_endpoint import (
     DeploymentError,
@@ -38,10 +38,13 @@ from dtrain_dagster.registry.versions import RegisteredModel
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.audit import AuditLog
+from dtrain_dagster.support.graph_names import STOCK_NAMES
 from tests.azure.emulator import Emulator
 from trainer.evaluation.gate import Gate
 from trainer.rundir import RunDir
 from trainer.secrets import azure_token, resolve
+
+endpoint_compatible = build_endpoint_compatible(STOCK_NAMES)
 
 WORKSPACE_ID = "/subscriptions/s/resourceGroups/g/providers/Microsoft.MachineLearningServices/workspaces/w"
 PROVENANCE = registry.TrainingProvenance(

@@ -8,8 +8,7 @@ import dagster as dg
 import pytest
 
 from dtrain_dagster.assets.pipeline import Pipeline
-from dtrain_dagster.assets.plan_options import TrainingOptions
-from dtrain_dagster.assets.training_request import job_on
+from dtrain_dagster.assets.plan_options import TrainingOptions, job_on
 from dtrain_dagster.automation.retraining import RetrainingCause, ask
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.data.sharding import BuiltDataset

@@ -15,14 +15,16 @@ import pandas as pd
 import pytest
 import torch
 
-from dtrain_dagster.assets.champion_check import champion_holds
-from dtrain_dagster.assets.dataset import leakage_checks
+from dtrain_dagster.assets.champion_check import build_champion_holds
+from dtrain_dagster.assets.dataset import build_leakage_checks
+from dtrain_dagster.assets.pipeline import STOCK
 from dtrain_dagster.automation.retraining import CHAMPION_CHECK, registrations
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings, load_settings
+from dtrain_dagster.support.graph_names import STOCK_NAMES
 from tests.page import Page
 from tests.trained import record_training
 from trainer.config import DatasetRef, FactoryConfig, JobConfig
@@ -30,6 +32,10 @@ from trainer.data.shards import DataShardManager
 from trainer.model.build import build_loss, build_model
 from trainer.model.saved_model import DESCRIPTION, FOLDER, WEIGHTS
 from trainer.rundir import RunDir
+
+champion_holds = build_champion_holds(STOCK_NAMES)
+
+leakage_checks = build_leakage_checks(STOCK)
 
 
 def save_untrained_model(run_dir: str, dataset_uri: str) -> None:

@@ -11,12 +11,16 @@ import dagster as dg
 import pandas as pd
 import pytest
 
-from dtrain_dagster.assets.dataset import _asset_check, sharded_dataset, stock_prices
+from dtrain_dagster.assets.dataset import _asset_check, build_sharded_dataset, build_stock_prices
+from dtrain_dagster.assets.pipeline import STOCK
 from dtrain_dagster.data.sources import KNOWN, known_findings
 from dtrain_dagster.data.validation import CheckResult
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import load_settings
 from tests.page import Page
+
+sharded_dataset = build_sharded_dataset(STOCK)
+stock_prices = build_stock_prices(STOCK)
 
 NO_RAY = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed: pip install 'dtrain[ray]'")
 

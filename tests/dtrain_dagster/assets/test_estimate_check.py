@@ -10,18 +10,24 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from dtrain_dagster.assets.costs import cost_breakdown
-from dtrain_dagster.assets.estimate_check import estimate_scored
+from dtrain_dagster.assets.costs import build_cost_breakdown
+from dtrain_dagster.assets.estimate_check import build_estimate_scored
+from dtrain_dagster.assets.pipeline import STOCK
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.costs.estimate import Estimate, Work
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan, parse_plan
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.support.graph_names import STOCK_NAMES
 from tests.dtrain_dagster.told_events import START, told, write_run
 from tests.page import Page
 from trainer.documents.presences import NodePresence
 from trainer.rundir import LAUNCH, RESULT, RunDir
+
+estimate_scored = build_estimate_scored(STOCK_NAMES)
+
+cost_breakdown = build_cost_breakdown(STOCK)
 
 SPAN = Interval(low=90.0, expected=100.0, high=110.0)
 PLANNED = TrainingPlan(

@@ -12,8 +12,7 @@ import pytest
 
 from dtrain_dagster.assets.given_dataset import build_given_dataset
 from dtrain_dagster.assets.pipeline import Pipeline
-from dtrain_dagster.assets.plan_options import TrainingOptions
-from dtrain_dagster.assets.training_request import DatasetTraining, with_usual_parts
+from dtrain_dagster.assets.plan_options import DatasetTraining, TrainingOptions, with_usual_parts
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.registry.card import TrainingProvenance, model_card
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, build_resources

@@ -13,7 +13,8 @@ from mlflow import MlflowClient
 
 from dtrain_dagster.assets.given_dataset import build_given_dataset
 from dtrain_dagster.assets.pipeline import Pipeline
-from dtrain_dagster.assets.planning import ROOM, build_cost_estimate, room_needed, try_places
+from dtrain_dagster.assets.planning import build_cost_estimate
+from dtrain_dagster.planning.check_job import ROOM, room_needed, try_places
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.graph_names import GraphNames
@@ -49,13 +50,12 @@ def test_places_that_cannot_be_written_to_or_are_full_are_told_together(
     project: Any = build_resources(Settings(home=tmp_path))["project"]
     needed = room_needed(ModelBytes(parameters=1000, trained=800), keep_checkpoints=3)
     assert needed == {"storage": ROOM + 1000 + 5 * 2600, "home": ROOM + 1000, "temporary": ROOM + 4000}
-    assert try_places(project, needed) == []
+    assert try_places(project.shared_uri, project.home, needed) == []
     assert [path for path in Path(project.shared_uri).rglob("*") if path.is_file()] == []
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=sum(needed.values()) - 1))
-    [said] = try_places(project, needed)
+    [said] = try_places(project.shared_uri, project.home, needed)
     assert f"the disk of {tmp_path} has 0.201 GB left, and this training needs 0.201 GB" in said
     (tmp_path / "file").write_text("")
-    lost = project.model_copy(update={"home": f"{tmp_path}/file/home", "shared_uri": f"{tmp_path}/file/storage"})
-    found = try_places(lost, dict.fromkeys(needed, 0))
+    found = try_places(f"{tmp_path}/file/storage", f"{tmp_path}/file/home", dict.fromkeys(needed, 0))
     assert len(found) == 3
     assert all("cannot be written to" in line for line in found)

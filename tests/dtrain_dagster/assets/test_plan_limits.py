@@ -8,16 +8,18 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from dtrain_dagster.assets.plan_limits import cheapest_here, refuse_dearer_nodes
+from dtrain_dagster.assets.planning import refuse_dearer_nodes
 from dtrain_dagster.clusters.base import ClusterConfig
 from dtrain_dagster.costs.estimate import Forecast, Measured, Sizes, estimate_cost
 from dtrain_dagster.costs.evictions import evictions_of, with_evictions
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.planning.choices import Baseline, Choices, choices
+from dtrain_dagster.planning.build_plan import Limits
+from dtrain_dagster.planning.choices import Choices, compare_choices
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
+from tests.dtrain_dagster.planning.planned_nodes import planned_on
 from tests.dtrain_dagster.spot_prices import RATE, with_spot, write_rates
 
 V100 = price_of("Standard_NC6s_v3")
@@ -36,10 +38,10 @@ FORECAST = Forecast(
 
 
 def table(budget_usd: float | None) -> Choices:
-    baseline = Baseline(price=V100, node_count=4, tier="dedicated", ranks_per_node=1, batch_size_per_rank=256)
-    return choices(
-        FORECAST, baseline, [V100], range(1, 5), ("dedicated",), epochs=6, today=date(2025, 1, 1), budget_usd=budget_usd
-    )
+    return compare_choices(
+        planned_on(V100, 4, batch=256), FORECAST, Limits(budget_usd=budget_usd or 0.0), prices=[V100],
+        node_counts=range(1, 5), tiers=("dedicated",), today=date(2025, 1, 1),
+    )  # fmt: skip
 
 
 def test_nodes_are_chosen_that_fit_surely_else_as_expected_else_the_cheapest():
@@ -47,13 +49,13 @@ def test_nodes_are_chosen_that_fit_surely_else_as_expected_else_the_cheapest():
     least = min(rows.values(), key=lambda row: row.usd.expected)
     between = (least.usd.expected + least.usd.high) / 2
     for budget in (None, least.usd.high, between, least.usd.low):
-        found = cheapest_here(table(budget), V100.sku, "dedicated", 4)
+        found = table(budget).cheapest_here(V100.sku, "dedicated", 4)
         assert found is not None
         assert found.node_count == least.node_count
-    only = cheapest_here(table(None), V100.sku, "dedicated", 1)
+    only = table(None).cheapest_here(V100.sku, "dedicated", 1)
     assert only is not None
     assert only.node_count == 1, "no more than there are"
-    assert cheapest_here(table(None), V100.sku, "spot", 4) is None
+    assert table(None).cheapest_here(V100.sku, "spot", 4) is None
 
 
 def test_a_stated_world_size_makes_the_global_batch_whatever_nodes_there_are():

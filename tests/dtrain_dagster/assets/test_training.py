@@ -14,8 +14,9 @@ from typing import Any
 import dagster as dg
 import pytest
 
+from dtrain_dagster.assets.pipeline import STOCK
 from dtrain_dagster.assets.registry import cost_of
-from dtrain_dagster.assets.training import trained_checkpoint
+from dtrain_dagster.assets.training import build_trained_checkpoint
 from dtrain_dagster.assets.training_progress import TOLD
 from dtrain_dagster.costs.estimate import Estimate, Work
 from dtrain_dagster.costs.interval import Interval
@@ -30,6 +31,8 @@ from tests.page import Page
 from trainer.data.coverage import digest_of_all
 from trainer.documents.presences import NodePresence
 from trainer.rundir import EVALUATION, LIMIT, RESULT, STATUS, RunDir, event
+
+trained_checkpoint = build_trained_checkpoint(STOCK)
 
 MARK = "0a1b2c3d"
 RANGE = Interval(low=1.0, expected=1.0, high=1.0)

@@ -39,7 +39,7 @@ from dtrain_dagster.data.sources import PriceFile
 from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.jobs.progress import JOB_TAG
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.sensors.weekly_retraining import weekly_retraining
+from dtrain_dagster.sensors.retraining import build_weekly_schedule
 from dtrain_dagster.settings.environment import Settings
 from tests.loopback import LoopbackServer
 from tests.trained import record_prices, record_training, sha256
@@ -425,7 +425,7 @@ def test_what_a_run_makes(world: tuple[World, list[dict[str, Any]]]):
     ],
 )
 def test_the_week_keeps_its_hour_when_clocks_change(cron: str, around: str, hours_utc: list[int]):
-    schedule = weekly_retraining(Settings(retrain_cron=cron))
+    schedule = build_weekly_schedule(Settings(retrain_cron=cron))
     start = datetime.fromisoformat(around).replace(tzinfo=UTC).timestamp()
     zone = schedule.execution_timezone
     ticks = list(itertools.islice(schedule_execution_time_iterator(start, schedule.cron_schedule, zone), 3))
@@ -436,7 +436,7 @@ def test_the_week_keeps_its_hour_when_clocks_change(cron: str, around: str, hour
 
 def test_the_week_asks_for_one_run_with_the_budget_unless_a_training_is_under_way(tmp_path: Path):
     settings = Settings(home=tmp_path, retrain_budget_usd=3)
-    schedule, resources = weekly_retraining(settings), build_resources(settings)
+    schedule, resources = build_weekly_schedule(settings), build_resources(settings)
     with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
 
         def tick(week: int) -> Any:

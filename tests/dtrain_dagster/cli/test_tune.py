@@ -21,8 +21,7 @@ import torch
 from click.testing import CliRunner
 from small_job import write_dataset
 
-from dtrain_dagster.assets.plan_options import TrainingOptions
-from dtrain_dagster.assets.training_request import job_on
+from dtrain_dagster.assets.plan_options import TrainingOptions, job_on
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.train import job_of_options, stated_fields
 from dtrain_dagster.cli.tune import summary

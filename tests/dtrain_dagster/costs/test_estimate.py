@@ -7,6 +7,7 @@ import random
 import re
 import statistics
 from dataclasses import replace
+from datetime import date
 from typing import Any
 
 import pytest
@@ -26,9 +27,11 @@ from dtrain_dagster.costs.estimate import (
 )
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.planning.build_plan import Limits, explain_excess, least, most_epochs, remedies
+from dtrain_dagster.planning.build_plan import Limits, explain_excess, least, most_epochs
+from dtrain_dagster.planning.choices import compare_choices, remedies
 from dtrain_dagster.planning.probe import probe_counts, read_measured
 from dtrain_dagster.planning.scoring import Score, learn, summarise_scores
+from tests.dtrain_dagster.planning.planned_nodes import planned_on
 from trainer.documents.presences import NodePresence
 from trainer.rundir import event
 
@@ -276,12 +279,14 @@ def test_what_would_fit_is_said():
     limits = Limits(budget_usd=0.040)  # 47 s of one node
     two = estimate_cost(made.seconds_at(2), PRICE, "dedicated", 2)
     assert explain_excess(two, limits)
-    fits = remedies(made, limits, PRICE, "dedicated", range(1, 5), 2)
+    planned = replace(planned_on(PRICE, 2), sizes=SIZES)
+    table = compare_choices(planned, made, limits, prices=[PRICE], today=date(2025, 1, 1))
+    fits = remedies(table, planned, made)
     assert "DTRAIN_NODES=1" in fits[0]
     assert not any("DTRAIN_NODES=2" in text for text in fits)
     epochs = most_epochs(made, limits, PRICE, "dedicated", 2)
     fewer = forecast(ALONE, TWO, sizes=replace(SIZES, epochs=epochs)).seconds_at(2)
     assert explain_excess(estimate_cost(fewer, PRICE, "dedicated", 2), limits) is None
-    assert f"epochs={epochs} instead of 4" in fits[-1]
+    assert f"epochs={epochs} instead of 4" in fits[1]
     assert most_epochs(made, Limits(budget_usd=0.001), PRICE, "dedicated", 2) == 0
     assert explain_excess(least(PRICE, "dedicated", 2), Limits(budget_usd=0.001), at_least=True)

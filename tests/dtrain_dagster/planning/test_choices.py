@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import date
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib
@@ -14,34 +15,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain_dagster.assets.plan_limits import choices_metadata, explain_choice
+from dtrain_dagster.assets.plan_page import choices_metadata
 from dtrain_dagster.costs.evictions import Evictions, with_evictions
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.prices import price_of, price_table
-from dtrain_dagster.planning.choices import (
-    Baseline,
-    Choices,
-    PlanError,
-    choices,
-    misses,
-    require_choice,
-)
+from dtrain_dagster.planning.build_plan import Limits
+from dtrain_dagster.planning.choices import Choices, PlanChoice, compare_choices, explain_choice, misses, remedies
 from dtrain_dagster.reports.cost_charts import MOST_NUMBERED, choices_chart
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars
+from tests.dtrain_dagster.planning.planned_nodes import planned_on
 from tests.dtrain_dagster.spot_prices import RATE, with_spot
 
 V100, T4, A100, QUAD = (f"Standard_{name}" for name in ("NC6s_v3", "NC4as_T4_v3", "NC24ads_A100_v4", "NC96ads_A100_v4"))
 SPEEDS = {V100: 1.0, T4: 0.5, A100: 2.0, QUAD: 8.0}
 PRICES = {sku: replace(price_of(sku), retired_on=None, speed=speed) for sku, speed in SPEEDS.items()}
-PLANNED = Baseline(
-    price=PRICES[V100],
-    node_count=2,
-    tier="dedicated",
-    ranks_per_node=1,
-    batch_size_per_rank=256,
-    measured_nodes=(2,),
-)
+PLANNED = planned_on(PRICES[V100], 2, batch=256)
 BOTH: tuple[Tier, ...] = ("dedicated", "spot")
 HOUR = 3600.0
 
@@ -55,6 +44,8 @@ class Amdahl:
     spread: float = 0.1
     basis: str = "probe"
     basis_words: str = "a probe of 24 steps on 2 nodes"
+    measured: tuple[Any, ...] = (SimpleNamespace(node_count=2),)
+    sizes: Any = PLANNED.sizes
 
     def seconds_at(self, node_count: int, speed: float = 1.0) -> Interval:
         whole = self.fixed + self.computing / node_count / speed
@@ -64,16 +55,32 @@ class Amdahl:
         return 600.0
 
 
-def table_of(forecast: Amdahl | None = None, **other: Any) -> Choices:
+def table_of(
+    forecast: Any = None,
+    planned: Any = PLANNED,
+    deadline: float | None = None,
+    budget: float | None = None,
+    **other: Any,
+) -> Choices:
+    """``deadline``: in seconds."""
     given: dict[str, Any] = {
-        "baseline": PLANNED,
         "prices": PRICES.values(),
         "node_counts": (1, 2, 3),
         "tiers": ("dedicated",),
-        "epochs": 6,
         "today": date(2026, 3, 1),
     } | other
-    return choices(forecast or Amdahl(), **given)
+    limits = Limits(budget_usd=budget or 0.0, deadline_hours=(deadline or 0.0) / HOUR)
+    return compare_choices(planned, forecast or Amdahl(), limits, **given)
+
+
+def cheapest_of(table: Choices) -> PlanChoice:
+    assert table.cheapest
+    return table.cheapest
+
+
+def told(**limits: Any) -> str:
+    """What would fit instead of a plan."""
+    return "; ".join(remedies(table_of(**limits), PLANNED, Amdahl()))  # type: ignore[arg-type]
 
 
 def row_of(table: Choices, sku: str, nodes: int, tier: str = "dedicated") -> Any:
@@ -86,8 +93,6 @@ def test_time_and_dollars_by_hand_and_where_they_come_from():
     assert [row for row in table.rows if row.is_planned] == [two]
     assert two.seconds == Interval(low=0.9 * 7 * HOUR, expected=7 * HOUR, high=pytest.approx(1.1 * 7 * HOUR))
     assert two.usd.expected == pytest.approx(7 * 2 * 3.06)
-    assert two.usd_per_epoch == pytest.approx(7 * 2 * 3.06 / 6)
-    assert two.efficiency == pytest.approx(13 / 14), "an hour that does not get shorter with nodes"
     assert (two.origin, row_of(table, V100, 3).origin, row_of(table, T4, 2).origin) == ("measured", "scaled", "guessed")
     assert "0.5 times as fast as one of Standard_NC6s_v3" in row_of(table, T4, 2).time_from
     assert row_of(table, T4, 2).seconds.expected == pytest.approx(13 * HOUR)
@@ -104,10 +109,10 @@ def test_time_and_dollars_by_hand_and_where_they_come_from():
     ("limits", "cheapest"),
     [
         ({}, (T4, 1)),
-        ({"deadline_seconds": 9 * HOUR}, (T4, 3)),  # 8.1 h, and a tenth more at most
-        ({"deadline_seconds": 8.8 * HOUR}, (A100, 1)),  # what is expected in 8.1 h may not keep it
-        ({"deadline_seconds": 1.8 * HOUR, "budget_usd": 30.0}, (QUAD, 1)),
-        ({"deadline_seconds": 8 * HOUR, "budget_usd": 23.0}, None),
+        ({"deadline": 9 * HOUR}, (T4, 3)),  # 8.1 h, and a tenth more at most
+        ({"deadline": 8.8 * HOUR}, (A100, 1)),  # what is expected in 8.1 h may not keep it
+        ({"deadline": 1.8 * HOUR, "budget": 30.0}, (QUAD, 1)),
+        ({"deadline": 8 * HOUR, "budget": 23.0}, None),
     ],
 )
 def test_the_cheapest_that_keeps_both_limits_is_marked(limits: dict[str, float], cheapest: tuple[str, int] | None):
@@ -121,11 +126,11 @@ def test_the_cheapest_that_keeps_both_limits_is_marked(limits: dict[str, float],
 
 def test_nodes_that_may_be_taken_away_are_for_those_who_can_wait():
     limits = {"tiers": BOTH, "prices": [with_spot(PRICES[V100], evictions=RATE)], "node_counts": (1,)}
-    assert require_choice(table_of(**limits)).tier == "spot"
+    assert cheapest_of(table_of(**limits)).tier == "spot"
     # 12.1 hours and a tenth more, and at most 1.33 evictions and two standard deviations, each a start-up of ten
     # minutes: 13.92 h.
-    assert require_choice(table_of(**limits, deadline_seconds=14.0 * HOUR)).tier == "spot"
-    assert require_choice(table_of(**limits, deadline_seconds=13.8 * HOUR)).tier == "dedicated"
+    assert cheapest_of(table_of(**limits, deadline=14.0 * HOUR)).tier == "spot"
+    assert cheapest_of(table_of(**limits, deadline=13.8 * HOUR)).tier == "dedicated"
     evictions = Evictions(per_node_hour=0.1, most_per_node_hour=0.2, seconds=600.0)
     slow = with_evictions(Interval(low=HOUR, expected=2 * HOUR, high=3 * HOUR), evictions, node_count=4)
     assert slow.low == HOUR
@@ -158,9 +163,9 @@ def test_what_cannot_be_had_is_listed_with_why_and_never_taken():
     assert not {(row.sku, row.tier) for row in table.rows} & set(missing)
     for day, there in ((29, True), (30, False)):
         assert (V100 in {row.sku for row in table_of(prices=[price_of(V100)], today=date(2025, 9, day)).rows}) is there
-    assert V100 in {row.sku for row in table_of(prices=[price_of(V100)], is_stand_in=True).rows}, "nothing is bought"
-    with pytest.raises(PlanError, match=r"nothing to choose from: Standard_NC6s_v3 \(dedicated\): retired on 2025"):
-        require_choice(table_of(prices=[price_of(V100)]))
+    assert V100 in {
+        row.sku for row in table_of(planned=planned_on(PRICES[V100], 2, kind="local"), prices=[price_of(V100)]).rows
+    }, "nothing is bought"
 
 
 def test_each_gpu_of_a_node_is_a_rank():
@@ -173,47 +178,43 @@ def test_each_gpu_of_a_node_is_a_rank():
             return super().seconds_at(node_count, speed)
 
     quad = table_of(Listening(), prices=[PRICES[QUAD]], node_counts=(2,)).rows[0]
-    assert asked[0] == (8, 2.0), "eight ranks on GPUs of twice the speed"
+    assert asked == [(8, 2.0)], "eight ranks on GPUs of twice the speed"
     assert quad.seconds.expected == pytest.approx(0.1 * HOUR + 12 * HOUR / 2 / 8)
     assert quad.global_batch == 2 * 4 * 256
     assert any("several GPUs" in line for line in table_of(prices=[PRICES[QUAD]]).assumptions)
     # The baseline's own nodes have the ranks that they were given, whatever the SKU that stands in for their price has.
     asked.clear()
-    two = replace(PLANNED, price=PRICES[T4], ranks_per_node=2)
-    table = table_of(Listening(), baseline=two, prices=[PRICES[T4], PRICES[A100]], node_counts=(3,))
+    two = planned_on(PRICES[T4], 2, ranks=2, batch=256)
+    table = table_of(Listening(), planned=two, prices=[PRICES[T4], PRICES[A100]], node_counts=(3,))
     assert row_of(table, T4, 3).global_batch == 3 * 2 * 256
     assert asked[0] == (3, 1.0)
-    assert asked[2] == (2, 6.0), "three ranks make two such nodes nearly; the speed of all of them stays"
+    assert asked[1] == (2, 6.0), "three ranks make two such nodes nearly; the speed of all of them stays"
 
 
 @pytest.mark.parametrize(
     ("limits", "words"),
     [
         (
-            {"deadline_seconds": 8 * HOUR, "budget_usd": 20.0},
-            r"none of 12 choices keeps the deadline of 8 h 00 min and the budget of \$20.00\. "
-            r"The cheapest within the deadline is 1 × NC24ads_A100_v4 \(dedicated\): up to 6 h 42 min and \$24.65: "
-            r"set budget_usd = 24.65\. "
-            r"The fastest within the budget is 3 × NC4as_T4_v3 \(dedicated\): up to 8 h 54 min and \$14.17: "
-            r"set deadline_hours = 8.92\.",
+            {"deadline": 8 * HOUR, "budget": 20.0},
+            r"the cheapest within the deadline is 1 × NC24ads_A100_v4 \(dedicated\): up to 6 h 42 min and \$24.65: "
+            r"set budget_usd = 24.65; "
+            r"the fastest within the budget is 3 × NC4as_T4_v3 \(dedicated\): up to 8 h 54 min and \$14.17: "
+            r"set deadline_hours = 8.92$",
         ),
-        ({"budget_usd": 1.0}, r"The cheapest is 1 × NC4as_T4_v3 .*: set budget_usd = 14.06\. Or train less"),
-        ({"deadline_seconds": 60.0}, r"The fastest is 3 × NC96ads_A100_v4 .*: set deadline_hours = 0.661\. Or"),
-        ({"deadline_seconds": 60.0, "budget_usd": 1.0}, r"The fastest is 3 × NC96.*, the cheapest 1 × NC4as.*: raise"),
+        ({"budget": 1.0}, r"the cheapest is 1 × NC4as_T4_v3 .*: set budget_usd = 14.06$"),
+        ({"deadline": 60.0}, r"the fastest is 3 × NC96ads_A100_v4 .*: set deadline_hours = 0.661$"),
+        ({"deadline": 60.0, "budget": 1.0}, r"the fastest is 3 × NC96.*, the cheapest 1 × NC4as.*: raise"),
     ],
 )
 def test_where_nothing_fits_the_nearest_and_the_setting_are_named(limits: dict[str, float], words: str):
-    with pytest.raises(PlanError, match=words):
-        require_choice(table_of(**limits))
+    assert re.search(words, told(**limits))
 
 
 def test_the_limit_that_is_named_is_enough():
-    limits = {"deadline_seconds": 8 * HOUR, "budget_usd": 20.0}
-    with pytest.raises(PlanError) as refused:
-        require_choice(table_of(**limits))
-    named = dict(re.findall(r"set (\w+) = ([\d.]+)\.", str(refused.value)))
-    assert require_choice(table_of(**limits | {"budget_usd": float(named["budget_usd"])})).sku == A100
-    assert require_choice(table_of(**limits | {"deadline_seconds": float(named["deadline_hours"]) * HOUR})).sku == T4
+    limits = {"deadline": 8 * HOUR, "budget": 20.0}
+    named = dict(re.findall(r"set (\w+) = ([\d.]+\d)", told(**limits)))
+    assert cheapest_of(table_of(**limits | {"budget": float(named["budget_usd"])})).sku == A100
+    assert cheapest_of(table_of(**limits | {"deadline": float(named["deadline_hours"]) * HOUR})).sku == T4
 
 
 ROWS = [replace(price, retired_on=None) for price in price_table().values()]
@@ -224,13 +225,9 @@ tables = st.fixed_dictionaries(
         "prices": prices,
         "node_counts": st.sets(st.integers(1, 9), min_size=1),
         "tiers": st.sampled_from((("dedicated",), BOTH)),
-        "deadline_seconds": limit,
-        "budget_usd": limit,
-        "baseline": st.builds(
-            lambda price, ranks: replace(PLANNED, price=price, ranks_per_node=ranks),
-            st.sampled_from(ROWS),
-            st.integers(1, 2),
-        ),
+        "deadline": limit,
+        "budget": limit,
+        "planned": st.builds(planned_on, st.sampled_from(ROWS), st.just(2), ranks=st.integers(1, 2)),
     }
 )
 forecasts = st.builds(Amdahl, fixed=st.floats(0, 1e4), computing=st.floats(1, 1e6), spread=st.floats(0, 0.5))
@@ -247,18 +244,15 @@ def test_what_holds_of_every_table(forecast: Amdahl, given: dict[str, Any]):
         assert table.pareto
     for row in table.rows:
         assert 0 <= row.usd.low <= row.usd.expected <= row.usd.high
-        assert row.efficiency > 0
         if not row.is_pareto:
             assert any(
                 other.usd.expected <= row.usd.expected and other.seconds.expected <= row.seconds.expected
                 for other in table.pareto
             )
     if table.cheapest:
-        assert not misses(table.cheapest, table.deadline_seconds, table.budget_usd)
+        assert not misses(table.cheapest, table.limits)
     else:
-        assert all(misses(row, table.deadline_seconds, table.budget_usd) for row in table.rows)
-        with pytest.raises(PlanError):
-            require_choice(table)
+        assert all(misses(row, table.limits) for row in table.rows)
 
 
 @given(forecasts, tables, st.integers(1, 9))
@@ -266,8 +260,8 @@ def test_more_to_choose_from_never_costs_more(forecast: Amdahl, given: dict[str,
     before = table_of(forecast, **given).cheapest
     if before:
         more_nodes = {"node_counts": {*given["node_counts"], nodes}}
-        for more in (more_nodes, {"tiers": BOTH}, {"deadline_seconds": None}, {"budget_usd": None}):
-            assert require_choice(table_of(forecast, **(given | more))).usd.expected <= before.usd.expected
+        for more in (more_nodes, {"tiers": BOTH}, {"deadline": None}, {"budget": None}):
+            assert cheapest_of(table_of(forecast, **(given | more))).usd.expected <= before.usd.expected
 
 
 @given(forecasts, tables)
@@ -276,15 +270,15 @@ def test_a_budget_refuses_and_makes_nothing_slower(forecast: Amdahl, given: dict
         "tiers": ("dedicated",)
     }  # with evictions, intervals differ in width: the cheaper may be the dearer at most
     before = table_of(forecast, **given).cheapest
-    assert before is None or require_choice(table_of(forecast, **(given | {"budget_usd": None}))) == before
+    assert before is None or cheapest_of(table_of(forecast, **(given | {"budget": None}))) == before
 
 
 @pytest.mark.parametrize(
     "shown",
     [
         {"prices": [PRICES[T4]], "node_counts": (1,)},
-        {"deadline_seconds": 1.0, "budget_usd": 1e6},
-        {"prices": ROWS, "tiers": BOTH, "deadline_seconds": 5 * HOUR, "budget_usd": 40.0},
+        {"deadline": 1.0, "budget": 1e6},
+        {"prices": ROWS, "tiers": BOTH, "deadline": 5 * HOUR, "budget": 40.0},
     ],
 )
 def test_the_picture_of_few_and_many_choices_names_what_matters(shown: dict[str, Any]):
@@ -293,12 +287,12 @@ def test_the_picture_of_few_and_many_choices_names_what_matters(shown: dict[str,
         text = choices_chart(table).decode()
     assert ("cheapest that fits" in text) is (table.cheapest is not None)
     assert table.pareto[0].name in text
-    assert ("deadline: 1 s, beyond this picture" in text) is (table.deadline_seconds == 1.0)
+    assert ("deadline: 1 s, beyond this picture" in text) is (shown.get("deadline") == 1.0)
     assert len(re.findall(r"\d × \w+ \([\w ]+\): ", text)) <= MOST_NUMBERED
 
 
 def test_metadata_shows_the_planned_and_the_cheapest_row_and_is_json(tmp_path: Path):
-    whole = table_of(tiers=BOTH, deadline_seconds=5 * HOUR, budget_usd=100.0)
+    whole = table_of(tiers=BOTH, deadline=5 * HOUR, budget=100.0)
     metadata = choices_metadata(whole, "abc", str(tmp_path))
     assert set(metadata) == {"choices_rest_on", "choice", "choices", "choices_file", "choices_picture"}
     file = Path(metadata["choices_file"].path)
@@ -326,12 +320,12 @@ def test_the_plan_says_what_fewer_nodes_would_save_and_what_it_is_not():
     assert "chosen" not in text
     alone = table_of(prices=[PRICES[V100]], node_counts=(PLANNED.node_count,))
     assert explain_choice(alone).endswith("It is the cheapest of all choices.")
-    nothing = table_of(deadline_seconds=1.0, prices=[PRICES[V100]])
+    nothing = table_of(deadline=1.0, prices=[PRICES[V100]])
     assert "No choice is sure to keep the limits" in explain_choice(nothing)
     assert "choose_nodes" not in explain_choice(nothing)
 
 
 def test_nodes_that_are_not_bought_are_named_by_their_place_and_only_priced_as_a_size():
-    said = explain_choice(table_of(place="this machine", is_stand_in=True))
+    said = explain_choice(table_of(planned=planned_on(PRICES[V100], 2, kind="local")))
     assert said.startswith("This plan runs on this machine, priced as if it were 2 × NC6s_v3 (dedicated): ")
     assert explain_choice(table_of()).startswith("This plan runs on 2 × NC6s_v3 (dedicated): ")

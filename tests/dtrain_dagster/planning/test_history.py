@@ -14,7 +14,8 @@ import dagster as dg
 import pytest
 
 from dtrain_dagster.assets.estimate_check import judged
-from dtrain_dagster.assets.planning import cost_estimate
+from dtrain_dagster.assets.pipeline import STOCK
+from dtrain_dagster.assets.planning import build_cost_estimate
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.costs.estimate import LearnedCorrection, Sizes
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan
@@ -40,6 +41,8 @@ from tests.page import Page
 from trainer.config import JobConfig
 from trainer.documents.presences import NodePresence
 from trainer.rundir import RunDir
+
+cost_estimate = build_cost_estimate(STOCK)
 
 SKU = "Standard_NC6s_v3"
 SIZES = Sizes(
@@ -341,7 +344,7 @@ def test_a_plan_on_spot_by_its_old_name_is_told_and_says_what_it_does_not_know(f
     latest = instance.get_latest_materialization_event(dg.AssetKey("cost_estimate"))
     made = Page(latest.asset_materialization.metadata)
     assert "| Evictions | how often Spot nodes are evicted is not known" in made["plan"]
-    assert "this machine, priced as if it were 1 × Standard_NC6s_v3 (Spot)" in made["plan"]
+    assert "this machine, priced as if it were 1 × NC6s_v3 (Spot)" in made["plan"]
     assert made["choice"].startswith("This plan runs on this machine, priced as if it were 1 × NC6s_v3 (Spot): ")
 
     write_rates(home, [SKU])

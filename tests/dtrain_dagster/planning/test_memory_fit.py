@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.costs.prices import SkuPrice, price_of, price_table
+from dtrain_dagster.planning.build_plan import Limits
 from dtrain_dagster.planning.check_job import Checked, check_job, check_memory, memory_of
-from dtrain_dagster.planning.choices import Baseline, choices
+from dtrain_dagster.planning.choices import Choices, compare_choices
 from dtrain_dagster.planning.memory_fit import MemoryRoom, judge_memory, room_of, room_of_sku, why_too_small
 from dtrain_dagster.settings.cluster_kinds import KINDS
+from tests.dtrain_dagster.planning.planned_nodes import planned_on
 from tests.dtrain_dagster.planning.test_check_job import job_of
 from tests.dtrain_dagster.planning.test_options import NODES, TODAY, Known
 from tests.dtrain_dagster.small_job import write_dataset
@@ -128,13 +130,16 @@ def test_a_plan_compares_no_nodes_that_are_too_small() -> None:
     )  # fmt: skip
     too_small, sentences = memory_of(planned, Checked(("unsure",), MODEL))
     assert sentences == ("unsure",)
-    baseline = Baseline(price=price, node_count=NODES, tier="dedicated", ranks_per_node=1, batch_size_per_rank=64)
-    table = choices(
-        Known(), baseline, [price, price_of(A100)], [1, 2, 3], ["dedicated"], epochs=1, today=TODAY,
-        too_small=too_small,
-    )  # fmt: skip
+
+    def table_of(skus: list[str], counts: list[int]) -> Choices:
+        return compare_choices(
+            planned_on(price, NODES), Known(), Limits(), too_small, prices=map(price_of, skus), node_counts=counts,  # type: ignore[arg-type]
+            tiers=["dedicated"], today=TODAY,
+        )  # fmt: skip
+
+    table = table_of([T4, A100], [1, 2, 3])
     assert {(row.sku, row.node_count) for row in table.rows} == {(T4, 2), (T4, 3), (A100, 1), (A100, 2), (A100, 3)}
-    alone = choices(Known(), baseline, [price], [1], ["dedicated"], epochs=1, today=TODAY, too_small=too_small)
+    alone = table_of([T4], [1])
     assert [item.why.startswith("does not fit: 20 GiB") for item in alone.not_available] == [True]
     with pytest.raises(ConfigError, match="the model does not fit"):
         memory_of(planned, Checked((), replace(MODEL, parameters=40 * GIB, trained=40 * GIB)))

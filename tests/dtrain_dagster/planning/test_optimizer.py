@@ -52,7 +52,6 @@ def optimizer(extra: list[dict[str, Any]], **other: Any) -> ResourceOptimizer:
         "training": TRAINING,
         "prices": price_table().values(),
         "today": date(2026, 3, 1),
-        "price_words": "list price, not the bill",
         "startup_seconds": 40.0,
     } | other
     return ResourceOptimizer([*RUN.events(), *extra], usage, **given)
@@ -70,12 +69,12 @@ def test_less_than_half_used_is_answered_with_dollars_and_seconds_that_come_true
     assert fewer.setting == "DTRAIN_NODES = 1, gradient_accumulation_steps = 6: the global batch stays"
     assert fewer.lost_seconds == pytest.approx(alone - wall, rel=0.1)
     assert fewer.saved_usd == pytest.approx(usd - alone / 3600 * V100.usd_per_hour("dedicated"), rel=0.02)
-    assert "GPU utilisation was 30%, below 50%" in fewer.why
+    assert looked_at.optimization().markdown.startswith("GPU utilisation was 30%.")
 
     smaller = found["DTRAIN_GPU_TYPE"]
     t4 = price_of("Standard_NC4as_T4_v3")
     slow = AROUND + seconds_of_steps(replace(RUN, computing=0.02 / t4.speed))
-    assert smaller.name == t4.sku
+    assert smaller.sku == t4.sku
     # At most: a longer backward pass hides more of the communication.
     assert slow - wall <= smaller.lost_seconds < 1.6 * (slow - wall)
     best = usd - 3 * slow / 3600 * t4.usd_per_hour("dedicated")
@@ -84,7 +83,6 @@ def test_less_than_half_used_is_answered_with_dollars_and_seconds_that_come_true
     evicted = 0.075 * 3 * wall / 3600 * 40.0
     assert found["DTRAIN_TIER"].lost_seconds == pytest.approx(evicted)
     assert found["DTRAIN_TIER"].setting == "DTRAIN_TIER = spot"
-    assert "Spot nodes cost 13% of dedicated ones (2024-09)" in found["DTRAIN_TIER"].why
     assert "evictions are expected to cost" in found["DTRAIN_TIER"].why
     assert usd / 2 < found["DTRAIN_TIER"].saved_usd < usd
 
@@ -101,22 +99,21 @@ def test_fewer_nodes_are_for_those_who_wait_for_each_other():
     usage = [NodeUsage(node_id=node, sku=V100.sku, started_at=0.0, ended_at=wall) for node in (10, 11, 12)]
     found = ResourceOptimizer(
         [*slow, *looks()], usage, price=V100, tier="dedicated", training={}, prices=[], today=date(2026, 3, 1),
-        price_words="",
     )  # fmt: skip
-    assert [item.name for item in found.recommendations()] == ["Spot"]
+    assert [item.name for item in found.recommendations()] == ["spot"]
 
 
 def test_a_smaller_sku_is_there_offered_and_large_enough():
-    def names(**other: Any) -> list[str]:
+    def skus(**other: Any) -> list[str]:
         memory = other.pop("memory", 0.5)
-        return [item.name for item in optimizer(looks(memory=memory), **other).recommendations()]
+        return [item.sku for item in optimizer(looks(memory=memory), **other).recommendations()]
 
     t4 = price_of("Standard_NC4as_T4_v3")
-    assert t4.sku in names(prices=[t4])
-    assert t4.sku not in names(prices=[t4], memory=0.95), "15.2 of 16 GiB: the next that is as large may be too small"
-    assert t4.sku not in names(prices=[replace(t4, retired_on="2026-02-28")])
-    assert t4.sku not in names(prices=[replace(t4, figures={})])
-    assert t4.sku not in names(prices=[replace(t4, gpus=4)])
+    assert t4.sku in skus(prices=[t4])
+    assert t4.sku not in skus(prices=[t4], memory=0.95), "15.2 of 16 GiB: the next that is as large may be too small"
+    assert t4.sku not in skus(prices=[replace(t4, retired_on="2026-02-28")])
+    assert t4.sku not in skus(prices=[replace(t4, figures={})])
+    assert t4.sku not in skus(prices=[replace(t4, gpus=4)])
 
 
 @pytest.mark.parametrize(
@@ -166,4 +163,4 @@ def test_a_batch_for_memory_that_is_not_used_and_what_it_does_to_the_training():
 def test_what_cannot_be_told_is_said(extra: list[dict[str, Any]], words: str):
     found = optimizer(extra)
     assert any(line.startswith(words) for line in found.not_known())
-    assert not any(item.name == "a larger batch" for item in found.recommendations())
+    assert not any(item.name == "larger batch" for item in found.recommendations())

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.assets.plan_limits import cheapest_here
 from dtrain_dagster.costs.estimate import Forecast, Measured, Sizes, estimate_cost
 from dtrain_dagster.costs.evictions import evictions_of, without_evictions
 from dtrain_dagster.costs.interval import Interval
@@ -18,14 +17,14 @@ from dtrain_dagster.costs.prices import SkuPrice, price_of, price_table
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.view import JobView
 from dtrain_dagster.monitoring.windows import settled, windows, worlds
-from dtrain_dagster.planning.build_plan import Limits, remedies
-from dtrain_dagster.planning.choices import Baseline, choices
-from dtrain_dagster.planning.optimizer import ResourceOptimizer
+from dtrain_dagster.planning.build_plan import Limits
+from dtrain_dagster.planning.choices import Choices, compare_choices, remedies
+from dtrain_dagster.planning.optimizer import ResourceOptimizer, paid_nodes, rest_and_whole, savings
 from dtrain_dagster.planning.options import BaseRun, best_of, build_options
 from dtrain_dagster.planning.projection import Projection
-from dtrain_dagster.planning.savings import paid_nodes, rest_and_whole, savings
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars
+from tests.dtrain_dagster.planning.planned_nodes import planned_on
 from tests.dtrain_dagster.simulated_timing import Simulation
 from tests.dtrain_dagster.spot_prices import RATE, with_spot, write_rates
 from trainer.rundir import event
@@ -43,6 +42,7 @@ class Known:
     hours: float = HOURS
     basis: str = "probe"
     basis_words: str = "a probe"
+    measured: tuple[Any, ...] = ()
 
     def seconds_at(self, node_count: int, speed: float = 1.0) -> Interval:
         seconds = 3600 * self.hours / speed
@@ -52,10 +52,15 @@ class Known:
         return STARTUP
 
 
+def table_of(price: SkuPrice, tier: Tier, nodes: int, forecast: Any) -> Choices:
+    return compare_choices(
+        planned_on(price, NODES, kind="local"), forecast, Limits(budget_usd=1e6), prices=[price], node_counts=[nodes],
+        tiers=[tier], today=TODAY,
+    )  # fmt: skip
+
+
 def in_the_plan(price: SkuPrice, tier: Tier, nodes: int = NODES, hours: float = HOURS) -> float:
-    baseline = Baseline(price=price, node_count=NODES, tier="dedicated", ranks_per_node=1, batch_size_per_rank=64)
-    made = choices(Known(hours), baseline, [price], [nodes], [tier], epochs=1, today=TODAY, is_stand_in=True)
-    found = cheapest_here(made, price.sku, tier, nodes)
+    found = table_of(price, tier, nodes, Known(hours)).cheapest_here(price.sku, tier, nodes)
     assert found
     return found.usd.expected
 
@@ -69,7 +74,7 @@ def in_the_refusal(price: SkuPrice, tier: Tier, nodes: int = NODES, hours: float
     )  # fmt: skip
     measured = Measured(node_count=nodes, startup_seconds=STARTUP, step_seconds=3600 * hours - STARTUP)
     made = Forecast(measured=(measured,), sizes=sizes, basis="probe", basis_words="a probe")
-    [said] = remedies(made, Limits(budget_usd=1e6), price, tier, [nodes], nodes + 1)[:1]
+    said = remedies(table_of(price, tier, nodes, made), planned_on(price, nodes + 1, tier), made)[0]
     found = re.search(r"about (\$[\d.]+)", said)
     assert found
     return found[1]
@@ -96,7 +101,7 @@ def in_the_advice(sku: str, events: list[dict[str, Any]], hours: float = HOURS) 
     """Setting → dollars, of a run that took as long and used little of its nodes."""
     looked_at = ResourceOptimizer(
         events, usage_of(sku, hours), price=price_of(sku), tier="dedicated", training=TRAINING, prices=TABLE.values(),
-        today=TODAY, price_words="list price", startup_seconds=STARTUP,
+        today=TODAY, startup_seconds=STARTUP,
     )  # fmt: skip
     return {item.setting.split(" = ")[0]: looked_at.usd - item.saved_usd for item in looked_at.recommendations()}
 

@@ -17,11 +17,12 @@ from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.planning.build_plan import Limits, explain_dear_probe, explain_excess
+from dtrain_dagster.planning.build_plan import Limits, explain_excess
 from dtrain_dagster.planning.probe_cost import (
     ExpectedProbe,
     PastProbe,
     expect_probes,
+    explain_dear_probe,
     left_node_seconds,
     payer_of,
     take_charges,

@@ -15,9 +15,9 @@ from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.view import JobView, fold
 from dtrain_dagster.monitoring.windows import settled, windows
+from dtrain_dagster.planning.optimizer import ANOTHER, paid_nodes, rest_and_whole, savings
 from dtrain_dagster.planning.options import BaseRun, change_table
 from dtrain_dagster.planning.projection import Projection, TimeLeft, overruns, project, time_left
-from dtrain_dagster.planning.savings import ANOTHER, paid_nodes, rest_and_whole, savings
 from dtrain_dagster.settings.tiers import Tier
 from tests.dtrain_dagster.simulated_timing import Simulation
 

@@ -1,0 +1,193 @@
+"""The page of a plan: its time and dollars, the choices that it was taken from, its probes, and what they rest on."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import dagster as dg
+
+from dtrain_dagster.assets.common import MOST_ROWS, best_rows, charts, head_of_page, table_file
+from dtrain_dagster.assets.provisioning import provisioning
+from dtrain_dagster.clusters.base import GPUClusterManager
+from dtrain_dagster.costs.estimate import Forecast
+from dtrain_dagster.costs.evictions import tell_evictions
+from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.costs.prices import price_of
+from dtrain_dagster.planning import probe_cost
+from dtrain_dagster.planning.choices import Choices, PlanChoice, explain_choice, name_nodes
+from dtrain_dagster.planning.probe_cost import Pace
+from dtrain_dagster.settings.tiers import tier_in_words
+from dtrain_dagster.support.formatting import dollars, format_duration
+
+SHOWN = ("choice", "usd", "mark", "seconds")
+"""The columns of the table on the page; the file has all."""
+
+
+def plan_page(
+    plan: TrainingPlan, table: Choices, forecast: Forecast, pace: Pace, manager: GPUClusterManager, storage_uri: str
+) -> dict[str, Any]:
+    """Return the page of a plan. ``storage_uri``: the folder that gets the file of all choices."""
+    return {
+        **plan_head(plan, table),
+        **choices_metadata(table, plan.fingerprint, storage_uri),
+        **plan_metadata(plan, forecast, table.place),
+        **probe_metadata(pace, manager),
+        **provisioning(manager),
+        "training": dg.JsonMetadataValue(plan.job["training"]),
+    }
+
+
+def plan_head(plan: TrainingPlan, table: Choices) -> dict[str, Any]:
+    """Return what the page of a plan begins with."""
+    estimate = plan.estimate
+    return head_of_page(
+        f"{format_duration(estimate.seconds.expected)} and {dollars(estimate.usd.expected)} "
+        f"({estimate.usd.range_in(dollars)}) on {name_nodes(plan.node_count, plan.sku, plan.tier, table.place)}; "
+        f"from {plan.basis.partition(';')[0]}",
+        choices_dots(table),
+        {
+            "estimated_usd": round(estimate.usd.expected, 6),
+            "estimated_seconds": round(estimate.seconds.expected, 1),
+            "steps": plan.work.steps,
+        },
+    )
+
+
+def plan_metadata(plan: TrainingPlan, forecast: Forecast, place: str) -> dict[str, Any]:
+    """Return what Dagster shows of a plan beside its head: the plan as a table, and what its figures rest on.
+    ``place``: see `dtrain_dagster.planning.build_plan.PlannedJob`."""
+    return {
+        "plan": dg.MarkdownMetadataValue(plan_table(plan, place, forecast.startup_at(plan.node_count))),
+        "basis": forecast.basis,
+        "basis_words": plan.basis,
+        "rests_on": list(forecast.rests_on),
+        "learned_factor": forecast.learned.factor,
+        "fingerprint": plan.fingerprint,
+        "sku": plan.sku,
+        "price": plan.price_note,
+        "parts": dg.JsonMetadataValue(asdict(forecast.parts(plan.node_count))),
+        "measured": dg.JsonMetadataValue([asdict(item) for item in forecast.measured]),
+    }
+
+
+def plan_table(plan: TrainingPlan, place: str, startup_seconds: float) -> str:
+    """Return the plan as a Markdown table. ``startup_seconds``: of its nodes."""
+    estimate, training = plan.estimate, plan.job["training"]
+    nodes = name_nodes(plan.node_count, plan.sku, plan.tier, place)
+    evictions = tell_evictions(estimate.usd.expected, plan.node_count, price_of(plan.sku), plan.tier, startup_seconds)
+    batch = training["batch_size_per_gpu"] * training["gradient_accumulation_steps"] * training["world_size"]
+    rows = [
+        ("Nodes", f"{nodes}; {plan.node_count} node(s) with {plan.processes_per_node} process(es) each"),
+        ("Model, loss", f"{plan.job['model']['factory']}, {plan.job['loss']['factory']}"),
+        ("Work", f"{plan.work.steps} steps of {batch} samples, {plan.work.evaluations} evaluations"),
+        ("Time", f"**{format_duration(estimate.seconds.expected)}** ({estimate.seconds.range_in(format_duration)})"),
+        ("Cost", f"**{dollars(estimate.usd.expected)}** ({estimate.usd.range_in(dollars)}), {plan.price_words}"),
+        *([("Evictions", evictions)] if evictions else []),
+        *([("Probe", f"{dollars(plan.probe_usd)}, run before and billed with it")] if plan.probes else []),
+    ]
+    return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows)
+
+
+def choices_dots(table: Choices) -> str:
+    """Return a small picture of time and cost of all choices."""
+    from dtrain_dagster.reports.small_pictures import small_dots
+
+    points = [(row.seconds.expected, row.usd.expected) for row in table.rows]
+    mine = table.planned
+    marked = None if mine is None else (mine.seconds.expected, mine.usd.expected)
+    return small_dots(points, marked, f"{len(points)} choices: time →, cost ↑; orange: this plan")
+
+
+def choices_metadata(table: Choices, fingerprint: str, storage_uri: str) -> dict[str, Any]:
+    """Return ``choice`` (`explain_choice`), ``choices`` (the cheapest ones and the planned one), ``choices_file`` (all
+    of them, as CSV), ``choices_picture``, ``choices_rest_on`` and ``choices_not_available``, each only where it is not
+    empty."""
+    from dtrain_dagster.reports.cost_charts import choices_chart
+
+    metadata: dict[str, Any] = {}
+    if table.rows:
+        metadata["choice"] = explain_choice(table)
+        first = [choice for choice in table.rows[:MOST_ROWS] if not choice.is_planned]
+        planned = [choice for choice in table.rows if choice.is_planned]
+        best = sorted([*first[: MOST_ROWS - len(planned)], *planned], key=lambda choice: choice.usd.expected)
+        shown = [_row(choice) | {"choice": choice.name} for choice in best]
+        metadata["choices"] = best_rows(shown, SHOWN)
+        rows = [_row(choice) for choice in table.rows]
+        metadata["choices_file"] = table_file(f"{storage_uri}/plans/{fingerprint}", "choices.csv", rows)
+        metadata["choices_picture"] = charts({"Cost against time of every choice": choices_chart(table)})
+    metadata["choices_rest_on"] = dg.MarkdownMetadataValue(_rest_on(table))
+    if table.not_available:
+        missing = [
+            {"sku": item.sku.removeprefix("Standard_"), "tier": tier_in_words(item.tier), "why": item.why}
+            for item in table.not_available
+        ]
+        metadata["choices_not_available"] = best_rows(missing)
+    return metadata
+
+
+def _row(choice: PlanChoice) -> dict[str, str | int | float]:
+    told = (("this plan", choice.is_planned), ("cheapest", choice.is_cheapest), ("Pareto", choice.is_pareto))
+    marks = [word for word, holds in told if holds]
+    seconds, usd = choice.seconds, choice.usd
+    return {
+        "mark": ("➜ " if choice.is_planned else "") + ", ".join(marks),
+        "nodes": choice.node_count,
+        "sku": choice.sku,
+        "gpus": f"{choice.node_count * choice.gpus} × {choice.gpu}",
+        "tier": tier_in_words(choice.tier),
+        "usd": round(usd.expected, 6),
+        "usd_range": usd.range_in(dollars),
+        "seconds": round(seconds.expected, 1),
+        "time": format_duration(seconds.expected),
+        "time_range": seconds.range_in(format_duration),
+        "global_batch": choice.global_batch,
+        "why_not": choice.why_not,
+        "time_from": choice.time_from,
+        "price_from": choice.price_from,
+    }
+
+
+def _rest_on(table: Choices) -> str:
+    dollars_are = f"Dollars are time × nodes × price: {table.price_words}."
+    lines = [f"Times rest on {table.basis}.", dollars_are, *table.assumptions]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def probe_metadata(pace: Pace, manager: GPUClusterManager) -> dict[str, Any]:
+    """Return what Dagster shows of a plan's probes: their cost, what was expected, and their durations for later
+    plans; nothing where the plan rests on none."""
+    if pace.forecast.basis != "probe":
+        return {}
+    planned = pace.planned
+    words = describe_probes(pace)
+    counts = [item.node_count for item in pace.forecast.measured]
+    probes = [
+        probe_cost.PastProbe(
+            job_id=job_id,
+            sku=planned.price.sku,
+            node_count=count,
+            processes_per_node=planned.sizes.processes_per_node,
+            seconds=probe_cost.charge_seconds([probe_cost.charge_of(manager, job_id)]),
+        )
+        for count, job_id in zip(counts, pace.forecast.rests_on, strict=True)
+    ]
+    return {
+        "probe": words,
+        "probe_usd": round(probe_cost.charge_usd(pace.charges, planned.tier), 6),
+        "probe_node_seconds": round(probe_cost.charge_node_seconds(pace.charges), 1),
+        "probes": dg.JsonMetadataValue([asdict(item) for item in probes]),
+    }
+
+
+def describe_probes(pace: Pace) -> str:
+    """Return in words what the plan's probes cost, what had been expected, and who pays. Pure."""
+    charges = pace.charges
+    if not charges:
+        return "measured before, and paid for by another training"
+    usd = probe_cost.charge_usd(charges, pace.planned.tier)
+    said = (
+        f"{dollars(usd)} for {probe_cost.charge_node_seconds(charges):.1f} node-seconds in "
+        f"{format_duration(probe_cost.charge_seconds(charges))}, billed with this training"
+    )
+    return f"{said}; expected were {pace.expected}" if pace.expected else f"{said}; measured before"

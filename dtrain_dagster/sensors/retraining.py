@@ -1,0 +1,221 @@
+"""What retrains by itself, each switched off by default: the schedule ``weekly_retraining`` and the sensors
+``new_data`` and ``staleness``; and the sensor ``retraining_failed``, which reports a failed run that no person started
+and so none watches."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, replace
+
+import dagster as dg
+
+from dtrain_dagster.automation import clock
+from dtrain_dagster.automation.capacity_queue import WaitingList
+from dtrain_dagster.automation.retraining import (
+    CAUSE_TAG,
+    CHAMPION_CHECK,
+    TRAIN_JOB,
+    ask,
+    at_clock,
+    budget_words,
+    judgement,
+    new_data,
+    newest_prices,
+    prices_of,
+    read_watch,
+    registrations,
+    seen,
+    staleness,
+    trained_dataset,
+    unreadable,
+    weekly,
+)
+from dtrain_dagster.jobs.progress import JOB_TAG
+from dtrain_dagster.resources import ProjectResource, project_resource
+from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.support.formatting import format_duration
+from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
+from dtrain_dagster.support.notify import notify_and_log
+from dtrain_dagster.support.secrets import redact
+from trainer.errors import DamagedError
+from trainer.rundir import LAUNCH, RunDir
+
+
+def build_weekly_schedule(
+    settings: Settings, names: GraphNames = STOCK_NAMES, cron: str | None = None
+) -> dg.ScheduleDefinition:
+    """Return the schedule, switched off by default, that asks for a weekly retraining. ``cron``: five fields (None:
+    DTRAIN_RETRAIN_CRON)."""
+
+    @dg.schedule(
+        name=names.unique("weekly_retraining"),
+        job_name=names.unique(TRAIN_JOB),
+        cron_schedule=cron or settings.retrain_cron,
+        execution_timezone=settings.retrain_timezone,
+        required_resource_keys=names.resources,
+        default_status=dg.DefaultScheduleStatus.STOPPED,  # it spends money: a person switches it on
+        description=(
+            f"Retrains on the latest {'data' if names.pipeline else 'prices'} once a week: DTRAIN_RETRAIN_CRON says "
+            "when, in DTRAIN_RETRAIN_TIMEZONE. "
+            "Skipped while a training is under way. " + budget_words(settings.retrain_budget_usd)
+        ),
+    )
+    def weekly_schedule(context: dg.ScheduleEvaluationContext) -> dg.RunRequest | dg.SkipReason:
+        return ask(context, weekly(context.scheduled_execution_time), settings.retrain_budget_usd, names)
+
+    return weekly_schedule
+
+
+def build_new_data_sensor(
+    settings: Settings, names: GraphNames = STOCK_NAMES, prices: str | None = None
+) -> dg.SensorDefinition:
+    """Return the sensor, switched off by default, that asks for a retraining when the prices have changed.
+    ``prices``: where they come from (None: DTRAIN_PRICES)."""
+    watched, whose = prices or settings.prices, "its prices" if prices else "DTRAIN_PRICES"
+
+    @dg.sensor(
+        name=names.unique("new_data"),
+        job_name=names.unique(TRAIN_JOB),
+        required_resource_keys=names.resources,
+        minimum_interval_seconds=60,
+        default_status=dg.DefaultSensorStatus.STOPPED,  # retraining spends money: a person switches it on
+        description=(
+            f"Retrains when the file of {whose} differs from what the latest training used, and has not changed for "
+            f"{settings.retrain_debounce_minutes:g} minutes (DTRAIN_RETRAIN_DEBOUNCE_MINUTES). "
+            + budget_words(settings.retrain_budget_usd)
+        ),
+    )
+    def new_data_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
+        from dtrain_dagster.data.sources import PriceFile, price_source
+
+        project = project_resource(context, names)
+        source = price_source(watched)
+        if not isinstance(source, PriceFile):
+            return dg.SensorResult(skip_reason=f"{watched!r} is not a file of your own: it is not watched")
+        now, pause, watch = time.time(), settings.retrain_debounce_minutes * 60, read_watch(context.cursor)
+        watch = at_clock(watch, clock.reading())
+
+        def skip(why: str) -> dg.SensorResult:
+            return dg.SensorResult(skip_reason=redact(why), cursor=json.dumps(asdict(watch)))
+
+        try:
+            watch = seen(watch, source.version(), now)
+            if now - watch.since < pause:
+                rest = format_duration(watch.since + pause - now)
+                return skip(f"{watched} is read once it has not changed for another {rest}")
+            if not watch.digest:
+                digest = source.digest()
+                if source.version() != watch.version:
+                    return skip(f"{watched} was written while it was read")
+                watch = replace(watch, digest=digest)
+        except Exception as error:  # a file system's own errors, of any kind
+            watch = unreadable(watch, now)
+            problem = redact(f"{watched} cannot be read: {error or type(error).__name__}")
+            if now - watch.unreadable_since >= pause and not watch.told:  # it may be about to be replaced
+                context.log.warning(problem)
+                remedy = "DTRAIN_PRICES names the file; once it can be read again, it is watched as before"
+                notify_and_log(
+                    project.notify_urls(), "dtrain: the prices cannot be read", f"{problem}\n{remedy}", context.log
+                )
+                watch = replace(watch, told=True)
+            return skip(problem)
+        watch = replace(watch, unreadable_since=0.0, told=False)
+        dataset_id = trained_dataset(context.instance, names)
+        trained_on = prices_of(project.shared_uri, dataset_id) if dataset_id else None
+        if trained_on is None:
+            return skip("nothing was trained yet that could be trained again: materialize the graph by hand first")
+        if trained_on.sha256 == watch.digest:
+            return skip(f"{watched} is what the latest training had")
+        asked = ask(context, new_data(watch.digest), settings.retrain_budget_usd, names)
+        if isinstance(asked, dg.SkipReason):
+            return skip(asked.skip_message or "")
+        return dg.SensorResult(run_requests=[asked], cursor=json.dumps(asdict(watch)))
+
+    return new_data_sensor
+
+
+def build_staleness_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> dg.SensorDefinition:
+    """Return the sensor, switched off by default, that asks for a retraining when the champion is stale."""
+    days = settings.retrain_max_age_days
+
+    @dg.sensor(
+        name=names.unique("staleness"),
+        job_name=names.unique(TRAIN_JOB),
+        required_resource_keys=names.resources,
+        minimum_interval_seconds=600,
+        default_status=dg.DefaultSensorStatus.STOPPED,  # retraining spends money: a person switches it on
+        description=(
+            f"Retrains when nothing was trained for {days:g} days, or when the newest prices end {days:g} days after "
+            "those of the latest training (DTRAIN_RETRAIN_MAX_AGE_DAYS), or when a baseline forecasts the days since "
+            f"better than the champion, beyond chance (check {CHAMPION_CHECK} of sharded_dataset). "
+            + budget_words(settings.retrain_budget_usd)
+        ),
+    )
+    def staleness_sensor(context: dg.SensorEvaluationContext) -> dg.RunRequest | dg.SkipReason:
+        project = project_resource(context, names)
+        champion, latest = registrations(context.instance, names)
+        found = staleness(
+            champion,
+            latest,
+            prices_of(project.shared_uri, latest.dataset_id) if latest and latest.dataset_id else None,
+            newest_prices(context.instance, names),
+            judgement(context.instance, names),
+            time.time(),
+            days,
+        )
+        if isinstance(found, str):
+            return dg.SkipReason(found)
+        why = []
+        for cause in found:  # a cause that had its run does not hide the others
+            asked = ask(context, cause, settings.retrain_budget_usd, names)
+            if isinstance(asked, dg.RunRequest):
+                return asked
+            why.append(asked.skip_message or "")
+        return dg.SkipReason("\n".join(why))
+
+    return staleness_sensor
+
+
+def build_retraining_failed_sensor(project: ProjectResource, names: GraphNames = STOCK_NAMES) -> dg.SensorDefinition:
+    """Return the sensor that notifies people of a failed run with a retraining's cause. ``project``: given here, since
+    Dagster's decorator takes resources of fixed names only."""
+
+    @dg.run_failure_sensor(
+        name=names.unique("retraining_failed"),
+        minimum_interval_seconds=60,
+        default_status=dg.DefaultSensorStatus.RUNNING,
+        description="Notifies once when a run that the schedule or a sensor asked for has failed and its job did not "
+        "report it.",
+    )
+    def retraining_failed(context: dg.RunFailureSensorContext) -> dg.SkipReason | None:
+        run = context.dagster_run
+        cause = run.tags.get(CAUSE_TAG)
+        if cause is None:
+            return dg.SkipReason("a person started it")
+        if names.pipeline and not cause.startswith(names.mark("")):
+            return dg.SkipReason("it is a retraining of another graph, whose sensor reports it")
+        [latest] = context.instance.get_runs(dg.RunsFilter(tags={CAUSE_TAG: cause}), limit=1)
+        tickets = WaitingList(project.shared_uri).tickets()
+        if latest.run_id != run.run_id or any(item.tags.get(CAUSE_TAG) == cause for item in tickets):
+            return dg.SkipReason("it found no capacity: the sensor `queue` reports what happens to it")
+        if _was_told(run.tags.get(JOB_TAG), project):
+            return dg.SkipReason("its job has failed, and its cluster has sent a notice")
+        message = redact(f"{cause}: {context.failure_event.message}\n{project.run_url(run.run_id)}")
+        notify_and_log(project.notify_urls(), "dtrain: a retraining has failed", message, context.log)
+        return None
+
+    return retraining_failed
+
+
+def _was_told(job_id: str | None, project: ProjectResource) -> bool:
+    """Return whether people have been told of the end of the job that the run followed, if it got so far."""
+    if job_id is None:
+        return False
+    rundir = RunDir(f"{project.jobs_uri}/{job_id}")
+    try:
+        from dtrain_dagster.clusters.job_notices import was_told_of_end  # not above: few runs fail
+
+        return was_told_of_end(rundir, int((rundir.read_json(LAUNCH) or {}).get("launch") or 1))
+    except (DamagedError, OSError):
+        return False
