@@ -13,10 +13,9 @@ from typing import Any
 import dagster as dg
 
 from dtrain_dagster.assets import (
-    champion_check,
+    checks,
     costs,
     dataset,
-    estimate_check,
     planning,
     registry,
     reporting,
@@ -254,10 +253,10 @@ def build_graph(
     retraining (None: DTRAIN_RETRAIN_CRON)."""
     names, of_prices, of_script = pipeline.names, pipeline.source == "prices", pipeline.source == "script"
     assets: list[dg.AssetsDefinition] = []
-    checks: list[dg.AssetChecksDefinition] = [estimate_check.build_estimate_scored(names)]
+    asset_checks: list[dg.AssetChecksDefinition] = [checks.build_estimate_scored(names)]
     if of_prices:
         assets += [dataset.build_stock_prices(pipeline), dataset.build_sharded_dataset(pipeline)]
-        checks.append(champion_check.build_champion_holds(names))
+        asset_checks.append(checks.build_champion_holds(names))
     elif not of_script:
         from dtrain_dagster.assets import given_dataset  # not above: the graph of the stock prices does without
 
@@ -265,8 +264,8 @@ def build_graph(
     assets += [planning.build_cost_estimate(pipeline), training.build_trained_checkpoint(pipeline)]
     if not of_script:
         assets.append(registry.build_registered_model(pipeline))
-        checks += [dataset.build_leakage_checks(pipeline)]
-        checks += [registry.build_endpoint_compatible(names)] if settings.endpoint else []
+        asset_checks += [dataset.build_leakage_checks(pipeline)]
+        asset_checks += [registry.build_endpoint_compatible(names)] if settings.endpoint else []
     assets += [costs.build_cost_breakdown(pipeline), reporting.build_performance_report(pipeline)]
     train = dg.define_asset_job(
         names.unique(TRAIN_JOB),
@@ -285,7 +284,7 @@ def build_graph(
             training.build_gpu_cluster(pipeline),
             *([] if of_script else [search.build_hyperparameter_search(pipeline)]),
         ],
-        asset_checks=checks,
+        asset_checks=asset_checks,
         resources=resources,
         jobs=[train],
         schedules=[build_weekly_schedule(settings, names, schedule)],

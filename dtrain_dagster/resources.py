@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -22,12 +23,32 @@ from dtrain_dagster.support.secrets import SecretError, refuse_secret
 from trainer.model.allowed_factories import VARIABLE
 
 if TYPE_CHECKING:
+    from upath import UPath
+
     from dtrain_dagster.clusters.azure_ml.client import Service
     from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
     from dtrain_dagster.registry.base import Registry
     from dtrain_dagster.registry.endpoint import ScoringEndpoint
     from dtrain_dagster.settings.data_lake import DataLakeFolder
-    from dtrain_dagster.support.value_store import ValueFiles
+
+
+class ValueFiles(dg.UPathIOManager):
+    """Keeps values as pickles in the files that `dagster.FilesystemIOManager` reads and writes."""
+
+    def dump_to_path(self, context: dg.OutputContext, obj: Any, path: UPath) -> None:
+        """Write a value's file."""
+        path.write_bytes(pickle.dumps(obj))
+
+    def load_from_path(self, context: dg.InputContext, path: UPath) -> Any:
+        """Return the value in a file."""
+        return pickle.loads(path.read_bytes())  # noqa: S301 - whoever writes to Dagster's home runs code anyway
+
+    def get_metadata(self, context: dg.OutputContext, obj: Any) -> dict[str, dg.MetadataValue]:
+        """Return what stands on the page instead of the full path; nothing for an asset without a value."""
+        if obj is None or not context.has_asset_key:
+            return {}
+        return {"path": dg.MetadataValue.text(f"{'/'.join(context.asset_key.path)} in Dagster's storage")}
+
 
 NODE_CACHE = "/tmp/dtrain-cache"
 """The cache of shards on a node of the cloud: its temporary disk."""
@@ -313,8 +334,6 @@ STORED = "The configuration of this run is stored already: revoke that key or pa
 def value_files(context: dg.InitResourceContext) -> ValueFiles:
     """Return the IO manager that keeps values of assets on this machine, without a field, as `build_value_store`."""
     from upath import UPath
-
-    from dtrain_dagster.support.value_store import ValueFiles
 
     assert context.instance is not None
     return ValueFiles(UPath(context.instance.storage_directory()))

@@ -185,7 +185,7 @@ def _write_reports(rundir: RunDir, bill: Bill) -> None:
 def _page(rundir: RunDir, bill: Bill) -> dict[str, Any]:
     """Return metadata: dollars against the estimate, what they bought, by cause and by node, and what that rests on."""
     from dtrain_dagster.costs import export
-    from dtrain_dagster.reports import ledger_charts
+    from dtrain_dagster.reports import cost_charts
     from dtrain_dagster.reports.small_pictures import small_bar
 
     estimate, words = bill.plan.estimate, bill.plan.price_words
@@ -207,8 +207,8 @@ def _page(rundir: RunDir, bill: Bill) -> dict[str, Any]:
         "ledger": _table(causes, "cause", ("cause", "usd", "percent", "node_seconds")),
         "why": dg.MarkdownMetadataValue(f"{bill.why}\n\n{_reasons_table(bill.told)}"),
         "by_node": _table(nodes, "node", ("node", "purpose", "seconds", "usd")),
-        "bought": charts({"What the dollars bought": ledger_charts.ledger_chart(bill.found, words)}),
-        "over_time": charts({"Cost over time": ledger_charts.over_time_chart(bill.found, low_to_high, words)}),
+        "bought": charts({"What the dollars bought": cost_charts.ledger_chart(bill.found, words)}),
+        "over_time": charts({"Cost over time": cost_charts.over_time_chart(bill.found, low_to_high, words)}),
         "report": dg.MetadataValue.path(f"{rundir.uri}/{COST_REPORT}"),
         **{name: dg.MetadataValue.path(f"{rundir.uri}/{REPORTS}/{name}.csv") for name in CSV_FILES},
         "price": bill.plan.price_note,

@@ -38,7 +38,7 @@ TRAIN_JOB = "train"
 CAUSE_TAG = "dtrain/cause"
 TRAINED = "trained_checkpoint"
 CHAMPION_CHECK = "champion_holds"
-"""The name of the check of ``sharded_dataset`` in `assets.champion_check`."""
+"""The name of the check of ``sharded_dataset`` in `assets.checks`."""
 _REGISTRATIONS = 200
 """The number of materializations of ``registered_model`` that are searched for the champion."""
 DAY = 86400.0

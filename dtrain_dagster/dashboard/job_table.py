@@ -6,22 +6,31 @@ asked last. Answers are encoded once for all pages that ask for the same.
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 import threading
 import time
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from string import Template
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
 from dtrain_dagster.clusters.notice_text import UNTOLD
-from dtrain_dagster.dashboard.answers import encode
+from dtrain_dagster.dashboard.answers import answer_json, encode, read_number, tell_error
 from dtrain_dagster.dashboard.figures_index import FiguresIndex, KnownFigures
 from dtrain_dagster.dashboard.job_board import JobBoard, refresh_seconds
 from dtrain_dagster.dashboard.job_figures import JobFigures, read_figures
 from dtrain_dagster.dashboard.job_groups import FleetGroups, JobGroup, group_of
 from dtrain_dagster.dashboard.job_index import DAMAGED, JobRow, Listing
+from dtrain_dagster.dashboard.page import data_block, static
 from trainer.rundir import RunDir
 
 MOST_ANSWERS = 32
@@ -162,3 +171,60 @@ class JobTable:
         is_shown = opened is not None and time.monotonic() - opened.shown_at < SHOWN_SECONDS
         shown = opened.dashboard.live_verdict if opened is not None and is_shown else None
         return read_figures(rundir, row, self._board.tier, time.time(), before, shown)
+
+
+TABLE_WAIT_SECONDS = 0.4
+"""The longest wait of the table's page, which shows what was read until then and soon asks for the rest."""
+MOST_WITHIN_BYTES = 2**20
+"""The largest table that is sent within its page; a larger one is asked for by the page, which shows itself first."""
+MOST_TOKEN = 64
+FILES = {
+    "jobs.js": "text/javascript",
+    "table_state.js": "text/javascript",
+    "jobs.css": "text/css",
+}
+"""The files of these pages, besides those that all pages share."""
+
+
+def table_routes(board: JobBoard, home: Path | None) -> list[Route]:
+    """Return the routes of the pages and their figures. ``home``: where fleets are; None: there are none."""
+    table = JobTable(board, home)
+    with suppress(OSError):  # who looks first waits less
+        board.listing(wait_seconds=0.0)
+
+    def page(request: Request) -> Response:
+        with suppress(OSError):  # the page asks again, and tells of it
+            known = table.answer("", 0, wait_seconds=0.0)
+            if len(known) <= MOST_WITHIN_BYTES:
+                return _html(request, data_block("table-data", json.loads(known)))
+        return _html(request, "")
+
+    def rows(request: Request) -> Response:
+        asked = request.query_params
+        try:
+            token, since = asked.get("token", "")[:MOST_TOKEN], read_number(asked.get("since", ""))
+            body = table.answer(token, since, TABLE_WAIT_SECONDS)
+        except OSError as error:
+            return tell_error(f"the jobs cannot be listed: {type(error).__name__}: {error}")
+        return answer_json(request, body, None)
+
+    return [
+        Route("/", page),
+        Route("/table.json", rows),
+        *(Route(f"/{name}", _file(name)) for name in FILES),
+    ]
+
+
+def _html(request: Request, data: str) -> Response:
+    """Return the page of the table with what is known of it already: its rows are drawn without another question."""
+    body = Template(static("jobs.html")).substitute(data=data).encode()
+    if "gzip" not in request.headers.get("accept-encoding", ""):
+        return HTMLResponse(body)
+    return HTMLResponse(gzip.compress(body, 1), headers={"content-encoding": "gzip", "vary": "accept-encoding"})
+
+
+def _file(name: str) -> Callable[[Request], Response]:
+    def file(request: Request) -> Response:
+        return Response(static(name), media_type=FILES[name])
+
+    return file

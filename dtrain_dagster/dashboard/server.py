@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dtrain_dagster.dashboard import page, prometheus
 from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.job_routes import JobServices, job_routes
-from dtrain_dagster.dashboard.table_routes import table_routes
+from dtrain_dagster.dashboard.job_table import table_routes
 from dtrain_dagster.web.guard import Guard, rules_for
 
 CHUNK_BYTES = 64 * 2**10

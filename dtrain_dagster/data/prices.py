@@ -67,7 +67,7 @@ class PricesRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutPrices(PricesRef):
-    """A reference to the rows of prices up to a day, in the file of all (`dtrain_dagster.data.price_cut`)."""
+    """A reference to the rows of prices up to a day, in the file of all (`dtrain_dagster.data.year_split`)."""
 
     until: str
     """The last day that is read."""

@@ -1,20 +1,50 @@
 """The dataset of a test year: trained and validated on what came before, tested on the year, blind to what came after.
 
-Prices after the year are not read at all (`dtrain_dagster.data.price_cut`), so neither features, nor masks of faults,
+Prices after the year are not read at all (`cut_prices`), so neither features, nor masks of faults,
 nor the normalisation can know them. A sample belongs to a split only where its label ends inside it: windows whose
 label would cross a boundary are left out.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 from dtrain_dagster.data.engines import DUCKDB, DataEngine
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.data.price_cut import cut_prices
-from dtrain_dagster.data.prices import PricesRef
+from dtrain_dagster.data.prices import CutPrices, PricesRef, iter_tickers
 from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset
 from dtrain_dagster.data.validation import validated
+
+
+def cut_prices(prices: PricesRef, until: str) -> CutPrices:
+    """Return these prices without the days after ``until`` (YYYY-MM-DD). Raise `DataError` where none is left."""
+    if until < prices.first_date:
+        raise DataError(f"{prices.uri} has no prices up to {until}: they begin on {prices.first_date}")
+    cut = CutPrices(
+        uri=prices.uri, prices_id="", rows=0, tickers=0, first_date="", last_date="", built=False, until=until
+    )
+    digest, firsts, lasts, rows = hashlib.sha256(), [], [], 0
+    for ticker, frame in iter_tickers(cut):
+        digest.update(f"{ticker}\n{len(frame)}\n".encode())
+        digest.update(frame["date"].to_numpy().astype("datetime64[D]").astype("<i8").tobytes())
+        for name in frame.columns.drop(["ticker", "date"]):
+            digest.update(f"{name}\n".encode())
+            digest.update(frame[name].to_numpy().astype("<f8").tobytes())
+        rows += len(frame)
+        firsts.append(str(frame["date"].iloc[0].date()))
+        lasts.append(str(frame["date"].iloc[-1].date()))
+    return CutPrices(
+        uri=prices.uri,
+        prices_id=f"cut-{digest.hexdigest()[:16]}",
+        rows=rows,
+        tickers=len(firsts),
+        first_date=min(firsts),
+        last_date=max(lasts),
+        built=False,
+        until=until,
+    )
+
 
 VALID_YEARS = 2
 """The years before the test year in which weights are chosen. One may be calm throughout, and then chooses badly for a

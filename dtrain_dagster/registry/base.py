@@ -15,11 +15,17 @@ from typing import Any
 
 from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry.client import open_client
-from dtrain_dagster.registry.endpoint import EndpointCheck, Finding, ScoringEndpoint, ServingError, check_endpoint
+from dtrain_dagster.registry.endpoint import (
+    EndpointCheck,
+    Finding,
+    ScoringEndpoint,
+    ServingError,
+    check_endpoint,
+    scoring_server,
+)
 from dtrain_dagster.registry.packed import PACKED_TAG, PackedError, folder_digest
 from dtrain_dagster.registry.promotion import AliasDecision, Comparison, compare
 from dtrain_dagster.registry.run_model import load_run_model, ordered_job
-from dtrain_dagster.registry.server import scoring_server
 from dtrain_dagster.registry.smoke_test import SAME_WEIGHTS_TOLERANCE, AnswerError
 from dtrain_dagster.registry.versions import (
     CARD,

@@ -1,17 +1,26 @@
 """The check that a scoring endpoint is compatible with the model that a job trained.
 
-One check serves any scoring address: MLflow's own server, a managed online endpoint of Azure ML, any server with one of
-their protocols. It sends real windows of the job's test split and judges the answers.
+One check serves any scoring address: MLflow's own server, which is started here, a managed online endpoint of Azure ML,
+any server with one of their protocols. It sends real windows of the job's test split and judges the answers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shlex
+import socket
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import psutil
 
 from dtrain_dagster.clusters.azure_ml.client import words
 from dtrain_dagster.jobs.orders import Order
@@ -24,12 +33,15 @@ from dtrain_dagster.registry.smoke_test import (
     parse_predictions,
 )
 from dtrain_dagster.support.secrets import IDENTITY, check_token, redact, resolve
+from trainer.isolation.runner import clean_environment, kill_session, limit_command
 from trainer.runtime.retry import RetryPolicy
+from trainer.runtime.scratch import scratch_folder
 from trainer.secrets.azure_token import credential
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
 
 ENDPOINT_TOLERANCE = 1e-4
 """The largest allowed difference from the job's weights computed here, as a fraction of a column's root mean square:
@@ -312,3 +324,91 @@ def _words(body: bytes) -> str:
     except ValueError:
         pass
     return redact(text)[:1000]
+
+
+HOST = "127.0.0.1"
+SERVER_CPU_SECONDS, SERVER_FILE_BYTES = 3600, 64 << 20
+IN_USE = "address already in use"
+PORT_RETRIES = RetryPolicy(first_pause_seconds=0.0, max_attempts=3)
+"""The retries with another port: a free port may be taken by any connection before the server, seconds later, is up."""
+
+
+class _PortTakenError(ServingError):
+    """A failure because another process took the port between the choice of it and the server's start."""
+
+
+@contextlib.contextmanager
+def scoring_server(folder: Path, *, timeout_seconds: float = 120.0) -> Iterator[ScoringEndpoint]:
+    """Run the server of ``mlflow models serve`` for the MLflow model in a folder, on a free port of loopback until the
+    block ends; then no process of it is left.
+
+    It runs in an empty folder, without ``PYTHONPATH`` and without secrets, and its time, memory and files are limited
+    (`trainer.isolation.limited`): a model that finds its code only on this machine fails here rather than where it is
+    deployed. Raise `ServingError`, with the end of its log, if it ends or does not answer in time.
+    """
+    with contextlib.ExitStack() as running:
+
+        def start() -> ScoringEndpoint:
+            with contextlib.ExitStack() as starting:
+                process, port, log_path = starting.enter_context(_started(folder))
+                try:
+                    _wait_until_ready(process, port, log_path, time.monotonic() + timeout_seconds)
+                except ServingError as error:
+                    if IN_USE in log_path.read_text(errors="replace"):
+                        raise _PortTakenError(str(error)) from None
+                    raise
+                running.push(starting.pop_all())
+            return ScoringEndpoint(url=f"http://{HOST}:{port}/invocations", is_local=True)
+
+        yield PORT_RETRIES.call(f"serving {folder}", start, lambda error: isinstance(error, _PortTakenError))
+
+
+@contextlib.contextmanager
+def _started(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]]:
+    """Yield a server's process, its port, and the path of its log."""
+    from mlflow.pyfunc.scoring_server import get_cmd
+
+    with scratch_folder("serve") as scratch:
+        with socket.socket() as free:
+            free.bind((HOST, 0))
+            port = free.getsockname()[1]
+        log_path, empty = scratch / "server.log", scratch / "empty"
+        empty.mkdir()
+        host: Any = HOST  # annotated as a number there
+        served, inherited = get_cmd(str(folder), port, host, nworkers=1)
+        own = {name: inherited[name] for name in inherited.keys() - os.environ.keys()}  # MLflow's name of the model
+        command = [sys.executable, "-I", "-m", *shlex.split(served)]
+        memory_bytes = max(2 << 30, psutil.virtual_memory().total // 2)
+        with open(log_path, "wb") as log:
+            process = subprocess.Popen(
+                limit_command(command, memory_bytes, SERVER_CPU_SECONDS, SERVER_FILE_BYTES),
+                cwd=empty,
+                env=clean_environment(empty, min(4, os.cpu_count() or 1)) | own,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            yield process, port, log_path
+        finally:
+            kill_session(process)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log_path: Path, deadline: float) -> None:
+    import requests
+
+    with requests.Session() as session:
+        session.trust_env = False
+        while time.monotonic() < deadline:
+            if process.poll() is not None:
+                raise ServingError(f"the scoring server ended with exit code {process.returncode}:\n{_tail(log_path)}")
+            with contextlib.suppress(requests.RequestException):
+                if session.get(f"http://{HOST}:{port}/ping", timeout=2).ok:
+                    return
+            time.sleep(0.1)
+    raise ServingError(f"the scoring server did not answer on port {port} in time:\n{_tail(log_path)}")
+
+
+def _tail(log_path: Path, lines: int = 20) -> str:
+    return "\n".join(log_path.read_text(errors="replace").splitlines()[-lines:])

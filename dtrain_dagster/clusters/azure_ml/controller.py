@@ -13,8 +13,13 @@ from dataclasses import asdict, replace
 from dtrain_dagster.clusters.azure_ml import launch_record as launch_records
 from dtrain_dagster.clusters.azure_ml.client import ScopeMissing, ServiceError, ServiceUnreachable
 from dtrain_dagster.clusters.azure_ml.failure_causes import read_service_words
-from dtrain_dagster.clusters.azure_ml.job_facts import MissingJobKeeper, gather_facts, job_patience
-from dtrain_dagster.clusters.azure_ml.job_records import JobRecords, job_status_of
+from dtrain_dagster.clusters.azure_ml.job_records import (
+    JobRecords,
+    MissingJobKeeper,
+    gather_facts,
+    job_patience,
+    job_status_of,
+)
 from dtrain_dagster.clusters.azure_ml.jobs import Jobs, NameTaken
 from dtrain_dagster.clusters.azure_ml.launch_record import Launches, Record
 from dtrain_dagster.clusters.azure_ml.provision import Provisioned, Provisioner

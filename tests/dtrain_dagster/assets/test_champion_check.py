@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 import torch
 
-from dtrain_dagster.assets.champion_check import build_champion_holds
+from dtrain_dagster.assets.checks import build_champion_holds
 from dtrain_dagster.assets.dataset import build_leakage_checks
 from dtrain_dagster.assets.pipeline import STOCK
 from dtrain_dagster.automation.retraining import CHAMPION_CHECK, registrations
@@ -114,7 +114,7 @@ def test_a_champion_that_a_baseline_beats_on_new_days_is_trained_again(
         [request] = tick().run_requests
         assert request.run_key.startswith("accuracy-v7-")
 
-        monkeypatch.setattr("dtrain_dagster.assets.champion_check.REASSESS_SECONDS", 0.01)
+        monkeypatch.setattr("dtrain_dagster.assets.checks.REASSESS_SECONDS", 0.01)
         judged = check_alone(instance, settings, f"{settings.shared_uri}/datasets/{latest_dataset_id(instance)}")
         assert judged.passed
         assert "longer than 0.01 s" in str(judged.metadata["not_judged"].value)

@@ -10,8 +10,8 @@ from typing import Any
 import dagster as dg
 import pytest
 
+from dtrain_dagster.assets.checks import build_estimate_scored
 from dtrain_dagster.assets.costs import build_cost_breakdown
-from dtrain_dagster.assets.estimate_check import build_estimate_scored
 from dtrain_dagster.assets.pipeline import STOCK
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.costs.estimate import Estimate, Work

@@ -26,7 +26,7 @@ from dtrain_dagster.cli.follow import live_nodes_table, node_state
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.dashboard import page, prometheus
 from dtrain_dagster.dashboard.job_board import RECENT_JOBS, JobBoard, headline, state_of
-from dtrain_dagster.dashboard.panels import PANELS
+from dtrain_dagster.dashboard.page import PANELS
 from dtrain_dagster.dashboard.series import ALL_NODES, MOST_NODES, POINTS, PerformanceDashboard
 from dtrain_dagster.dashboard.server import build_app
 from trainer.documents.presences import NodePresence

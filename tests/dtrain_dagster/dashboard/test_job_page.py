@@ -15,8 +15,8 @@ from told_events import HOSTILE, START, event, told, write_run
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.dashboard.failure import describe_failure
 from dtrain_dagster.dashboard.job_board import CANNOT_READ, JobBoard, OpenJob
+from dtrain_dagster.dashboard.job_facts import setting_text, settings_of
 from dtrain_dagster.dashboard.job_links import Places, links_of, studio_url
-from dtrain_dagster.dashboard.job_settings import setting_text, settings_of
 from dtrain_dagster.dashboard.judged_result import MODEL, result_of
 from dtrain_dagster.reports.performance import summarise_performance
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig

@@ -13,11 +13,10 @@ import pytest
 from price_files import long_frame, write
 
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.data.price_cut import cut_prices
 from dtrain_dagster.data.prices import iter_tickers
 from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams
 from dtrain_dagster.data.validation import validated
-from dtrain_dagster.data.year_split import YearSplit, build_year
+from dtrain_dagster.data.year_split import YearSplit, build_year, cut_prices
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.engine.run_job import run_job
 from trainer.rundir import RESULT, RunDir

@@ -13,7 +13,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from dtrain_dagster.assets.estimate_check import judged
+from dtrain_dagster.assets.checks import judged
 from dtrain_dagster.assets.pipeline import STOCK
 from dtrain_dagster.assets.planning import build_cost_estimate
 from dtrain_dagster.clusters.local.manager import LocalClusterManager

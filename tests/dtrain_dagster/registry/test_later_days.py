@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dtrain_dagster.registry.later_days import judge_later_days
+from dtrain_dagster.registry.promotion import judge_later_days
 from tests.trainer.market import Market
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World

@@ -22,8 +22,8 @@ from dtrain_dagster import registry
 from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry.client import open_client
+from dtrain_dagster.registry.endpoint import scoring_server
 from dtrain_dagster.registry.packed import PACKED_TAG, folder_digest
-from dtrain_dagster.registry.server import scoring_server
 from dtrain_dagster.registry.smoke_test import SAME_WEIGHTS_TOLERANCE
 from dtrain_dagster.registry.versions import RUN_TAGS
 from dtrain_dagster.support.formatting import in_markdown
@@ -424,7 +424,7 @@ def test_a_server_that_cannot_start_says_why(
 def test_the_server_dies_with_whoever_started_it(home: Home, model: registry.RegisteredModel) -> None:
     script = (
         "import sys, time\nfrom dtrain_dagster.registry import MLflowRegistry\n"
-        "from dtrain_dagster.registry.server import scoring_server\n"
+        "from dtrain_dagster.registry.endpoint import scoring_server\n"
         "with MLflowRegistry(sys.argv[1]).files(*sys.argv[2:]) as folder, scoring_server(folder):\n"
         "    print(1, flush=True)\n    time.sleep(60)\n"
     )
