@@ -10,6 +10,7 @@ import dagster as dg
 from dtrain_dagster.assets.common import LaunchpadOptions, refusing_mistakes
 from dtrain_dagster.assets.dataset import dataset_head
 from dtrain_dagster.assets.pipeline import Pipeline
+from dtrain_dagster.data.publish import publish_dataset
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.resources import ProjectResource, project_resource
 from dtrain_dagster.support.page_entries import fit_page
@@ -121,7 +122,6 @@ def read_dataset(folder: str, project: ProjectResource) -> BuiltDataset:
 
 def publish(taken: BuiltDataset, project: ProjectResource) -> BuiltDataset:
     """Return the dataset where nodes read it: in place, or copied where this machine's folders are out of reach."""
-    from dtrain_dagster.data.publish import publish_dataset
 
     if open_storage(project.shared_uri).is_local or not open_storage(taken.uri).is_local:
         return replace(taken, shared_uri=taken.uri)

@@ -1,6 +1,5 @@
-"""The asset `hyperparameter_search` and its page: trials of the planned training over a space, under one budget."""
-
-from __future__ import annotations
+"""The asset `hyperparameter_search`: trials of the planned training over a space, under one budget, and the settings of
+the best one."""
 
 import hashlib
 import json
@@ -14,16 +13,8 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 from pydantic import Field
 
-from dtrain_dagster.assets.common import (
-    MOST_ROWS,
-    LaunchpadOptions,
-    best_rows,
-    head_of_page,
-    links,
-    refusing_mistakes,
-    round_figures,
-)
-from dtrain_dagster.assets.pipeline import STOCK, STUDIES, Pipeline
+from dtrain_dagster.assets.common import LaunchpadOptions, refusing_mistakes
+from dtrain_dagster.assets.pipeline import STUDIES, Pipeline
 from dtrain_dagster.assets.provisioning import provision
 from dtrain_dagster.assets.training import of_plan
 from dtrain_dagster.costs.estimate import Parts
@@ -34,17 +25,13 @@ from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluste
 from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
 from dtrain_dagster.settings.notices import run_page
 from dtrain_dagster.settings.tiers import tier_of
-from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.page_entries import fit_page
 from trainer.config import JobConfig, parse_job
 
 if TYPE_CHECKING:
-    from dtrain_dagster.search.results import Improvement
     from dtrain_dagster.search.run import Search, SearchRequest
     from dtrain_dagster.search.source import TrialSource
-    from dtrain_dagster.search.space import Space
     from dtrain_dagster.search.trials import Trial
-
 
 DEFAULT_SPACE = {
     "training.learning_rate": {"low": 3e-4, "high": 1e-2, "log": True},
@@ -114,9 +101,6 @@ def build_hyperparameter_search(pipeline: Pipeline) -> dg.AssetsDefinition:
     return hyperparameter_search
 
 
-hyperparameter_search = build_hyperparameter_search(STOCK)
-
-
 def search_space(
     context: dg.AssetExecutionContext,
     config: SearchOptions,
@@ -152,7 +136,7 @@ def search_space(
     return show_search(search, source, plan, pages_of(project, search, source, run_id))
 
 
-def pages_of(project: ProjectResource, search: Search, source: TrialSource, run_id: str) -> dict[str, str]:
+def pages_of(project: ProjectResource, search: "Search", source: "TrialSource", run_id: str) -> dict[str, str]:
     """Return the addresses of a search's jobs and of its best trial on the dashboard, and of its run in MLflow.
     ``run_id``: "" where there is none."""
     from dtrain_dagster.dashboard.job_groups import group_page
@@ -167,8 +151,8 @@ def pages_of(project: ProjectResource, search: Search, source: TrialSource, run_
 
 
 def follow_search(
-    context: dg.AssetExecutionContext, search: Search, project: ProjectResource
-) -> tuple[TrialSource, str]:
+    context: dg.AssetExecutionContext, search: "Search", project: ProjectResource
+) -> "tuple[TrialSource, str]":
     """Run a search to its end, tell how it stands, and write its trials to MLflow as they end. Return its trials, and
     the id of its run in MLflow, "" where it has none."""
     from dtrain_dagster.search.tracking import SearchTracker
@@ -180,7 +164,7 @@ def follow_search(
         )
     ended = 0
 
-    def watch(trials: Sequence[Trial], line: str) -> None:
+    def watch(trials: "Sequence[Trial]", line: str) -> None:
         nonlocal ended
         before, ended = ended, sum(trial.state.is_final for trial in trials)
         if ended != before:
@@ -191,7 +175,7 @@ def follow_search(
 
 def request_of(
     config: SearchOptions, project: ProjectResource, dataset: BuiltDataset, plan: TrainingPlan
-) -> SearchRequest:
+) -> "SearchRequest":
     """Return what is searched. Raise `ConfigError` for what cannot be."""
     from dtrain_dagster.search.run import SearchRequest
 
@@ -225,130 +209,20 @@ def request_of(
     return replace(request, name=config.name or f"search-{mark_of(request, plan)}")
 
 
-def mark_of(request: SearchRequest, plan: TrainingPlan) -> str:
+def mark_of(request: "SearchRequest", plan: TrainingPlan) -> str:
     """Return what tells searches apart that were given no name: ten hex digits over all that they are."""
     what = json.dumps([request.described(), plan.fingerprint], sort_keys=True)
     return hashlib.sha256(what.encode()).hexdigest()[:10]
 
 
 def show_search(
-    search: Search, source: TrialSource, plan: TrainingPlan, addresses: Mapping[str, str]
+    search: "Search", source: "TrialSource", plan: TrainingPlan, addresses: Mapping[str, str]
 ) -> dg.MaterializeResult:
     """Return the asset of a search that is over. ``addresses``: the pages of the web about it, by their names."""
+    from dtrain_dagster.assets.search_page import search_page
 
     result, seconds = search.result(source), time.time() - search.began_at
     return dg.MaterializeResult(
         value={"name": search.request.name, "settings_file": result["settings_file"], "best": result["best"]},
         metadata=fit_page(search_page(search, source, plan.price_words, seconds, addresses)),
     )
-
-
-MOST_PARAMETERS = 2
-"""The columns of values on the page; the file has all."""
-
-
-def search_page(
-    search: Search, source: TrialSource, price_words: str, seconds: float, addresses: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return the page of a search that is over. ``seconds``: of this process with it; ``addresses``: the pages of the
-    web about it, by their names."""
-    from dtrain_dagster.reports.small_pictures import small_curves
-    from dtrain_dagster.search.results import improvements
-
-    settings, trials, result = search.request.settings, source.trials, search.result(source)
-    metric, sign, best = settings.metric, settings.sign, result["best"]
-    found = improvements(trials, sign)
-    return {
-        **head_of_page(
-            verdict_of(result, price_words),
-            small_curves({f"best {metric} over dollars": steps_of(found, result["usd"])}),
-            {
-                f"best_{metric}": round_figures(best["score"]) if best else None,
-                "cost_usd": round_figures(result["usd"]),
-                "trials": len(trials),
-            },
-        ),
-        **(
-            {"best_trials": best_rows(trial_rows(source.space, trials, sign, metric, result["importance"]))}
-            if trials
-            else {}
-        ),
-        **links(**addresses),
-        **({"settings_file": dg.MetadataValue.path(search.best_file)} if best else {}),
-        "all_trials": dg.MetadataValue.path(search.result_file),
-        "search": search.request.name,
-        **({"best_trial": best["trial"], "best_values": dg.JsonMetadataValue(best["values"])} if best else {}),
-        "improvements": dg.MarkdownMetadataValue(improvements_list(found, metric)),
-        **({"importance": dg.JsonMetadataValue(result["importance"])} if result["importance"] else {}),
-        "planned": dg.MarkdownMetadataValue("\n".join(f"- {line}" for line in search.plan.lines)),
-        "price": price_words,
-        "seconds": round(seconds, 1),
-    }
-
-
-def verdict_of(result: Mapping[str, Any], price_words: str) -> str:
-    """Return in a sentence which trial was best, how the others ended, and what all have cost. ``result``:
-    `dtrain_dagster.search.results.result_document`. Pure."""
-    best, counts, count = result["best"], result["counts"], len(result["trials"])
-    paid = (
-        f"all {count} trials cost {dollars(result['usd'])} ({price_words})"
-        if count > 1
-        else (f"it cost {dollars(result['usd'])} ({price_words})")
-    )
-    if best is None:
-        reason = next((row["reason"] for row in result["trials"] if row["reason"]), "")
-        return f"No trial was evaluated{f' ({reason})' if reason else ''}; {paid}."
-    ended = [
-        f"{counts[state]} {words}"
-        for state, words in (("pruned", "ended early"), ("failed", "failed"))
-        if counts.get(state)
-    ]
-    others = f"; {' and '.join(ended)}" if ended else ""
-    return (
-        f"Trial {best['trial']} of {count} is the best: {result['metric']} {best['score']:.6g} after "
-        f"{best['evaluations']} evaluations{others}; {paid}."
-    )
-
-
-def steps_of(found: Sequence[Improvement], usd: float) -> list[tuple[float, float]]:
-    """Return the best score so far over the dollars of all trials, as the corners of a line of steps. Pure."""
-    corners: list[tuple[float, float]] = []
-    for item in found:
-        corners += [(item.usd, corners[-1][1]), (item.usd, item.score)] if corners else [(item.usd, item.score)]
-    return [*corners, (usd, corners[-1][1])] if corners else []
-
-
-def improvements_list(found: Sequence[Improvement], metric: str) -> str:
-    """Return each improvement with its price, as a Markdown list. Pure."""
-    lines = [
-        f"- trial {item.trial}: {metric} {item.score:.6g}"
-        + ("" if item.gained is None else f", better by {item.gained:.3g}")
-        + f" for {dollars(item.usd_since)}"
-        for item in found
-    ]
-    return "\n".join(lines) or "none"
-
-
-def trial_rows(
-    space: Space, trials: Sequence[Trial], sign: float, metric: str, importance: Mapping[str, float]
-) -> list[dict[str, Any]]:
-    """Return a row for each of the best trials, the best first, with the values that mattered most. Pure."""
-    from dtrain_dagster.search.results import best_first
-
-    order = sorted(space.parameters, key=lambda item: -importance.get(item.name, 0.0))
-    rows = []
-    for trial in best_first(trials, sign)[:MOST_ROWS]:
-        score = trial.best(sign)
-        row: dict[str, Any] = {
-            "trial": trial.number,
-            metric: "–" if score is None else f"{score:.6g}",
-            "usd": round(trial.usd, 4),
-            "evaluations": f"{len(trial.scores)}/{trial.of}",
-        }
-        values = {item.short_name: _in_short(trial.values.get(item.name, "–")) for item in order[:MOST_PARAMETERS]}
-        rows.append(row | {name: value for name, value in values.items() if name not in row})
-    return rows
-
-
-def _in_short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -14,6 +14,8 @@ import click
 
 from dtrain_dagster.cli import json_fields
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, read_settings, refuses, run_dir, say
+from dtrain_dagster.cli.fleet import bill_document, bill_of_fleet
+from dtrain_dagster.cli.fleet_screen import ledger_table
 from dtrain_dagster.cli.job_names import find_job_or_fleet, named_argument
 from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.cli.screen import Column, pairs_table, plain_table, print_fitted
@@ -123,8 +125,6 @@ def cost(name: str | None, as_json: bool, **options: Any) -> None:
 
 
 def _show_fleet(settings: Settings, name: str, as_json: bool) -> None:
-    from dtrain_dagster.cli.fleet import bill_document, bill_of_fleet
-    from dtrain_dagster.cli.fleet_screen import ledger_table
 
     found, budget_usd = bill_of_fleet(settings, name)
     if as_json:

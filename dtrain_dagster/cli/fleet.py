@@ -10,8 +10,27 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dtrain_dagster.cli.common import cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
+from dtrain_dagster.cli.fleet_orders import jobs_of, limits_of, tell_what_is_asked
+from dtrain_dagster.cli.fleet_screen import fleet_screen, fleet_table, headline
+from dtrain_dagster.cli.fleet_tracking import FleetTracker, tracked_jobs
+from dtrain_dagster.cli.follow import warn
 from dtrain_dagster.cli.job_names import complete_files
+from dtrain_dagster.cli.job_options import read_file
 from dtrain_dagster.cli.start import ended_by_signals, say_that_jobs_go_on, this_command_again
+from dtrain_dagster.clusters.notice_text import FLEET, PART_OF
+from dtrain_dagster.costs.ledger import ledger
+from dtrain_dagster.costs.money import usd
+from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.fleet.ledger import add_ledgers
+from dtrain_dagster.fleet.records import FleetRecords
+from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
+from dtrain_dagster.fleet.source import ListedJobs
+from dtrain_dagster.fleet.spec import parse_fleet
+from dtrain_dagster.fleet.view import FleetWatch
+from dtrain_dagster.settings.tiers import tier_of
+from dtrain_dagster.support.user_sources import ensure_importable
+from trainer.observability.reporter import OFF, TRACKING_OF_LAUNCH
+from trainer.rundir import JOB
 
 if TYPE_CHECKING:
     from dtrain_dagster.costs.ledger import Ledger
@@ -49,13 +68,6 @@ def fleet(file: str, check: bool) -> None:
       dtrain cost night
       dtrain cancel night
     """
-    from dtrain_dagster.cli.fleet_orders import jobs_of, limits_of, tell_what_is_asked
-    from dtrain_dagster.cli.fleet_tracking import tracked_jobs
-    from dtrain_dagster.cli.job_options import read_file
-    from dtrain_dagster.fleet.records import FleetRecords
-    from dtrain_dagster.fleet.source import ListedJobs
-    from dtrain_dagster.fleet.spec import parse_fleet
-    from dtrain_dagster.support.user_sources import ensure_importable
 
     wanted = parse_fleet(read_file(file, file, "the file"), file)
     settings = read_settings()
@@ -82,14 +94,6 @@ def fleet(file: str, check: bool) -> None:
 
 def orchestrate(settings: Settings, records: FleetRecords, source: JobSource) -> None:
     """Run a fleet to its end, and show it. It must be held by `FleetRecords.sole_orchestrator`."""
-    from dtrain_dagster.cli.fleet_screen import fleet_screen, fleet_table, headline
-    from dtrain_dagster.cli.fleet_tracking import FleetTracker
-    from dtrain_dagster.cli.follow import warn
-    from dtrain_dagster.clusters.notice_text import FLEET, PART_OF
-    from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
-    from dtrain_dagster.fleet.view import FleetWatch
-    from dtrain_dagster.settings.tiers import tier_of
-    from trainer.observability.reporter import OFF, TRACKING_OF_LAUNCH
 
     cluster, project = cluster_of(settings)
     manager = cluster.manager(tends=True)
@@ -125,8 +129,6 @@ def orchestrate(settings: Settings, records: FleetRecords, source: JobSource) ->
 def cancel_fleet(settings: Settings, name: str) -> None:
     """End a fleet: its jobs save a checkpoint and release their nodes, and no further job starts. Return when all nodes
     are released."""
-    from dtrain_dagster.fleet.records import FleetRecords
-    from dtrain_dagster.fleet.source import ListedJobs
 
     records = FleetRecords(settings.home, name)
     records.ask_to_cancel()
@@ -138,8 +140,6 @@ def cancel_fleet(settings: Settings, name: str) -> None:
 
 def bill_of_fleet(settings: Settings, name: str) -> tuple[FleetLedger, float]:
     """Return what all jobs of a fleet have cost together, and its budget in dollars."""
-    from dtrain_dagster.fleet.ledger import add_ledgers
-    from dtrain_dagster.fleet.records import FleetRecords
 
     records = FleetRecords(settings.home, name)
     begun = [entry.job.job_id for entry in records.entries() if entry.kept.launches]
@@ -148,7 +148,6 @@ def bill_of_fleet(settings: Settings, name: str) -> tuple[FleetLedger, float]:
 
 def bill_document(found: FleetLedger, budget_usd: float) -> dict[str, Any]:
     """Return the cost of a fleet for JSON, with the fields of `dtrain_dagster.cli.json_fields.FLEET_COST`. Pure."""
-    from dtrain_dagster.costs.money import usd
 
     return {
         "node_seconds": found.microseconds / 1e6,
@@ -161,10 +160,6 @@ def bill_document(found: FleetLedger, budget_usd: float) -> dict[str, Any]:
 
 def bill_of(settings: Settings, job_id: str) -> tuple[CostTracker, Ledger]:
     """Return what a job has cost, and what for."""
-    from dtrain_dagster.costs.ledger import ledger
-    from dtrain_dagster.costs.tracker import CostTracker
-    from dtrain_dagster.settings.tiers import tier_of
-    from trainer.rundir import JOB
 
     manager = cluster_of(settings)[0].manager()
     rundir = run_dir(settings, job_id)

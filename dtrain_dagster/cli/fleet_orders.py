@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from dtrain_dagster.cli.common import ranks_of, say
 from dtrain_dagster.cli.job_options import order_script, say_what_is_wrong, with_reachable_data
 from dtrain_dagster.cli.train import as_overrides, job_of_options
+from dtrain_dagster.clusters.azure_ml.sku_chain import chain
 from dtrain_dagster.costs.estimate import Forecast
 from dtrain_dagster.costs.money import usd
 from dtrain_dagster.costs.prices import price_of
@@ -54,7 +55,6 @@ def dearest_usd_per_hour(cluster: GPUClusterResource) -> float:
     """Return the highest price among the nodes that the cluster may take."""
     if cluster.kind != "azure_ml":
         return price_of(cluster.sku).usd_per_hour(tier_of(cluster.first_tier))
-    from dtrain_dagster.clusters.azure_ml.sku_chain import chain
 
     options = cluster.azure_options()
     choices = chain(cluster.gpu_type, options.chain, options.tiers)

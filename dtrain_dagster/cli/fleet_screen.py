@@ -13,6 +13,8 @@ from rich.text import Text
 
 from dtrain_dagster.cli.follow import LINE_EVERY_SECONDS, in_place
 from dtrain_dagster.cli.screen import Column, fitted_table, plain_table
+from dtrain_dagster.costs.ledger import MEANINGS
+from dtrain_dagster.costs.money import digits_of, shown, total_shown
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.printable import visible
 
@@ -97,8 +99,6 @@ def _loss(job: FleetRow) -> str:
 
 def ledger_table(found: FleetLedger) -> Group:
     """Return a fleet's dollars by cause and by job. Pure."""
-    from dtrain_dagster.costs.ledger import MEANINGS
-    from dtrain_dagster.costs.money import digits_of, shown, total_shown
 
     digits = digits_of(found.units)
     whole = max(1, found.units)

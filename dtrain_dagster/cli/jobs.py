@@ -32,6 +32,8 @@ from dtrain_dagster.cli.facts import (
     status_document,
     summary_document,
 )
+from dtrain_dagster.cli.fleet import cancel_fleet
+from dtrain_dagster.cli.fleet_screen import fleet_table, headline
 from dtrain_dagster.cli.follow import follow_training, print_json_lines, print_lines, stream_job
 from dtrain_dagster.cli.job_names import (
     complete_files,
@@ -46,6 +48,9 @@ from dtrain_dagster.cli.json_fields import either, listed
 from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.cli.screen import pairs_table
 from dtrain_dagster.cli.start import describe_outcome, say_that_it_runs_on
+from dtrain_dagster.dashboard.page import report_page
+from dtrain_dagster.fleet.records import FleetRecords, fleet_names
+from dtrain_dagster.fleet.view import FleetWatch
 from dtrain_dagster.jobs.log_follower import follow_logs
 from dtrain_dagster.settings.environment import Settings
 
@@ -80,9 +85,6 @@ def jobs(of_fleets: bool, as_json: bool) -> None:
 
 
 def _list_fleets(settings: Settings, as_json: bool) -> None:
-    from dtrain_dagster.cli.fleet_screen import headline
-    from dtrain_dagster.fleet.records import FleetRecords, fleet_names
-    from dtrain_dagster.fleet.view import FleetWatch
 
     views = [FleetWatch(FleetRecords(settings.home, name)).view() for name in fleet_names(settings.home)]
     if as_json:
@@ -160,7 +162,6 @@ def _follow(settings: Settings, job_id: str) -> None:
 
 def _save_page(settings: Settings, job_id: str, file: str) -> None:
     from dtrain_dagster.cli.ui import places_of
-    from dtrain_dagster.dashboard.page import report_page
 
     page = report_page(run_dir(settings, job_id), settings.tiers[0], places_of(settings))
     try:
@@ -182,9 +183,6 @@ def _ask_for_trace(settings: Settings, job_id: str) -> None:
 
 
 def _show_fleet(settings: Settings, name: str, as_json: bool) -> None:
-    from dtrain_dagster.cli.fleet_screen import fleet_table, headline
-    from dtrain_dagster.fleet.records import FleetRecords
-    from dtrain_dagster.fleet.view import FleetWatch
 
     view = FleetWatch(FleetRecords(settings.home, name)).view()
     if as_json:
@@ -273,8 +271,6 @@ def cancel(name: str) -> None:
     settings = read_settings()
     name, is_fleet = find_job_or_fleet(settings, name)
     if is_fleet:
-        from dtrain_dagster.cli.fleet import cancel_fleet
-
         cancel_fleet(settings, name)
         return
     manager = cluster_of(settings)[0].manager()

@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, read_settings, refuses, say
+from dtrain_dagster.cli.facts import price_of_cluster
+from dtrain_dagster.cli.follow import Bar, in_place
 from dtrain_dagster.cli.job_names import LATEST, complete_files, complete_searches, resolve_name
-from dtrain_dagster.cli.job_options import say_what_is_wrong
+from dtrain_dagster.cli.job_options import read_file, say_what_is_wrong, with_reachable_data
 from dtrain_dagster.cli.json_fields import SEARCH_PLAN, SEARCH_RESULT
 from dtrain_dagster.cli.json_output import json_option, print_json
+from dtrain_dagster.cli.screen import plain_table
 from dtrain_dagster.cli.start import (
     dataset_name,
     ended_by_signals,
@@ -26,6 +29,17 @@ from dtrain_dagster.cli.start import (
     this_command_again,
 )
 from dtrain_dagster.cli.train import Asked, training_options
+from dtrain_dagster.costs.prices import price_of
+from dtrain_dagster.planning.check_job import check_job, data_of, samples_of
+from dtrain_dagster.search.check_space import check_space, shown_values
+from dtrain_dagster.search.kept import kept_result, search_names
+from dtrain_dagster.search.results import summary
+from dtrain_dagster.search.run import SearchRequest, measure_trial, open_search
+from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
+from dtrain_dagster.search.space import parse_space
+from dtrain_dagster.search.tracking import SearchTracker
+from dtrain_dagster.support.formatting import dollars
+from dtrain_dagster.support.user_sources import ensure_importable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -139,16 +153,6 @@ def _search(
 ) -> None:  # fmt: skip
     from dataclasses import asdict, replace
 
-    from dtrain_dagster.cli.facts import price_of_cluster
-    from dtrain_dagster.cli.job_options import with_reachable_data
-    from dtrain_dagster.costs.prices import price_of
-    from dtrain_dagster.planning.check_job import check_job, data_of, samples_of
-    from dtrain_dagster.search.check_space import check_space
-    from dtrain_dagster.search.run import SearchRequest, measure_trial, open_search
-    from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
-    from dtrain_dagster.search.space import parse_space
-    from dtrain_dagster.support.user_sources import ensure_importable
-
     settings = asked.settings()
     document, source = _space_of(space)
     parsed = parse_space(document, source)
@@ -210,8 +214,6 @@ def _open_tracker(tracking: TrackingConfig, name: str, metric: str, sign: float)
     MLflow cannot be reached."""
     from mlflow.exceptions import MlflowException
 
-    from dtrain_dagster.search.tracking import SearchTracker
-
     assert tracking.mlflow_tracking_uri is not None
     try:
         return SearchTracker(tracking.mlflow_tracking_uri, tracking.mlflow_experiment, name, metric, sign)
@@ -221,7 +223,6 @@ def _open_tracker(tracking: TrackingConfig, name: str, metric: str, sign: float)
 
 def _space_of(text: str) -> tuple[Any, str]:
     """Return the document of a space, and what messages call it. Raise `Refusal` for no JSON."""
-    from dtrain_dagster.cli.job_options import read_file
 
     source = "--space"
     if not text.lstrip().startswith("{"):
@@ -245,7 +246,6 @@ def _nodes_of_trial(text: str, nodes: int) -> tuple[int, int]:
 
 def _run(found: Search, wanted: SearchSettings, as_json: bool, tracker: SearchTracker | None, again: str) -> None:
     """Run a search, show how it stands, and print its result."""
-    from dtrain_dagster.cli.follow import Bar, in_place
 
     shown, told = console(), set[int]()
     bar = Bar(shown)
@@ -268,7 +268,6 @@ def _run(found: Search, wanted: SearchSettings, as_json: bool, tracker: SearchTr
 
 
 def _print_result(result: Mapping[str, Any]) -> None:
-    from dtrain_dagster.search.results import summary
 
     console().print(trials_table(result["trials"], result["metric"]), highlight=False)
     for sentence in summary(result):
@@ -277,8 +276,6 @@ def _print_result(result: Mapping[str, Any]) -> None:
 
 def trial_line(trial: Trial, sign: float) -> str:
     """Return how a trial has ended, in a line. Pure."""
-    from dtrain_dagster.search.check_space import shown_values
-    from dtrain_dagster.support.formatting import dollars
 
     best = trial.best(sign)
     score = "no score" if best is None else f"{best:.6g}"
@@ -293,10 +290,6 @@ def trials_table(rows: Sequence[Mapping[str, Any]], metric: str) -> Table:
     """Return a row for each trial. Pure."""
     from rich.text import Text
 
-    from dtrain_dagster.cli.screen import plain_table
-    from dtrain_dagster.search.check_space import shown_values
-    from dtrain_dagster.support.formatting import dollars
-
     figures = (metric.upper(), "EVALUATIONS", "COST")
     table = plain_table("TRIAL", "STATE", *figures, "VALUES", right=("TRIAL", *figures))
     for row in rows:
@@ -308,7 +301,6 @@ def trials_table(rows: Sequence[Mapping[str, Any]], metric: str) -> Table:
 
 def _show(given: str, as_json: bool) -> None:
     """Print the trials of one search."""
-    from dtrain_dagster.search.kept import kept_result, search_names
 
     settings = read_settings()
     names = search_names(settings.home)

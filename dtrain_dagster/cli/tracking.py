@@ -13,6 +13,7 @@ from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.worth import worth_line
+from dtrain_dagster.dashboard.page import write_report
 from dtrain_dagster.jobs.orders import source_tags
 from dtrain_dagster.jobs.progress import code_version
 from dtrain_dagster.registry.run_record import add_to_run, cost_metrics, lost_metric, note_of
@@ -152,7 +153,6 @@ class Bill:
 def describe_end(rundir: RunDir, tier: Tier, bill: Bill | None, verdict: str) -> tuple[dict[str, float], str]:
     """Return the metrics and the description of a training that has ended, and write its report. ``bill``: None where
     its dollars are not known; ``verdict``: how it ended. Raise as the run directory does where it cannot be read."""
-    from dtrain_dagster.dashboard.page import write_report
 
     evaluation = rundir.read_json(EVALUATION)
     worth = worth_line(evaluation, bill.usd if bill else None) if evaluation else None

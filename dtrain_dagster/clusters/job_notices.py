@@ -25,6 +25,7 @@ from dtrain_dagster.clusters.notice_text import (
     kind_of_end,
     write_notice,
 )
+from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.secrets import redact
 from trainer.errors import DamagedError
@@ -130,7 +131,6 @@ def find_links(rundir: RunDir, launch: Mapping[str, Any]) -> tuple[str, ...]:
 def _figures(rundir: RunDir, kind: NoticeKind, launch: Mapping[str, Any]) -> JobFigures:
     from dtrain_dagster.costs.prices import PriceError, price_words
     from dtrain_dagster.costs.tracker import CostTracker
-    from dtrain_dagster.settings.tiers import tier_of
 
     status, result = rundir.read_json(STATUS) or {}, rundir.read_result() or {}
     state, number = JobState(status.get("state", JobState.QUEUED)), int(launch.get("launch") or 1)

@@ -9,6 +9,7 @@ import os
 
 from dtrain_dagster.costs.prices import SkuPrice, price_of
 from dtrain_dagster.settings.cluster_kinds import ClusterKind
+from dtrain_dagster.support.formatting import dollars
 from trainer.node.gpus import visible_gpus
 
 
@@ -46,7 +47,6 @@ def explain_idle_gpus(price: SkuPrice, ranks: int, node_count: int, usd: float, 
     idle = price.gpus - ranks
     if idle <= 0:
         return None
-    from dtrain_dagster.support.formatting import dollars
 
     said = (
         f"each {price.sku} has {price.gpus} GPUs and {ranks} of them train(s): {dollars(usd * idle / price.gpus)} of "

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.price_columns import may_count_rows
+from dtrain_dagster.data.price_file import opened, opened_database
 from dtrain_dagster.data.table_columns import Kind, check_name, kind_of_column
 
 if TYPE_CHECKING:
@@ -154,8 +155,6 @@ def _convert_csv(path: Path, target: Path, scratch: Path, problems: dict[str, li
     import duckdb
     import pyarrow as pa
     import pyarrow.parquet as pq
-
-    from dtrain_dagster.data.price_file import opened, opened_database
 
     name = path.name.lower()
     if not any(name.endswith(f"{ending}{packing}") for ending in _ENDINGS for packing in _PACKED):

@@ -12,12 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dtrain_dagster.clusters.azure_ml.client import Service
+from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.jobs.orders import order_of
 from dtrain_dagster.jobs.progress import REGISTRATION
+from dtrain_dagster.registry.azure_endpoint import EndpointConfig
+from dtrain_dagster.registry.azure_endpoint import delete as remove
+from dtrain_dagster.registry.azure_endpoint import deploy as put
 from dtrain_dagster.registry.endpoint import EndpointCheck, ScoringEndpoint, authorisation, check_endpoint
 from dtrain_dagster.registry.versions import RegisteredModel
+from dtrain_dagster.settings.azure import read_azure_options
 from dtrain_dagster.settings.environment import Settings, load_settings
+from dtrain_dagster.support.audit import AuditLog
 from trainer.printable import visible
 from trainer.rundir import JOB, RunDir
 from trainer.storage.base import StorageError
@@ -136,8 +143,6 @@ def deploy(
     Examples:
       python -m dtrain_dagster.registry.endpoints deploy train-1 --name quotes
     """
-    from dtrain_dagster.registry.azure_endpoint import EndpointConfig
-    from dtrain_dagster.registry.azure_endpoint import deploy as put
 
     config = EndpointConfig(
         name=name,
@@ -171,7 +176,6 @@ def delete(name: str) -> None:
     Examples:
       python -m dtrain_dagster.registry.endpoints delete --name quotes
     """
-    from dtrain_dagster.registry.azure_endpoint import delete as remove
 
     client, audit = _workspace()
     click.echo(f"{name} is deleted" if remove(client, name, audit) else f"there is no endpoint {name}")
@@ -188,10 +192,6 @@ def _address_of(settings: Settings, given: str) -> str:
 
 def _workspace() -> tuple[MLClient, Any]:
     """The client of the workspace that ``DTRAIN_AZURE_*`` names, and the audit log."""
-    from dtrain_dagster.clusters.azure_ml.client import Service
-    from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
-    from dtrain_dagster.settings.azure import read_azure_options
-    from dtrain_dagster.support.audit import AuditLog
 
     settings = load_settings()
     if settings.cluster != "azure_ml":

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry.run_model import ASK_SECONDS, RunModel, load_run_model
 from dtrain_dagster.registry.smoke_test import open_data, read_predictions
-from trainer.data.sampler import MOST_JUDGED
+from trainer.data.sampler import MOST_JUDGED, spread_positions
 from trainer.evaluation.gate import gate_document, score_of
 from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
 from trainer.spec import ROWS, RowSpec
@@ -86,7 +86,6 @@ def stored_predictions(rundir: RunDir, shards: DataShardManager) -> Predictions:
     not of its test split, `AnswerError` for a file that holds none."""
     import numpy as np
 
-    from trainer.data.sampler import spread_positions
     from trainer.evaluation.window_report import Predictions
 
     rows = shards.end_rows("test", spread_positions(shards.count("test")))
@@ -103,7 +102,6 @@ def _judge_rows(own: RunModel, data: RowData, evaluation: Mapping[str, Any]) -> 
     model stay the node's."""
     import numpy as np
 
-    from trainer.data.sampler import spread_positions
     from trainer.evaluation.evaluate import SharedWork
     from trainer.evaluation.row_comparison import compare_rows
     from trainer.evaluation.row_scores import RowScoring

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dtrain_dagster.jobs.orders import Order
-from dtrain_dagster.registry.run_model import ordered_job
+from dtrain_dagster.registry.run_model import load_run_model, ordered_job
 from dtrain_dagster.registry.smoke_test import AnswerError, read_predictions
+from trainer.data.sampler import spread_positions
 from trainer.evaluation.gate import Gate
+from trainer.isolation.runner import Isolated, IsolationError
 from trainer.rundir import PREDICTIONS, RunDir
 
 if TYPE_CHECKING:
@@ -89,9 +91,7 @@ def compare(
     folders of the candidate's and the champion's files. The champion answers with the code it was registered with, in a
     process of its own. Where its input means something else, or it does not load, the comparison says why. Raise
     `AnswerError` for predictions of another dataset."""
-    from trainer.data.sampler import spread_positions
     from trainer.data.shards import DataShardManager
-    from trainer.isolation.runner import Isolated, IsolationError
 
     mine, champions = _metadata(own), _metadata(its)
     if difference := input_difference(mine, champions):
@@ -136,11 +136,8 @@ def _compare_rows(
     order: Order | None,
 ) -> Comparison:
     from dtrain_dagster.registry.evaluated import answers
-    from dtrain_dagster.registry.run_model import load_run_model
     from trainer.data.row_data import RowData
-    from trainer.data.sampler import spread_positions
     from trainer.evaluation.row_scores import RowScoring
-    from trainer.isolation.runner import IsolationError
 
     model = load_run_model(rundir, order)
     data = RowData(model.job.dataset.uri, cache_dir, own["dataset_id"])
@@ -231,7 +228,6 @@ def judge_later_days(model: RunModel, shards: DataShardManager, after: np.dateti
     import numpy as np
     import torch
 
-    from trainer.data.sampler import spread_positions
     from trainer.evaluation.window_report import gain, judge_baselines
     from trainer.model.losses import student_t_nll
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry.run_model import RunModel, load_run_model
+from trainer.data.sampler import spread_positions
+from trainer.documents.arrays import ArraysError, read_arrays
 from trainer.errors import DamagedError
 from trainer.rundir import PREDICTIONS, RunDir
 from trainer.spec import REGRESSION, RowSpec
@@ -67,8 +69,6 @@ def load_sample(run_dir: str, cache_dir: str | None = None, rows: int = 32, orde
     `RunModelError`. Raise `AnswerError` where the run directory's predictions are of another dataset, or unreadable."""
     import numpy as np
 
-    from trainer.data.sampler import spread_positions
-
     rundir = RunDir(run_dir)
     own = load_run_model(rundir, order)
     data = open_data(own, cache_dir)
@@ -115,7 +115,6 @@ def inputs_at(data: RowData | DataShardManager, positions: NDArray[np.int64]) ->
 def read_predictions(rundir: RunDir, names: Sequence[str]) -> dict[str, NDArray[Any]]:
     """Return columns of a run directory's ``predictions.npz``, all of one length. Raise `AnswerError` for a file of
     another form."""
-    from trainer.documents.arrays import ArraysError, read_arrays
 
     try:
         found = read_arrays(rundir.storage.read_bounded(PREDICTIONS, MOST_BYTES), names)

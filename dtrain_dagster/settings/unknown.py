@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 
 from dtrain_dagster.settings.environment import PREFIX, Settings
+from dtrain_dagster.settings.notices import NoticeSettings
 from dtrain_dagster.settings.plain_variables import GROUPS, INTERNAL
 from dtrain_dagster.settings.tiers import OLD_SPOT, OLD_SPOT_NOTICE
 
@@ -25,7 +26,6 @@ def known_variables() -> set[str]:
     """Return the names of all variables that the project reads."""
     from dtrain_dagster.settings.azure import AzureSettings  # not above: only who has such a variable needs to know
     from dtrain_dagster.settings.kubernetes import KubernetesSettings
-    from dtrain_dagster.settings.notices import NoticeSettings
     from dtrain_dagster.settings.ray import RaySettings
     from dtrain_dagster.settings.slurm import SlurmSettings
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
+from dtrain_dagster.support.notify import refuse_inline_secret
 from dtrain_dagster.support.secrets import SecretError, secret_in
 from trainer.printable import visible
 
@@ -58,8 +59,6 @@ def _of_text(at: str, text: str) -> str | None:
     if what := secret_in(text):
         return f"{at or 'what was given'} carries {what}"
     if at.endswith(".config.notify"):
-        from dtrain_dagster.support.notify import refuse_inline_secret
-
         for part in text.split():
             try:
                 refuse_inline_secret(at, part)

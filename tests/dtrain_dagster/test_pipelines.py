@@ -161,12 +161,13 @@ def test_of_graphs_on_one_cluster_one_sensor_acts_and_reports_for_all(location: 
 
 def test_one_cause_starts_a_retraining_of_each_graph(tmp_path: Path) -> None:
     settings, cause = Settings(home=tmp_path), RetrainingCause("weekly-1", "it is time")
-    resources = build_resources(settings)
-    with dg.DagsterInstance.ephemeral() as instance, dg.build_sensor_context(instance=instance) as context:
-        asked = [
-            ask(context, cause, resources["project"], resources["cluster"], 2.5, GraphNames(name))
-            for name in ("", "one", "two")
-        ]
+    graphs = [GraphNames(name) for name in ("", "one", "two")]
+    resources = {key: made for names in graphs for key, made in build_resources(settings, names).items()}
+    with (
+        dg.DagsterInstance.ephemeral() as instance,
+        dg.build_sensor_context(instance=instance, resources=resources) as context,
+    ):
+        asked = [ask(context, cause, 2.5, names) for names in graphs]
     assert [request.run_key for request in asked if isinstance(request, dg.RunRequest)] == [
         "weekly-1", "one-weekly-1", "two-weekly-1",
     ]  # fmt: skip
