@@ -8,7 +8,7 @@ from typing import Any
 import dagster as dg
 
 from dtrain_dagster.assets.common import MOST_ROWS, best_rows, charts, head_of_page, table_file
-from dtrain_dagster.assets.provisioning import provisioning
+from dtrain_dagster.assets.provisioning import attempts_metadata
 from dtrain_dagster.clusters.base import GPUClusterManager
 from dtrain_dagster.costs.estimate import Forecast
 from dtrain_dagster.costs.evictions import tell_evictions
@@ -33,7 +33,7 @@ def plan_page(
         **choices_metadata(table, plan.fingerprint, storage_uri),
         **plan_metadata(plan, forecast, table.place),
         **probe_metadata(pace, manager),
-        **provisioning(manager),
+        **attempts_metadata(manager),
         "training": dg.JsonMetadataValue(plan.job["training"]),
     }
 

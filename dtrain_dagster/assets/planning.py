@@ -24,10 +24,9 @@ from dtrain_dagster.assets.plan_options import (
 )
 from dtrain_dagster.assets.plan_page import plan_page
 from dtrain_dagster.assets.provisioning import leave_queue, provision, queueing
-from dtrain_dagster.clusters.base import ClusterConfig, GPUClusterManager
+from dtrain_dagster.clusters.base import GPUClusterManager
 from dtrain_dagster.clusters.ranks import hosts_of
-from dtrain_dagster.costs.estimate import Forecast, estimate_cost, estimate_forecast
-from dtrain_dagster.costs.evictions import evictions_of, without_evictions
+from dtrain_dagster.costs.estimate import Forecast, estimate_forecast
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.data.sharding import BuiltDataset
@@ -339,24 +338,3 @@ def refuse_plan(
         context.log,
     )
     return dg.Failure(text, metadata={"objection": said, "would_fit": list(would_fit)}, allow_retries=False)
-
-
-def refuse_dearer_nodes(
-    context: dg.AssetExecutionContext, project: ProjectResource, plan: TrainingPlan, got: ClusterConfig
-) -> None:
-    """Raise `dagster.Failure` where the nodes that were got differ from the planned ones and the plan does not fit on
-    them. The difference is logged in any case, before anything runs. Times on these nodes are the plan's, scaled by the
-    table of speeds, fixed costs too: a rough guess."""
-    price, tier = price_of(got.gpu_type), tier_of(got.tier or plan.tier)
-    if (price.sku, tier) == (plan.sku, plan.tier):
-        return
-    told = f"planned on {plan.sku} ({plan.tier}), got {price.sku} ({tier})"
-    context.log.warning(f"{told}: prices differ; see cost_breakdown")
-    limits = Limits(budget_usd=plan.budget_usd, deadline_hours=plan.deadline_hours)
-    startup, planned = plan.phases.get("startup"), price_of(plan.sku)
-    evictions = evictions_of(planned, plan.tier, startup)
-    undisturbed = without_evictions(plan.estimate.seconds, evictions, plan.node_count)  # the new nodes' are added
-    seconds = undisturbed.scaled(planned.speed / price.speed)
-    estimate = estimate_cost(seconds, price, tier, plan.node_count, startup)
-    if said := explain_excess(estimate, limits):
-        raise refuse_plan(context, project, replace(plan, sku=price.sku, tier=tier), f"{said} ({told})")

@@ -28,7 +28,7 @@ from dtrain_dagster.assets.common import (
     refusing_mistakes,
 )
 from dtrain_dagster.assets.pipeline import Pipeline
-from dtrain_dagster.assets.provisioning import leave_queue, provision, provisioning, queueing
+from dtrain_dagster.assets.provisioning import attempts_metadata, leave_queue, provision, queueing
 from dtrain_dagster.assets.training_page import totals_metadata
 from dtrain_dagster.assets.training_progress import log_of, observe
 from dtrain_dagster.clusters.base import OWNER, ClusterError, GPUClusterManager, JobSpec, JobState
@@ -134,7 +134,7 @@ def run_program(
             {
                 **program_page(rundir, config, nodes, processes, paid(manager, job_id, tier), project.job_url(job_id)),
                 "log": dg.MarkdownMetadataValue(in_block(log_of(manager, job_id))),
-                **provisioning(manager),
+                **attempts_metadata(manager),
             }
         ),
     )

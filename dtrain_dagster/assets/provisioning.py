@@ -78,7 +78,7 @@ def _ticket_of(context: dg.AssetExecutionContext, waiting: WaitingList) -> Ticke
     return waiting.find(context.run.tags[TICKET_TAG]) if TICKET_TAG in context.run.tags else None
 
 
-def provisioning(manager: GPUClusterManager) -> dict[str, dg.MetadataValue]:
+def attempts_metadata(manager: GPUClusterManager) -> dict[str, dg.MetadataValue]:
     """Return metadata of an asset: the tries to get nodes, with the cloud's codes and messages; empty if there were
     none."""
     tried = [asdict(attempt) for attempt in manager.attempts]

@@ -11,13 +11,16 @@ import dagster as dg
 
 from dtrain_dagster.assets.common import cancelling_where_asked, read_finished
 from dtrain_dagster.assets.pipeline import Pipeline
-from dtrain_dagster.assets.planning import refuse_dearer_nodes
-from dtrain_dagster.assets.provisioning import leave_queue, provision, provisioning, queueing
+from dtrain_dagster.assets.planning import refuse_plan
+from dtrain_dagster.assets.provisioning import attempts_metadata, leave_queue, provision, queueing
 from dtrain_dagster.assets.training_page import check_training, training_checks, training_page
 from dtrain_dagster.assets.training_progress import RAISE_BUDGET, follow_training
 from dtrain_dagster.clusters.base import OWNER, ClusterConfig, GPUClusterManager
 from dtrain_dagster.costs.budget import node_seconds_of, write_limit
+from dtrain_dagster.costs.estimate import estimate_cost
+from dtrain_dagster.costs.evictions import evictions_of, without_evictions
 from dtrain_dagster.costs.plan import PLAN, PLANNED_FOR, TrainingPlan, charges_of
+from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.jobs.orders import source_tags
 from dtrain_dagster.jobs.progress import (
     CLAIM,
@@ -29,6 +32,7 @@ from dtrain_dagster.jobs.progress import (
     known_jobs,
     start_job,
 )
+from dtrain_dagster.planning.build_plan import Limits, explain_excess
 from dtrain_dagster.planning.probe_cost import take_charges
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.settings.tiers import tier_of
@@ -136,7 +140,7 @@ def build_trained_checkpoint(pipeline: Pipeline) -> dg.AssetsDefinition:
             metadata=fit_page(
                 training_page(rundir, events, result, evaluation, plan, usage, project.job_url(choice.job_id))
                 | ({"registration": pipeline.unregistered} if pipeline.unregistered else {})
-                | provisioning(manager)
+                | attempts_metadata(manager)
             ),
             check_results=check_training(events, result, evaluation, plan, usage),
         )
@@ -153,6 +157,27 @@ def of_plan(cluster: GPUClusterResource, plan: TrainingPlan) -> GPUClusterResour
     sku = plan.sku if plan.sku != cluster.sku else None
     tier = plan.tier if plan.tier != cluster.first_tier else None
     return cluster.with_hardware(plan.node_count, sku, tier)
+
+
+def refuse_dearer_nodes(
+    context: dg.AssetExecutionContext, project: ProjectResource, plan: TrainingPlan, got: ClusterConfig
+) -> None:
+    """Raise `dagster.Failure` where the nodes that were got differ from the planned ones and the plan does not fit on
+    them. The difference is logged in any case, before anything runs. Times on these nodes are the plan's, scaled by the
+    table of speeds, fixed costs too: a rough guess."""
+    price, tier = price_of(got.gpu_type), tier_of(got.tier or plan.tier)
+    if (price.sku, tier) == (plan.sku, plan.tier):
+        return
+    told = f"planned on {plan.sku} ({plan.tier}), got {price.sku} ({tier})"
+    context.log.warning(f"{told}: prices differ; see cost_breakdown")
+    limits = Limits(budget_usd=plan.budget_usd, deadline_hours=plan.deadline_hours)
+    startup, planned = plan.phases.get("startup"), price_of(plan.sku)
+    evictions = evictions_of(planned, plan.tier, startup)
+    undisturbed = without_evictions(plan.estimate.seconds, evictions, plan.node_count)  # the new nodes' are added
+    seconds = undisturbed.scaled(planned.speed / price.speed)
+    estimate = estimate_cost(seconds, price, tier, plan.node_count, startup)
+    if said := explain_excess(estimate, limits):
+        raise refuse_plan(context, project, replace(plan, sku=price.sku, tier=tier), f"{said} ({told})")
 
 
 def with_probes(plan: TrainingPlan, rundir: RunDir, jobs_uri: str, job_id: str) -> TrainingPlan:

@@ -58,7 +58,7 @@ class TrainingPlan:
     price_words: str = STAND_IN
     """The same in a few words, for behind a figure."""
     pace: str = ""
-    """Digest of everything that decides the duration of a step, see `dtrain_dagster.planning.history.pace_mark`."""
+    """Digest of everything that decides the duration of a step, see `dtrain_dagster.planning.build_plan.pace_mark`."""
     basis_kind: Basis = "probe"
     rests_on: tuple[str, ...] = ()
     """Ids of the jobs that the estimate rests on, probes or past runs; the one on as many nodes as planned first."""

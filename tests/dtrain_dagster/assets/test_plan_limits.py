@@ -8,7 +8,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from dtrain_dagster.assets.planning import refuse_dearer_nodes
+from dtrain_dagster.assets.training import refuse_dearer_nodes
 from dtrain_dagster.clusters.base import ClusterConfig
 from dtrain_dagster.costs.estimate import Forecast, Measured, Sizes, estimate_cost
 from dtrain_dagster.costs.evictions import evictions_of, with_evictions
