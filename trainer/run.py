@@ -1,4 +1,4 @@
-"""The entry points to a training in this process: `DistributedTrainer`, and `run_job`, as ``python -m trainer`` runs it.
+"""The entry points to a training in this process: `DistributedTrainer`, and `run_job`, which ``python -m trainer`` runs.
 
 Names that users import belong here; the loop itself is in `trainer.engine`.
 """
