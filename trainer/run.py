@@ -1,4 +1,4 @@
-"""The entry points to a training in this process: `DistributedTrainer`, and `run_job`, which ``python -m trainer`` runs.
+"""The entry points to a training in this process: `DistributedTrainer`, and `run_job`, of ``python -m trainer``.
 
 Names that users import belong here; the loop itself is in `trainer.engine`.
 """

@@ -6,7 +6,7 @@ import errno
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -22,7 +22,6 @@ from dtrain_dagster.fleet.ledger import LedgerError
 from dtrain_dagster.registry.run_model import RunModelError
 from dtrain_dagster.registry.smoke_test import AnswerError
 from dtrain_dagster.registry.versions import RegistryError
-from dtrain_dagster.resources import GPUClusterResource, ProjectResource, build_resources
 from dtrain_dagster.settings.engines import engine_gpus
 from dtrain_dagster.settings.environment import Settings, SettingsError, load_settings
 from dtrain_dagster.settings.home import HomeError
@@ -35,6 +34,9 @@ from trainer.isolation.runner import IsolationError
 from trainer.printable import visible
 from trainer.rundir import RunDir
 from trainer.storage.base import StorageError
+
+if TYPE_CHECKING:
+    from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 
 EXIT_UNUSABLE, EXIT_INTERRUPTED, EXIT_STOPPED = 2, 130, 143
 PIPE_COLUMNS = 10_000
@@ -114,6 +116,8 @@ def ranks_of(settings: Settings) -> int:
 def cluster_of(settings: Settings) -> tuple[GPUClusterResource, ProjectResource]:
     """Return the resources that assets get, so that a shell and Dagster see one cluster. No request is made before the
     manager is used."""
+    from dtrain_dagster.resources import build_resources  # not above: completion does without Dagster
+
     resources: dict[str, Any] = build_resources(settings)
     return resources["cluster"], resources["project"]
 

@@ -22,12 +22,12 @@ from dtrain_dagster.fleet.spec import FleetFile, JobEntry
 from dtrain_dagster.planning.build_plan import sizes_of
 from dtrain_dagster.planning.check_job import samples_of
 from dtrain_dagster.planning.history import HomeHistory
-from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.config import ConfigError, JobConfig
 
 if TYPE_CHECKING:
+    from dtrain_dagster.resources import GPUClusterResource
     from dtrain_dagster.settings.environment import Settings
 
 GIVEN_SPREAD, GUESSED_SPREAD = 0.3, 1.0

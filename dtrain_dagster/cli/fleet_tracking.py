@@ -127,7 +127,6 @@ class FleetTracker:
 
     def _open(self, tracking_uri: str, experiment: str) -> _FleetRuns | None:
         """Return the runs of the fleet there; None in a workspace, which has pages of its own for what is written."""
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # by default a dead server costs four minutes
         address, name = authorised(tracking_uri), self._records.name
         if is_workspace(address):
             return None
@@ -148,13 +147,16 @@ class _FleetRuns:
             if STATE_TAG in run.data.tags and run.info.status != "RUNNING"
         }
         """Jobs whose end is written."""
+        self.failed: set[str] = set()
+        """Jobs that could not be written. They are tried last, so that they keep no other one out."""
 
     def write(self, entries: Sequence[Entry], tier: Tier) -> list[str]:
         """Write what is new of these jobs, and return why that was impossible for some."""
         problems: list[str] = []
-        for entry in entries:
+        in_a_row = 0
+        for entry in sorted(entries, key=lambda entry: entry.job.job_id in self.failed):
             job, job_id, kept = _config_of(entry), entry.job.job_id, entry.kept
-            if job_id in self.ended or not (kept.state.is_final or kept.launches) or len(problems) == MOST_FAILURES:
+            if job_id in self.ended or not (kept.state.is_final or kept.launches) or in_a_row == MOST_FAILURES:
                 continue
             try:
                 if kept.state.is_final:
@@ -163,7 +165,10 @@ class _FleetRuns:
                 elif job_id not in self.nested and (run_id := run_of(self.group.client, RunDir(job.run_dir), job_id)):
                     self.group.nest(run_id, {FLEET_TAG: self.fleet})
                     self.nested.add(job_id)
+                in_a_row = 0
             except _errors() as error:
+                in_a_row += 1
+                self.failed.add(job_id)
                 problems.append(f"{job_id}: {error}")
         return problems
 
@@ -220,8 +225,10 @@ def _config_of(entry: Entry) -> JobConfig:
 
 
 def _place_of(entry: Entry) -> tuple[str, str] | None:
-    """Return the address and the experiment of a job; None for one that is not tracked."""
-    tracking = _config_of(entry).tracking
+    """Return the address and the experiment of a job; None for one that is not tracked, or cannot be a training."""
+    if entry.job.order is None:
+        return None
+    tracking = entry.job.order.job.tracking
     if tracking.mlflow_tracking_uri is None:
         return None
     return tracking.mlflow_tracking_uri, tracking.mlflow_experiment

@@ -30,15 +30,12 @@ from dtrain_dagster.jobs.progress import note_job
 from dtrain_dagster.settings.engines import engine_gpus
 from trainer.frameworks.catalogue import FRAMEWORKS
 
-ENGINES = ("torchrun", "horovod", "deepspeed", "ray", "tensorflow")
-"""The names of `trainer.frameworks.catalogue`, which ``--help`` shows without an import."""
-
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @size_options
 @click.option(
     "--engine",
-    type=click.Choice(ENGINES),
+    type=click.Choice(list(FRAMEWORKS)),
     default="torchrun",
     show_default=True,
     help="What the script is written for.",

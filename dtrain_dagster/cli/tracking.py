@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dtrain_dagster.cli.common import run_dir, say
 from dtrain_dagster.costs.ledger import ledger
@@ -17,13 +18,15 @@ from dtrain_dagster.dashboard.page import write_report
 from dtrain_dagster.jobs.orders import source_tags
 from dtrain_dagster.jobs.progress import code_version
 from dtrain_dagster.registry.run_record import add_to_run, cost_metrics, lost_metric, note_of
-from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.tiers import Tier, tier_of
 from trainer.config import JobConfig, TrackingConfig
 from trainer.observability.reporter import OFF, TRACKING_OF_LAUNCH
 from trainer.rundir import EVALUATION, RESULT, RunDir
 from trainer.secrets.redaction import redact
+
+if TYPE_CHECKING:
+    from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import dagster as dg
+from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.costs.estimate import PRIOR_SPREAD, Basis, Forecast, LearnedCorrection, Measured, Sizes
 from dtrain_dagster.costs.interval import Interval
@@ -24,9 +22,11 @@ from dtrain_dagster.planning.probe import read_measured
 from dtrain_dagster.planning.probe_cost import PastProbe
 from dtrain_dagster.planning.scoring import MOST_RUNS, PRIOR_RUNS, Score, learn
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
-from dtrain_dagster.support.page_entries import read_entries
 from trainer.config import JobConfig
 from trainer.rundir import LAUNCH, RESULT, RunDir
+
+if TYPE_CHECKING:
+    import dagster as dg
 
 LOOK_BACK = 60
 """Number of the latest materializations of an asset that are read."""
@@ -353,6 +353,8 @@ def _materializations(
     instance: dg.DagsterInstance, asset: dg.AssetKey, limit: int = LOOK_BACK
 ) -> list[tuple[float, str, dict[str, Any]]]:
     """Return (when, Dagster run, metadata) of an asset's latest materializations, the newest first."""
+    from dtrain_dagster.support.page_entries import read_entries  # not above: loads Dagster
+
     records = instance.fetch_materializations(asset, limit=limit).records
     return [
         (record.timestamp, record.run_id, read_entries(made.metadata))

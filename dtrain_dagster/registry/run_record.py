@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -73,6 +74,7 @@ class RunGroup:
     def __init__(self, address: str, experiment: str, name: str, tag: tuple[str, str], key: str) -> None:
         """Find it by ``tag``, or begin it with this name. ``key``: the tag that tells nested runs apart. Raise as
         MLflow does."""
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # by default a dead server costs four minutes
         self.address, self.client = address, open_client(address)
         self.experiment_id = ensure_experiment(self.client, experiment, address)
         known = self._search(f"tags.`{tag[0]}` = '{tag[1]}'")

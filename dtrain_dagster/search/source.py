@@ -21,6 +21,10 @@ from trainer.errors import ConfigError
 MakeJob = Callable[[int, Mapping[str, Any], TrialSeconds], tuple[FleetJob, int]]
 """Makes the job of a trial from its number, its values and what trials take, and tells how often it is evaluated in
 all. The job of values that do not go together has a `problem`."""
+OLDER = (
+    "this search was begun by an older version, which kept its trials elsewhere: begin it again under another name "
+    "(`dtrain search --show NAME` still shows what it has found)"
+)
 Draw = Callable[[int, Sequence[Trial], Sequence[Trial]], Mapping[str, Any] | None]
 """Returns the values of a trial by its number, the trials whose results count, and those that are not known yet; None
 where there are no more."""
@@ -46,6 +50,7 @@ class TrialSource:
         self._trials: list[Trial] = []
         self._numbers: dict[str, int] = {}
         self._draw = draw or self._sample
+        self._is_exhausted = False
 
     @property
     def trials(self) -> Sequence[Trial]:
@@ -66,10 +71,7 @@ class TrialSource:
         """Take over the trials of these jobs; how they went is told again."""
         for job in given:
             if not job.facts:
-                raise FleetError(
-                    "this search was begun by an older version, which kept its trials elsewhere: begin it again under "
-                    "another name"
-                )
+                raise FleetError(OLDER)
             self._add(job)
         return list(self._numbers)
 
@@ -79,8 +81,9 @@ class TrialSource:
         if number >= self.settings.trials or len(self.running) >= self.settings.parallel or not self._is_ready(number):
             return None
         known = self._known_to(number)
-        values = self._draw(number, known, self._others(known))
+        values = None if self._is_exhausted else self._draw(number, known, self._others(known))
         if values is None:
+            self._is_exhausted = True
             return None
         job, of = self._make_job(number, values, self._expected.learned_from(known))
         known_numbers = sorted(trial.number for trial in known)

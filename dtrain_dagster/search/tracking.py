@@ -5,6 +5,7 @@ its dollars. Written by the orchestrator, so that nodes need no way to MLflow an
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from trainer.observability.mlflow_sqlite import authorised
 SEARCH_TAG, TRIAL_TAG = "dtrain.search", "dtrain.trial"
 MOST_LENGTH = 500
 """Characters of a value that MLflow takes."""
+PATIENCE_SECONDS = 60.0
+"""Pause after a failure: whoever writes decides on trials, too, and must not wait for a dead server at each look."""
 
 
 class SearchTracker:
@@ -24,15 +27,18 @@ class SearchTracker:
         """Find or begin its run. Raise as MLflow does where it cannot be reached."""
         self._group = RunGroup(authorised(tracking_uri), experiment, name, (SEARCH_TAG, name), TRIAL_TAG)
         self._name, self._metric, self._sign = name, metric, sign
+        self._next_at = 0.0
         self.run_id = self._group.run_id
         self._done = {int(number) for number, run in self._group.nested.items() if run.info.status != "RUNNING"}
 
     def write(self, trials: Sequence[Trial], total_usd: float | None = None) -> str:
         """Write the trials that have ended since, and, given all dollars, the end of the search. Return why that was
-        impossible, "" if it was not: what is missing comes with the next ones, and a search is not ended by its
-        tracking."""
+        impossible, "" if it was not: what is missing is written a minute later, or in the end, and a search is not
+        ended by its tracking."""
         from mlflow.exceptions import MlflowException
 
+        if total_usd is None and time.monotonic() < self._next_at:
+            return ""
         try:
             for trial in trials:
                 if trial.state.is_final and trial.number not in self._done:
@@ -44,6 +50,7 @@ class SearchTracker:
                 metrics = {"usd": total_usd} | ({} if score is None else {f"best_{self._metric}": score})
                 self._group.end("FINISHED", metrics, {"best_trial": str(best.number)} if best else {})
         except (MlflowException, OSError) as error:
+            self._next_at = time.monotonic() + PATIENCE_SECONDS
             return f"the search cannot be written to MLflow now: {error}"
         return ""
 
@@ -61,8 +68,8 @@ class SearchTracker:
             run_id, {SEARCH_TAG: self._name, TRIAL_TAG: number, "state": str(trial.state), "reason": trial.reason}
         )
         metrics = [
-            Metric(self._metric, score, int(1000 * time), step)
-            for score, time, step in zip(trial.scores, trial.times, trial.steps, strict=True)
+            Metric(self._metric, score, int(1000 * at), step)
+            for score, at, step in zip(trial.scores, trial.times, trial.steps, strict=True)
             if math.isfinite(score)
         ]
         last = int(1000 * trial.times[-1]) if trial.times else 0

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import dagster as dg
+if TYPE_CHECKING:
+    import dagster as dg
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
@@ -23,6 +25,8 @@ class GraphNames:
 
     def key(self, asset: str) -> dg.AssetKey:
         """Return the key of this asset: below the pipeline's name, if it has one."""
+        import dagster as dg  # not above: the command line has names of graphs, and does without Dagster
+
         return dg.AssetKey([self.pipeline, asset] if self.pipeline else [asset])
 
     def step(self, asset: str) -> str:

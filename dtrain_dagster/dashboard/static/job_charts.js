@@ -1,4 +1,4 @@
-// Draws the panels (dtrain_dagster/dashboard/panels.py) from a job's tracks. Text from events only ever becomes
+// Draws the panels (dtrain_dagster/dashboard/page.py) from a job's tracks. Text from events only ever becomes
 // textContent or escaped labels.
 "use strict";
 

@@ -45,6 +45,16 @@ def job_of(home: Path, name: str, tracking_uri: str | None, ending: str = "succe
     return FleetJob(job_id=name, node_seconds=0.2, startup_seconds=2.0, order=order, **nodes)
 
 
+def test_a_trial_whose_values_do_not_go_together_is_in_no_run(tmp_path: Path) -> None:
+    """Of a search that is cancelled, say: such a job was never ordered."""
+    records, told = FleetRecords(tmp_path, "search"), list[str]()
+    records.write_limits(LIMITS, time.time())
+    entry = records.add(FleetJob(job_id="search-0000", node_seconds=1.0, problem="no training: window"), 0)
+    tracker = FleetTracker(records, "dedicated", told.append)
+    tracker.update([entry])
+    assert (tracker.finish(), told) == ([], [])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_tracked_job_has_one_run_whoever_writes_it(manager: LocalClusterManager) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from dtrain_dagster.cli.launch import ENGINES
 from dtrain_dagster.jobs.program import (
     command_on_nodes,
     explain_refusal,
@@ -18,10 +17,6 @@ from dtrain_dagster.jobs.program import (
 from dtrain_dagster.settings.cluster_kinds import KINDS
 from trainer.config import ConfigError
 from trainer.frameworks.catalogue import FRAMEWORKS
-
-
-def test_the_command_line_offers_what_there_is():
-    assert set(ENGINES) == set(FRAMEWORKS)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
