@@ -35,7 +35,7 @@ from dtrain_dagster.search.check_space import job_of_trial
 from dtrain_dagster.search.kept import RESULT, SEARCH, kept_search, search_folder
 from dtrain_dagster.search.results import importances, result_document, settings_document, summary
 from dtrain_dagster.search.settings import Pruner, SearchSettings
-from dtrain_dagster.search.source import OLDER, TrialSource
+from dtrain_dagster.search.source import TrialSource
 from dtrain_dagster.search.space import SpaceError, parse_space
 from dtrain_dagster.search.trials import REDUCTION, Trial, TrialSeconds
 from dtrain_dagster.settings.tiers import Tier
@@ -346,7 +346,10 @@ def open_search(
         open_storage(str(search_folder(home, request.name))).write(SEARCH, json.dumps(document, indent=1).encode())
         return Search(home, request, manager, env, expected, before_usd, told)
     if any(not entry.job.facts for entry in FleetRecords(home, request.name).entries()):
-        raise SpaceError(OLDER)
+        raise SpaceError(
+            f"search {request.name} was begun by an older version, which kept its trials elsewhere: begin it again "
+            f"under another name (`dtrain search --show {request.name}` still shows what it has found)"
+        )
     before = {name: value for name, value in kept["described"].items() if value is not None}  # once there was more
     if before != described:
         differs = sorted(name for name in before.keys() | described.keys() if before.get(name) != described.get(name))

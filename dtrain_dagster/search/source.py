@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetState, Outcome
+from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Outcome
 from dtrain_dagster.search.sampling import draw_values
 from dtrain_dagster.search.settings import LOSS, SearchSettings
 from dtrain_dagster.search.space import Space
@@ -21,10 +21,6 @@ from trainer.errors import ConfigError
 MakeJob = Callable[[int, Mapping[str, Any], TrialSeconds], tuple[FleetJob, int]]
 """Makes the job of a trial from its number, its values and what trials take, and tells how often it is evaluated in
 all. The job of values that do not go together has a `problem`."""
-OLDER = (
-    "this search was begun by an older version, which kept its trials elsewhere: begin it again under another name "
-    "(`dtrain search --show NAME` still shows what it has found)"
-)
 Draw = Callable[[int, Sequence[Trial], Sequence[Trial]], Mapping[str, Any] | None]
 """Returns the values of a trial by its number, the trials whose results count, and those that are not known yet; None
 where there are no more."""
@@ -70,8 +66,6 @@ class TrialSource:
     def resume(self, given: Sequence[FleetJob]) -> Collection[str]:
         """Take over the trials of these jobs; how they went is told again."""
         for job in given:
-            if not job.facts:
-                raise FleetError(OLDER)
             self._add(job)
         return list(self._numbers)
 

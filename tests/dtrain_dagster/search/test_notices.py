@@ -1,4 +1,4 @@
-"""People are told once that a search has ended, by a real web hook on loopback."""
+"""How a search is opened again, and that people are told once that it has ended, by a real web hook on loopback."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from dtrain_dagster.fleet.jobs import FleetJob
+from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.search.results import summary
-from dtrain_dagster.search.run import Search, SearchRequest
+from dtrain_dagster.search.run import Search, SearchRequest, open_search
 from dtrain_dagster.search.settings import SearchSettings
+from dtrain_dagster.search.space import SpaceError
 from dtrain_dagster.search.trials import TrialSeconds
 from tests.webhook import web_hook
 from trainer.config import DatasetRef, JobConfig
@@ -21,14 +24,32 @@ RESULT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_the_end_of_a_search_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = JobConfig(job_id="search", run_dir=f"{tmp_path}/jobs/search", dataset=DatasetRef(uri="/tmp/data"))
-    request = SearchRequest(
+USUAL = TrialSeconds(startup=1, training=1, of=1, finish=1)
+
+
+def request_in(home: Path) -> SearchRequest:
+    base = JobConfig(job_id="search", run_dir=f"{home}/jobs/search", dataset=DatasetRef(uri="/tmp/data"))
+    return SearchRequest(
         name="rates", space={}, settings=SearchSettings(), base=base, samples={}, budget_usd=None, nodes=1,
         usd_per_node_hour=3.6,
     )  # fmt: skip
-    usual = TrialSeconds(startup=1, training=1, of=1, finish=1)
-    search = Search(tmp_path, request, None, {}, usual)  # type: ignore[arg-type]
+
+
+def test_a_search_of_an_older_version_is_refused_before_its_record_is_touched(tmp_path: Path) -> None:
+    """Its fleet has jobs without the values of their trials."""
+    request, records = request_in(tmp_path), FleetRecords(tmp_path, "rates")
+    for _ in range(2):  # begun, and gone on with
+        open_search(tmp_path, request, None, {}, lambda: (USUAL, 0.1))  # type: ignore[arg-type]
+    records.add(FleetJob(job_id="rates-0000", node_seconds=1.0), 0)
+    records.ask_to_cancel()
+    with pytest.raises(SpaceError, match=r"begun by an older version.*--show rates"):
+        open_search(tmp_path, request, None, {}, lambda: (USUAL, 0.1))  # type: ignore[arg-type]
+    assert records.is_cancelled()
+
+
+def test_the_end_of_a_search_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = request_in(tmp_path)
+    search = Search(tmp_path, request, None, {}, USUAL)  # type: ignore[arg-type]
     with web_hook() as (url, heard):
         monkeypatch.setenv("DTRAIN_NOTIFY", url)
         for _ in range(2):  # a search that has ended is begun again: it goes on, and ends at once

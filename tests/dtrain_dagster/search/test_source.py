@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from played_search import OF, SPACE, USUAL, Calls, make_job, play, resume, score, source_of
 
-from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetState, Outcome
+from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Outcome
 from dtrain_dagster.search.sampling import draw_values, grid_of
 from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
 from dtrain_dagster.search.source import TrialSource
@@ -86,11 +86,6 @@ def test_a_trial_that_the_one_before_has_ended_is_no_failure_of_its_own(repeatab
             for job_id, outcome in calls]  # fmt: skip
     resume(again, told, first)
     assert fates(again) == fates(first)
-
-
-def test_the_trials_of_an_older_version_are_not_taken_for_its_own() -> None:
-    with pytest.raises(FleetError, match="begun by an older version"):
-        source_of(SearchSettings()).resume([FleetJob(job_id="trial-0", node_seconds=1.0)])
 
 
 def test_evaluations_after_a_decision_do_not_count() -> None:
