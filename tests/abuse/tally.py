@@ -22,15 +22,6 @@ class Tally:
     findings: list[str] = field(default_factory=list)
     """One sentence for each attack that succeeded: what was done, and the effect."""
 
-    def add(self, other: Tally) -> None:
-        """Add the counts and findings of another campaign to this one."""
-        self.tried += other.tried
-        self.accepted += other.accepted
-        self.outages += other.outages
-        self.executed += other.executed
-        self.leaked += other.leaked
-        self.findings += other.findings
-
     @property
     def is_clean(self) -> bool:
         """True if something was tried and no attack succeeded."""
