@@ -77,7 +77,7 @@ test: setup  ## the tests (browser tests want Chromium: installed where that is 
 	@command -v chromium >/dev/null || ./tests/install_chromium.sh
 	@python docs/generate_reference.py
 	@python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --repeat-alone \
-	  --results=out/tests.json -m "not long" $(TESTS)
+	  --cpu-budget 2 --results=out/tests.json -m "not long" $(TESTS)
 
 test-all: test test-engines  ## the tests, those of frameworks, then the long ones: repetitions of proofs, loads of minutes, many examples of Hypothesis
 	@python -m pytest -o faulthandler_timeout=3300 --hypothesis-profile thorough --results=out/tests-long.json -m "long or hypothesis"

@@ -1,10 +1,13 @@
 """What a run of the tests came to: a JSON file with counts and durations, and a second try for what failed.
 
 Loaded by `tests/conftest.py`. With ``--repeat-alone``, tests that failed beside others are run once more after all
-others have ended, in a fresh interpreter and one after the other. What passes then is *flaky*: it does not fail the
-run, but it is printed with its first failure, and counted in the file of ``--results``.
+others have ended, in a fresh interpreter and one after the other. What passes then is *flaky*: it is printed with its
+first failure, counted in the file of ``--results``, and fails the run, unless it is `QUARANTINED`.
 
-Processor time is that of the test's own process and of the children that it has waited for.
+With ``--cpu-budget SECONDS``, a test without one of the marks `COSTLY` fails the run by name where it takes more of the
+processor than that, both beside others and alone. The budget is that of a machine which does `_work` in
+`WORK_SECONDS`; a slower one allows more. Processor time is that of the test's own process and of the children that it
+has waited for.
 """
 
 from __future__ import annotations
@@ -27,6 +30,11 @@ MOST_REPEATED = 40
 """Where more tests fail than this, something is broken, and nothing is repeated."""
 SLOWEST = 20
 CPU = "cpu_seconds"
+COSTLY = frozenset({"slow", "browser", "long"})
+WORK_SECONDS = 0.16
+"""Of the machine on which budgets were set, without other work."""
+QUARANTINED: dict[str, tuple[str, str]] = {}
+"""Flaky test → the reason why it may be so for now, and the date from which on it has been."""
 _RANKS = ("passed", "xpassed", "xfailed", "skipped", "flaky", "failed", "error")
 """Of the three phases of a test, the one furthest to the right counts."""
 
@@ -35,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("outcome", "what a run came to")
     group.addoption("--results", metavar="FILE", help="write counts, durations, failures and flaky tests as JSON")
     group.addoption("--repeat-alone", action="store_true", help="run what failed once more, alone; passing is «flaky»")
+    group.addoption("--cpu-budget", type=float, metavar="SECONDS", help="of each test that has no mark of a costly one")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,6 +56,22 @@ def cpu_seconds() -> float:
     """Processor time of this process and of the children that it has waited for, so far."""
     spent = (resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(each.ru_utime + each.ru_stime for each in spent)
+
+
+def _work() -> None:
+    counts: Counter[int] = Counter()
+    for number in range(1_000_000):
+        counts[number * number % 977] += 1
+
+
+def slowness() -> float:
+    """How many times the processor time this machine takes for `_work` that the reference does; at least 1."""
+    taken = []
+    for _ in range(3):
+        before = time.process_time()
+        _work()
+        taken.append(time.process_time() - before)
+    return max(1.0, min(taken) / WORK_SECONDS)
 
 
 class Processor:
@@ -75,6 +100,9 @@ class Outcome:
         self.outcomes: dict[str, str] = {}
         self.seconds: Counter[str] = Counter()
         self.cpu: Counter[str] = Counter()
+        self.costly: set[str] = set()
+        self.over_budget: dict[str, float] = {}
+        """Tests above their budget → their processor seconds."""
         self.in_teardown: set[str] = set()
         self.flaky: dict[str, list[pytest.TestReport]] = {}
         self.skips: Counter[str] = Counter()
@@ -83,6 +111,8 @@ class Outcome:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] += report.duration
         self.cpu[report.nodeid] += sum(value for name, value in report.user_properties if name == CPU)
+        if COSTLY & set(report.keywords):
+            self.costly.add(report.nodeid)
         outcome = {"passed": "passed", "skipped": "skipped"}.get(
             report.outcome, "failed" if report.when == "call" else "error"
         )
@@ -99,21 +129,36 @@ class Outcome:
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """After the workers have gone, before the summary is printed."""
         failed = [test for test, outcome in self.outcomes.items() if outcome in ("failed", "error")]
-        if self.config.option.repeat_alone and exitstatus == pytest.ExitCode.TESTS_FAILED and failed:
-            if len(failed) <= MOST_REPEATED:
-                self.repeat(failed)
-                if not self.stats("failed") and not self.stats("error"):
-                    session.exitstatus = pytest.ExitCode.OK
-            else:
-                self.line(f"{len(failed)} tests failed: too many to be repeated alone")
+        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            if budget := self.config.option.cpu_budget:
+                budget *= slowness()
+                self.over_budget = {
+                    test: cpu
+                    for test, cpu in self.cpu.items()
+                    if cpu > budget and test not in self.costly | set(failed)
+                }
+            if self.config.option.repeat_alone and (failed or self.over_budget):
+                if len(failed) + len(self.over_budget) <= MOST_REPEATED:
+                    self.repeat(failed, budget or 0.0)
+                else:
+                    self.line(f"{len(failed)} failed, {len(self.over_budget)} over budget: too many to be repeated")
+            wrong = (
+                self.stats("failed") or self.stats("error") or self.over_budget or set(self.flaky) - set(QUARANTINED)
+            )
+            if wrong:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            elif failed:
+                session.exitstatus = pytest.ExitCode.OK
         if path := self.config.option.results:
             write_results(Path(path), self.document(int(session.exitstatus)))
 
-    def repeat(self, failed: list[str]) -> None:
-        """Run them once more; what passes now is moved from the failed to the flaky ones."""
+    def repeat(self, failed: list[str], budget: float) -> None:
+        """Run them once more; what passes now is flaky, and what keeps to its budget alone is not over it."""
         # What fails in a teardown may be the fault of any test of its file, since it may be a fixture of the file.
-        asked = {test.split("::")[0] if test in self.in_teardown else test: None for test in failed}
-        self.line(f"\nrepeating {len(failed)} failed tests alone")
+        asked = {
+            test.split("::")[0] if test in self.in_teardown else test: None for test in [*failed, *self.over_budget]
+        }
+        self.line(f"\nrepeating {len(failed)} failed and {len(self.over_budget)} costly tests alone")
         with tempfile.TemporaryDirectory() as folder:
             results = Path(folder) / "results.json"
             command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--results", str(results)]
@@ -130,9 +175,13 @@ class Outcome:
             )
             self.line(done.stdout)
             try:
-                alone = {test: told[0] for test, told in json.loads(results.read_text())["tests"].items()}
+                told = json.loads(results.read_text())["tests"]
             except (OSError, ValueError):
                 return  # it did not come to its end: all stay failed
+        alone = {test: outcome for test, (outcome, *_) in told.items()}
+        self.over_budget = {
+            test: cpu for test, cpu in self.over_budget.items() if told.get(test, [None, 0, cpu])[2] > budget
+        }
         for test in failed:
             if self.passes(test, alone):
                 self.outcomes[test] = "flaky"
@@ -172,6 +221,7 @@ class Outcome:
             "workers": self.config.getoption("numprocesses", None) or 0,
             "load_average": [round(value, 2) for value in os.getloadavg()],
             "skipped_for": dict(self.skips.most_common()),
+            "over_budget": {test: round(cpu, 2) for test, cpu in self.over_budget.items()},
             "flaky_tests": {test: [str(report.longrepr) for report in told] for test, told in self.flaky.items()},
             "slowest_tests": {test: round(seconds, 2) for test, seconds in self.seconds.most_common(SLOWEST)},
             "slowest_files": {path: round(seconds, 1) for path, seconds in files.most_common(SLOWEST)},
@@ -187,6 +237,10 @@ class Outcome:
         for reason, count in self.skips.most_common():
             terminalreporter.write_line(f"skipped {count}: {reason}")
         terminalreporter.write_line(f"{sum(self.cpu.values()):,.0f} CPU-seconds")
+        for test, cpu in self.over_budget.items():
+            terminalreporter.write_line(
+                f"OVER BUDGET {test}: {cpu:.1f} CPU-seconds and no mark of a slow test", red=True
+            )
         if not self.flaky:
             return
         terminalreporter.section(f"{len(self.flaky)} flaky: failed beside other tests, passed alone", yellow=True)
@@ -195,7 +249,8 @@ class Outcome:
                 terminalreporter.write_line(f"{report.when} of {test}, at first:")
                 report.toterminal(terminalreporter._tw)
         for test in self.flaky:
-            terminalreporter.write_line(f"FLAKY {test}", yellow=True)
+            reason, since = QUARANTINED.get(test, ("not quarantined: the run has failed", ""))
+            terminalreporter.write_line(f"FLAKY {test} ({reason}{since and ', since ' + since})", yellow=True)
 
     def terminal(self) -> pytest.TerminalReporter:
         found: pytest.TerminalReporter = self.config.pluginmanager.get_plugin("terminalreporter")

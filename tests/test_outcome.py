@@ -39,11 +39,31 @@ def test_ends_it(shared): pass
 """
 
 
-def run(folder: Path, source: str, *options: str) -> tuple[int, str, dict[str, Any]]:
+COSTLY = """
+import os
+import subprocess
+import sys
+import time
+import pytest
+
+SPIN = "import time\\nwhile time.process_time() < 2: pass"
+
+def spin(): subprocess.run([sys.executable, "-c", SPIN], check=True)
+def test_cheap(): pass
+def test_costly(): spin()
+def test_costly_beside_others():
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        spin()
+@pytest.mark.slow
+def test_slow(): spin()
+"""
+
+
+def run(folder: Path, source: str, *options: str, conftest: str = "") -> tuple[int, str, dict[str, Any]]:
     """Exit status, what was printed, and the JSON file of a run of these tests by two workers."""
     (folder / "test_these.py").write_text(source)
-    (folder / "pytest.ini").write_text("[pytest]\n")
-    (folder / "conftest.py").write_text('pytest_plugins = ["tests.outcome"]\n')
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
+    (folder / "conftest.py").write_text('pytest_plugins = ["tests.outcome"]\n' + conftest)
     command = [sys.executable, "-m", "pytest", "-p", "xdist", "-n", "2", "--results", "results.json", *options]
     root = Path(__file__).parents[1]
     # Every other plugin that happens to be installed would be imported by three processes a run.
@@ -54,7 +74,7 @@ def run(folder: Path, source: str, *options: str) -> tuple[int, str, dict[str, A
 
 def test_what_passes_alone_is_flaky_and_told(tmp_path: Path) -> None:
     status, said, results = run(tmp_path, BESIDE_OTHERS, "--repeat-alone")
-    assert status == 0
+    assert status == 1  # flaky is red
     assert {kind: results[kind] for kind in ("passed", "skipped", "flaky", "failed", "error")} == {
         "passed": 1, "skipped": 1, "flaky": 1, "failed": 0, "error": 0,
     }  # fmt: skip
@@ -86,4 +106,19 @@ def test_a_teardown_is_repeated_with_its_whole_file(tmp_path: Path) -> None:
     status, _, results = run(tmp_path, TEARDOWN.format(forgiven=False), "--repeat-alone", "--dist", "loadfile")
     assert (status, results["error"], results["flaky"]) == (1, 1, 0)
     status, _, results = run(tmp_path, TEARDOWN.format(forgiven=True), "--repeat-alone", "--dist", "loadfile")
-    assert (status, results["error"], results["flaky"]) == (0, 0, 1)
+    assert (status, results["error"], results["flaky"]) == (1, 0, 1)
+
+
+def test_a_quarantined_test_may_be_flaky(tmp_path: Path) -> None:
+    test = "test_these.py::test_beside_others"
+    quarantine = f'import tests.outcome\ntests.outcome.QUARANTINED["{test}"] = ("shares a port", "2026-11-28")\n'
+    status, said, _ = run(tmp_path, BESIDE_OTHERS, "--repeat-alone", conftest=quarantine)
+    assert status == 0
+    assert f"FLAKY {test} (shares a port, since 2026-11-28)" in said
+
+
+def test_an_unmarked_test_that_costs_too_much_fails_the_run(tmp_path: Path) -> None:
+    status, said, results = run(tmp_path, COSTLY, "--cpu-budget", "0.3", "--repeat-alone")
+    assert (status, results["passed"]) == (1, 4)
+    assert list(results["over_budget"]) == ["test_these.py::test_costly"]
+    assert "OVER BUDGET test_these.py::test_costly" in said
