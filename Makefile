@@ -92,16 +92,16 @@ ON_ENGINES := --results=out/tests-engines.json tests/engines
 
 kube: setup  ## tests on a real Kubernetes (Linux, root, Debian); its programs are built once, in about 25 minutes, if not given
 	@test -x "$(KUBE_CACHE)/kubectl" -o -d "$${DTRAIN_KUBERNETES_BINARIES:-../shared/kube}" || \
-	  ./tests/engines/kubernetes_build.sh "$(KUBE_CACHE)"
-	@python -m tests.engines.kubernetes_parts
+	  ./harness/engines/kubernetes_build.sh "$(KUBE_CACHE)"
+	@python -m harness.engines.kubernetes_parts
 	@python -m pytest -n0 $(ON_ENGINES) -k kubernetes
 
 slurm: setup  ## tests on a real SLURM (Linux, Debian 12), whose packages are fetched and unpacked once
-	@python -m tests.engines.slurm_cluster
+	@python -m harness.engines.slurm_cluster
 	@python -m pytest -n0 $(ON_ENGINES) -k slurm
 
 ray: setup  ## tests on a real Ray: a head and three raylets
-	@python -m tests.engines.ray_cluster
+	@python -m harness.engines.ray_cluster
 	@python -m pytest -n0 $(ON_ENGINES) -k "ray and not array"
 
 ENGINES := $(VENV)/engines

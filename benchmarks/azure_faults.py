@@ -33,10 +33,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.azure_faults_judgement import (  # noqa: E402
+from benchmarks.azure_faults_judgement import (
     ENDED,
     GONE,
     SETTLE_SECONDS,
@@ -45,20 +42,21 @@ from benchmarks.azure_faults_judgement import (  # noqa: E402
     find_violations,
     merge_counts,
 )
-from benchmarks.azure_faults_scripts import KINDS, NODES, SKU, FaultKind, find_offered, make_script  # noqa: E402
-from benchmarks.host import tell  # noqa: E402
-from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager  # noqa: E402
-from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions  # noqa: E402
-from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState, JobStatus, NoCapacityError  # noqa: E402
-from dtrain_dagster.costs.prices import PriceError, price_of  # noqa: E402
-from dtrain_dagster.settings.tiers import tier_of  # noqa: E402
-from tests.azure.azurite import missing  # noqa: E402
-from tests.azure.emulator import ENVIRONMENT_OF_OTHERS, Emulator  # noqa: E402
-from tests.azure.emulator.faults import Faults  # noqa: E402
-from tests.dtrain_dagster.small_job import write_dataset  # noqa: E402
-from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig  # noqa: E402
-from trainer.rundir import LAUNCH, RESULT, RunDir  # noqa: E402
+from benchmarks.azure_faults_scripts import KINDS, NODES, SKU, FaultKind, find_offered, make_script
+from benchmarks.host import tell
+from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
+from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
+from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState, JobStatus, NoCapacityError
+from dtrain_dagster.costs.prices import PriceError, price_of
+from dtrain_dagster.settings.tiers import tier_of
+from harness.azure.azurite import missing
+from harness.azure.emulator import ENVIRONMENT_OF_OTHERS, Emulator
+from harness.azure.emulator.faults import Faults
+from harness.small_job import write_dataset
+from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
+from trainer.rundir import LAUNCH, RESULT, RunDir
 
+ROOT = Path(__file__).parents[1]
 STEPS = 40
 LONGEST_SECONDS, LIFT_SECONDS = 240.0, 90.0
 """Seconds after which a run has not ended, and after which its faults are lifted, as people repair things."""
@@ -238,7 +236,7 @@ def emulated(folder: Path) -> Iterator[Emulator]:
             os.environ.pop(name, None)
         os.environ.update({name: value for name, value in emulator.environment.items() if name != "PYTHONPATH"})
         os.environ["AZUREML_CURRENT_CLOUD"] = "EmulatedCloud"
-        runpy.run_path(str(ROOT / "tests/azure/resolver/sitecustomize.py"))
+        runpy.run_path(str(ROOT / "harness/azure/resolver/sitecustomize.py"))
         emulator.control("timing", allocation_retry_seconds=0.5, grace_seconds=3.0)
         yield emulator
 

@@ -1,7 +1,7 @@
 """The kinds of faults that `benchmarks.azure_faults` draws from, and the script that a seed gives. Pure.
 
 A kind is one entry of `KINDS`: its name in the counts, the switch of the emulator that it turns (a kind of
-`tests/azure/emulator/faults.py`, or another verb of its control port), and how its fields are drawn. An entry whose
+`harness/azure/emulator/faults.py`, or another verb of its control port), and how its fields are drawn. An entry whose
 switch the emulator does not offer is drawn never, and the benchmark's line names it under ``not_offered``.
 """
 

@@ -1,7 +1,8 @@
 """Play tapes of faults against real trainings, and count those that violate a property afterwards, which must be 0.
 
-Run `python -m benchmarks.chaos`. A tape is made from its seed (`tests/faults/tape.py`); `tests/faults/properties.py`
-says what must hold after it. A seed that fails is named, and `--only SEED` plays it again.
+Run `python -m benchmarks.chaos`. A tape is made from its seed (`harness/faults/tape.py`);
+`harness/faults/properties.py` says what must hold after it. A seed that fails is named, and `--only SEED` plays it
+again.
 
     tapes, violations, failed_seeds   tapes played; tapes that violated a property; their seeds
     not_played                        tapes left because the campaign itself broke down
@@ -30,17 +31,13 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests" / "faults"), str(ROOT / "tests" / "trainer")]
-
-import tape as tapes  # noqa: E402
-from network import NoNetworkError  # noqa: E402
-from play import STRATEGIES, Outcome, Strategy  # noqa: E402
-from properties import describe, largest_difference  # noqa: E402
-from stage import Stage  # noqa: E402
-
-from benchmarks.host import tell  # noqa: E402
-from trainer.elastic.generation_record import generations  # noqa: E402
+from benchmarks.host import tell
+from harness.faults import tape as tapes
+from harness.faults.network import NoNetworkError
+from harness.faults.play import STRATEGIES, Outcome, Strategy
+from harness.faults.properties import describe, largest_difference
+from harness.faults.stage import Stage
+from trainer.elastic.generation_record import generations
 
 
 @dataclass

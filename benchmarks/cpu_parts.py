@@ -21,13 +21,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from benchmarks.host import tell
+from harness import worlds
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "trainer"))
-
-import worlds  # noqa: E402
-
-from benchmarks.host import tell  # noqa: E402
-
 RANKS, DAYS, TICKERS, WINDOW = 2, 1500, 20, 60
 WITHOUT = {
     "peer_to_peer": "import trainer.comm.torch_transport as part; part.MOST_RANKS = 0",

@@ -1,7 +1,7 @@
 """Plant causes of slowness in real trainings, and count how often the report names the planted cause.
 
-Run `python -m benchmarks.diagnosis`. A plant is made from a seed (`benchmarks.diagnosis_plants`): thirteen causes that
-the diagnosis knows take turns, and there are trainings without a plant. Ranks really compute, on as many cores as there
+Run `python -m benchmarks.diagnosis`. A plant is made from a seed (`harness.clinic`): thirteen causes that the
+diagnosis knows take turns, and there are trainings without a plant. Ranks really compute, on as many cores as there
 are ranks except where missing cores are planted, and in the plants that need three hosts. There, and where other work
 takes more than a fifth of a core before or after a training, missing cores are true besides, and the next cause that is
 named is judged. `--load 0.5` lets a process beside all of it take half a core, `--load 4` four of them one each. The
@@ -22,7 +22,6 @@ accused, in the report or in an alert while it runs.
 from __future__ import annotations
 
 import argparse
-import itertools
 import random
 import signal
 import statistics
@@ -38,110 +37,31 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests" / "faults"), str(ROOT / "tests" / "trainer")]
-
-from hosts import NODES, Hosts, Preload  # noqa: E402
-from network import Network, NoNetworkError  # noqa: E402
-from worlds import build  # noqa: E402
-
-from benchmarks.diagnosis_plants import (  # noqa: E402
+from benchmarks.host import note, tell
+from dtrain_dagster.monitoring.alerts import STRAGGLERS, alerts
+from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose
+from dtrain_dagster.monitoring.windows import keep
+from harness.clinic import (
     CAUSES,
     LARGE_GRADIENTS,
-    MICRO_BATCHES,
-    STEPS,
-    WINDOW,
+    Clinic,
     Plant,
     make_laptop_run,
     make_plant,
     seconds_of_round,
 )
-from benchmarks.host import note, tell  # noqa: E402
-from dtrain_dagster.monitoring.alerts import STRAGGLERS, alerts  # noqa: E402
-from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose  # noqa: E402
-from dtrain_dagster.monitoring.windows import keep  # noqa: E402
+from harness.faults.network import NoNetworkError
 
-LIMIT_SECONDS = 60.0
-"""Longest time of one training."""
-HANG_SECONDS = 2.0
 MISSING_CORES = (SlowdownCause.CROWDED,)
 ACCUSATIONS = (*STRAGGLERS, SlowdownCause.SLOW_LINK, SlowdownCause.COMMUNICATION, SlowdownCause.SMALL_BATCHES)
 """Causes that are a node's or the network's."""
 LOOK_SECONDS, BUSY_CORES = 0.3, 0.2
 """How long other work is looked at, and the cores that it must take to count."""
-ELASTIC = {"health_check_seconds": 0.5, "peer_timeout_seconds": 30.0, "collective_timeout_seconds": 12.0}
-TRAINING = {
-    "batch_size_per_gpu": 32,
-    "gradient_accumulation_steps": MICRO_BATCHES,
-    "max_steps": STEPS,
-    "epochs": 50,
-    "eval_frequency": STEPS,
-    "checkpoint_frequency": STEPS,
-    "warmup_steps": 3,
-    "log_frequency": WINDOW,
-    "threads_per_rank": 1,
-    "monitor_interval_seconds": 1.0,
-    "hang_seconds": HANG_SECONDS,
-    **ELASTIC,
-}
 BURN = (
     "import time\nwhile True:\n    end = time.monotonic() + {busy}\n"
     "    while time.monotonic() < end: pass\n    time.sleep({rest})"
 )
 """A process that takes a part of a core, in pieces of 20 ms."""
-
-
-class Clinic:
-    """Runs one training after the other; dataset, processes and network are made when needed, and kept."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.network = folder, None
-        self.dataset, self.preload = build(folder), Preload()
-
-    def close(self) -> None:
-        """End the processes and remove the network."""
-        self.preload.close()
-        if self.network is not None:
-            self.network.close()
-
-    def events(self, plant: Plant, name: str) -> list[dict[str, Any]]:
-        """Train with this plant and return the recorded events; raise `NoNetworkError` if it needs hosts and there are
-        none."""
-        network = self._network() if plant.bytes_per_second else None
-        config = {
-            "dataset": {"uri": str(self.dataset)},
-            "tracking": {"tensorboard": False},
-            "model": {"factory": "paced:busy_tcn", "args": plant.model},
-            "training": {**TRAINING, "world_size": plant.ranks, **plant.training},
-        }
-        environment = {"DTRAIN_CACHE": str(self.folder / "cache"), "DTRAIN_STOP_GRACE_SECONDS": "1"}
-        folder = self.folder / name
-        hosts = Hosts(self.preload, folder, config, environment, network, max_replacements=0, nodes=plant.ranks)
-        if network is not None and plant.bytes_per_second:
-            for one, other in itertools.combinations(range(plant.ranks), 2):
-                if plant.node in (None, one, other):
-                    network.throttle(one, other, plant.bytes_per_second)
-        try:
-            hosts.start(plant.faults)
-            began = time.monotonic()
-            while hosts.running and time.monotonic() - began < LIMIT_SECONDS:
-                hosts.look()
-                if (
-                    plant.cause is SlowdownCause.HANG
-                    and len({item["rank"] for item in hosts.rundir.events("hang")}) == plant.ranks
-                ):
-                    break  # all ranks have reported the hang: no need to wait for the timeout
-                time.sleep(0.05)
-        finally:
-            hosts.close()
-            if network is not None:
-                network.restore_all()
-        return list(hosts.rundir.events())
-
-    def _network(self) -> Network:
-        if self.network is None:
-            self.network = Network(NODES)
-        return self.network
 
 
 def burn(share: float = 1.0) -> subprocess.Popen[bytes]:

@@ -1,9 +1,9 @@
 """Kill nodes of a training on each engine, and measure what that costs: the same job and kills, other machines below.
 
 Run `python -m benchmarks.engines --engine local slurm kubernetes ray --seed 1 --kills 5`. SLURM, Kubernetes and Ray are
-real, small clusters on this machine (`tests/engines`), and three nodes train on each. A kill is SIGKILL to the agent of
-a node and to its ranks, at once; on the local cluster to the node's ranks. Then the training goes on to its last step,
-and its weights are compared with those of an undisturbed one.
+real, small clusters on this machine (`harness/engines`), and three nodes train on each. A kill is SIGKILL to the agent
+of a node and to its ranks, at once; on the local cluster to the node's ranks. Then the training goes on to its last
+step, and its weights are compared with those of an undisturbed one.
 
 For each engine, with its name before:
 
@@ -37,21 +37,18 @@ from typing import Any
 import psutil
 import torch
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.host import in_parts, is_busy, note, stop_on_signals, tell  # noqa: E402
-from dtrain_dagster.clusters.engine_manager import EngineClusterManager  # noqa: E402
-from dtrain_dagster.clusters.local.manager import LocalClusterManager  # noqa: E402
-from dtrain_dagster.clusters.supervision.submit import LaunchSettings  # noqa: E402
-from dtrain_dagster.costs.ledger import ledger  # noqa: E402
-from dtrain_dagster.costs.timeline import CostCause  # noqa: E402
-from dtrain_dagster.costs.tracker import CostTracker  # noqa: E402
-from tests.engines.engine_training import Training, write_job  # noqa: E402
-from tests.engines.machines import Machines, missing, open_machines  # noqa: E402
-from trainer.elastic.generation_record import generations  # noqa: E402
-from trainer.node.environment import node_mark  # noqa: E402
-from trainer.node.processes import marked  # noqa: E402
+from benchmarks.host import in_parts, is_busy, note, stop_on_signals, tell
+from dtrain_dagster.clusters.engine_manager import EngineClusterManager
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.supervision.submit import LaunchSettings
+from dtrain_dagster.costs.ledger import ledger
+from dtrain_dagster.costs.timeline import CostCause
+from dtrain_dagster.costs.tracker import CostTracker
+from harness.engines.engine_training import Training, write_job
+from harness.engines.machines import Machines, missing, open_machines
+from trainer.elastic.generation_record import generations
+from trainer.node.environment import node_mark
+from trainer.node.processes import marked
 
 ENGINES = ("local", "slurm", "kubernetes", "ray")
 NODES = 3

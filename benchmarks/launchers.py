@@ -18,7 +18,7 @@ import psutil
 
 from dtrain_dagster.clusters.base import JobSpec
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
-from tests.namespaces import Hosts
+from harness.namespaces import Hosts
 from trainer.elastic.generation_record import generations
 from trainer.node.environment import node_mark
 from trainer.node.processes import marked

@@ -4,7 +4,7 @@ Run `python -m benchmarks.recovery`. The same trainer trains the same model on t
 launcher differs (`benchmarks.launchers`). A whole node gets SIGKILL; every other time it is the one with rank 0. With
 ``--fault freeze`` it gets SIGSTOP instead, and with ``--fault cut`` the link of its host is taken down: nothing tells
 the others but its silence. Once they train without it, it goes on, or its link is brought up. For a cut, each node is
-in a network namespace of its own (`tests.namespaces`; root); with ``--namespaces`` also for the other faults.
+in a network namespace of its own (`harness.namespaces`; root); with ``--namespaces`` also for the other faults.
 Times come from the events of the trainer: each optimizer step is one, with its generation (the number of the group that
 formed) and its time.
 
@@ -46,17 +46,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "trainer"))
-
-from worlds import build  # noqa: E402
-
-from benchmarks.host import is_busy, tell  # noqa: E402
-from benchmarks.launchers import NODES, Cutting, Freezing, Launcher, Ours, Torchrun  # noqa: E402
-from tests.namespaces import Hosts, NoNamespacesError  # noqa: E402
-from trainer.config import DistributedTrainingConfig  # noqa: E402
-from trainer.elastic.generation_record import generations  # noqa: E402
-from trainer.rundir import LOGS, SeenFiles  # noqa: E402
+from benchmarks.host import is_busy, tell
+from benchmarks.launchers import NODES, Cutting, Freezing, Launcher, Ours, Torchrun
+from harness.namespaces import Hosts, NoNamespacesError
+from harness.worlds import build
+from trainer.config import DistributedTrainingConfig
+from trainer.elastic.generation_record import generations
+from trainer.rundir import LOGS, SeenFiles
 
 LIMIT_SECONDS = 180.0
 """Seconds without a step after which a job counts as lost."""

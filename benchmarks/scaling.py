@@ -53,14 +53,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests" / "trainer"), str(ROOT / "tests" / "faults")]
-
-import switch  # noqa: E402
-import worlds  # noqa: E402
-
-from benchmarks.host import in_parts, note, tell  # noqa: E402
-from benchmarks.scaling_figures import (  # noqa: E402
+from benchmarks.host import in_parts, note, tell
+from benchmarks.scaling_figures import (
     LATEST,
     after_a_fixed_time,
     against_plain,
@@ -68,16 +62,18 @@ from benchmarks.scaling_figures import (  # noqa: E402
     read_point,
     round_figure,
 )
-from benchmarks.scaling_model import study  # noqa: E402
-from dtrain_dagster.costs.budget import launch_price  # noqa: E402
-from dtrain_dagster.data.prices import write_prices  # noqa: E402
-from dtrain_dagster.data.sharding import DatasetParams, build_dataset  # noqa: E402
-from dtrain_dagster.data.sources import price_source  # noqa: E402
-from dtrain_dagster.data.validation import validate_prices  # noqa: E402
-from dtrain_dagster.planning.check_job import samples_of  # noqa: E402
-from dtrain_dagster.settings.environment import load_settings  # noqa: E402
-from tests.namespaces import RATES, Hosts, NoNamespacesError  # noqa: E402
-from trainer.rundir import RunDir  # noqa: E402
+from benchmarks.scaling_model import study
+from dtrain_dagster.costs.budget import launch_price
+from dtrain_dagster.data.prices import write_prices
+from dtrain_dagster.data.sharding import DatasetParams, build_dataset
+from dtrain_dagster.data.sources import price_source
+from dtrain_dagster.data.validation import validate_prices
+from dtrain_dagster.planning.check_job import samples_of
+from dtrain_dagster.settings.environment import load_settings
+from harness import worlds
+from harness.faults import switch
+from harness.namespaces import RATES, Hosts, NoNamespacesError
+from trainer.rundir import RunDir
 
 LOG_EVERY = 4
 """Steps of a logged window of a training by nodes."""

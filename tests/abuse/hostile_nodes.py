@@ -87,10 +87,8 @@ class Place:
     """A home with one finished training, which attacks change."""
 
     def __init__(self, folder: Path) -> None:
-        sys.path.insert(0, str(ROOT / "tests" / "dtrain_dagster"))
-        import small_job
-
         from dtrain_dagster.jobs.orders import keep_order
+        from harness import small_job
         from trainer.rundir import RunDir
 
         self.home, self.marker, self.canary = folder / "home", folder / "marker", folder / "canary"

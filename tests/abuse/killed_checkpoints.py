@@ -12,13 +12,12 @@ import json
 import os
 import random
 import shutil
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from tests.abuse.forks import ROOT, Forks
+from tests.abuse.forks import Forks
 from tests.abuse.tally import Tally
 
 JOB = "train-00000000-killed"
@@ -40,9 +39,7 @@ def warm() -> None:
 
 def prepare(folder: Path) -> None:
     """Make a small dataset, and the job."""
-    sys.path.insert(0, str(ROOT / "tests" / "dtrain_dagster"))
-    import small_job
-
+    from harness import small_job
     from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
     from trainer.rundir import RunDir
 

@@ -12,13 +12,12 @@ import importlib
 import os
 import random
 import shutil
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.abuse.forks import ROOT, Forks
+from tests.abuse.forks import Forks
 from tests.abuse.tally import Tally
 
 NAME = "forecaster"
@@ -45,11 +44,9 @@ def _uri(folder: Path) -> str:
 
 def prepare(folder: Path) -> None:
     """Train the jobs, and keep their orders."""
-    sys.path.insert(0, str(ROOT / "tests" / "dtrain_dagster"))
-    import small_job
-
     from dtrain_dagster.jobs.orders import keep_order
-    from tests.tables import copy_tables
+    from harness import small_job
+    from harness.tables import copy_tables
     from trainer.rundir import RunDir
 
     copy_tables(folder / "mlflow.db")  # else half of the steps that are counted would be those of making them

@@ -27,9 +27,9 @@ from typing import Any
 
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.jobs.progress import start_job
+from harness.small_job import write_dataset
 from tests.abuse.run_directory_readers import STEPS, read_everything
 from tests.abuse.tally import Tally
-from tests.dtrain_dagster.small_job import write_dataset
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
 from trainer.rundir import RunDir, event
 

@@ -26,8 +26,8 @@ from dtrain_dagster.registry import MLflowRegistry
 from dtrain_dagster.registry.client import open_client
 from dtrain_dagster.settings.home import make_home
 from dtrain_dagster.support.building import LEFT_SECONDS, building_in
+from harness import small_job
 from tests.abuse import killed_checkpoints, killed_registrations, kills
-from tests.dtrain_dagster import small_job
 from trainer.engine.run_job import run_job
 from trainer.errors import DamagedError
 from trainer.node.processes import MARK

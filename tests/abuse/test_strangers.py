@@ -18,21 +18,16 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-ROOT = Path(__file__).parents[2]
-for folder in (ROOT, ROOT / "tests" / "trainer"):  # for helpers that ranks which are started import as well
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-
-from elastic_nodes import KILLED, QUICK, Nodes, assert_undisturbed  # noqa: E402
-from worlds import Job, build  # noqa: E402
-
-from dtrain_dagster.clusters.base import JobSpec, JobState  # noqa: E402
-from dtrain_dagster.clusters.local.manager import LocalClusterManager  # noqa: E402
-from tests.abuse.stranger import NOBODY, Stranger, besiege, stranger  # noqa: E402
-from tests.abuse.strangers import attack  # noqa: E402
-from trainer.comm.launch_secret import SECRET_FILE, write_launch_secret  # noqa: E402
-from trainer.comm.rendezvous_store import AuthenticatedStore  # noqa: E402
-from trainer.comm.static_rendezvous import open_listener  # noqa: E402
+from dtrain_dagster.clusters.base import JobSpec, JobState
+from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from harness.elastic_nodes import KILLED, QUICK, Nodes, assert_undisturbed
+from harness.own_models import OWN_MODELS
+from harness.worlds import Job, build
+from tests.abuse.stranger import NOBODY, Stranger, besiege, stranger
+from tests.abuse.strangers import attack
+from trainer.comm.launch_secret import SECRET_FILE, write_launch_secret
+from trainer.comm.rendezvous_store import AuthenticatedStore
+from trainer.comm.static_rendezvous import open_listener
 
 PATIENCE = 60.0
 
@@ -177,7 +172,7 @@ def test_a_training_under_siege_ends_with_the_honest_weights(tmp_path: Path, who
     dataset = build(tmp_path)
     write_launch_secret(tmp_path / "secrets" / "launch")
     environment = {
-        "DTRAIN_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT / "tests" / "trainer"),
+        "DTRAIN_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(OWN_MODELS),
         SECRET_FILE: str(tmp_path / "secrets" / "launch"),
     }  # fmt: skip
     training = {**QUICK, "epochs": 4, "collective_timeout_seconds": 10}

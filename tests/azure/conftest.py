@@ -10,13 +10,9 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(
-    0, str(Path(__file__).parents[2])
-)  # for tests.azure.azurite and tests.azure.emulator, here and in processes
-
-from tests.azure.azurite import Azurite, missing
-from tests.azure.emulator import Emulator
-from tests.azure.emulator.contract import schemas_folder, violations
+from harness.azure.azurite import Azurite, missing
+from harness.azure.emulator import Emulator
+from harness.azure.emulator.contract import schemas_folder, violations
 from tests.azure.shell import MODEL, Shell
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from dtrain_dagster.cli.main import main
-from tests.azure.emulator import ROOT, Emulator
+from harness.azure.emulator import ROOT, Emulator
 
 DTRAIN = str(Path(sys.executable).parent / "dtrain")
 JOBS = "az://dtrain/team/jobs"

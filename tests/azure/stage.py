@@ -12,7 +12,7 @@ import pytest
 
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
 from dtrain_dagster.clusters.base import JobSpec, JobStatus
-from tests.azure.emulator import Emulator
+from harness.azure.emulator import Emulator
 from tests.azure.workspace import options
 
 V100, A100, H100 = "Standard_NC6s_v3", "Standard_NC24ads_A100_v4", "Standard_NC40ads_H100_v5"

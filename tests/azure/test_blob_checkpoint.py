@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))  # for a helper o
 
 from racing_savers import race
 
-from tests.azure.azurite import Azurite
-from tests.azure.blob_proxy import BlobProxy, Fault
+from harness.azure.azurite import Azurite
+from harness.azure.blob_proxy import BlobProxy, Fault
 from trainer.checkpoint import async_writer
 from trainer.checkpoint.manager import BEST, LATEST, CheckpointError, CheckpointManager
 from trainer.rundir import RunDir

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from tests.azure.emulator import Emulator
+from harness.azure.emulator import Emulator
 from trainer.storage import azure_blob
 from trainer.storage.open import open_storage
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from azure.storage.blob import BlobServiceClient
 
-from tests.azure.azurite import Azurite
-from tests.azure.blob_proxy import BlobProxy, Fault
+from harness.azure.azurite import Azurite
+from harness.azure.blob_proxy import BlobProxy, Fault
 from trainer.config import ConfigError
 from trainer.runtime import retry
 from trainer.storage import azure_account, azure_blob

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))  # for the helpers of the trainer's own tests
-
-from elastic_nodes import KILLED, QUICK, Nodes
-from worlds import Job, build
-
-from tests.azure.azurite import Azurite
-from tests.azure.blob_proxy import BlobProxy
+from harness.azure.azurite import Azurite
+from harness.azure.blob_proxy import BlobProxy
+from harness.elastic_nodes import KILLED, QUICK, Nodes
+from harness.own_models import OWN_MODELS
+from harness.worlds import Job, build
 from trainer.checkpoint.manager import LATEST, CheckpointManager
 from trainer.data.coverage import find_coverage_errors
 from trainer.model.saved_model import load_saved_model
@@ -99,7 +96,7 @@ def weights(storage: Storage) -> dict[str, torch.Tensor]:
 
 @pytest.mark.long
 def test_a_training_on_blob_whose_first_rank_is_killed_ends_as_one_in_a_folder(
-    begin: Callable[..., Nodes], whole: Job, azurite: Azurite
+    begin: Callable[..., Nodes], whole: Job, azurite: Azurite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with BlobProxy(azurite.url) as proxy:
         nodes = begin(proxy.environment, {"tensorboard": True}, profile_steps=2)
@@ -130,6 +127,7 @@ def test_a_training_on_blob_whose_first_rank_is_killed_ends_as_one_in_a_folder(
     assert "version_id" not in storage.read(f"{folder}/manifest.json").decode(), "this account keeps no versions"
     assert len(checkpoints.folders()) <= 4, "three are kept, and the best"
     assert result["checkpoint"] in checkpoints.folders()
+    monkeypatch.syspath_prepend(OWN_MODELS)
     model = load_saved_model(lambda name: storage.read(f"model/{name}"), modules=("user_parts",))
     assert model.predict(np.zeros((2, model.spec.window, len(model.spec.features))))
     with np.load(io.BytesIO(storage.read("predictions.npz"))) as table:

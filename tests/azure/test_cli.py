@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.small_job import write_dataset
 from tests.azure.shell import JOBS, Shell
-from tests.dtrain_dagster.small_job import write_dataset
 from trainer.rundir import RunDir
 
 pytestmark = pytest.mark.long  # each time: the commands in cli/test_main.py, such jobs in test_manager.py

@@ -1,7 +1,7 @@
 """Dagster's own files on the Azure path: outputs of runs in Blob, values of assets in ADLS Gen2, by dagster-azure.
 
 Real: dagster, dagster-azure, the clients of Azure, TLS, tokens, Azurite. Emulated: the DFS endpoint
-(`tests.azure.data_lake`), and who gives out tokens.
+(`harness.azure.data_lake`), and who gives out tokens.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import pytest
 import requests
 import yaml
 
-from tests.azure.azurite import ACCOUNT
-from tests.azure.data_lake import DataLake
-from tests.azure.emulator import ENVIRONMENT_OF_OTHERS, Emulator
+from harness.azure.azurite import ACCOUNT
+from harness.azure.data_lake import DataLake
+from harness.azure.emulator import ENVIRONMENT_OF_OTHERS, Emulator
 from tests.azure.planted import ENVIRONMENT
 from tests.leaks import leaks
 from trainer.storage.azure_account import service

@@ -13,7 +13,7 @@ from azure.ai.ml.entities import Model
 from dtrain_dagster.clusters.azure_ml import jobs
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.support.user_code import stage_for_nodes
-from tests.azure.emulator.storage import DATASTORE_AUTHS
+from harness.azure.emulator.storage import DATASTORE_AUTHS
 from tests.azure.stage import Stage, end, wait_for
 
 

@@ -17,8 +17,8 @@ from click.testing import CliRunner
 
 from dtrain_dagster.cli import json_fields
 from dtrain_dagster.cli.main import main
-from tests.azure.emulator import Emulator
-from tests.azure.emulator.around import CLIENT_ID, IDENTITY_ID, REGISTRY, SUBNET_ID
+from harness.azure.emulator import Emulator
+from harness.azure.emulator.around import CLIENT_ID, IDENTITY_ID, REGISTRY, SUBNET_ID
 from trainer.storage.open import open_storage
 
 V100, A100, H100 = "Standard_NC6s_v3", "Standard_NC24ads_A100_v4", "Standard_NC40ads_H100_v5"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.azure.emulator.clock import Clock, duration_seconds
-from tests.azure.emulator.contract import schemas_folder, violations
-from tests.azure.emulator.faults import Faults
-from tests.azure.emulator.nodes import Guarded
-from tests.azure.emulator.scaling import to_release, wanted_nodes
-from tests.azure.emulator.state import Node
+from harness.azure.emulator.clock import Clock, duration_seconds
+from harness.azure.emulator.contract import schemas_folder, violations
+from harness.azure.emulator.faults import Faults
+from harness.azure.emulator.nodes import Guarded
+from harness.azure.emulator.scaling import to_release, wanted_nodes
+from harness.azure.emulator.state import Node
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.azure.emulator import ROOT, Emulator
+from harness.azure.emulator import ROOT, Emulator
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("azurite_installed")]
 
@@ -60,13 +60,13 @@ def test_nothing_is_left_of_its_jobs(tmp_path: Path, number: signal.Signals, mon
 
 def test_hosts_below_localhost_are_this_machine() -> None:
     look_up = "import socket; print(socket.getaddrinfo('account.blob.core.localhost', 443)[0][4][0])"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "azure" / "resolver")}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "harness" / "azure" / "resolver")}
     found = subprocess.run([sys.executable, "-c", look_up], env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "127.0.0.1"
 
 
 def test_one_command_for_a_person(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.azure.emulator"]
+    command = [sys.executable, "-m", "harness.azure.emulator"]
     told = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "source DIR/azure.env" in told
     assert "throttle, error, drop" in told
@@ -83,7 +83,7 @@ def test_one_command_for_a_person(tmp_path: Path) -> None:
     shell += "; curl -sS -X POST $AZURE_EMULATOR_CONTROL/bought"
     said = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True).stdout
     assert "EmulatedCloud" in said
-    assert said.splitlines()[0].endswith("tests/azure/resolver:mine")
+    assert said.splitlines()[0].endswith("harness/azure/resolver:mine")
     assert '"alive_nodes":0' in said
     process.send_signal(signal.SIGINT)
     assert process.wait() == 0

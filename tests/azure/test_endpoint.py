@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,13 +13,10 @@ import pytest
 from requests.structures import CaseInsensitiveDict
 from werkzeug import Request, Response
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "dtrain_dagster"))
-
-import small_job
-
 from dtrain_dagster import registry
 from dtrain_dagster.registry.endpoint import Finding
 from dtrain_dagster.registry.smoke_test import AnswerError, as_columns, parse_predictions
+from harness import small_job
 from tests.loopback import LoopbackServer
 from trainer.rundir import RunDir
 

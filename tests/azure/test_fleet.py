@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.engines.machines import ROOT
+from harness.own_models import OWN_MODELS
 from tests.azure.shell import JOBS, Shell
 from tests.e2e.fleet_story import FleetShell, tell
-from tests.engines.machines import OWN_MODELS, ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 

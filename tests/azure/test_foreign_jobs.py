@@ -11,7 +11,7 @@ from azure.ai.ml.entities import Environment
 
 from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, ListedJob, list_every_job, read_listed_job, tags
 from dtrain_dagster.clusters.base import JobState
-from tests.azure.emulator.foreign_jobs import FOREIGN, KINDS, foreign_jobs
+from harness.azure.emulator.foreign_jobs import FOREIGN, KINDS, foreign_jobs
 from tests.azure.stage import FOREVER, Stage, wait_for
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from dtrain_dagster.clusters.base import ClusterError, NoCapacityError
-from tests.azure.emulator.around import SUBNET_ID
+from harness.azure.emulator.around import SUBNET_ID
 from tests.azure.stage import A100, H100, V100, Stage
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,8 @@ from azure.core.exceptions import HttpResponseError
 from dtrain_dagster.clusters.azure_ml.compute_description import CLUSTER_TAG, TAG
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
 from dtrain_dagster.clusters.base import ClusterError, JobState, NoCapacityError
-from tests.azure.emulator.foreign import foreign_computes
-from tests.azure.emulator.refused import NESTINGS
+from harness.azure.emulator.foreign import foreign_computes
+from harness.azure.emulator.refused import NESTINGS
 from tests.azure.stage import A100, H100, LAST_ONE_DONE, T4, V100, Stage, end, wait_for
 
 pytestmark = pytest.mark.slow

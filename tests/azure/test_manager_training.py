@@ -10,9 +10,9 @@ import pytest
 
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
 from dtrain_dagster.clusters.base import JobSpec, JobState
-from tests.azure.emulator import Emulator
+from harness.azure.emulator import Emulator
+from harness.small_job import write_dataset
 from tests.azure.workspace import options
-from tests.dtrain_dagster.small_job import write_dataset
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.rundir import LAUNCH, RESULT, RunDir
 

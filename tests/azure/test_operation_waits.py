@@ -9,8 +9,8 @@ from azure.ai.ml.entities import AmlCompute
 from azure.core.polling.base_polling import LROBasePolling
 
 from dtrain_dagster.clusters.base import JobState
+from harness.azure.emulator import Emulator
 from tests.azure.conftest import new_client
-from tests.azure.emulator import Emulator
 from tests.azure.stage import FOREVER, V100, Stage, end, wait_for
 
 CREATED_AFTER, DELETED_AFTER = 75.0, 40.0

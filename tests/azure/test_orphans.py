@@ -20,8 +20,8 @@ from dtrain_dagster.clusters.base import JobSpec
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.sensors.orphans import build_orphan_sensor
 from dtrain_dagster.settings.environment import Settings, load_settings
-from tests.azure.azurite import missing
-from tests.azure.emulator import Emulator
+from harness.azure.azurite import missing
+from harness.azure.emulator import Emulator
 
 V100, A100 = "Standard_NC6s_v3", "Standard_NC24ads_A100_v4"
 LEFT_ALONE, OF_NOBODY, OF_OTHERS = "job-of-a-live-run", "job-of-an-ended-run", "job-of-another-dagster"

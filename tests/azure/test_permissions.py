@@ -12,7 +12,7 @@ from dtrain_dagster.clusters.azure_ml import jobs
 from dtrain_dagster.clusters.azure_ml.doctor import NEEDED_OPERATIONS
 from dtrain_dagster.clusters.base import ClusterError, JobState
 from dtrain_dagster.support.user_code import stage_for_nodes
-from tests.azure.emulator.permissions import action_of, granted_actions
+from harness.azure.emulator.permissions import action_of, granted_actions
 from tests.azure.stage import FOREVER, V100, Stage, wait_for
 
 ML = "Microsoft.MachineLearningServices"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,10 +14,6 @@ from typing import Any
 
 import dagster as dg
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "dtrain_dagster"))
-
-import small_job
 
 from dtrain_dagster import registry
 from dtrain_dagster.assets.registry import build_endpoint_compatible
@@ -39,7 +34,8 @@ from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.support.graph_names import STOCK_NAMES
-from tests.azure.emulator import Emulator
+from harness import small_job
+from harness.azure.emulator import Emulator
 from trainer.evaluation.gate import Gate
 from trainer.rundir import RunDir
 from trainer.secrets import azure_token, resolve

@@ -6,7 +6,6 @@ import json
 import logging
 import socket
 import ssl
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,14 +17,11 @@ import pytest
 import trustme
 from werkzeug import Request, Response
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "dtrain_dagster"))
-
-import small_job
-
 from dtrain_dagster import registry
+from harness import small_job
+from harness.tables import copy_tables
 from tests.azure.planted import ENVIRONMENT, leaks, planted
 from tests.loopback import LoopbackServer
-from tests.tables import copy_tables
 from trainer.secrets import azure_token, redaction
 from trainer.secrets import resolve as secrets
 

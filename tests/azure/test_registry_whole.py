@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "dtrain_dagster"))
-
-import small_job
 
 from dtrain_dagster import registry
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
 from dtrain_dagster.jobs.progress import start_job
 from dtrain_dagster.registry.azure import AzureMLRegistry
 from dtrain_dagster.registry.client import open_client
-from tests.azure.emulator import Emulator
+from harness import small_job
+from harness.azure.emulator import Emulator
 from tests.azure.planted import ENVIRONMENT, leaks
 from tests.azure.workspace import options
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig

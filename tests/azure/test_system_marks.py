@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_TAG, tags
 from dtrain_dagster.clusters.base import JobState
-from tests.azure.emulator.system_marks import TAGS
+from harness.azure.emulator.system_marks import TAGS
 from tests.azure.stage import FOREVER, Stage, end, wait_for
 
 

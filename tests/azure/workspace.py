@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
-from tests.azure.emulator import Emulator
+from harness.azure.emulator import Emulator
 
 
 def options(emulator: Emulator, **fields: Any) -> AzureMLOptions:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.azure.azurite import missing
+from harness.azure.azurite import missing
 from tests.docs.checkout import make_checkout
 from tests.docs.page import Page, run_in
 

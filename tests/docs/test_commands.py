@@ -55,7 +55,7 @@ def check(words: list[str]) -> None:
         assert (ROOT / rest[0]).exists(), rest[0]
 
 
-OURS = ("trainer", "dtrain_dagster", "benchmarks", "examples", "tests")
+OURS = ("trainer", "dtrain_dagster", "benchmarks", "examples", "harness", "tests")
 """Packages of this repository, of which each module that is named has to exist."""
 
 

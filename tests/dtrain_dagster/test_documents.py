@@ -25,7 +25,8 @@ def test_links_and_pictures_lead_somewhere(document: Path):
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_modules_that_are_named_exist(document: Path):
-    named = re.findall(r"`((?:dtrain_dagster|trainer|tests|examples|docs|benchmarks)/[\w./]+)`", document.read_text())
+    folders = "dtrain_dagster|trainer|tests|harness|examples|docs|benchmarks"
+    named = re.findall(rf"`((?:{folders})/[\w./]+)`", document.read_text())
     for path in named:
         assert (ROOT / path).exists(), f"{document.name} names {path}, which is not there"
 

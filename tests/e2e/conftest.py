@@ -24,8 +24,8 @@ import requests
 from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.planning.probe import has_succeeded
 from dtrain_dagster.settings.environment import load_settings
+from harness.tables import copy_tables
 from tests.page import Page
-from tests.tables import copy_tables
 from trainer.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]

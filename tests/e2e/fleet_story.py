@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from dtrain_dagster.costs.prices import price_of
-from tests.dtrain_dagster.small_job import write_dataset
+from harness.small_job import write_dataset
 from trainer.documents.presences import NodePresence
 from trainer.rundir import RunDir
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from tests.azure.azurite import missing
-from tests.azure.emulator import Emulator
+from harness.azure.azurite import missing
+from harness.azure.emulator import Emulator
 from tests.azure.planted import ENVIRONMENT, leaks
 from tests.page import Page
 from trainer.rundir import RunDir

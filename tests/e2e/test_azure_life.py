@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.azure.azurite import missing
-from tests.azure.emulator import Emulator
+from harness.azure.azurite import missing
+from harness.azure.emulator import Emulator
 
 from .conftest import (
     ENDED,

@@ -14,8 +14,8 @@ import dagster as dg
 import pytest
 import torch
 
-from tests.azure.azurite import missing
-from tests.azure.emulator import Emulator
+from harness.azure.azurite import missing
+from harness.azure.emulator import Emulator
 from tests.page import Page
 from trainer.rundir import RunDir
 from trainer.storage.open import open_storage

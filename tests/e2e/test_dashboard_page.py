@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page
 
+from harness.small_job import write_dataset
 from tests.abuse.dashboard_load import write_jobs
-from tests.dtrain_dagster.small_job import write_dataset
 from tests.dtrain_dagster.told_events import HOSTILE, START, event, membership, told, write_run
 
 from .chromium import BROWSER_TEST, chromium, patient_page, shot

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
-from tests.dtrain_dagster.small_job import write_dataset
+from harness.small_job import write_dataset
 from tests.e2e.fleet_story import PRICE, ROOT, FleetShell
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -12,9 +12,9 @@ import pytest
 
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.costs.money import usd
-from tests.dtrain_dagster.small_job import write_dataset
+from harness.small_job import write_dataset
+from harness.tables import copy_tables
 from tests.e2e.fleet_story import PACED_MODEL, PRICE, ROOT, FleetShell
-from tests.tables import copy_tables
 from trainer.rundir import TRACKING
 
 

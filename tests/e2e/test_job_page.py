@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page
 
-from tests.dtrain_dagster.small_job import write_dataset
+from harness.small_job import write_dataset
 from tests.dtrain_dagster.told_events import HOSTILE, told, write_run
 
 from .chromium import BROWSER_TEST, shot

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tables import copy_tables
+from harness.tables import copy_tables
 from trainer.observability.mlflow_sink import KIND_TAG, prepare_list
 
 from .chromium import BROWSER_TEST, chromium, patient_page, shot

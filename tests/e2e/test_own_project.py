@@ -23,7 +23,7 @@ import pytest
 import requests
 import yaml
 
-from tests.dtrain_dagster.small_job import write_dataset
+from harness.small_job import write_dataset
 
 from .chromium import CHROMIUM, chromium, patient_page, shot
 from .conftest import ROOT, free_port, wait_for

@@ -15,8 +15,8 @@ from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.sensors.queue import build_queue_sensor
 from dtrain_dagster.settings.environment import load_settings
-from tests.azure.azurite import missing
-from tests.azure.emulator import Emulator
+from harness.azure.azurite import missing
+from harness.azure.emulator import Emulator
 from tests.webhook import web_hook
 
 from .conftest import ON_AZURE, small_prices, whole_graph

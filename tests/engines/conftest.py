@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.engines.kubernetes_cluster import KubernetesCluster
-from tests.engines.kubernetes_parts import missing
-from tests.engines.ray_cluster import RayCluster
-from tests.engines.ray_cluster import missing as missing_ray
-from tests.engines.slurm_cluster import SlurmCluster
-from tests.engines.slurm_cluster import missing as missing_slurm
+from harness.engines.kubernetes_cluster import KubernetesCluster
+from harness.engines.kubernetes_parts import missing
+from harness.engines.ray_cluster import RayCluster
+from harness.engines.ray_cluster import missing as missing_ray
+from harness.engines.slurm_cluster import SlurmCluster
+from harness.engines.slurm_cluster import missing as missing_slurm
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from harness.engines.machines import Machines, missing, open_machines
 from tests.e2e.conftest import (
     ENDED,
     GRAPH,
@@ -24,7 +25,6 @@ from tests.e2e.conftest import (
     stop_dagster,
     wait_for,
 )
-from tests.engines.machines import Machines, missing, open_machines
 from tests.engines.test_whole_graph import variables
 from trainer.rundir import RunDir
 

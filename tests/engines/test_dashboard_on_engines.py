@@ -15,9 +15,9 @@ import pytest
 import requests
 
 from dtrain_dagster.clusters.supervision.engine import name_launch
-from tests.dtrain_dagster.small_job import write_dataset
+from harness.engines.machines import Machines, Pods, missing, open_machines, variables
+from harness.small_job import write_dataset
 from tests.e2e.conftest import ROOT, Project, dashboard_of, make_project, wait_for
-from tests.engines.machines import Machines, Pods, missing, open_machines, variables
 from trainer.rundir import LAUNCH, STATUS, RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]

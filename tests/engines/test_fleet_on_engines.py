@@ -9,8 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from harness.engines.machines import ROOT, missing, open_machines, variables
+from harness.own_models import OWN_MODELS
 from tests.e2e.fleet_story import FleetShell, tell
-from tests.engines.machines import OWN_MODELS, ROOT, missing, open_machines, variables
 from trainer.rundir import RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]

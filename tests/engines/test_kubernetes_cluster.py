@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.engines.kubernetes_cluster import KubernetesCluster
-from tests.engines.kubernetes_image import IMAGE, host_volumes
-from tests.engines.kubernetes_init import NETWORK
-from tests.engines.kubernetes_parts import CGROUPS, missing
+from harness.engines.kubernetes_cluster import KubernetesCluster
+from harness.engines.kubernetes_image import IMAGE, host_volumes
+from harness.engines.kubernetes_init import NETWORK
+from harness.engines.kubernetes_parts import CGROUPS, missing
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 PODS = "/api/v1/namespaces/default/pods"

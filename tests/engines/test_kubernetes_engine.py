@@ -12,8 +12,8 @@ import pytest
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError, name_job, name_launch
-from tests.engines.kubernetes_access import NAMESPACE, deploy, make_engine, make_options, pod_template
-from tests.engines.kubernetes_cluster import KubernetesCluster
+from harness.engines.kubernetes_access import NAMESPACE, deploy, make_engine, make_options, pod_template
+from harness.engines.kubernetes_cluster import KubernetesCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.supervision.engine import name_launch
-from tests.engines.kubernetes_access import NAMESPACE, deploy, make_engine, make_options
-from tests.engines.kubernetes_cluster import KubernetesCluster
+from harness.engines.kubernetes_access import NAMESPACE, deploy, make_engine, make_options
+from harness.engines.kubernetes_cluster import KubernetesCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"

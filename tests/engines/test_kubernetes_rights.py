@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.kubernetes.engine import RIGHTS
+from harness.engines.kubernetes_access import NAMESPACE, deploy, read_token
+from harness.engines.kubernetes_cluster import KubernetesCluster
+from harness.engines.kubernetes_image import IMAGE
 from tests.dtrain_dagster.told_json import TOLD, fields_in, printed
-from tests.engines.kubernetes_access import NAMESPACE, deploy, read_token
-from tests.engines.kubernetes_cluster import KubernetesCluster
-from tests.engines.kubernetes_image import IMAGE
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 CHECK = "dtrain doctor"

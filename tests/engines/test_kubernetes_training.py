@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engines.engine_training import EngineTrials, Outcome, Training, assert_same, incarnations
-from tests.engines.kubernetes_access import NAMESPACE
-from tests.engines.machines import Pods
+from harness.engines.engine_training import Outcome, Training
+from harness.engines.kubernetes_access import NAMESPACE
+from harness.engines.machines import Pods
+from tests.engines.engine_trials import EngineTrials, assert_same, incarnations
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

@@ -14,14 +14,14 @@ from urllib.error import HTTPError
 
 import pytest
 
+from harness.engines.kubernetes_access import NAMESPACE, log_in, provide_claim
+from harness.engines.kubernetes_cluster import KubernetesCluster
+from harness.engines.kubernetes_image import IMAGE
+from harness.engines.machines import Machines, Pods, missing, open_machines, variables
 from tests.docs.checkout import make_checkout
 from tests.docs.page import Page, run_in
 from tests.dtrain_dagster.told_json import TOLD, fields_in
 from tests.e2e.conftest import small_prices
-from tests.engines.kubernetes_access import NAMESPACE, log_in, provide_claim
-from tests.engines.kubernetes_cluster import KubernetesCluster
-from tests.engines.kubernetes_image import IMAGE
-from tests.engines.machines import Machines, Pods, missing, open_machines, variables
 from trainer.rundir import LAUNCH, RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(2400)]

@@ -18,7 +18,7 @@ import pytest
 from dtrain_dagster.clusters.ray.engine import RayEngine
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError
 from dtrain_dagster.settings.ray import RaySettings
-from tests.engines.ray_cluster import RayCluster
+from harness.engines.ray_cluster import RayCluster
 from trainer.runtime.parent_death import die_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]

@@ -16,7 +16,7 @@ from dtrain_dagster.data.prices import write_prices
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset
 from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.data.validation import Validation
-from tests.engines.ray_cluster import RayCluster
+from harness.engines.ray_cluster import RayCluster
 
 pytestmark = pytest.mark.long
 

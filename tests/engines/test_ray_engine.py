@@ -13,7 +13,7 @@ import pytest
 from dtrain_dagster.clusters.ray.engine import RayEngine
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError
 from dtrain_dagster.settings.ray import RaySettings
-from tests.engines.ray_cluster import RayCluster, missing
+from harness.engines.ray_cluster import RayCluster, missing
 
 pytestmark = pytest.mark.slow
 IN_ORDER = "trap 'echo ends in order; kill $!; exit 143' TERM; echo node $NODE; sleep 100 & wait"

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engines.engine_training import EngineTrials, Outcome, Training
-from tests.engines.machines import Raylets
+from harness.engines.engine_training import Outcome, Training
+from harness.engines.machines import Raylets
+from tests.engines.engine_trials import EngineTrials
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

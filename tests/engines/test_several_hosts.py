@@ -1,5 +1,5 @@
 """Trainings on several hosts: each machine of an engine has a network of its own, and they share nothing but files and
-one switch (`tests.namespaces`). No host has a default route, and the first interface of each has an address at
+one switch (`harness.namespaces`). No host has a default route, and the first interface of each has an address at
 which nobody reaches it: what a node takes for its own address matters."""
 
 from __future__ import annotations
@@ -15,20 +15,10 @@ from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.engine_manager import EngineClusterManager
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.clusters.supervision.submit import LaunchSettings
-from tests.engines.engine_training import (
-    NODES,
-    STEPS,
-    Outcome,
-    Training,
-    assert_nothing_is_left,
-    assert_same,
-    incarnations,
-    own_models,
-    train_here,
-    write_job,
-)
-from tests.engines.machines import Machines, missing, open_machines
-from tests.namespaces import Hosts, NoNamespacesError
+from harness.engines.engine_training import NODES, STEPS, Outcome, Training, own_models, train_here, write_job
+from harness.engines.machines import Machines, missing, open_machines
+from harness.namespaces import Hosts, NoNamespacesError
+from tests.engines.engine_trials import assert_nothing_is_left, assert_same, incarnations
 from trainer.config import FactoryConfig
 from trainer.elastic.generation_record import generations
 

@@ -20,9 +20,9 @@ from dtrain_dagster.clusters.slurm.engine import SlurmEngine, SlurmError
 from dtrain_dagster.clusters.supervision.engine import EngineUnreachableError, name_job
 from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from dtrain_dagster.settings.slurm import SlurmSettings
+from harness.engines.engine_training import Training, write_job
+from harness.engines.slurm_cluster import SlurmCluster, missing
 from tests.dtrain_dagster.told_json import fields_in, printed
-from tests.engines.engine_training import Training, write_job
-from tests.engines.slurm_cluster import SlurmCluster, missing
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

@@ -8,7 +8,7 @@ import socket
 import psutil
 import pytest
 
-from tests.engines.slurm_cluster import SlurmCluster, missing
+from harness.engines.slurm_cluster import SlurmCluster, missing
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

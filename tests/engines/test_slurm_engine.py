@@ -13,7 +13,7 @@ import pytest
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine, SlurmError
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError, name_job
 from dtrain_dagster.settings.slurm import SlurmSettings
-from tests.engines.slurm_cluster import SlurmCluster
+from harness.engines.slurm_cluster import SlurmCluster
 
 pytestmark = pytest.mark.slow
 IN_ORDER = "trap 'echo ends in order; kill $!; exit 143' TERM; echo node $NODE; sleep 100 & wait"

@@ -13,7 +13,7 @@ import pytest
 
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine
 from dtrain_dagster.settings.slurm import SlurmSettings
-from tests.engines.slurm_cluster import SlurmCluster, missing
+from harness.engines.slurm_cluster import SlurmCluster, missing
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

@@ -17,9 +17,10 @@ from dtrain_dagster.clusters.slurm.engine import SlurmEngine, SlurmError
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError
 from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from dtrain_dagster.settings.slurm import SlurmSettings
-from tests.engines.engine_training import Training, incarnations, write_job
-from tests.engines.login_node import NAME, LoginNode, missing
-from tests.engines.slurm_cluster import SlurmCluster
+from harness.engines.engine_training import Training, write_job
+from harness.engines.login_node import NAME, LoginNode, missing
+from harness.engines.slurm_cluster import SlurmCluster
+from tests.engines.engine_trials import incarnations
 
 pytestmark = pytest.mark.slow
 PROFILE = {

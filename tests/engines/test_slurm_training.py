@@ -10,18 +10,9 @@ import pytest
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.engine_manager import EngineClusterManager
 from dtrain_dagster.clusters.supervision.submit import LaunchSettings
-from tests.engines.engine_training import (
-    PACED,
-    STEPS,
-    EngineTrials,
-    Outcome,
-    Training,
-    assert_nothing_is_left,
-    assert_same,
-    incarnations,
-    write_job,
-)
-from tests.engines.machines import Slurmds
+from harness.engines.engine_training import PACED, STEPS, Outcome, Training, write_job
+from harness.engines.machines import Slurmds
+from tests.engines.engine_trials import EngineTrials, assert_nothing_is_left, assert_same, incarnations
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.engines.machines import missing, open_machines, variables
 from tests.e2e.conftest import ROOT, make_project, passed_gate, small_prices
-from tests.engines.machines import missing, open_machines, variables
 from trainer.rundir import RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]

@@ -1,14 +1,10 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "trainer")]  # helpers of both folders
-
-from network import Network, NoNetworkError  # noqa: E402
+from harness.faults.network import Network, NoNetworkError
 
 
 @pytest.fixture

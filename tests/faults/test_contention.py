@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.diagnosis import Clinic
-from benchmarks.diagnosis_plants import COMPUTE_SECONDS, MICRO_BATCHES, Plant, seconds_of_round
 from dtrain_dagster.monitoring.alerts import STRAGGLERS, alerts
 from dtrain_dagster.monitoring.diagnosis import SlowdownCause, diagnose
 from dtrain_dagster.monitoring.strategies import strategies
 from dtrain_dagster.monitoring.windows import keep, settled, windows
+from harness.clinic import COMPUTE_SECONDS, MICRO_BATCHES, Clinic, Plant, seconds_of_round
 from trainer.runtime.cores import available_cores
 
 RANKS = available_cores() + 1

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import switch
 import torch
-import user_parts
-from elastic_nodes import KILLED, weights
-from wire import Wire
-from worlds import FORKS, OWN_PARTS, Job, be_rank, build
 
-from tests.namespaces import Hosts, NoNamespacesError
+from harness.elastic_nodes import KILLED, weights
+from harness.faults import switch
+from harness.faults.wire import Wire
+from harness.namespaces import Hosts, NoNamespacesError
+from harness.own_models import user_parts
+from harness.worlds import FORKS, OWN_PARTS, Job, be_rank, build
 from trainer.comm.launch_secret import SECRET_FILE, write_launch_secret
 from trainer.elastic.generation_record import generations
 

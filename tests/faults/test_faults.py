@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tape as tapes
-from network import NoNetworkError
-from play import Strategy
-from properties import describe
-from stage import Stage
+
+from harness.faults import tape as tapes
+from harness.faults.network import NoNetworkError
+from harness.faults.play import Strategy
+from harness.faults.properties import describe
+from harness.faults.stage import Stage
 
 pytestmark = pytest.mark.slow
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import Hosts, Preload
-from properties import WEIGHTS_LIMIT, _weights, relative_difference
-from worlds import build
 
+from harness.faults.hosts import Hosts, Preload
+from harness.faults.properties import WEIGHTS_LIMIT, _weights, relative_difference
+from harness.worlds import build
 from trainer.elastic.generation_record import generations
 from trainer.rundir import STATUS
 

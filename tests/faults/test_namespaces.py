@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.namespaces import Hosts, NoNamespacesError
+from harness.namespaces import Hosts, NoNamespacesError
 from trainer.comm.own_address import own_address
 
 pytestmark = pytest.mark.slow

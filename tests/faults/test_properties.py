@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import tape as tapes
 import torch
-from hosts import ObservedIncarnation
-from properties import (
+
+from harness.faults import tape as tapes
+from harness.faults.hosts import ObservedIncarnation
+from harness.faults.properties import (
     redone_steps,
     several_writers,
     split_brains,
@@ -21,7 +22,6 @@ from properties import (
     wrong_resumes,
     wrong_samples,
 )
-
 from trainer.data.coverage import digest_of_all
 from trainer.documents.presences import NodePresence
 from trainer.elastic.generation import Candidate, Generation

@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from network import Network
-from switch import QUEUE_BYTES, Link
 
+from harness.faults.network import Network
+from harness.faults.switch import QUEUE_BYTES, Link
+
+ROOT = str(Path(__file__).parents[2])
 PORT = 9077
 # One end of a connection, in a namespace of its own: answers lines, and counts bytes.
 _PROGRAM = """
 import json, select, socket, sys, time
 sys.path.insert(0, sys.argv[1])
-import switch
+from harness.faults import switch
 switch.enter(sys.argv[2])
 if sys.argv[3] == "serve":
     listener = socket.create_server((sys.argv[4], int(sys.argv[5])))
@@ -68,8 +70,7 @@ class End:
     """A process in a namespace that has one end of a connection."""
 
     def __init__(self, network: Network, host: int, role: str, server: int) -> None:
-        folder = str(Path(__file__).parent)
-        where = [folder, network.namespaces[host], role, network.address(server), str(PORT)]
+        where = [ROOT, network.namespaces[host], role, network.address(server), str(PORT)]
         self.process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, *where], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -164,7 +165,8 @@ def test_a_cut_in_one_direction_is_one(network: Network) -> None:
     """Datagrams from 1 to 0 pass, from 0 to 1 they do not."""
     network.cut(0, 1, one_way=True)
     program = (
-        "import socket, sys; sys.path.insert(0, sys.argv[1]); import switch; switch.enter(sys.argv[2]);"
+        "import socket, sys; sys.path.insert(0, sys.argv[1]); from harness.faults import switch;"
+        "switch.enter(sys.argv[2]);"
         "mine = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); mine.bind((sys.argv[3], 9078));"
         "print('ready', flush=True); sys.stdin.readline();"
         "[mine.sendto(b'hello', (sys.argv[4], 9078)) for _ in range(3)]; mine.settimeout(1.0)\n"
@@ -173,7 +175,7 @@ def test_a_cut_in_one_direction_is_one(network: Network) -> None:
     )
     processes = []
     for host, other in ((0, 1), (1, 0)):
-        where = [str(Path(__file__).parent), network.namespaces[host], network.address(host), network.address(other)]
+        where = [ROOT, network.namespaces[host], network.address(host), network.address(other)]
         pipe = subprocess.PIPE
         command = [sys.executable, "-c", program, *where]
         processes.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True))

@@ -6,9 +6,9 @@ import hashlib
 import json
 
 import pytest
-import tape as tapes
-from tape import KINDS, NETWORK_KINDS, NODES, STEPS, Tape, make
 
+from harness.faults import tape as tapes
+from harness.faults.tape import KINDS, NETWORK_KINDS, NODES, STEPS, Tape, make
 from trainer.runtime.fault_injection import Faults
 
 SEEDS = range(200)

@@ -23,7 +23,8 @@ from trainer.runtime.packages import is_installed
 sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
 
 from market import Market
-from worlds import FORKS, free_port
+
+from harness.worlds import FORKS, free_port
 
 MARKET = Market(tickers=4, days=400)
 QUIET = TrackingConfig(tensorboard=False)

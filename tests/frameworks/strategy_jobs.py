@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from harness.worlds import Job, build
 from trainer.runtime.packages import is_installed
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))  # whose worlds of processes these use
-
-from worlds import Job, build
 
 FEW = {"epochs": 2, "eval_frequency": 5, "checkpoint_frequency": 4, "schedule": "constant", "warmup_steps": 0}
 MakeJob = Callable[..., Job]

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from harness.worlds import free_port
 from tests.frameworks.strategy_jobs import needs
 from trainer.rundir import RunDir
-
-from worlds import free_port  # isort: skip - found by the module above
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 ROOT = Path(__file__).parents[2]

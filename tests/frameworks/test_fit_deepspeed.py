@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from harness.elastic_nodes import KILLED, QUICK, Nodes
+from harness.worlds import Job
 from tests.frameworks.strategy_jobs import (
     FEW,
     MakeJob,
@@ -22,9 +24,6 @@ from tests.frameworks.strategy_jobs import (
     new_job,
 )
 from trainer.exit_codes import LOST
-
-from elastic_nodes import KILLED, QUICK, Nodes  # isort: skip - found by the module above
-from worlds import Job  # isort: skip
 
 __all__ = ["by_ddp", "cache", "dataset", "new_job"]
 pytestmark = [pytest.mark.slow, pytest.mark.long, needs("deepspeed")]

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from harness.elastic_nodes import KILLED, QUICK, Nodes
+from harness.worlds import Job
 from tests.frameworks.strategy_jobs import (
     FEW,
     MakeJob,
@@ -18,9 +20,6 @@ from tests.frameworks.strategy_jobs import (
     needs,
     new_job,
 )
-
-from elastic_nodes import KILLED, QUICK, Nodes  # isort: skip - found by the module above
-from worlds import Job  # isort: skip
 
 __all__ = ["by_ddp", "cache", "dataset", "new_job"]
 pytestmark = [pytest.mark.slow, pytest.mark.long, needs("horovod.torch")]

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.engines.machines import missing, open_machines, variables
+from harness.engines.machines import missing, open_machines, variables
 from tests.frameworks.shell import SCRIPTS, Shell, needs
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]

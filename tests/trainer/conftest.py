@@ -11,9 +11,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for helpers that spawned ranks import as well
 
-from elastic_nodes import QUICK, Nodes
 from market import Market
-from worlds import Job, build
+
+from harness.elastic_nodes import QUICK, Nodes
+from harness.worlds import Job, build
 
 
 @pytest.fixture(scope="session")

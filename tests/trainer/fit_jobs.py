@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
-from waiting import until
-from worlds import Run, free_port, launched
 
+from harness.waiting import until
+from harness.worlds import Run, free_port, launched
 from trainer import DistributedConfig, Trainer
 from trainer.config import TrackingConfig
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import psutil
 import torch
-from worlds import FORKS
 
+from harness.worlds import FORKS
 from trainer.comm.channel import PeerError
 from trainer.comm.parameter_server import ParameterServerGroup
 from trainer.comm.tls import CertificateFiles

@@ -14,9 +14,9 @@ from unittest import mock
 import pytest
 import torch
 from certificates import Authority
-from elastic_nodes import KILLED, Nodes, assert_undisturbed
-from worlds import Job
 
+from harness.elastic_nodes import KILLED, Nodes, assert_undisturbed
+from harness.worlds import Job
 from trainer.checkpoint.manager import LATEST
 from trainer.comm.group import GroupError
 from trainer.comm.launcher_env import RankFacts

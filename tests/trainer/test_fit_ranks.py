@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 from fit_jobs import Scripts
-from worlds import assert_same_training
 
+from harness.worlds import assert_same_training
 from trainer.exit_codes import EVICTED
 
 pytestmark = pytest.mark.slow

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from worlds import Job, run_torchrun
 
+from harness.worlds import Job, run_torchrun
 from trainer import exit_codes
 from trainer.__main__ import main
 from trainer.config import parse_job

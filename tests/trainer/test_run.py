@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 from disturbances import fill_disk, work_alone
-from worlds import Job
 
+from harness.worlds import Job
 from trainer.checkpoint.manager import BEST, LATEST
 from trainer.engine.reports import RankReports
 from trainer.engine.trainer import DistributedTrainer

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from certificates import Authority
-from elastic_nodes import KILLED, Nodes, assert_undisturbed
-from worlds import Job, assert_same_training
+
+from harness.elastic_nodes import KILLED, Nodes, assert_undisturbed
+from harness.worlds import Job, assert_same_training
 
 pytestmark = pytest.mark.slow
 Begin = Callable[..., Nodes]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from waiting import until
-from worlds import Job, run_torchrun
 
+from harness.waiting import until
+from harness.worlds import Job, run_torchrun
 from trainer.config import ConfigError, parse_job
 from trainer.engine.reports import RankReports
 from trainer.run import DistributedTrainer

@@ -18,7 +18,7 @@ from dtrain_dagster.registry.card import TrainingProvenance, model_card
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, build_resources
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.graph_names import GraphNames
-from tests.dtrain_dagster.small_job import write_dataset
+from harness.small_job import write_dataset
 from tests.kinds import build_table
 from trainer.config import parse_job
 from trainer.data.manifest import load_manifest

@@ -18,8 +18,8 @@ from dtrain_dagster.planning.check_job import ROOM, room_needed, try_places
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.graph_names import GraphNames
+from harness.tables import copy_tables
 from tests.kinds import build_table
-from tests.tables import copy_tables
 from trainer.performance.memory import ModelBytes
 
 NAMES = GraphNames("mine")

@@ -10,7 +10,6 @@ from typing import Any
 import dagster as dg
 import pytest
 from played_search import PRICE, USUAL, play, source_of
-from small_job import write_dataset
 
 from dtrain_dagster.assets.search_page import improvements_list, search_page, steps_of, trial_rows, verdict_of
 from dtrain_dagster.pipelines import Cluster, build_training_assets
@@ -18,6 +17,7 @@ from dtrain_dagster.search.results import Improvement
 from dtrain_dagster.search.run import Search, SearchRequest
 from dtrain_dagster.search.settings import Sampler, SearchSettings
 from dtrain_dagster.search.tracking import SearchTracker
+from harness.small_job import write_dataset
 from tests.dtrain_dagster.page_order import check_order
 from tests.page import Page
 from trainer.config import DatasetRef, JobConfig

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from small_job import write_dataset
 
 from dtrain_dagster.assets import search
 from dtrain_dagster.assets.common import hardware_mark
@@ -17,6 +16,7 @@ from dtrain_dagster.assets.search import SearchOptions, search_space
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.resources import GPUClusterResource, build_resources
 from dtrain_dagster.settings.environment import Settings
+from harness.small_job import write_dataset
 from tests.dtrain_dagster.assets.test_training import plan_in
 
 

@@ -16,7 +16,7 @@ from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, JobOrder
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
 from dtrain_dagster.fleet.source import ListedJobs
-from tests.tables import copy_tables
+from harness.tables import copy_tables
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
 from trainer.rundir import RunDir
 

@@ -13,11 +13,11 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from price_list import listing, price_list
-from small_job import write_dataset
 from told_json import TOLD, fields_in, printed
 
 from dtrain_dagster.cli.main import main
-from tests.tables import copy_tables
+from harness.small_job import write_dataset
+from harness.tables import copy_tables
 
 SMALL = (
     "--set",

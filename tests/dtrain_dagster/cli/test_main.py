@@ -21,7 +21,6 @@ import psutil
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
-from small_job import write_dataset
 from told_events import told, write_run
 
 from dtrain_dagster.cli.facts import JobFacts, LeftClock, expect_finish, format_progress, read_course
@@ -40,6 +39,7 @@ from dtrain_dagster.jobs.totals import read_phase_totals
 from dtrain_dagster.planning.projection import TimeLeft
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import format_duration
+from harness.small_job import write_dataset
 from trainer.config import ConfigError, parse_job
 from trainer.documents.presences import NodePresence
 from trainer.rundir import LIMIT, RunDir

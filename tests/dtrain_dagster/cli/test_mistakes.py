@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from dtrain_dagster.cli.home import main as home
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.registry.endpoints import endpoint
-from tests.dtrain_dagster.small_job import write_dataset
+from harness.small_job import write_dataset
 
 TRAIN = ("train", "--dataset", "walks", "--nodes", "1")
 MISTAKES: list[tuple[tuple[str, ...], str]] = [

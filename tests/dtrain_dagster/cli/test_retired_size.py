@@ -8,7 +8,7 @@ import pytest
 
 from dtrain_dagster.cli.job_options import say_what_is_wrong
 from dtrain_dagster.settings.environment import load_settings
-from tests.dtrain_dagster.small_job import write_dataset
+from harness.small_job import write_dataset
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig
 
 

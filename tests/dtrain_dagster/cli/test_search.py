@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from small_job import write_dataset
 
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.search import trial_line, trials_table
@@ -24,6 +23,7 @@ from dtrain_dagster.resources import build_resources
 from dtrain_dagster.search.results import summary
 from dtrain_dagster.search.trials import Trial, TrialState
 from dtrain_dagster.settings.environment import Settings
+from harness.small_job import write_dataset
 from trainer.documents.events import EvaluationEvent, read_events
 from trainer.rundir import RunDir
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from small_job import write_dataset
 
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.tracking import as_tracked_before
 from dtrain_dagster.jobs.orders import script_of
 from dtrain_dagster.jobs.view import last_step
-from tests.tables import copy_tables
+from harness.small_job import write_dataset
+from harness.tables import copy_tables
 from trainer.config import DatasetRef, JobConfig, TrackingConfig
 from trainer.rundir import TRACKING, RunDir
 

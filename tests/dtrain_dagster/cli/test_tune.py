@@ -19,7 +19,6 @@ import psutil
 import pytest
 import torch
 from click.testing import CliRunner
-from small_job import write_dataset
 
 from dtrain_dagster.assets.plan_options import TrainingOptions, job_on
 from dtrain_dagster.cli.main import main
@@ -30,6 +29,7 @@ from dtrain_dagster.jobs.progress import fingerprint
 from dtrain_dagster.planning.tuned_settings import Tuned
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
+from harness.small_job import write_dataset
 from tests.kinds import build_table
 from trainer.config import ConfigError, DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig
 from trainer.rundir import RunDir

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.planning.check_job import check_job, check_strategy
-from tests.dtrain_dagster.small_job import write_dataset
+from harness.small_job import write_dataset
 from trainer.config import ConfigError, DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, parse_job
 from trainer.data.manifest import DatasetError
 

@@ -35,7 +35,7 @@ from dtrain_dagster.planning.history import (
 from dtrain_dagster.planning.probe import forecast, probe_job
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
-from tests.dtrain_dagster.small_job import train, write_dataset
+from harness.small_job import train, write_dataset
 from tests.dtrain_dagster.spot_prices import write_rates
 from tests.page import Page
 from trainer.config import JobConfig

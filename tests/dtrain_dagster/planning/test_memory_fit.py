@@ -15,10 +15,10 @@ from dtrain_dagster.planning.check_job import Checked, check_job, check_memory, 
 from dtrain_dagster.planning.choices import Choices, compare_choices
 from dtrain_dagster.planning.memory_fit import MemoryRoom, judge_memory, room_of, room_of_sku, why_too_small
 from dtrain_dagster.settings.cluster_kinds import KINDS
+from harness.small_job import write_dataset
 from tests.dtrain_dagster.planning.planned_nodes import planned_on
 from tests.dtrain_dagster.planning.test_check_job import job_of
 from tests.dtrain_dagster.planning.test_options import NODES, TODAY, Known
-from tests.dtrain_dagster.small_job import write_dataset
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.performance.memory import GIB, ModelBytes
 

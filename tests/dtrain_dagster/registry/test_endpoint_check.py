@@ -8,13 +8,13 @@ from typing import Any
 
 import dagster as dg
 import pytest
-import small_job
 
 from dtrain_dagster import registry
 from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.settings.environment import Settings
+from harness import small_job
+from harness.tables import copy_tables
 from tests.azure.planted import leaks, planted
-from tests.tables import copy_tables
 
 WARN, ERROR = dg.AssetCheckSeverity.WARN, dg.AssetCheckSeverity.ERROR
 

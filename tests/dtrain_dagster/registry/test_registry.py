@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import small_job
 
 from dtrain_dagster import registry
 from dtrain_dagster.costs.worth import worth_line
@@ -28,6 +27,7 @@ from dtrain_dagster.registry.smoke_test import SAME_WEIGHTS_TOLERANCE
 from dtrain_dagster.registry.versions import RUN_TAGS
 from dtrain_dagster.support.formatting import in_markdown
 from dtrain_dagster.support.user_code import stage_for_serving
+from harness import small_job
 from trainer.engine import reports
 from trainer.evaluation.gate import RULE, Gate, gate
 from trainer.rundir import RunDir

@@ -11,8 +11,8 @@ import pytest
 
 from dtrain_dagster import registry
 from dtrain_dagster.registry.smoke_test import compare_answers, load_sample
+from harness.tables import copy_tables
 from tests.kinds import build_table, table
-from tests.tables import copy_tables
 from trainer.config import parse_job
 from trainer.data.row_data import RowData
 from trainer.engine.run_job import run_job

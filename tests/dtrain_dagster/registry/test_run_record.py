@@ -10,7 +10,7 @@ import pytest
 
 from dtrain_dagster.jobs.orders import source_tags
 from dtrain_dagster.registry.run_record import add_to_run, cost_metrics, note_of
-from tests.tables import copy_tables
+from harness.tables import copy_tables
 from trainer.documents.schemas import LEAVING
 from trainer.observability.mlflow_sink import NOTE_TAG
 from trainer.rundir import JOB, LAUNCH, RESULT, TRACKING, RunDir, event

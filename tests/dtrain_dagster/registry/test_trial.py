@@ -10,7 +10,7 @@ import pytest
 from mlflow import MlflowClient
 
 from dtrain_dagster.registry import MLflowRegistry, RegistryError
-from tests.tables import copy_tables
+from harness.tables import copy_tables
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_job import write_dataset
 
 from dtrain_dagster.search.check_space import check_space, extremes, job_of_trial
 from dtrain_dagster.search.space import Choices, Range, SpaceError, parse_space
+from harness.small_job import write_dataset
 from trainer.config import ConfigError, DatasetRef, FactoryConfig, JobConfig
 
 RATE = {"training.learning_rate": {"low": 1e-4, "high": 1e-1, "log": True}}

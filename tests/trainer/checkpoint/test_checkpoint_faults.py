@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from broken_storage import BrokenFileSystem, Checkpoints, loaded_step, stalled, state
 from racing_savers import race
-from waiting import frozen
 
 import trainer.checkpoint.async_writer
+from harness.waiting import frozen
 from trainer.checkpoint.manager import BEST, LATEST, CheckpointManager
 from trainer.rundir import RunDir
 

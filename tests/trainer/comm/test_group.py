@@ -21,9 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from thread_worlds import NoTransport, at_once, gloo_openers, worlds_of
-from waiting import until
 
 import trainer.comm.group
+from harness.waiting import until
 from trainer.comm.group import GroupError, InterruptibleGroup, has_abandoned_groups
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.parameter_server import ParameterServerGroup

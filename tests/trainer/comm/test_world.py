@@ -13,8 +13,8 @@ import psutil
 import pytest
 import torch
 from torch.distributed import TCPStore
-from worlds import free_port
 
+from harness.worlds import free_port
 from trainer.comm import static_rendezvous
 from trainer.comm.launch_secret import SECRET_FILE, write_launch_secret
 from trainer.comm.launcher_env import RankFacts, rank_facts

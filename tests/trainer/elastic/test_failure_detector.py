@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import until
 
+from harness.waiting import until
 from trainer.comm.handshake import HELLO, PROOF_BYTES, Listener
 from trainer.elastic.failure_detector import FailureDetector
 from trainer.elastic.watched_peer import LEAST_GAPS, WINDOW, SignsOfLife, tail_of

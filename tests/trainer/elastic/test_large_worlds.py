@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from crowd import Node, cut, names_of, together
-from waiting import until
 
 import trainer.elastic.membership as membership
+from harness.waiting import until
 from trainer.elastic.generation import FULL_MESH, Generation, watched_by
 from trainer.elastic.generation_record import generations
 from trainer.storage.open import open_storage

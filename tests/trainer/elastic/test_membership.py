@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from crowd import Node, cut, names_of, together
-from waiting import until
 
+from harness.waiting import until
 from trainer.documents.schemas import START
 from trainer.elastic.generation import Generation
 from trainer.elastic.generation_record import generations

@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-from waiting import until
 
+from harness.waiting import until
 from trainer.comm.launch_secret import LaunchSecret
 from trainer.config import DistributedTrainingConfig
 from trainer.elastic.peer_watch import PeerWatch

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from waiting import until
-from worlds import Job
 
+from harness.waiting import until
+from harness.worlds import Job
 from trainer.checkpoint.manager import LATEST
 from trainer.documents.presences import NodePresence
 from trainer.engine.budget import (

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.dtrain_dagster.small_job import write_dataset
+from harness.small_job import write_dataset
 from tests.kinds import build_table
 from trainer.config import ConfigError, JobConfig, parse_job
 from trainer.data.manifest import DatasetError, read_dataset_manifest

@@ -17,8 +17,8 @@ from steps import step_of
 from thread_worlds import CPU, on_two_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from worlds import Job
 
+from harness.worlds import Job
 from trainer.comm.world import World
 from trainer.config import FactoryConfig, parse_job
 from trainer.data.batches import Batch

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from worlds import free_port
 
+from harness.worlds import free_port
 from trainer.frameworks.ray import NAME_PREFIX
 
 pytestmark = pytest.mark.slow

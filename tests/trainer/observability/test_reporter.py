@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import until
 
+from harness.waiting import until
 from trainer.config import DatasetRef, JobConfig, TrackingConfig
 from trainer.observability import reporter as metrics
 from trainer.observability.mlflow_sink import KIND_TAG, MLflowSink, is_shown

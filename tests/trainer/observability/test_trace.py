@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from waiting import until
 
+from harness.waiting import until
 from trainer.config import DistributedTrainingConfig
 from trainer.observability import trace as profiling
 from trainer.observability.reporter import Reporter

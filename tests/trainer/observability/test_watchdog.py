@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import user_parts
 from thread_worlds import NoTransport
-from worlds import Job
 
 from dtrain_dagster.monitoring.hangs import hang_verdict
+from harness.own_models import user_parts
+from harness.worlds import Job
 from trainer.comm.group import InterruptibleGroup
 from trainer.config import DistributedTrainingConfig
 from trainer.observability.reporter import Reporter

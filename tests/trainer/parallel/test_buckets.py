@@ -18,8 +18,8 @@ from steps import Squared, step_of
 from thread_worlds import ALONE, CPU, on_two_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from worlds import FORKS
 
+from harness.worlds import FORKS
 from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig, parse_job
 from trainer.data.batches import Batch, Samples

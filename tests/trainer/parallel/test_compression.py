@@ -11,11 +11,11 @@ from unittest import mock
 
 import pytest
 import torch
-from elastic_nodes import KILLED, Nodes
 from steps import step_of
 from thread_worlds import at_once, thread_worlds
 from torch import Tensor, nn
 
+from harness.elastic_nodes import KILLED, Nodes
 from trainer.comm.group import GroupError
 from trainer.comm.torch_transport import TorchTransport
 from trainer.comm.world import World

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +29,6 @@ from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
 
 MODEL = ModelBytes(parameters=GIB, trained=GIB // 2, block=GIB // 8, rest=0, sample=float(GIB // 64))
-SAVED = Path(__file__).parents[3] / "benchmarks" / "results" / "large_model.json"
 
 
 def test_parameters_gradients_and_moments_are_divided_among_those_who_share() -> None:
@@ -161,14 +158,3 @@ def test_what_a_rank_gathers_at_once_is_about_what_the_formula_says() -> None:
         most = max(most, now)
     expected = rank_bytes(model, size)
     assert most == pytest.approx(expected.gathered + expected.gradients, rel=0.25)
-
-
-def test_the_saved_measurement_of_a_large_model_agrees_with_the_formula() -> None:
-    from benchmarks.large_model import Model
-
-    saved = json.loads(SAVED.read_text())
-    with torch.device("meta"):
-        model = model_bytes(Model(saved["width"], saved["depth"]))
-    assert saved["parameters"] == model.parameters // 4, "the benchmark's model of that run"
-    assert rank_bytes(model, 1).held == pytest.approx(saved["peak_bytes"]["ddp"], rel=0.01)
-    assert rank_bytes(model, saved["ranks"]).held == pytest.approx(saved["peak_bytes"]["fsdp"], rel=0.01)

@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from waiting import until
 
+from harness.waiting import until
 from trainer.runtime.scratch import LOCK, scratch_folder
 
 STRANGER = 12_345

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import Job
 
+from harness.worlds import Job
 from trainer.comm.group import Collective
 from trainer.comm.static_rendezvous import join_world
 from trainer.config import DistributedTrainingConfig

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from waiting import frozen
 
+from harness.waiting import frozen
 from trainer.config import ConfigError
 from trainer.storage.base import Storage, TransferPool
 from trainer.storage.open import open_storage

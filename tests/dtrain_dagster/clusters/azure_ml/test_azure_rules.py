@@ -50,7 +50,7 @@ from dtrain_dagster.settings.environment import BUYABLE_GPU_TYPE
 from dtrain_dagster.support.audit import AuditError, AuditLog, note_request_id, noted_request_id
 from dtrain_dagster.support.user_code import stage_for_nodes
 from dtrain_dagster.support.user_sources import StagingError
-from tests.azure.emulator.state import read_sizes
+from harness.azure.emulator.state import read_sizes
 from trainer.rundir import LAUNCH, RunDir
 
 V100 = SkuChoice(sku="Standard_NC6s_v3", tier="dedicated")

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_job import write_dataset
 
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.jobs.progress import start_job
+from harness.small_job import write_dataset
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
 from trainer.rundir import RunDir
 

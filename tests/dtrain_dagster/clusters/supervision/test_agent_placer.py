@@ -19,8 +19,8 @@ import pytest
 
 from dtrain_dagster.clusters.supervision.agent_placer import AgentPlacer
 from dtrain_dagster.clusters.supervision.engine import EngineJob, name_job
+from harness.engines.process_engine import ProcessEngine
 from tests.dtrain_dagster.clusters.supervision.waiting import wait_for
-from tests.engines.process_engine import ProcessEngine
 from tests.webhook import web_hook
 from trainer.comm.launch_secret import SecretFile
 from trainer.documents.presences import NodePresence
@@ -56,7 +56,8 @@ class Job:
         self.supervisors: list[subprocess.Popen[bytes]] = []
 
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "tests.engines.process_engine", self.rundir.uri, str(self.folder), *arguments]
+        program = (sys.executable, "-m", "harness.engines.process_engine")
+        command = [*program, self.rundir.uri, str(self.folder), *arguments]
         with open(self.folder / "supervisor.log", "ab") as log:
             self.supervisors.append(subprocess.Popen(command, stdout=log, stderr=log, cwd=Path(__file__).parents[4]))
         return self.supervisors[-1]
