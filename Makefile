@@ -32,7 +32,7 @@ PORT ?= 3000
 # Dagster's console without its debug events.
 QUIET := {"loggers": {"console": {"config": {"log_level": "INFO"}}}}
 
-.PHONY: help setup run ui test test-all test-fast kube slurm ray test-engines lint format train dashboard tensorboard mlflow docs clean lock sbom audit release
+.PHONY: help setup run ui test test-all test-fast kube slurm ray test-engines bench lint format train dashboard tensorboard mlflow docs clean lock sbom audit release
 
 help:  ## list what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -112,6 +112,30 @@ $(ENGINES)/.ready: pyproject.toml tools/frameworks/build_horovod.sh | setup
 
 test-engines: $(ENGINES)/.ready  ## scripts under Horovod, DeepSpeed, Ray Train and TensorFlow (Linux; g++, cmake; builds Horovod once)
 	@PATH="$(CURDIR)/$(ENGINES)/bin:$$PATH" $(ENGINES)/bin/python -m pytest -n0 --results=out/tests-frameworks.json tests/frameworks tests/azure/test_frameworks.py
+
+# Options with which a benchmark takes at most three minutes on two cores. Without them it is as docs quote it.
+BENCH_azure_faults := --runs 4
+BENCH_chaos := --tapes 8
+BENCH_control_plane := --nodes 8 32 --rounds 2
+BENCH_cpu_parts := --rounds 2 --steps 100
+BENCH_diagnosis := --plants 12 --healthy 4 --laptop 1
+BENCH_engines := --engine local --kills 2 --steps 2000
+BENCH_estimate := --trainings 4
+BENCH_fleet := --seeds 2
+BENCH_large_model := --rounds 2
+BENCH_orchestration := --rounds 1 --loads 3
+BENCH_recovery := --only ours --repeats 4
+BENCH_scaling := --nodes 1 2 --steps 0
+BENCH_search :=
+BENCH_sensors := --sizes 10 1000
+BENCH_throughput := --models tcn --batches 64 --peers --loss-steps 0 --budget 120
+# One or several of them; all by default.
+BENCH ?= azure_faults chaos control_plane cpu_parts diagnosis engines estimate fleet large_model orchestration recovery scaling \
+  search sensors throughput
+
+bench: setup  ## short benchmarks, one after the other (about 20 minutes; BENCH=chaos for one): a line of JSON each
+	@code=0; $(foreach name,$(BENCH),echo "python -m benchmarks.$(name) $(BENCH_$(name))" >&2; \
+	  python -m benchmarks.$(name) $(BENCH_$(name)) || code=1;) exit $$code
 
 lint: setup  ## ruff, mypy, and the walls between rooms (.importlinter)
 	@ruff check . && ruff format --check . && mypy && lint-imports --no-logo

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.outcome, whoever starts pytest
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.outcome and harness, whoever starts pytest
 pytest_plugins = ["tests.outcome"]
 
 # A shell that starts pytest in the background has it ignore Ctrl-C, and so would every process that tests start.
