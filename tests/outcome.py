@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,10 +138,14 @@ class Outcome:
                     if cpu > budget and test not in self.costly | set(failed)
                 }
             if self.config.option.repeat_alone and (failed or self.over_budget):
-                if len(failed) + len(self.over_budget) <= MOST_REPEATED:
-                    self.repeat(failed, budget or 0.0)
-                else:
-                    self.line(f"{len(failed)} failed, {len(self.over_budget)} over budget: too many to be repeated")
+                for count, what in ((len(failed), "failed"), (len(self.over_budget), "are over budget")):
+                    if count > MOST_REPEATED:
+                        self.line(f"{count} tests {what}: too many to be repeated alone")
+                self.repeat(
+                    failed if len(failed) <= MOST_REPEATED else [],
+                    dict(self.over_budget) if len(self.over_budget) <= MOST_REPEATED else {},
+                    budget or 0.0,
+                )
             wrong = (
                 self.stats("failed") or self.stats("error") or self.over_budget or set(self.flaky) - set(QUARANTINED)
             )
@@ -152,13 +156,13 @@ class Outcome:
         if path := self.config.option.results:
             write_results(Path(path), self.document(int(session.exitstatus)))
 
-    def repeat(self, failed: list[str], budget: float) -> None:
+    def repeat(self, failed: Sequence[str], costly: Mapping[str, float], budget: float) -> None:
         """Run them once more; what passes now is flaky, and what keeps to its budget alone is not over it."""
         # What fails in a teardown may be the fault of any test of its file, since it may be a fixture of the file.
-        asked = {
-            test.split("::")[0] if test in self.in_teardown else test: None for test in [*failed, *self.over_budget]
-        }
-        self.line(f"\nrepeating {len(failed)} failed and {len(self.over_budget)} costly tests alone")
+        asked = {test.split("::")[0] if test in self.in_teardown else test: None for test in [*failed, *costly]}
+        if not asked:
+            return
+        self.line(f"\nrepeating {len(failed)} failed and {len(costly)} costly tests alone")
         with tempfile.TemporaryDirectory() as folder:
             results = Path(folder) / "results.json"
             command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--results", str(results)]
@@ -179,9 +183,9 @@ class Outcome:
             except (OSError, ValueError):
                 return  # it did not come to its end: all stay failed
         alone = {test: outcome for test, (outcome, *_) in told.items()}
-        self.over_budget = {
-            test: cpu for test, cpu in self.over_budget.items() if told.get(test, [None, 0, cpu])[2] > budget
-        }
+        for test, cpu in costly.items():
+            if told.get(test, [None, 0, cpu])[2] <= budget:
+                del self.over_budget[test]
         for test in failed:
             if self.passes(test, alone):
                 self.outcomes[test] = "flaky"
