@@ -29,7 +29,7 @@ settings.load_profile("quick")
 FIRST = ("e2e", "azure", "abuse", "faults")
 """Folders whose files take a minute and more: they come first, so that no worker is left alone with one in the end."""
 BROWSER = (
-    "tests/e2e/test_browser.py",
+    "tests/e2e/test_whole_graph.py",
     "tests/e2e/test_dagster.py",
     "tests/e2e/test_dashboard_page.py",
     "tests/abuse/test_websites.py",

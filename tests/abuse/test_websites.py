@@ -12,7 +12,7 @@ import re
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from dtrain_dagster.web.stored_secrets import secret_posted
 from tests.abuse import websites
 from tests.abuse.planted_secrets import CARRIERS, secret_of
 from tests.abuse.websites import JOB, LAUNCH, MUTATION, PARAMETERS, dagster_app, forged, own_page, send, served
-from tests.e2e.chromium import BROWSER_TEST, chromium, patient_page
+from tests.e2e.chromium import chromium, in_a_browser, patient_page
 from tests.e2e.conftest import BIN, ENDED, ROOT, Dagster, Project, make_project, start_dagster, stop_dagster, wait_for
 from tests.leaks import leaks
 from tests.loopback import LoopbackServer
@@ -416,13 +416,7 @@ def attack_from(browser: Browser, ui_url: str, port: int) -> list[list[str]]:
     return told
 
 
-def in_chromium(test: Callable[..., None]) -> Callable[..., None]:
-    for mark in BROWSER_TEST:
-        test = mark(test)
-    return test
-
-
-@in_chromium
+@in_a_browser
 def test_a_foreign_page_beside_dtrain_ui_launches_nothing(ui: tuple[str, Project, psutil.Process]):
     """The real thing, with the project's own code location and its daemon."""
     url, project, _ = ui
@@ -471,7 +465,7 @@ def source_of(address: str) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("guarded", [True, False])
-@in_chromium
+@in_a_browser
 def test_it_is_the_guard_that_a_foreign_page_fails_at(tmp_path: Path, guarded: bool):
     """The same page, with and without it: without it there are runs afterwards."""
     with dagster_app(tmp_path) as (app, instance):

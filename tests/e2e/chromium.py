@@ -22,6 +22,13 @@ BROWSER_TEST = [
 ]
 
 
+def in_a_browser(test: Any) -> Any:
+    """Mark one test of a file whose others need no browser."""
+    for mark in BROWSER_TEST:
+        test = mark(test)
+    return test
+
+
 @contextmanager
 def chromium(host_rules: str = "") -> Iterator[Browser]:
     """A browser, closed with the block. ``host_rules``: names that point elsewhere, as Chromium's option has them."""

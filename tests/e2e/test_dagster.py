@@ -7,9 +7,10 @@ from typing import Any
 import psutil
 import pytest
 
+from .chromium import chromium, in_a_browser, patient_page
 from .conftest import ENDED, GRAPH, LONG, Dagster, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def jobs_started(dagster: Dagster, prefix: str = "train-") -> list[str]:
@@ -20,7 +21,6 @@ def workers(dagster: Dagster, prefix: str = "train-") -> list[psutil.Process]:
     return [p for p in dagster.project.processes() if any(prefix in part for part in p.info["cmdline"])]
 
 
-@pytest.mark.long
 def test_a_run_is_watched_live_terminated_and_found_again(dagster: Dagster):
     """One story, because each part needs a training that is under way (about 10 s to get there)."""
     before, made = jobs_started(dagster), dagster.materializations("trained_checkpoint")
@@ -72,7 +72,6 @@ def test_a_run_is_watched_live_terminated_and_found_again(dagster: Dagster):
     assert dagster.materializations("trained_checkpoint") == made
 
 
-@pytest.mark.long
 def test_a_failing_model_fails_the_run_before_the_training_is_bought(dagster: Dagster):
     options = {"model": "examples.own_model.model:make_model", "model_args": {"no_such_argument": 1}}
     config = {"ops": {"cost_estimate": {"config": options}}}
@@ -89,15 +88,19 @@ def test_a_failing_model_fails_the_run_before_the_training_is_bought(dagster: Da
     assert "no_such_argument" in failures
 
 
-def test_sensors_and_schedule_are_there_and_stand_as_meant(dagster: Dagster):
-    text = (
-        "query($s: RepositorySelector!) { repositoryOrError(repositorySelector: $s) { ... on Repository { "
-        "sensors { name sensorState { status } } schedules { name cronSchedule scheduleState { status } } } } }"
+@in_a_browser
+def test_terminate_from_the_page(dagster: Dagster):
+    config = {"ops": {"cost_estimate": {"config": {"epochs": 400, "seed": 7}}}}
+    run_id = dagster.launch("cost_estimate", "trained_checkpoint", config=config)
+    wait_for(
+        lambda: any(seen["runId"] == run_id for seen in dagster.observations("trained_checkpoint")), 120, "progress"
     )
-    selector = {"repositoryLocationName": "dtrain", "repositoryName": "__repository__"}
-    repository = dagster.query(text, s=selector)["repositoryOrError"]
-    sensors = {sensor["name"]: sensor["sensorState"]["status"] for sensor in repository["sensors"]}
-    on = {"idle_cluster", "cost_overrun", "queue", "orphans", "retraining_failed"}
-    assert sensors == {**dict.fromkeys(on, "RUNNING"), "new_data": "STOPPED", "staleness": "STOPPED"}
-    schedules = {schedule["name"]: schedule["scheduleState"]["status"] for schedule in repository["schedules"]}
-    assert schedules == {"weekly_retraining": "STOPPED"}
+    with chromium() as browser:
+        page = patient_page(browser, viewport={"width": 1600, "height": 1000})
+        page.goto(f"{dagster.url}/runs/{run_id}")
+        page.locator('button:has-text("Terminate")').first.click()
+        page.locator('[role="dialog"] button:has-text("Terminate")').last.click()
+        wait_for(lambda: dagster.status(run_id) in ENDED, 60, "the run to end")
+    assert dagster.status(run_id) in ("CANCELED", "FAILURE")
+    wait_for(lambda: not dagster.project.processes(), 20, "every process of the job to be gone")
+    assert all(made["runId"] != run_id for made in dagster.materializations("trained_checkpoint"))
