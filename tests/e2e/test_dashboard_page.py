@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page
 
-from harness.small_job import write_dataset
+from harness.small_job import PACED_MODEL, write_dataset
 from tests.abuse.dashboard_load import write_jobs
 from tests.dtrain_dagster.told_events import HOSTILE, START, event, membership, told, write_run
 
@@ -72,10 +72,13 @@ def test_a_training_is_seen_while_it_runs(project: Project, url: str, page: Page
     page.get_by_text("There is no training yet").wait_for()
 
     dataset = write_dataset(tmp_path / "dataset")
+    (tmp_path / "paced.py").write_text(PACED_MODEL)
     options = ("--set", "training.log_frequency=2", "--set", "training.monitor_interval_seconds=0.5")
     started = project.cli(
         *("dtrain", "train", "--dataset", str(dataset), "--nodes", "2", "--name", "live", "--epochs", "2000"),
-        *(*options, "--detach"),
+        *("--model", "paced:make", *options, "--detach"),
+        PYTHONPATH=str(tmp_path),
+        DTRAIN_FACTORY_MODULES="paced",
     )
     assert started.returncode == 0, started.stdout
     page.get_by_role("link", name="live").click()

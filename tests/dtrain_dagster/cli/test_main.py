@@ -23,7 +23,7 @@ from click.testing import CliRunner
 from rich.console import Console
 from told_events import told, write_run
 
-from dtrain_dagster.cli.facts import JobFacts, LeftClock, expect_finish, format_progress, read_course
+from dtrain_dagster.cli.facts import JobFacts, LeftClock, format_progress, read_course
 from dtrain_dagster.cli.follow import wrap_parts
 from dtrain_dagster.cli.job_options import as_begun, dataset_config, plan_job, runnable, total_steps
 from dtrain_dagster.cli.job_tables import nodes_table, print_status
@@ -39,7 +39,7 @@ from dtrain_dagster.jobs.totals import read_phase_totals
 from dtrain_dagster.planning.projection import TimeLeft
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import format_duration
-from harness.small_job import write_dataset
+from harness.small_job import PACED_MODEL, write_dataset
 from trainer.config import ConfigError, parse_job
 from trainer.documents.presences import NodePresence
 from trainer.rundir import LIMIT, RunDir
@@ -256,61 +256,11 @@ def test_a_detached_job_is_listed_followed_and_cancelled(shell: Shell):
 
 
 @pytest.mark.slow
-def test_train_from_a_dataset_with_a_model_of_ones_own(shell: Shell):
-    dataset = write_dataset(shell.folder / "home" / "storage" / "datasets" / "walks")
-    (shell.folder / "my_model.py").write_text(
-        "from torch import nn\n"
-        "def make(spec, outputs):\n"
-        "    return nn.Sequential(nn.Flatten(), nn.Linear(spec.window * len(spec.features), outputs))\n"
-    )
-    shell.env["DTRAIN_FACTORY_MODULES"] = "my_model"
-    options = ("--model", "my_model:make", "--set", "training.max_steps=6", "--set", "training.log_frequency=2")
-    said = shell("train", "--dataset", "walks", "--name", "mine", *options)
-    assert "step 6/6" in said
-    assert "6 steps on 2 ranks" in said
-    job = RunDir(str(shell.folder / "home" / "storage" / "jobs" / "mine"))
-    assert job.read_job().training.world_size == 2
-    assert job.read_job().training.threads_per_rank is not None
-    assert job.read_json("result.json")["world_size"] == 2
-    [row] = [line.split() for line in shell.here("jobs").splitlines() if line.startswith("mine")]
-    losses = [event["loss"] for event in job.events("step")]
-    assert row[-2:] == ["6", f"{losses[-1]:.4f}"]
-    assert row[-3] == f"${json.loads(shell.here('jobs', '--json'))[0]['usd']:.4f}"
-    finish = expect_finish(Settings(home=Path(shell.env["DTRAIN_HOME"]), nodes=2), job)
-    assert finish is not None
-    assert 0 < finish < 60, "what a training alike will take after its last step"
-    summary = " ".join(shell.here("status", "mine").split())
-    assert "6 steps on 2 ranks" in summary
-    assert "gate not passed: NLL " in summary, "after six steps"
-    assert "earned over ridge: " in summary
-    cost = json.loads(shell("cost", "mine", "--json"))
-    assert sum(row["usd"] for row in cost["ledger"]) == pytest.approx(cost["total_usd"], abs=1e-9)
-    assert {"productive", "start-up", "finish"} <= {row["cause"] for row in cost["ledger"]}
-    export = shell.folder / "usage.csv"
-    export.write_text("Date,MeterCategory,CostInBillingCurrency,BillingCurrency,ResourceId\n")
-    said = shell.here("cost", "mine", "--usage-export", str(export))
-    assert "stand-in price, nothing was billed" in said
-    assert "no row of the export belongs to this job" in said
-    export.write_text("Date,Cost\n")
-    assert "has no column for currency" in shell.refused("cost", "mine", "--usage-export", str(export))
-    assert "has succeeded already" in shell.refused("train", "--dataset", str(dataset), "--name", "mine")
-
-
-@pytest.mark.slow
 def test_ctrl_c_cancels_a_training_that_then_goes_on_where_it_was(shell: Shell):
-    write_dataset(shell.folder / "walks")
-    (shell.folder / "slow_model.py").write_text(
-        "import os, time\n"
-        "from torch import nn\n"
-        "class Slow(nn.Linear):\n"
-        "    def forward(self, x):\n"
-        "        time.sleep(0.0 if os.environ['DTRAIN_LAUNCH'] == '2' else 0.2)\n"
-        "        return super().forward(x.flatten(1))\n"
-        "def make(spec, outputs):\n"
-        "    return Slow(spec.window * len(spec.features), outputs)\n"
-    )
-    shell.env["DTRAIN_FACTORY_MODULES"] = "slow_model"
-    options = ("--model", "slow_model:make", "--nodes", "1", "--set", "training.log_frequency=1", "--epochs", "20")
+    write_dataset(shell.folder / "home" / "storage" / "datasets" / "walks")
+    (shell.folder / "my_model.py").write_text(PACED_MODEL)
+    shell.env["DTRAIN_FACTORY_MODULES"] = "my_model"
+    options = ("--model", "my_model:make", "--nodes", "1", "--set", "training.log_frequency=1", "--epochs", "20")
     command = ("train", "--dataset", "walks", "--name", "halted", "--set", "training.max_steps=100", *options)
     process = shell.start(*command)
     job = RunDir(str(shell.folder / "home" / "storage" / "jobs" / "halted"))
@@ -330,12 +280,41 @@ def test_ctrl_c_cancels_a_training_that_then_goes_on_where_it_was(shell: Shell):
     assert job.read_json("status.json")["state"] == "cancelled"
     assert job.read_json("result.json")["status"] == "stopped"
     job.write_json(OWNER, {"dagster_run_id": "ended"})  # as if Dagster had begun it
-    assert "100 steps on 1 rank" in shell.here(*command)
+    said = shell.here(*command)
+    assert "step 100/100" in said
+    assert "100 steps on 1 rank" in said
     assert job.read_json(OWNER)["dagster_run_id"] is None, "it is a person's by now"
     assert job.read_json("status.json")["launch"] == 2
     [resumed] = job.events("resume")
     assert resumed["step"] > 0
     assert_every_total_is_of_both_launches(shell, job)
+    assert_what_is_said_of_it_afterwards(shell, job)
+    assert "has succeeded already" in shell.refused(*command)
+
+
+def assert_what_is_said_of_it_afterwards(shell: Shell, job: RunDir) -> None:
+    assert job.read_job().training.threads_per_rank is not None
+    assert job.read_json("result.json")["world_size"] == 1
+    [row] = [line.split() for line in shell.here("jobs").splitlines() if line.startswith("halted")]
+    losses = [event["loss"] for event in job.events("step")]
+    assert row[-2:] == ["100", f"{losses[-1]:.4f}"]
+    assert row[-3] == f"${json.loads(shell.here('jobs', '--json'))[0]['usd']:.4f}"
+    assert shell.env["DTRAIN_COMMAND_TRACKING"] == "off"
+    assert not (shell.folder / "home" / "mlflow.db").exists()
+    summary = " ".join(shell.here("status", "halted").split())
+    assert "100 steps on 1 rank" in summary
+    assert "NLL " in summary
+    assert "earned over ridge: " in summary
+    cost = json.loads(shell.here("cost", "halted", "--json"))
+    assert sum(row["usd"] for row in cost["ledger"]) == pytest.approx(cost["total_usd"], abs=1e-9)
+    assert {"productive", "start-up", "finish"} <= {row["cause"] for row in cost["ledger"]}
+    export = shell.folder / "usage.csv"
+    export.write_text("Date,MeterCategory,CostInBillingCurrency,BillingCurrency,ResourceId\n")
+    said = shell.here("cost", "halted", "--usage-export", str(export))
+    assert "stand-in price, nothing was billed" in said
+    assert "no row of the export belongs to this job" in said
+    export.write_text("Date,Cost\n")
+    assert "has no column for currency" in shell.refused("cost", "halted", "--usage-export", str(export))
 
 
 def assert_every_total_is_of_both_launches(shell: Shell, job: RunDir) -> None:

@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from dtrain_dagster.cli.facts import expect_finish
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.tracking import as_tracked_before
 from dtrain_dagster.jobs.orders import script_of
 from dtrain_dagster.jobs.view import last_step
+from dtrain_dagster.settings.environment import Settings
 from harness.small_job import write_dataset
 from harness.tables import copy_tables
 from trainer.config import DatasetRef, JobConfig, TrackingConfig
@@ -68,18 +70,21 @@ def test_a_training_of_the_command_line_is_in_mlflow_with_its_dollars_and_goes_o
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["setting", "option"])
-def test_tracking_can_be_switched_off(how: str, tmp_path: Path) -> None:
-    dataset = write_dataset(tmp_path / "dataset")
-    env = {"DTRAIN_HOME": str(tmp_path / "home"), "DTRAIN_NODES": "1", "DTRAIN_THREADS_PER_RANK": "1"}
-    env |= {"DTRAIN_COMMAND_TRACKING": "off"} if how == "setting" else {}
-    more = ["--set", "tracking.mlflow_tracking_uri=null"] if how == "option" else []
+def test_tracking_can_be_switched_off_for_one_training(tmp_path: Path) -> None:
+    """For all: `DTRAIN_COMMAND_TRACKING`, in test_main.py."""
+    dataset, home = write_dataset(tmp_path / "dataset"), tmp_path / "home"
+    env = {"DTRAIN_HOME": str(home), "DTRAIN_NODES": "1", "DTRAIN_THREADS_PER_RANK": "1"}
+    more = ["--set", "tracking.mlflow_tracking_uri=null"]
     asked = ["train", "--dataset", str(dataset), "--model", "tcn", "--set", "training.max_steps=4", *more]
     with contextlib.chdir(tmp_path):
         done = CliRunner().invoke(main, [*asked, "--set", "training.warmup_steps=1"], env=env)
     assert done.exit_code == 0, done.output
     assert "MLflow" not in done.output
-    assert not (tmp_path / "home" / "mlflow.db").exists()
+    assert not (home / "mlflow.db").exists()
+    [job] = (home / "storage" / "jobs").iterdir()
+    finish = expect_finish(Settings(home=home, nodes=1), RunDir(str(job)))
+    assert finish is not None
+    assert 0 < finish < 60, "what a training alike will take after its last step"
 
 
 SCRIPT = """
