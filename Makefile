@@ -82,8 +82,8 @@ test: setup  ## the tests (browser tests want Chromium: installed where that is 
 test-all: test test-engines  ## the tests, those of frameworks, then the long ones: repetitions of proofs, loads of minutes, many examples of Hypothesis
 	@python -m pytest -o faulthandler_timeout=3300 --hypothesis-profile thorough --results=out/tests-long.json -m "long or hypothesis"
 
-test-fast: setup  ## tests that start no world of processes and no browser
-	@python -m pytest -m "not slow and not browser and not long"
+test-fast: setup  ## the cheap ones of the tests, in less than a minute: no world of processes, no server, no browser
+	@python -m pytest -n 2 --dist loadfile --fast $(TESTS)
 
 KUBE_CACHE := $${DTRAIN_TEST_CACHE:-$$HOME/.cache/dtrain-tests}/kubernetes-1.20.2/bin
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,6 @@ settings.register_profile("quick", deadline=None, max_examples=20, derandomize=T
 settings.register_profile("thorough", deadline=None, max_examples=200)
 settings.load_profile("quick")
 
-FIRST = ("e2e", "azure", "abuse", "faults")
-"""Folders whose files take a minute and more: they come first, so that no worker is left alone with one in the end."""
 BROWSER = (
     "tests/e2e/test_whole_graph.py",
     "tests/e2e/test_dagster.py",
@@ -46,17 +45,23 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files come first: the browser's, then those of `FIRST`, then by how many slow tests they have."""
-    slow: dict[Path, int] = {}
-    for item in items:
-        slow[item.path] = slow.get(item.path, 0) + (item.get_closest_marker("slow") is not None)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long files come first, so that no worker is left alone with one in the end: the browser's, then by what their
+    tests took when durations were stored. ``--fast`` leaves out what is costly."""
+    from tests.outcome import COSTLY, stored_durations  # not above: pytest rewrites its assertions first
 
-    def place(item: pytest.Item) -> tuple[bool, int, int]:
-        path = item.path.relative_to(Path(__file__).parents[1]).as_posix()
-        folder = path.split("/")[1]
-        rank = FIRST.index(folder) if folder in FIRST and slow[item.path] else len(FIRST)
-        return path not in BROWSER, rank, -slow[item.path]
+    stored = stored_durations()
+    if config.option.fast:
+        costly = [item for item in items if item.nodeid in stored or any(map(item.get_closest_marker, COSTLY))]
+        config.hook.pytest_deselected(items=costly)
+        items[:] = [item for item in items if item not in set(costly)]
+    seconds = Counter[str]()
+    for test, (taken, _) in stored.items():
+        seconds[test.split("::")[0]] += taken
+
+    def place(item: pytest.Item) -> tuple[bool, float]:
+        path = item.nodeid.split("::")[0]
+        return path not in BROWSER, -seconds[path]
 
     items.sort(key=place)
 

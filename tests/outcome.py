@@ -29,6 +29,10 @@ import pytest
 MOST_REPEATED = 40
 """Where more tests fail than this, something is broken, and nothing is repeated."""
 SLOWEST = 20
+DURATIONS = Path(__file__).with_name("durations.json")
+"""Test → its seconds and processor seconds, of a whole run of ``make test``. Tests below `STORED_FROM` are left out."""
+STORED_FROM = 0.1
+"""Processor seconds from which on a test is stored, and is not run with ``--fast``."""
 CPU = "cpu_seconds"
 COSTLY = frozenset({"slow", "browser", "long"})
 WORK_SECONDS = 0.16
@@ -42,8 +46,16 @@ _RANKS = ("passed", "xpassed", "xfailed", "skipped", "flaky", "failed", "error")
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("outcome", "what a run came to")
     group.addoption("--results", metavar="FILE", help="write counts, durations, failures and flaky tests as JSON")
+    group.addoption(
+        "--store-durations", action="store_true", help=f"write {DURATIONS.name}, by which files are ordered"
+    )
+    group.addoption("--fast", action="store_true", help="only tests that are cheap by their marks and stored durations")
     group.addoption("--repeat-alone", action="store_true", help="run what failed once more, alone; passing is «flaky»")
     group.addoption("--cpu-budget", type=float, metavar="SECONDS", help="of each test that has no mark of a costly one")
+
+
+def stored_durations() -> dict[str, list[float]]:
+    return json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}  # type: ignore[no-any-return]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -153,8 +165,12 @@ class Outcome:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
             elif failed:
                 session.exitstatus = pytest.ExitCode.OK
+        document = self.document(int(session.exitstatus))
         if path := self.config.option.results:
-            write_results(Path(path), self.document(int(session.exitstatus)))
+            write_results(Path(path), document)
+        if self.config.option.store_durations:
+            stored = {test: told[1:] for test, told in document["tests"].items() if told[2] >= STORED_FROM}
+            write_results(DURATIONS, stored)
 
     def repeat(self, failed: Sequence[str], costly: Mapping[str, float], budget: float) -> None:
         """Run them once more; what passes now is flaky, and what keeps to its budget alone is not over it."""
@@ -270,4 +286,5 @@ class Outcome:
 
 def write_results(path: Path, document: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in document.items())
+    path.write_text(f"{{\n{lines}\n}}\n")
