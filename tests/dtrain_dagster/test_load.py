@@ -15,11 +15,10 @@ from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.costs.money import SECOND
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.jobs.progress import follow_job, start_job
+from harness.small_job import write_dataset
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
 from trainer.engine.finalize import MODEL, WEIGHTS
 from trainer.rundir import RESULT, RunDir
-
-from .small_job import write_dataset
 
 STEPS = 4
 
