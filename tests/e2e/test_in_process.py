@@ -118,16 +118,6 @@ def test_bad_prices_fail_before_anything_is_built(
     assert not (storage / "jobs").exists()
 
 
-@pytest.mark.usefixtures("shared")
-def test_an_unknown_field_of_the_launchpad_is_named(job: dg.JobDefinition, tmp_path: Path):
-    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
-        graph = [dg.AssetKey(name) for name in GRAPH]
-        assert "launchpad: training.epoch is not a setting: did you mean training.epochs?" in failure_of(
-            run(job, instance, selection=graph, more={"epoch": 3})
-        )
-    assert not (tmp_path / "home" / "storage" / "jobs").exists()
-
-
 def failure_of(result: dg.ExecuteInProcessResult) -> str:
     """What the one step that failed says."""
     assert not result.success

@@ -275,6 +275,9 @@ class TestStates:
     def test_what_waits_is_queued_until_its_deadline(self, status: str) -> None:
         assert decided(status) == ("report", JobState.QUEUED)
         assert decided(status, phase_since=899.0) == ("stop", JobState.QUEUED)
+        waits = decide_job(facts(status, nodes_ready=2), PATIENCE).message
+        assert waits == "has been waiting for nodes for 10 s, 2 of 3 nodes are there"
+        assert decide_job(facts(status), PATIENCE).message == "has been waiting for nodes for 10 s"
 
     def test_where_nodes_cannot_be_had_and_others_can_it_waits_less(self) -> None:
         short = {"phase_since": 940.0, "allocation_error": "AllocationFailed"}
@@ -287,6 +290,8 @@ class TestStates:
 
     def test_a_job_that_is_not_heard_of_is_believed_by_its_nodes(self) -> None:
         assert decided("NotResponding") == ("report", JobState.RUNNING)
+        heard = decide_job(facts("NotResponding", heard_at=996.0), PATIENCE).message
+        assert heard == "the service says NotResponding; its nodes were last heard from 4 s ago"
         assert decided("NotResponding", phase_since=960.0) == ("stop", JobState.RUNNING)
         assert decided("NotResponding", phase_since=960.0, heard_at=995.0) == ("report", JobState.RUNNING)
         assert decided("AWordThatIsNew") == ("report", JobState.RUNNING)
@@ -324,7 +329,9 @@ class TestStates:
         "how", [{"error": "exited with code 1"}, {"exit_codes": (2, 75)}, {"error": "no such image"}]
     )
     def test_a_launch_that_failed_by_itself_is_not(self, how: dict[str, Any]) -> None:
-        assert decided("Failed", **how) == ("settle", JobState.FAILED)
+        found = decide_job(facts("Failed", **how), PATIENCE)
+        assert (found.action, found.state) == ("settle", JobState.FAILED)
+        assert found.message.startswith(how.get("error", "")), "in the service's words"
 
     def test_a_failure_of_its_own_counts_more_than_nodes_that_vanished_with_it(self) -> None:
         assert decided("Failed", exit_codes=(1,), vanished=(0, 2)) == ("settle", JobState.FAILED)
@@ -363,7 +370,9 @@ class TestStates:
         assert decided("", **gone) == ("settle", JobState.FAILED)
         assert decided("", **gone, cancel_asked=True) == ("settle", JobState.CANCELLED)
         assert decided("", **gone, result=self.done) == ("settle", JobState.SUCCEEDED)
-        assert decided("", **gone, result=self.failed) == ("settle", JobState.FAILED)
+        for why in (self.failed, {"status": "budget", "launch": 2, "error": "why"}):
+            found = decide_job(facts("", **gone, result=why), PATIENCE)
+            assert found == JobDecision(action="settle", state=JobState.FAILED, message="why")
         assert decided("", **gone, stopping="queued too long") == ("next", JobState.QUEUED)
         refused = decide_job(facts("", misses=(800.0, 900.0, 990.0), missing_cancel="refused: no role"), PATIENCE)
         assert refused.state is JobState.FAILED

@@ -13,6 +13,7 @@ from dtrain_dagster.clusters.exit_policy import Failure, blame, describe_exit
 from dtrain_dagster.clusters.presence import STALE_SECONDS, find_latest_presences, health, usage
 from dtrain_dagster.clusters.supervision.submit import with_package
 from trainer.documents.presences import NodePresence
+from trainer.exit_codes import LOST
 from trainer.node.environment import LaunchError, Seat, choose_port, merge_environment, rank_environment
 from trainer.node.line_log import LineLog, last_lines, text_of
 from trainer.node.processes import MARK
@@ -29,21 +30,19 @@ LAUNCH = {
 
 
 def test_of_failures_at_one_moment_the_likeliest_cause_is_blamed():
-    stopped, lost_peer, refused, killed = (
-        Failure(rank=0, node_id=0, code=143),
-        Failure(rank=1, node_id=1, code=1),
-        Failure(rank=2, node_id=2, code=2),
-        Failure(rank=3, node_id=3, code=-9),
+    codes = (143, LOST, 1, 2, -9, -15)
+    stopped, lost_peer, raised, refused, killed, terminated = (
+        Failure(rank=rank, node_id=rank, code=code) for rank, code in enumerate(codes)
     )
-    terminated = Failure(rank=4, node_id=4, code=-15)
-    everyone = [stopped, lost_peer, refused, killed, terminated]
+    everyone = [stopped, lost_peer, raised, refused, killed, terminated]
     random.Random(0).shuffle(everyone)
-    assert sorted(everyone, key=blame) == [killed, refused, lost_peer, stopped, terminated]
+    assert sorted(everyone, key=blame) == [killed, refused, raised, lost_peer, stopped, terminated]
 
 
 @pytest.mark.parametrize(
     ("code", "words"),
     [
+        (0, "exit code 0"),
         (1, "exit code 1"),
         (2, "exit code 2, unusable configuration or data"),
         (3, "exit code 3"),
