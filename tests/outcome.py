@@ -6,8 +6,8 @@ first failure, counted in the file of ``--results``, and fails the run, unless i
 
 With ``--cpu-budget SECONDS``, a test without one of the marks `COSTLY` fails the run by name where it takes more of the
 processor than that, both beside others and alone. The budget is that of a machine which does `_work` in
-`WORK_SECONDS`; a slower one allows more. Processor time is that of the test's own process and of the children that it
-has waited for.
+`WORK_SECONDS`; a slower one allows more. Processor time is that of the test's own process, of the children that it
+has waited for, and of services that several tests share (`SERVICES`).
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ WORK_SECONDS = 0.16
 """Of the machine on which budgets were set, without other work."""
 QUARANTINED: dict[str, tuple[str, str]] = {}
 """Flaky test → the reason why it may be so for now, and the date from which on it has been."""
+SERVICES: set[int] = set()
+"""Processes that outlast a test. What they do in its time is the test's, not that of whichever test sees their end."""
+TICK = os.sysconf("SC_CLK_TCK")
 _RANKS = ("passed", "xpassed", "xfailed", "skipped", "flaky", "failed", "error")
 """Of the three phases of a test, the one furthest to the right counts."""
 
@@ -65,9 +68,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def cpu_seconds() -> float:
-    """Processor time of this process and of the children that it has waited for, so far."""
+    """Processor time of this process, of the children that it has waited for, and of `SERVICES`, so far."""
     spent = (resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(each.ru_utime + each.ru_stime for each in spent)
+    return sum(each.ru_utime + each.ru_stime for each in spent) + sum(map(_of_service, SERVICES))
+
+
+def _of_service(pid: int) -> float:
+    """With the children that it has waited for. Nothing once it has ended: it is among ours then."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:15])) / TICK
 
 
 def _work() -> None:

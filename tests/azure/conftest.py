@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import sys
 import uuid
@@ -8,12 +10,30 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from harness.azure.azurite import Azurite, missing
 from harness.azure.emulator import Emulator
 from harness.azure.emulator.contract import schemas_folder, violations
 from tests.azure.shell import MODEL, Shell
+from tests.outcome import SERVICES
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whichever test asks first for a service starts it, which is slow."""
+    for item in items:
+        if {"cloud", "azurite"} & set(getattr(item, "fixturenames", ())) and item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.slow)
+
+
+@contextlib.contextmanager
+def shared(service: int) -> Iterator[None]:
+    """What this process and its children do is counted with the tests that use them."""
+    pids = {service, *(child.pid for child in psutil.Process(service).children())}
+    SERVICES.update(pids)
+    yield
+    SERVICES.difference_update(pids)
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +46,7 @@ def azurite_installed() -> None:
 @pytest.fixture(scope="session")
 def azurite(azurite_installed: None) -> Iterator[Azurite]:
     """A storage account for the whole session, found by key. Its containers are shared: make one of your own."""
-    with Azurite() as account:
+    with Azurite() as account, shared(account.pid):
         yield account
 
 
@@ -46,16 +66,25 @@ def container(azurite: Azurite, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
     return make
 
 
+@pytest.fixture(scope="session")
+def cloud(azurite_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulator]:
+    """The processes of an emulator, which take seconds to start; whoever uses them renews the workspace first."""
+    with Emulator(tmp_path_factory.mktemp("emulator")) as started:
+        assert started.process is not None
+        with shared(started.process.pid):
+            yield started
+
+
 @pytest.fixture(scope="module")
-def emulator(azurite_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulator]:
+def emulator(cloud: Emulator) -> Iterator[Emulator]:
     """A workspace for the tests of one file. In the end, whatever they PUT is held against our own schema,
     and against Azure's where these are at hand."""
-    with Emulator(tmp_path_factory.mktemp("emulator")) as started:
-        yield started
-        requests = started.control("requests")
-        assert violations(requests, None) == []
-        if (schemas := schemas_folder()) is not None:
-            assert violations(requests, schemas) == []
+    cloud.control("renew")
+    yield cloud
+    requests = cloud.control("requests")
+    assert violations(requests, None) == []
+    if (schemas := schemas_folder()) is not None:
+        assert violations(requests, schemas) == []
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +98,15 @@ def client(emulator: Emulator) -> Iterator[Any]:
 @pytest.fixture
 def stage(emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> Iterator[Any]:
     """A cluster's `Stage`. After each test: nothing left Failed, and everything that it bought given back."""
-    from tests.azure.stage import Stage  # and with it the client's packages
+    from dtrain_dagster.clusters.azure_ml import client, jobs, provision  # and with them the client's packages
+    from tests.azure.stage import TIMING, Stage
 
-    emulator.control("timing", allocation_retry_seconds=0.3, grace_seconds=1.0)
+    monkeypatch.setattr(client, "RETRIES", dataclasses.replace(client.RETRIES, first_pause_seconds=0.1))
+    monkeypatch.setattr(provision, "LOOK_SECONDS", 0.1)
+    emulator.control("timing", **TIMING)
     emulator.use(monkeypatch)
     made = Stage(emulator, tmp_path, f"t{zlib.crc32(request.node.name.encode()) % 10**6}")
+    monkeypatch.setattr(jobs, "stage_for_nodes", made.stage_code)
     yield made
     emulator.control("clear")
     states = {name: compute["state"] for name, compute in made.computes().items()}
@@ -93,27 +126,27 @@ def new_client() -> Any:
 
 
 @pytest.fixture
-def shell(azurite_installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
+def shell(cloud: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
     """`dtrain` before a workspace of this test's own."""
-    with Emulator(tmp_path / "cloud") as cloud:
-        for name in [name for name in os.environ if name.startswith("DTRAIN_")]:
-            monkeypatch.delenv(name)
-        cloud.use(monkeypatch)
-        own = {
-            "DTRAIN_HOME": str(tmp_path / "home"),
-            "DTRAIN_CLUSTER": "azure_ml",
-            "DTRAIN_CLUSTER_NAME": "dtrain",
-            "DTRAIN_STORAGE": "az://dtrain/team",
-            "DTRAIN_AZURE_IMAGE": "emulated.azurecr.io/dtrain:1",
-            "DTRAIN_AZURE_POLL_SECONDS": "0.5",
-            "DTRAIN_THREADS_PER_RANK": "1",
-            "DTRAIN_FACTORY_MODULES": "my_model",
-        }
-        for name, value in own.items():
-            monkeypatch.setenv(name, value)
-        folder = tmp_path / "work"
-        folder.mkdir()
-        monkeypatch.chdir(folder)
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        (folder / "my_model.py").write_text(MODEL)
-        yield Shell(folder, cloud, dict(os.environ) | cloud.environment | own)
+    cloud.control("renew")
+    for name in [name for name in os.environ if name.startswith("DTRAIN_")]:
+        monkeypatch.delenv(name)
+    cloud.use(monkeypatch)
+    own = {
+        "DTRAIN_HOME": str(tmp_path / "home"),
+        "DTRAIN_CLUSTER": "azure_ml",
+        "DTRAIN_CLUSTER_NAME": "dtrain",
+        "DTRAIN_STORAGE": "az://dtrain/team",
+        "DTRAIN_AZURE_IMAGE": "emulated.azurecr.io/dtrain:1",
+        "DTRAIN_AZURE_POLL_SECONDS": "0.5",
+        "DTRAIN_THREADS_PER_RANK": "1",
+        "DTRAIN_FACTORY_MODULES": "my_model",
+    }
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (folder / "my_model.py").write_text(MODEL)
+    return Shell(folder, cloud, dict(os.environ) | cloud.environment | own)

@@ -27,7 +27,7 @@ def test_a_job_runs_and_its_logs_are_read(stage: Stage, auth: str, monkeypatch: 
 
     monkeypatch.setattr(jobs, "stage_for_nodes", stage_new_code)  # code that the workspace has is not sent again
     assert stage.control("datastore", auth=auth) == auth
-    manager, spec = stage.run()
+    manager, spec = stage.run("succeed()")
     assert end(manager, spec).state is JobState.SUCCEEDED
     wait_for(lambda: "rank 0 of 2" in manager.job_logs(spec.job_id), "the log")
 

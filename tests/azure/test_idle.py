@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -148,7 +149,7 @@ def test_a_job_submitted_during_the_decision_keeps_its_nodes(
 
     def be_late(self: AzureMLClusterManager, pool: NodePool, force: bool = False) -> bool:
         run_dir = f"{manager.jobs_uri}/{stage.name}-late"
-        command = (*spec.command[:2], "import time; time.sleep(600)")
+        command = ("played", run_dir, json.dumps(FOREVER))
         late = replace(spec, job_id=f"{stage.name}-late", run_dir=run_dir, command=command)
         manager.submit_job(late)
         submitted.append(late.job_id)
@@ -179,7 +180,7 @@ def test_a_compute_without_a_run_stays_where_it_is_used_again_or_its_end_takes_t
         manager.end_orphan(orphan)
 
     [orphan] = manager.find_orphans(())
-    stage.control("fault", fault="error", operation="compute.get", status=503, count=3)
+    stage.control("fault", fault="error", operation="compute.get", status=503, count=None)
     with pytest.raises(ServiceUnreachable, match="tried for 1 s"):
         manager.end_orphan(orphan)
     stage.control("clear")

@@ -14,7 +14,7 @@ from dtrain_dagster.clusters.azure_ml.job_records import PROVISIONING
 from dtrain_dagster.clusters.base import ClusterError, InUseError, JobState, JobStatus, NoCapacityError, Orphan
 from dtrain_dagster.costs.budget import write_limit
 from dtrain_dagster.costs.prices import price_of
-from tests.azure.stage import A100, DONE, FOREVER, LAST_ONE_DONE, V100, Stage, end, wait_for
+from tests.azure.stage import A100, DONE, FAILS, FOREVER, LAST_ONE_DONE, V100, Stage, end, wait_for
 from tests.webhook import web_hook
 from trainer.documents.presences import NodePresence
 from trainer.rundir import LAUNCH, LIMIT, STATUS, RunDir
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 def test_runs_where_the_nodes_were_got_and_says_so(stage: Stage) -> None:
     stage.control("fault", fault="refuse", vm_size=V100, how="sync")
-    manager, spec = stage.run()
+    manager, spec = stage.run("succeed()")
     assert end(manager, spec).state is JobState.SUCCEEDED
     rundir = RunDir(spec.run_dir)
     launch = rundir.read_json(LAUNCH)
@@ -73,7 +73,7 @@ succeed()
 def test_is_bought_once_whoever_asks_and_whatever_answers_are_lost(stage: Stage) -> None:
     for _ in range(2):
         stage.control("fault", fault="drop", operation="job.put", moment="after")
-    manager, spec = stage.run(FOREVER)
+    manager, spec = stage.run("time.sleep(600)")
     others = [stage.manager(run=f"run-{number}") for number in range(2)]
     threads = [threading.Thread(target=other.submit_job, args=(spec,)) for other in others]
     for thread in threads:
@@ -88,7 +88,7 @@ def test_is_bought_once_whoever_asks_and_whatever_answers_are_lost(stage: Stage)
 
 
 def test_one_that_was_cancelled_or_failed_is_submitted_again_as_its_next_launch(stage: Stage) -> None:
-    manager, spec = stage.run("sys.exit(1)")
+    manager, spec = stage.run(FAILS)
     failed = end(manager, spec)
     assert failed.state is JobState.FAILED
     assert "rank" in failed.message
@@ -116,7 +116,7 @@ def test_people_are_told_once_of_each_launch_and_end(stage: Stage, monkeypatch: 
     """By whichever manager sees it, one that only looks included."""
     with web_hook() as (url, heard):
         monkeypatch.setenv("DTRAIN_NOTIFY", url)
-        manager, spec = stage.run("sys.exit(1)")
+        manager, spec = stage.run(FAILS)
         others = [stage.manager(run=None, tends=False) for _ in range(2)]
         threads = [threading.Thread(target=end, args=(other, spec)) for other in (manager, *others)]
         for thread in threads:
@@ -278,8 +278,9 @@ def test_a_process_that_dies_while_it_ends_a_waiting_job_is_replaced(stage: Stag
 
 @pytest.mark.parametrize("fault", ["lose", pytest.param("preempt", marks=pytest.mark.long)])
 def test_lost_nodes_lead_to_the_next_launch(stage: Stage, fault: str) -> None:
+    """Real processes, of which those of the lost node are killed, and those of the other end with the job."""
     stage.control("fault", fault=fault, job=f"{stage.name}-job-l1", node=1, log="in launch 1")
-    manager, spec = stage.run(LAST_ONE_DONE)
+    manager, spec = stage.run("while launch < 2:\n    time.sleep(0.1)\nsucceed()")
     assert end(manager, spec).state is JobState.SUCCEEDED
     launch = RunDir(spec.run_dir).read_json(LAUNCH)
     assert (launch["launch"], launch["node_count"]) == (2, 2)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from harness.azure.emulator.state import Addresses
 
 ROOT = Path(__file__).parents[3]
+CLOUD = "EmulatedCloud"
 START_SECONDS = 90.0
 STOP_SECONDS = 30.0
 
@@ -112,7 +113,7 @@ class Emulator:
         for name in ENVIRONMENT_OF_OTHERS:
             monkeypatch.delenv(name, raising=False)
         # The SDK writes it into the environment; like this it is taken back afterwards.
-        monkeypatch.setenv("AZUREML_CURRENT_CLOUD", "EmulatedCloud")
+        monkeypatch.setenv("AZUREML_CURRENT_CLOUD", CLOUD)
         for name, value in self.environment.items():
             if name != "PYTHONPATH":
                 monkeypatch.setenv(name, value)
@@ -121,6 +122,10 @@ class Emulator:
 
         monkeypatch.setattr(LROBasePolling, "_sleep", LROBasePolling._sleep)
         runpy.run_path(str(ROOT / "harness/azure/resolver/sitecustomize.py"))
+        from azure.ai.ml import _azure_environments as environments
+
+        # Of a cloud that the SDK does not know by itself it asks the addresses several times for each request.
+        monkeypatch.setitem(environments._environments, CLOUD, environments._get_cloud(CLOUD))
 
 
 ENVIRONMENT_OF_OTHERS = (

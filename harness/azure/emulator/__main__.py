@@ -10,32 +10,20 @@ import shlex
 import signal
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 
 from harness.azure.azurite import Azurite
 from harness.azure.emulator import environment
-from harness.azure.emulator.app import QuietServer, Surface, new_app, new_server, tick_forever
-from harness.azure.emulator.arm import arm_routes
-from harness.azure.emulator.around import Around, around_control, around_routes
-from harness.azure.emulator.assets import asset_routes
+from harness.azure.emulator.app import QuietServer, new_server, tick_forever
 from harness.azure.emulator.certificates import ACCOUNT, make_certificates
-from harness.azure.emulator.computes import compute_routes
-from harness.azure.emulator.control import control_routes
-from harness.azure.emulator.endpoints import Serving, endpoint_routes
 from harness.azure.emulator.faults import FIELDS, Faults
-from harness.azure.emulator.history import history_routes
-from harness.azure.emulator.identity import Identity, identity_routes
-from harness.azure.emulator.jobs import job_routes
-from harness.azure.emulator.running import Runner
-from harness.azure.emulator.scaling import tick_computes
-from harness.azure.emulator.state import CONTAINER, DATASTORE_CONTAINER, Cloud
-from harness.azure.emulator.storage import Blobs
-from harness.azure.emulator.tracking import Tracking, mlflow_routes
+from harness.azure.emulator.state import Addresses
+from harness.azure.emulator.workspace import RESOLVER, Workspace
 
 ENVIRONMENT, READY = "azure.env", "ready.json"
 """Files for a shell and for `Emulator`, which are there once it answers."""
-RESOLVER = Path(__file__).parents[1] / "resolver"
 EPILOG = f"""\
 In another terminal:  source DIR/azure.env   and use dtrain (or az-ml code of your own) as with a real workspace.
 A running job really starts its processes on this machine, in DIR/nodes. Nothing leaves the machine, nothing costs.
@@ -57,53 +45,24 @@ def main() -> int:
     folder: Path = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     _forget(folder)
-    script = json.loads(arguments.faults.read_text()) if arguments.faults else []
+    faults = Faults()
+    for spec in json.loads(arguments.faults.read_text()) if arguments.faults else []:
+        faults.add(spec, time.time())
     warnings.filterwarnings("ignore", message="Unverified HTTPS request")  # of its own storage account
     certificates = make_certificates(folder / "certificates")
     with Azurite(
         certificate=certificates.server, key=certificates.key, oauth=True, port=arguments.storage_port
     ) as blobs:
-        for container in (CONTAINER, DATASTORE_CONTAINER):
-            blobs.create_container(container)
-        cloud = Cloud(folder=folder, faults=Faults())
-        for spec in script:
-            cloud.faults.add(spec, cloud.clock.now())
-        identity = Identity()
-        cloud.addresses.storage = blobs.url
-        cloud.addresses.storage_suffix = f"core.localhost:{blobs.port}"
-        store = Blobs(cloud.addresses)
-        runner = Runner(cloud=cloud, blobs=store, identity=identity, ca=certificates.ca, resolver=RESOLVER)
-        serving, tracking = Serving(cloud, store, identity), Tracking(cloud)
-
-        def tick() -> None:
-            cloud.end_operations()
-            runner.tick()
-            serving.tick()
-            tick_computes(cloud, runner.waiting())
-
-        surface, around, resources = new_app(), Around(), arm_routes(cloud)
-        for routes in (
-            around_routes(cloud, around, identity, resources),
-            resources,
-            compute_routes(cloud),
-            asset_routes(cloud, store),
-            job_routes(cloud),
-            history_routes(cloud, store),
-            endpoint_routes(cloud, serving),
-            mlflow_routes(tracking),
-        ):
-            surface.include_router(routes)
-        inside = new_app()
-        for routes in (identity_routes(identity), around_control(around), control_routes(cloud, tick)):
-            inside.include_router(routes)
-        arm, arm_socket = new_server(Surface(surface, cloud, identity), certificates, arguments.port)
-        control, control_socket = new_server(inside, None, arguments.control_port)
-        cloud.addresses.base = f"https://127.0.0.1:{arm_socket.getsockname()[1]}"
-        cloud.addresses.control = f"http://127.0.0.1:{control_socket.getsockname()[1]}"
-        variables = environment(cloud.addresses, certificates.ca, RESOLVER, identity.header)
+        addresses = Addresses(storage=blobs.url, storage_suffix=f"core.localhost:{blobs.port}")
+        workspace = Workspace(folder, addresses, certificates.ca, faults)
+        arm, arm_socket = new_server(workspace.surface, certificates, arguments.port)
+        control, control_socket = new_server(workspace.inside, None, arguments.control_port)
+        addresses.base = f"https://127.0.0.1:{arm_socket.getsockname()[1]}"
+        addresses.control = f"http://127.0.0.1:{control_socket.getsockname()[1]}"
+        variables = environment(addresses, certificates.ca, RESOLVER, workspace.identity.header)
 
         async def serve() -> None:
-            ticking = asyncio.create_task(tick_forever(tick))
+            ticking = asyncio.create_task(tick_forever(workspace.tick))
             servers = (arm, control)
             _stop_on_signals(servers, arguments.leave_with_stdin)
             ticking.add_done_callback(lambda _: _stop(servers))
@@ -119,8 +78,7 @@ def main() -> int:
             asyncio.run(serve())
         finally:
             _forget(folder)
-            for part in (runner, serving, tracking):
-                part.close()
+            workspace.close()
     return 0
 
 

@@ -4,6 +4,7 @@
 ``clock``      ``advance_seconds``: move the emulator's clock forward; answers ``now`` (seconds since the epoch)
 ``fault``      one fault, or ``faults``: a list of them (see `harness.azure.emulator.faults`); answers with all
 ``faults``     the faults: what they are, how often they struck, how often they still will
+``renew``      a workspace as it is after the start, with empty storage, at the same addresses
 ``clear``      forget all faults and quotas, what was denied, and how datastores reach storage
 ``timing``     change how long things take (fields of `state.Timing`); answers with all of them
 ``datastore``  ``auth``: ``key``, ``sas`` or ``identity``, how the workspace's datastores reach the storage account
@@ -31,12 +32,13 @@ from harness.azure.emulator.state import Cloud
 from harness.azure.emulator.storage import DATASTORE_AUTHS
 
 
-def control_routes(cloud: Cloud, tick: Callable[[], None]) -> APIRouter:
+def control_routes(cloud: Cloud, tick: Callable[[], None], renew: Callable[[], None]) -> APIRouter:
     router = APIRouter()
     verbs: dict[str, Callable[[dict[str, Any]], Any]] = {
         "clock": lambda asked: _clock(cloud, tick, asked),
         "fault": lambda asked: _fault(cloud, asked),
         "faults": lambda asked: [fault.describe() for fault in cloud.faults.all],
+        "renew": lambda asked: renew(),
         "clear": lambda asked: _clear(cloud),
         "timing": lambda asked: _timing(cloud, asked),
         "datastore": lambda asked: _datastore_auth(cloud, asked["auth"]),

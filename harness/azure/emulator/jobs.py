@@ -105,7 +105,6 @@ class Job:
             "status": self.status,
             "compute": self.compute,
             "nodes": [slot.node for slot in self.slots],
-            "guards": [slot.work.pid for slot in self.slots if slot.work],
             "launches": self.launches,
             "error": self.error,
         }

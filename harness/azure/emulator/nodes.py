@@ -11,7 +11,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from harness.azure.emulator.played import Played
 
 GUARD = Path(__file__).with_name("guard.py")
 
@@ -91,7 +94,7 @@ class Slot:
 
     rank: int
     node: str | None = None
-    work: Guarded | None = None
+    work: Guarded | Played | None = None
     lost_at: float | None = None
     back_after: float | None = None
     """Seconds after which another machine takes its place; None: never."""

@@ -6,8 +6,9 @@ import os
 import shutil
 import sys
 import time
+import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,6 +19,7 @@ from harness.azure.emulator.faults import Fault
 from harness.azure.emulator.identity import Identity
 from harness.azure.emulator.jobs import Job
 from harness.azure.emulator.nodes import Guarded, Image, Slot, log_name, node_environment
+from harness.azure.emulator.played import Played, is_played
 from harness.azure.emulator.scaling import end_stay, set_state, stay_of
 from harness.azure.emulator.state import (
     DATASTORE_CONTAINER,
@@ -53,6 +55,8 @@ class Runner:
     identity: Identity
     ca: Path
     resolver: Path
+    _codes: dict[str, Future[Path]] = field(default_factory=dict)
+    """What jobs share: the code of an asset, which no version changes."""
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, thread_name_prefix="blobs"))
 
     def waiting(self) -> dict[str, list[int]]:
@@ -146,7 +150,10 @@ class Runner:
         for slot, node in zip(job.slots, idle, strict=False):
             self._take(job, slot, compute, node)
         job.folder = self.cloud.folder / "nodes" / job.name / f"launch-{job.launches}"
-        job.code = self._threads.submit(self._fetch, job, job.folder / "code")
+        code = "" if is_played(job.properties["command"]) else job.properties.get("codeId") or ""
+        if code not in self._codes:
+            self._codes[code] = self._threads.submit(self._fetch, code, self.cloud.folder / "code" / uuid.uuid4().hex)
+        job.code = self._codes[code]
         job.to("Preparing", now)
         return True
 
@@ -157,9 +164,8 @@ class Runner:
         set_state(compute, node, "running", now)
         stay_of(self.cloud, node).jobs.append([job.name, now, None])
 
-    def _fetch(self, job: Job, target: Path) -> Path:
-        target.mkdir(parents=True, exist_ok=True)
-        code = job.properties.get("codeId")
+    def _fetch(self, code: str, target: Path) -> Path:
+        target.mkdir(parents=True)
         asset = by_id(self.cloud, code) if code else None
         if asset is not None:
             self.blobs.download_folder(*container_and_prefix(asset.body["properties"]["codeUri"]), target)
@@ -184,21 +190,27 @@ class Runner:
         assert job.code is not None
         home = job.folder / f"node-{slot.rank}-stay-{slot.stay}"
         slot.stay += 1
-        shutil.copytree(job.code.result(), home / "wd")
-        (home / "tmp").mkdir()
-        (job.folder.parent / "user_logs").mkdir(exist_ok=True)
-        processes = []
+        (job.folder.parent / "user_logs").mkdir(parents=True, exist_ok=True)
+        line, environments, logs = job.properties["command"], [], []
         for local in range(job.shape.per_node):
             environment = node_environment(self._image(job), job.shape, slot.rank, local, job.port, home)
             environment |= {
                 name: str(value) for name, value in (job.properties.get("environmentVariables") or {}).items()
             }
-            log = job.folder.parent / log_name(job.shape, slot.rank * job.shape.per_node + local)
-            command = ["bash", "-c", job.properties["command"]]
-            processes.append(
-                {"command": command, "environment": environment, "folder": str(home / "wd"), "output": str(log)}
-            )
-        slot.work = Guarded(processes)
+            environments.append(environment)
+            logs.append(job.folder.parent / log_name(job.shape, slot.rank * job.shape.per_node + local))
+        if is_played(line):
+            slot.work = Played(self.blobs, line, environments, logs)
+            return
+        shutil.copytree(job.code.result(), home / "wd")
+        (home / "tmp").mkdir()
+        shared = {"command": ["bash", "-c", line], "folder": str(home / "wd")}
+        slot.work = Guarded(
+            [
+                {**shared, "environment": environment, "output": str(log)}
+                for environment, log in zip(environments, logs, strict=True)
+            ]
+        )
 
     def _image(self, job: Job) -> Image:
         addresses = self.cloud.addresses

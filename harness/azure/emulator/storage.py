@@ -35,6 +35,13 @@ class Blobs:
         """As the service names it: by host, not by path."""
         return f"https://{ACCOUNT}.blob.{self._addresses.storage_suffix}"
 
+    def empty(self, container: str) -> None:
+        """Make it, or make it anew."""
+        client = self._service.get_container_client(container)
+        if client.exists():
+            client.delete_container()
+        client.create_container()
+
     def fresh_container(self) -> tuple[str, str]:
         """A new container: its address, and the same with a SAS that may write. One for each upload: a client that
         finds its file's name in a container takes it for its file."""
@@ -101,6 +108,9 @@ class Blobs:
 
         client: Any = self._service.get_blob_client(container, blob)
         client.upload_blob(content, overwrite=True, content_settings=ContentSettings(content_type="text/plain"))
+
+    def exists(self, container: str, blob: str) -> bool:
+        return bool(self._service.get_blob_client(container, blob).exists())
 
     def names(self, container: str, prefix: str) -> list[str]:
         return list(self._service.get_container_client(container).list_blob_names(name_starts_with=prefix))
