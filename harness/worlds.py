@@ -6,10 +6,8 @@ import contextlib
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -323,13 +321,12 @@ class Job(Run):
         return self.rundir.read_json("result.json") or {}
 
 
-def run_torchrun(job: Job, program: Sequence[str], *more: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Two ranks of a program that takes ``--config``, under torchrun."""
-    torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent))
-    assert torchrun
-    master = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+def run_torchrun(job: Job, program: Sequence[str], *more: str, **environment: str) -> tuple[int, str]:
+    """Two ranks of a program that takes ``--config``, under torchrun: its exit code, and what all of them said."""
     clean = {name: value for name, value in os.environ.items() if "RANK" not in name and "WORLD" not in name}
-    return subprocess.run(
-        [torchrun, "--nproc-per-node", "2", *master, *program, "--config", str(job.write()), *more],
-        env={**clean, **job.environment, **environment}, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    master = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    arguments = ["--nproc-per-node", "2", *master, *program, "--config", str(job.write()), *more]
+    given = {**clean, **job.environment, **environment}
+    with Forked("from torch.distributed.run import main; main()", *arguments, environment=given, errors=True) as run:
+        said = run.communicate(timeout=200)
+        return run.wait(), said
