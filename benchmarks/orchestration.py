@@ -39,8 +39,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import scipy
 import yaml
-from scipy import stats
 
 from benchmarks.host import in_parts, note, tell
 from dtrain_dagster.clusters.base import OWNER
@@ -204,7 +204,7 @@ def paired_difference(gaps: Sequence[float]) -> tuple[float, float, float]:
     mean = statistics.fmean(gaps)
     if len(gaps) < 2:
         return mean, -math.inf, math.inf
-    half = float(stats.t.ppf(0.975, len(gaps) - 1)) * statistics.stdev(gaps) / len(gaps) ** 0.5
+    half = float(scipy.stats.t.ppf(0.975, len(gaps) - 1)) * statistics.stdev(gaps) / len(gaps) ** 0.5
     return mean, mean - half, mean + half
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,6 +95,92 @@ def be_rank(
     if prepare:
         prepare()
     sys.exit(run(arguments))
+
+
+class Forked:
+    """A Python program in a forked process, with the names of `subprocess.Popen`: it need not load torch first. What it
+    prints is in ``stdout``, with ``errors`` also what it says of them."""
+
+    def __init__(
+        self, program: str, *arguments: str, environment: Mapping[str, str] | None = None, errors: bool = False
+    ) -> None:
+        given, write = FORKS.Pipe(duplex=False)
+        read, printed = FORKS.Pipe(duplex=False)
+        what = program, arguments, dict(os.environ if environment is None else environment), errors
+        self.process = FORKS.Process(target=_be_program, args=(write, given, printed, *what))
+        self.process.start()
+        given.close()
+        printed.close()
+        self.pid = self.process.pid or 0
+        self.stdin, self.stdout = os.fdopen(os.dup(write.fileno()), "w"), os.fdopen(os.dup(read.fileno()))
+        write.close()
+        read.close()
+
+    def say(self, line: str) -> None:
+        print(line, file=self.stdin, flush=True)
+
+    def communicate(self, said: str = "", timeout: float = 60.0) -> str:
+        """Write this, close the input, and return what was printed until the end, which comes within the timeout."""
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.write(said)
+            self.stdin.close()
+        printed = self.stdout.read()
+        self.wait(timeout)
+        return printed
+
+    def wait(self, timeout: float = 60.0) -> int:
+        self.process.join(timeout)
+        assert self.process.exitcode is not None, f"it still runs after {timeout:g} s"
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.stdout.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.close()
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+def _be_program(
+    write: Connection, given: Connection, printed: Connection, program: str, arguments: Sequence[str],
+    environment: Mapping[str, str], errors: bool,
+) -> None:  # fmt: skip
+    """The life of a forked process that ``python -c`` with this program would have been."""
+    write.close()  # else it would wait for itself at the end of its input
+    os.setpgid(0, 0)
+    os.dup2(given.fileno(), 0)
+    os.dup2(printed.fileno(), 1)
+    if errors:
+        os.dup2(1, 2)
+    given.close()
+    printed.close()
+    sys.stdin = os.fdopen(0, closefd=False)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["-c", *arguments]
+    exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
+
+
+@contextlib.contextmanager
+def frozen(program: str, *arguments: str) -> Iterator[Callable[[], str]]:
+    """A program that freezes itself, once it has; the function lets it go on, and returns what it has printed."""
+    with Forked(program, *arguments) as process:
+
+        def thaw() -> str:
+            os.kill(process.pid, signal.SIGCONT)
+            return process.communicate()
+
+        until(lambda: "T (stopped)" in Path(f"/proc/{process.pid}/status").read_text())
+        yield thaw
 
 
 def launched(rank: int, world: int, each: int = 0, port: int = 1) -> dict[str, str]:
@@ -235,13 +321,12 @@ class Job(Run):
         return self.rundir.read_json("result.json") or {}
 
 
-def run_torchrun(job: Job, program: Sequence[str], *more: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Two ranks of a program that takes ``--config``, under torchrun."""
-    torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent))
-    assert torchrun
-    master = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+def run_torchrun(job: Job, program: Sequence[str], *more: str, **environment: str) -> tuple[int, str]:
+    """Two ranks of a program that takes ``--config``, under torchrun: its exit code, and what all of them said."""
     clean = {name: value for name, value in os.environ.items() if "RANK" not in name and "WORLD" not in name}
-    return subprocess.run(
-        [torchrun, "--nproc-per-node", "2", *master, *program, "--config", str(job.write()), *more],
-        env={**clean, **job.environment, **environment}, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    master = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    arguments = ["--nproc-per-node", "2", *master, *program, "--config", str(job.write()), *more]
+    given = {**clean, **job.environment, **environment}
+    with Forked("from torch.distributed.run import main; main()", *arguments, environment=given, errors=True) as run:
+        said = run.communicate(timeout=200)
+        return run.wait(), said

@@ -46,7 +46,7 @@ import sys
 import time
 import pytest
 
-SPIN = "import time\\nwhile time.process_time() < 2: pass"
+SPIN = "import time\\nwhile time.process_time() < 0.5: pass"
 
 def spin(): subprocess.run([sys.executable, "-c", SPIN], check=True)
 def test_cheap(): pass
@@ -60,11 +60,11 @@ def test_slow(): spin()
 
 
 def run(folder: Path, source: str, *options: str, conftest: str = "") -> tuple[int, str, dict[str, Any]]:
-    """Exit status, what was printed, and the JSON file of a run of these tests by two workers."""
+    """Exit status, what was printed, and the JSON file of a run of these tests by a worker of xdist."""
     (folder / "test_these.py").write_text(source)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
     (folder / "conftest.py").write_text('pytest_plugins = ["tests.outcome"]\n' + conftest)
-    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-n", "2", "--results", "results.json", *options]
+    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-n", "1", "--results", "results.json", *options]
     root = Path(__file__).parents[1]
     # Every other plugin that happens to be installed would be imported by three processes a run.
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -118,7 +118,7 @@ def test_a_quarantined_test_may_be_flaky(tmp_path: Path) -> None:
 
 
 def test_an_unmarked_test_that_costs_too_much_fails_the_run(tmp_path: Path) -> None:
-    status, said, results = run(tmp_path, COSTLY, "--cpu-budget", "0.3", "--repeat-alone")
+    status, said, results = run(tmp_path, COSTLY, "--cpu-budget", "0.1", "--repeat-alone")
     assert (status, results["passed"]) == (1, 4)
     assert list(results["over_budget"]) == ["test_these.py::test_costly"]
     assert "OVER BUDGET test_these.py::test_costly" in said

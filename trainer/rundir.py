@@ -326,6 +326,8 @@ class RunDir:
                 self.storage.create(node_file(presence), document.encode())
                 return presence
             except FileExistsError:
+                if not self.storage.exists(node_file(presence)):
+                    raise  # a file is in the way of the folder: no other number would help
                 presence = replace(presence, incarnation=presence.incarnation + 1)
 
     def begin_presence(self, presence: NodePresence) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from dtrain_dagster.settings.plain_variables import INTERNAL
@@ -24,29 +25,33 @@ _LIST = ROOT / "dtrain_dagster" / "settings" / "plain_variables.py"
 
 def literals(node: ast.AST) -> set[str]:
     """Return all texts in an expression that could name a variable, but for parts of formatted ones."""
-    parts = {id(part) for item in ast.walk(node) if isinstance(item, ast.JoinedStr) for part in item.values}
-    found = (item.value for item in ast.walk(node) if isinstance(item, ast.Constant) and id(item) not in parts)
+    return literals_of(list(ast.walk(node)))
+
+
+def literals_of(nodes: Sequence[ast.AST]) -> set[str]:
+    parts = {id(part) for item in nodes if isinstance(item, ast.JoinedStr) for part in item.values}
+    found = (item.value for item in nodes if isinstance(item, ast.Constant) and id(item) not in parts)
     return {text for text in found if isinstance(text, str) and _NAME.fullmatch(text)}
 
 
 class Module:
-    """The names of variables that one module reads. ``constants`` has the texts of the constants of all modules, by
-    module and name, by which names that are imported are resolved."""
+    """The names of variables that one module of these nodes reads. ``constants`` has the texts of the constants of all
+    modules, by module and name, by which names that are imported are resolved."""
 
-    def __init__(self, name: str, tree: ast.Module, constants: Mapping[tuple[str, str], set[str]]) -> None:
+    def __init__(self, name: str, nodes: Sequence[ast.AST], constants: Mapping[tuple[str, str], set[str]]) -> None:
         self.constants: dict[str, set[str]] = {each: texts for (own, each), texts in constants.items() if own == name}
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.ImportFrom):
                 for item in node.names:
                     self.constants[item.asname or item.name] = constants.get((node.module or "", item.name), set())
         self.loops: dict[str, list[ast.expr]] = defaultdict(list)
         """What each name runs over in a loop of this module."""
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.For | ast.comprehension):
                 for target in ast.walk(node.target):
                     if isinstance(target, ast.Name):
                         self.loops[target.id].append(node.iter)
-        self.read = {name for node in ast.walk(tree) for key in self.keys(node) for name in self.names(key)}
+        self.read = {name for node in nodes for key in self.keys(node) for name in self.names(key)}
 
     def keys(self, node: ast.AST) -> Iterable[ast.expr]:
         """Return the key where the node looks into an environment."""
@@ -86,8 +91,9 @@ def read_by_python(folders: Iterable[Path]) -> dict[str, str]:
                     constants[names[path], name.id] |= literals(node.value)
     found = {}
     for path, tree in trees.items():
-        ours = {text for text in literals(tree) if text.startswith("DTRAIN_")}
-        for variable in Module(names[path], tree, constants).read | ours:
+        nodes = list(ast.walk(tree))
+        ours = {text for text in literals_of(nodes) if text.startswith("DTRAIN_")}
+        for variable in Module(names[path], nodes, constants).read | ours:
             found[variable] = str(path.relative_to(ROOT))
     return found
 
@@ -106,6 +112,7 @@ def read_by_shells() -> dict[str, str]:
     return found
 
 
+@cache
 def all_read() -> dict[str, str]:
     return read_by_shells() | read_by_python((ROOT / "trainer", ROOT / "dtrain_dagster"))
 

@@ -1,6 +1,6 @@
 """Two processes that write checkpoints into one run directory, and what must come of it.
 
-``python racing_savers.py DIR GENERATION SAVES`` is one of them; a generation above 1 waits for a line on its standard
+This file with ``DIR GENERATION SAVES`` is one of them; a generation above 1 waits for a line on its standard
 input, fences, and says where LATEST pointed then. Prints a line of JSON for each save: its step, and whether it counts.
 Ends after ten saves in a row that did not.
 """
@@ -8,8 +8,8 @@ Ends after ten saves in a row that did not.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,25 +22,18 @@ from trainer.storage import file_swap
 def race(uri: str, saves: int) -> None:
     """The older generation saves without end, until the newer one fences it out and saves so often: nothing of the
     older counts after that."""
-    command = [sys.executable, __file__, uri]
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with (
-        subprocess.Popen([*command, "1", "100000"], **pipes) as old,
-        subprocess.Popen([*command, "2", str(saves)], **pipes) as new,
-    ):
-        try:
-            lines = [old.stdout.readline() for _ in range(3)]
-            assert new.stdout.readline() == "ready\n"
-            new.stdin.write("fence\n")
-            new.stdin.flush()
-            rundir, seen = RunDir(uri), []
-            while new.poll() is None:
-                seen.append(rundir.read_json(LATEST))
-            lines += old.stdout.readlines()
-            fence, *renewed = [json.loads(line) for line in new.stdout.readlines()]
-        finally:
-            old.kill()
-            new.kill()
+    from harness.worlds import Forked  # not above: the forked ones do not need it
+
+    program = Path(__file__).read_text()
+    with Forked(program, uri, "1", "100000") as old, Forked(program, uri, "2", str(saves)) as new:
+        lines = [old.stdout.readline() for _ in range(3)]
+        assert new.stdout.readline() == "ready\n"
+        new.say("fence")
+        rundir, seen = RunDir(uri), []
+        while new.poll() is None:
+            seen.append(rundir.read_json(LATEST))
+        lines += old.stdout.readlines()
+        fence, *renewed = [json.loads(line) for line in new.stdout.readlines()]
     fenced = [json.loads(line) for line in lines]
     counted = [line["step"] for line in fenced if line["kind"] == "checkpoint"]
     assert counted == list(range(1, fence["step"] + 1)), "not one after the fence"

@@ -80,8 +80,9 @@ def test_help_tells_the_options_the_exit_codes_and_torchrun(capsys: pytest.Captu
 @pytest.mark.slow
 def test_torchrun_trains_with_overrides(new_job: NewJob) -> None:
     job = new_job()
-    run = run_torchrun(job, ("-m", "trainer"), "--set", "training.max_steps=3", "--set", "loss.factory=gaussian")
-    assert run.returncode == 0, run.stderr
+    overrides = ("--set", "training.max_steps=3", "--set", "loss.factory=gaussian")
+    code, said = run_torchrun(job, ("-m", "trainer"), *overrides)
+    assert code == 0, said
     result = job.result()
     assert (result["status"], result["steps"], result["world_size"]) == ("succeeded", 3, 2)
     assert json.loads((job.run_dir / "model/model.json").read_text())["loss"]["factory"] == "gaussian"

@@ -27,13 +27,13 @@ SCRIPT = ROOT / "examples" / "torchrun_script.py"
 @pytest.mark.parametrize("more", [pytest.param((), marks=pytest.mark.long), ("--own-loop",)])
 def test_two_ranks_learn_and_end_with_equal_weights(new_job: Callable[..., Job], more: tuple[str, ...]) -> None:
     job = new_job(world_size=2, batch_size_per_gpu=64, clip_norm=None)
-    run = run_torchrun(job, [str(SCRIPT)], *more, PYTHONPATH=str(ROOT))
-    assert run.returncode == 0, run.stderr
-    weights = re.findall(r"rank \d: sha256 of the weights (\w{64})", run.stdout)
-    assert len(weights) == 2, run.stdout
+    code, said = run_torchrun(job, [str(SCRIPT)], *more, PYTHONPATH=str(ROOT))
+    assert code == 0, said
+    weights = re.findall(r"rank \d: sha256 of the weights (\w{64})", said)
+    assert len(weights) == 2, said
     assert weights[0] == weights[1]
-    losses = [float(loss) for loss in re.findall(r"epoch \d: loss (\S+) over", run.stdout)]
-    assert len(losses) == 2, run.stdout
+    losses = [float(loss) for loss in re.findall(r"epoch \d: loss (\S+) over", said)]
+    assert len(losses) == 2, said
     assert losses[1] < losses[0]
 
 

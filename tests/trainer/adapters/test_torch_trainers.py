@@ -55,7 +55,6 @@ def test_a_training_by_the_names_of_ddp(tmp_path: Path) -> None:
         ({"deepspeed_config": {"zero_optimization": {"stage": 0}}}, r"stage = 0 .*stage \(1, 2 or 3\)"),
         ({"deepspeed_config": {"zero_optimization": {"offload_param": {"device": "nvme"}}}}, "to the device 'cpu'"),
         ({"mlflow_tracking": True}, "MLFLOW_TRACKING_URI"),
-        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)}, "SGD with 1 parameter group"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(
@@ -87,6 +86,8 @@ def test_more_ranks_than_were_started_are_refused_before_training(monkeypatch: p
 
 def test_optimizers_that_train_otherwise_are_refused() -> None:
     [weight] = [nn.Parameter(torch.zeros(1))]
+    with pytest.raises(ConfigError, match="SGD with 1 parameter group"):
+        PyTorchDDPTrainer(network(), optimizer=torch.optim.SGD([weight], lr=1.0))
     plain = settings_of_optimizer(torch.optim.Adam([weight], lr=0.5))
     assert plain == {"learning_rate": 0.5, "weight_decay": 0.0, "schedule": "constant", "warmup_steps": 0}
     for odd in (

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +14,7 @@ from broken_storage import BrokenFileSystem, Checkpoints, loaded_step, stalled, 
 from racing_savers import race
 
 import trainer.checkpoint.async_writer
-from harness.waiting import frozen
+from harness.worlds import Forked, frozen
 from trainer.checkpoint.manager import BEST, LATEST, CheckpointManager
 from trainer.rundir import RunDir
 
@@ -25,9 +23,8 @@ HERE = Path(__file__).parents[1]
 
 @pytest.mark.slow
 def test_killed_before_any_file_operation_of_a_save(tmp_path: Path) -> None:
-    command = [sys.executable, str(HERE / "killed_saves.py"), str(tmp_path / "run")]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    deaths = [json.loads(line) for line in done.stdout.splitlines()]
+    with Forked((HERE / "killed_saves.py").read_text(), str(tmp_path / "run")) as process:
+        deaths = [json.loads(line) for line in process.communicate().splitlines()]
     assert [death["killed"] for death in deaths] == [True] * (len(deaths) - 1) + [False]
     where = " ".join(death["at"] for death in deaths)
     for place in ("state.pt", "manifest.json", "LATEST.json", "BEST.json", "LATEST.json.lock", "g0001-s000000001"):
@@ -223,10 +220,8 @@ save(3)
 def test_a_full_disk_or_too_many_files_leave_the_last_checkpoint(
     tmp_path: Path, kind: str, limit: int, message: str
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(tmp_path), kind, str(limit)], capture_output=True, text=True, check=True
-    )
-    first, *failures, folders, last = [json.loads(line) for line in done.stdout.splitlines()]
+    with Forked(LIMITED, str(tmp_path), kind, str(limit)) as process:
+        first, *failures, folders, last = [json.loads(line) for line in process.communicate().splitlines()]
     assert (first[0], last[0], last[1]["step"]) == ("checkpoint", "checkpoint", 3)
     assert [(kind, fields["attempt"], fields["gives_up"]) for kind, fields in failures] == [
         ("checkpoint_failed", attempt, attempt == 5) for attempt in range(1, 6)

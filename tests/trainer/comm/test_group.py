@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +13,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +21,7 @@ from thread_worlds import NoTransport, at_once, gloo_openers, worlds_of
 
 import trainer.comm.group
 from harness.waiting import until
+from harness.worlds import Forked
 from trainer.comm.group import GroupError, InterruptibleGroup, has_abandoned_groups
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.parameter_server import ParameterServerGroup
@@ -314,12 +312,12 @@ def test_a_process_that_freezes_or_dies_in_the_middle(how: str) -> None:
     port = listener.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, None, True, master_listen_fd=listener.detach(), wait_for_workers=False)
     group = InterruptibleGroup(0, 2, lambda: make_torch_transport(store, 0, 2, None, NEVER, NEVER, "127.0.0.1"))
-    peer = subprocess.Popen([sys.executable, "-c", PEER, str(port), how])
+    peer = Forked(PEER, str(port), how)
     try:
         group.run("all-reduce", lambda transport: transport.all_reduce(torch.ones(1)))
         waiting = blocked(lambda: group.run("barrier", lambda transport: transport.barrier(NEVER)))
         if how == "SIGSTOP":
-            os.waitpid(peer.pid, os.WUNTRACED)
+            until(lambda: psutil.Process(peer.pid).status() == psutil.STATUS_STOPPED)
             while_it_does(group, "barrier")
             assert not waiting.done()
             group.fail("the peer is silent")
@@ -328,6 +326,5 @@ def test_a_process_that_freezes_or_dies_in_the_middle(how: str) -> None:
         assert error.detail["operation"] == "barrier"
         assert ("the peer is silent" in str(error)) == (how == "SIGSTOP")
     finally:
-        peer.send_signal(signal.SIGKILL)
-        peer.wait()
+        peer.kill()
         group.close()

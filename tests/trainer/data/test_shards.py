@@ -3,8 +3,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from harness.worlds import Forked
 from trainer.data.shards import DatasetError, DataShardManager
 
 BUILD = """
@@ -102,16 +101,11 @@ def test_the_order_of_positions_does_not_matter(shards: DataShardManager) -> Non
 
 @pytest.mark.slow
 def test_processes_that_come_together_build_the_cache_once(dataset: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", BUILD, str(dataset), str(tmp_path)]
-    builders = [subprocess.Popen(command, stdin=-1, stdout=-1, text=True) for _ in range(2)]
-    for builder in builders:
-        assert builder.stdout
-        assert builder.stdout.readline() == "ready\n"
-    for builder in builders:
-        assert builder.stdin
-        builder.stdin.write("\n")
-        builder.stdin.flush()
-    said = [builder.communicate(timeout=60)[0] for builder in builders]
+    with Forked(BUILD, str(dataset), str(tmp_path)) as one, Forked(BUILD, str(dataset), str(tmp_path)) as other:
+        assert one.stdout.readline() == other.stdout.readline() == "ready\n"
+        one.say("")
+        other.say("")
+        said = [one.communicate(), other.communicate()]
     assert sum("converting" in text for text in said) == 1
     assert len({text.split()[-1] for text in said}) == 1
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
@@ -199,7 +193,7 @@ from trainer.data.shards import DataShardManager
 resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
 DataShardManager(sys.argv[1], sys.argv[2])
 """
-    run = subprocess.run([sys.executable, "-c", program, str(dataset), str(tmp_path)], capture_output=True, text=True)
-    assert run.returncode == 1
-    assert "File too large" in run.stderr
+    with Forked(program, str(dataset), str(tmp_path), errors=True) as process:
+        assert "File too large" in process.communicate()
+        assert process.wait() == 1
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy
 import torch
 from market import Market
-from scipy import stats
 from thread_worlds import ALONE, CPU, at_once, thread_worlds
 from torch import Tensor, nn
 
@@ -67,8 +67,8 @@ def test_metrics_are_what_scipy_says(market: Market) -> None:
         predictive = criterion.predictive(model.eval()(windows))
     mu, sigma, nu = (part.double().numpy() for part in (predictive.mu, predictive.sigma, predictive.nu))
     y = target.double().numpy()
-    nll = -stats.t.logpdf(y, nu, mu, sigma)
-    levels = {q: stats.t.ppf(q, nu, mu, sigma) for q in (0.05, 0.25, 0.5, 0.75, 0.95)}
+    nll = -scipy.stats.t.logpdf(y, nu, mu, sigma)
+    levels = {q: scipy.stats.t.ppf(q, nu, mu, sigma) for q in (0.05, 0.25, 0.5, 0.75, 0.95)}
     pinball = np.mean([np.maximum(q * (y - at), (q - 1) * (y - at)) for q, at in levels.items()])
     assert result.samples == len(rows)
     assert result.loss == pytest.approx(nll.mean(), rel=1e-5)

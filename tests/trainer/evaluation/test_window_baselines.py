@@ -5,8 +5,8 @@ import dataclasses
 
 import numpy as np
 import pytest
+import scipy
 from market import Market
-from scipy import stats
 
 from trainer.evaluation import window_baselines as baselines
 from trainer.evaluation.window_baselines import baseline_forecasts, fit_student_t
@@ -17,16 +17,16 @@ NAMES = {"constant", "last_value", "ewma", "har", "har_x", "ridge", "drift", "ri
 
 @pytest.mark.parametrize(("scale", "nu"), [(0.02, 3.0), (1.0, 6.0), (50.0, 25.0)])
 def test_fit_is_the_maximum_of_the_likelihood(scale: float, nu: float) -> None:
-    z = stats.t.rvs(nu, scale=scale, size=20_000, random_state=0)
+    z = scipy.stats.t.rvs(nu, scale=scale, size=20_000, random_state=0)
     got_scale, got_nu = fit_student_t(z)
-    best = stats.t.logpdf(z, got_nu, scale=got_scale).mean()
+    best = scipy.stats.t.logpdf(z, got_nu, scale=got_scale).mean()
     assert got_scale == pytest.approx(scale, rel=0.03)
     for other_scale, other_nu in ((scale, nu), (got_scale * 1.02, got_nu), (got_scale, got_nu * 1.1)):
-        assert best >= stats.t.logpdf(z, other_nu, scale=other_scale).mean()
+        assert best >= scipy.stats.t.logpdf(z, other_nu, scale=other_scale).mean()
 
 
 def test_fit_survives_zeros_and_refuses_nothing_but_zeros() -> None:
-    z = np.r_[np.zeros(400), stats.t.rvs(5, size=600, random_state=0)]
+    z = np.r_[np.zeros(400), scipy.stats.t.rvs(5, size=600, random_state=0)]
     scale, nu = fit_student_t(z)
     assert scale > 0
     assert nu > 2

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats
+import scipy
 
 from trainer.evaluation import window_scores as scores
 
@@ -46,7 +46,7 @@ def test_rank_ic_is_spearmans_per_day_with_ties() -> None:
     mu, target = random.integers(0, 4, 240).astype(float), random.normal(size=240)
     order = random.permutation(240)
     got = scores.rank_ic_by_day(mu[order], target[order], DAYS[order])
-    expected = [stats.spearmanr(mu[day == DAYS], target[day == DAYS]).statistic for day in np.unique(DAYS)]
+    expected = [scipy.stats.spearmanr(mu[day == DAYS], target[day == DAYS]).statistic for day in np.unique(DAYS)]
     np.testing.assert_allclose(got, [value for value in expected if not np.isnan(value)], atol=1e-12)
 
 

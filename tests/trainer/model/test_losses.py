@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from scipy import stats
 from specs import window_spec
 
 from trainer.config import ConfigError, FactoryConfig
@@ -31,23 +31,27 @@ NU = (2.01, 2.5, 4.0, 6.0, 20.0, 60.0, 500.0)
 @pytest.mark.parametrize("nu", NU)
 def test_cdf_is_scipys(nu: float) -> None:
     z = torch.linspace(-40, 40, 201).double()
-    np.testing.assert_allclose(student_t_cdf(z, torch.tensor(nu)).numpy(), stats.t.cdf(z.numpy(), nu), atol=1e-6 * 1e-4)
+    np.testing.assert_allclose(
+        student_t_cdf(z, torch.tensor(nu)).numpy(), scipy.stats.t.cdf(z.numpy(), nu), atol=1e-6 * 1e-4
+    )
 
 
 @pytest.mark.parametrize("q", [0.0005, 0.05, 0.25, 0.5, 0.75, 0.95, 0.999])
 def test_quantile_is_scipys_exactly_and_interpolated(q: float) -> None:
     nu = torch.tensor(NU, dtype=torch.float64)
-    np.testing.assert_allclose(student_t_quantile(q, nu).numpy(), stats.t.ppf(q, nu.numpy()), atol=1e-8)
+    np.testing.assert_allclose(student_t_quantile(q, nu).numpy(), scipy.stats.t.ppf(q, nu.numpy()), atol=1e-8)
     many = torch.linspace(2.1, 60, 500, dtype=torch.float64)
-    np.testing.assert_allclose(student_t_quantile(q, many).numpy(), stats.t.ppf(q, many.numpy()), atol=1e-8)
+    np.testing.assert_allclose(student_t_quantile(q, many).numpy(), scipy.stats.t.ppf(q, many.numpy()), atol=1e-8)
 
 
 def test_infinite_nu_is_the_normal_distribution() -> None:
     nu = torch.tensor([math.inf, math.inf])
     predictive = Predictive(mu=torch.tensor([0.0, 1.0]), sigma=torch.tensor([1.0, 2.0]), nu=nu)
-    np.testing.assert_allclose(predictive.quantile(0.95).numpy(), stats.norm.ppf(0.95, [0, 1], [1, 2]), atol=1e-9)
-    np.testing.assert_allclose(predictive.cdf(torch.tensor([0.3, 0.3])), stats.norm.cdf(0.3, [0, 1], [1, 2]), atol=1e-7)
-    expected = -stats.norm.logpdf(0.3, [0, 1], [1, 2])
+    np.testing.assert_allclose(predictive.quantile(0.95).numpy(), scipy.stats.norm.ppf(0.95, [0, 1], [1, 2]), atol=1e-9)
+    np.testing.assert_allclose(
+        predictive.cdf(torch.tensor([0.3, 0.3])), scipy.stats.norm.cdf(0.3, [0, 1], [1, 2]), atol=1e-7
+    )
+    expected = -scipy.stats.norm.logpdf(0.3, [0, 1], [1, 2])
     np.testing.assert_allclose(predictive.nll(torch.tensor([0.3, 0.3])), expected, rtol=1e-6)
 
 
@@ -55,7 +59,7 @@ def test_nll_is_scipys_and_its_gradient_is_right() -> None:
     mu, sigma, nu, y = (
         torch.tensor(v, dtype=torch.float64) for v in ([0.1, -2.0], [0.5, 3.0], [2.5, 40.0], [1.0, 9.0])
     )
-    expected = -stats.t.logpdf(y.numpy(), nu.numpy(), mu.numpy(), sigma.numpy())
+    expected = -scipy.stats.t.logpdf(y.numpy(), nu.numpy(), mu.numpy(), sigma.numpy())
     np.testing.assert_allclose(student_t_nll(mu, sigma, nu, y).numpy(), expected, rtol=1e-12)
     parameters = tuple(v.requires_grad_() for v in (mu, sigma, nu))
     assert torch.autograd.gradcheck(lambda m, s, n: student_t_nll(m, s, n, y), parameters)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy
 import torch
 from market import Market
-from scipy import stats
 
 import trainer
 from trainer.config import ConfigError, FactoryConfig
@@ -67,7 +67,7 @@ def test_quantiles_are_those_of_the_student_t_distribution(market: Market) -> No
     served = load(saved_files(market)).predict(windows_of(market, 50))
     assert list(served) == ["mu", "sigma", "nu", *QUANTILES]
     for name, level in QUANTILES.items():
-        expected = stats.t.ppf(level, served["nu"], served["mu"], served["sigma"])
+        expected = scipy.stats.t.ppf(level, served["nu"], served["mu"], served["sigma"])
         np.testing.assert_allclose(served[name], expected, rtol=1e-6, atol=1e-9)
     assert np.ptp(served["sigma"]) > 0
 
@@ -75,7 +75,7 @@ def test_quantiles_are_those_of_the_student_t_distribution(market: Market) -> No
 def test_a_normal_distribution_has_no_degrees_of_freedom(market: Market) -> None:
     served = load(saved_files(market, "gaussian")).predict(windows_of(market, 20))
     assert "nu" not in served
-    np.testing.assert_allclose(served["q95"], stats.norm.ppf(0.95, served["mu"], served["sigma"]), rtol=1e-6)
+    np.testing.assert_allclose(served["q95"], scipy.stats.norm.ppf(0.95, served["mu"], served["sigma"]), rtol=1e-6)
 
 
 def test_a_point_forecast_is_in_the_unit_of_the_target(market: Market) -> None:

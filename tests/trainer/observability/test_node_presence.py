@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from harness.waiting import until
 from trainer.config import DatasetRef, JobConfig
 from trainer.documents.presences import NodePresence, heartbeat_seconds, stale_seconds
 from trainer.observability import node_presence as presences
@@ -109,6 +111,7 @@ def test_storage_that_fails_holds_up_nobody(job: JobConfig, monkeypatch: pytest.
     with record_presence(job, NODE) as leaving:
         leaving.code = 0
     assert folder.read_text() == "in the way of the folder"
+    until(lambda: "presence" not in {thread.name for thread in threading.enumerate()}, threading.enumerate, 10)
 
 
 def test_a_sign_of_life_may_be_missed_without_alarm(tmp_path: Path) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
+from harness.waiting import until
+from harness.worlds import FORKS
 from trainer.config import ConfigError
 from trainer.engine.out_of_memory import is_out_of_memory
 from trainer.runtime.fault_injection import Faults, InjectedError
@@ -77,13 +79,13 @@ def test_what_cannot_be_injected_is_refused(wrong: dict[str, Any]) -> None:
         faults(wrong, node=7, stay="2")
 
 
-VICTIM = """
-import os, signal, sys
-from trainer.runtime.fault_injection import Faults
-signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
-Faults(os.environ, 2).reach("optimizer", 5)
-print("went on", flush=True)
-"""
+def be_victim(fault: dict[str, Any], said: str) -> None:
+    """The life of a forked process to which a fault happens; it writes into the file ``said`` what comes of it."""
+    os.setpgid(0, 0)  # a fault happens to the whole group
+    with open(said, "w") as file:
+        signal.signal(signal.SIGTERM, lambda *_: print("asked to end", file=file, flush=True))
+        Faults({"DTRAIN_FAULTS": json.dumps([fault])}, 2).reach("optimizer", 5)
+        print("went on", file=file)
 
 
 @pytest.mark.parametrize(
@@ -93,16 +95,15 @@ print("went on", flush=True)
         ("stop", 0, "went on\n"),
     ],
 )  # fmt: skip
-def test_signals_reach_a_real_process(kind: str, code: int, said: str) -> None:
+def test_signals_reach_a_real_process(tmp_path: Path, kind: str, code: int, said: str) -> None:
     """A frozen one goes on when its time is over."""
     fault = {"kind": kind, "at": "optimizer", "step": 5, "node": 2, "seconds": 0.5}
-    environment = {**os.environ, "DTRAIN_FAULTS": json.dumps([fault])}
-    command, pipe = [sys.executable, "-c", VICTIM], subprocess.PIPE
-    with subprocess.Popen(command, env=environment, stdout=pipe, text=True, process_group=0) as victim:
-        try:
-            if kind == "stop":
-                assert os.WIFSTOPPED(os.waitpid(victim.pid, os.WUNTRACED)[1])
-            assert victim.communicate(timeout=60)[0] == said
-        finally:
-            victim.kill()
-    assert victim.returncode == code
+    victim = FORKS.Process(target=be_victim, args=(fault, str(tmp_path / "said")))
+    victim.start()
+    try:
+        if kind == "stop":
+            until(lambda: psutil.Process(victim.pid).status() == psutil.STATUS_STOPPED)
+        victim.join(60)
+        assert (victim.exitcode, (tmp_path / "said").read_text()) == (code, said)
+    finally:
+        victim.kill()

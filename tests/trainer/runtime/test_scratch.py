@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from harness.waiting import until
@@ -43,12 +45,22 @@ def waited_for(folder: Path, pattern: str) -> Path:
     return next(folder.glob(pattern))
 
 
+def runs_model(check: psutil.Process) -> bool:
+    """Whether the child of a check has come to the program that loads a model: from then on it ends with its parent."""
+    programs = []
+    for child in check.children():
+        with suppress(psutil.Error):
+            programs.append(Path(child.cmdline()[2]).name)
+    return programs == ["child.py"]
+
+
 def test_what_a_killed_check_left_goes_with_the_next_one(temporary: Path, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     canary.mkdir()
     (canary / "photo").touch()
     killed = subprocess.Popen([sys.executable, "-c", CHECK, str(tmp_path)], start_new_session=True)
     left = waited_for(temporary, "dtrain-isolated-*/files/order.json").parents[1]
+    until(lambda: runs_model(psutil.Process(killed.pid)))  # until then, the child holds its parent's lock, too
     killed.kill()
     killed.wait()
     (left / "aside").symlink_to(canary)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import uuid
 from collections.abc import Iterator
@@ -9,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.waiting import frozen
+from harness.worlds import Forked, frozen
 from trainer.config import ConfigError
 from trainer.storage.base import Storage, TransferPool
 from trainer.storage.open import open_storage
@@ -93,8 +91,8 @@ def test_create_refuses_what_is_there_and_keeps_it(storage: Storage) -> None:
 def test_a_write_that_fails_leaves_the_old_content_and_no_litter(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     storage.write("kept", b"old")
-    run = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert run.stdout.splitlines() == ["File too large"] * 2
+    with Forked(FULL_DISK, str(tmp_path)) as process:
+        assert process.communicate().splitlines() == ["File too large"] * 2
     assert storage.read("kept") == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
@@ -139,8 +137,7 @@ def test_swap_replaces_only_what_is_expected(storage: Storage) -> None:
 @pytest.mark.parametrize("patience", [10.0, 0.0], ids=["patient", "each takes the lock from the other"])
 def test_no_swap_of_racing_processes_is_lost(tmp_path: Path, patience: float) -> None:
     open_storage(tmp_path).write("number", b"0")
-    command = [sys.executable, "-c", COUNT, str(tmp_path), str(patience)]
-    racers = [subprocess.Popen(command) for _ in range(3)]
+    racers = [Forked(COUNT, str(tmp_path), str(patience)) for _ in range(3)]
     assert [racer.wait(120) for racer in racers] == [0, 0, 0]
     assert open_storage(tmp_path).read("number") == b"300"
     assert not list(tmp_path.glob("*.tmp"))

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
+import scipy
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.tuning.search import OUT_OF_MEMORY, Search
@@ -204,7 +204,7 @@ def test_the_interval_of_a_gain_is_that_of_the_signed_rank_test():
 
         def refuted(shift: float, side: str, logs: list[float] = logs) -> bool:
             shifted = [value - shift for value in logs]
-            return stats.wilcoxon(shifted, alternative=side, method="exact").pvalue <= 0.025
+            return scipy.stats.wilcoxon(shifted, alternative=side, method="exact").pvalue <= 0.025
 
         for end, side, beyond in ((found.low, "greater", -1e-9), (found.high, "less", 1e-9)):
             assert refuted(math.log(end) + beyond, side)
