@@ -136,10 +136,11 @@ def test_the_worst_of_them_to_what_else_is_read(stage: Stage, file: str, name: s
 
 
 DOCUMENTS = (
-    *("nodes/l0001-n000-s001.json", "claim.json", "budget.json", "owner.json"),
+    *("claim.json", "owner.json"),
     *(
         pytest.param(name, marks=pytest.mark.long)
         for name in (
+            *("nodes/l0001-n000-s001.json", "budget.json"),
             *(
                 "status.json",
                 "launch.json",
