@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,8 +147,12 @@ def validate_prices(ref: PricesRef, calendar: str | None = "XNYS") -> Validation
 def exchange_sessions(calendar: str | None, first: str, last: str) -> NDArray[np.datetime64] | None:
     """Return the trading days of an exchange between two dates; None where no calendar applies. Raise `DataError` for
     an unknown calendar or one that does not cover the dates."""
-    if calendar is None or calendar.lower() == "none":
-        return None
+    return None if calendar is None or calendar.lower() == "none" else _sessions(calendar, first, last)
+
+
+@lru_cache(maxsize=16)
+def _sessions(calendar: str, first: str, last: str) -> NDArray[np.datetime64]:
+    """Return them, not to be changed. A calendar takes tenths of a second, and checks and dataset ask for the same."""
     import numpy as np
 
     from dtrain_dagster.data.price_views import open_calendar
@@ -160,7 +165,9 @@ def exchange_sessions(calendar: str | None, first: str, last: str) -> NDArray[np
     except ValueError as error:
         raise DataError(f"DTRAIN_CALENDAR={calendar!r} does not cover {first} to {last}: {error}") from error
     days = np.asarray(sessions.values, dtype="datetime64[D]")
-    return days[days <= end]
+    days = days[days <= end]
+    days.flags.writeable = False
+    return days
 
 
 def gaps(dates: NDArray[np.datetime64], sessions: NDArray[np.datetime64] | None) -> NDArray[np.bool_]:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,24 +38,34 @@ HARMLESS = (sys.executable, "-I")
 STARTING = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "pty.spawn")
 """Audit events of a program that starts."""
 OWN_MODEL = """
-import os
+import json, os, signal
 from trainer.model.stock import tcn
 
-def make(spec, outputs, act=""):
-    if act == "environment":
-        raise ValueError(repr(dict(os.environ)))
-    if act == "descriptors":
-        raise ValueError(repr([os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")]))
-    if act == "memory":
-        held = []
-        while True:
+def make(spec, outputs, tell=""):
+    found = {
+        "environment": dict(os.environ),
+        "descriptors": [os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")],
+        "memory": "all",
+    }
+    held = []
+    try:
+        for _ in range(16):
             held.append(bytearray(1 << 28))
-    if act == "time":
-        while True:
+    except MemoryError:
+        found["memory"] = "no more"
+    with open(tell, "w") as file:
+        json.dump(found, file)
+    for number in range(1, signal.NSIG):
+        try:
+            signal.signal(number, signal.SIG_IGN)
+        except (OSError, ValueError):
             pass
-    return tcn(spec, outputs)
+    while True:
+        signal.pause()
 """
-"""Module of an allowed model that asks for what there is, and takes all that it gets."""
+"""Module of an allowed model that asks for what there is, takes all that it gets, and does not end."""
+LIMIT_BYTES = 2 << 30
+"""Memory that this model gets; it wants twice that."""
 
 
 class Marker:
@@ -69,7 +79,7 @@ class Marker:
 
 
 def attack(random: random.Random, rounds: int) -> Tally:
-    """Read ``rounds`` hostile run directories, and carry out every act of `OWN_MODEL` once."""
+    """Read ``rounds`` hostile run directories, and one with `OWN_MODEL`."""
     tally = Tally()
     with tempfile.TemporaryDirectory(prefix="dtrain-abuse-") as name:
         place = Place(Path(name))
@@ -78,7 +88,8 @@ def attack(random: random.Random, rounds: int) -> Tally:
             kind = kinds[number % len(kinds)] if rounds >= len(kinds) else random.choice(kinds)
             run_dir = place.fresh(f"{number:04d}")
             VARIANTS[kind](random, Path(run_dir), place.marker)
-            place.judge(kind, place.victim(run_dir), tally)
+            for found in place.victims([run_dir]):
+                place.judge(kind, found, tally)
         place.attack_from_within(tally)
     return tally
 
@@ -108,17 +119,18 @@ class Place:
         (target / "beside.py").write_text(f"import os\nos.system('touch {self.marker}')\ndef make(*_, **__): ...\n")
         return str(target)
 
-    def victim(self, run_dir: str) -> dict[str, Any]:
-        """Read this run directory in a process of its own, and return what that process did."""
-        order = {"home": str(self.home), "run_dir": run_dir, "cache": self.cache}
+    def victims(self, run_dirs: Sequence[str]) -> list[dict[str, Any]]:
+        """Read these run directories in a process of its own, and return what that process did with each."""
+        order = {"home": str(self.home), "run_dirs": list(run_dirs), "cache": self.cache}
+        beside = os.pathsep.join([str(ROOT), *run_dirs])
         done = subprocess.run(
             [sys.executable, "-m", "tests.abuse.hostile_nodes", json.dumps(order)],
-            cwd=run_dir, env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{run_dir}"}, capture_output=True,
-            timeout=300, check=False,
+            cwd=run_dirs[0], env=os.environ | {"PYTHONPATH": beside}, capture_output=True, timeout=300, check=False,
         )  # fmt: skip
+        found = [json.loads(line) for line in done.stdout.splitlines()]
         if done.returncode != 0:
-            return {"crash": done.stderr.decode(errors="replace")[-1000:]}
-        return json.loads(done.stdout.splitlines()[-1])
+            found.append({"crash": done.stderr.decode(errors="replace")[-1000:]})
+        return found
 
     def judge(self, kind: str, found: dict[str, Any], tally: Tally) -> None:
         """Count a variant, and its fault if it had an effect or was believed."""
@@ -139,32 +151,44 @@ class Place:
             tally.findings.append(f"{kind}: markup of the nodes is in the model card")
 
     def attack_from_within(self, tally: Tally) -> None:
-        """Let the code of an allowed model look for secrets, and take more than it may."""
+        """Let the code of an allowed model look for secrets, and take more memory and time than it may."""
+        told, error, seconds = self.folder / "told.json", None, 5.0
         with open(self.canary) as canary, mock.patch.dict(os.environ, {"DTRAIN_ABUSE_SECRET": "secret-81c0"}):
             os.set_inheritable(canary.fileno(), True)
-            for act in ("environment", "descriptors", "memory", "time"):
-                tally.tried += 1
-                error = self.ask(act)
-                if error is None:
-                    tally.accepted += 1
-                    tally.findings.append(f"{act}: a model that does so gave an answer")
-                if "secret-81c0" in (error or "") or self.canary.name in (error or ""):
-                    tally.leaked += 1
-                    tally.findings.append(f"{act}: {error}")
+            while not told.exists() and seconds < 100:  # on a busy machine imports alone take long
+                seconds *= 2
+                error = self.ask(told, seconds)
+        tally.tried += 1
+        if not told.exists():
+            tally.outages += 1
+            tally.findings.append(f"a model of one's own was not asked: {error}")
+            return
+        found = json.loads(told.read_text())
+        for what in ("environment", "descriptors"):
+            if "secret-81c0" in str(found[what]) or self.canary.name in str(found[what]):
+                tally.leaked += 1
+                tally.findings.append(f"{what}: {found[what]}")
+        if found["memory"] != "no more":
+            tally.accepted += 1
+            tally.findings.append("memory: it got twice its limit")
+        if error != f"the model took longer than {seconds:g} s and was stopped":
+            tally.accepted += 1
+            tally.findings.append(f"time: it was not stopped: {error}")
 
-    def ask(self, act: str) -> str | None:
-        """Ask a model that carries out this act, and return the error; None if it answers."""
+    def ask(self, told: Path, seconds: float) -> str | None:
+        """Ask the model that looks and takes, and return the error; None if it answers."""
         import numpy as np
 
         from trainer.isolation.runner import Isolated, IsolationError
 
-        folder = self.folder / f"within-{act}"
+        folder = self.folder / "within"
+        shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(Path(self.good) / "model", folder)
-        model = {"factory": "own_hostile:make", "args": {"act": act}}
+        model = {"factory": "own_hostile:make", "args": {"tell": str(told)}}
         edit_json(folder / "model.json", lambda value: value | {"model": model})
         asked = Isolated(
-            folder=folder, modules=("own_hostile",), path=(self.own,), seconds=15 if act == "time" else 60,
-            memory_bytes=2 << 30, threads=1,
+            folder=folder, modules=("own_hostile",), path=(self.own,), seconds=seconds, memory_bytes=LIMIT_BYTES,
+            threads=1,
         )  # fmt: skip
         try:
             asked.predict(np.zeros((2, 12, 8), dtype=np.float32))
@@ -286,8 +310,9 @@ HARMLESS_KINDS = {"texts"}
 """Variants that are shown as they are, without effect."""
 
 
-def be_victim(order: dict[str, str]) -> dict[str, Any]:
-    """Read a run directory as registration, its checks and the model card do; return what happened in this process."""
+def be_victim(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Read run directories as registration, its checks and the model card do; yield what happened in this process for
+    each."""
     import numpy  # noqa: F401 - imported before the audit hook, which would record it
     import torch  # noqa: F401
 
@@ -308,22 +333,27 @@ def be_victim(order: dict[str, str]) -> dict[str, Any]:
         elif event in ("socket.connect", "socket.bind", "socket.getaddrinfo"):
             seen["connected"].append(f"{event} {args[1:]!r}")
 
-    rundir, error, card = RunDir(order["run_dir"]), "", ""
     sys.addaudithook(hook)
-    try:
-        ordered = order_of(order["home"], rundir)
-        evaluation, result = rundir.read_json(EVALUATION), rundir.read_json(RESULT)
-        manifest = json.loads((Path(registry.ordered_job(rundir, ordered).dataset.uri) / "manifest.json").read_text())
-        provenance = registry.TrainingProvenance(
-            nodes=1, node_hours=1.0, cost_usd="$1", code_version="x", dagster_run_id="y"
-        )
-        job, verdict = registry.ordered_job(rundir, ordered), gate(evaluation)
-        card = registry.model_card("m", job, result, evaluation, manifest, provenance, verdict)
-        load_sample(order["run_dir"], order["cache"], 4, ordered)
-    except (ValueError, OSError) as problem:
-        error = f"{type(problem).__name__}: {problem}"
-    return {"error": error[-2000:], "card": card, **seen}
+    for run_dir in order["run_dirs"]:
+        rundir, error, card = RunDir(run_dir), "", ""
+        for happened in seen.values():
+            happened.clear()
+        try:
+            ordered = order_of(order["home"], rundir)
+            evaluation, result = rundir.read_json(EVALUATION), rundir.read_json(RESULT)
+            dataset = Path(registry.ordered_job(rundir, ordered).dataset.uri)
+            manifest = json.loads((dataset / "manifest.json").read_text())
+            provenance = registry.TrainingProvenance(
+                nodes=1, node_hours=1.0, cost_usd="$1", code_version="x", dagster_run_id="y"
+            )
+            job, verdict = registry.ordered_job(rundir, ordered), gate(evaluation)
+            card = registry.model_card("m", job, result, evaluation, manifest, provenance, verdict)
+            load_sample(run_dir, order["cache"], 4, ordered)
+        except (ValueError, OSError) as problem:
+            error = f"{type(problem).__name__}: {problem}"
+        yield {"error": error[-2000:], "card": card, **seen}
 
 
 if __name__ == "__main__":
-    print(json.dumps(be_victim(json.loads(sys.argv[1]))))
+    for happened in be_victim(json.loads(sys.argv[1])):
+        print(json.dumps(happened), flush=True)

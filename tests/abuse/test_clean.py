@@ -13,7 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
+from dtrain_dagster.cli.home import main
 from dtrain_dagster.settings.home import MARKER, HomeError, hold_home, make_home, plan_removal, remove
 from dtrain_dagster.support.job_lock import acquire
 from dtrain_dagster.support.secrets import SecretError
@@ -33,6 +35,14 @@ def filled(tmp_path: Path) -> Path:
     (home / "storage" / "jobs" / "train-1" / "job.json").write_text("{}")
     (home / "mlflow.db").write_text("")
     return home
+
+
+def in_process(home: Path, *arguments: str) -> Result:
+    """What the command says and does in this process, as long as it starts no other one."""
+    found = {"DTRAIN_HOME": str(home), "DAGSTER_HOME": str(home / "dagster")}
+    done = CliRunner().invoke(main, arguments, env=found)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done
 
 
 def dtrain(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -194,10 +204,10 @@ def test_a_folder_with_something_else_in_it_is_used_but_not_marked(tmp_path: Pat
 
 def test_a_home_from_before_there_were_marks_is_marked_by_the_next_setup(filled: Path):
     (filled / MARKER).unlink()
-    refused = dtrain(filled, "clean", "--yes")
-    assert refused.returncode == 2
-    assert "python -m dtrain_dagster setup" in refused.stderr
-    assert dtrain(filled, "setup").returncode == 0
+    unknown = in_process(filled, "clean", "--yes")
+    assert unknown.exit_code == 2
+    assert "python -m dtrain_dagster setup" in unknown.output
+    assert in_process(filled, "setup").exit_code == 0
     assert dtrain(filled, "clean", "--yes").returncode == 0
     assert not filled.exists()
 
@@ -217,12 +227,11 @@ def test_nobody_who_can_be_asked_means_nothing_is_removed(filled: Path):
 
 def test_a_second_make_run_on_one_home_is_refused_in_words(filled: Path):
     with hold_home(filled, "`dagster asset materialize`"):
-        done = dtrain(filled, "work", "touch", str(filled / "ran"))
-        clean = dtrain(filled, "clean", "--yes")
-    for refused in (done, clean):
-        assert refused.returncode == 2
-        assert "`dagster asset materialize`" in refused.stderr
-        assert "Traceback" not in refused.stderr
+        for arguments in (("work", "touch", str(filled / "ran")), ("clean", "--yes")):
+            second = in_process(filled, *arguments)
+            assert second.exit_code == 2
+            assert "`dagster asset materialize`" in second.output
+            assert "Traceback" not in second.output
     assert not (filled / "ran").exists()
     assert dtrain(filled, "work", "touch", str(filled / "ran")).returncode == 0
     assert (filled / "ran").exists()
@@ -274,9 +283,9 @@ def test_work_hands_no_secret_on(filled: Path, tmp_path: Path):
         assert secret not in str(said.value)
 
     touch = ("work", "sh", "-c", f"touch {ran}", "dagster", "--config")
-    refused = dtrain(filled, *touch, own)
-    assert (refused.returncode, ran.exists()) == (2, False)
-    assert "ops.stock_prices.config.source carries" in refused.stderr
-    assert secret not in refused.stderr
+    told = in_process(filled, *touch, own)
+    assert (told.exit_code, ran.exists()) == (2, False)
+    assert "ops.stock_prices.config.source carries" in told.output
+    assert secret not in told.output
     assert dtrain(filled, *touch, fine, "--config-json", "{}", "--select", "a,b").returncode == 0
     assert ran.exists()

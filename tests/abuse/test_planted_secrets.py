@@ -57,6 +57,7 @@ REMEDIES = ("env:NAME", "without", "identity", "give the address alone", "read i
 def test_a_secret_given_directly_is_refused_in_words_that_do_not_repeat_it(border: Border) -> None:
     check, name, carriers = border
     chance = random.Random(name)
+    assert carriers
     for kind, form in carriers.items():
         secret = secret_of(chance)
         for given in (secret, urllib.parse.quote(secret, safe="")):

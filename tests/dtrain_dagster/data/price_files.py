@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import exchange_calendars as xc
@@ -31,7 +32,12 @@ def prepare(address: str, storage: Path, params: DatasetParams | None = None) ->
 
 def sessions(days: int, first: str = "2015-01-02") -> pd.DatetimeIndex:
     """Trading days of New York."""
-    return xc.get_calendar("XNYS", start="2010-01-01", end="2024-12-31").sessions_window(pd.Timestamp(first), days)
+    return new_york().sessions_window(pd.Timestamp(first), days)
+
+
+@cache
+def new_york() -> xc.ExchangeCalendar:
+    return xc.get_calendar("XNYS", start="2010-01-01", end="2024-12-31")
 
 
 def walk(days: int, seed: int = 0) -> np.ndarray:

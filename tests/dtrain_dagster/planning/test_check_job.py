@@ -13,7 +13,9 @@ import pytest
 from dtrain_dagster.planning.check_job import check_job, check_strategy
 from harness.small_job import write_dataset
 from trainer.config import ConfigError, DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, parse_job
-from trainer.data.manifest import DatasetError
+from trainer.data.manifest import DatasetError, describe, read_dataset_manifest
+from trainer.isolation.rehearsal import random_inputs
+from trainer.storage.open import open_storage
 
 OWN = '''
 import torch
@@ -62,26 +64,56 @@ def job_of(dataset: Path, **sections: Any) -> JobConfig:
     return parse_job(json.dumps(document))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
         ({"model": {"factory": "tcn", "args": {"channel": 8}}}, r"model.args = .*'channel'.*accepts: channels"),
-        ({"model": {"factory": "tcn", "args": {"channels": "many"}}}, "model.factory = 'tcn' raised TypeError"),
-        ({"loss": {"factory": "student_t", "args": {"nu": 3}}}, "loss.args"),
-        ({"model": {"factory": "tcnn"}}, "neither a stock model"),
-        ({"model": {"factory": "own_parts:mak"}}, "has no attribute 'mak'"),
-        ({"model": {"factory": "own_part:make"}}, "own_part"),
-        ({"model": {"factory": "own_parts:make", "args": {"mistake": "raises"}}}, "ValueError: width must be even"),
-        ({"model": {"factory": "own_parts:make", "args": {"mistake": "outputs"}}}, r"expected \(2, 3\)"),
         ({"model": {"factory": "own_parts:make"}, "loss": {"factory": "own_parts:Frozen"}}, "training step.*grad"),
-        ({"training": {"world_size": 5000}}, "micro-batches"),
     ],
 )
 @pytest.mark.usefixtures("own")
 def test_a_mistake_is_named_as_the_user_wrote_it(dataset: Path, sections: dict[str, Any], words: str):
+    """A step is tried in a process of its own: what refuses it there is said here, and what is raised there."""
     with pytest.raises(ConfigError, match=words) as found:
         check_job(job_of(dataset, **sections), ranks=1)
     assert "Traceback" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"model": {"factory": "tcnn"}}, "neither a stock model"),
+        ({"model": {"factory": "own_part:make"}}, "own_part"),
+        ({"training": {"world_size": 5000}}, "micro-batches"),
+    ],
+)
+@pytest.mark.usefixtures("own")
+def test_a_mistake_that_is_seen_without_a_step_is_named(dataset: Path, sections: dict[str, Any], words: str):
+    with pytest.raises(ConfigError, match=words) as found:
+        check_job(job_of(dataset, **sections), ranks=1)
+    assert "Traceback" not in str(found.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"model": {"factory": "tcn", "args": {"channels": "many"}}}, "model.factory = 'tcn' raised TypeError"),
+        ({"loss": {"factory": "student_t", "args": {"nu": 3}}}, "loss.args"),
+        ({"model": {"factory": "own_parts:mak"}}, "has no attribute 'mak'"),
+        ({"model": {"factory": "own_parts:make", "args": {"mistake": "raises"}}}, "ValueError: width must be even"),
+        ({"model": {"factory": "own_parts:make", "args": {"mistake": "outputs"}}}, r"expected \(2, 3\)"),
+    ],
+)
+@pytest.mark.usefixtures("own")
+def test_a_step_refuses_it_as_the_user_wrote_it(dataset: Path, sections: dict[str, Any], words: str):
+    """What the process of a step does, done in this one."""
+    from trainer.model.build import training_step  # not above: torch
+
+    job, spec = job_of(dataset, **sections), describe(read_dataset_manifest(open_storage(str(dataset))))
+    with pytest.raises(ConfigError, match=words):
+        training_step(job.model, job.loss, spec, random_inputs(spec)[1], ("own_parts",))
 
 
 @pytest.mark.long

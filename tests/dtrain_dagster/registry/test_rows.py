@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from dtrain_dagster import registry
 from dtrain_dagster.registry.smoke_test import compare_answers, load_sample
 from harness.tables import copy_tables
+from tests.abuse.websites import served
 from tests.kinds import build_table, table
 from trainer.config import parse_job
 from trainer.data.row_data import RowData
@@ -35,54 +37,80 @@ def trained(folder: Path, uri: str, model: str, loss: str, name: str = "run", **
     return run_dir.uri
 
 
-@pytest.mark.slow
-def test_a_registered_model_of_rows_answers_as_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import mlflow
+@dataclass(frozen=True)
+class Trained:
+    """A model of rows that was trained on this dataset."""
 
-    monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
-    made = build_table(tmp_path)
-    run = trained(tmp_path, made.uri, "mlp", "logistic")
+    dataset: str
+    run_dir: RunDir
+    cache: str
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return trained_on("bought", "logistic", tmp_path_factory.mktemp("classes"))
+
+
+def trained_on(target: str, loss: str, folder: Path) -> Trained:
+    dataset, cache = build_table(folder, target).uri, str(folder / "cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DTRAIN_CACHE", cache)
+        return Trained(dataset, RunDir(trained(folder, dataset, "mlp", loss)), cache)
+
+
+@pytest.mark.slow
+def test_a_registered_model_of_rows_answers_as_it_did(tmp_path: Path, classes: Trained) -> None:
+    """It is served as `mlflow models serve` does, by a thread: that code travels, a model of one's own shows."""
+    import mlflow
+    from mlflow.pyfunc import scoring_server
+
     copy_tables(tmp_path / "mlflow.db")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    models, cache = registry.MLflowRegistry(uri), str(tmp_path / "cache")
-    version = models.register_model(run, "tumours", {}, "# card", cache_dir=cache)
-    checked = models.check_serving(run, version, cache_dir=cache)
-    assert checked.passed, checked.message
+    models, cache = registry.MLflowRegistry(uri), classes.cache
+    version = models.register_model(classes.run_dir.uri, "tumours", {}, "# card", cache_dir=cache)
     assert version.created
-    sample = load_sample(run, str(tmp_path / "cache"))
-    assert set(sample.expected) == {"prediction", "probability_0", "probability_1"}
-    assert np.array_equal(sample.trained["prediction"], sample.expected["prediction"])
     mlflow.set_tracking_uri(uri)
     loaded = mlflow.pyfunc.load_model(version.uri)
-    found = loaded.predict(RowData(made.uri, tmp_path / "cache").original("test", np.arange(5)))
+    with served(scoring_server.init(loaded)) as port:
+        endpoint = registry.ScoringEndpoint(url=f"http://127.0.0.1:{port}/invocations", is_local=True)
+        checked = registry.check_endpoint(endpoint, classes.run_dir.uri, cache_dir=cache)
+    assert checked.passed, checked.message
+    assert "schema" in {item.name for item in checked.findings}
+    assert f"{checked.rows} rows of prediction, probability_0, probability_1" in str(checked.figures()["schema"])
+    assert "compared: prediction" in str(checked.figures()["equality"])
+    assert checked.max_relative_difference_to_training == 0
+    found = loaded.predict(RowData(classes.dataset, Path(cache)).original("test", np.arange(5)))
     assert np.allclose(found["probability_0"] + found["probability_1"], 1)
     assert loaded.metadata.metadata["categories"] == {"colour": ["blue", "green", "red"]}
     assert loaded.metadata.metadata["classes"] == ["no", "yes"]
 
 
-@pytest.mark.parametrize(
-    ("target", "loss"), [("bought", "logistic"), pytest.param("value", "squared_error", marks=pytest.mark.long)]
-)
-def test_the_gate_reads_what_the_weights_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, loss: str
-) -> None:
-    monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
-    run = RunDir(trained(tmp_path, build_table(tmp_path, target).uri, "mlp", loss))
+@pytest.mark.slow
+def test_the_gate_reads_what_the_weights_answer(classes: Trained) -> None:
+    assert_judged_by_its_weights(classes, "log_loss")
+
+
+@pytest.mark.long
+def test_the_gate_reads_what_the_weights_answer_with_a_number(tmp_path: Path) -> None:
+    assert_judged_by_its_weights(trained_on("value", "squared_error", tmp_path), "rmse")
+
+
+def assert_judged_by_its_weights(given: Trained, score: str) -> None:
+    run = given.run_dir
     said = run.read_json("evaluation.json")
     assert said is not None
-    found = registry.judge_again(run, None, said, str(tmp_path / "cache"))
-    for name, row in said["baselines"].items():
-        assert found["baselines"][name] == pytest.approx(row, rel=1e-3, abs=1e-4)
-    assert found["gate"]["passed"] == said["gate"]["passed"]
-    assert gate(found).passed == said["gate"]["passed"]
     forged = copy.deepcopy(said)
     forged["baselines"]["linear"]["model_gain"], forged["canaries"] = 9.0, {}
-    assert registry.judge_again(run, None, forged, str(tmp_path / "cache")) == found
-    score = "rmse" if target == "value" else "log_loss"
-    for value in (0.5 * said["model"][score], None):
-        forged["model"] = {**said["model"], score: value}
-        with pytest.raises(registry.EvaluationError, match=rf"says model\.{score} = .* was changed after the training"):
-            registry.judge_again(run, None, forged, str(tmp_path / "cache"))
+    found = registry.judge_again(run, None, forged, given.cache)
+    assert found["baselines"].keys() == said["baselines"].keys()
+    for name, row in said["baselines"].items():
+        assert found["baselines"][name] == pytest.approx(row, rel=1e-3, abs=1e-4)
+    assert found["canaries"].keys() == said["canaries"].keys()
+    assert found["gate"]["passed"] == said["gate"]["passed"]
+    assert gate(found).passed == said["gate"]["passed"]
+    forged["model"] = {**said["model"], score: 0.5 * said["model"][score]}
+    with pytest.raises(registry.EvaluationError, match=rf"says model\.{score} = .* was changed after the training"):
+        registry.judge_again(run, None, forged, given.cache)
 
 
 @pytest.mark.slow

@@ -34,14 +34,15 @@ def fates(source: TrialSource) -> list[tuple[object, ...]]:
     ],
 )
 def test_the_same_seed_gives_the_same_trials_in_whatever_order_they_end(sampler: Sampler, pruner: Pruner) -> None:
-    settings = SearchSettings(trials=16, parallel=3, sampler=sampler, pruner=pruner, seed=5)
+    count = 12 if sampler is Sampler.gp else 16  # the later values of a Gaussian process take long
+    settings = SearchSettings(trials=count, parallel=3, sampler=sampler, pruner=pruner, seed=5)
     random = np.random.default_rng(1)
     one = play(source_of(settings), [])
     other = play(source_of(settings), [], delay=lambda number, place: float(random.exponential(60.0)))
     assert fates(one) == fates(other)
-    assert len({str(trial.values) for trial in one.trials}) == 16
+    assert len({str(trial.values) for trial in one.trials}) == count
     assert all(trial.known == tuple(range(max(0, trial.number - 2))) for trial in one.trials)
-    another = play(source_of(SearchSettings(trials=16, sampler=sampler, pruner=pruner, seed=6)), [])
+    another = play(source_of(SearchSettings(trials=1, sampler=sampler, pruner=pruner, seed=6)), [])
     assert another.trials[0].values != one.trials[0].values
 
 

@@ -67,9 +67,9 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hook]:
 
 
 def settled(cluster, job_id: str, hook: Hook, count: int = 1) -> list[str]:
-    """The titles heard once there are as many as expected, and a moment later, for one too many."""
+    """The titles heard once there are as many as expected, and nobody is left who could tell one too many."""
     cluster.wait_for(lambda: len(hook.heard) >= count, "notices")
-    time.sleep(0.5)
+    cluster.wait_for(lambda: cluster.processes() == [], "supervisors and reapers to end")
     return hook.titles
 
 
@@ -121,7 +121,7 @@ def test_the_end_is_told_when_nobody_follows_the_job(cluster, hook: Hook) -> Non
     cluster.wait("probe-1")
     cluster.submit("unwanted", "time.sleep(60)")
     cluster.manager.cancel_job("unwanted")
-    time.sleep(0.5)
+    cluster.wait_for(lambda: cluster.processes() == [], "supervisors and reapers to end")
     assert len(hook.heard) == 2, "nobody is told of a probe, nor of what somebody cancelled"
     for name in ("good", "bad"):
         files = list((cluster.run_dir(name) / NOTICES).iterdir())
@@ -181,18 +181,23 @@ def test_a_dead_supervisor_is_told_by_its_reaper_and_by_who_finds_both_dead(clus
         assert "the supervisor died" in hook.heard[-1]["message"]
 
 
+@pytest.mark.slow
 def test_several_processes_tell_it_once(tmp_path: Path, hook: Hook) -> None:
     rundir = ended_job(tmp_path)
     program = "import sys; from dtrain_dagster.clusters.job_notices import tell_of_end\n"
-    program += "from trainer.rundir import RunDir; sys.stdin.read(1); tell_of_end(RunDir(sys.argv[1]))"
-    command = [sys.executable, "-c", program, rundir.uri]
-    several = [subprocess.Popen(command, stdin=subprocess.PIPE, env=dict(os.environ)) for _ in range(4)]
-    time.sleep(1.0)  # they wait for a letter each
+    program += (
+        "from trainer.rundir import RunDir\nprint(flush=True)\nsys.stdin.read(1); tell_of_end(RunDir(sys.argv[1]))"
+    )
+    command, pipe = [sys.executable, "-c", program, rundir.uri], subprocess.PIPE
+    several = [subprocess.Popen(command, stdin=pipe, stdout=pipe, env=dict(os.environ)) for _ in range(3)]
+    for process in several:
+        assert process.stdout is not None
+        process.stdout.readline()  # each waits for a letter
     for process in several:
         assert process.stdin is not None
         process.stdin.write(b"x")
         process.stdin.close()
-    assert [process.wait(60) for process in several] == [0] * 4
+    assert [process.wait(60) for process in several] == [0] * 3
     tell_of_end(rundir)
     assert hook.titles == ["dtrain: job has failed"]
     assert was_told_of_end(rundir, 1)

@@ -125,6 +125,28 @@ def test_threads_are_a_setting(cluster):
     assert json.loads((cluster.folder / "rank-0.json").read_text())["env"]["OMP_NUM_THREADS"] == "3"
 
 
+def test_ranks_reach_each_other_where_they_are_told(cluster):
+    script = """
+    import socket
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if RANK == 0:
+        with socket.create_server(place) as server:
+            connection, _ = server.accept()
+            assert connection.recv(5) == b"rank1"
+    else:
+        while True:
+            try:
+                socket.create_connection(place).sendall(b"rank1")
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.02)
+    """
+    cluster.submit("meet", script)
+    status = cluster.wait("meet")
+    assert status.state is JobState.SUCCEEDED, status.message
+
+
+@pytest.mark.long
 def test_ranks_really_talk_to_each_other(cluster):
     script = """
     import torch, torch.distributed as dist
@@ -320,7 +342,7 @@ def test_asking_while_a_job_starts_never_says_failed_and_stops_no_submission(clu
 
     def ask() -> None:
         manager = LocalClusterManager(cluster.manager.home)
-        while not done.is_set():
+        while not done.wait(0.01):
             seen.update(job.state for job in manager.list_jobs())
 
     askers = [threading.Thread(target=ask) for _ in range(3)]

@@ -1,6 +1,6 @@
 """Nodes that have nothing more to do at the end of a training are released, and paid for only until then.
 
-The trainer itself runs, on three nodes of the local cluster.
+The trainer itself runs, on nodes of the local cluster.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dataset(tmp_path_factory.mktemp("data"))
 
 
-def train(cluster: Any, dataset: Path, job_id: str, *faults: dict[str, Any], delay: float = 5.0) -> RunDir:
-    """Train on three nodes with these faults; the run directory of the job, which has succeeded. ``delay``: seconds
-    that a node is gone before another takes its place."""
+def train(
+    cluster: Any, dataset: Path, job_id: str, *faults: dict[str, Any], delay: float = 5.0, nodes: int = 3
+) -> RunDir:
+    """Train with these faults; the run directory of the job, which has succeeded. ``delay``: seconds that a node is
+    gone before another takes its place."""
     manager = cluster.manager = LocalClusterManager(cluster.manager.home, replacement_delay_seconds=delay)
     rundir = RunDir(str(cluster.run_dir(job_id)))
     job = JobConfig(
@@ -37,12 +39,12 @@ def train(cluster: Any, dataset: Path, job_id: str, *faults: dict[str, Any], del
         run_dir=rundir.uri,
         dataset=DatasetRef(uri=str(dataset)),
         training=DistributedTrainingConfig(
-            world_size=3, max_steps=STEPS, warmup_steps=2, checkpoint_frequency=5, threads_per_rank=1
+            world_size=nodes, max_steps=STEPS, warmup_steps=2, checkpoint_frequency=5, threads_per_rank=1
         ),
         tracking=TrackingConfig(tensorboard=False),
     )
     env = {"DTRAIN_FAULTS": json.dumps(faults), "DTRAIN_CACHE": str(cluster.folder / "cache")}
-    start_job(manager, job, 3, 1, env)
+    start_job(manager, job, nodes, 1, env)
     status = cluster.wait(job_id)
     assert status.state is JobState.SUCCEEDED, status.message
     return rundir
@@ -50,17 +52,17 @@ def train(cluster: Any, dataset: Path, job_id: str, *faults: dict[str, Any], del
 
 def test_nodes_leave_when_they_have_nothing_more_to_do_and_are_paid_for_until_then(cluster, dataset):
     seconds = 10.0  # far more than a process takes to end on a busy machine
-    rundir = train(cluster, dataset, "leaves", {"kind": "sleep", "at": "alone", "node": 0, "seconds": seconds})
+    rundir = train(cluster, dataset, "leaves", {"kind": "sleep", "at": "alone", "node": 0, "seconds": seconds}, nodes=2)
     ends = {node.node_id: node.ended_at for node in rundir.nodes()}
-    assert ends.keys() == {0, 1, 2}
+    assert ends.keys() == {0, 1}
     assert all(node.exit_codes == (0,) for node in rundir.nodes())
-    assert ends[0] - max(ends[1], ends[2]) > seconds / 4, "they did not wait for the rest of rank 0's work"
+    assert ends[0] - ends[1] > seconds / 4, "it did not wait for the rest of rank 0's work"
     usage = {item.node_id: item for item in cluster.manager.node_usage("leaves")}
     assert {node: item.ended_at for node, item in usage.items()} == ends, "the bill ends with the node"
-    assert rundir.last_generation() == 1, "nobody took the end of the others for a loss"
+    assert rundir.last_generation() == 1, "nobody took the end of the other for a loss"
     stages = [item["stage"] for item in rundir.events("finish")]
     assert stages == ["test split", "baselines", "report", "model"]
-    assert rundir.read_json("result.json")["world_size"] == 3
+    assert rundir.read_json("result.json")["world_size"] == 2
 
 
 @pytest.mark.long
