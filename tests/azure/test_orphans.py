@@ -45,8 +45,11 @@ def test_orphans_are_found_told_once_and_ended(tmp_path: Path, monkeypatch: pyte
             monkeypatch.setenv(name, value)
         told = load_settings()
         ends = told.model_copy(update={"orphan_policy": "cancel"})
-        live = instance.add_run(dg.DagsterRun(job_name="graph", status=dg.DagsterRunStatus.STARTED)).run_id
-        ended = instance.add_run(dg.DagsterRun(job_name="graph", status=dg.DagsterRunStatus.FAILURE)).run_id
+        made = frozenset({dg.AssetKey("trained_checkpoint")})  # by a run of our graph, as those of others do not count
+        live, ended = (
+            instance.add_run(dg.DagsterRun(job_name="graph", status=status, asset_selection=made)).run_id
+            for status in (dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.FAILURE)
+        )
         for job_id, run_id in ((LEFT_ALONE, live), (OF_NOBODY, ended), (OF_OTHERS, "not-of-this-instance")):
             submit(told, job_id, run_id)
         buy_by_hand(told, cloud)
