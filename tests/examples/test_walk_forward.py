@@ -17,7 +17,9 @@ from tests.e2e.conftest import small_prices
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_year_is_trained_once_and_all_years_are_judged_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_year_is_trained_once_and_all_years_are_judged_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in {"HOME": str(tmp_path / "home"), "THREADS_PER_RANK": "1", "COMMAND_TRACKING": "off"}.items():
         monkeypatch.setenv(f"DTRAIN_{name}", value)
     walk = {"prices": str(small_prices(tmp_path)), "window": 10, "valid_years": 1, "options": ["--epochs", "2"]}
