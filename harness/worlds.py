@@ -77,8 +77,18 @@ OWN_PARTS = {"DTRAIN_FACTORY_MODULES": "user_parts"}
 """The setting that lets tests train parts of their own."""
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "torch._dynamo", "trainer.engine.trainer", "trainer.__main__"])
-"""Ranks are forked from a process that has torch loaded already: to import it costs more than a short training."""
+FORKS.set_forkserver_preload(
+    [
+        *("torch", "torch._dynamo", "torch.profiler", "scipy.special", "tenacity", "trainer.__main__"),
+        *(f"trainer.engine.{name}" for name in ("trainer", "run_job", "window_problem", "finalize")),
+        *("trainer.evaluation.window_judge", "trainer.model.stock", "trainer.model.rows", "trainer.data.shards"),
+        *(f"trainer.elastic.{name}" for name in ("generation_world", "dynamic_rendezvous")),
+        *(f"trainer.comm.{name}" for name in ("static_rendezvous", "parameter_server", "encryption")),
+        *(f"trainer.observability.{name}" for name in ("link_probe", "node_presence", "trace")),
+        "trainer.performance.memory",
+    ]
+)
+"""Ranks are forked from a process that has loaded all that they load: that costs more than a short training."""
 
 
 def be_rank(
