@@ -100,6 +100,7 @@ class TestFactories:
             FactoryConfig(factory="tcn", args={"value": value})
 
 
+@pytest.mark.slow
 class TestOrders:
     def test_a_job_is_what_was_ordered_or_is_refused(self, place: Place, tmp_path: Path) -> None:
         run_dir = place.fresh("order")
@@ -148,6 +149,7 @@ class TestOrders:
             load_run_model(RunDir(run_dir), Order(job=job, registered=known))
 
 
+@pytest.mark.slow
 def test_checkpoints_of_nodes_are_not_run(place: Place, tmp_path: Path) -> None:
     import hashlib
     import pickle
@@ -182,6 +184,7 @@ def test_code_of_an_allowed_model_gets_no_secret_and_is_limited(place: Place) ->
     assert tally.is_clean, tally.findings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place_in_it", "value"),
     [
@@ -200,6 +203,7 @@ def test_the_gate_reads_figures_that_follow_from_the_predictions(
     assert judge_again(rundir, None, forged(rundir, place_in_it, value)) == judged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [-9.0, None, "good", True])
 def test_another_score_than_follows_from_the_predictions_is_refused(place: Place, value: Any) -> None:
     rundir = RunDir(place.good)
@@ -227,6 +231,7 @@ def forged(rundir: RunDir, place_in_it: tuple[str, ...], value: Any) -> dict[str
     return report
 
 
+@pytest.mark.slow
 def test_predictions_that_do_not_give_the_figures_are_refused(place: Place) -> None:
     rundir = RunDir(place.fresh("better"))
     path = Path(place.good, PREDICTIONS)

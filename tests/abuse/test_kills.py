@@ -276,6 +276,7 @@ def fill(path: Path) -> None:
             file.write(b"x" * 4096)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="only root can mount")
 @pytest.mark.parametrize("trouble", ["read-only", pytest.param("full", marks=pytest.mark.long)])
 def test_a_home_that_cannot_be_written_is_one_sentence(tmp_path: Path, trouble: str):

@@ -25,6 +25,7 @@ MANY = 1200
 PATIENCE = 0.5
 
 
+@pytest.mark.slow
 def test_the_dashboard_answers_beside_1200_half_requests(tmp_path: Path):
     with dashboard(tmp_path) as port:
         assert answers(port, seconds=60.0)

@@ -73,6 +73,7 @@ def broken_down(instance: dg.DagsterInstance, home: Path, rundir: RunDir) -> dic
     return Page({**made.metadata, **scored.metadata})
 
 
+@pytest.mark.slow
 def test_a_job_is_held_against_the_plan_that_it_carried_out(tmp_path: Path) -> None:
     rundir = write_run(tmp_path / "storage" / "jobs", "train-aaaaaaaa-1", told(12), "succeeded")
     rundir.write_json(RESULT, {"epochs": 1, "steps": 60, "samples_seen": 9})

@@ -127,6 +127,7 @@ class LaterSource:
         self.told.append((job_id, str(outcome.state)))
 
 
+@pytest.mark.slow
 def test_a_higher_priority_pauses_a_lower_one_which_goes_on_where_it_was(stage: Stage):
     both = {"least_nodes": 2, "most_nodes": 2, "serial_share": 1.0}
     low = job_of(stage.home, "low", 20.0, node_seconds=60.0, **both)

@@ -143,6 +143,7 @@ def test_an_edited_helper_that_goes_to_the_nodes_is_another_training_and_no_othe
     assert fingerprint(job, 1, 1) != before
 
 
+@pytest.mark.slow
 def test_another_version_of_what_a_users_module_imports_is_another_training(tmp_path, monkeypatch):
     """But not of what every training needs; and a helper counts from wherever it lies on the Python path."""
     packages, own, helpers = (tmp_path / name for name in ("lib/site-packages", "own", "helpers"))

@@ -324,6 +324,7 @@ def test_the_plan_rests_on_what_is_known_and_keeps_to_its_budget(finished, insta
     assert sorted(jobs.iterdir()) == before, "nothing ran for any of these"
 
 
+@pytest.mark.slow
 def test_a_plan_on_spot_by_its_old_name_is_told_and_says_what_it_does_not_know(finished, instance, monkeypatch):
     home, rundir, job = finished
     monkeypatch.setenv("DTRAIN_HOME", str(home))

@@ -26,6 +26,7 @@ def trials_of(count: int, seed: int = 0) -> list[Trial]:
     return found
 
 
+@pytest.mark.slow
 def test_chosen_values_are_better_than_random_ones_and_not_the_same_twice() -> None:
     random, chosen = (
         [

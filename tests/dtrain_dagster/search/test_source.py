@@ -159,6 +159,7 @@ def test_a_job_that_fails_by_itself_is_no_decision_of_the_search() -> None:
     assert source.best is None
 
 
+@pytest.mark.slow
 def test_the_estimator_learns_and_successive_halving_saves() -> None:
     random, learned = (
         [
