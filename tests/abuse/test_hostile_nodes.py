@@ -30,7 +30,7 @@ from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DTRAIN_CACHE", "set by the place")
+        patch.setenv("DTRAIN_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield Place(tmp_path_factory.mktemp("place"))
 
 
