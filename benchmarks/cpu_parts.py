@@ -24,27 +24,30 @@ from unittest import mock
 from benchmarks.host import tell
 from harness import worlds
 
-ROOT = Path(__file__).parents[1]
 RANKS, DAYS, TICKERS, WINDOW = 2, 1500, 20, 60
-WITHOUT = {
-    "peer_to_peer": "import trainer.comm.torch_transport as part; part.MOST_RANKS = 0",
-}
-"""The parts, and the code that takes each away."""
 SETTINGS = {
     "world_size": RANKS, "epochs": 1000, "log_frequency": 10, "checkpoint_frequency": 10**9, "eval_frequency": 10**9,
     "schedule": "constant", "threads_per_rank": 1,
 }  # fmt: skip
 
 
+def take_peer_to_peer_away() -> None:
+    """Let the ranks of this process's group sum by gloo."""
+    import trainer.comm.torch_transport as part
+
+    part.MOST_RANKS = 0
+
+
+WITHOUT = {"peer_to_peer": take_peer_to_peer_away}
+"""The parts, and what takes each away in a rank."""
+
+
 def step_seconds(folder: Path, dataset: Path, without: str, batch: int, steps: int) -> float:
     """Return the median seconds of a step of one training, without one of the parts or, for "", with all."""
-    environment = {"DTRAIN_CACHE": str(dataset.parent / "cache"), "PYTHONPATH": str(ROOT)}
+    environment = {"DTRAIN_CACHE": str(dataset.parent / "cache")}
     own = {"max_steps": steps, "batch_size_per_gpu": batch}
     job = worlds.Job(folder, dataset, training={**SETTINGS, **own}, environment=environment)
-    program = (
-        f"{WITHOUT.get(without, '')}\nimport runpy; runpy.run_module('trainer', run_name='__main__', alter_sys=True)"
-    )
-    if (codes := job.start(RANKS, program=("-c", program)).wait(600)) != [0] * RANKS:
+    if (codes := job.start(RANKS, prepare=WITHOUT.get(without)).wait(600)) != [0] * RANKS:
         raise RuntimeError(f"a training without {without or 'nothing'} ended with {codes}: {job.result().get('error')}")
     told = [event for event in job.events("step") if event["step"] > steps // 5]
     return statistics.median(event["step_seconds"] for event in told)
