@@ -8,7 +8,7 @@ from benchmarks.frameworks.framework_process import start
 from benchmarks.frameworks.protocol import Case
 from benchmarks.throughput import build
 
-STEPS = 5
+STEPS = 2
 
 
 def faults(pid: int) -> int:
