@@ -29,9 +29,10 @@ from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("place")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DTRAIN_CACHE", "set by the place")
-        yield Place(tmp_path_factory.mktemp("place"))
+        patch.setenv("DTRAIN_CACHE", str(folder / "cache"))
+        yield Place(folder)
 
 
 class TestFactories:
