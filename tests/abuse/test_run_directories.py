@@ -68,6 +68,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Stage:
     """A home with a job that really ran."""
     stage = Stage(tmp_path_factory.mktemp("home"))
     stage.train()
+    stage.copy()
+    assert read_everything(stage.home, WHOLE, DAMAGED, stage.secret) == []  # forks find imported what readers need
     return stage
 
 

@@ -1,5 +1,5 @@
 """The engine of data on a real Ray: the same bytes as the other's, whatever order, size or end of a worker; nothing
-left."""
+left. What starts a Ray is run by `make test-all`."""
 
 from __future__ import annotations
 
@@ -114,6 +114,7 @@ def test_the_work_of_a_killed_worker_is_done_again_in_its_place(
     assert (tmp_path / "killed").exists()
 
 
+@pytest.mark.long
 def test_workers_that_die_again_and_again_and_refusals_are_told_apart(
     engine: RayEngine, monkeypatch: pytest.MonkeyPatch
 ):
