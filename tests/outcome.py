@@ -33,7 +33,9 @@ DURATIONS = Path(__file__).with_name("durations.json")
 """Test → its seconds and processor seconds, of a whole run of ``make test``. Tests below `STORED_FROM` are left out."""
 STORED_FROM = 0.1
 """Processor seconds from which on a test is stored, and is not run with ``--fast``."""
-CPU = "cpu_seconds"
+CPU, MODULES = "cpu_seconds", "modules"
+MANY_MODULES = 100
+"""A test that loads more than these has no budget: it is the first of its worker that needs a library such as torch."""
 COSTLY = frozenset({"slow", "browser", "long"})
 WORK_SECONDS = 0.16
 """Of the machine on which budgets were set, without other work."""
@@ -102,7 +104,7 @@ class Processor:
     """Adds what each phase of a test took of the processor to its report, in the process that runs the test."""
 
     def __init__(self) -> None:
-        self.before = cpu_seconds()
+        self.before, self.modules = cpu_seconds(), len(sys.modules)
 
     def pytest_runtest_logstart(self) -> None:
         self.before = cpu_seconds()
@@ -112,7 +114,8 @@ class Processor:
         report = yield
         now = cpu_seconds()
         report.user_properties.append((CPU, round(now - self.before, 4)))
-        self.before = now
+        report.user_properties.append((MODULES, len(sys.modules) - self.modules))
+        self.before, self.modules = now, len(sys.modules)
         return report
 
 
@@ -125,6 +128,7 @@ class Outcome:
         self.seconds: Counter[str] = Counter()
         self.cpu: Counter[str] = Counter()
         self.costly: set[str] = set()
+        self.modules: Counter[str] = Counter()
         self.over_budget: dict[str, float] = {}
         """Tests above their budget → their processor seconds."""
         self.in_teardown: set[str] = set()
@@ -135,7 +139,8 @@ class Outcome:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] += report.duration
         self.cpu[report.nodeid] += sum(value for name, value in report.user_properties if name == CPU)
-        if COSTLY & set(report.keywords):
+        self.modules[report.nodeid] += sum(value for name, value in report.user_properties if name == MODULES)
+        if COSTLY & set(report.keywords) or self.modules[report.nodeid] > MANY_MODULES:
             self.costly.add(report.nodeid)
         outcome = {"passed": "passed", "skipped": "skipped"}.get(
             report.outcome, "failed" if report.when == "call" else "error"
