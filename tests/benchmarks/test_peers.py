@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.frameworks.framework_process import start
 from benchmarks.frameworks.protocol import Case
 from benchmarks.throughput import build
@@ -16,6 +18,7 @@ def faults(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7])
 
 
+@pytest.mark.slow
 def test_the_bound_pays_for_no_pages(tmp_path: Path) -> None:
     """Nothing can be faster than it only if it has all that the trainer has: here, its setting of malloc."""
     case = Case(model="tcn", batch=1024, ranks=1, dataset=build(tmp_path), folder="", port=0)

@@ -36,6 +36,7 @@ class Targets(HTMLParser):
             self.loaded.append(str(found["href"]))
 
 
+@pytest.mark.slow
 def test_all_links_and_files_of_the_site_are_there(site: Path):
     pages = {page.resolve(): Targets(page) for page in site.rglob("*.html")}
     assert len(pages) > 25

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from dtrain_dagster.settings.plain_variables import INTERNAL
 from tests.docs.blocks import REFERENCE, ROOT
 
@@ -122,6 +124,7 @@ def in_reference() -> set[str]:
     return set(re.findall(r"^\| `([A-Z0-9_]+)` \|", text, flags=re.MULTILINE))
 
 
+@pytest.mark.slow
 def test_each_variable_that_the_code_reads_is_in_the_reference_or_internal():
     found = all_read()
     assert {"DTRAIN_CACHE", "NCCL_SOCKET_IFNAME", "OMPI_COMM_WORLD_RANK", "TORCH_INDEX", "DRY_RUN"} <= set(found)
@@ -135,6 +138,7 @@ def test_no_variable_is_both_told_and_internal_and_each_internal_one_has_a_reaso
     assert all(INTERNAL.values())
 
 
+@pytest.mark.slow
 def test_no_variable_is_told_that_nothing_reads():
     """Those of settings are read by their classes."""
     from dtrain_dagster.settings.plain_variables import GROUPS

@@ -129,6 +129,7 @@ def test_a_small_fit_is_done_by_each_rank_without_the_others(tmp_path: Path, mon
     assert one.equal(alone)
 
 
+@pytest.mark.slow
 def test_the_fit_does_not_load_what_no_rank_has_loaded(tmp_path: Path) -> None:
     uri = build_table(tmp_path).uri
     code = (
