@@ -131,6 +131,7 @@ def refused(arguments: tuple[str, ...], command: click.Command = main, **environ
     return result.output
 
 
+@pytest.mark.slow
 def test_each_mistake_is_named_as_the_user_wrote_it(folder: Path):
     for arguments, words in MISTAKES:
         said = refused(arguments)

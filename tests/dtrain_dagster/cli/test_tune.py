@@ -295,6 +295,7 @@ def tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tuner]:
     WORN_OUT.clear()
 
 
+@pytest.mark.slow
 def test_the_rows_of_a_table_are_tuned_like_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
