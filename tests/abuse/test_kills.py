@@ -27,6 +27,7 @@ from dtrain_dagster.registry.client import open_client
 from dtrain_dagster.settings.home import make_home
 from dtrain_dagster.support.building import LEFT_SECONDS, building_in
 from harness import small_job
+from harness.waiting import until
 from tests.abuse import killed_checkpoints, killed_registrations, kills
 from trainer.engine.run_job import run_job
 from trainer.errors import DamagedError
@@ -151,7 +152,10 @@ def test_three_registrations_of_one_job_at_once_make_one_version(tmp_path: Path,
 def stranger(mark: str | None = None) -> subprocess.Popen[bytes]:
     """Somebody else's process."""
     environment = {**os.environ, **({MARK: mark} if mark else {})}
-    return subprocess.Popen(["sleep", "600"], env=environment, start_new_session=True)
+    started = subprocess.Popen(["sleep", "600"], env=environment, start_new_session=True)
+    environ = Path(f"/proc/{started.pid}/environ")
+    until(environ.read_bytes, lambda: f"{environ} is empty")  # for a moment after exec, when Popen has returned
+    return started
 
 
 @pytest.fixture
@@ -209,7 +213,7 @@ def test_a_forged_launch_kills_nothing_of_another_job(tmp_path: Path):
         assert victim.poll() is None
         assert own.poll() is None
         sweep({"token": token}, mine)
-        assert own.wait(10) == -signal.SIGKILL
+        assert own.wait(60) == -signal.SIGKILL
         assert victim.poll() is None
     finally:
         victim.kill()

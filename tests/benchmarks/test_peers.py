@@ -10,7 +10,7 @@ from benchmarks.frameworks.framework_process import start
 from benchmarks.frameworks.protocol import Case
 from benchmarks.throughput import build
 
-STEPS = 2
+STEPS = 5
 
 
 def faults(pid: int) -> int:

@@ -49,7 +49,7 @@ def runs_model(check: psutil.Process) -> bool:
     """Whether the child of a check has come to the program that loads a model: from then on it ends with its parent."""
     programs = []
     for child in check.children():
-        with suppress(psutil.Error):
+        with suppress(psutil.Error, IndexError):  # it is gone, or has no command line yet
             programs.append(Path(child.cmdline()[2]).name)
     return programs == ["child.py"]
 
