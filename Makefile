@@ -82,7 +82,7 @@ test: setup  ## the tests (browser tests want Chromium: installed where that is 
 test-all: test test-engines  ## the tests, those of frameworks, then the long ones: repetitions of proofs, loads of minutes, many examples of Hypothesis
 	@python -m pytest -o faulthandler_timeout=3300 --hypothesis-profile thorough --results=out/tests-long.json -m "long or hypothesis"
 
-test-fast: setup  ## the cheap ones of the tests, in less than a minute: no world of processes, no server, no browser
+test-fast: setup  ## the cheap ones of the tests, in one to two minutes: no world of processes, no server, no browser
 	@python -m pytest -n 2 --dist loadfile --fast $(TESTS)
 
 KUBE_CACHE := $${DTRAIN_TEST_CACHE:-$$HOME/.cache/dtrain-tests}/kubernetes-1.20.2/bin
@@ -113,7 +113,7 @@ $(ENGINES)/.ready: pyproject.toml tools/frameworks/build_horovod.sh | setup
 test-engines: $(ENGINES)/.ready  ## scripts under Horovod, DeepSpeed, Ray Train and TensorFlow (Linux; g++, cmake; builds Horovod once)
 	@PATH="$(CURDIR)/$(ENGINES)/bin:$$PATH" $(ENGINES)/bin/python -m pytest -n0 --results=out/tests-frameworks.json tests/frameworks tests/azure/test_frameworks.py
 
-# Options with which a benchmark takes at most three minutes on two cores. Without them it is as docs quote it.
+# Options with which a benchmark takes minutes at most. Without them it is as docs quote it.
 BENCH_azure_faults := --runs 4
 BENCH_chaos := --tapes 8
 BENCH_control_plane := --nodes 8 32 --rounds 2
@@ -133,7 +133,7 @@ BENCH_throughput := --models tcn --batches 64 --peers --loss-steps 0 --budget 12
 BENCH ?= azure_faults chaos control_plane cpu_parts diagnosis engines estimate fleet large_model orchestration recovery scaling \
   search sensors throughput
 
-bench: setup  ## short benchmarks, one after the other (about 20 minutes; BENCH=chaos for one): a line of JSON each
+bench: setup  ## benchmarks with options that make them short, one after the other (BENCH=chaos for one): a line of JSON each
 	@code=0; $(foreach name,$(BENCH),echo "python -m benchmarks.$(name) $(BENCH_$(name))" >&2; \
 	  python -m benchmarks.$(name) $(BENCH_$(name)) || code=1;) exit $$code
 

@@ -52,9 +52,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     stored = stored_durations()
     if config.option.fast:
-        costly = [item for item in items if item.nodeid in stored or any(map(item.get_closest_marker, COSTLY))]
+        cheap, costly = [], []
+        for item in items:
+            is_costly = item.nodeid in stored or any(map(item.get_closest_marker, COSTLY))
+            (costly if is_costly else cheap).append(item)
         config.hook.pytest_deselected(items=costly)
-        items[:] = [item for item in items if item not in set(costly)]
+        items[:] = cheap
     seconds = Counter[str]()
     for test, (taken, _) in stored.items():
         seconds[test.split("::")[0]] += taken

@@ -135,7 +135,7 @@ OF_MAKE = VariableGroup(
         "PORT": PlainVariable("Port of `make ui`, and of an endpoint's container", "`3000`; `5001`"),
         "TEST_WORKERS": PlainVariable("Processes of `make test`", "`4`"),
         "TESTS": PlainVariable("Folders or files of tests for `make test`", "all"),
-        "BENCH": PlainVariable("Names of the benchmarks that `make bench` runs", "all that take at most three minutes"),
+        "BENCH": PlainVariable("Names of the benchmarks that `make bench` runs", "all that the Makefile lists"),
         "VERSION": PlainVariable("Version that `make release` makes"),
         "DRY_RUN": PlainVariable("With any value `make release` only shows what it would do"),
         "WORKERS": PlainVariable("Processes of an endpoint's container", "`1`"),
