@@ -166,10 +166,12 @@ def _works(facts: RunFacts) -> list[tuple[Mapping[str, Any], str, float, float |
 def _orphans(facts: RunFacts) -> list[tuple[float, float]]:
     """Return minutes and price per hour of work after the job's end."""
     return [
-        (max(0.0, _end(end, facts) - max(start, facts.ended_at)) / 60,
-         facts.prices.get((stay["vm_size"], stay["tier"]), 0.0))
+        (
+            max(0.0, _end(end, facts) - max(start, facts.ended_at)) / 60,
+            facts.prices.get((stay["vm_size"], stay["tier"]), 0.0),
+        )
         for stay, _, start, end in _works(facts)
-    ]  # fmt: skip
+    ]
 
 
 def _is_orphaned(facts: RunFacts) -> bool:

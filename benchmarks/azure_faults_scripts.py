@@ -92,9 +92,12 @@ def _moment(dice: random.Random) -> Fields:
 
 def _not_found(dice: random.Random, operation: str) -> Fields:
     return {
-        "operation": operation, "status": 404, "code": dice.choice(("UserError", "ResourceNotFound")),
-        "message": "Not found", "count": dice.randint(1, 3),
-    }  # fmt: skip
+        "operation": operation,
+        "status": 404,
+        "code": dice.choice(("UserError", "ResourceNotFound")),
+        "message": "Not found",
+        "count": dice.randint(1, 3),
+    }
 
 
 def _hidden(dice: random.Random, resource: str, by: Sequence[str], most: float) -> Fields:

@@ -125,13 +125,24 @@ def _world_without_sums(generation: Generation, member: str, facts: Any, device:
 
 
 def _detector_on_a_thread(
-    me: str, secret: LaunchSecret, job: str, host: str, source: str, config: DistributedTrainingConfig,
+    me: str,
+    secret: LaunchSecret,
+    job: str,
+    host: str,
+    source: str,
+    config: DistributedTrainingConfig,
     on_change: Callable[[], None],
-) -> FailureDetector:  # fmt: skip
+) -> FailureDetector:
     return FailureDetector(
-        me, secret.key("peers", job), host, config.health_check_seconds, config.peer_timeout_seconds, None, on_change,
+        me,
+        secret.key("peers", job),
+        host,
+        config.health_check_seconds,
+        config.peer_timeout_seconds,
+        None,
+        on_change,
         config.adaptive_detection,
-    )  # fmt: skip
+    )
 
 
 @dataclass
@@ -152,9 +163,15 @@ class Member:
             world_size=self.planned, threads_per_rank=1, health_check_seconds=self.beat_seconds
         )
         environment = {
-            "RANK": str(self.node), "WORLD_SIZE": str(self.planned), "NODE_RANK": str(self.node), "DTRAIN_LAUNCH": "1",
-            "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "1", "DTRAIN_HOST": "127.0.0.1",
-        }  # fmt: skip
+            "RANK": str(self.node),
+            "WORLD_SIZE": str(self.planned),
+            "NODE_RANK": str(self.node),
+            "DTRAIN_LAUNCH": "1",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_PORT": "1",
+            "DTRAIN_HOST": "127.0.0.1",
+        }
         rundir = RunDir(self.folder)
         storage = rundir.storage = CountedStorage(self.folder)
         own = rendezvous_module.DynamicRendezvous(
@@ -175,9 +192,16 @@ class Member:
             number, size = own.generation.number, len(own.generation.members)
             own.has_state_of = number
             self.say(
-                what="formed", number=number, size=size, at=formed_at, failed_at=failed_at, reason=reason,
-                storage=storage.operations - before, rank=world.rank, cpu=time.process_time() - cpu,
-            )  # fmt: skip
+                what="formed",
+                number=number,
+                size=size,
+                at=formed_at,
+                failed_at=failed_at,
+                reason=reason,
+                storage=storage.operations - before,
+                rank=world.rank,
+                cpu=time.process_time() - cpu,
+            )
             group: Any = world.group
             while not group.called_off.wait(0.05 if world.rank == 0 else 60.0):
                 if world.rank == 0 and own.recovery_reason:
@@ -359,9 +383,12 @@ def _regroups(
         joined.append(max(item["at"] for item in again) - began)
         note(f"  {seconds[-1]:.3f} s (generation {last} to {number}), joined after {joined[-1]:.3f} s")
     return {
-        **_quantiles(seconds), "storage_mean": round(statistics.mean(operations), 2), "storage_max": max(operations),
-        "cpu_seconds_mean": round(statistics.mean(cpu), 4), "cpu_seconds_max": round(max(cpu), 4),
-    }  # fmt: skip
+        **_quantiles(seconds),
+        "storage_mean": round(statistics.mean(operations), 2),
+        "storage_max": max(operations),
+        "cpu_seconds_mean": round(statistics.mean(cpu), 4),
+        "cpu_seconds_max": round(max(cpu), 4),
+    }
 
 
 def _freeze(crowd: Crowd, chance: random.Random) -> float:

@@ -26,9 +26,14 @@ from harness import worlds
 
 RANKS, DAYS, TICKERS, WINDOW = 2, 1500, 20, 60
 SETTINGS = {
-    "world_size": RANKS, "epochs": 1000, "log_frequency": 10, "checkpoint_frequency": 10**9, "eval_frequency": 10**9,
-    "schedule": "constant", "threads_per_rank": 1,
-}  # fmt: skip
+    "world_size": RANKS,
+    "epochs": 1000,
+    "log_frequency": 10,
+    "checkpoint_frequency": 10**9,
+    "eval_frequency": 10**9,
+    "schedule": "constant",
+    "threads_per_rank": 1,
+}
 
 
 def take_peer_to_peer_away() -> None:
@@ -59,8 +64,10 @@ def measure(folder: Path, dataset: Path, rounds: int, batch: int, steps: int) ->
     for number in range(rounds):
         for name in order.sample(sorted(found), len(found)):
             found[name].append(step_seconds(folder / f"{batch}-{number}-{name or 'all'}", dataset, name, batch, steps))
-            print(f"round {number}: {batch} samples, without {name or 'nothing'}: {1000 * found[name][-1]:.3f} ms",
-                  file=sys.stderr)  # fmt: skip
+            print(
+                f"round {number}: {batch} samples, without {name or 'nothing'}: {1000 * found[name][-1]:.3f} ms",
+                file=sys.stderr,
+            )
     result: dict[str, Any] = {"batch_size_per_gpu": batch, "step_seconds": round(statistics.median(found[""]), 6)}
     for name in WITHOUT:
         ratios = [without / whole for without, whole in zip(found[name], found[""], strict=True)]

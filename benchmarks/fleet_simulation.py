@@ -159,11 +159,15 @@ class _Play:
             self._move(self._next_time())
         ends = tuple(
             SimulatedEnd(
-                job_id=run.spec.job.job_id, state=run.state, paid_seconds=run.paid_seconds, launches=run.launches,
-                ended_at=run.ended_at if run.ended_at is not None else self.now, reason=run.reason,
+                job_id=run.spec.job.job_id,
+                state=run.state,
+                paid_seconds=run.paid_seconds,
+                launches=run.launches,
+                ended_at=run.ended_at if run.ended_at is not None else self.now,
+                reason=run.reason,
             )
             for run in self.runs
-        )  # fmt: skip
+        )
         over = max((end.ended_at for end in ends if end.paid_seconds), default=began)
         used = sum(self.limits.units_of(run.paid_seconds) for run in self.runs)
         return Played(
@@ -216,11 +220,17 @@ class _Play:
         known = run.done >= KNOWN_FROM * run.spec.node_seconds
         left = run.spec.node_seconds - run.done if known else None
         return Standing(
-            job=run.spec.job, number=run.number, state=run.state, nodes=run.nodes, grant_units=run.grant_units,
-            paid_units=self.limits.units_of(run.paid_seconds), left_node_seconds=left,
-            left_spread=0.1 if known else None, launched_at=run.launched_at,
+            job=run.spec.job,
+            number=run.number,
+            state=run.state,
+            nodes=run.nodes,
+            grant_units=run.grant_units,
+            paid_units=self.limits.units_of(run.paid_seconds),
+            left_node_seconds=left,
+            left_spread=0.1 if known else None,
+            launched_at=run.launched_at,
             is_training=run.nodes > 0 and self.now >= run.works_from,
-        )  # fmt: skip
+        )
 
     def _start(self, run: _Run, start: Start) -> None:
         run.state, run.nodes, run.grant_units = FleetState.RUNNING, start.nodes, start.grant_units

@@ -45,9 +45,13 @@ from trainer.spec import WINDOWS
 ROOT = Path(__file__).parents[1]
 BATCH, WARM_STEPS = 768, 20
 TRAININGS: Mapping[str, Mapping[str, Any]] = {
-    "fp32": {}, "fp32_again": {}, "bf16": {"precision": "bf16"}, "fp16": {"precision": "fp16"},
-    "data_in_host_memory": {"data_on_device": False}, "cuda_graphs": {"compile": "reduce-overhead"},
-}  # fmt: skip
+    "fp32": {},
+    "fp32_again": {},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
+    "data_in_host_memory": {"data_on_device": False},
+    "cuda_graphs": {"compile": "reduce-overhead"},
+}
 ALIKE = ("fp32_again", "data_in_host_memory", "killed_and_resumed")
 """Trainings that must end with the bits of the first."""
 ROUNDS = 3
@@ -70,15 +74,24 @@ class Trainings:
         """Write a job, and return its run directory."""
         model, loss = usual_parts(WINDOWS, None)
         usual: dict[str, Any] = {
-            "world_size": 1, "batch_size_per_gpu": BATCH, "gradient_accumulation_steps": 1, "max_steps": self._steps,
-            "epochs": 10**4, "eval_frequency": self._steps // 2, "log_frequency": 1,
+            "world_size": 1,
+            "batch_size_per_gpu": BATCH,
+            "gradient_accumulation_steps": 1,
+            "max_steps": self._steps,
+            "epochs": 10**4,
+            "eval_frequency": self._steps // 2,
+            "log_frequency": 1,
             "checkpoint_frequency": self._steps // 3,
-        }  # fmt: skip
+        }
         job = JobConfig(
-            job_id=name, run_dir=str(self._folder / name), dataset=self._dataset, model=FactoryConfig(factory=model),
-            loss=FactoryConfig(factory=loss), training=DistributedTrainingConfig(**{**usual, **training}),
+            job_id=name,
+            run_dir=str(self._folder / name),
+            dataset=self._dataset,
+            model=FactoryConfig(factory=model),
+            loss=FactoryConfig(factory=loss),
+            training=DistributedTrainingConfig(**{**usual, **training}),
             tracking=TrackingConfig(tensorboard=False),
-        )  # fmt: skip
+        )
         rundir = RunDir(job.run_dir)
         rundir.write_job(job)
         return rundir
@@ -90,8 +103,11 @@ class Trainings:
         return subprocess.Popen(
             [sys.executable, *launcher, "-m", "trainer", "--config", f"{rundir.uri}/job.json"],
             env={**os.environ, "PYTHONPATH": path, **(env or {})},
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
 
     def run(self, rundir: RunDir, ranks: int = 1, env: Mapping[str, str] | None = None) -> dict[str, Any]:
         """Return what came of the job. Raise RuntimeError where it fails."""

@@ -188,9 +188,12 @@ class Plain:
         from torch.distributed.fsdp import fully_shard
 
         dist.init_process_group(
-            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=data.rank, world_size=data.ranks,
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=data.rank,
+            world_size=data.ranks,
             timeout=timedelta(seconds=600),
-        )  # fmt: skip
+        )
         mesh = init_device_mesh("cpu", (data.ranks,))
         for block in model.blocks:  # type: ignore[union-attr]
             fully_shard(block, mesh=mesh)
@@ -290,13 +293,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "gathered_bytes": 2 * 2 * block,
         "rss_bytes": resident,
         "rss_vs_ddp": resident["fsdp"] / resident["ddp"],
-        "seconds_per_step": {
-            side: statistics.median(one[side] for one in rounds) / options.steps for side in SIDES
-        },
+        "seconds_per_step": {side: statistics.median(one[side] for one in rounds) / options.steps for side in SIDES},
         "parameters": sum(parameter.numel() for parameter in Model(options.width, options.depth).parameters()),
-        "ranks": options.ranks, "rounds": options.rounds, "steps": options.steps, "batch": options.batch,
-        "width": options.width, "depth": options.depth,
-    }  # fmt: skip
+        "ranks": options.ranks,
+        "rounds": options.rounds,
+        "steps": options.steps,
+        "batch": options.batch,
+        "width": options.width,
+        "depth": options.depth,
+    }
 
 
 def main() -> None:

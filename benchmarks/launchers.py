@@ -231,9 +231,13 @@ class Torchrun:
         self.started[node] = time.time()
         with open(self.folder / f"agent-{node}.log", "ab") as log:
             self.agents[node] = psutil.Popen(
-                self.command(), env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                self.command(),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
     def replaced_at(self, node: int) -> float:
         """Return when the newest agent of a node was started, in Unix seconds."""

@@ -245,11 +245,15 @@ def runs(bench: BenchmarkHome, rounds: int, lengths: Sequence[int]) -> dict[str,
                 marks.append(phases(began, under, rundir, bench.env))
             if not number % 2:
                 bare = bench.bare(like, f"{steps}-{number}")
-            rows.append({
-                "steps": steps,
-                "wall": round(under.wall, 3), "bare_wall": round(bare.wall, 3),
-                "cpu": round(under.cpu, 3), "bare_cpu": round(bare.cpu, 3),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "steps": steps,
+                    "wall": round(under.wall, 3),
+                    "bare_wall": round(bare.wall, 3),
+                    "cpu": round(under.cpu, 3),
+                    "bare_cpu": round(bare.cpu, 3),
+                }
+            )
             note(f"{rows[-1]}")
     middle = {name: round(statistics.median(mark[name] for mark in marks), 3) for name in marks[0]}
     return {**extra_seconds(rows), "phases": middle, "rows": rows}

@@ -318,8 +318,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 found[name] = measure(make, folder, repeats, jobs, name)
         soaked = soak(Ours(folder / "soak", config, hosts), options.seconds) if options.fault == "none" else {}
     result: dict[str, Any] = {
-        "fault": options.fault, **({"namespaces": True} if hosts else {}), **soaked,
-    }  # fmt: skip
+        "fault": options.fault,
+        **({"namespaces": True} if hosts else {}),
+        **soaked,
+    }
     for name, figures in found.items():
         result |= summary(name, figures)
     result["steps_redone_max"] = result.get("ours_steps_redone_max")

@@ -87,9 +87,15 @@ MODES = ("allreduce", "fp16", "topk")
 SETTLING = 10
 """Steps at the beginning of a training that its typical step leaves out."""
 COMMON = {
-    "epochs": 1000, "log_frequency": 10, "checkpoint_frequency": 10**9, "eval_frequency": 10**9, "warmup_steps": 10,
-    "threads_per_rank": 1, "collective_timeout_seconds": 120, "hang_seconds": 1e6,
-}  # fmt: skip
+    "epochs": 1000,
+    "log_frequency": 10,
+    "checkpoint_frequency": 10**9,
+    "eval_frequency": 10**9,
+    "warmup_steps": 10,
+    "threads_per_rank": 1,
+    "collective_timeout_seconds": 120,
+    "hang_seconds": 1e6,
+}
 """Settings of all trainings."""
 
 
@@ -158,12 +164,18 @@ def train_on(nodes: int, name: str, options: argparse.Namespace, more: Mapping[s
 
 def ranks_environment(
     rank: int, local: int, size: int, per_node: int, address: str, port: int, dataset: Path
-) -> dict[str, str]:  # fmt: skip
+) -> dict[str, str]:
     """Return the environment variables of a rank."""
     facts = {
-        "RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": min(size, per_node),
-        "NODE_RANK": rank // per_node, "MASTER_ADDR": address, "MASTER_PORT": port, "OMP_NUM_THREADS": 1,
-    }  # fmt: skip
+        "RANK": rank,
+        "LOCAL_RANK": local,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": min(size, per_node),
+        "NODE_RANK": rank // per_node,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": 1,
+    }
     return {**{name: str(value) for name, value in facts.items()}, "DTRAIN_CACHE": str(dataset.parent / "cache")}
 
 
@@ -188,9 +200,13 @@ def train(
     size = 3 if per_host == 1 else 2 * per_host
     factory, batch, accumulation = MODELS[model]
     settings = {
-        **COMMON, "world_size": size, "batch_size_per_gpu": batch, "gradient_accumulation_steps": accumulation,
-        "max_steps": steps, "communication": mode,
-    }  # fmt: skip
+        **COMMON,
+        "world_size": size,
+        "batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": accumulation,
+        "max_steps": steps,
+        "communication": mode,
+    }
     job = worlds.Job(folder / f"{rate}-{model}-{mode}-{size}-{steps}-{turn}", dataset, {"model": factory}, settings)
     path, port, processes = str(job.write()), worlds.free_port(), []
     try:

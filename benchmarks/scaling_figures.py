@@ -72,9 +72,13 @@ class ScalingPoint:
 
 
 def read_point(
-    events: Sequence[Mapping[str, Any]], mode: Mode, nodes: int, training: Mapping[str, Any], samples: int,
+    events: Sequence[Mapping[str, Any]],
+    mode: Mode,
+    nodes: int,
+    training: Mapping[str, Any],
+    samples: int,
     usd_per_node_hour: float,
-) -> ScalingPoint:  # fmt: skip
+) -> ScalingPoint:
     """Return the figures of a short run. ``training``: the job's section of that name; ``samples``: the samples of an
     epoch. Raise ValueError if the run has no figures."""
     told = [item.step_seconds for item in read_events(StepEvent, events) if item.step_seconds is not None]
@@ -130,10 +134,13 @@ def against_plain(rows: Sequence[Mapping[str, Any]], rate: str, model: str, key:
     found: dict[str, Any] = {}
     for name, field in (("", "step_seconds"), ("_whole_run", "whole_run_step_seconds")):
         plain, compressed = (
-            {row["round"]: row[field] for row in rows
-             if (row["rate"], row["model"], row["communication"], row["hosts"]) == (rate, model, mode, 3)}
+            {
+                row["round"]: row[field]
+                for row in rows
+                if (row["rate"], row["model"], row["communication"], row["hosts"]) == (rate, model, mode, 3)
+            }
             for mode in ("allreduce", "topk")
-        )  # fmt: skip
+        )
         ratios = [plain[turn] / compressed[turn] for turn in sorted(plain)]
         found |= {key.format(name): statistics.geometric_mean(ratios)}
         found |= {key.format(name) + "_rounds": [round_figure(ratio) for ratio in ratios]}

@@ -79,9 +79,10 @@ def fit_scaling_link(observed: Sequence[tuple[int, int, float]], name: str) -> S
     """Return the link fitted to measured all-reduces, which are taken for rings: (world size, bytes, seconds on the
     network). Raise ValueError if there are none."""
     rows = [
-        (ring_messages(world), bytes_carried(world) * size, seconds) for world, size, seconds in observed
+        (ring_messages(world), bytes_carried(world) * size, seconds)
+        for world, size, seconds in observed
         if world > 1 and seconds > 0
-    ]  # fmt: skip
+    ]
     if not rows:
         raise ValueError("no all-reduce was measured: a link can only be fitted to runs of two ranks or more")
     return ScalingLink(name=name, message=fit_link(rows), source=f"fitted to {len(rows)} measured all-reduces")
@@ -170,9 +171,13 @@ class Curve:
 
 
 def modelled(
-    model: ScalingModel, link: ScalingLink, mode: Mode, micro_batches_per_rank: int, sizes: Sequence[int] = SIZES,
+    model: ScalingModel,
+    link: ScalingLink,
+    mode: Mode,
+    micro_batches_per_rank: int,
+    sizes: Sequence[int] = SIZES,
     missed: float = 0.0,
-) -> Curve:  # fmt: skip
+) -> Curve:
     """Return the efficiency against one rank. Weak: each rank keeps its micro-batches. Strong: the largest world has
     one micro-batch for each rank, smaller ones do the same step with more each. ``missed``: the relative error of the
     model where it was checked; the range is wider by it."""
@@ -295,8 +300,9 @@ def study(points: Sequence[ScalingPoint], cores: float | None) -> Study:
         missed = max(abs(item.error) for item in checks)
         curves = tuple(
             modelled(alone, link, mode, single.micro_batches, missed=missed)
-            for mode in ("weak", "strong") for link in links
-        )  # fmt: skip
+            for mode in ("weak", "strong")
+            for link in links
+        )
     return Study(
         verdict=summarize_scaling(points, checks, cores, withheld),
         points=tuple(points),
@@ -309,7 +315,7 @@ def study(points: Sequence[ScalingPoint], cores: float | None) -> Study:
 
 def summarize_scaling(
     points: Sequence[ScalingPoint], checks: Sequence[Check], cores: float | None, withheld: str
-) -> str:  # fmt: skip
+) -> str:
     """Return in a few sentences how well the training scales here, what limits it, and how far the model can be
     trusted."""
     weak = efficiency(points, "weak")

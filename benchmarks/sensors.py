@@ -61,9 +61,16 @@ def write_past_job(settings: Settings, number: int, run_id: str, now: float) -> 
     times = {"started_at": ended - HOUR, "ended_at": ended}
     rundir.write_json(
         LAUNCH,
-        {"job_id": job_id, "node_count": NODES, "launch": 1, "sku": SKU, "cluster_name": settings.cluster_name,
-         "token": f"{number:032x}", "submitted_at": ended - HOUR},
-    )  # fmt: skip
+        {
+            "job_id": job_id,
+            "node_count": NODES,
+            "launch": 1,
+            "sku": SKU,
+            "cluster_name": settings.cluster_name,
+            "token": f"{number:032x}",
+            "submitted_at": ended - HOUR,
+        },
+    )
     for node_id in range(NODES):
         rundir.write_node(NodePresence(node_id=node_id, launch=1, last_seen_at=ended, exit_codes=(0,), **times))
     rundir.append_events(1, 0, 1, [event("end", 0, 1, status="succeeded")])
@@ -166,9 +173,12 @@ def tick(
     resources = {key: value for key, value in made.items() if key in sensor.required_resource_keys}
     began = time.perf_counter()
     with dg.build_sensor_context(
-        instance=instance, cursor=cursors.get(sensor.name), resources=resources, definitions=definitions,
+        instance=instance,
+        cursor=cursors.get(sensor.name),
+        resources=resources,
+        definitions=definitions,
         sensor_name=sensor.name,
-    ) as context:  # fmt: skip
+    ) as context:
         result = sensor.evaluate_tick(context)
     seconds = time.perf_counter() - began
     cursors[sensor.name] = result.cursor

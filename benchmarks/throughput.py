@@ -148,10 +148,11 @@ def describe(cell: Cell) -> dict[str, Any]:
     against = {
         one: {
             other: in_short(interval([values]))
-            for other in cell.measurements if other != one and (values := cell.ratios(one, other))
+            for other in cell.measurements
+            if other != one and (values := cell.ratios(one, other))
         }
         for one in OURS
-    }  # fmt: skip
+    }
     vs_bound = {one: in_short(interval([values])) for one in pace if (values := cell.ratios(one, "bound"))}
     return {
         "model": cell.case.model,
@@ -190,14 +191,18 @@ def summary(cells: Sequence[Cell]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     others = tuple(peer for peer in FRAMEWORKS if peer not in OTHER_DDP)
     rivals_of = {
-        "min_vs_bound": ("bound",), "min_vs_bound_lockstep": (LOCKSTEP,), "min_vs_any_peer": others,
+        "min_vs_bound": ("bound",),
+        "min_vs_bound_lockstep": (LOCKSTEP,),
+        "min_vs_any_peer": others,
         f"min_vs_{MALLOC}": (MALLOC,),
-    }  # fmt: skip
+    }
     for key, rivals in rivals_of.items():
         known = [
             (*interval([values]), cell.case.model, cell.case.batch, rival)
-            for cell in cells for rival in rivals if (values := cell.ratios("ours", rival))
-        ]  # fmt: skip
+            for cell in cells
+            for rival in rivals
+            if (values := cell.ratios("ours", rival))
+        ]
         if known:
             *figures, model, batch, rival = min(known)
             result[key] = round(figures[0], 4)
@@ -329,8 +334,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = json.loads(Path(options.tuned).read_text())["training"] if options.tuned else None
     skipped = {
         peer: f"{package} is not installed: pip install 'dtrain[bench]'"
-        for peer, package in FRAMEWORKS.items() if peer in options.peers and importlib.util.find_spec(package) is None
-    } | {peer: "not asked for" for peer in FRAMEWORKS if peer not in options.peers}  # fmt: skip
+        for peer, package in FRAMEWORKS.items()
+        if peer in options.peers and importlib.util.find_spec(package) is None
+    } | {peer: "not asked for" for peer in FRAMEWORKS if peer not in options.peers}
     stop_on_signals()
     began = time.monotonic()
     end = began + options.budget - CLOSING_SECONDS

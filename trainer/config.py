@@ -425,8 +425,9 @@ def _read_older_values(data: dict[str, Any], source: str) -> None:
         training["communication"] = "allreduce"
         _log.info(
             "%s: training.communication = 'auto' is no longer a value, and is read as 'allreduce': where the network "
-            "holds steps up, the alert and `dtrain tune` say what to set", source,
-        )  # fmt: skip
+            "holds steps up, the alert and `dtrain tune` say what to set",
+            source,
+        )
 
 
 _REMEDIES = {

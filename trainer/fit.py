@@ -299,18 +299,24 @@ class Trainer:
 
 
 def make_job(
-    run_dir: str, config: DistributedTrainingConfig, data_id: str, model: dict[str, str], loss: dict[str, str],
+    run_dir: str,
+    config: DistributedTrainingConfig,
+    data_id: str,
+    model: dict[str, str],
+    loss: dict[str, str],
     tracking: TrackingConfig,
-) -> JobConfig:  # fmt: skip
+) -> JobConfig:
     """Return the job as its run directory describes it: with the overrides of whoever has started the script. ``model``
     and ``loss``: what they are, in words."""
     job = JobConfig(
-        job_id=_NO_NAME.sub("-", run_dir.rpartition("/")[2]).lstrip("._-")[:200] or SCRIPT, run_dir=run_dir,
+        job_id=_NO_NAME.sub("-", run_dir.rpartition("/")[2]).lstrip("._-")[:200] or SCRIPT,
+        run_dir=run_dir,
         training=DistributedTrainingConfig(**asdict(config)),
         dataset=DatasetRef(uri=f"{SCRIPT}:{Path(sys.argv[0]).name or 'notebook'}", dataset_id=data_id),
-        model=FactoryConfig(factory=SCRIPT, args=model), loss=FactoryConfig(factory=SCRIPT, args=loss),
+        model=FactoryConfig(factory=SCRIPT, args=model),
+        loss=FactoryConfig(factory=SCRIPT, args=loss),
         tracking=tracking,
-    )  # fmt: skip
+    )
     overrides = json.loads(os.environ.get(OVERRIDES, "[]"))
     return resolve_start(parse_job(job.to_json(), overrides, source="the script's settings") if overrides else job)
 

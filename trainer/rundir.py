@@ -222,8 +222,12 @@ class RunDir:
             more = f" and {len(damaged) - 5} more" if len(damaged) > 5 else ""
             _log.warning(
                 "%s/%s: %d line(s) are not events and were skipped: %s%s",
-                self.uri, EVENTS, left_out, ", ".join(damaged[:5]), more,
-            )  # fmt: skip
+                self.uri,
+                EVENTS,
+                left_out,
+                ", ".join(damaged[:5]),
+                more,
+            )
         return sorted(events, key=lambda event: event["time"])
 
     def _new_files(self, seen: SeenFiles, is_live: bool) -> list[str]:

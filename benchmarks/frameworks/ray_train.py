@@ -51,9 +51,14 @@ def drive(ranks: int, device: str) -> None:
     os.environ |= {"RAY_health_check_failure_threshold": "100000", "RAY_health_check_timeout_ms": "600000"}
     with tempfile.TemporaryDirectory(dir=Path.cwd(), ignore_cleanup_errors=True) as folder:
         ray.init(
-            num_cpus=ranks, num_gpus=ranks if device == "cuda" else 0, include_dashboard=False, _temp_dir=folder,
-            _node_ip_address="127.0.0.1", object_store_memory=100 << 20, log_to_driver=False,
-        )  # fmt: skip
+            num_cpus=ranks,
+            num_gpus=ranks if device == "cuda" else 0,
+            include_dashboard=False,
+            _temp_dir=folder,
+            _node_ip_address="127.0.0.1",
+            object_store_memory=100 << 20,
+            log_to_driver=False,
+        )
         try:
             ray.train.torch.TorchTrainer(
                 worker,

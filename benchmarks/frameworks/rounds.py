@@ -17,9 +17,13 @@ from trainer.config import DistributedTrainingConfig
 from trainer.tuning.verdict import is_surely_faster
 
 FRAMEWORKS = {
-    "plain_ddp": "torch", "lightning": "lightning", "accelerate": "accelerate", "ray": "ray",
-    "plain_ddp_malloc": "torch", "plain_ddp_tuned": "torch",
-}  # fmt: skip
+    "plain_ddp": "torch",
+    "lightning": "lightning",
+    "accelerate": "accelerate",
+    "ray": "ray",
+    "plain_ddp_malloc": "torch",
+    "plain_ddp_tuned": "torch",
+}
 """Names of the others, and the package of each."""
 MALLOC = "plain_ddp_malloc"
 """The framework that is compared with plain DDP, and therefore has its options."""
@@ -55,9 +59,12 @@ beyond noise (the rule of `dtrain tune`): the figures of the search served the c
 HOPELESS = 0.9
 """A candidate that is slower than this share of the best so far in its first pair is not measured again."""
 SEARCH = (
-    ("precision", ("bf16",)), ("micro_batches", (2, 4)), ("prefetch_batches", (0, 2)), ("communication", ("fp16",)),
+    ("precision", ("bf16",)),
+    ("micro_batches", (2, 4)),
+    ("prefetch_batches", (0, 2)),
+    ("communication", ("fp16",)),
     ("compile", ("default", "reduce-overhead")),
-)  # fmt: skip
+)
 """Settings in the order in which they are tried, each with the best of those before it."""
 _T = TypeVar("_T")
 

@@ -12,10 +12,16 @@ import torch
 from benchmarks.frameworks.protocol import Case, Failed, Turns
 
 LOOPS = {
-    "ours": "dtrain:ours", "tuned": "dtrain:ours", "bound": "torch_ddp:bound", "plain_ddp": "torch_ddp:plain_ddp",
-    "plain_ddp_malloc": "torch_ddp:plain_ddp_malloc", "plain_ddp_tuned": "torch_ddp:plain_ddp_malloc",
-    "lightning": "lightning_ddp:train", "accelerate": "accelerate_ddp:train", "ray": "ray_train:train",
-}  # fmt: skip
+    "ours": "dtrain:ours",
+    "tuned": "dtrain:ours",
+    "bound": "torch_ddp:bound",
+    "plain_ddp": "torch_ddp:plain_ddp",
+    "plain_ddp_malloc": "torch_ddp:plain_ddp_malloc",
+    "plain_ddp_tuned": "torch_ddp:plain_ddp_malloc",
+    "lightning": "lightning_ddp:train",
+    "accelerate": "accelerate_ddp:train",
+    "ray": "ray_train:train",
+}
 """Name → module of this package and function in it. The names are those of the saved results."""
 
 

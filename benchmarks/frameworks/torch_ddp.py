@@ -54,8 +54,10 @@ def plain_ddp(case: Case, turns: Turns) -> float | None:
         # A store in a file: one at MASTER_PORT would listen on all interfaces.
         dist.init_process_group(
             "nccl" if workload.device.type == "cuda" else "gloo",
-            init_method=Path(case.folder, "store").as_uri(), rank=int(os.environ["RANK"]), world_size=case.ranks,
-        )  # fmt: skip
+            init_method=Path(case.folder, "store").as_uri(),
+            rank=int(os.environ["RANK"]),
+            world_size=case.ranks,
+        )
     sampler = DistributedSampler(workload.data, shuffle=True, seed=case.seed, drop_last=True)
     loader = workload.loader(sampler)
     model = DistributedDataParallel(workload.module, **case.ddp)

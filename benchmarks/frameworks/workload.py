@@ -70,9 +70,15 @@ class Workload:
         """Return a DataLoader, shuffled unless a sampler does that."""
         case = self.case
         return DataLoader(
-            self.data, batch_size=case.batch, sampler=sampler, shuffle=sampler is None, drop_last=True,
-            num_workers=case.workers, persistent_workers=case.workers > 0, pin_memory=self.device.type == "cuda",
-        )  # fmt: skip
+            self.data,
+            batch_size=case.batch,
+            sampler=sampler,
+            shuffle=sampler is None,
+            drop_last=True,
+            num_workers=case.workers,
+            persistent_workers=case.workers > 0,
+            pin_memory=self.device.type == "cuda",
+        )
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of the case's precision."""

@@ -111,9 +111,13 @@ def read_dataset(folder: str, project: ProjectResource) -> BuiltDataset:
             manifest = read_dataset_manifest(storage)
             rows = sum(shard["rows"] for shard in manifest.get("shards", ()) if "rows" in shard)
             return BuiltDataset(
-                uri=uri, dataset_id=manifest["dataset_id"], rows=rows, samples=manifest["samples"],
-                excluded=manifest.get("excluded", {}), built=False,
-            )  # fmt: skip
+                uri=uri,
+                dataset_id=manifest["dataset_id"],
+                rows=rows,
+                samples=manifest["samples"],
+                excluded=manifest.get("excluded", {}),
+                built=False,
+            )
     raise NoDatasetError(
         f"no manifest.json in {' or '.join(named)}: give the folder of a dataset, or the id of one (launchpad of "
         "sharded_dataset, or the argument dataset of the pipeline)"

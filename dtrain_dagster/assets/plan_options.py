@@ -248,9 +248,13 @@ class ScriptTraining:
         share = max(1, (os.cpu_count() or 1) // ranks) if is_here else None
         overrides = self.config.overrides(ranks, self.cluster.threads_per_rank or share)
         found = describe_script(
-            self.script, self.config.arguments, overrides, "plan", f"{self.project.jobs_uri}/plan",
+            self.script,
+            self.config.arguments,
+            overrides,
+            "plan",
+            f"{self.project.jobs_uri}/plan",
             self.project.trainer_env(),
-        )  # fmt: skip
+        )
         return Wanted(found.job, found.samples, found)
 
     def check(self, job: JobConfig, ranks: int, hosts: int, rehearses: bool) -> Checked:

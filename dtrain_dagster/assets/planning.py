@@ -292,10 +292,17 @@ def measure_pace(
     try:
         with queueing(context, project, cluster):
             forecast = probe.forecast(
-                manager, planned.job, planned.sizes, counts, mark, cluster.node_env(project),
-                history.learned("probe", price.sku), context.log.info, left,
+                manager,
+                planned.job,
+                planned.sizes,
+                counts,
+                mark,
+                cluster.node_env(project),
+                history.learned("probe", price.sku),
+                context.log.info,
+                left,
                 planned.script.command if planned.script else None,
-            )  # fmt: skip
+            )
     except BudgetSpentError as error:
         said = f"the probe reached the limit of {dollars(limit_usd)}: {error}"
         raise refuse_plan(context, project, planned, said) from error

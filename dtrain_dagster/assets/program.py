@@ -118,9 +118,16 @@ def run_program(
     rundir = RunDir(f"{project.jobs_uri}/{job_id}")
     with refusing_mistakes():
         spec = order_program(
-            manager, cluster.traits, job_id, rundir.uri, config.engine, command, nodes, processes,
+            manager,
+            cluster.traits,
+            job_id,
+            rundir.uri,
+            config.engine,
+            command,
+            nodes,
+            processes,
             cluster.node_env(project),
-        )  # fmt: skip
+        )
     got = provision(context, manager, cluster, project, cluster.sku, nodes)
     tier = tier_of(got.tier or cluster.first_tier)
     with cancelling_where_asked(context, manager, rundir, job_id):

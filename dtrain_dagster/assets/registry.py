@@ -193,9 +193,7 @@ def provenance_of(
     )
 
 
-def check_results(
-    verdict: "Gate", evaluation: dict[str, Any], serving: "EndpointCheck"
-) -> list[dg.AssetCheckResult]:  # fmt: skip
+def check_results(verdict: "Gate", evaluation: dict[str, Any], serving: "EndpointCheck") -> list[dg.AssetCheckResult]:
     """Return both blocking checks of a version: the gate's, and that of a real server's answers."""
     score = score_of(evaluation)
     figure = {f"test_{score}": evaluation["model"][score]} if score else {"test_score": "not judged"}

@@ -120,9 +120,14 @@ def build_trained_checkpoint(pipeline: Pipeline) -> dg.AssetsDefinition:
                     context.log.info(f"{choice.job_id}: {hand_over_budget(rundir, plan, choice, manager, got)}")
                 with queueing(context, project, cluster):
                     follow_training(
-                        context, manager, rundir, choice.job_id, plan, project.notify_urls(),
+                        context,
+                        manager,
+                        rundir,
+                        choice.job_id,
+                        plan,
+                        project.notify_urls(),
                         cache(lambda: leave_queue(context, project, got)),
-                    )  # fmt: skip
+                    )
         except BudgetSpentError as error:
             raise dg.Failure(f"{error}; {RAISE_BUDGET}", allow_retries=False) from error
         result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)

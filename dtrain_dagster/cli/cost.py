@@ -62,13 +62,19 @@ OF_JOBS, OF_PRICES = ("as_csv", "usage_export"), ("skus", "regions", "everywhere
     help="Compare a job with what Azure has billed: a cost details export (CSV or .csv.gz, classic or FOCUS).",
 )
 @click.option(
-    "--sku", "skus", multiple=True, metavar="SKU",
+    "--sku",
+    "skus",
+    multiple=True,
+    metavar="SKU",
     help="Prices of this SKU, in every region that is known. May be repeated.  [default: all that are known]",
-)  # fmt: skip
+)
 @click.option(
-    "--region", "regions", multiple=True, metavar="REGION",
+    "--region",
+    "regions",
+    multiple=True,
+    metavar="REGION",
     help="Prices in this region. May be repeated.  [default: DTRAIN_REGION]",
-)  # fmt: skip
+)
 @click.option("--all", "everywhere", is_flag=True, help="Prices in every region that is known.")
 @click.option("--refresh", is_flag=True, help="Ask Azure's public price list for newer prices; it needs no account.")
 @click.option(
@@ -220,9 +226,14 @@ def _print_reconciled(result: Any) -> None:
 
 
 def _show_prices(
-    settings: Settings, as_json: bool, skus: tuple[str, ...], regions: tuple[str, ...], everywhere: bool, refresh: bool,
+    settings: Settings,
+    as_json: bool,
+    skus: tuple[str, ...],
+    regions: tuple[str, ...],
+    everywhere: bool,
+    refresh: bool,
     spot_history: bool,
-) -> None:  # fmt: skip
+) -> None:
     if refresh:
         _refresh(settings, as_json, skus, regions, spot_history)
         return
@@ -256,8 +267,12 @@ def _show_prices(
 
 
 def _refresh(
-    settings: Settings, as_json: bool, skus: tuple[str, ...], regions: tuple[str, ...], spot_history: bool,
-) -> None:  # fmt: skip
+    settings: Settings,
+    as_json: bool,
+    skus: tuple[str, ...],
+    regions: tuple[str, ...],
+    spot_history: bool,
+) -> None:
     """Ask for newer prices, keep them in the home, and print what has changed."""
     by_name = {sku.casefold(): sku for sku in known_skus()}
     unknown = [sku for sku in skus if sku.casefold() not in by_name]

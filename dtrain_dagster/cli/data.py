@@ -22,8 +22,11 @@ SEED = "The same seed divides in the same way."
 @click.command()
 @click.argument("source", metavar="SOURCE", shell_complete=complete_files)
 @click.option("--target", required=True, metavar="COLUMN", help="The column to predict.")
-@click.option("--task", type=click.Choice(["regression", "binary", "multiclass"]),
-              help="What kind of prediction it is.  [default: by the target]")  # fmt: skip
+@click.option(
+    "--task",
+    type=click.Choice(["regression", "binary", "multiclass"]),
+    help="What kind of prediction it is.  [default: by the target]",
+)
 @click.option("--drop", multiple=True, metavar="COLUMN", help="A column that is left out. May be repeated.")
 @click.option(
     "--split-by", metavar="COLUMN", help="A column that names splits (train, valid, test), or whose rows stay together."

@@ -116,9 +116,11 @@ def guess(limits: FleetLimits, jobs: int, least_nodes: int) -> Expectation:
     share = limits.seconds_of(limits.budget_units) / jobs / least_nodes - STARTUP_SECONDS - limits.margin_seconds
     work = min(limits.slice_seconds, max(LEAST_WORK_SECONDS, share / (1 + GUESSED_SPREAD)))
     return Expectation(
-        node_seconds=work, spread=GUESSED_SPREAD, startup_seconds=STARTUP_SECONDS,
+        node_seconds=work,
+        spread=GUESSED_SPREAD,
+        startup_seconds=STARTUP_SECONDS,
         words="a first guess: no past run of the same model, data and batch is known here",
-    )  # fmt: skip
+    )
 
 
 def _expectation_of(
@@ -136,9 +138,14 @@ def _expectation_of(
 
 
 def _job_of(
-    fleet: FleetFile, entry: JobEntry, settings: Settings, limits: FleetLimits, began_at: float, rehearsed: set[str],
+    fleet: FleetFile,
+    entry: JobEntry,
+    settings: Settings,
+    limits: FleetLimits,
+    began_at: float,
+    rehearsed: set[str],
     history: HomeHistory,
-) -> ExpectedJob:  # fmt: skip
+) -> ExpectedJob:
     if entry.least_nodes > limits.nodes:
         raise FleetError(f"least_nodes is {entry.least_nodes}, but the fleet has {limits.nodes} nodes")
     most = min(entry.most_nodes or limits.nodes, limits.nodes)

@@ -53,9 +53,12 @@ PATIENCE_SECONDS = 60.0
 
 
 def tracked_jobs(
-    fleet: FleetFile, expected: Sequence[ExpectedJob], settings: Settings, cluster: GPUClusterResource,
+    fleet: FleetFile,
+    expected: Sequence[ExpectedJob],
+    settings: Settings,
+    cluster: GPUClusterResource,
     project: ProjectResource,
-) -> list[ExpectedJob]:  # fmt: skip
+) -> list[ExpectedJob]:
     """Return the jobs of a fleet's file, tracked as `dtrain train` tracks a training; ``set`` of a job may switch it
     off."""
     found = []

@@ -102,9 +102,12 @@ def print_json_lines(lines: Iterable[tuple[int, str]]) -> None:
 
 
 def stream_job(
-    show: Callable[[Iterable[tuple[int, str]]], None], manager: GPUClusterManager, job_id: str, follower: LogFollower,
+    show: Callable[[Iterable[tuple[int, str]]], None],
+    manager: GPUClusterManager,
+    job_id: str,
+    follower: LogFollower,
     node_id: int | None = None,
-) -> JobStatus:  # fmt: skip
+) -> JobStatus:
     """Have ``show`` print the logs, pairs of node and line, as they grow, until the job has ended, and return its
     status."""
     while True:

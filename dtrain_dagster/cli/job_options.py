@@ -278,9 +278,13 @@ def script_to_go_on(settings: Settings, name: str | None) -> ScriptOrder | None:
 
 
 def order_script(
-    settings: Settings, script: str, arguments: Sequence[str], overrides: Sequence[str], nodes: int | None,
+    settings: Settings,
+    script: str,
+    arguments: Sequence[str],
+    overrides: Sequence[str],
+    nodes: int | None,
     name: str | None,
-) -> ScriptJob:  # fmt: skip
+) -> ScriptJob:
     """Return the training of a script on this many nodes. Raise `ConfigError` as `describe_script` does, and where its
     model does not fit into their memory."""
     if needs := describe_needs(settings.kind):
@@ -304,9 +308,13 @@ def try_to_keep_script(
     is told."""
     _, script, *arguments = command
     order = ScriptOrder(
-        script=script, folder=os.getcwd(), arguments=tuple(arguments), overrides=tuple(fields), nodes=nodes,
+        script=script,
+        folder=os.getcwd(),
+        arguments=tuple(arguments),
+        overrides=tuple(fields),
+        nodes=nodes,
         processes_per_node=processes_per_node,
-    )  # fmt: skip
+    )
     try:
         keep_script(settings.home, job_id, order)
     except OSError as error:

@@ -48,9 +48,14 @@ from trainer.frameworks.catalogue import FRAMEWORKS
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=complete_files)
 @refuses
 def launch(
-    nodes: int | None, procs_per_node: int | None, engine: str, name: str | None, master_port: int | None, detach: bool,
+    nodes: int | None,
+    procs_per_node: int | None,
+    engine: str,
+    name: str | None,
+    master_port: int | None,
+    detach: bool,
     command: tuple[str, ...],
-) -> None:  # fmt: skip
+) -> None:
     """Run a script of your own on N nodes of the cluster.
 
     COMMAND runs once per process with the variables that torchrun sets: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
@@ -98,8 +103,14 @@ def launch(
 
     show = partial(print_lines, console())
     status = start_and_follow(
-        settings, manager, job_id, begin, lambda: stream_job(show, manager, job_id, follower),
-        this_command_again(job_id), "run it again", detach=f"dtrain logs --follow {job_id}" if detach else "",
-    )  # fmt: skip
+        settings,
+        manager,
+        job_id,
+        begin,
+        lambda: stream_job(show, manager, job_id, follower),
+        this_command_again(job_id),
+        "run it again",
+        detach=f"dtrain logs --follow {job_id}" if detach else "",
+    )
     if status is not None:
         finish(settings, rundir, status)

@@ -60,17 +60,22 @@ if TYPE_CHECKING:
     help="The space: a file of JSON, or JSON itself, as above.",
 )
 @click.option(
-    "--show", metavar="SEARCH", shell_complete=complete_searches,
+    "--show",
+    metavar="SEARCH",
+    shell_complete=complete_searches,
     help="Show the trials of a search: its name, the beginning of it, or latest.",
-)  # fmt: skip
+)
 @click.option("--trials", type=int, metavar="N", default=32, show_default=True, help="The largest number of trials.")
 @click.option(
     "--parallel", type=int, metavar="P", help="Trials that run at once.  [default: as many as there are nodes for]"
 )
 @click.option(
-    "--nodes-per-trial", default="1", show_default=True, metavar="K or K-L",
+    "--nodes-per-trial",
+    default="1",
+    show_default=True,
+    metavar="K or K-L",
     help="Nodes of one trial: its batches stay those of a training on all --nodes.",
-)  # fmt: skip
+)
 @click.option(
     "--budget",
     type=float,
@@ -85,9 +90,12 @@ if TYPE_CHECKING:
     help="gp (a Gaussian process), tpe, random or grid (all).",
 )
 @click.option(
-    "--pruner", type=click.Choice(["asha", "none"]), default="asha", show_default=True,
+    "--pruner",
+    type=click.Choice(["asha", "none"]),
+    default="asha",
+    show_default=True,
     help="What ends trials early: asha (after 1, 3, 9, … evaluations a third goes on) or none.",
-)  # fmt: skip
+)
 @click.option(
     "--metric",
     default="loss",
@@ -137,7 +145,7 @@ def search(asked: Asked, space: str | None, show: str | None, as_json: bool, **o
         --nodes-per-trial 1-2 --name wide
       dtrain train --config job.json --settings .dtrain/searches/wide/best.json
       dtrain search --show latest --json | jq -r .settings_file
-    """  # fmt: skip
+    """
     if space is not None:
         _search(asked, space, as_json, **options)
     elif show is None or asked != Asked() or options["name"]:
@@ -158,10 +166,15 @@ def _search(
     parsed = parse_space(document, source)
     least, most = _nodes_of_trial(nodes_per_trial, settings.nodes)
     wanted = SearchSettings(
-        trials=trials, parallel=parallel or max(1, settings.nodes // least), sampler=Sampler(sampler),
-        pruner=Pruner(pruner), seed=seed, metric=metric, maximise=maximise,
+        trials=trials,
+        parallel=parallel or max(1, settings.nodes // least),
+        sampler=Sampler(sampler),
+        pruner=Pruner(pruner),
+        seed=seed,
+        metric=metric,
+        maximise=maximise,
         repeatable=not any_order,
-    )  # fmt: skip
+    )
     cluster, project = cluster_of(settings)
     manager = cluster.manager(tends=True)
     search_name = new_job_id(name, "search")

@@ -27,9 +27,15 @@ from trainer.rundir import LAUNCH, STATUS, RunDir
 
 
 def start_and_follow(
-    settings: Settings, manager: GPUClusterManager, job_id: str, begin: Callable[[], object],
-    follow: Callable[[], JobStatus], again: str, doing: str = "go on", detach: str = "",
-) -> JobStatus | None:  # fmt: skip
+    settings: Settings,
+    manager: GPUClusterManager,
+    job_id: str,
+    begin: Callable[[], object],
+    follow: Callable[[], JobStatus],
+    again: str,
+    doing: str = "go on",
+    detach: str = "",
+) -> JobStatus | None:
     """Begin a job, say what was started, follow it, and return how it has ended. Ctrl-C and SIGTERM cancel it, tell how
     it stands with the command to do it ``again``, and end this command. ``detach``: the command that follows a job
     which is left running; then its name is printed, and None returned."""

@@ -45,9 +45,14 @@ class Tracked:
 
 
 def track(
-    job: JobConfig, asked: Collection[str], settings: Settings, cluster: GPUClusterResource, project: ProjectResource,
-    entry: str = "dtrain train", more: Mapping[str, str] | None = None,
-) -> Tracked:  # fmt: skip
+    job: JobConfig,
+    asked: Collection[str],
+    settings: Settings,
+    cluster: GPUClusterResource,
+    project: ProjectResource,
+    entry: str = "dtrain train",
+    more: Mapping[str, str] | None = None,
+) -> Tracked:
     """Return how a training is tracked. A new one is in the MLflow of the settings, or where it says itself; one that
     goes on is in the run in which it began. ``asked``: the overrides, which may switch it off, as the settings do;
     ``entry``: what MLflow names as its source; ``more``: tags of its run besides those that say where it comes from."""

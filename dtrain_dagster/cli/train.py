@@ -182,9 +182,15 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @refuses
 def train(
-    asked: Asked, script: str | None, backend: str | None, settings_file: str | None, name: str | None,
-    changes: tuple[str, ...], detach: bool, arguments: tuple[str, ...],
-) -> None:  # fmt: skip
+    asked: Asked,
+    script: str | None,
+    backend: str | None,
+    settings_file: str | None,
+    name: str | None,
+    changes: tuple[str, ...],
+    detach: bool,
+    arguments: tuple[str, ...],
+) -> None:
     """Train a model on N nodes, without Dagster.
 
     Your own model is looked up in the working directory and on PYTHONPATH. On Azure ML, its modules are sent to the
@@ -228,9 +234,14 @@ def train(
         own = asked.fields(backend)
         found = order_script(settings, script, arguments, [*own, *changes], asked.nodes, name)
         order = Order(
-            job=found.job, nodes=asked.nodes or settings.nodes, steps=found.total_steps, fields=own,
-            runs=_runs(settings, found.job.job_id), command=found.command, again=this_command_again(found.job.job_id),
-        )  # fmt: skip
+            job=found.job,
+            nodes=asked.nodes or settings.nodes,
+            steps=found.total_steps,
+            fields=own,
+            runs=_runs(settings, found.job.job_id),
+            command=found.command,
+            again=this_command_again(found.job.job_id),
+        )
     elif arguments:
         raise click.UsageError(f"arguments belong to a --script: {arguments[0]}", click.get_current_context())
     else:
@@ -299,9 +310,14 @@ def _train(settings: Settings, order: Order, changes: Sequence[str], detach: boo
             try_to_keep_script(settings, job_id, command, [*order.fields, *changes], order.nodes, ranks)
 
     status = start_and_follow(
-        settings, manager, job_id, begin, lambda: follow_training(settings, job_id, order.steps if is_new else None),
-        order.again, detach=f"dtrain status {job_id} --follow" if detach else "",
-    )  # fmt: skip
+        settings,
+        manager,
+        job_id,
+        begin,
+        lambda: follow_training(settings, job_id, order.steps if is_new else None),
+        order.again,
+        detach=f"dtrain status {job_id} --follow" if detach else "",
+    )
     if status is None:
         return
     if status.state == "succeeded" and command is None:

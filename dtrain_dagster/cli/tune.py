@@ -111,9 +111,14 @@ def tune(asked: Asked, seconds: float, out: Path, name: str | None) -> None:
     again = this_command_again(dataset=dataset_name(job))
     try:
         status = start_and_follow(
-            settings, manager, job_id, lambda: manager.submit_job(spec), lambda: _watch(manager, rundir, job_id), again,
+            settings,
+            manager,
+            job_id,
+            lambda: manager.submit_job(spec),
+            lambda: _watch(manager, rundir, job_id),
+            again,
             "tune again",
-        )  # fmt: skip
+        )
     except SystemExit:  # of Ctrl-C
         _deliver(manager, rundir, job_id, out, settings, cluster.sku)
         raise

@@ -57,21 +57,30 @@ OWN = {
     "--allow-host", "names", multiple=True, metavar="NAME", help="A further host name that browsers may use for it."
 )
 @click.option(
-    "--allow-user", "users", multiple=True, metavar="USER",
+    "--allow-user",
+    "users",
+    multiple=True,
+    metavar="USER",
     help="A further user of this machine who may connect, such as that of a proxy; any: every user. Not of jobs.",
-)  # fmt: skip
+)
 @click.option(
-    "--workspace", "-w", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
+    "--workspace",
+    "-w",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
     help="Code locations that Dagster loads.  [default: workspace.yaml]",
-)  # fmt: skip
+)
 @click.option("--all", "serves_all", is_flag=True, help="Beside Dagster, serve jobs and mlflow, too.")
 @click.option(
     "--host", metavar="ADDRESS", help="Address to listen on, of jobs. There is no password.  [default: 127.0.0.1]"
 )
 @click.option(
-    "--job", "job_id", metavar="JOB", shell_complete=complete_jobs,
+    "--job",
+    "job_id",
+    metavar="JOB",
+    shell_complete=complete_jobs,
     help="Print the address of this job, of jobs.  [default: that of all]",
-)  # fmt: skip
+)
 @click.option(
     "--token",
     metavar="env:NAME",
@@ -143,9 +152,13 @@ def listening(host: str, port: int) -> Iterator[socket]:
 
 
 def _serve_dagster(
-    settings: Settings, port: int, names: tuple[str, ...], users: tuple[str, ...] = (), workspace: Path | None = None,
+    settings: Settings,
+    port: int,
+    names: tuple[str, ...],
+    users: tuple[str, ...] = (),
+    workspace: Path | None = None,
     serves_all: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     workspace = workspace or Path("workspace.yaml")
     if not workspace.is_file():
         raise Refusal(f"--workspace {workspace}: there is no such file")
@@ -192,9 +205,14 @@ def _served_beside(page: str, usual: int, variable: str) -> Iterator[None]:
 
 
 def _serve_jobs(
-    settings: Settings, port: int, names: tuple[str, ...], host: str = HOST, job_id: str | None = None,
-    token: str | None = None, read_only: bool = False,
-) -> None:  # fmt: skip
+    settings: Settings,
+    port: int,
+    names: tuple[str, ...],
+    host: str = HOST,
+    job_id: str | None = None,
+    token: str | None = None,
+    read_only: bool = False,
+) -> None:
     if job_id is not None:
         job_id = find_training(settings, job_id)
     services = _services(settings, token, read_only or (host not in LOOPBACK and token is None))

@@ -229,9 +229,12 @@ def ask_again(
 
     try:
         return RETRIES.call(
-            url, ask, lambda error: isinstance(error, _PassingError) and _asked(error) <= LONGEST_PAUSE_SECONDS,
-            asked_seconds=_asked, pause=pause,
-        )  # fmt: skip
+            url,
+            ask,
+            lambda error: isinstance(error, _PassingError) and _asked(error) <= LONGEST_PAUSE_SECONDS,
+            asked_seconds=_asked,
+            pause=pause,
+        )
     except _PassingError as error:
         if (wait := error.asked_seconds) > LONGEST_PAUSE_SECONDS:
             why = f". It asks to be queried again in {wait:.0f} s"

@@ -90,10 +90,13 @@ def _rows(url: str, token: str, query: str, pause: Callable[[float], None]) -> l
 
     def send() -> requests.Response:
         return requests.post(
-            url, params={"api-version": API_VERSION}, json={"query": query, "options": {"resultFormat": "objectArray"}},
-            headers={"Authorization": f"Bearer {token}"}, timeout=(CONNECT_SECONDS, READ_SECONDS),
+            url,
+            params={"api-version": API_VERSION},
+            json={"query": query, "options": {"resultFormat": "objectArray"}},
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=(CONNECT_SECONDS, READ_SECONDS),
             allow_redirects=False,
-        )  # fmt: skip
+        )
 
     return ask_again(url, send, _read_rows, pause)
 

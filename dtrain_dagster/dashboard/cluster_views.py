@@ -121,9 +121,11 @@ def _slurm(place: ClusterPlace, name: str, logs: Iterable[str], runs: bool) -> l
         return shlex.join(["ssh", place.slurm_host, *words] if place.slurm_host else words)
 
     if not runs:
-        return [
-            JobCommand(command=given("sacct", f"--jobs={all_ids}"), note="how its nodes ended, from the accounting")
-        ] if ids else []  # fmt: skip
+        return (
+            [JobCommand(command=given("sacct", f"--jobs={all_ids}"), note="how its nodes ended, from the accounting")]
+            if ids
+            else []
+        )
     all_mine = given("squeue", "--me", "--states=all", "--Format=JobID:12,Name:60,State:14,Reason:40")
     waiting = JobCommand(
         command=f"{all_mine} | grep {name}-",

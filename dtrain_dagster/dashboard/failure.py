@@ -85,9 +85,9 @@ def describe_failure(
     )
 
 
-def read_failure(rundir: RunDir, state: str, status: Mapping[str, Any], result: Mapping[str, Any], advice: str) -> (
-    Failure | None
-):  # fmt: skip
+def read_failure(
+    rundir: RunDir, state: str, status: Mapping[str, Any], result: Mapping[str, Any], advice: str
+) -> Failure | None:
     """Return the failure of the job in this run directory; None for a job in another state."""
     nodes, tail = rundir.nodes(skip_damaged=True), {}
     if state == "failed" and rundir.storage.is_local:

@@ -346,8 +346,12 @@ def cost_so_far(
     at_end, usd_at_end = _at_end(tracker, whole, plan, view) if running and plan else ("", None)
     probe_usd = whole.total_usd - tracker.total_usd
     return Cost(
-        usd=tracker.total_usd, words=words, probe_usd=probe_usd, at_end=at_end, usd_at_end=usd_at_end,
-    )  # fmt: skip
+        usd=tracker.total_usd,
+        words=words,
+        probe_usd=probe_usd,
+        at_end=at_end,
+        usd_at_end=usd_at_end,
+    )
 
 
 def _at_end(

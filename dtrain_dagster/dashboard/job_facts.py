@@ -24,9 +24,13 @@ from trainer.secrets.redaction import redact
 MOST_CHARACTERS = 2000
 """The most characters of one value that are shown."""
 _NODES = {
-    "node_count": "nodes", "processes_per_node": "processes per node", "sku": "size of the nodes", "tier": "tier",
-    "engine": "cluster", "cluster_name": "name of the cluster",
-}  # fmt: skip
+    "node_count": "nodes",
+    "processes_per_node": "processes per node",
+    "sku": "size of the nodes",
+    "tier": "tier",
+    "engine": "cluster",
+    "cluster_name": "name of the cluster",
+}
 _OF_EVERY_JOB = ("run_dir", "job_id", "schema_version")
 """Parts of ``job.json`` that are no setting."""
 

@@ -187,9 +187,12 @@ def _diagnosis_of(report: Any) -> Diagnosis | None:
     with suppress(KeyError, TypeError, ValueError):
         told = report["diagnosis"]
         return Diagnosis(
-            cause=SlowdownCause(told["cause"]), share=float(told["share"]), evidence=str(told["evidence"]),
-            rank=told["rank"], node_id=told["node_id"],
-        )  # fmt: skip
+            cause=SlowdownCause(told["cause"]),
+            share=float(told["share"]),
+            evidence=str(told["evidence"]),
+            rank=told["rank"],
+            node_id=told["node_id"],
+        )
     return None
 
 

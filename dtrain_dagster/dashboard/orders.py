@@ -200,9 +200,13 @@ class OrderDesk:
             with AuditLog(self.home).operation(f"{order} from the dashboard", job_id):
                 process = subprocess.Popen(
                     [sys.executable, "-P", "-c", _DTRAIN, *arguments],  # -P: no file of a script's folder is a module
-                    stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                    cwd=folder, env=environment_anywhere(os.environ, self.home),
-                )  # fmt: skip
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    cwd=folder,
+                    env=environment_anywhere(os.environ, self.home),
+                )
         except Exception:
             with self._lock:
                 del self._states[job_id]

@@ -74,20 +74,25 @@ COUNTERS = {
 PARTS: dict[str, tuple[str, tuple[str, ...], Callable[[OpenJob], Iterable[Value]]]] = {
     "dtrain_step_segment_seconds": (
         "Where an optimizer step's time goes; segments add up to the step",
-        ("node", "rank", "segment"), lambda job: _segments(job),
+        ("node", "rank", "segment"),
+        lambda job: _segments(job),
     ),
     "dtrain_rank_lateness_seconds": (
         "How much less a rank waited than the one that waited most, median",
-        ("node", "rank"), lambda job: _lateness(job),
+        ("node", "rank"),
+        lambda job: _lateness(job),
     ),
     "dtrain_collective_seconds": (
         "Time of a collective per step: network, waiting, hidden by computation",
-        ("collective", "part"), lambda job: _collectives(job),
+        ("collective", "part"),
+        lambda job: _collectives(job),
     ),
     "dtrain_collective_bandwidth_bytes_per_second": (
-        "Bus bandwidth", ("collective",), lambda job: _bandwidths(job),
+        "Bus bandwidth",
+        ("collective",),
+        lambda job: _bandwidths(job),
     ),
-}  # fmt: skip
+}
 """Metrics with labels of their own: meaning, labels besides the job's, what reads them."""
 
 

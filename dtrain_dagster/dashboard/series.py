@@ -283,9 +283,14 @@ class PerformanceDashboard:
         self.counts["nodes_lost"] += len(formed.lost)
         if formed.generation > 1 and (formed.lost or formed.joined):
             change = Change(
-                time=formed.time, step=formed.step, lost=tuple(formed.lost), joined=tuple(formed.joined),
-                seconds=formed.seconds, was_asked=formed.was_asked, is_start=formed.reason == START,
-            )  # fmt: skip
+                time=formed.time,
+                step=formed.step,
+                lost=tuple(formed.lost),
+                joined=tuple(formed.joined),
+                seconds=formed.seconds,
+                was_asked=formed.was_asked,
+                is_start=formed.reason == START,
+            )
             self.changes_of_nodes.append(change)
         self._mark(item, f"generation {formed.generation}: {len(self.members)} node(s), {formed.reason}")
 

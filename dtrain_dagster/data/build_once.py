@@ -107,8 +107,12 @@ def shard_entry(folder: Path, name: str, split: str, rows: int) -> dict[str, Any
     """Return the entry of a finished shard in the manifest."""
     path = folder / name
     return {
-        "path": name, "split": split, "rows": rows, "bytes": path.stat().st_size, "sha256": digest_files([path])[0],
-    }  # fmt: skip
+        "path": name,
+        "split": split,
+        "rows": rows,
+        "bytes": path.stat().st_size,
+        "sha256": digest_files([path])[0],
+    }
 
 
 class TableShards:

@@ -93,9 +93,12 @@ class PriceFile:
         origin = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", redact(self.address))
         name = origin if is_reference(origin) else origin.partition("?")[0].rstrip("/").rsplit("/", 1)[-1]
         return Provenance(
-            name=name, title=name, licence="the owner's", notes="Given by the user; not checked for licence.",
+            name=name,
+            title=name,
+            licence="the owner's",
+            notes="Given by the user; not checked for licence.",
             origin=origin,
-        )  # fmt: skip
+        )
 
     def version(self) -> str:
         """Return a text that changes when the file does, without reading it; `digest` where a server states no such

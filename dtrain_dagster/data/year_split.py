@@ -99,7 +99,10 @@ def build_year(
         )
     cut = cut_prices(prices, split.last)
     params = DatasetParams(
-        window=shape.window, horizon=shape.horizon, shards=shape.shards,
-        train_last=split.train_last, valid_last=split.valid_last,
-    )  # fmt: skip
+        window=shape.window,
+        horizon=shape.horizon,
+        shards=shape.shards,
+        train_last=split.train_last,
+        valid_last=split.valid_last,
+    )
     return build_dataset(cut, validated(cut, calendar), storage_uri, params, calendar, engine)

@@ -72,9 +72,14 @@ class KeptState:
     def settled(self, state: FleetState, reason: str, paid_units: int, node_seconds: float) -> KeptState:
         """Return the state without nodes: what it was promised and did not use is taken back."""
         return replace(
-            self, state=state, nodes=0, grant_units=paid_units, paid_units=paid_units, node_seconds=node_seconds,
+            self,
+            state=state,
+            nodes=0,
+            grant_units=paid_units,
+            paid_units=paid_units,
+            node_seconds=node_seconds,
             reason=reason,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -249,9 +249,12 @@ class FleetRunner:
         kept = entry.kept
         evaluations: Sequence[EvaluationEvent] = self._follow(entry).evaluations if kept.launches else ()
         outcome = Outcome(
-            state=kept.state, reason=kept.reason, paid_units=kept.paid_units, node_seconds=kept.node_seconds,
+            state=kept.state,
+            reason=kept.reason,
+            paid_units=kept.paid_units,
+            node_seconds=kept.node_seconds,
             evaluations=tuple(evaluations),
-        )  # fmt: skip
+        )
         self.source.on_end(entry.job.job_id, outcome)
         self.source_is_dry = False  # it may give more for what it has learned
 
@@ -277,9 +280,15 @@ class FleetRunner:
         for start in starts:
             entry = self.entries[start.job_id]
             kept = replace(
-                entry.kept, state=FleetState.RUNNING, nodes=start.nodes, grant_units=start.grant_units,
-                reason="", launches=entry.kept.launches + 1, before=launch_mark(rundir_of(entry.job)), launched_at=now,
-            )  # fmt: skip
+                entry.kept,
+                state=FleetState.RUNNING,
+                nodes=start.nodes,
+                grant_units=start.grant_units,
+                reason="",
+                launches=entry.kept.launches + 1,
+                before=launch_mark(rundir_of(entry.job)),
+                launched_at=now,
+            )
             self.entries[start.job_id] = self.records.keep(entry, kept)
             nodes = f"{start.nodes} node{'s' if start.nodes > 1 else ''}"
             self.told(f"{start.job_id}: {start.reason} on {nodes}")
@@ -333,9 +342,14 @@ class FleetRunner:
         job = replace(order.job, training=replace(order.job.training, max_node_seconds=limit))
         try:
             start_job(
-                self.manager, job, entry.kept.nodes, self.terms.processes_per_node, dict(self.terms.env),
-                stop_at_usd=dollars, command=order.command,
-            )  # fmt: skip
+                self.manager,
+                job,
+                entry.kept.nodes,
+                self.terms.processes_per_node,
+                dict(self.terms.env),
+                stop_at_usd=dollars,
+                command=order.command,
+            )
         except (ClusterError, DamagedError, ConfigError) as error:
             return str(error)
         return ""

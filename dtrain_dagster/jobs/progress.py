@@ -128,10 +128,14 @@ def known_jobs(manager: GPUClusterManager, jobs_uri: str, fingerprint: str) -> l
                 damage = str(error)
         known.append(
             KnownJob(
-                job_id=status.job_id, state=status.state, claimed=claimed, has_checkpoint=latest is not None,
-                damage=damage, is_starved=status.starved is not None,
+                job_id=status.job_id,
+                state=status.state,
+                claimed=claimed,
+                has_checkpoint=latest is not None,
+                damage=damage,
+                is_starved=status.starved is not None,
             )
-        )  # fmt: skip
+        )
     return known
 
 
@@ -217,10 +221,16 @@ def start_job(
         )
     trainer = (manager.python, "-m", "trainer", "--config", f"{job.run_dir}/job.json")
     spec = JobSpec(
-        job_id=job.job_id, run_dir=job.run_dir, command=command or trainer, script=command[1] if command else "",
-        node_count=node_count, processes_per_node=processes_per_node, master_port=job.training.master_port,
-        env=env | ({"DTRAIN_RUN_DIR": job.run_dir} if command else {}), elastic=True,
-    )  # fmt: skip
+        job_id=job.job_id,
+        run_dir=job.run_dir,
+        command=command or trainer,
+        script=command[1] if command else "",
+        node_count=node_count,
+        processes_per_node=processes_per_node,
+        master_port=job.training.master_port,
+        env=env | ({"DTRAIN_RUN_DIR": job.run_dir} if command else {}),
+        elastic=True,
+    )
     note_job(job.job_id)
     manager.submit_job(spec)
 

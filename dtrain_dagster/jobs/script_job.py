@@ -71,9 +71,14 @@ def steps_of(training: DistributedTrainingConfig, samples: int) -> int:
 
 
 def describe_script(
-    script: str, arguments: Sequence[str], overrides: Sequence[str], job_id: str, run_dir: str,
-    environment: Mapping[str, str] | None = None, option: str = "script",
-) -> ScriptJob:  # fmt: skip
+    script: str,
+    arguments: Sequence[str],
+    overrides: Sequence[str],
+    job_id: str,
+    run_dir: str,
+    environment: Mapping[str, str] | None = None,
+    option: str = "script",
+) -> ScriptJob:
     """Return the training of a script, which is run up to its call of fit: data, model, loss and settings are checked
     before any node is asked for. ``environment``: variables beside this process's own; ``option``: what has named the
     script. Raise `ConfigError`, which says in one line where and why, if it does not get there."""

@@ -148,9 +148,13 @@ def sizes_of(job: JobConfig, samples: Mapping[str, int], processes_per_node: int
 
 
 def assemble_plan(
-    planned: PlannedJob, forecast: Forecast, estimate: Estimate, limits: Limits, stop_at_usd: float,
+    planned: PlannedJob,
+    forecast: Forecast,
+    estimate: Estimate,
+    limits: Limits,
+    stop_at_usd: float,
     probes: tuple[ProbeCharge, ...] = (),
-) -> TrainingPlan:  # fmt: skip
+) -> TrainingPlan:
     """Return the plan as `trained_checkpoint` carries it out. ``probes``: those that are paid with it."""
     count = planned.node_count
     return TrainingPlan(

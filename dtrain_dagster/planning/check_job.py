@@ -77,9 +77,14 @@ def check_strategy(training: DistributedTrainingConfig, hosts: int, has_gpus: bo
 
 
 def check_job(
-    job: JobConfig, ranks: int, rehearses: bool = True, hosts: int = 1, has_gpus: bool = False,
-    room: MemoryRoom | None = None, prices: Iterable[SkuPrice] = (),
-) -> Checked:  # fmt: skip
+    job: JobConfig,
+    ranks: int,
+    rehearses: bool = True,
+    hosts: int = 1,
+    has_gpus: bool = False,
+    room: MemoryRoom | None = None,
+    prices: Iterable[SkuPrice] = (),
+) -> Checked:
     """Check that nodes could train this job, and return what is known of it then.
 
     The dataset has samples in each split, and enough for the batch; the loss and the model can be built with their
@@ -127,7 +132,7 @@ def check_job(
 
 def check_memory(
     checked: Checked, training: DistributedTrainingConfig, room: MemoryRoom | None, prices: Iterable[SkuPrice] = ()
-) -> Checked:  # fmt: skip
+) -> Checked:
     """Return the same, with a sentence where memory is short. Raise `ConfigError` where the model cannot fit."""
     if checked.model is None or room is None:
         return checked
@@ -227,9 +232,10 @@ def room_needed(model: ModelBytes | None, keep_checkpoints: int) -> dict[str, in
     if model is not None:
         weights, checkpoint = model.parameters, model.parameters + 2 * model.trained
     return {  # of checkpoints there are the best one and one that is being written besides
-        "storage": ROOM + weights + (keep_checkpoints + 2) * checkpoint, "home": ROOM + weights,
+        "storage": ROOM + weights + (keep_checkpoints + 2) * checkpoint,
+        "home": ROOM + weights,
         "temporary": ROOM + _COPIES * weights,
-    }  # fmt: skip
+    }
 
 
 def try_places(shared_uri: str, home: str, needed: Mapping[str, int]) -> list[str]:

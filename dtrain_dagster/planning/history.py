@@ -96,9 +96,13 @@ class History:
 
     @classmethod
     def read(
-        cls, instance: dg.DagsterInstance, fingerprint: str, pace: str, keeps_cache: bool,
+        cls,
+        instance: dg.DagsterInstance,
+        fingerprint: str,
+        pace: str,
+        keeps_cache: bool,
         names: GraphNames = STOCK_NAMES,
-    ) -> History:  # fmt: skip
+    ) -> History:
         """Return the history that the instance has for this fingerprint and pace in this graph."""
         return cls(
             fingerprint=fingerprint,

@@ -67,9 +67,7 @@ class Fit:
     """What only just fits, or only in parts."""
 
 
-def room_of(
-    kind: ClusterKind, price: SkuPrice, tier: Tier, node_count: int, ranks_per_node: int
-) -> MemoryRoom | None:  # fmt: skip
+def room_of(kind: ClusterKind, price: SkuPrice, tier: Tier, node_count: int, ranks_per_node: int) -> MemoryRoom | None:
     """Return the memory of each rank, None where it is not known: nodes of an engine have what the site gives them."""
     ranks = max(1, ranks_per_node)
     if kind.buys_nodes:
@@ -91,9 +89,7 @@ def room_of(
 
     whole = machine_bytes()
     words = f"this machine has {format_bytes(whole)} for {every} rank{'s' if every > 1 else ''}"
-    return MemoryRoom(
-        bytes=whole / every, words=words, node_count=node_count, ranks_per_node=ranks, is_shared=True
-    )  # fmt: skip
+    return MemoryRoom(bytes=whole / every, words=words, node_count=node_count, ranks_per_node=ranks, is_shared=True)
 
 
 def room_of_sku(price: SkuPrice, node_count: int, ranks: int, usd: float | None = None) -> MemoryRoom:
@@ -105,14 +101,18 @@ def room_of_sku(price: SkuPrice, node_count: int, ranks: int, usd: float | None 
     else:
         words, bytes_ = f"{price.sku} has {price.memory_gib} GiB for {ranks} rank(s)", price.memory_gib * GIB / ranks
     return MemoryRoom(
-        bytes=bytes_, words=words, node_count=node_count, ranks_per_node=ranks, on_gpu=bool(price.gpus),
+        bytes=bytes_,
+        words=words,
+        node_count=node_count,
+        ranks_per_node=ranks,
+        on_gpu=bool(price.gpus),
         usd_per_hour=usd,
-    )  # fmt: skip
+    )
 
 
 def need_of(
     model: ModelBytes, training: DistributedTrainingConfig, room: MemoryRoom, samples: int, strategy: str = ""
-) -> RankBytes:  # fmt: skip
+) -> RankBytes:
     """Return what each rank of these nodes needs, for passes of this many samples. ``strategy``: instead of the
     training's own. With ``cpu_offload`` a GPU has what is gathered alone, and the whole model with DeepSpeed."""
     if (strategy or training.strategy) == "deepspeed":
@@ -194,9 +194,7 @@ def _ways(
     return ways
 
 
-def _ways_to_share(
-    model: ModelBytes, training: DistributedTrainingConfig, room: MemoryRoom, samples: int
-) -> list[str]:  # fmt: skip
+def _ways_to_share(model: ModelBytes, training: DistributedTrainingConfig, room: MemoryRoom, samples: int) -> list[str]:
     """Return how ranks could share the model so that passes of this many samples fit: on these nodes, else on the
     fewest that suffice."""
 

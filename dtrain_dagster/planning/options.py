@@ -226,9 +226,12 @@ def _refused(
 
 
 def _price_fewer_nodes(
-    base: BaseRun, world: Sequence[TimingEvent], now: StepModel | None, memory: GPUMemory | str,
+    base: BaseRun,
+    world: Sequence[TimingEvent],
+    now: StepModel | None,
+    memory: GPUMemory | str,
     training: Mapping[str, Any],
-) -> list[Change]:  # fmt: skip
+) -> list[Change]:
     if now is None:
         return [_refused(base, "fewer nodes", "fewer nodes (DTRAIN_NODES)", "no timing of its steps is known")]
     found = []
@@ -253,9 +256,7 @@ def _price_fewer_nodes(
     return found
 
 
-def _why_too_few(
-    nodes: int, world: Sequence[TimingEvent], memory: GPUMemory | str, training: Mapping[str, Any]
-) -> str:  # fmt: skip
+def _why_too_few(nodes: int, world: Sequence[TimingEvent], memory: GPUMemory | str, training: Mapping[str, Any]) -> str:
     """Return why a model that ranks share does not fit on so many nodes, of which each holds more of it; "" if it
     does, or that is not known."""
     if not isinstance(memory, GPUMemory):

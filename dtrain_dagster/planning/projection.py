@@ -233,7 +233,7 @@ def describe_training(
     with_share: bool = False,
 ) -> list[str]:
     """Return the parts of the line, as far as they are known. ``state``: of the job; one that has ended is told by its
-    state, and has neither a speed nor nodes. ``with_share``: also which share of the steps is done."""  # fmt: skip
+    state, and has neither a speed nor nodes. ``with_share``: also which share of the steps is done."""
     ended = state is not None and state.is_final
     phase = STARTING if view.phase == WAITING and view.nodes_alive else view.phase
     parts = [str(state) if ended else phase]

@@ -48,9 +48,14 @@ def choices_chart(table: Choices) -> bytes:
     _points(axis, table)
     front = table.pareto
     axis.plot(
-        [row.seconds.expected for row in front], [row.usd.expected for row in front],
-        color=INK, linewidth=1.1, linestyle="--", zorder=2, label="Pareto front",
-    )  # fmt: skip
+        [row.seconds.expected for row in front],
+        [row.usd.expected for row in front],
+        color=INK,
+        linewidth=1.1,
+        linestyle="--",
+        zorder=2,
+        label="Pareto front",
+    )
     _limits(axis, table)
     kinds = axis.get_legend_handles_labels()
     _numbers(axis, table)
@@ -80,13 +85,22 @@ def _points(axis: Axes, table: Choices) -> None:
             axis.plot(
                 [at for row in known for at in (row.seconds.low, row.seconds.high, gap)],
                 [at for row in known for at in (row.usd.low, row.usd.high, gap)],
-                color=colour, linewidth=1.2, alpha=0.5 * strength, zorder=1,
-            )  # fmt: skip
+                color=colour,
+                linewidth=1.2,
+                alpha=0.5 * strength,
+                zorder=1,
+            )
             axis.plot(
-                [row.seconds.expected for row in rows], [row.usd.expected for row in rows], "o", color=colour,
-                markersize=6, alpha=strength, zorder=3, markerfacecolor=colour if tier == "dedicated" else "white",
+                [row.seconds.expected for row in rows],
+                [row.usd.expected for row in rows],
+                "o",
+                color=colour,
+                markersize=6,
+                alpha=strength,
+                zorder=3,
+                markerfacecolor=colour if tier == "dedicated" else "white",
                 label=words if rows else None,
-            )  # fmt: skip
+            )
             words = "_" if rows else words  # named once
     axis.plot([], [], color=MUTED, linewidth=1.2, label="interval")
 
@@ -115,9 +129,14 @@ def _numbers(axis: Axes, table: Choices) -> None:
             *at, color=colour, marker=f"${number}$", markersize=7, linestyle="none", label=words, zorder=8 + front_most
         )
         axis.plot(
-            *at, "s" if row.is_planned else "o", markersize=size, markerfacecolor="white", markeredgecolor=colour,
-            markeredgewidth=edge, zorder=7 + front_most,
-        )  # fmt: skip
+            *at,
+            "s" if row.is_planned else "o",
+            markersize=size,
+            markerfacecolor="white",
+            markeredgecolor=colour,
+            markeredgewidth=edge,
+            zorder=7 + front_most,
+        )
 
 
 def _limits(axis: Axes, table: Choices) -> None:

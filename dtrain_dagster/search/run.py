@@ -111,15 +111,21 @@ class Search:
     """One search on a cluster. Make it with `open_search`."""
 
     def __init__(
-        self, home: Path, request: SearchRequest, manager: GPUClusterManager, env: Mapping[str, str],
-        expected: TrialSeconds, before_usd: float = 0.0, told: Callable[[str], object] = lambda sentence: None,
-    ) -> None:  # fmt: skip
+        self,
+        home: Path,
+        request: SearchRequest,
+        manager: GPUClusterManager,
+        env: Mapping[str, str],
+        expected: TrialSeconds,
+        before_usd: float = 0.0,
+        told: Callable[[str], object] = lambda sentence: None,
+    ) -> None:
         """``expected``: what a trial takes, which was measured for ``before_usd``."""
         self.request, self.expected, self.before_usd = request, expected, before_usd
         self.folder = search_folder(home, request.name)
         self.plan = plan_search(
             request.settings, expected, request.usd_per_node_hour, request.at_once, request.budget_usd
-        )  # fmt: skip
+        )
         self._home, self._manager, self._env, self._told = home, manager, env, told
         self._storage = open_storage(str(self.folder))
         self.began_at = time.time()
@@ -173,10 +179,13 @@ class Search:
         except ConfigError as error:
             return FleetJob(job_id=job_id, node_seconds=1.0, problem=f"no training: {error}"), 1
         made = FleetJob(
-            job_id=job_id, least_nodes=request.least_nodes, most_nodes=request.most_nodes,
-            node_seconds=max(1.0, usual.evaluation * of + usual.finish), startup_seconds=usual.startup,
+            job_id=job_id,
+            least_nodes=request.least_nodes,
+            most_nodes=request.most_nodes,
+            node_seconds=max(1.0, usual.evaluation * of + usual.finish),
+            startup_seconds=usual.startup,
             order=JobOrder(job=job),
-        )  # fmt: skip
+        )
         return made, of
 
     @property
@@ -209,9 +218,11 @@ class Search:
                 f"budget_usd = {self.budget_usd:g}: measuring a trial has cost {self.before_usd:.2g} dollars; give more"
             )
         return FleetLimits(
-            budget_usd=left, nodes=request.nodes, usd_per_node_hour=request.usd_per_node_hour,
+            budget_usd=left,
+            nodes=request.nodes,
+            usd_per_node_hour=request.usd_per_node_hour,
             margin_seconds=MARGIN_SECONDS,
-        )  # fmt: skip
+        )
 
     @property
     def best_file(self) -> str:
@@ -227,12 +238,16 @@ class Search:
         """Return the result as plain data."""
         request = self.request
         more = {
-            "name": request.name, "dataset_id": request.base.dataset.dataset_id, "pruner": str(request.settings.pruner),
-            "sampler": str(request.settings.sampler), "seed": request.settings.seed, "budget_usd": self.budget_usd,
+            "name": request.name,
+            "dataset_id": request.base.dataset.dataset_id,
+            "pruner": str(request.settings.pruner),
+            "sampler": str(request.settings.sampler),
+            "seed": request.settings.seed,
+            "budget_usd": self.budget_usd,
             "planned": {"at_most_usd": self.plan.at_most_usd, "expected_usd": self.plan.expected_usd},
             "settings_file": self.best_file if source.best is not None else None,
             "importance": importances(source.space, source.trials, request.settings.sign),
-        }  # fmt: skip
+        }
         return result_document(source.trials, request.settings, self.before_usd, more)
 
     def _keep(self, source: TrialSource) -> None:
@@ -340,9 +355,12 @@ def open_search(
     if kept is None:
         expected, before_usd = measure()
         document = {
-            "name": request.name, "described": described, "expected": asdict(expected), "before_usd": before_usd,
+            "name": request.name,
+            "described": described,
+            "expected": asdict(expected),
+            "before_usd": before_usd,
             "began_at": time.time(),
-        }  # fmt: skip
+        }
         open_storage(str(search_folder(home, request.name))).write(SEARCH, json.dumps(document, indent=1).encode())
         return Search(home, request, manager, env, expected, before_usd, told)
     if any(not entry.job.facts for entry in FleetRecords(home, request.name).entries()):
@@ -361,9 +379,12 @@ def open_search(
 
 
 def measure_trial(
-    manager: GPUClusterManager, request: SearchRequest, env: Mapping[str, str], is_this_machine: bool,
+    manager: GPUClusterManager,
+    request: SearchRequest,
+    env: Mapping[str, str],
+    is_this_machine: bool,
     told: Callable[[str], object] = lambda sentence: None,
-) -> tuple[TrialSeconds, float]:  # fmt: skip
+) -> tuple[TrialSeconds, float]:
     """Return what a trial takes in node-seconds, and the dollars that finding it out has cost: a probe, as a plan runs
     one, on the least nodes of a trial. It is not run again where one of this job was before, and then costs nothing.
     Raise as `dtrain_dagster.planning.probe.run_probe` does."""

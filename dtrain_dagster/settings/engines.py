@@ -10,8 +10,10 @@ from dtrain_dagster.settings.ray import RaySettings
 from dtrain_dagster.settings.slurm import SlurmSettings
 
 ENGINES: dict[str, type[EnvironmentSettings]] = {
-    "slurm": SlurmSettings, "kubernetes": KubernetesSettings, "ray": RaySettings,
-}  # fmt: skip
+    "slurm": SlurmSettings,
+    "kubernetes": KubernetesSettings,
+    "ray": RaySettings,
+}
 """Kind of cluster → the settings of its engine."""
 
 

@@ -22,12 +22,18 @@ from dtrain_dagster.settings.environment import EnvironmentSettings, SettingsErr
 PREFIX = "DTRAIN_SLURM_"
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.,:@/-]*$"
 _OURS = {
-    "--array": "nodes are jobs of their own", "--export": "set DTRAIN_SLURM_EXPORT", "--job-name": "it names the node",
-    "--nodes": "each job is one node", "--ntasks": "the node agent is one task", "--output": "it goes to the run "
-    "directory", "--parsable": "answers are read", "--requeue": "lost nodes are replaced by jobs of their own",
-    "--signal": "the agent handles the end", "--time": "set DTRAIN_SLURM_TIME_LIMIT_MINUTES",
+    "--array": "nodes are jobs of their own",
+    "--export": "set DTRAIN_SLURM_EXPORT",
+    "--job-name": "it names the node",
+    "--nodes": "each job is one node",
+    "--ntasks": "the node agent is one task",
+    "--output": "it goes to the run directory",
+    "--parsable": "answers are read",
+    "--requeue": "lost nodes are replaced by jobs of their own",
+    "--signal": "the agent handles the end",
+    "--time": "set DTRAIN_SLURM_TIME_LIMIT_MINUTES",
     "--wrap": "the agent runs",
-}  # fmt: skip
+}
 """Options of sbatch that the project sets itself → why."""
 
 

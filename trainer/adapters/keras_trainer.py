@@ -157,7 +157,12 @@ def variables_of_tf_config(environment: Mapping[str, str]) -> dict[str, str]:
     of_node = [number for number, host in enumerate(hosts) if host == hosts[rank]]
     return rank_variables(
         RankFacts(
-            rank=rank, world_size=len(hosts), local_rank=of_node.index(rank), local_world_size=len(of_node),
-            node_rank=list(dict.fromkeys(hosts)).index(hosts[rank]), master_addr=hosts[0], master_port=int(port),
+            rank=rank,
+            world_size=len(hosts),
+            local_rank=of_node.index(rank),
+            local_world_size=len(of_node),
+            node_rank=list(dict.fromkeys(hosts)).index(hosts[rank]),
+            master_addr=hosts[0],
+            master_port=int(port),
         )
-    )  # fmt: skip
+    )

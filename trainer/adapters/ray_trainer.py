@@ -236,7 +236,8 @@ class RayTrainer:
             train_loop_config={"parts": parts, "run_dir": rundir.uri, "script": sys.argv[0]},
             backend_config=_backend(),
             scaling_config=ray.train.ScalingConfig(
-                num_workers=most if fewest == most else elastic, use_gpu=self.use_gpu,
+                num_workers=most if fewest == most else elastic,
+                use_gpu=self.use_gpu,
                 resources_per_worker=None if self.resources_per_worker is None else dict(self.resources_per_worker),
             ),
             run_config=ray.train.RunConfig(
@@ -244,7 +245,7 @@ class RayTrainer:
                 storage_path=f"{rundir.uri}/ray" if is_local else None,
                 failure_config=ray.train.FailureConfig(max_failures=self.max_failures),
             ),
-        )  # fmt: skip
+        )
         try:
             ended: Any = group.fit()
         except ray.train.TrainingFailedError as error:

@@ -44,9 +44,12 @@ def find_worker_place() -> RankFacts | None:
     except (RuntimeError, DeprecationWarning):  # of a driver, and of a trial of Ray Tune
         return None
     return RankFacts(
-        rank=context.get_world_rank(), world_size=context.get_world_size(), local_rank=context.get_local_rank(),
-        local_world_size=context.get_local_world_size(), node_rank=context.get_node_rank(),
-    )  # fmt: skip
+        rank=context.get_world_rank(),
+        world_size=context.get_world_size(),
+        local_rank=context.get_local_rank(),
+        local_world_size=context.get_local_world_size(),
+        node_rank=context.get_node_rank(),
+    )
 
 
 def find_trial_folder() -> str | None:

@@ -95,9 +95,15 @@ class PyTorchDDPTrainer:
         self._tracking = _tracking(mlflow_tracking)
 
     def fit(
-        self, train: Data, valid: Data | None = None, test: Data | None = None, *, epochs: int | None = None,
-        checkpoint_dir: str | None = None, mlflow_experiment: str | None = None,
-    ) -> History:  # fmt: skip
+        self,
+        train: Data,
+        valid: Data | None = None,
+        test: Data | None = None,
+        *,
+        epochs: int | None = None,
+        checkpoint_dir: str | None = None,
+        mlflow_experiment: str | None = None,
+    ) -> History:
         """Train as `Trainer.fit` does, and return how it went. Arguments win over those given before. Raise what it
         raises."""
         settings = self._settings if epochs is None else self._settings | {"epochs": epochs}
@@ -107,9 +113,14 @@ class PyTorchDDPTrainer:
         if mlflow_experiment is not None:
             tracking = replace(tracking or _tracking(True) or TrackingConfig(), mlflow_experiment=mlflow_experiment)
         trainer = Trainer(
-            self.model, config, loss=self.loss_fn, metrics=self.metrics, run_dir=checkpoint_dir or self._run_dir,
-            tracking=tracking, progress=self.verbose,
-        )  # fmt: skip
+            self.model,
+            config,
+            loss=self.loss_fn,
+            metrics=self.metrics,
+            run_dir=checkpoint_dir or self._run_dir,
+            tracking=tracking,
+            progress=self.verbose,
+        )
         result = trainer.fit(train, valid, test)
         return History(result, result.train_seconds, result.test.get("accuracy"))
 
@@ -197,9 +208,14 @@ def take_ranks_of_horovod() -> None:
     with hold_ports(host) as [port]:
         host, port = hvd.broadcast_object([host, port], root_rank=0)
     facts = RankFacts(
-        rank=hvd.rank(), world_size=hvd.size(), local_rank=hvd.local_rank(), local_world_size=hvd.local_size(),
-        node_rank=hvd.cross_rank(), master_addr=host, master_port=port,
-    )  # fmt: skip
+        rank=hvd.rank(),
+        world_size=hvd.size(),
+        local_rank=hvd.local_rank(),
+        local_world_size=hvd.local_size(),
+        node_rank=hvd.cross_rank(),
+        master_addr=host,
+        master_port=port,
+    )
     os.environ.update(rank_variables(facts))
 
 

@@ -198,19 +198,25 @@ class Writer:
         what = f"the checkpoint of step {save.step} failed"
         try:
             done = RETRIES.call(
-                what, lambda: self._commit(save),
+                what,
+                lambda: self._commit(save),
                 lambda error: not (isinstance(error, self._final) or self._closing.is_set()),
-                on_retry=lambda error, seconds: tell(error, gives_up=False), pause=pause,
-            )  # fmt: skip
+                on_retry=lambda error, seconds: tell(error, gives_up=False),
+                pause=pause,
+            )
         except Exception as error:  # of whatever kind: file systems have their own
             _log.warning("%s for good (attempt %d): %s", what, save.attempt, error)
             tell(error, gives_up=True)
             return
         seconds = time.monotonic() - save.began
         self._report(
-            "checkpoint", step=save.step, seconds=seconds, stall_seconds=save.stall_seconds, is_best=save.is_best,
+            "checkpoint",
+            step=save.step,
+            seconds=seconds,
+            stall_seconds=save.stall_seconds,
+            is_best=save.is_best,
             **done,
-        )  # fmt: skip
+        )
 
     def _tell_if_silent(self, now: float) -> None:
         save = self._busy

@@ -64,9 +64,13 @@ class CheckpointManager:
     """
 
     def __init__(
-        self, rundir: RunDir, keep: int, fingerprint: str, report: Callable[..., None] | None = None,
+        self,
+        rundir: RunDir,
+        keep: int,
+        fingerprint: str,
+        report: Callable[..., None] | None = None,
         parts: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.storage = rundir.storage
         self.storage.require_compare_and_swap()
         self.keep = keep

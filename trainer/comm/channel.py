@@ -230,9 +230,12 @@ def _when_ready(action: Callable[[Any], Any], argument: Any, event: int) -> Gene
 
 
 def run_flows(
-    flows: Sequence[tuple[Channel, Generator[int, None, Any]]], silence: float, until: float | None = None,
-    called_off: socket.socket | None = None, awake_seconds: float = 0.0,
-) -> None:  # fmt: skip
+    flows: Sequence[tuple[Channel, Generator[int, None, Any]]],
+    silence: float,
+    until: float | None = None,
+    called_off: socket.socket | None = None,
+    awake_seconds: float = 0.0,
+) -> None:
     """Carry out all flows. ``silence``: the most seconds between two events; ``until``, where given, is the deadline
     instead (of `time.monotonic`). Raise `PeerError`, which names the first rank that fails or is late, or none if
     ``called_off`` has something to read and what has arrived does not suffice. ``awake_seconds``: for which to try
@@ -284,9 +287,15 @@ def _is_readable(connection: socket.socket) -> bool:
 
 
 def connect(
-    address: tuple[str, int], key: bytes, me: str, other: str, tls: TLSContexts | None, until: float,
-    peer: int = 0, waits: bool = True,
-) -> Channel:  # fmt: skip
+    address: tuple[str, int],
+    key: bytes,
+    me: str,
+    other: str,
+    tls: TLSContexts | None,
+    until: float,
+    peer: int = 0,
+    waits: bool = True,
+) -> Channel:
     """Return a channel to the listener named ``other``, of rank ``peer``, which has admitted this process as ``me``.
 
     ``waits``: whether to wait, until ``until`` (of `time.monotonic`), for a listener that is not there yet. Raise

@@ -59,9 +59,12 @@ class GroupError(RuntimeError):
     """
 
     def __init__(
-        self, message: str, detail: dict[str, Any] | None = None, communication: bool = True,
+        self,
+        message: str,
+        detail: dict[str, Any] | None = None,
+        communication: bool = True,
         mistake: Exception | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(message)
         self.detail, self.communication, self.mistake = detail or {}, communication, mistake
 
@@ -106,7 +109,7 @@ class InterruptibleGroup:
 
     def __init__(
         self, rank: int, size: int, open_transport: Callable[[], Transport], gpu: torch.device | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rank, self.size, self._gpu = rank, size, gpu
         self.error: GroupError | None = None
         self.doing: tuple[str, float] = ("nothing", time.monotonic())

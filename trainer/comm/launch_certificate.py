@@ -88,9 +88,11 @@ def derive_authority_key(secret: LaunchSecret, *about: object) -> ec.EllipticCur
 
 
 def issue_certificate(
-    authority_key: ec.EllipticCurvePrivateKey, authority: x509.Certificate,
-    valid_from: datetime.timedelta = VALID_FROM, valid_until: datetime.timedelta = VALID_UNTIL,
-) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:  # fmt: skip
+    authority_key: ec.EllipticCurvePrivateKey,
+    authority: x509.Certificate,
+    valid_from: datetime.timedelta = VALID_FROM,
+    valid_until: datetime.timedelta = VALID_UNTIL,
+) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     """Return a new certificate of the authority and its new private key."""
     key, now = ec.generate_private_key(_CURVE), datetime.datetime.now(datetime.UTC)
     builder = (
@@ -166,10 +168,16 @@ def _make_authority(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
 
 def _key_usage(digital_signature: bool = False, key_cert_sign: bool = False) -> x509.KeyUsage:
     return x509.KeyUsage(
-        digital_signature=digital_signature, key_cert_sign=key_cert_sign, content_commitment=False,
-        key_encipherment=False, data_encipherment=False, key_agreement=False, crl_sign=False, encipher_only=False,
+        digital_signature=digital_signature,
+        key_cert_sign=key_cert_sign,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        crl_sign=False,
+        encipher_only=False,
         decipher_only=False,
-    )  # fmt: skip
+    )
 
 
 def _pem(certificate: x509.Certificate) -> bytes:

@@ -60,9 +60,15 @@ class AuthenticatedStore(dist.Store):
     RuntimeError or its subclass `dist.DistStoreError`."""
 
     def __init__(
-        self, address: tuple[str, int], rank: int, size: int, key: bytes, seconds: float,
-        listener: socket.socket | None = None, tls: TLSContexts | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        address: tuple[str, int],
+        rank: int,
+        size: int,
+        key: bytes,
+        seconds: float,
+        listener: socket.socket | None = None,
+        tls: TLSContexts | None = None,
+    ) -> None:
         """Connect to the store. ``listener``: rank 0's socket, bound to ``address``; the store owns it. ``seconds``:
         the timeout of every wait. ``tls``: None for plain connections.
 

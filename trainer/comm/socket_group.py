@@ -70,7 +70,7 @@ class SocketGroup:
 
     def __init__(
         self, rank: int, channels: Mapping[int, Channel], size: int, timeout: float, awake_seconds: float = 0.0
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Use ``channels``, by the rank at their other end. ``awake_seconds``: for which a waiting rank polls."""
         self.rank, self.size, self.timeout = rank, size, timeout
         self._channels = {peer: channels[peer] for peer in sorted(channels)}
@@ -122,9 +122,13 @@ class MeshGroup(SocketGroup):
     gloo's."""
 
     def __init__(
-        self, rank: int, channels: Mapping[int, Channel], timeout: float, small: int | None = None,
+        self,
+        rank: int,
+        channels: Mapping[int, Channel],
+        timeout: float,
+        small: int | None = None,
         awake_seconds: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``small``: the most bytes that a rank sends for a sum in one exchange."""
         super().__init__(rank, channels, len(channels) + 1, timeout, awake_seconds)
         small = (NEAR_BYTES if self.size == 2 else SMALL_BYTES) if small is None else small
@@ -368,9 +372,13 @@ def exchange_places(store: dist.Store, rank: int, size: int, host: str) -> tuple
 
 
 def connect_mesh(
-    places: Sequence[tuple[str, int]], rank: int, listener: socket.socket, key: bytes, seconds: float,
+    places: Sequence[tuple[str, int]],
+    rank: int,
+    listener: socket.socket,
+    key: bytes,
+    seconds: float,
     tls: TLSContexts | None = None,
-) -> dict[int, Channel]:  # fmt: skip
+) -> dict[int, Channel]:
     """Return this rank's channels to all others, by rank, once all have come. Each rank connects to the ranks below it.
 
     ``places``: the host and port at which each rank listens; ``listener``: this rank's socket there, which is closed.

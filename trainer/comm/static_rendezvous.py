@@ -100,17 +100,25 @@ def join_world(config: DistributedTrainingConfig, environment: Mapping[str, str]
                 getattr(store, "close", lambda: None)()
         gpu = device if backend == "nccl" else None
         return make_torch_transport(
-            dist.PrefixStore(prefix, store), facts.rank, facts.world_size, gpu,
-            config.collective_timeout_seconds, config.solo_timeout_seconds,
-            host, key=secret.key("world", prefix),
+            dist.PrefixStore(prefix, store),
+            facts.rank,
+            facts.world_size,
+            gpu,
+            config.collective_timeout_seconds,
+            config.solo_timeout_seconds,
+            host,
+            key=secret.key("world", prefix),
             close_store=getattr(store, "close", lambda: None),
-        )  # fmt: skip
+        )
 
     world = World(
-        facts, device, backend,
+        facts,
+        device,
+        backend,
         group=InterruptibleGroup(facts.rank, facts.world_size, open_transport, device if backend == "nccl" else None),
-        solo_timeout=config.solo_timeout_seconds, open_traffic=open_traffic,
-    )  # fmt: skip
+        solo_timeout=config.solo_timeout_seconds,
+        open_traffic=open_traffic,
+    )
     try:
         gpus = world.all_gather_object(gpu_name(device))
     except GroupError as error:
@@ -147,9 +155,14 @@ def _stay_on_loopback(address: str) -> None:
 
 
 def _beside(
-    address: tuple[str, int], prefix: str, facts: RankFacts, environment: Mapping[str, str], secret: LaunchSecret,
-    seconds: float, tls: TLSContexts | None,
-) -> dist.Store:  # fmt: skip
+    address: tuple[str, int],
+    prefix: str,
+    facts: RankFacts,
+    environment: Mapping[str, str],
+    secret: LaunchSecret,
+    seconds: float,
+    tls: TLSContexts | None,
+) -> dist.Store:
     """Return, under torchrun with a secret, an authenticated store at rank 0: the agent's store trusts anybody.
     The agent's store only gives its address; a false address can make the start fail, but cannot pass the proof."""
     agents = dist.TCPStore(*address, None, False, timedelta(seconds=seconds), wait_for_workers=False)

@@ -79,10 +79,15 @@ class TorchTransport:
     left behind and a new one made beside it."""
 
     def __init__(
-        self, group: Any, patient: Any, gpu: torch.device | None, timeout: float,
-        make_group: Callable[[str, int, int], Any], small_sums: MeshGroup | None = None,
+        self,
+        group: Any,
+        patient: Any,
+        gpu: torch.device | None,
+        timeout: float,
+        make_group: Callable[[str, int, int], Any],
+        small_sums: MeshGroup | None = None,
         close_store: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Use ``make_group`` to make a subgroup from its name, this process's rank in it and its size.
         ``small_sums``: channels for small sums, if all ranks have them. ``close_store``: called when the store is no
         longer needed."""
@@ -210,10 +215,16 @@ class TorchTransport:
 
 
 def make_torch_transport(
-    store: dist.Store, rank: int, size: int, gpu: torch.device | None, timeout: float, patience: float,
-    host: str, key: bytes = b"",
+    store: dist.Store,
+    rank: int,
+    size: int,
+    gpu: torch.device | None,
+    timeout: float,
+    patience: float,
+    host: str,
+    key: bytes = b"",
     close_store: Callable[[], None] = lambda: None,
-) -> TorchTransport:  # fmt: skip
+) -> TorchTransport:
     """Return a transport over a store that no other group uses. ``patience``: the timeout of barriers, in seconds.
     ``host``: the address of this host; gloo listens there unless GLOO_SOCKET_IFNAME is set. ``key``: the key that only
     the ranks have. ``close_store``: called when the transport is closed, or cannot be made."""
@@ -265,7 +276,7 @@ def _join_small_sums(
 
 def _group(
     store: dist.Store, rank: int, size: int, gpu: torch.device | None, timeout: float, host: str
-) -> tuple[Any, frozenset[int]]:  # fmt: skip
+) -> tuple[Any, frozenset[int]]:
     """Return a group and the descriptors at which gloo listens for its ranks."""
     kind = dist.ProcessGroup.BackendType
     group = dist.ProcessGroup(store, rank, size)

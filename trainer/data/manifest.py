@@ -38,9 +38,13 @@ SCHEMA_VERSION = 1
 STANDARDISED = 2
 """The version of tables whose numbers are stored in deviations from the mean; those of version 1 are as they were."""
 _TOLD = record(
-    dataset_id=text, created_at=text, samples=mapping(whole()), excluded=mapping(text), masks=many(obj),
+    dataset_id=text,
+    created_at=text,
+    samples=mapping(whole()),
+    excluded=mapping(text),
+    masks=many(obj),
     source=record(sha256=text, last_date=text, first_date=text, title=text),
-)  # fmt: skip
+)
 """The entries that other programs than the trainer read."""
 SPLITS = ("train", "valid", "test")
 ARRAYS = ("features", "target", "ticker", "date")

@@ -239,9 +239,13 @@ LEAVING = "a node was asked to leave"
 _code = whole(-(1 << 31), 1 << 32)
 PRESENCE = record(
     {"node_id": count, "started_at": moment, "ended_at": optional(moment), "exit_codes": many(_code)},
-    launch=count, generation=count, stay=count, last_seen_at=optional(moment), host=text,
+    launch=count,
+    generation=count,
+    stay=count,
+    last_seen_at=optional(moment),
+    host=text,
     clock_jump_seconds=number_between(),
-)  # fmt: skip
+)
 """``nodes/l0001-n000-s001.json``"""
 
 

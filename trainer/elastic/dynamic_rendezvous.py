@@ -34,9 +34,14 @@ class DynamicRendezvous:
     thread calls a generation off when a member is lost."""
 
     def __init__(
-        self, rundir: RunDir, config: DistributedTrainingConfig, facts: RankFacts, device: torch.device,
-        environment: Mapping[str, str], job: str,
-    ) -> None:  # fmt: skip
+        self,
+        rundir: RunDir,
+        config: DistributedTrainingConfig,
+        facts: RankFacts,
+        device: torch.device,
+        environment: Mapping[str, str],
+        job: str,
+    ) -> None:
         self.config, self.facts, self.device, self.job = config, facts, device, job
         self.secret = read_launch_secret(environment)
         self.launch = int(environment["DTRAIN_LAUNCH"])
@@ -53,14 +58,18 @@ class DynamicRendezvous:
         self._fallbacks = 0
         self.tls = open_contexts(config, self.secret, self.host, job)
         self._certificates = choose_certificates(config, self.secret, self.host)
-        self.peers = PeerWatch(
-            self.member, self.secret, job, self.host, self._certificates, config, self._changed
-        )  # fmt: skip
+        self.peers = PeerWatch(self.member, self.secret, job, self.host, self._certificates, config, self._changed)
         self.membership = Membership(
-            rundir.storage, self.peers, self.launch, facts.world_size, config.micro_batches,
-            config.communication_retries, config.peer_timeout_seconds, config.solo_timeout_seconds,
+            rundir.storage,
+            self.peers,
+            self.launch,
+            facts.world_size,
+            config.micro_batches,
+            config.communication_retries,
+            config.peer_timeout_seconds,
+            config.solo_timeout_seconds,
             first=rundir.last_generation() + 1,
-        )  # fmt: skip
+        )
         self._closed = threading.Event()
         threading.Thread(target=self._look_around, name="newcomers", daemon=True).start()
 

@@ -90,10 +90,16 @@ def form_world(
             store = AuthenticatedStore(address, rank, size, key, seconds, listener if rank == 0 else None, tls)
             gpu = device if backend == "nccl" else None
             return make_torch_transport(
-                dist.PrefixStore(name, store), rank, size, gpu,
-                config.collective_timeout_seconds, config.solo_timeout_seconds, generation.members[rank].host,
-                key=secret.key("world", *about), close_store=store.close,
-            )  # fmt: skip
+                dist.PrefixStore(name, store),
+                rank,
+                size,
+                gpu,
+                config.collective_timeout_seconds,
+                config.solo_timeout_seconds,
+                generation.members[rank].host,
+                key=secret.key("world", *about),
+                close_store=store.close,
+            )
 
         group = InterruptibleGroup(rank, size, open_transport, device if device.type == "cuda" else None)
     return World(facts, device, backend, generation.number, group, topology, config.solo_timeout_seconds, open_traffic)

@@ -300,9 +300,14 @@ class Membership:
             state.look_at = 0.0
 
     def _settled(
-        self, newest: Generation | None, mine: Candidate, candidates: Sequence[Candidate], view: Mapping[str, str],
-        waited: float, quiet: float,
-    ) -> bool:  # fmt: skip
+        self,
+        newest: Generation | None,
+        mine: Candidate,
+        candidates: Sequence[Candidate],
+        view: Mapping[str, str],
+        waited: float,
+        quiet: float,
+    ) -> bool:
         """Return whether no member is left to wait for. ``waited``: seconds of waiting so far; ``quiet``: since the
         newest generation last said that it is at work."""
         ready = [item for item in candidates if item.ready]

@@ -19,9 +19,13 @@ REST_SECONDS = 0.1
 
 
 async def connect_peer(
-    address: tuple[str, int], key: bytes, me: str, member: str, tls: TLSContexts | None,
+    address: tuple[str, int],
+    key: bytes,
+    me: str,
+    member: str,
+    tls: TLSContexts | None,
     seconds: float = CONNECT_SECONDS,
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:  # fmt: skip
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Return a connection to a member. Raise OSError where there is none within so many ``seconds``, and
     `trainer.comm.handshake.AuthenticationError` where the other side is not that member."""
     context = tls.client if tls else None

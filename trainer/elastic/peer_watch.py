@@ -42,9 +42,15 @@ class PeerWatch(Inbox):
     on a thread of its own."""
 
     def __init__(
-        self, me: str, secret: LaunchSecret, job: str, host: str, source: str, config: DistributedTrainingConfig,
+        self,
+        me: str,
+        secret: LaunchSecret,
+        job: str,
+        host: str,
+        source: str,
+        config: DistributedTrainingConfig,
         on_change: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``source``: where the certificates of its connections come from
         (`trainer.comm.encryption.CertificateSource`)."""
         super().__init__()

@@ -91,9 +91,13 @@ def limit_of(document: Any, default: float) -> float:
 
 
 def begin_budget(
-    config: DistributedTrainingConfig, rundir: RunDir, facts: RankFacts, environment: Mapping[str, str],
-    regroups_in: int | None, steps_done: Callable[[], int],
-) -> Budget:  # fmt: skip
+    config: DistributedTrainingConfig,
+    rundir: RunDir,
+    facts: RankFacts,
+    environment: Mapping[str, str],
+    regroups_in: int | None,
+    steps_done: Callable[[], int],
+) -> Budget:
     """Start to watch the budget of this process's job, and return it. ``regroups_in``: the launch of the cluster that
     this process regroups in, if it does, which its result names. ``steps_done`` is called when the budget is spent."""
 

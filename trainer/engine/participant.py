@@ -60,9 +60,14 @@ class Participant:
     """
 
     def __init__(
-        self, job: JobConfig, reports: RankReports, environment: Mapping[str, str], steps_done: Callable[[], int],
-        world_size: int | None = None, rank: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        job: JobConfig,
+        reports: RankReports,
+        environment: Mapping[str, str],
+        steps_done: Callable[[], int],
+        world_size: int | None = None,
+        rank: int | None = None,
+    ) -> None:
         """``world_size`` and ``rank``, where given, must agree with the environment. ``steps_done`` is called from
         another thread, where the budget ends the process."""
         self.job, self.config, self.reports, self.rundir = job, job.training, reports, reports.rundir

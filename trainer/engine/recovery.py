@@ -266,9 +266,7 @@ def _retry_load(session: Session, load: Callable[[], _T]) -> _T:
         raise NoGenerationError(f"the checkpoints in {session.rundir.uri} cannot be read: {error}") from error
 
 
-def _report_membership(
-    session: Session, old: Generation | None, new: Generation, seconds: float
-) -> None:  # fmt: skip
+def _report_membership(session: Session, old: Generation | None, new: Generation, seconds: float) -> None:
     before = {seat.member: seat.node for seat in old.members} if old else {}
     now = {seat.member: seat.node for seat in new.members}
     fields: dict[str, Any] = {

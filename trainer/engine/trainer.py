@@ -117,9 +117,7 @@ class DistributedTrainer:
         On a cluster (DTRAIN_LAUNCH in the environment) the process only announces itself: the first generation is
         formed when its data and model are there, in `setup`. Arguments, where given, must agree with the environment.
         """
-        self._participant = Participant(
-            self.job, self.reports, os.environ, lambda: self.steps_done, world_size, rank
-        )  # fmt: skip
+        self._participant = Participant(self.job, self.reports, os.environ, lambda: self.steps_done, world_size, rank)
         self._participant.announce()
         self.reports.end_phase("startup")
 
@@ -401,9 +399,13 @@ class DistributedTrainer:
             result = session.problem.judge.validate(session.judge_request(self._stop_evaluating))
         if result is not None and session.world.rank == 0:
             reports.emit(
-                "evaluation", step=progress.step, split="valid", loss=result.loss, metrics=result.metrics,
+                "evaluation",
+                step=progress.step,
+                split="valid",
+                loss=result.loss,
+                metrics=result.metrics,
                 seconds=time.monotonic() - began,
-            )  # fmt: skip
+            )
         give_back_freed_memory()
         reports.end_phase("evaluation")
         session.step.timer.mark(None)

@@ -29,9 +29,13 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def make_sampler(
-    config: DistributedTrainingConfig, samples: int, rank: int, world_size: int, at_most: int | None = None,
+    config: DistributedTrainingConfig,
+    samples: int,
+    rank: int,
+    world_size: int,
+    at_most: int | None = None,
     at_least: int = 1,
-) -> Sampler:  # fmt: skip
+) -> Sampler:
     """Return the sampler of a rank in a world of this size, for ``samples`` training samples, of which ``at_most`` and
     ``at_least`` so many go through the model at once. Raise `trainer.config.ConfigError` where none is possible."""
     return Sampler(
@@ -82,9 +86,13 @@ class Workload:
     `enter_world` gives it another one."""
 
     def __init__(
-        self, config: DistributedTrainingConfig, problem: Problem, sampler: Sampler, device: torch.device,
+        self,
+        config: DistributedTrainingConfig,
+        problem: Problem,
+        sampler: Sampler,
+        device: torch.device,
         faults: Faults,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``sampler`` may be of any world, since all have equally many steps."""
         self.config, self.problem, self.device, self.faults = config, problem, device, faults
         self.data, self.sampler = problem.data, sampler

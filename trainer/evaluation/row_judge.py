@@ -92,9 +92,14 @@ class RowJudge:
                 "report cannot be trusted"
             )
         report: dict[str, Any] = {
-            "kind": ROWS, "split": "test", "task": self.data.spec.task, "model": model, "baselines": baselines,
-            "canaries": {"shuffled_targets": canary}, "notes": notes,
-        }  # fmt: skip
+            "kind": ROWS,
+            "split": "test",
+            "task": self.data.spec.task,
+            "model": model,
+            "baselines": baselines,
+            "canaries": {"shuffled_targets": canary},
+            "notes": notes,
+        }
         if sums is not None and not scoring.is_number:
             report["calibration"] = calibration_table(sums)
         report["gate"] = gate_document(report)

@@ -43,16 +43,18 @@ FRAMEWORKS: dict[str, Framework] = {
         Framework(name=TORCHRUN, words="torchrun"),
         Framework(name="horovod", words="Horovod", package="horovod", serves=True, remedy=REMEDIES["horovod"]),
         Framework(name="deepspeed", words="DeepSpeed", package="deepspeed", remedy=REMEDIES["deepspeed"]),
+        Framework(name="ray", words="Ray Train", package="ray.train", remedy=_EXTRA, one_per_node=True, runs_once=True),
         Framework(
-            name="ray", words="Ray Train", package="ray.train", remedy=_EXTRA, one_per_node=True, runs_once=True
-        ),
-        Framework(
-            name="tensorflow", words="TensorFlow", package="tensorflow", remedy=_EXTRA, one_per_node=True,
+            name="tensorflow",
+            words="TensorFlow",
+            package="tensorflow",
+            remedy=_EXTRA,
+            one_per_node=True,
             open_ports="the server of each of TensorFlow's workers listens on all addresses of its node and trusts "
             "whoever connects, and no setting changes that: keep its ports behind a firewall",
         ),
     )
-}  # fmt: skip
+}
 """Name of an engine, as ``--engine`` takes it → what it is."""
 
 

@@ -180,9 +180,12 @@ class RayNode:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", *self._options],
             env={**self._environment, "PYTHONUNBUFFERED": "1", "RAY_DISABLE_IMPORT_WARNING": "1"},
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
             preexec_fn=partial(die_with, os.getpid()),
-        )  # fmt: skip
+        )
         threading.Thread(target=self._read, args=(self._process, self._heard), name="ray", daemon=True).start()
 
     def __enter__(self) -> RayNode:

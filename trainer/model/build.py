@@ -48,11 +48,15 @@ class Kind:
 
 KINDS: Mapping[str, Kind] = {
     WINDOWS: Kind(
-        DataSpec, stock.STOCK, losses.STOCK, stock.Standardize, lambda spec: (spec.window, len(spec.features)),
+        DataSpec,
+        stock.STOCK,
+        losses.STOCK,
+        stock.Standardize,
+        lambda spec: (spec.window, len(spec.features)),
         "batch, window, features",
     ),
     ROWS: Kind(RowSpec, rows.MODELS, rows.LOSSES, rows.RowInputs, lambda spec: (len(spec.features),), "batch, columns"),
-}  # fmt: skip
+}
 
 
 def build_model(config: FactoryConfig, spec: DataSpec | RowSpec, outputs: int, modules: Modules = None) -> nn.Module:

@@ -165,5 +165,7 @@ def _misfit(loss: str, spec: RowSpec) -> str:
 
 MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": mlp, "linear": linear}
 LOSSES: dict[str, type[nn.Module]] = {
-    "squared_error": SquaredError, "logistic": Logistic, "cross_entropy": CrossEntropy
-}  # fmt: skip
+    "squared_error": SquaredError,
+    "logistic": Logistic,
+    "cross_entropy": CrossEntropy,
+}

@@ -54,9 +54,13 @@ class NodeAgent:
         self.host = own_address(os.environ)
         now = self.clock.now()
         self.presence = NodePresence(
-            node_id=node_id, launch=launch["launch"], incarnation=incarnation, last_seen_at=now, host=self.host,
+            node_id=node_id,
+            launch=launch["launch"],
+            incarnation=incarnation,
+            last_seen_at=now,
+            host=self.host,
             started_at=min(now, psutil.Process().create_time()),
-        )  # fmt: skip
+        )
         self.peer_grace = read_duration(*PEER_GRACE, launch["env"], os.environ)
         self.stop_grace = read_duration(*STOP_GRACE, launch["env"], os.environ)
         self.asked = False
@@ -134,9 +138,14 @@ class NodeAgent:
                     return None
             address, port = found["host"], found["port"]
         return Seat(
-            node_id=self.presence.node_id, incarnation=self.presence.incarnation, host=self.host, master_addr=address,
-            master_port=port, secret=self.secret, is_alone=True,
-        )  # fmt: skip
+            node_id=self.presence.node_id,
+            incarnation=self.presence.incarnation,
+            host=self.host,
+            master_addr=address,
+            master_port=port,
+            secret=self.secret,
+            is_alone=True,
+        )
 
     def _is_occupied(self) -> bool:
         """Return whether the incarnation before this one is still there, as one whose time limit is near."""

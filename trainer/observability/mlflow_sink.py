@@ -32,9 +32,13 @@ PARAMS_PER_REQUEST = 100
 VALUE_LENGTH = 500
 """Characters of a parameter that every server takes."""
 CURVES = (
-    "train/loss", "train/learning_rate", "train/grad_norm", "train/samples_per_second", "communication/share",
+    "train/loss",
+    "train/learning_rate",
+    "train/grad_norm",
+    "train/samples_per_second",
+    "communication/share",
     "cluster/gpu_utilization",
-)  # fmt: skip
+)
 """The curves that a run has besides those of evaluations. All others are in the events and in TensorBoard, and in short
 in the run's artifact ``figures.json``."""
 DETAILS = frozenset(
@@ -50,16 +54,23 @@ SHARED_VIEW, VIEW = "mlflow.sharedViewState.", "dtrain"
 COLUMNS = [
     f"{part}.`{name}`"
     for part, name in (
-        ("params", "model"), ("metrics", "valid/loss"), ("metrics", "test/loss"), ("metrics", "test/margin"),
-        ("metrics", "cost/total_usd"), ("tags", "gate"), ("tags", "nodes"),
+        ("params", "model"),
+        ("metrics", "valid/loss"),
+        ("metrics", "test/loss"),
+        ("metrics", "test/margin"),
+        ("metrics", "cost/total_usd"),
+        ("tags", "gate"),
+        ("tags", "nodes"),
     )
-]  # fmt: skip
+]
 """The columns of the list of runs, besides name and date with the state, which it always has."""
 COMPARED_BY = ("nll", "log_loss", "rmse", "bits_per_byte", "perplexity", "mse_to_zero", "loss")
 """Scores by which models are compared with baselines: the first one that a model has."""
 NOTE_TAG, SOURCE_TAG, TYPE_TAG = (
-    "mlflow.note.content", "mlflow.source.name", "mlflow.source.type",
-)  # fmt: skip
+    "mlflow.note.content",
+    "mlflow.source.name",
+    "mlflow.source.type",
+)
 GATE_TAG = "gate"
 
 

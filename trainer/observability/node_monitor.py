@@ -105,9 +105,14 @@ class NodeMonitor:
             self._thread.join()
 
     def update(
-        self, epoch: int, step: int, loss: float | None, samples: int,
-        learning_rate: float | None = None, grad_norm: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        epoch: int,
+        step: int,
+        loss: float | None,
+        samples: int,
+        learning_rate: float | None = None,
+        grad_norm: float | None = None,
+    ) -> None:
         """Tell the monitor of a step: its loss on this rank, and how many samples this node's ranks took in it."""
         with self._lock:
             self._epoch, self._step, self._loss = epoch, step, loss

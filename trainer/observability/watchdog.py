@@ -132,8 +132,13 @@ class Watchdog:
         reporter.emit("hang", **fields)
         _log.warning(
             "no progress in step %d: %s for %.1f s (collective %d), in %s\n%s",
-            fields["step"], fields["operation"], waited, fields["sequence"], fields["where"], fields["stacks"],
-        )  # fmt: skip
+            fields["step"],
+            fields["operation"],
+            waited,
+            fields["sequence"],
+            fields["where"],
+            fields["stacks"],
+        )
 
 
 def _began(collective: Collective) -> float:

@@ -64,7 +64,7 @@ class ZeroEngine:
 
     def __init__(
         self, module: nn.Module, config: DistributedTrainingConfig, rank: int, ranks: int, device: torch.device
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Begin with the module's weights, which must be equal on all ranks. Torch's default process group has these
         ranks already. A collective."""
         import deepspeed

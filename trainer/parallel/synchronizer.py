@@ -108,7 +108,7 @@ class GradientSynchronizer(GradientSync):
 
     def __init__(
         self, world: World, faults: Faults, timer: StepTimer, config: DistributedTrainingConfig | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(world, faults, timer)
         self.config = config or DistributedTrainingConfig()
         self._hook: CommHook
@@ -253,9 +253,7 @@ class GradientSynchronizer(GradientSync):
         return group.submit(what, work, hook.bytes_of(gradients))
 
 
-def _sum_by(
-    hook: CommHook, buffer: Tensor, bucket: int, step: int, computing: Computing, transport: Any
-) -> None:  # fmt: skip
+def _sum_by(hook: CommHook, buffer: Tensor, bucket: int, step: int, computing: Computing, transport: Any) -> None:
     hook.all_reduce(buffer, bucket, step, transport, computing)
 
 

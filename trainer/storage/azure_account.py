@@ -96,9 +96,12 @@ def attempt(what: str, action: Callable[[], _T]) -> _T:
     """
     try:
         return RETRIES.call(
-            what, action, lambda error: judge_access(error) is AccessVerdict.AGAIN, asked_seconds=_asked_to_wait,
+            what,
+            action,
+            lambda error: judge_access(error) is AccessVerdict.AGAIN,
+            asked_seconds=_asked_to_wait,
             describe=_first_line,
-        )  # fmt: skip
+        )
     except (AzureError, requests.RequestException, urllib3.exceptions.HTTPError, ConnectionError) as error:
         raise _translated(what, error, judge_access(error)) from None  # the SDK's own trace says nothing more
 

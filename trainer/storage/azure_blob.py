@@ -179,9 +179,10 @@ class BlobStorage(Storage):
         key = self._key(folder)
         prefix = f"{key}/" if key else ""
         found = self._pages(
-            folder, lambda: self._client.walk_blobs(name_starts_with=prefix, delimiter="/"),
+            folder,
+            lambda: self._client.walk_blobs(name_starts_with=prefix, delimiter="/"),
             lambda item: item.name.rstrip("/") if isinstance(item, BlobPrefix) else item.name,
-        )  # fmt: skip
+        )
         names = {name[len(prefix) :] for name in found}  # the service names them in pages
         yield from (name for name in names if name and not is_litter(name))
 
@@ -307,9 +308,11 @@ class BlobStorage(Storage):
     def _names(self, prefix: str, at_most: int | None = None) -> Sequence[str]:
         """Return the full names of all blobs with this prefix, at any depth."""
         return self._pages(
-            "", lambda: self._client.list_blobs(name_starts_with=prefix, results_per_page=at_most),
-            lambda item: item.name, at_most,
-        )  # fmt: skip
+            "",
+            lambda: self._client.list_blobs(name_starts_with=prefix, results_per_page=at_most),
+            lambda item: item.name,
+            at_most,
+        )
 
     def _pages(
         self, name: str, listing: Callable[[], Any], pick: Callable[[Any], str], at_most: int | None = None

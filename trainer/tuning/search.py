@@ -298,9 +298,15 @@ class Search:
         return True
 
     def _add(
-        self, group: str, candidate: TrialSettings, verdict: str, rates: Sequence[float] = (),
-        found: Sequence[float] = (), learned: LearningResult | None = None, is_final: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        group: str,
+        candidate: TrialSettings,
+        verdict: str,
+        rates: Sequence[float] = (),
+        found: Sequence[float] = (),
+        learned: LearningResult | None = None,
+        is_final: bool = False,
+    ) -> None:
         now = {**asdict(self.config), **dict((self.baseline if group == "confirmation" else self.best).settings)}
         change = {name: value for name, value in candidate.settings if now[name] != value}
         row: dict[str, Any] = {"group": group, "change": change, "settings": dict(candidate.settings)}

@@ -16,9 +16,15 @@ FIELDS = {item.name for item in fields(DistributedTrainingConfig)}
 LAYOUT = ("batch_size_per_gpu", "gradient_accumulation_steps")
 """The two settings of a layout: their product is the number of samples of a rank in a step."""
 KNOBS = (
-    *LAYOUT, "precision", "threads_per_rank", "prefetch_batches", "data_on_device", "communication", "topk_fraction",
+    *LAYOUT,
+    "precision",
+    "threads_per_rank",
+    "prefetch_batches",
+    "data_on_device",
+    "communication",
+    "topk_fraction",
     "compile",
-)  # fmt: skip
+)
 """The settings that tuning may change: they decide how fast a training is, and not what is trained."""
 COMPILE_SECONDS, LEAST_EACH = 30.0, 10.0
 """Seconds. Compiling is not started with less than the first left in its group. That much is reserved for it if each

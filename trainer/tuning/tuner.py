@@ -106,16 +106,22 @@ class Tuner:
         self._measurement_seconds = min(LONGEST, max(SHORTEST, seconds / MEASUREMENTS))
         self._step_seconds: dict[TrialSettings, float] = {}
         self.search = Search(
-            config=self.job.training, runner=self, seconds=seconds, say=self._say, keep=self.write,
+            config=self.job.training,
+            runner=self,
+            seconds=seconds,
+            say=self._say,
+            keep=self.write,
             facts=TuningContext(
-                world_size=self.world.world_size, local_world_size=self.facts.local_world_size,
-                cores=available_cores(), ranks_per_host=hosts.count(platform.node()),
+                world_size=self.world.world_size,
+                local_world_size=self.facts.local_world_size,
+                cores=available_cores(),
+                ranks_per_host=hosts.count(platform.node()),
                 batch_matters=any(isinstance(part, BATCH_NORMS) for part in module.modules()),
                 fits_gpu=all(self.world.all_gather_object(fits_gpu(self.data, self.device))),
                 has_gpu=all(self.world.all_gather_object(self.device.type == "cuda")),
                 batches_ahead=usual_batches_ahead(self.data, self.device),
             ),
-        )  # fmt: skip
+        )
 
     def prepare(self, candidate: TrialSettings) -> str:
         """Do one step alone, which may fail on any rank by itself, and then steps with the others; return "" or the

@@ -129,9 +129,12 @@ class Service:
         patience = self.options.patience_seconds if patience_seconds is None else patience_seconds
         try:
             found = replace(RETRIES, deadline_seconds=patience).call(
-                what, ask, lambda error: not isinstance(error, ClusterError) and self._may_pass(what, error),
-                asked_seconds=asked_pause, describe=words,
-            )  # fmt: skip
+                what,
+                ask,
+                lambda error: not isinstance(error, ClusterError) and self._may_pass(what, error),
+                asked_seconds=asked_pause,
+                describe=words,
+            )
             self._has_answered = self._has_answered or self._client is not None
             return found
         except ClusterError:
@@ -164,8 +167,10 @@ class Service:
             f"{what}: the {scope} {names.get(scope, options.workspace)!r} is not found ({refusal.code}: "
             f"{refusal.reason}). Check {SETTINGS[scope]}, and whether this identity may see it; `dtrain "
             f"doctor` reports more{request_note(refusal.request_id)}",
-            refusal.code, refusal.status, refusal.request_id,
-        )  # fmt: skip
+            refusal.code,
+            refusal.status,
+            refusal.request_id,
+        )
         missing.scope = scope
         return missing
 

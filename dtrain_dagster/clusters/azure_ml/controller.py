@@ -255,9 +255,13 @@ class JobController:
         if not self.launches.compare_and_swap(before, following):
             return self.records.report(record, facts, decision)
         _log.warning(
-            "job %s: %s; continues as %s with %d nodes of %s", record["job_name"], decision.message,
-            following["job_name"], got.node_count, got.sku,
-        )  # fmt: skip
+            "job %s: %s; continues as %s with %d nodes of %s",
+            record["job_name"],
+            decision.message,
+            following["job_name"],
+            got.node_count,
+            got.sku,
+        )
         self.records.keep_logs(record)
         self.jobs.forget_secret(record)
         self._put(following, got)
@@ -278,9 +282,13 @@ class JobController:
         for count in range(asked, 0, -1):
             if count <= came:
                 return Provisioned(
-                    compute=record["compute"], sku=record["sku"], tier=record["tier"], node_count=came,
-                    max_nodes=asked, attempts=(),
-                )  # fmt: skip
+                    compute=record["compute"],
+                    sku=record["sku"],
+                    tier=record["tier"],
+                    node_count=came,
+                    max_nodes=asked,
+                    attempts=(),
+                )
             try:
                 return self.provisioner.provision(count, record["sku"], launch_records.excluded(record), tags)
             except NoCapacityError as error:
@@ -328,9 +336,14 @@ class JobController:
     def _refused(self, record: Record, error: ClusterError) -> None:
         """End this launch: nothing was bought, and nothing will be."""
         facts = JobFacts(
-            look=Look(status=""), now=time.time(), launch=record["launch"], node_count=record["node_count"],
-            elastic=record["elastic"], submitted_at=record["submitted_at"], phase_since=record["submitted_at"],
-        )  # fmt: skip
+            look=Look(status=""),
+            now=time.time(),
+            launch=record["launch"],
+            node_count=record["node_count"],
+            elastic=record["elastic"],
+            submitted_at=record["submitted_at"],
+            phase_since=record["submitted_at"],
+        )
         decision = JobDecision(action="settle", state=JobState.FAILED, message=f"it was not submitted: {error}")
         self.records.write_end(record, facts, decision, facts.now, 1)
 

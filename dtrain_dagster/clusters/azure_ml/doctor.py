@@ -192,9 +192,14 @@ def judge_storage_error(error: OSError, step: str, uri: str, account_url: str, p
 
 
 def judge_choice(
-    choice: SkuChoice, sizes: Mapping[str, Size], quotas: Sequence[Quota], node_count: int, ranks: int,
-    today: datetime.date, usage_command: str,
-) -> DoctorLine:  # fmt: skip
+    choice: SkuChoice,
+    sizes: Mapping[str, Size],
+    quotas: Sequence[Quota],
+    node_count: int,
+    ranks: int,
+    today: datetime.date,
+    usage_command: str,
+) -> DoctorLine:
     """Return whether this kind of node can be asked for, with the cores that it needs beside those that are free.
     ``sizes``: by name in lower case; ``usage_command``: lists the quotas."""
     retired = retirement_of(choice.sku)

@@ -24,12 +24,14 @@ _TOPOLOGIES = {
     "standard_nd40rs_v2": {"NCCL_TOPO_FILE": "/opt/microsoft/ndv2-topo.xml", "NCCL_IGNORE_CPU_AFFINITY": "1"},
     "standard_nd96asr_v4": {"NCCL_TOPO_FILE": "/opt/microsoft/ndv4-topo.xml", "NCCL_IB_PCI_RELAXED_ORDERING": "1"},
     "standard_nd96amsr_a100_v4": {
-        "NCCL_TOPO_FILE": "/opt/microsoft/ndv4-topo.xml", "NCCL_IB_PCI_RELAXED_ORDERING": "1",
+        "NCCL_TOPO_FILE": "/opt/microsoft/ndv4-topo.xml",
+        "NCCL_IB_PCI_RELAXED_ORDERING": "1",
     },
     "standard_nd96isr_h100_v5": {
-        "NCCL_TOPO_FILE": "/opt/microsoft/ndv5-topo.xml", "NCCL_IB_PCI_RELAXED_ORDERING": "1",
+        "NCCL_TOPO_FILE": "/opt/microsoft/ndv5-topo.xml",
+        "NCCL_IB_PCI_RELAXED_ORDERING": "1",
     },
-}  # fmt: skip
+}
 _SHARED = re.compile(r"(?i)standard_nv(6|12|18)ads_a10_v5|.*mig.*|standard_nv\d+as_v4|standard_nv(4|8|12)ads_v710_v5")
 """Sizes with a part of a GPU: vGPUs of an A10, MIG instances."""
 

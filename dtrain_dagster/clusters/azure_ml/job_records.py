@@ -205,9 +205,14 @@ class JobRecords:
         )
 
     def write_end(
-        self, record: Record, facts: JobFacts, decision: JobDecision, ended_at: float, exit_code: int,
+        self,
+        record: Record,
+        facts: JobFacts,
+        decision: JobDecision,
+        ended_at: float,
+        exit_code: int,
         starved: Starved | None = None,
-    ) -> JobStatus:  # fmt: skip
+    ) -> JobStatus:
         """Write how this launch ended, for any caller that looks, and return the status."""
         status = describe_status(record, facts, decision) | {"ended_at": ended_at, "exit_code": exit_code}
         status |= {"starved": asdict(starved)} if starved else {}

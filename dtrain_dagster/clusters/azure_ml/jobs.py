@@ -39,8 +39,12 @@ from trainer.rundir import RunDir
 from trainer.storage.open import open_storage
 
 JOB_TAG, LAUNCH_TAG, TOKEN_TAG, RUN_DIR_TAG, RUN_TAG = (
-    "dtrain_job", "dtrain_launch", "dtrain_token", "dtrain_run_dir", "dagster_run_id",
-)  # fmt: skip
+    "dtrain_job",
+    "dtrain_launch",
+    "dtrain_token",
+    "dtrain_run_dir",
+    "dagster_run_id",
+)
 OLDEST_SECONDS = 30 * 86400.0
 """Largest age of a job: the service ends them after 21 days."""
 SHARED_GIB_PER_RANK = 8
@@ -106,13 +110,20 @@ class Jobs:
         if job.look.status in ("Failed", "Canceled"):
             code, message = self._why(name, job.look.ended_at, patience_seconds)
             look = Look(
-                status=job.look.status, started_at=job.look.started_at, ended_at=job.look.ended_at, error_code=code,
+                status=job.look.status,
+                started_at=job.look.started_at,
+                ended_at=job.look.ended_at,
+                error_code=code,
                 error_message=message,
-            )  # fmt: skip
+            )
             return ServiceJob(
-                name=name, look=look, tags=job.tags, studio_url=job.studio_url, compute=job.compute,
+                name=name,
+                look=look,
+                tags=job.tags,
+                studio_url=job.studio_url,
+                compute=job.compute,
                 created_at=job.created_at,
-            )  # fmt: skip
+            )
         return job
 
     def submit(self, record: Record, rundir: RunDir) -> ServiceJob:

@@ -52,9 +52,15 @@ from trainer.storage.open import open_storage
 
 CLUSTER = "cluster.json"
 _PROVISIONED = schemas.record(
-    {"compute": schemas.text, "sku": schemas.text, "tier": schemas.text, "node_count": schemas.count,
-     "max_nodes": schemas.count, "attempts": schemas.many(schemas.obj)}
-)  # fmt: skip
+    {
+        "compute": schemas.text,
+        "sku": schemas.text,
+        "tier": schemas.text,
+        "node_count": schemas.count,
+        "max_nodes": schemas.count,
+        "attempts": schemas.many(schemas.obj),
+    }
+)
 READERS = 16
 """Run directories that are read at the same time."""
 SUBMITTING_SECONDS = 3600.0

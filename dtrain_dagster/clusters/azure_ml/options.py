@@ -90,19 +90,35 @@ class AzureMLOptions:
     """Time between questions about a long-running operation, where the service does not say."""
 
     def __post_init__(self) -> None:
-        _require(bool(_GUID.fullmatch(self.subscription_id)), "DTRAIN_AZURE_SUBSCRIPTION_ID", self.subscription_id,
-                 "is not a subscription id; `az account show --query id` prints it")  # fmt: skip
-        _require(bool(self.resource_group), "DTRAIN_AZURE_RESOURCE_GROUP", self.resource_group,
-                 "must name the workspace's resource group")  # fmt: skip
+        _require(
+            bool(_GUID.fullmatch(self.subscription_id)),
+            "DTRAIN_AZURE_SUBSCRIPTION_ID",
+            self.subscription_id,
+            "is not a subscription id; `az account show --query id` prints it",
+        )
+        _require(
+            bool(self.resource_group),
+            "DTRAIN_AZURE_RESOURCE_GROUP",
+            self.resource_group,
+            "must name the workspace's resource group",
+        )
         _require(bool(self.workspace), "DTRAIN_AZURE_WORKSPACE", self.workspace, "must name an Azure ML workspace")
-        _require(bool(_CLUSTER_NAME.fullmatch(self.cluster_name)), "DTRAIN_CLUSTER_NAME", self.cluster_name,
-                 "must be 1 to 12 letters, digits and hyphens, a letter first and no hyphen last: what is bought "
-                 "is called <name>-<size>, of which the service takes 24 characters")  # fmt: skip
+        _require(
+            bool(_CLUSTER_NAME.fullmatch(self.cluster_name)),
+            "DTRAIN_CLUSTER_NAME",
+            self.cluster_name,
+            "must be 1 to 12 letters, digits and hyphens, a letter first and no hyphen last: what is bought "
+            "is called <name>-<size>, of which the service takes 24 characters",
+        )
         _require(
             self.processes_per_node >= 1, "DTRAIN_PROCESSES_PER_NODE", self.processes_per_node, "must be 1 or more"
         )
-        _require(0 < self.idle_seconds <= 86400, "idle_seconds", self.idle_seconds,
-                 "must be 1 to 86400: 0 is not passed on, and the service's own default would apply")  # fmt: skip
+        _require(
+            0 < self.idle_seconds <= 86400,
+            "idle_seconds",
+            self.idle_seconds,
+            "must be 1 to 86400: 0 is not passed on, and the service's own default would apply",
+        )
         known = bool(self.tiers) and {*map(current_tier, self.tiers)} <= set(TIERS)
         _require(known, "tiers", self.tiers, f"must be of {TIERS}")
         for entry in self.chain:
@@ -111,10 +127,18 @@ class AzureMLOptions:
             _require(
                 good, "chain", entry, "is no size such as Standard_NC24ads_A100_v4 or Standard_NC24ads_A100_v4@spot"
             )
-        _require(self.subnet is None or self.subnet.startswith("/subscriptions/"), "subnet", self.subnet,
-                 "is not the resource id of a subnet")  # fmt: skip
-        _require(self.identity is None or bool(_IDENTITY.fullmatch(self.identity)), "identity", self.identity,
-                 "is not the resource id of a user-assigned identity")  # fmt: skip
+        _require(
+            self.subnet is None or self.subnet.startswith("/subscriptions/"),
+            "subnet",
+            self.subnet,
+            "is not the resource id of a subnet",
+        )
+        _require(
+            self.identity is None or bool(_IDENTITY.fullmatch(self.identity)),
+            "identity",
+            self.identity,
+            "is not the resource id of a user-assigned identity",
+        )
         _require(self.max_resubmissions >= 0, "max_resubmissions", self.max_resubmissions, "must be 0 or more")
         for name in (
             "queue_deadline_seconds", "allocation_patience_seconds", "silence_seconds", "missing_seconds",

@@ -78,11 +78,7 @@ def judge_job(job: ServiceJob, jobs_uri: str, live_runs: Collection[str]) -> Orp
     except DamagedError as error:  # it may have an owner, so it is not ended: a person has to look
         warn_once(f"{job.name} runs, and its owner cannot be determined: {error}")
         return None
-    settled = (
-        record is not None
-        and status.get("launch") == record["launch"]
-        and JobState(status["state"]).is_final
-    )  # fmt: skip
+    settled = record is not None and status.get("launch") == record["launch"] and JobState(status["state"]).is_final
     owner = owner if known_owner is None else known_owner["dagster_run_id"]
     reason = why_orphaned(job.name, record, settled, owner, live_runs)
     if not reason:

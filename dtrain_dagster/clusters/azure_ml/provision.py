@@ -103,9 +103,15 @@ class Provisioner:
 
         def note(choice: SkuChoice, decision: Any, code: str, message: str = "") -> None:
             attempt = Attempt(
-                sku=choice.sku, tier=choice.tier, code=code, message=redact(message), decision=decision, at=time.time(),
-                node_count=node_count, compute=compute_name(self.options.cluster_name, choice),
-            )  # fmt: skip
+                sku=choice.sku,
+                tier=choice.tier,
+                code=code,
+                message=redact(message),
+                decision=decision,
+                at=time.time(),
+                node_count=node_count,
+                compute=compute_name(self.options.cluster_name, choice),
+            )
             attempts.append(attempt)
             _log.log(logging.INFO if decision in ("created", "reused") else logging.WARNING, "%s", attempt)
 
@@ -120,9 +126,13 @@ class Provisioner:
                 outcome = self._get(choice, name, computes.get(name), node_count, tags or {}, note)
                 if isinstance(outcome, int):
                     return Provisioned(
-                        compute=name, sku=choice.sku, tier=choice.tier, node_count=node_count, max_nodes=outcome,
+                        compute=name,
+                        sku=choice.sku,
+                        tier=choice.tier,
+                        node_count=node_count,
+                        max_nodes=outcome,
                         attempts=tuple(attempts),
-                    )  # fmt: skip
+                    )
                 refusal = outcome
             said = ". ".join(filter(None, (refusal.message, explain_retired(choice.sku, today))))
             note(choice, refusal.verdict, refusal.code, said)

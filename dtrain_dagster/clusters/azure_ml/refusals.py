@@ -63,8 +63,13 @@ _NEXT = {
     "requestdisallowedbypolicy": NO_QUOTA_SECONDS,  # often a policy on sizes
     "operationtimedout": SCARCE_SECONDS,
 }
-_NEVER = {"unsupportedvmsizeforlowpriority", "lowprioritynotsupported", "unsupportedvmsize", "vmsizenotsupported",
-          "skuretired"}  # fmt: skip
+_NEVER = {
+    "unsupportedvmsizeforlowpriority",
+    "lowprioritynotsupported",
+    "unsupportedvmsize",
+    "vmsizenotsupported",
+    "skuretired",
+}
 """Codes, folded, of computes that never get a node."""
 _FATAL = {
     "authorizationfailed", "linkedauthorizationfailed", "forbidden", "forbiddenerror", "invalidauthenticationtoken",

@@ -183,8 +183,14 @@ def examine(
     return None
 
 
-_TOTALS = {"totaldedicatedcores", "totalclusterdedicatedregionalvcpus", "totallowprioritycores",
-           "totalclusterlowpriorityregionalvcpus", "lowprioritycores", "totalregionalspotvcpus"}  # fmt: skip
+_TOTALS = {
+    "totaldedicatedcores",
+    "totalclusterdedicatedregionalvcpus",
+    "totallowprioritycores",
+    "totalclusterlowpriorityregionalvcpus",
+    "lowprioritycores",
+    "totalregionalspotvcpus",
+}
 
 
 def quotas_of(choice: SkuChoice, size: Size, quotas: Sequence[Quota]) -> list[Quota]:

@@ -165,8 +165,12 @@ class KubernetesEngine:
             self._batch.list_namespaced_job(self._space, limit=1, **_RAW)
         for group, resource, part, verb in RIGHTS:
             attributes = {
-                "namespace": self._space, "group": group, "resource": resource, "subresource": part, "verb": verb,
-            }  # fmt: skip
+                "namespace": self._space,
+                "group": group,
+                "resource": resource,
+                "subresource": part,
+                "verb": verb,
+            }
             body = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
             with self._asking("ask for the rights"):
                 answer = self._authorization.create_self_subject_access_review(
@@ -197,9 +201,11 @@ class KubernetesEngine:
                 config.load_incluster_config(client_configuration=configuration)
             else:
                 config.load_kube_config(
-                    self.options.kubeconfig, self.options.context, client_configuration=configuration,
+                    self.options.kubeconfig,
+                    self.options.context,
+                    client_configuration=configuration,
                     persist_config=False,
-                )  # fmt: skip
+                )
         except (ConfigException, OSError) as error:
             raise KubernetesError(
                 f"no cluster is configured: {error}; set DTRAIN_KUBERNETES_KUBECONFIG and DTRAIN_KUBERNETES_CONTEXT"

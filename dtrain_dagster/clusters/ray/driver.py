@@ -43,9 +43,14 @@ def make_actor_class(ray: Any) -> Any:
                 environment["DTRAIN_HOST"] = ray.util.get_node_ip_address()
             with open(output, "ab") as log:
                 self.process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    start_new_session=True,
                     preexec_fn=die_with_parent,
-                )  # fmt: skip
+                )
             if self.is_ended:  # asked to end before it began
                 self.process.terminate()
             code = self.process.wait()
@@ -94,13 +99,15 @@ class Driver:
         for actor in self._actors([("class_name", "=", ACTOR)]):
             if actor.name and actor.name.startswith(prefix):
                 cause: Any = next(iter((actor.death_cause or {}).values()), None)
-                found.append({
-                    "name": actor.name,
-                    "state": actor.state,
-                    "host": nodes.get(actor.node_id, {}).get("NodeManagerAddress", ""),
-                    "why": cause.get("error_message", "") if isinstance(cause, dict) else "",
-                    "demand": actor.required_resources or {},
-                })  # fmt: skip
+                found.append(
+                    {
+                        "name": actor.name,
+                        "state": actor.state,
+                        "host": nodes.get(actor.node_id, {}).get("NodeManagerAddress", ""),
+                        "why": cause.get("error_message", "") if isinstance(cause, dict) else "",
+                        "demand": actor.required_resources or {},
+                    }
+                )
         alive = [node for node in nodes.values() if node["Alive"]]
         return {"actors": found, "largest": [node["Resources"] for node in alive]}
 
@@ -123,9 +130,13 @@ class Driver:
 
         own: list[Any] = [*filters, ("ray_namespace", "=", self.namespace)]
         found: Sequence[Any] = list_actors(
-            address=self.dashboard, filters=own, detail=True, limit=10_000, timeout=int(ASK_SECONDS),
+            address=self.dashboard,
+            filters=own,
+            detail=True,
+            limit=10_000,
+            timeout=int(ASK_SECONDS),
             raise_on_missing_output=False,
-        )  # fmt: skip
+        )
         return found
 
 

@@ -194,9 +194,12 @@ class RayEngine:
             own |= {name: value for name, value in os.environ.items() if name == "RAY_ADDRESS"}
         self._driver = subprocess.Popen(
             [sys.executable, "-P", "-m", DRIVER, address, self.options.namespace, *dashboard],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
             env=own | {"RAY_DISABLE_IMPORT_WARNING": "1", "PYTHONWARNINGS": "ignore"},
-        )  # fmt: skip
+        )
         try:
             self._answer(self._driver, START_SECONDS)
         except EngineUnreachableError as error:

@@ -15,8 +15,14 @@ from dtrain_dagster.clusters.supervision.engine import EngineJob
 
 S = "DTRAIN_SLURM_"
 _WAITING = {
-    "PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT",
-}  # fmt: skip
+    "PENDING",
+    "CONFIGURING",
+    "REQUEUED",
+    "REQUEUE_FED",
+    "REQUEUE_HOLD",
+    "RESV_DEL_HOLD",
+    "SPECIAL_EXIT",
+}
 _ENDED = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
     "TIMEOUT",

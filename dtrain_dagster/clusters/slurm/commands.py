@@ -33,9 +33,11 @@ END_SECONDS = 60
 def submit(options: SlurmSettings, launch: Mapping[str, Any], node_id: int, incarnation: int, output: str) -> list[str]:
     """Return the command that submits the script of one incarnation of a node, which it reads from its input."""
     chosen = {
-        "partition": options.partition, "mem": options.memory, "time": options.time_limit_minutes,
+        "partition": options.partition,
+        "mem": options.memory,
+        "time": options.time_limit_minutes,
         "gres": f"gpu:{options.gpus}" if options.gpus else None,
-    }  # fmt: skip
+    }
     return [
         *("sbatch", "--parsable", "--no-requeue", "--nodes=1", "--ntasks=1", f"--cpus-per-task={options.cpus}"),
         f"--job-name={name_job(launch, node_id, incarnation)}",

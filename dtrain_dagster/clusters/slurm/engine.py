@@ -142,9 +142,14 @@ class SlurmEngine:
             command, where = commands.remote(self.options.host, _control_path(), command), f"on {self.options.host}"
         try:
             done = subprocess.run(
-                command, input=given, capture_output=True, text=True, timeout=TIMEOUT_SECONDS,
-                env=own | commands.TIMES, errors="replace",
-            )  # fmt: skip
+                command,
+                input=given,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_SECONDS,
+                env=own | commands.TIMES,
+                errors="replace",
+            )
         except FileNotFoundError:
             raise SlurmError(
                 f"there is no {command[0]} on this machine: put SLURM's commands on the PATH, or set DTRAIN_SLURM_HOST "

@@ -322,9 +322,13 @@ def _last_seen(record: NodeRecord) -> EngineJob | None:
     if record.job is not None or presence is None or record.job_id is None:
         return record.job
     return EngineJob(
-        id=record.job_id, node_id=record.node_id, incarnation=record.incarnation, state="running",
-        host=presence.host, started_at=presence.started_at,
-    )  # fmt: skip
+        id=record.job_id,
+        node_id=record.node_id,
+        incarnation=record.incarnation,
+        state="running",
+        host=presence.host,
+        started_at=presence.started_at,
+    )
 
 
 def _forgotten(job: EngineJob, now: float) -> EngineJob:
