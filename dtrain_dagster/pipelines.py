@@ -16,7 +16,9 @@ from dtrain_dagster.assets import (
     checks,
     costs,
     dataset,
+    given_dataset,  # not above: the graph of the stock prices does without
     planning,
+    program,  # not above: other graphs do without
     registry,
     reporting,
     search,
@@ -25,6 +27,7 @@ from dtrain_dagster.assets import (
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.plan_options import PlanOptions, ScriptOptions, TrainingOptions
 from dtrain_dagster.automation.retraining import TRAIN_JOB
+from dtrain_dagster.jobs.program import explain_refusal
 from dtrain_dagster.resources import ProjectResource, build_resources
 from dtrain_dagster.sensors.cost_overrun import build_cost_overrun_sensor
 from dtrain_dagster.sensors.idle_cluster import build_idle_cluster_sensor
@@ -39,6 +42,7 @@ from dtrain_dagster.sensors.retraining import (
 from dtrain_dagster.settings.environment import Settings, load_settings
 from dtrain_dagster.support.graph_names import GraphNames, checked_names
 from trainer.config import DistributedTrainingConfig
+from trainer.setting_errors import explain_unknown
 
 OF_SCRIPT = (
     "the model of a script is not registered: its class is in the script, where no server finds it. Its weights are in "
@@ -159,9 +163,6 @@ def build_program_asset(
     (`dtrain_dagster.assets.program.ProgramOptions`). ``cluster``: as the environment has it, where None. Raise
     `PipelineError` for what makes no sense, or `SettingsError` for an unusable environment.
     """
-    from dtrain_dagster.assets import program  # not above: other graphs do without
-    from dtrain_dagster.jobs.program import explain_refusal
-
     given = {"engine": engine, "arguments": list(arguments), "nodes": nodes, "processes_per_node": processes_per_node}
     try:
         names = checked_names(name)
@@ -210,8 +211,6 @@ def _plan_options(
     training, limits = training or {}, limits or {}
     for section, given, names in (("training", training, named), ("limits", limits, known)):
         if unknown := [name for name in given if name not in names]:
-            from trainer.setting_errors import explain_unknown
-
             raise ValueError("; ".join(explain_unknown(f"{section}.{name}", name, names) for name in unknown))
     shown = {name: value for name, value in training.items() if name in kind.model_fields}
     more = {name: value for name, value in training.items() if name not in shown}
@@ -258,8 +257,6 @@ def build_graph(
         assets += [dataset.build_stock_prices(pipeline), dataset.build_sharded_dataset(pipeline)]
         asset_checks.append(checks.build_champion_holds(names))
     elif not of_script:
-        from dtrain_dagster.assets import given_dataset  # not above: the graph of the stock prices does without
-
         assets.append(given_dataset.build_given_dataset(pipeline))
     assets += [planning.build_cost_estimate(pipeline), training.build_trained_checkpoint(pipeline)]
     if not of_script:

@@ -10,17 +10,27 @@ from typing import TYPE_CHECKING, Any, cast
 
 import dagster as dg
 
+from dtrain_dagster.clusters.azure_ml.gpu_nodes import default_chain
+from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
+from dtrain_dagster.clusters.azure_ml.sku_chain import chain
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager
 from dtrain_dagster.clusters.ranks import have_gpus, ranks_per_node
 from dtrain_dagster.costs.prices import PriceError, name_at_site, price_of
+from dtrain_dagster.settings.azure import AzureSettings, read_azure_options
 from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind, cluster_key
+from dtrain_dagster.settings.engines import read_engine_options
 from dtrain_dagster.settings.environment import Settings, SettingsError
 from dtrain_dagster.settings.notices import job_page, read_notice_settings
 from dtrain_dagster.settings.tiers import Tier, tier_of
+from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import refuse_inline_secret
 from dtrain_dagster.support.secrets import SecretError, refuse_secret
 from trainer.model.allowed_factories import VARIABLE
+from trainer.node.environment import (
+    PEER_GRACE,
+    STOP_GRACE,
+)  # and with it psutil, which Dagster's processes do not need
 
 if TYPE_CHECKING:
     from upath import UPath
@@ -64,11 +74,6 @@ def allowed_modules() -> dict[str, str]:
 def grace_periods() -> dict[str, str]:
     """Return the variables that say for how long a node's processes may go on when they have to end, where they are
     set: nodes elsewhere do not inherit this process's environment."""
-    from trainer.node.environment import (
-        PEER_GRACE,
-        STOP_GRACE,
-    )  # and with it psutil, which Dagster's processes do not need
-
     return {name: os.environ[name] for name, _ in (STOP_GRACE, PEER_GRACE) if os.environ.get(name)}
 
 
@@ -214,7 +219,6 @@ class GPUClusterResource(dg.ConfigurableResource):
         set. ``run_id``: the Dagster run that it works for."""
         if self.kind == "azure_ml" and project.tracks_in_workspace:
             from dtrain_dagster.registry.azure import AzureMLRegistry
-            from dtrain_dagster.support.audit import AuditLog
 
             return AzureMLRegistry(self.service().ml, AuditLog(Path(self.home), run_id))
         from dtrain_dagster.registry.local import MLflowRegistry
@@ -247,10 +251,6 @@ class GPUClusterResource(dg.ConfigurableResource):
     def azure_options(self) -> AzureMLOptions:
         """Return the checked options. Raise `ClusterError` for unusable ones, `PriceError` for a purchase without a
         known price."""
-        from dtrain_dagster.clusters.azure_ml.gpu_nodes import default_chain
-        from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
-        from dtrain_dagster.clusters.azure_ml.sku_chain import chain
-
         own: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in self.azure.items()
         }
@@ -371,12 +371,8 @@ def build_resources(settings: Settings, names: GraphNames = STOCK_NAMES) -> dict
     """
     on_azure, azure, engine, folder = settings.cluster == "azure_ml", {}, {}, None
     if on_azure:
-        from dtrain_dagster.settings.azure import AzureSettings, read_azure_options
-
         azure, folder = read_azure_options(settings), AzureSettings.read().dagster_folder()
     elif settings.kind.has_engine:
-        from dtrain_dagster.settings.engines import read_engine_options
-
         engine = read_engine_options(settings.cluster)
     cluster = GPUClusterResource(
         kind=settings.cluster,

@@ -25,9 +25,11 @@ from pydantic.fields import FieldInfo
 
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager
 from dtrain_dagster.clusters.resume_advice import how_to_go_on
+from dtrain_dagster.costs.export import to_csv
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan, parse_plan
 from dtrain_dagster.costs.prices import PriceError, hardware_of
 from dtrain_dagster.data.errors import DataError
+from dtrain_dagster.reports.training_charts import markdown_image
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.settings.environment import SettingsError
 from dtrain_dagster.support.formatting import in_markdown
@@ -35,6 +37,7 @@ from dtrain_dagster.support.secrets import SecretError
 from trainer.config import ConfigError
 from trainer.data.manifest import DatasetError
 from trainer.rundir import RunDir
+from trainer.setting_errors import describe_errors
 from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
@@ -105,8 +108,6 @@ class LaunchpadOptions(dg.Config):
         try:
             super().__init__(**options)
         except ValidationError as error:
-            from trainer.setting_errors import describe_errors
-
             raise dg.Failure(describe_errors(error, type(self), "launchpad"), allow_retries=False) from None
 
     @classmethod
@@ -228,16 +229,12 @@ def sentences(lines: Sequence[str]) -> dg.MarkdownMetadataValue:
 
 def table_file(folder: str, name: str, rows: Sequence[Mapping[str, Any]]) -> dg.PathMetadataValue:
     """Write all rows and columns as CSV, and return the file's address. ``folder``: a path or an address of storage."""
-    from dtrain_dagster.costs.export import to_csv
-
     open_storage(folder).write(name, to_csv(rows).encode())
     return dg.MetadataValue.path(f"{folder}/{name}")
 
 
 def charts(pictures: Mapping[str, bytes]) -> dg.MarkdownMetadataValue:
     """Return large charts (title → SVG), which the UI shows behind a link."""
-    from dtrain_dagster.reports.training_charts import markdown_image
-
     return dg.MarkdownMetadataValue("\n\n".join(markdown_image(svg, title) for title, svg in pictures.items()))
 
 

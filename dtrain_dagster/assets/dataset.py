@@ -23,12 +23,18 @@ from dtrain_dagster.assets.common import (
 )
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.data.engines import DUCKDB, DataEngine
+from dtrain_dagster.data.preview import dataset_picture, median_prices, preview_rows
 from dtrain_dagster.data.prices import PricesRef, write_prices
+from dtrain_dagster.data.publish import publish_dataset
+from dtrain_dagster.data.ray_engine import opened_ray_engine
 from dtrain_dagster.data.sharding import LEAST, BuiltDataset, DatasetParams, build_dataset
+from dtrain_dagster.data.sources import known_findings, price_source
 from dtrain_dagster.data.validation import CHECKS, CheckResult, validated
 from dtrain_dagster.jobs.progress import code_version
+from dtrain_dagster.reports.small_pictures import small_bar, small_curves
 from dtrain_dagster.resources import ProjectResource, project_resource
 from dtrain_dagster.settings.environment import load_settings
+from dtrain_dagster.settings.ray import RaySettings
 from dtrain_dagster.support.page_entries import fit_page
 from trainer.storage.open import open_storage
 
@@ -86,10 +92,6 @@ def read_prices(
     context: dg.AssetExecutionContext, config: PricesConfig, project: ProjectResource
 ) -> dg.MaterializeResult:
     """Return the prices that the launchpad or DTRAIN_PRICES names, with their checks."""
-    from dtrain_dagster.data.preview import median_prices
-    from dtrain_dagster.data.sources import known_findings, price_source
-    from dtrain_dagster.reports.small_pictures import small_curves
-
     settings = load_settings()
     with opened_engine(settings.data_engine) as engine:
         given = price_source(config.source or settings.prices)
@@ -185,9 +187,6 @@ def show_dataset(
     context: dg.AssetExecutionContext, project: ProjectResource, built: BuiltDataset, engine: str
 ) -> dg.MaterializeResult:
     """Return a dataset as an asset, once it is where the nodes read it."""
-    from dtrain_dagster.data.preview import dataset_picture, preview_rows
-    from dtrain_dagster.data.publish import publish_dataset
-
     context.log.info(
         f"dataset {built.dataset_id}: {built.rows:,} rows, samples {built.samples}"
         + ("" if built.built else "; it already existed, so nothing was rebuilt")
@@ -231,8 +230,6 @@ def show_dataset(
 
 def dataset_head(built: BuiltDataset, note: str) -> dict[str, Any]:
     """Return what the page of a dataset begins with. ``note``: the end of the verdict."""
-    from dtrain_dagster.reports.small_pictures import small_bar
-
     counts = ", ".join(f"{count:,} of {split}" for split, count in built.samples.items())
     return head_of_page(
         f"{f'{built.rows:,} rows give samples' if built.rows else 'Samples'}: {counts}{note}",
@@ -247,9 +244,6 @@ def opened_engine(name: str) -> Iterator[DataEngine]:
     if name == "duckdb":
         yield DUCKDB
         return
-    from dtrain_dagster.data.ray_engine import opened_ray_engine
-    from dtrain_dagster.settings.ray import RaySettings
-
     with opened_ray_engine(RaySettings.read().address) as engine:
         yield engine
 

@@ -15,9 +15,12 @@ from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_registration, order_of
 from dtrain_dagster.jobs.progress import REGISTRATION, code_version
+from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
+from dtrain_dagster.reports.small_pictures import small_ranks
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.settings.notices import run_page
 from dtrain_dagster.support.formatting import dollars
@@ -72,7 +75,6 @@ def build_registered_model(pipeline: Pipeline) -> dg.AssetsDefinition:
         manifest, job = sharded_dataset.manifest(), trained_checkpoint
         # Here, not above: these load MLflow.
         from dtrain_dagster import registry
-        from dtrain_dagster.costs.worth import worth_line
 
         rundir = RunDir(job.run_dir)
         order = order_of(project.home, rundir)  # nodes write the run directory: it must agree with the order
@@ -149,8 +151,6 @@ def mlflow_pages(mlflow_url: str, model: "RegisteredModel") -> dict[str, str]:
 
 def _ranks(evaluation: Mapping[str, Any]) -> str:
     """Return a small picture of the model's score among the baselines'; "" where there is none."""
-    from dtrain_dagster.reports.small_pictures import small_ranks
-
     score = score_of(evaluation)
     rows = {"this model": evaluation["model"], **evaluation["baselines"]}
     found = {name: row[score] for name, row in rows.items() if score and row.get(score) is not None}
@@ -170,7 +170,6 @@ def provenance_of(
     plan: TrainingPlan,
 ) -> "TrainingProvenance":
     """Return a version's record of its making: nodes, hours, dollars, code, and the Dagster run."""
-    from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
     from dtrain_dagster.registry import TrainingProvenance
 
     usage, rundir = [*cluster.manager().node_usage(job.job_id), *plan.probe_usage], RunDir(job.run_dir)

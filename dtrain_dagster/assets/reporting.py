@@ -20,7 +20,12 @@ from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError, alternatives_to, price_of
 from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.progress import PERFORMANCE_REPORT
+from dtrain_dagster.jobs.totals import sum_launches
+from dtrain_dagster.monitoring.alerts import describe_strategy
+from dtrain_dagster.planning.optimizer import ResourceOptimizer
+from dtrain_dagster.reports.small_pictures import small_bar
 from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
 from dtrain_dagster.support.formatting import format_duration
 from dtrain_dagster.support.graph_names import GraphNames
@@ -70,7 +75,6 @@ def add_report_to_mlflow(
     verdict: str,
 ) -> None:
     """Give the training's run in MLflow its description and reports; where that is impossible, a warning says why."""
-    from dtrain_dagster.costs.worth import worth_line
     from dtrain_dagster.registry.run_record import add_to_run, note_of
 
     cluster, project, rundir = cluster_resource(context, names), project_resource(context, names), RunDir(job.run_dir)
@@ -92,11 +96,7 @@ def report_performance(
 ) -> dg.MaterializeResult:
     """Return a finished training's figures, after its reports were written. ``job_url``: its page on the dashboard."""
     from dtrain_dagster.dashboard.page import write_report
-    from dtrain_dagster.jobs.totals import sum_launches
-    from dtrain_dagster.monitoring.alerts import describe_strategy
-    from dtrain_dagster.planning.optimizer import ResourceOptimizer
     from dtrain_dagster.reports.performance import summarise_performance
-    from dtrain_dagster.reports.small_pictures import small_bar
 
     rundir = RunDir(job.run_dir)
     plan = plan_of(rundir, cost_estimate)

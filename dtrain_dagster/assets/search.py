@@ -16,13 +16,17 @@ from pydantic import Field
 from dtrain_dagster.assets.common import LaunchpadOptions, refusing_mistakes
 from dtrain_dagster.assets.pipeline import STUDIES, Pipeline
 from dtrain_dagster.assets.provisioning import provision
+from dtrain_dagster.assets.search_page import search_page
 from dtrain_dagster.assets.training import of_plan
 from dtrain_dagster.costs.estimate import Parts
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
+from dtrain_dagster.dashboard.job_groups import group_page
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
+from dtrain_dagster.search.check_space import check_space
 from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
+from dtrain_dagster.search.space import parse_space
 from dtrain_dagster.settings.notices import run_page
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.page_entries import fit_page
@@ -111,9 +115,7 @@ def search_space(
 ) -> dg.MaterializeResult:
     """Return the search of a space around a plan's training."""
     from dtrain_dagster.planning.check_job import check_job
-    from dtrain_dagster.search.check_space import check_space
     from dtrain_dagster.search.run import open_search, seconds_of_parts
-    from dtrain_dagster.search.space import parse_space
 
     cluster = of_plan(cluster, plan)
     with refusing_mistakes():
@@ -139,7 +141,6 @@ def search_space(
 def pages_of(project: ProjectResource, search: "Search", source: "TrialSource", run_id: str) -> dict[str, str]:
     """Return the addresses of a search's jobs and of its best trial on the dashboard, and of its run in MLflow.
     ``run_id``: "" where there is none."""
-    from dtrain_dagster.dashboard.job_groups import group_page
     from dtrain_dagster.search.run import trial_id
 
     name, best = search.request.name, source.best
@@ -219,8 +220,6 @@ def show_search(
     search: "Search", source: "TrialSource", plan: TrainingPlan, addresses: Mapping[str, str]
 ) -> dg.MaterializeResult:
     """Return the asset of a search that is over. ``addresses``: the pages of the web about it, by their names."""
-    from dtrain_dagster.assets.search_page import search_page
-
     result, seconds = search.result(source), time.time() - search.began_at
     return dg.MaterializeResult(
         value={"name": search.request.name, "settings_file": result["settings_file"], "best": result["best"]},

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from dtrain_dagster.assets.common import MOST_ROWS, best_rows, head_of_page, links, round_figures
+from dtrain_dagster.reports.small_pictures import small_curves
 from dtrain_dagster.support.formatting import dollars
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ def search_page(
 ) -> dict[str, Any]:
     """Return the page of a search that is over. ``seconds``: of this process with it; ``addresses``: the pages of the
     web about it, by their names."""
-    from dtrain_dagster.reports.small_pictures import small_curves
     from dtrain_dagster.search.results import improvements
 
     settings, trials, result = search.request.settings, source.trials, search.result(source)

@@ -24,12 +24,19 @@ from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker, overrun
 from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.costs.worth import worth_line
+from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
+from dtrain_dagster.monitoring.alerts import communication_alert
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows, with_own_cores
+from dtrain_dagster.reports import training_charts
+from dtrain_dagster.reports.kind_scores import figures_table, has_kind_scores
+from dtrain_dagster.reports.small_pictures import small_curves
 from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.settings.notices import studio_url
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, in_markdown
 from trainer.data.manifest import load_manifest
+from trainer.elastic.generation_record import generations
 from trainer.evaluation.gate import BEYOND_CHANCE, better_baselines, gain_of, score_of
 from trainer.rundir import LAUNCH, RunDir
 from trainer.storage.open import open_storage
@@ -48,13 +55,6 @@ def training_page(
     job_url: str,
 ) -> dict[str, Any]:
     """Return the page of a finished training. ``usage``: of its own nodes."""
-    from dtrain_dagster.costs.worth import worth_line
-    from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
-    from dtrain_dagster.reports import training_charts
-    from dtrain_dagster.reports.kind_scores import figures_table, has_kind_scores
-    from dtrain_dagster.reports.small_pictures import small_curves
-    from trainer.elastic.generation_record import generations
-
     steps, evaluations = ([item for item in events if item["kind"] == kind] for kind in ("step", "evaluation"))
     totals = totals_metadata(usage, plan.tier)
     worth = worth_line(evaluation, sum_launches([*usage, *plan.probe_usage], plan.tier).usd)
@@ -128,8 +128,6 @@ def membership_table(history: Sequence[Generation]) -> str:
 
 def totals_metadata(usage: Sequence[NodeUsage], tier: Tier) -> dict[str, Any]:
     """Return metadata: what a job took over all launches, and what of it the last one took if there were several."""
-    from dtrain_dagster.jobs.totals import sum_launches
-
     took = sum_launches(usage, tier)
     metadata: dict[str, Any] = {
         "launches": took.launches,
@@ -221,8 +219,6 @@ def _cost_check(usage: Sequence[NodeUsage], plan: TrainingPlan) -> dg.AssetCheck
 
 def communication_check(events: Sequence[dict[str, Any]], training: Mapping[str, Any]) -> dg.AssetCheckResult:
     """Return the check of the whole job's communication against its limit, with the changes that would help."""
-    from dtrain_dagster.monitoring.alerts import communication_alert
-
     found = settled(windows(events))
     alert = communication_alert(found, training)
     unjudged = "ranks share cores: their collectives wait for a core, which says nothing about the network"

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dtrain_dagster.support.notify import notify  # not above: a supervisor has to start in a moment
 from dtrain_dagster.support.secrets import redact
 from trainer.documents.reader import MARK_BYTES, parse_document
 from trainer.documents.schemas import count, many, record, text
@@ -70,7 +71,6 @@ def send_once(folder: RunDir, key: str, urls: Sequence[str], write: Callable[[],
     if claimed is None:
         return
     name, addresses = claimed
-    from dtrain_dagster.support.notify import notify  # not above: a supervisor has to start in a moment
 
     refused: list[str] = []
     lost: list[str] = []

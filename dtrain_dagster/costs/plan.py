@@ -15,6 +15,7 @@ from dtrain_dagster.costs.prices import STAND_IN
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.settings.tiers import Tier, current_tier
+from trainer.setting_errors import describe_errors
 
 PLAN = "plan.json"
 """File of a run directory: the plan that the job carries out, for those who watch its cost."""
@@ -118,8 +119,6 @@ def parse_plan(document: Any, source: str) -> TrainingPlan:
     try:
         return _adapter().validate_python(document)
     except ValidationError as error:
-        from trainer.setting_errors import describe_errors
-
         wrong = describe_errors(error, TrainingPlan).replace("\n", "; ")
         raise ValueError(
             f"{source} holds no plan: {wrong}. Without that file, the plan of cost_estimate applies"

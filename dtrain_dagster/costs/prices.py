@@ -26,6 +26,7 @@ from typing import Any
 
 from dtrain_dagster.costs.spot import EvictionRate, PriceSpread, read_extras, spread_of
 from dtrain_dagster.settings.environment import SettingsError, setting
+from dtrain_dagster.settings.slurm import read_partition_prices, site_prices_path
 from dtrain_dagster.settings.tiers import OLD_SPOT, TIERS, Tier, tier_of
 
 STAND_IN, LISTED = "stand-in price, nothing was billed", "list price, not the bill"
@@ -178,8 +179,6 @@ def hardware_of(sku: str) -> SkuPrice:
 def name_at_site(sku: str, partition: str | None) -> str:
     """Return the SKU as nodes of a partition, where the site has a table of prices; else, or without a partition, as it
     is. Raise `PriceError` where that table lacks the partition."""
-    from dtrain_dagster.settings.slurm import site_prices_path
-
     if partition is None or site_prices_path() is None:
         return sku
     _price_of_site(hardware_of(sku), partition)
@@ -281,8 +280,6 @@ def merge(tables: Iterable[Prices]) -> Prices:
 
 def _price_of_site(hardware: SkuPrice, partition: str) -> SkuPrice:
     """Return what nodes of a partition cost, on whatever tier, and the hardware that they are taken for."""
-    from dtrain_dagster.settings.slurm import site_prices_path
-
     path = site_prices_path()
     if path is None:
         raise PriceError(
@@ -308,8 +305,6 @@ def _price_of_site(hardware: SkuPrice, partition: str) -> SkuPrice:
 
 @lru_cache(maxsize=4)
 def _read_site_table(version: tuple[Any, ...]) -> Mapping[str, float]:
-    from dtrain_dagster.settings.slurm import read_partition_prices
-
     return read_partition_prices()
 
 

@@ -14,8 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtrain_dagster.data.build_once import give_name  # not above: loading the code location needs none of these
 from dtrain_dagster.data.engines import DUCKDB, DataEngine
 from dtrain_dagster.data.errors import DataError
+from dtrain_dagster.data.price_file import opened, opened_database
+from dtrain_dagster.data.price_views import MOST_DAYS, make_views, refuse_bad_rows
+from dtrain_dagster.support.building import building_in
 from dtrain_dagster.support.secrets import redact
 from trainer.documents.reader import read_document
 from trainer.documents.schemas import record, text, whole
@@ -93,10 +97,6 @@ def write_prices(
     attributed, text or nothing in place of a price, a row twice, a date out of order. Raise `OSError` where the disk is
     full. Nothing half-written is left behind.
     """
-    from dtrain_dagster.data.build_once import give_name  # not above: loading the code location needs none of these
-    from dtrain_dagster.data.price_file import opened
-    from dtrain_dagster.support.building import building_in
-
     folder = Path(storage_uri) / "prices"
     with building_in(folder) as scratch:
         with opened(source.local_file(scratch), source.provenance.origin) as given:
@@ -181,9 +181,6 @@ def _convert(
     dates."""
     import duckdb
 
-    from dtrain_dagster.data.price_file import opened_database
-    from dtrain_dagster.data.price_views import make_views, refuse_bad_rows
-
     with opened_database(given, scratch) as database:
         try:
             views = make_views(database, given, memory_limit, calendar)
@@ -210,8 +207,6 @@ def _write_sorted(
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
-
-    from dtrain_dagster.data.price_views import MOST_DAYS
 
     names = ", ".join(["ticker", "date", *numbers])
     schema, batches = engine.sorted_rows(database, f"SELECT {names}, line FROM clean")

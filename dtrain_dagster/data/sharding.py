@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtrain_dagster.data.build_once import build_once, id_of  # not above: loading the code location does without
 from dtrain_dagster.data.engines import DUCKDB, DataEngine
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.features import FEATURES, MAY_BE_FLAT, TARGET, WARM_UP, index_features
@@ -98,8 +99,6 @@ def build_dataset(
     Raise `DataError` where a check of severity "error" failed, a window is longer than the history, a split has no
     samples, a feature does not vary, or the existing dataset is damaged. Raise what the engine raises.
     """
-    from dtrain_dagster.data.build_once import build_once, id_of  # not above: loading the code location does without
-
     failed = [check.name for check in validation.checks if check.severity == "error" and not check.passed]
     if failed:
         raise DataError(f"{prices.uri} failed {', '.join(failed)}: no dataset is built from it; correct the prices")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.errors import DataError
+from dtrain_dagster.data.price_views import open_calendar
 from dtrain_dagster.data.prices import CutPrices, PricesRef, iter_tickers
 from trainer.storage.open import open_storage
 
@@ -154,8 +155,6 @@ def exchange_sessions(calendar: str | None, first: str, last: str) -> NDArray[np
 def _sessions(calendar: str, first: str, last: str) -> NDArray[np.datetime64]:
     """Return them, not to be changed. A calendar takes tenths of a second, and checks and dataset ask for the same."""
     import numpy as np
-
-    from dtrain_dagster.data.price_views import open_calendar
 
     end = np.datetime64(last, "D")
     try:  # a day longer, as a calendar of one day is refused

@@ -27,6 +27,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 
 from trainer.config import JOB_ID, ConfigError, JobConfig, parse_job
+from trainer.differences import list_differences, show_value
 from trainer.rundir import RunDir
 
 SOURCE_TAG = "mlflow.source.name"
@@ -188,8 +189,6 @@ def ordered_jobs(home: str | Path) -> list[str]:
 def order_difference(found: JobConfig, ordered: JobConfig) -> str:
     """Return the first field in which a job differs from the order, with both values; "" without a difference. The
     budget can be raised while a job runs, and the run that follows it changes: neither counts. Pure."""
-    from trainer.differences import list_differences, show_value
-
     for name, (own, its) in list_differences(_comparable(found), _comparable(ordered)).items():
         return f"{name} = {show_value(own)}, ordered was {show_value(its)}"
     return ""

@@ -26,7 +26,10 @@ from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.jobs.orders import keep_order
 from dtrain_dagster.jobs.view import JobFollower, JobView, news
 from dtrain_dagster.monitoring.hangs import HangNews
+from dtrain_dagster.support.user_code import digest_sources, digest_user_code, trainer_sources
+from dtrain_dagster.support.user_sources import StagingError
 from trainer.config import JobConfig
+from trainer.differences import list_differences
 from trainer.errors import DamagedError
 from trainer.model.allowed_factories import refuse_foreign_factories
 from trainer.printable import visible
@@ -162,16 +165,11 @@ def fingerprint(job: JobConfig, node_count: int, processes_per_node: int, script
 @cache
 def code_version() -> str:
     """Return twelve hex digits over the source of the `trainer` package, the code that runs on the nodes."""
-    from dtrain_dagster.support.user_code import digest_sources, trainer_sources
-
     return digest_sources(trainer_sources())
 
 
 def _own_digest(factory: str) -> str:
     """Return what tells versions of a user's factory apart; "" where its sources are not found."""
-    from dtrain_dagster.support.user_code import digest_user_code
-    from dtrain_dagster.support.user_sources import StagingError
-
     try:
         return digest_user_code(factory)
     except StagingError:
@@ -196,8 +194,6 @@ def start_job(
     """Write ``job.json`` and run the trainer on the cluster, or a ``command`` that trains the job. A job that runs
     already is left alone, except for its budget. ``command``: Python, a script, its arguments. ``stop_at_usd``: of what
     ``max_node_seconds`` was computed. Raise `BudgetSpentError`, and buy nothing, where no budget is left."""
-    from trainer.differences import list_differences
-
     refuse_foreign_factories(job)
     rundir = RunDir(job.run_dir)
     known, limit = rundir.read_json(JOB), job.training.max_node_seconds

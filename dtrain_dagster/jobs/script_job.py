@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import trainer
+from dtrain_dagster.support.user_code import digest_sources
+from dtrain_dagster.support.user_sources import script_sources
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig, parse_job
 from trainer.performance.memory import ModelBytes
 
@@ -50,9 +52,6 @@ class ScriptJob:
     def digest(self) -> str:
         """What tells versions of the script apart: twelve hex digits over its source, the user's modules that it
         imports, and its arguments."""
-        from dtrain_dagster.support.user_code import digest_sources
-        from dtrain_dagster.support.user_sources import script_sources
-
         sources = digest_sources(script_sources(Path(self.command[1])))
         return hashlib.sha256(json.dumps([sources, *self.command[2:]]).encode()).hexdigest()[:12]
 

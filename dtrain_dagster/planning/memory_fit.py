@@ -29,6 +29,7 @@ from trainer.performance.memory import (
     rank_bytes,
     zero_rank_bytes,
 )
+from trainer.runtime.host_memory import machine_bytes
 
 FITS = 0.9
 """Share of the memory that a training may need: the rest is for drivers, allocators and buffers."""
@@ -85,7 +86,6 @@ def room_of(kind: ClusterKind, price: SkuPrice, tier: Tier, node_count: int, ran
             return None
         words = f"the smallest GPU of this machine has {format_bytes(least)}"
         return MemoryRoom(bytes=least, words=words, node_count=node_count, ranks_per_node=ranks, on_gpu=True)
-    from trainer.runtime.host_memory import machine_bytes
 
     whole = machine_bytes()
     words = f"this machine has {format_bytes(whole)} for {every} rank{'s' if every > 1 else ''}"

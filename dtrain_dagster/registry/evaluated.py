@@ -16,6 +16,7 @@ from dtrain_dagster.registry.run_model import ASK_SECONDS, RunModel, load_run_mo
 from dtrain_dagster.registry.smoke_test import open_data, read_predictions
 from trainer.data.sampler import MOST_JUDGED, spread_positions
 from trainer.evaluation.gate import gate_document, score_of
+from trainer.evaluation.row_scores import RowScoring
 from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
 from trainer.spec import ROWS, RowSpec
 
@@ -104,7 +105,6 @@ def _judge_rows(own: RunModel, data: RowData, evaluation: Mapping[str, Any]) -> 
 
     from trainer.evaluation.evaluate import SharedWork
     from trainer.evaluation.row_comparison import compare_rows
-    from trainer.evaluation.row_scores import RowScoring
 
     scoring, positions = RowScoring(data.spec), spread_positions(data.count("test"))
     seconds = ASK_SECONDS + len(positions) / ROWS_PER_SECOND

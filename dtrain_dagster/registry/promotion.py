@@ -12,6 +12,7 @@ from dtrain_dagster.registry.run_model import load_run_model, ordered_job
 from dtrain_dagster.registry.smoke_test import AnswerError, read_predictions
 from trainer.data.sampler import spread_positions
 from trainer.evaluation.gate import Gate
+from trainer.evaluation.row_scores import RowScoring
 from trainer.isolation.runner import Isolated, IsolationError
 from trainer.rundir import PREDICTIONS, RunDir
 
@@ -137,7 +138,6 @@ def _compare_rows(
 ) -> Comparison:
     from dtrain_dagster.registry.evaluated import answers
     from trainer.data.row_data import RowData
-    from trainer.evaluation.row_scores import RowScoring
 
     model = load_run_model(rundir, order)
     data = RowData(model.job.dataset.uri, cache_dir, own["dataset_id"])

@@ -22,6 +22,7 @@ from trainer.config import JobConfig
 from trainer.data.manifest import DatasetError, describe, read_dataset_manifest
 from trainer.documents.factory_arguments import is_correction
 from trainer.errors import DamagedError
+from trainer.isolation.runner import Isolated, IsolationError
 from trainer.model.allowed_factories import STOCK, modules_of_settings, refuse_foreign_factories
 from trainer.rundir import RunDir
 from trainer.runtime.scratch import scratch_folder
@@ -112,8 +113,6 @@ class RunModel:
     def predict(self, windows: NDArray[Any], seconds: float = ASK_SECONDS) -> dict[str, NDArray[np.float64]]:
         """Return named columns (n,) for windows (n, window, features) or rows (n, columns), from a process of its own.
         Raise `RunModelError` where it does not answer, or not with just that."""
-        from trainer.isolation.runner import Isolated, IsolationError
-
         with scratch_folder("model") as scratch:
             folder, code = self.unpack(scratch)
             model = Isolated(folder=folder, modules=self.modules(), path=(code,), seconds=seconds)

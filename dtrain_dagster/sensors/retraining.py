@@ -31,6 +31,8 @@ from dtrain_dagster.automation.retraining import (
     unreadable,
     weekly,
 )
+from dtrain_dagster.clusters.job_notices import was_told_of_end  # not above: few runs fail
+from dtrain_dagster.data.sources import PriceFile, price_source
 from dtrain_dagster.jobs.progress import JOB_TAG
 from dtrain_dagster.resources import ProjectResource, project_resource
 from dtrain_dagster.settings.environment import Settings
@@ -87,8 +89,6 @@ def build_new_data_sensor(
         ),
     )
     def new_data_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
-        from dtrain_dagster.data.sources import PriceFile, price_source
-
         project = project_resource(context, names)
         source = price_source(watched)
         if not isinstance(source, PriceFile):
@@ -214,8 +214,6 @@ def _was_told(job_id: str | None, project: ProjectResource) -> bool:
         return False
     rundir = RunDir(f"{project.jobs_uri}/{job_id}")
     try:
-        from dtrain_dagster.clusters.job_notices import was_told_of_end  # not above: few runs fail
-
         return was_told_of_end(rundir, int((rundir.read_json(LAUNCH) or {}).get("launch") or 1))
     except (DamagedError, OSError):
         return False

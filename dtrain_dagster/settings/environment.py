@@ -23,6 +23,7 @@ from dtrain_dagster.settings.tiers import TIERS, Tier, current_tier
 from dtrain_dagster.support.notify import refuse_inline_secret
 from dtrain_dagster.support.secrets import SecretError, check_token, is_reference, redact, refuse_secret, secret_in
 from trainer.model.allowed_factories import parse_modules
+from trainer.setting_errors import describe_error, words_of
 
 PREFIX = "DTRAIN_"
 _BY_REFERENCE = ("prices", "notify", "mlflow_tracking_uri", "endpoint_token")
@@ -374,8 +375,6 @@ def setting(name: str) -> str:
 
 def _describe(kind: type[BaseSettings], item: ErrorDetails) -> str:
     """Return the sentence on one variable of settings of this kind."""
-    from trainer.setting_errors import describe_error, words_of
-
     if not item["loc"]:  # several variables do not go together; the message names them
         return item["msg"].removeprefix("Value error, ")
     name = str(item["loc"][0])
