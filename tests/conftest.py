@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -14,6 +15,9 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.outcome and harness, whoever starts pytest
 pytest_plugins = ["tests.outcome"]
+
+# Collecting makes millions of objects that live to the end: the collector would look through them again and again.
+gc.disable()
 
 # A shell that starts pytest in the background has it ignore Ctrl-C, and so would every process that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -67,6 +71,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return path not in BROWSER, -seconds[path]
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:

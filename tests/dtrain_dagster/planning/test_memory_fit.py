@@ -110,7 +110,7 @@ def test_with_offloading_a_gpu_has_to_hold_what_is_gathered_alone() -> None:
 
 
 def test_ranks_of_one_machine_divide_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.runtime.host_memory.machine_bytes", lambda: 32 * GIB)
+    monkeypatch.setattr("dtrain_dagster.planning.memory_fit.machine_bytes", lambda: 32 * GIB)
     monkeypatch.setattr("trainer.node.gpus._gpu_count", lambda: 0)
     found = room_of(KINDS["local"], price_of(T4), "dedicated", 4, 1)
     assert found is not None
