@@ -1,7 +1,8 @@
 """Sets limits to this process, then runs a command in its place:
-``python -I limited.py MEMORY_BYTES CPU_SECONDS FILE_BYTES COMMAND…``.
+``python -I limited.py PARENT MEMORY_BYTES CPU_SECONDS FILE_BYTES COMMAND…``.
 
-The limits hold for all that the command starts, and cannot be lifted. Where the parent ends, the command ends.
+The limits hold for all that the command starts, and cannot be lifted. Where the parent ends, the command ends. Nothing
+of this project is imported, so `trainer.runtime.parent_death` is not either.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 _PDEATHSIG = 1
 
 
-def main(memory: str, cpu_seconds: str, file_bytes: str, *command: str) -> None:
+def main(parent: str, memory: str, cpu_seconds: str, file_bytes: str, *command: str) -> None:
     """Bound memory (beyond what is mapped from files), processor time and the size of written files; allow no core
     dumps; let the kernel end this process first if memory runs out; run the command."""
     for what, value in (
@@ -36,6 +37,8 @@ def main(memory: str, cpu_seconds: str, file_bytes: str, *command: str) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != int(parent):
+            sys.exit("the parent has ended")  # before the kernel was asked
     os.execv(command[0], command)
 
 

@@ -104,7 +104,7 @@ class Isolated:
 
 def limit_command(command: Sequence[str], memory_bytes: int, cpu_seconds: int, file_bytes: int) -> list[str]:
     """Return a command that runs another one with limits, see `trainer.isolation.limited`."""
-    limits = (str(limit) for limit in (memory_bytes, cpu_seconds, file_bytes))
+    limits = (str(limit) for limit in (os.getpid(), memory_bytes, cpu_seconds, file_bytes))
     return [sys.executable, "-I", "-S", str(Path(__file__).with_name("limited.py")), *limits, *command]
 
 
