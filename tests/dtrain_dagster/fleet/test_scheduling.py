@@ -174,6 +174,8 @@ def test_a_higher_priority_takes_the_nodes_of_the_lowest_and_of_none_that_is_abo
     assert paused == ["middle"]
     leaving = replace(low, state=FleetState.PAUSING)
     assert not decided(leaving, middle, wants), "two nodes are coming already"
+    one_free = replace(leaving, nodes=1, job=replace(leaving.job, most_nodes=1))
+    assert not decided(one_free, middle, wants), "one is free, and one is coming"
     same = waiting("same", 2, least_nodes=2, most_nodes=2)
     assert not [item for item in decided(low, replace(middle), same) if isinstance(item, Pause)]
 
@@ -185,11 +187,21 @@ def test_a_small_job_passes_a_wide_one_only_where_it_does_not_hold_it_up():
     assert starts(decided(busy, wide, short, long)) == {"short": 1}
 
 
+def test_as_many_long_jobs_pass_a_wide_one_as_nodes_are_to_spare_once_it_begins():
+    busy = replace(running("busy", nodes=2, grant=500 * CENT), left_node_seconds=1000.0)
+    wide = waiting("wide", 1, least_nodes=3, most_nodes=3, node_seconds=100.0)
+    long = [waiting(f"long{number}", number, node_seconds=2000.0) for number in (2, 3)]
+    rich = replace(LIMITS, budget_usd=100.0)
+    assert starts(decided(busy, wide, *long, limits=rich)) == {"long2": 1}, "of four nodes one"
+
+
 def test_what_cannot_end_in_time_is_not_begun_and_is_told_why():
     late = waiting("late", deadline=500.0)
     [end] = decided(late)
     assert isinstance(end, End)
     assert "not begun: it would take 10 min 10 s on 1 node, and its deadline is in 8 min 20 s" in end.reason
+    [end] = decided(late, now=100.0)
+    assert "its deadline is in 6 min 40 s" in getattr(end, "reason", "")
     wide = waiting("wide", most_nodes=4, serial_share=0.0, deadline=250.0, spread=0.1)
     assert starts(decided(wide, more=True)) == {"wide": 3}, "as few as end in time"
     runs = running("runs", deadline=500.0)
@@ -241,8 +253,9 @@ def test_a_raise_on_cheaper_nodes_is_a_slice_of_their_own_seconds():
 
 def test_where_dollars_run_short_the_last_in_rank_is_paused_so_that_the_first_ends():
     first = replace(running("first", grant=500 * CENT, priority=1), paid_units=490 * CENT, left_node_seconds=3000.0)
-    last = replace(running("last", number=1, grant=500 * CENT), paid_units=100 * CENT, left_node_seconds=3000.0)
-    [pause] = decided(first, last)
+    middle = replace(running("middle", number=1, grant=5 * CENT), left_node_seconds=10.0)
+    last = replace(running("last", number=2, grant=495 * CENT), paid_units=100 * CENT, left_node_seconds=3000.0)
+    [pause] = decided(first, middle, last)
     assert isinstance(pause, Pause)
     assert (pause.job_id, "budget is running short" in pause.reason) == ("last", True)
 

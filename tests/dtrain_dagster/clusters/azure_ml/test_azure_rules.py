@@ -184,6 +184,18 @@ def test_names_of_computes_fit_the_service(name: str, sku: str, tier: str) -> No
     options(cluster_name=name)
 
 
+def test_a_computes_name_is_shortened_only_where_it_must_and_two_sizes_never_share_one() -> None:
+    def named(sku: str, tier: str = "dedicated") -> str:
+        return compute_name("dtrain", SkuChoice(sku=f"Standard_{sku}", tier=tier))
+
+    assert named("NC6s_v3") == "dtrain-nc6sv3"
+    assert named("n" * 17) == "dtrain-" + "n" * 17, "24 characters"
+    assert named("n" * 14, "spot") == "dtrain-" + "n" * 14 + "-lp"
+    long = {named("n" * 18), named("n" * 17 + "b")}
+    assert len(long) == 2
+    assert {(name[:-4], len(name)) for name in long} == {("dtrain-" + "n" * 13, 24)}
+
+
 @pytest.mark.parametrize(("tier", "word"), [("dedicated", "Dedicated"), ("spot", "LowPriority")])
 def test_the_service_is_told_its_own_word_for_spot(tier: str, word: str) -> None:
     pytest.importorskip("azure.ai.ml")
