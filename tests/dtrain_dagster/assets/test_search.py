@@ -11,7 +11,7 @@ import dagster as dg
 import pytest
 from played_search import PRICE, USUAL, play, source_of
 
-from dtrain_dagster.assets.search_page import improvements_list, search_page, steps_of, trial_rows, verdict_of
+from dtrain_dagster.assets.search import improvements_list, search_page, steps_of, trial_rows, verdict_of
 from dtrain_dagster.pipelines import Cluster, build_training_assets
 from dtrain_dagster.search.results import Improvement
 from dtrain_dagster.search.run import Search, SearchRequest
