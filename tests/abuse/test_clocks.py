@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from dtrain_dagster.automation import clock as looks
 from dtrain_dagster.automation.capacity_queue import WaitingList, decide_turns, new_ticket
-from dtrain_dagster.automation.idle_policy import LONGEST_LOOK_SECONDS, look
 from dtrain_dagster.automation.retraining import CLAIM_SECONDS, claim_retraining
 from dtrain_dagster.automation.run_liveness import ALIVE_SECONDS, is_heard, seconds_since_setting
 from dtrain_dagster.clusters import presence
@@ -23,6 +22,7 @@ from dtrain_dagster.clusters.azure_ml.launch_record import launch_durations
 from dtrain_dagster.clusters.base import NodePool
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.sensors.idle_cluster import LONGEST_LOOK_SECONDS, look
 from tests.abuse import clocks
 from tests.dtrain_dagster.automation.test_retraining import World
 from tests.trained import record_training

@@ -1,4 +1,4 @@
-"""How long a cluster idles and when it is scaled down: the arithmetic of `automation.idle_policy`."""
+"""How long a cluster idles and when it is scaled down: the arithmetic of the sensor `idle_cluster`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain_dagster.automation.clock import elapsed_between
-from dtrain_dagster.automation.idle_policy import (
+from dtrain_dagster.clusters.azure_ml.pools import why_nodes_stay
+from dtrain_dagster.clusters.base import NodePool
+from dtrain_dagster.sensors.idle_cluster import (
     LONGEST_LOOK_SECONDS,
+    Cursor,
     Idling,
     is_over,
     is_pool_due,
     look,
+    read_cursor,
     takes_force,
     tried,
 )
-from dtrain_dagster.clusters.azure_ml.pools import why_nodes_stay
-from dtrain_dagster.clusters.base import NodePool
-from dtrain_dagster.sensors.idle_cluster import Cursor, read_cursor
 
 LIMIT, USD = 600.0, 3.06
 POOL = NodePool(name="p", sku="Standard_NC6s_v3", states={"idle": 2}, node_count=2, used_at=100.0)
