@@ -13,7 +13,6 @@ import requests
 from told_events import HOSTILE, START, event, hang, told, write_run
 
 from dtrain_dagster.dashboard import job_table
-from dtrain_dagster.dashboard.figures_index import KnownFigures, is_due
 from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.job_figures import (
     MOST_FILES,
@@ -25,7 +24,7 @@ from dtrain_dagster.dashboard.job_figures import (
 )
 from dtrain_dagster.dashboard.job_groups import FleetGroups, group_of
 from dtrain_dagster.dashboard.job_index import JobRow
-from dtrain_dagster.dashboard.job_table import JobTable, table_row
+from dtrain_dagster.dashboard.job_table import JobTable, KnownFigures, is_due, table_row
 from dtrain_dagster.dashboard.server import build_app
 from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause
 from tests.abuse.websites import served
