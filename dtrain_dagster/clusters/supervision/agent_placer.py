@@ -2,7 +2,7 @@
 the node agent (`trainer.node.agent`).
 
 How a node stands is told twice: by its own presence in the run directory, within a moment, and by the engine, now and
-then. What follows from the two is decided in `node_view`; how an engine is asked belongs to the rooms of the engines.
+then. What follows from the two is decided in `placer`; how an engine is asked belongs to the rooms of the engines.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.supervision.engine import Engine, EngineJob, EngineUnreachableError
-from dtrain_dagster.clusters.supervision.node_view import (
+from dtrain_dagster.clusters.supervision.placer import (
     ABANDON_SECONDS,
     HANDOVER_SECONDS,
     NodeRecord,
+    PlacedNode,
     close_presence,
     is_successor_due,
     view_node,
 )
-from dtrain_dagster.clusters.supervision.placer import PlacedNode
 from trainer.comm.launch_secret import SecretFile
 from trainer.documents.presences import NodePresence, stale_seconds
 from trainer.documents.reader import warn_once

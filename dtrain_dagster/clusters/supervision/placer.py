@@ -1,18 +1,36 @@
 """The interface between the supervisor of a job and whatever runs its nodes.
 
 A `Placer` starts nodes, says how they are, ends them and brings their logs. It decides nothing: which node is replaced,
-and when a job has failed, is in `clusters.exit_policy` for all placers alike.
+and when a job has failed, is in `clusters.exit_policy` for all placers alike. How a node of an engine stands, from what
+its own presence and the engine say, is told by pure functions, for which `agent_placer` gathers the two.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from dtrain_dagster.clusters.exit_policy import NodeFacts
+from dtrain_dagster.clusters.supervision.engine import EngineJob
 from trainer.documents.presences import NodePresence
+from trainer.exit_codes import EVICTED, LOST
+
+KILLED = -9
+SETTLE_SECONDS = 1.0
+"""Seconds after which a presence without an end is believed where the engine says that its job has ended: the last word
+of a node may take a moment through shared storage."""
+WORD_SECONDS = 10.0
+"""Seconds for which a node that says that it was evicted waits for the engine's word on why."""
+ABANDON_SECONDS = 5.0
+"""Seconds after which a node that is ended by force counts as gone, though its engine does not say so: its machine may
+not answer. Whatever still runs of it is in no generation any more."""
+HANDOVER_SECONDS = 60.0
+"""Seconds that a node has for its end in order where its successor waits for it."""
+LEAST_RUN_SECONDS = 60.0
+"""Seconds that a node has to have run for its time limit to count as planned: one that is shorter than a start would
+be bought for ever."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,3 +106,109 @@ class Placer(Protocol):
     def sweep(self, seconds: float) -> None:
         """End whatever the nodes of this job may have left behind, for at most that long."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeRecord:
+    """What is known of one incarnation of a node. Times are of `time.monotonic` where nothing else is said."""
+
+    node_id: int
+    incarnation: int
+    made_at: float
+    """The time at which it was decided on, in Unix seconds."""
+    job_id: str | None = None
+    """The id of its job; None as long as the engine has not confirmed one."""
+    job: EngineJob | None = None
+    """What the engine said last."""
+    presence: NodePresence | None = None
+    """What the node said last."""
+    reason: str = ""
+    """Why it could not be submitted."""
+    refused: int | None = None
+    """The exit code of one that the engine refuses."""
+    force_at: float | None = None
+    """When it is ended by force; None where it is not to end."""
+    is_end_told: bool = False
+    forced_at: float | None = None
+    is_abandoned: bool = False
+    is_handing_over: bool = False
+    """Whether it ends in favour of its successor."""
+    gone_at: float | None = None
+
+
+def view_node(record: NodeRecord, size: int, now: float) -> PlacedNode:
+    """Return how a node stands, of ``size`` ranks, at ``now`` (Unix seconds)."""
+    presence, job = record.presence, record.job
+    codes = exit_codes_of(record, size, now)
+    is_gone = record.gone_at is not None or codes is not None
+    waits = presence is None and (job is None or job.state == "pending")
+    return PlacedNode(
+        node_id=record.node_id,
+        incarnation=record.incarnation,
+        codes=codes if codes is not None else (None,) * size,
+        state="gone" if is_gone else "pending" if waits else "running",
+        gone_at=record.gone_at,
+        presence=presence,
+        reason=(job.reason if job else "") or record.reason,
+        queued_at=((job.submitted_at if job else None) or record.made_at) if waits else None,
+        host=(presence.host if presence else "") or (job.host if job else ""),
+    )
+
+
+def exit_codes_of(record: NodeRecord, size: int, now: float) -> tuple[int, ...] | None:
+    """Return the exit codes of a node of which nothing is left; None for one that is there, or may be."""
+    presence, job = record.presence, record.job
+    if record.refused is not None:
+        return (record.refused,) * size
+    if presence is not None and presence.ended_at is not None:
+        codes = (presence.exit_codes + (KILLED,) * size)[:size]
+        if EVICTED not in codes or record.force_at is not None:
+            return codes
+        if job is not None and job.state == "ended":
+            return tuple(LOST if code == EVICTED else code for code in codes) if job.lost else codes
+        return codes if now - presence.ended_at > WORD_SECONDS else None  # why it was evicted is not known yet
+    if job is not None and job.state == "ended":
+        if presence is not None and not record.is_abandoned and now - (job.ended_at or now) < SETTLE_SECONDS:
+            return None
+        return (_code_of(job, has_begun=presence is not None),) * size
+    return (KILLED,) * size if record.is_abandoned else None
+
+
+def _code_of(job: EngineJob, has_begun: bool) -> int:
+    """Return the exit code of ranks that wrote none, from the end of their job. An agent that began and is gone
+    without a word was killed, whatever its code."""
+    if job.lost:
+        return LOST if not has_begun else KILLED
+    if job.exit_code is None or (has_begun and job.exit_code >= 0) or job.exit_code == 0:
+        return KILLED
+    return job.exit_code
+
+
+def close_presence(record: NodeRecord, size: int, now: float) -> NodePresence | None:
+    """Return the presence of a node that is gone, with its end; None for one that never began, which costs nothing. A
+    node that was cut off was there for as long as it was seen, or for as long as its engine says."""
+    presence, job = record.presence, record.job
+    if presence is None or presence.ended_at is not None:
+        return presence
+    seen = presence.last_seen_at or presence.started_at
+    ended_at = seen
+    if job is not None and job.state == "ended" and job.ended_at is not None:
+        ended_at = min(max(seen, job.ended_at), now)
+    codes = exit_codes_of(record, size, now) or (KILLED,) * size
+    return replace(presence, ended_at=ended_at, exit_codes=codes)
+
+
+def is_successor_due(record: NodeRecord, lead_seconds: float, now: float) -> bool:
+    """Return whether the successor of a node is to be submitted: its time limit is nearer than ``lead_seconds``, of
+    which at most half the limit counts, or has come."""
+    job = record.job
+    if job is None or record.presence is None:
+        return False
+    started = job.started_at or record.presence.started_at
+    if job.state == "ended":
+        ended = job.ended_at or now
+        return job.is_planned and ended - started >= LEAST_RUN_SECONDS
+    if job.ends_at is None or job.state != "running":
+        return False
+    length = job.ends_at - started
+    return length >= LEAST_RUN_SECONDS and job.ends_at - now < min(lead_seconds, length / 2)
