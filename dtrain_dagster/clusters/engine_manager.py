@@ -13,8 +13,7 @@ from typing import Any
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
 from dtrain_dagster.clusters.ray.engine import RayEngine
-from dtrain_dagster.clusters.slurm.accounting import describe_account
-from dtrain_dagster.clusters.slurm.engine import SlurmEngine
+from dtrain_dagster.clusters.slurm.engine import SlurmEngine, describe_account
 from dtrain_dagster.clusters.supervision.engine import Engine, agent_command
 from dtrain_dagster.clusters.supervision.manager import SupervisedClusterManager
 from dtrain_dagster.clusters.supervision.submit import LaunchSettings

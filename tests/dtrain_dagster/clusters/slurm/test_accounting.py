@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtrain_dagster.clusters.slurm.accounting import compare_accounts, read_account
+from dtrain_dagster.clusters.slurm.engine import compare_accounts, read_account
 from dtrain_dagster.clusters.supervision.engine import name_job
 from trainer.documents.presences import NodePresence
 
