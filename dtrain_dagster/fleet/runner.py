@@ -19,10 +19,9 @@ from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobSta
 from dtrain_dagster.costs.budget import launch_price, write_limit
 from dtrain_dagster.costs.money import SECOND, usd
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.fleet.endings import explain_launch_end, judge_launch_end
-from dtrain_dagster.fleet.following import MEASURED_SPREAD, Followed
 from dtrain_dagster.fleet.grants import Standing, margin_units, node_limit
 from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, FleetState, JobOrder, Outcome
+from dtrain_dagster.fleet.launches import MEASURED_SPREAD, Followed, explain_launch_end, judge_launch_end
 from dtrain_dagster.fleet.records import Entry, FleetRecords
 from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Look, Pause, RaiseGrant, Start
 from dtrain_dagster.fleet.source import JobSource

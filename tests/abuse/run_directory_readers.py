@@ -28,7 +28,7 @@ from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.job_figures import read_figures
 from dtrain_dagster.dashboard.job_links import Places
 from dtrain_dagster.dashboard.page import report_page
-from dtrain_dagster.fleet.endings import explain_launch_end
+from dtrain_dagster.fleet.launches import explain_launch_end
 from dtrain_dagster.fleet.records import KeptState
 from dtrain_dagster.jobs.progress import choose_job, known_jobs, ran_out
 from dtrain_dagster.jobs.view import last_step
