@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from dtrain_dagster.clusters.azure_ml.client import words
+from dtrain_dagster.clusters.azure_ml.client import request_id_of, request_note, words
+from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.costs.meters import choose_size_price
 from dtrain_dagster.registry.azure import fit_tags
-from dtrain_dagster.registry.azure_operations import Audit, DeploymentError, finish, usd_per_hour
 from dtrain_dagster.registry.endpoint import EndpointCheck, ScoringEndpoint, ServingError, authorisation
 from dtrain_dagster.registry.versions import RegisteredModel
+from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.support.secrets import IDENTITY, redact, remember
 
 if TYPE_CHECKING:
@@ -29,6 +32,85 @@ SERVING_PORT = 5001
 """The port on which a serving image listens, see ``deploy/azure/serving.Dockerfile``."""
 _NAME = re.compile(r"[a-z][a-z0-9-]{1,30}[a-z0-9]")
 _LOG_LINES = 40
+
+
+class DeploymentError(ClusterError):
+    """A failure to deploy a model. The message says what went wrong, what is left, and what to do."""
+
+    def __init__(self, message: str, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        """The service's code of the error; "" where it has none."""
+
+
+def finish(
+    begin: Callable[[], Any],
+    deadline_seconds: float,
+    operation: str,
+    target: str,
+    audit: AuditLog | None,
+    **details: Any,
+) -> None:
+    """Do a long operation and wait for its end. Raise `DeploymentError` if it fails or takes too long; a missing target
+    is left to the caller."""
+    from azure.core.exceptions import AzureError, ResourceNotFoundError
+
+    with audit.operation(operation, target, **details) if audit else nullcontext():
+        try:
+            poller = begin()
+            poller.wait(deadline_seconds)
+            if not poller.done():
+                raise DeploymentError(
+                    f"{operation} {target}: no end after {deadline_seconds:.0f} s; look at it in the studio", "Timeout"
+                )
+            poller.result()
+        except ResourceNotFoundError:
+            raise
+        except AzureError as error:
+            code = str(
+                getattr(getattr(error, "error", None), "code", None) or getattr(error, "status_code", None) or ""
+            )
+            said = words(error, 1000)
+            note = request_note(request_id_of(error))
+            raise DeploymentError(f"{operation} {target} failed ({code}): {said}{_hint(said)}{note}", code) from None
+
+
+def _hint(said: str) -> str:
+    """Return the remedy for the most frequent refusals."""
+    lower = said.lower()
+    if "quota" in lower:
+        return " (ask for quota of this instance type for the endpoint's region, or choose a smaller one)"
+    if "authorization" in lower or "forbidden" in lower:
+        return " (the identity needs the roles in deploy/azure/README.md)"
+    return ""
+
+
+def usd_per_hour(client: MLClient, instance_type: str) -> float | None:
+    """Return the list price in dollars per hour of an instance, Linux and not preemptible, as the workspace's region
+    states it; None without one. A managed endpoint costs its instances and nothing else."""
+    listed = []
+    for size in client.compute.list_sizes():
+        if str(size.name).lower() != instance_type.lower():
+            continue
+        prices = getattr(size, "estimated_vm_prices", None) or getattr(size, "estimatedVMPrices", None) or {}
+        rows = _get(prices, "values_property", "values") or ()
+        for row in () if callable(rows) else rows:
+            system, tier, usd = (
+                _get(row, *names)
+                for names in (("os_type", "osType"), ("vm_tier", "vmTier"), ("retail_price", "retailPrice"))
+            )
+            listed.append((str(system), str(tier), float(usd or 0)))
+    return choose_size_price(listed)
+
+
+def _get(value: Any, *names: str) -> Any:
+    """Return the first of several spellings: the client gives some answers as objects and some as the service sent
+    them."""
+    for name in names:
+        found = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+        if found is not None:
+            return found
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +182,7 @@ def deploy(
     config: EndpointConfig,
     model: RegisteredModel,
     check: Callable[[ScoringEndpoint], EndpointCheck],
-    audit: Audit | None = None,
+    audit: AuditLog | None = None,
 ) -> Deployed:
     """Put a registered version behind the endpoint, which is created where it is missing; return what answers now.
 
@@ -180,7 +262,7 @@ def named_endpoint(
     )
 
 
-def delete(client: MLClient, name: str, audit: Audit | None = None, deadline_seconds: float = 3600.0) -> bool:
+def delete(client: MLClient, name: str, audit: AuditLog | None = None, deadline_seconds: float = 3600.0) -> bool:
     """Delete an endpoint with all its deployments, so that it costs nothing more. Return False where there is none."""
     from azure.core.exceptions import ResourceNotFoundError
 
@@ -192,7 +274,7 @@ def delete(client: MLClient, name: str, audit: Audit | None = None, deadline_sec
     return True
 
 
-def _ensure_endpoint(client: MLClient, config: EndpointConfig, audit: Audit | None) -> OnlineEndpoint:
+def _ensure_endpoint(client: MLClient, config: EndpointConfig, audit: AuditLog | None) -> OnlineEndpoint:
     from azure.ai.ml.entities import IdentityConfiguration, ManagedIdentityConfiguration, ManagedOnlineEndpoint
     from azure.core.exceptions import ResourceNotFoundError
 
@@ -225,7 +307,7 @@ def _ensure_endpoint(client: MLClient, config: EndpointConfig, audit: Audit | No
 
 
 def _ensure_deployment(
-    client: MLClient, config: EndpointConfig, name: str, model: RegisteredModel, audit: Audit | None
+    client: MLClient, config: EndpointConfig, name: str, model: RegisteredModel, audit: AuditLog | None
 ) -> bool:
     """Return whether the deployment was made here. A working one of the same version is reused; a failed one is
     replaced."""
@@ -294,7 +376,7 @@ def _deployments(client: MLClient, endpoint: str) -> list[OnlineDeployment]:
     return list(client.online_deployments.list(endpoint_name=endpoint))
 
 
-def _set_traffic(client: MLClient, config: EndpointConfig, traffic: Mapping[str, int], audit: Audit | None) -> None:
+def _set_traffic(client: MLClient, config: EndpointConfig, traffic: Mapping[str, int], audit: AuditLog | None) -> None:
     endpoint = client.online_endpoints.get(config.name)
     endpoint.traffic = dict(traffic)
     begin = lambda: client.online_endpoints.begin_create_or_update(endpoint)  # noqa: E731
@@ -302,7 +384,12 @@ def _set_traffic(client: MLClient, config: EndpointConfig, traffic: Mapping[str,
 
 
 def _undo(
-    client: MLClient, config: EndpointConfig, name: str, before: Mapping[str, int], created: bool, audit: Audit | None
+    client: MLClient,
+    config: EndpointConfig,
+    name: str,
+    before: Mapping[str, int],
+    created: bool,
+    audit: AuditLog | None,
 ) -> str:
     """Give the traffic back and delete the new deployment; return a sentence on what is left."""
     try:
@@ -324,7 +411,7 @@ def _undo(
     return f"It could NOT be deleted and goes on costing: delete {config.name}/{name} by hand; {kept}"
 
 
-def _delete(client: MLClient, config: EndpointConfig, name: str, audit: Audit | None) -> bool:
+def _delete(client: MLClient, config: EndpointConfig, name: str, audit: AuditLog | None) -> bool:
     """Delete a deployment; return whether it is gone."""
     from azure.core.exceptions import ResourceNotFoundError
 

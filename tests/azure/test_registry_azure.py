@@ -25,8 +25,8 @@ from dtrain_dagster.registry.azure_endpoint import (
     deploy,
     deployment_name,
     scoring_endpoint,
+    usd_per_hour,
 )
-from dtrain_dagster.registry.azure_operations import usd_per_hour
 from dtrain_dagster.registry.client import open_client
 from dtrain_dagster.registry.endpoint import ServingError
 from dtrain_dagster.registry.versions import RegisteredModel
