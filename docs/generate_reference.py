@@ -40,9 +40,9 @@ from dtrain_dagster.settings.azure import AzureSettings
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.kubernetes import KubernetesSettings
 from dtrain_dagster.settings.notices import NoticeSettings
-from dtrain_dagster.settings.plain_variables import GROUPS
 from dtrain_dagster.settings.ray import RaySettings
 from dtrain_dagster.settings.slurm import SlurmSettings
+from dtrain_dagster.settings.variables import GROUPS
 from trainer import config as job_config
 from trainer import rundir
 from trainer.documents import events

@@ -20,7 +20,7 @@ from dtrain_dagster.assets.pipeline import STOCK
 from dtrain_dagster.pipelines import build_graph
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings, load_settings
-from dtrain_dagster.settings.unknown import warn_of_variables
+from dtrain_dagster.settings.variables import warn_of_variables
 
 
 @dg.logger(

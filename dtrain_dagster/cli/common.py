@@ -25,7 +25,7 @@ from dtrain_dagster.registry.versions import RegistryError
 from dtrain_dagster.settings.engines import engine_gpus
 from dtrain_dagster.settings.environment import Settings, SettingsError, load_settings
 from dtrain_dagster.settings.home import HomeError
-from dtrain_dagster.settings.unknown import warn_of_variables
+from dtrain_dagster.settings.variables import warn_of_variables
 from dtrain_dagster.support.secrets import SecretError
 from trainer.data.manifest import DatasetError
 from trainer.documents.places import PlaceError, checked_id

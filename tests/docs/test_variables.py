@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain_dagster.settings.plain_variables import INTERNAL
+from dtrain_dagster.settings.variables import INTERNAL
 from tests.docs.blocks import REFERENCE, ROOT
 
 _NAME = re.compile(r"[A-Z][A-Z0-9]+(_[A-Z0-9]+)*")
@@ -21,7 +21,7 @@ _READ = {"get", "setdefault", "pop", "getenv"}
 _IN_SHELL = re.compile(r"\$\$?\{?([A-Z][A-Z0-9_]+)\b|^([A-Z][A-Z0-9_]+) \?=", flags=re.MULTILINE)
 _SET_IN_SHELL = re.compile(r"(?:^|\s)(?:export |local |ARG |define )?([A-Z][A-Z0-9_]+) ?:?=", flags=re.MULTILINE)
 _OF_EVERY_SHELL = {"HOME", "PATH", "SHELLFLAGS"}
-_LIST = ROOT / "dtrain_dagster" / "settings" / "plain_variables.py"
+_LIST = ROOT / "dtrain_dagster" / "settings" / "variables.py"
 """What is only listed there is not read there."""
 
 
@@ -130,7 +130,7 @@ def test_each_variable_that_the_code_reads_is_in_the_reference_or_internal():
     assert {"DTRAIN_CACHE", "NCCL_SOCKET_IFNAME", "OMPI_COMM_WORLD_RANK", "TORCH_INDEX", "DRY_RUN"} <= set(found)
     told = in_reference() | set(INTERNAL)
     missing = {name: where for name, where in found.items() if name not in told}
-    assert missing == {}, "add them to dtrain_dagster/settings/plain_variables.py, or to a class of settings"
+    assert missing == {}, "add them to dtrain_dagster/settings/variables.py, or to a class of settings"
 
 
 def test_no_variable_is_both_told_and_internal_and_each_internal_one_has_a_reason():
@@ -141,7 +141,7 @@ def test_no_variable_is_both_told_and_internal_and_each_internal_one_has_a_reaso
 @pytest.mark.slow
 def test_no_variable_is_told_that_nothing_reads():
     """Those of settings are read by their classes."""
-    from dtrain_dagster.settings.plain_variables import GROUPS
+    from dtrain_dagster.settings.variables import GROUPS
 
     found = all_read()
     plain = {name for group in GROUPS for name in group.variables} | set(INTERNAL)

@@ -14,7 +14,7 @@ from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import BUYABLE_GPU_TYPE, Settings, SettingsError, load_settings
 from dtrain_dagster.settings.home import make_home
 from dtrain_dagster.settings.home_search import MARKER, find_home
-from dtrain_dagster.settings.unknown import find_old_tiers, find_unknown_variables, known_variables
+from dtrain_dagster.settings.variables import find_old_tiers, find_unknown_variables, known_variables
 
 
 def test_defaults_need_no_environment(monkeypatch, tmp_path):
