@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from dtrain_dagster.cli.home import main
+from dtrain_dagster.__main__ import main
 from dtrain_dagster.settings.home import MARKER, HomeError, hold_home, make_home, plan_removal, remove
 from dtrain_dagster.support.job_lock import acquire
 from dtrain_dagster.support.secrets import SecretError

@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 from click.testing import CliRunner
 
-from dtrain_dagster.cli.home import main as home_commands
+from dtrain_dagster.__main__ import main as home_commands
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.clusters.base import JobSpec, JobState
 from dtrain_dagster.clusters.local.manager import LocalClusterManager

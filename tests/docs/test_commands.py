@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
-from dtrain_dagster.cli.home import main as home
+from dtrain_dagster.__main__ import main as home
 from dtrain_dagster.cli.main import main as dtrain
 from tests.docs.blocks import DOCUMENTS, ROOT, read_blocks, read_commands
 

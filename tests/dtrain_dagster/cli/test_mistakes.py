@@ -11,7 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from dtrain_dagster.cli.home import main as home
+from dtrain_dagster.__main__ import main as home
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.registry.endpoints import endpoint
 from harness.small_job import write_dataset
