@@ -25,9 +25,8 @@ from dtrain_dagster.settings.engines import read_engine_options
 from dtrain_dagster.settings.environment import Settings, SettingsError
 from dtrain_dagster.settings.home import make_home
 from dtrain_dagster.support.secrets import SecretError, check_reference, is_reference, resolve
-from dtrain_dagster.web.dagster_ui import LEAVE_WITH_PARENT, run_ui, running
 from dtrain_dagster.web.guard import LOOPBACK, Guard, rules_for
-from dtrain_dagster.web.other_pages import mlflow_app, runs_page, tensorboard_app
+from dtrain_dagster.web.other_pages import LEAVE_WITH_PARENT, mlflow_app, run_ui, running, runs_page, tensorboard_app
 from dtrain_dagster.web.server import address, listener, server
 from trainer.rundir import LOGS
 

@@ -28,8 +28,8 @@ from websockets.sync.client import connect
 from websockets.typing import Origin, Subprotocol
 from werkzeug import Response
 
-from dtrain_dagster.web.dagster_ui import ui_rules
 from dtrain_dagster.web.guard import Guard, judge_request, rules_for
+from dtrain_dagster.web.other_pages import ui_rules
 from dtrain_dagster.web.stored_secrets import secret_posted
 from tests.abuse import websites
 from tests.abuse.planted_secrets import CARRIERS, secret_of
