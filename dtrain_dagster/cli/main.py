@@ -32,8 +32,6 @@ SECTIONS = {
 """Title → command → what it does, in the order of help: by what a person wants to do, and not by the alphabet."""
 MODULES = {"cancel": "jobs", "status": "jobs", "logs": "jobs"}
 """Command → its module, where that has another name."""
-ARGUMENTS = "dtrain.arguments"
-"""Key of a command's context under which its words are kept, as they were typed."""
 EXIT_CODES = {
     0: "done; of a command that follows a job: the job has succeeded",
     1: "the job has failed, or a check has not passed, and the last lines say why; also a question that was answered "
@@ -104,11 +102,8 @@ class LazyGroup(click.Group):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """Return the context of the command, which knows its words as they were typed."""
-        typed = list(args)
-        context = super().make_context(info_name, args, parent, **extra)
-        context.meta[ARGUMENTS] = typed
-        return context
+        """Return the context of the command, whose ``obj`` is its words as they were typed."""
+        return super().make_context(info_name, args, parent, obj=list(args), **extra)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all commands."""

@@ -19,7 +19,6 @@ import click
 from dtrain_dagster.cli.common import EXIT_INTERRUPTED, EXIT_STOPPED, Refusal, cluster_of, run_dir, say
 from dtrain_dagster.cli.facts import JobCourse, JobFacts, LeftClock, price_of_cluster, read_course, read_facts, so_far
 from dtrain_dagster.cli.job_names import LATEST
-from dtrain_dagster.cli.main import ARGUMENTS
 from dtrain_dagster.clusters.base import OWNER, ClusterConfig, ClusterError, GPUClusterManager, JobState, JobStatus
 from dtrain_dagster.settings.environment import Settings
 from trainer.config import JOB_ID, JobConfig
@@ -151,7 +150,7 @@ def describe_outcome(status: JobStatus) -> str:
 def this_command_again(job_id: str = "", dataset: str = "") -> str:
     """Return `command_again` for the words after ``dtrain`` of the command that runs; "" outside of one."""
     context = click.get_current_context(silent=True)
-    return command_again([] if context is None else context.meta.get(ARGUMENTS, ()), job_id, dataset)
+    return command_again([] if context is None else context.obj or (), job_id, dataset)
 
 
 def command_again(arguments: Sequence[str], job_id: str = "", dataset: str = "") -> str:
