@@ -23,7 +23,7 @@ pytestmark = pytest.mark.long
 BUILD = """
 import json, sys, time
 import pandas as pd
-from dtrain_dagster.data import ray_engine
+from dtrain_dagster.data import engines
 from dtrain_dagster.data.prices import write_prices
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset
 from dtrain_dagster.data.sources import price_source
@@ -34,9 +34,9 @@ def slow(frame):
     time.sleep(0.5)
     return int(frame["number"].iloc[0])
 
-ray_engine.TASK_ROWS = 1000
+engines.TASK_ROWS = 1000
 frames = ((str(n), pd.DataFrame({"number": [n] * 1000})) for n in range(60))
-with ray_engine.opened_ray_engine(RaySettings.read().address) as engine:
+with engines.opened_ray_engine(RaySettings.read().address) as engine:
     found = []
     for number in engine.map_tickers(frames, slow):
         found.append(number)

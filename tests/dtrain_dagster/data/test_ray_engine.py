@@ -20,10 +20,10 @@ import psutil
 import pytest
 from price_files import Panel, assert_nothing_half_written, long_frame, prepare, save, sessions, walk
 
-from dtrain_dagster.data import ray_engine
+from dtrain_dagster.data import engines
+from dtrain_dagster.data.engines import RayEngine, opened_ray_engine, refuse_other_versions
 from dtrain_dagster.data.errors import DataEngineError, DataError
 from dtrain_dagster.data.prices import write_prices
-from dtrain_dagster.data.ray_engine import RayEngine, opened_ray_engine, refuse_other_versions
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset
 from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.data.validation import validate_prices
@@ -85,8 +85,8 @@ def test_unsorted_prices_with_gaps_masks_and_one_giant_ticker_give_the_same_byte
     late = frame.iloc[-10:].assign(ticker="NEW")
     mixed = pd.concat([giant, frame, late]).sort_values(["date", "ticker"], ascending=[True, False])
     address = save(mixed, tmp_path / "prices.csv")
-    monkeypatch.setattr(ray_engine, "BLOCK_ROWS", 2048)  # three blocks, through which each ticker is spread
-    monkeypatch.setattr(ray_engine, "TASK_ROWS", 600)
+    monkeypatch.setattr(engines, "BLOCK_ROWS", 2048)  # three blocks, through which each ticker is spread
+    monkeypatch.setattr(engines, "TASK_ROWS", 600)
     mine = content(built_on(engine, address, tmp_path / "ray"))
     assert mine == content(prepare(address, tmp_path / "duckdb", PARAMS))
     assert mine["masks"]
@@ -108,7 +108,7 @@ def killed_once(mark: Path) -> Callable[[pd.DataFrame], tuple[str, int]]:
 def test_the_work_of_a_killed_worker_is_done_again_in_its_place(
     engine: RayEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(ray_engine, "TASK_ROWS", 1)
+    monkeypatch.setattr(engines, "TASK_ROWS", 1)
     found = list(engine.map_tickers(frames_of(5, 10), killed_once(tmp_path / "killed")))
     assert found == [(f"T{number}", 10) for number in range(5)]
     assert (tmp_path / "killed").exists()
@@ -124,7 +124,7 @@ def test_workers_that_die_again_and_again_and_refusals_are_told_apart(
     def refused(frame: pd.DataFrame) -> None:
         raise DataError("window = 60: of no use")
 
-    monkeypatch.setattr(ray_engine, "RETRIES", 1)
+    monkeypatch.setattr(engines, "RETRIES", 1)
     with pytest.raises(DataEngineError, match=r"DTRAIN_DATA_ENGINE=ray: .*died"):
         list(engine.map_tickers(frames_of(1, 10), killed_always))
     with pytest.raises(DataError, match="window = 60: of no use"):
@@ -191,7 +191,7 @@ def test_workers_that_are_killed_in_the_shuffle_change_nothing(
     engine: RayEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     address = large_prices(tmp_path, tickers=60)
-    monkeypatch.setattr(ray_engine, "BLOCK_ROWS", 1 << 15)
+    monkeypatch.setattr(engines, "BLOCK_ROWS", 1 << 15)
     killer = ShuffleKiller(times=3)
     killer.start()
     one = write_prices(price_source(address), str(tmp_path / "ray"), engine=engine)
@@ -215,7 +215,7 @@ def test_workers_with_other_versions_are_refused():
 )
 def test_a_cluster_that_cannot_be_used_is_told_with_the_remedy(address: str, said: str):
     code = (
-        "from dtrain_dagster.data.ray_engine import opened_ray_engine\n"
+        "from dtrain_dagster.data.engines import opened_ray_engine\n"
         f"with opened_ray_engine({address!r}) as engine:\n    next(engine.map_tickers(iter(()), len))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
