@@ -26,8 +26,7 @@ from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode
 
-from dtrain_dagster.assets.dataset import DatasetConfig, PricesConfig
-from dtrain_dagster.assets.given_dataset import FolderConfig
+from dtrain_dagster.assets.dataset import DatasetConfig, FolderConfig, PricesConfig
 from dtrain_dagster.assets.plan_options import ScriptOptions, TrainingOptions
 from dtrain_dagster.assets.program import ProgramOptions
 from dtrain_dagster.assets.search import SearchOptions

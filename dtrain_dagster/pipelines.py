@@ -16,9 +16,8 @@ from dtrain_dagster.assets import (
     checks,
     costs,
     dataset,
-    given_dataset,  # not above: the graph of the stock prices does without
     planning,
-    program,  # not above: other graphs do without
+    program,
     registry,
     reporting,
     search,
@@ -257,11 +256,11 @@ def build_graph(
         assets += [dataset.build_stock_prices(pipeline), dataset.build_sharded_dataset(pipeline)]
         asset_checks.append(checks.build_champion_holds(names))
     elif not of_script:
-        assets.append(given_dataset.build_given_dataset(pipeline))
+        assets.append(dataset.build_given_dataset(pipeline))
     assets += [planning.build_cost_estimate(pipeline), training.build_trained_checkpoint(pipeline)]
     if not of_script:
         assets.append(registry.build_registered_model(pipeline))
-        asset_checks += [dataset.build_leakage_checks(pipeline)]
+        asset_checks += [checks.build_leakage_checks(pipeline)]
         asset_checks += [registry.build_endpoint_compatible(names)] if settings.endpoint else []
     assets += [costs.build_cost_breakdown(pipeline), reporting.build_performance_report(pipeline)]
     train = dg.define_asset_job(

@@ -1,23 +1,107 @@
-"""The checks that judge what came later: each estimate by what its run took, and the champion by the days after its own
+"""The checks: a dataset for leakage, each estimate by what its run took, and the champion by the days after its own
 data."""
 
-from collections.abc import Sequence
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import dagster as dg
 
 from dtrain_dagster.assets.common import sentences
+from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.automation.retraining import CHAMPION_CHECK, prices_of, registrations
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.orders import order_of
+from dtrain_dagster.jobs.progress import code_version
 from dtrain_dagster.planning.history import latest_score, past_scores
 from dtrain_dagster.planning.scoring import Score, learn, summarise_scores
-from dtrain_dagster.resources import project_resource
+from dtrain_dagster.resources import ProjectResource, project_resource
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.graph_names import GraphNames
 from dtrain_dagster.support.secrets import redact
 from trainer.evaluation.gate import BEYOND_CHANCE, better_baselines
 from trainer.rundir import RunDir
+from trainer.storage.open import open_storage
+
+LEAKAGE_CHECK_SECONDS = 300
+
+
+def build_leakage_checks(pipeline: Pipeline) -> dg.AssetChecksDefinition:
+    """Return the leakage checks of a graph's `sharded_dataset`."""
+    names, key = pipeline.names, pipeline.names.key("sharded_dataset")
+
+    @dg.multi_asset_check(
+        name=names.unique("leakage_checks"),
+        required_resource_keys={names.project},
+        ins={"sharded_dataset": dg.AssetIn(key=key)},
+        specs=[
+            dg.AssetCheckSpec(
+                "shuffled_labels_teach_nothing",
+                asset=key,
+                blocking=True,
+                description="A model trained on labels of other windows is no better than the unconditional "
+                "distribution.",
+            ),
+            dg.AssetCheckSpec(
+                "planted_leak_is_caught",
+                asset=key,
+                blocking=True,
+                description="With the label among the features the leak alarm goes off; without it, it stays silent.",
+            ),
+        ],
+    )
+    def leakage_checks(
+        context: dg.AssetCheckExecutionContext, sharded_dataset: BuiltDataset
+    ) -> Iterable[dg.AssetCheckResult]:
+        """Run the leakage checks: three short trainings (about 10 s), once per dataset and version of the trainer."""
+        project = project_resource(context, names)
+        kind = sharded_dataset.manifest().get("kind", "windows")
+        if kind != "windows":
+            why = f"not judged: these checks are for windows of prices, and this is a dataset of {kind}"
+            checks = ("shuffled_labels_teach_nothing", "planted_leak_is_caught")
+            yield from (
+                dg.AssetCheckResult(check_name=name, asset_key=key, passed=True, metadata={"why": why})
+                for name in checks
+            )
+            return
+        # A given folder may be read-only, or another project's: only what is built here is written to.
+        own = f"{project.storage_uri}/leakage_checks/{sharded_dataset.dataset_id}"
+        yield from check_leakage(project, sharded_dataset.uri, sharded_dataset.uri if is_built(pipeline) else own, key)
+
+    return leakage_checks
+
+
+def is_built(pipeline: Pipeline) -> bool:
+    """Return whether the graph builds its dataset itself, and so may write into its folder."""
+    return pipeline.source == "prices"
+
+
+def check_leakage(project: ProjectResource, uri: str, kept_at: str, key: dg.AssetKey) -> Iterator[dg.AssetCheckResult]:
+    """Yield the results of a dataset's leakage checks, whose report is in the folder ``kept_at``."""
+    storage = open_storage(kept_at)
+    name = f"canaries-{code_version()}.json"  # the name of older datasets too
+    if not storage.exists(name):
+        storage.write(name, _run_leakage_checks(project, uri))
+    report = json.loads(storage.read(name))
+    figures = {f"{trial}_nll": result["nll"] for trial, result in report["trials"].items()}
+    for check, reasons in report["checks"].items():
+        metadata: dict[str, Any] = {"reasons": sentences(reasons), "constant_nll": report["constant_nll"], **figures}
+        metadata["seconds"] = report["seconds"]
+        yield dg.AssetCheckResult(check_name=check, asset_key=key, passed=not reasons, metadata=metadata)
+
+
+def _run_leakage_checks(project: ProjectResource, uri: str) -> bytes:
+    """Return the JSON report of the leakage checks, which run in a process of their own: torch stays out of this
+    one."""
+    command = [sys.executable, "-m", "dtrain_dagster.data.leakage_check", "--dataset", uri]
+    environment = os.environ | project.trainer_env()
+    done = subprocess.run(command, capture_output=True, timeout=LEAKAGE_CHECK_SECONDS, env=environment, check=False)
+    if done.returncode != 0:
+        raise dg.Failure(f"the leakage checks could not be run: {done.stderr.decode(errors='replace')[-2000:]}")
+    return done.stdout.splitlines()[-1]
 
 
 def build_estimate_scored(names: GraphNames) -> dg.AssetChecksDefinition:

@@ -1,12 +1,11 @@
-"""The data assets: checked prices, and the shards that every node reads."""
+"""The data assets: checked prices, and the shards that every node reads: made from prices, or elsewhere (a folder, or
+what another asset returns)."""
 
-import json
 import os
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -29,15 +28,14 @@ from dtrain_dagster.data.publish import publish_dataset
 from dtrain_dagster.data.sharding import LEAST, BuiltDataset, DatasetParams, build_dataset
 from dtrain_dagster.data.sources import known_findings, price_source
 from dtrain_dagster.data.validation import CHECKS, CheckResult, validated
-from dtrain_dagster.jobs.progress import code_version
 from dtrain_dagster.reports.small_pictures import small_bar, small_curves
 from dtrain_dagster.resources import ProjectResource, project_resource
 from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.settings.ray import RaySettings
 from dtrain_dagster.support.page_entries import fit_page
+from trainer.data.manifest import NoDatasetError, read_dataset_manifest
 from trainer.storage.open import open_storage
 
-LEAKAGE_CHECK_SECONDS = 300
 MOST_COLUMNS = 5
 """The columns of a dataset's preview."""
 
@@ -146,8 +144,7 @@ def _asset_check(check: CheckResult, known: int) -> dg.AssetCheckResult:
 
 
 def build_sharded_dataset(pipeline: Pipeline) -> dg.AssetsDefinition:
-    """Return the asset `sharded_dataset` of a graph that is made from prices. Others are
-    `dtrain_dagster.assets.given_dataset`."""
+    """Return the asset `sharded_dataset` of a graph that is made from prices; else `build_given_dataset`."""
     names, options = pipeline.names, pipeline.options("sharded_dataset", DatasetConfig)
 
     @dg.asset(
@@ -253,76 +250,115 @@ def _preview(rows: list[dict[str, Any]]) -> dg.TableMetadataValue:
     return best_rows(rows, names if len(names) <= MOST_COLUMNS else [*names[: MOST_COLUMNS - 1], names[-1]])
 
 
-def build_leakage_checks(pipeline: Pipeline) -> dg.AssetChecksDefinition:
-    """Return the leakage checks of a graph's `sharded_dataset`."""
-    names, key = pipeline.names, pipeline.names.key("sharded_dataset")
+class FolderConfig(LaunchpadOptions):
+    """The choice of the dataset in the launchpad of `sharded_dataset`."""
 
-    @dg.multi_asset_check(
-        name=names.unique("leakage_checks"),
+    folder: str
+    """A dataset's folder (a path or an address of storage), or the id of one under DTRAIN_HOME."""
+
+
+def build_given_dataset(pipeline: Pipeline) -> dg.AssetsDefinition:
+    """Return the asset `sharded_dataset` of a graph that trains on a folder or on what an asset returns."""
+    return _of_asset(pipeline) if pipeline.upstream else _of_folder(pipeline)
+
+
+def _of_folder(pipeline: Pipeline) -> dg.AssetsDefinition:
+    names, options = pipeline.names, pipeline.options("sharded_dataset", FolderConfig)
+
+    @dg.asset(
+        **pipeline.asset("sharded_dataset", "data"),
+        deps=list(pipeline.deps),
         required_resource_keys={names.project},
-        ins={"sharded_dataset": dg.AssetIn(key=key)},
-        specs=[
-            dg.AssetCheckSpec(
-                "shuffled_labels_teach_nothing",
-                asset=key,
-                blocking=True,
-                description="A model trained on labels of other windows is no better than the unconditional "
-                "distribution.",
-            ),
-            dg.AssetCheckSpec(
-                "planted_leak_is_caught",
-                asset=key,
-                blocking=True,
-                description="With the label among the features the leak alarm goes off; without it, it stays silent.",
-            ),
-        ],
+        description="A dataset that was made elsewhere: its manifest is read and checked.",
     )
-    def leakage_checks(
-        context: dg.AssetCheckExecutionContext, sharded_dataset: BuiltDataset
-    ) -> Iterable[dg.AssetCheckResult]:
-        """Run the leakage checks: three short trainings (about 10 s), once per dataset and version of the trainer."""
-        project = project_resource(context, names)
-        kind = sharded_dataset.manifest().get("kind", "windows")
-        if kind != "windows":
-            why = f"not judged: these checks are for windows of prices, and this is a dataset of {kind}"
-            checks = ("shuffled_labels_teach_nothing", "planted_leak_is_caught")
-            yield from (
-                dg.AssetCheckResult(check_name=name, asset_key=key, passed=True, metadata={"why": why})
-                for name in checks
+    def sharded_dataset(
+        context: dg.AssetExecutionContext,
+        config: options,  # type: ignore[valid-type]
+    ):  # no annotation, see assets.common
+        """Take the dataset of a folder, and publish it to the storage that the nodes read."""
+        return take_dataset(context, project_resource(context, names), config.folder)  # type: ignore[attr-defined]
+
+    return sharded_dataset
+
+
+def _of_asset(pipeline: Pipeline) -> dg.AssetsDefinition:
+    names = pipeline.names
+    arguments = pipeline.asset("sharded_dataset", "data")
+
+    @dg.asset(
+        **arguments | {"ins": {"upstream": dg.AssetIn(key=pipeline.upstream)}},
+        deps=list(pipeline.deps),
+        required_resource_keys={names.project},
+        description="The dataset that the upstream asset has made: its manifest is read and checked.",
+    )
+    def sharded_dataset(context: dg.AssetExecutionContext, upstream: Any):  # no annotation, see assets.common
+        """Take the dataset whose folder an asset has returned, and publish it to the storage that the nodes read."""
+        return take_dataset(context, project_resource(context, names), folder_of(upstream))
+
+    return sharded_dataset
+
+
+def folder_of(value: object) -> str:
+    """Return the folder that an upstream asset's value names. Raise `dagster.Failure` for a value that names none."""
+    if isinstance(value, BuiltDataset):
+        return value.uri
+    if isinstance(value, str | os.PathLike):
+        return os.fspath(value)
+    raise dg.Failure(
+        f"the upstream asset returned a {type(value).__name__}: return the dataset's folder as a string or a Path",
+        allow_retries=False,
+    )
+
+
+def take_dataset(context: dg.AssetExecutionContext, project: ProjectResource, folder: str) -> dg.MaterializeResult:
+    """Return the dataset of a folder, where the nodes read it. Raise `dagster.Failure` where there is none."""
+    with refusing_mistakes():
+        taken = publish(read_dataset(folder, project), project)
+    manifest = taken.manifest()
+    context.log.info(f"dataset {taken.dataset_id} in {taken.uri}: samples {taken.samples}")
+    return dg.MaterializeResult(
+        value=taken,
+        data_version=dg.DataVersion(taken.dataset_id),
+        metadata=fit_page(
+            {
+                **dataset_head(taken, f"; a dataset of {manifest.get('kind', 'windows')}"),
+                **({"dagster/row_count": taken.rows} if taken.rows else {}),
+                "dataset_id": taken.dataset_id,
+                "kind": manifest.get("kind", "windows"),
+                "dataset_folder": dg.MetadataValue.path(taken.uri),
+                "read_by_nodes_at": taken.shared_uri,
+            }
+        ),
+    )
+
+
+def read_dataset(folder: str, project: ProjectResource) -> BuiltDataset:
+    """Return a reference to the dataset of a folder, or of an id below the project's home. Raise `DatasetError` where
+    there is none or it cannot be used."""
+    home = dict.fromkeys(f"{uri}/datasets/{folder}" for uri in (project.storage_uri, project.shared_uri))
+    named = [folder] if "://" in folder else [str(Path(folder).expanduser().absolute()), *home]
+    for uri in named:
+        storage = open_storage(uri)
+        if storage.exists("manifest.json"):
+            manifest = read_dataset_manifest(storage)
+            rows = sum(shard["rows"] for shard in manifest.get("shards", ()) if "rows" in shard)
+            return BuiltDataset(
+                uri=uri,
+                dataset_id=manifest["dataset_id"],
+                rows=rows,
+                samples=manifest["samples"],
+                excluded=manifest.get("excluded", {}),
+                built=False,
             )
-            return
-        # A given folder may be read-only, or another project's: only what is built here is written to.
-        own = f"{project.storage_uri}/leakage_checks/{sharded_dataset.dataset_id}"
-        yield from check_leakage(project, sharded_dataset.uri, sharded_dataset.uri if is_built(pipeline) else own, key)
-
-    return leakage_checks
+    raise NoDatasetError(
+        f"no manifest.json in {' or '.join(named)}: give the folder of a dataset, or the id of one (launchpad of "
+        "sharded_dataset, or the argument dataset of the pipeline)"
+    )
 
 
-def is_built(pipeline: Pipeline) -> bool:
-    """Return whether the graph builds its dataset itself, and so may write into its folder."""
-    return pipeline.source == "prices"
-
-
-def check_leakage(project: ProjectResource, uri: str, kept_at: str, key: dg.AssetKey) -> Iterator[dg.AssetCheckResult]:
-    """Yield the results of a dataset's leakage checks, whose report is in the folder ``kept_at``."""
-    storage = open_storage(kept_at)
-    name = f"canaries-{code_version()}.json"  # the name of older datasets too
-    if not storage.exists(name):
-        storage.write(name, _run_leakage_checks(project, uri))
-    report = json.loads(storage.read(name))
-    figures = {f"{trial}_nll": result["nll"] for trial, result in report["trials"].items()}
-    for check, reasons in report["checks"].items():
-        metadata: dict[str, Any] = {"reasons": sentences(reasons), "constant_nll": report["constant_nll"], **figures}
-        metadata["seconds"] = report["seconds"]
-        yield dg.AssetCheckResult(check_name=check, asset_key=key, passed=not reasons, metadata=metadata)
-
-
-def _run_leakage_checks(project: ProjectResource, uri: str) -> bytes:
-    """Return the JSON report of the leakage checks, which run in a process of their own: torch stays out of this
-    one."""
-    command = [sys.executable, "-m", "dtrain_dagster.data.leakage_check", "--dataset", uri]
-    environment = os.environ | project.trainer_env()
-    done = subprocess.run(command, capture_output=True, timeout=LEAKAGE_CHECK_SECONDS, env=environment, check=False)
-    if done.returncode != 0:
-        raise dg.Failure(f"the leakage checks could not be run: {done.stderr.decode(errors='replace')[-2000:]}")
-    return done.stdout.splitlines()[-1]
+def publish(taken: BuiltDataset, project: ProjectResource) -> BuiltDataset:
+    """Return the dataset where nodes read it: in place, or copied where this machine's folders are out of reach."""
+    if open_storage(project.shared_uri).is_local or not open_storage(taken.uri).is_local:
+        return replace(taken, shared_uri=taken.uri)
+    shared_uri, _ = publish_dataset(taken.uri, taken.dataset_id, project.shared_uri)
+    return replace(taken, shared_uri=shared_uri)

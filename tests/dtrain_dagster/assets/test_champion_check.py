@@ -15,8 +15,7 @@ import pandas as pd
 import pytest
 import torch
 
-from dtrain_dagster.assets.checks import build_champion_holds
-from dtrain_dagster.assets.dataset import build_leakage_checks
+from dtrain_dagster.assets.checks import build_champion_holds, build_leakage_checks
 from dtrain_dagster.assets.pipeline import STOCK
 from dtrain_dagster.automation.retraining import CHAMPION_CHECK, registrations
 from dtrain_dagster.data.sharding import BuiltDataset

@@ -10,7 +10,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from dtrain_dagster.assets.given_dataset import build_given_dataset
+from dtrain_dagster.assets.dataset import build_given_dataset
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.plan_options import DatasetTraining, TrainingOptions, with_usual_parts
 from dtrain_dagster.data.sharding import BuiltDataset

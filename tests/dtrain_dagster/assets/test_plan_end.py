@@ -11,7 +11,7 @@ import dagster as dg
 import pytest
 from mlflow import MlflowClient
 
-from dtrain_dagster.assets.given_dataset import build_given_dataset
+from dtrain_dagster.assets.dataset import build_given_dataset
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.planning import build_cost_estimate
 from dtrain_dagster.planning.check_job import ROOM, room_needed, try_places
