@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dtrain_dagster.cli.common import cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
-from dtrain_dagster.cli.fleet_orders import jobs_of, limits_of, tell_what_is_asked
+from dtrain_dagster.cli.fleet_orders import jobs_of, limits_of, tell_what_is_asked, tracked_jobs
 from dtrain_dagster.cli.fleet_screen import fleet_screen, fleet_table, headline
-from dtrain_dagster.cli.fleet_tracking import FleetTracker, tracked_jobs
 from dtrain_dagster.cli.follow import warn
 from dtrain_dagster.cli.job_names import complete_files
 from dtrain_dagster.cli.job_options import read_file
 from dtrain_dagster.cli.start import ended_by_signals, say_that_jobs_go_on, this_command_again
+from dtrain_dagster.cli.tracking import FleetTracker
 from dtrain_dagster.clusters.notice_text import FLEET, PART_OF
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.money import usd

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dtrain_dagster.cli.common import ranks_of, say
 from dtrain_dagster.cli.job_options import order_script, say_what_is_wrong, with_reachable_data
+from dtrain_dagster.cli.tracking import FLEET_TAG, track
 from dtrain_dagster.cli.train import as_overrides, job_of_options
 from dtrain_dagster.clusters.azure_ml.sku_chain import chain
 from dtrain_dagster.costs.estimate import Forecast
@@ -27,7 +28,7 @@ from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.config import ConfigError, JobConfig
 
 if TYPE_CHECKING:
-    from dtrain_dagster.resources import GPUClusterResource
+    from dtrain_dagster.resources import GPUClusterResource, ProjectResource
     from dtrain_dagster.settings.environment import Settings
 
 GIVEN_SPREAD, GUESSED_SPREAD = 0.3, 1.0
@@ -195,6 +196,26 @@ def _order_of(entry: JobEntry, settings: Settings, job_id: str, nodes: int, rehe
 
 def _parts_of(job: JobConfig) -> str:
     return json.dumps([job.dataset.uri, job.model.factory, job.model.args, job.loss.factory, job.loss.args])
+
+
+def tracked_jobs(
+    fleet: FleetFile,
+    expected: Sequence[ExpectedJob],
+    settings: Settings,
+    cluster: GPUClusterResource,
+    project: ProjectResource,
+) -> list[ExpectedJob]:
+    """Return the jobs of a fleet's file, tracked as `dtrain train` tracks a training; ``set`` of a job may switch it
+    off."""
+    found = []
+    for entry, item in zip(fleet.jobs, expected, strict=True):
+        order = item.job.order
+        assert order is not None
+        source = "dtrain fleet" if entry.script is None else os.path.basename(entry.script)
+        asked = [f"{name}=" for name in entry.set]
+        tracked = track(order.job, asked, settings, cluster, project, source, {FLEET_TAG: fleet.name})
+        found.append(replace(item, job=replace(item.job, order=replace(order, job=tracked.job))))
+    return found
 
 
 def tell_what_is_asked(expected: list[ExpectedJob], given: Mapping[str, FleetJob], limits: FleetLimits) -> None:

@@ -1,8 +1,20 @@
-"""A training of the command line in MLflow: where its nodes write to, and what is added once it has ended."""
+"""What the command line writes to MLflow. Of a training: where its nodes write to, and what is added once it has ended.
+Of a fleet: a run of its own, and one nested in it for each of its jobs.
+
+The nodes of a fleet's job write its run while they train, as those of `dtrain train` do. What they do not know is added
+here: the run above it, how the job has ended, and what it has cost. This is done on a thread of its own, since MLflow
+takes seconds to import and to write, and a fleet decides in every second. Another process that goes on with the fleet
+adds what is missing, and makes no second run of a job (`RunGroup`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import hashlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -10,23 +22,50 @@ from typing import TYPE_CHECKING
 
 from dtrain_dagster.cli.common import run_dir, say
 from dtrain_dagster.costs.ledger import ledger
+from dtrain_dagster.costs.money import usd
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.dashboard.page import write_report
+from dtrain_dagster.fleet.jobs import FleetLimits, FleetState
 from dtrain_dagster.jobs.orders import source_tags
 from dtrain_dagster.jobs.progress import code_version
-from dtrain_dagster.registry.run_record import add_to_run, cost_metrics, lost_metric, note_of
+from dtrain_dagster.registry.run_record import (
+    RunGroup,
+    add_to_run,
+    cost_metrics,
+    is_workspace,
+    lost_metric,
+    note_of,
+    run_of,
+    write_to_run,
+)
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.tiers import Tier, tier_of
+from dtrain_dagster.support.formatting import dollars
 from trainer.config import JobConfig, TrackingConfig
+from trainer.errors import DamagedError
+from trainer.observability.mlflow_sink import NOTE_TAG, TRACKING, begin_run, figures_of_test
+from trainer.observability.mlflow_sqlite import authorised
 from trainer.observability.reporter import OFF, TRACKING_OF_LAUNCH
-from trainer.rundir import EVALUATION, RESULT, RunDir
+from trainer.rundir import EVALUATION, JOB, RESULT, RunDir
 from trainer.secrets.redaction import redact
 
 if TYPE_CHECKING:
+    from dtrain_dagster.fleet.records import Entry, FleetRecords
     from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+
+FLEET_TAG, RECORD_TAG = "dtrain.fleet", "dtrain.fleet_record"
+"""Tags: of a job's run the name of its fleet; of a fleet's run also a digest of where its record is, since fleets of
+other homes may have the same name."""
+STATE_TAG, REASON_TAG = "state", "reason"
+"""Tags of a job's run, as of a trial's: how it has ended in the fleet, and why."""
+STATUS_OF = {FleetState.SUCCEEDED: "FINISHED", FleetState.FAILED: "FAILED", FleetState.ENDED: "KILLED"}
+MOST_FAILURES = 3
+"""Jobs that could not be written, after which the others are left for later."""
+PATIENCE_SECONDS = 60.0
+"""Seconds until these are tried again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,3 +205,168 @@ def describe_end(rundir: RunDir, tier: Tier, bill: Bill | None, verdict: str) ->
     worth = worth_line(evaluation, bill.usd if bill else None) if evaluation else None
     write_report(rundir, tier)
     return bill.metrics() if bill else {}, note_of(verdict, worth, rundir.uri)
+
+
+class FleetTracker:
+    """Writes one fleet to MLflow while it is run.
+
+    ``told`` is called with a sentence for each thing that a person should know, from the thread that writes. Tracking
+    that fails fails no fleet: what is missing is written when MLflow answers, at the latest by who goes on with it.
+    """
+
+    def __init__(self, records: FleetRecords, tier: Tier, told: Callable[[str], object]) -> None:
+        self._records, self._tier, self._told = records, tier, told
+        self._entries: Sequence[Entry] = ()
+        self._thread: threading.Thread | None = None
+        self._next_at = 0.0
+        self._runs: dict[tuple[str, str], _FleetRuns | None] = {}
+        self._said: set[str] = set()
+
+    def update(self, entries: Sequence[Entry]) -> None:
+        """Take the state of all jobs, and return at once. Those of which none is tracked load no MLflow."""
+        self._entries = tuple(entry for entry in entries if _place_of(entry) is not None)
+        is_free = self._thread is None or not self._thread.is_alive()
+        if self._entries and is_free and time.monotonic() >= self._next_at:
+            self._thread = threading.Thread(
+                target=self._write, args=(self._entries, False), name="fleet-tracking", daemon=True
+            )
+            self._thread.start()
+
+    def finish(self) -> Sequence[str]:
+        """Write what is left of a fleet that is over, and return where its runs are, in sentences."""
+        if self._thread is not None:
+            self._thread.join()
+        return self._write(self._entries, True)
+
+    def _write(self, entries: Sequence[Entry], is_over: bool) -> Sequence[str]:
+        """Write what has changed since, for each experiment of a server that jobs name."""
+        where: list[str] = []
+        for key in dict.fromkeys(map(_place_of, entries)):
+            assert key is not None
+            mine = [entry for entry in entries if _place_of(entry) == key]
+            try:
+                if key not in self._runs:
+                    self._runs[key] = self._open(*key)
+                if (runs := self._runs[key]) is None:
+                    continue
+                problems = runs.write(mine, self._tier)
+                if is_over:
+                    runs.finish(mine, self._records.limits(), self._records.is_cancelled())
+                    where.append(f"in MLflow: experiment {key[1]}, run {self._records.name} (`dtrain ui mlflow`)")
+            except _errors() as error:
+                problems = [str(error)]
+            for problem in problems:
+                self._next_at = time.monotonic() + PATIENCE_SECONDS
+                sentence = f"MLflow does not have all of fleet {self._records.name}: {redact(problem)}"
+                if sentence not in self._said:
+                    self._said.add(sentence)
+                    self._told(sentence)
+        return where
+
+    def _open(self, tracking_uri: str, experiment: str) -> _FleetRuns | None:
+        """Return the runs of the fleet there; None in a workspace, which has pages of its own for what is written."""
+        address, name = authorised(tracking_uri), self._records.name
+        if is_workspace(address):
+            return None
+        mark = hashlib.sha256(self._records.storage.uri.encode()).hexdigest()[:16]
+        return _FleetRuns(RunGroup(address, experiment, name, (RECORD_TAG, mark), "job_id"), name)
+
+
+class _FleetRuns:
+    """The runs of a fleet in one experiment."""
+
+    def __init__(self, group: RunGroup, fleet: str) -> None:
+        self.group, self.fleet = group, fleet
+        group.client.set_tag(group.run_id, FLEET_TAG, fleet)
+        self.nested: set[str] = set()
+        self.ended = {
+            job_id
+            for job_id, run in group.nested.items()
+            if STATE_TAG in run.data.tags and run.info.status != "RUNNING"
+        }
+        """Jobs whose end is written."""
+        self.failed: set[str] = set()
+        """Jobs that could not be written. They are tried last, so that they keep no other one out."""
+
+    def write(self, entries: Sequence[Entry], tier: Tier) -> list[str]:
+        """Write what is new of these jobs, and return why that was impossible for some."""
+        problems: list[str] = []
+        in_a_row = 0
+        for entry in sorted(entries, key=lambda entry: entry.job.job_id in self.failed):
+            job, job_id, kept = _config_of(entry), entry.job.job_id, entry.kept
+            if job_id in self.ended or not (kept.state.is_final or kept.launches) or in_a_row == MOST_FAILURES:
+                continue
+            try:
+                if kept.state.is_final:
+                    self._write_end(entry, job, tier)
+                    self.ended.add(job_id)
+                elif job_id not in self.nested and (run_id := run_of(self.group.client, RunDir(job.run_dir), job_id)):
+                    self.group.nest(run_id, {FLEET_TAG: self.fleet})
+                    self.nested.add(job_id)
+                in_a_row = 0
+            except _errors() as error:
+                in_a_row += 1
+                self.failed.add(job_id)
+                problems.append(f"{job_id}: {error}")
+        return problems
+
+    def _write_end(self, entry: Entry, job: JobConfig, tier: Tier) -> None:
+        """Write how a job has ended. The run's status comes last: by it another process sees that all is there."""
+        kept, rundir, client = entry.kept, RunDir(job.run_dir), self.group.client
+        verdict = f"{kept.state}: {kept.reason}" if kept.reason else str(kept.state)
+        was_begun, note = rundir.storage.exists(JOB), note_of(verdict, None, job.run_dir)
+        metrics: dict[str, float] = {}
+        if was_begun:
+            bill = Bill(usd=usd(kept.paid_units), node_hours=kept.node_seconds / 3600)
+            metrics = bill.metrics()
+            with suppress(DamagedError):  # nodes write these files, and the end is told without them
+                metrics, note = describe_end(rundir, tier, bill, verdict)
+        run_id = run_of(client, rundir, entry.job.job_id)
+        if run_id is None:  # it was never begun, or its nodes did not come as far as MLflow
+            run_id = begin_run(client, self.group.address, job)
+            if was_begun:
+                rundir.write_json(TRACKING, {"mlflow_run_id": run_id})
+                with suppress(DamagedError):
+                    metrics |= figures_of_test(rundir.read_json(EVALUATION) or {})
+        write_to_run(client, run_id, rundir, metrics=metrics, note=note)
+        why = {REASON_TAG: redact(kept.reason)} if kept.reason else {}
+        self.group.nest(run_id, {FLEET_TAG: self.fleet, STATE_TAG: str(kept.state), **why})
+        status = STATUS_OF[kept.state]
+        if client.get_run(run_id).info.status != status:  # else its nodes have said when it ended
+            client.set_terminated(run_id, status=status)
+
+    def finish(self, entries: Sequence[Entry], limits: FleetLimits, is_cancelled: bool) -> None:
+        """Write what all jobs have cost and how many have succeeded, and end the run of the fleet."""
+        counts = Counter(entry.kept.state for entry in entries)
+        paid = usd(sum(entry.kept.paid_units for entry in entries))
+        metrics = {
+            "cost/total_usd": paid,
+            "cost/node_hours": sum(entry.kept.node_seconds for entry in entries) / 3600,
+            "cost/budget_usd": limits.budget_usd,
+            **{f"jobs/{state}": float(counts[state]) for state in STATUS_OF},
+        }
+        done = f"{counts[FleetState.SUCCEEDED]} of {len(entries)} jobs succeeded"
+        note = f"**{done}**, for {dollars(paid)} of {dollars(limits.budget_usd)}"
+        succeeded = counts[FleetState.SUCCEEDED] == len(entries)
+        self.group.end("FINISHED" if succeeded else "KILLED" if is_cancelled else "FAILED", metrics, {NOTE_TAG: note})
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    from mlflow.exceptions import MlflowException
+
+    return (MlflowException, OSError, ValueError, RuntimeError)
+
+
+def _config_of(entry: Entry) -> JobConfig:
+    assert entry.job.order is not None
+    return entry.job.order.job
+
+
+def _place_of(entry: Entry) -> tuple[str, str] | None:
+    """Return the address and the experiment of a job; None for one that is not tracked, or cannot be a training."""
+    if entry.job.order is None:
+        return None
+    tracking = entry.job.order.job.tracking
+    if tracking.mlflow_tracking_uri is None:
+        return None
+    return tracking.mlflow_tracking_uri, tracking.mlflow_experiment

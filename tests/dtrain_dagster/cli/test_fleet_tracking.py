@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain_dagster.cli.fleet_tracking import FleetTracker
+from dtrain_dagster.cli.tracking import FleetTracker
 from dtrain_dagster.clusters.local.manager import LocalClusterManager
 from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, JobOrder
 from dtrain_dagster.fleet.records import FleetRecords
