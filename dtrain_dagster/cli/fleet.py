@@ -1,45 +1,65 @@
-"""`dtrain fleet`: many jobs under one budget, from a file. `dtrain cancel`, `status` and `cost` take its name."""
+"""`dtrain fleet`: many jobs under one budget, from a file. `dtrain cancel`, `status` and `cost` take its name.
+
+The jobs of the file become orders, which are checked and have their data where nodes read it before anything is bought.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from dtrain_dagster.cli.common import cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
-from dtrain_dagster.cli.fleet_orders import jobs_of, limits_of, tell_what_is_asked, tracked_jobs
 from dtrain_dagster.cli.fleet_screen import fleet_screen, fleet_table, headline
 from dtrain_dagster.cli.follow import warn
 from dtrain_dagster.cli.job_names import complete_files
-from dtrain_dagster.cli.job_options import read_file
+from dtrain_dagster.cli.job_options import order_script, read_file, say_what_is_wrong, with_reachable_data
 from dtrain_dagster.cli.start import ended_by_signals, say_that_jobs_go_on, this_command_again
-from dtrain_dagster.cli.tracking import FleetTracker
+from dtrain_dagster.cli.tracking import FLEET_TAG, FleetTracker, track
+from dtrain_dagster.cli.train import as_overrides, job_of_options
+from dtrain_dagster.clusters.azure_ml.sku_chain import chain
 from dtrain_dagster.clusters.notice_text import FLEET, PART_OF
-from dtrain_dagster.costs.ledger import ledger
+from dtrain_dagster.costs.estimate import Forecast
+from dtrain_dagster.costs.ledger import Ledger, ledger
 from dtrain_dagster.costs.money import usd
+from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.fleet.ledger import add_ledgers
+from dtrain_dagster.fleet.grants import LEAST_WORK_SECONDS
+from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, JobOrder
+from dtrain_dagster.fleet.ledger import FleetLedger, add_ledgers
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
-from dtrain_dagster.fleet.source import ListedJobs
-from dtrain_dagster.fleet.spec import parse_fleet
+from dtrain_dagster.fleet.source import JobSource, ListedJobs
+from dtrain_dagster.fleet.spec import FleetFile, JobEntry, parse_fleet
 from dtrain_dagster.fleet.view import FleetWatch
+from dtrain_dagster.planning.build_plan import sizes_of
+from dtrain_dagster.planning.check_job import samples_of
+from dtrain_dagster.planning.history import HomeHistory
 from dtrain_dagster.settings.tiers import tier_of
+from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.user_sources import ensure_importable
+from trainer.config import ConfigError, JobConfig
 from trainer.observability.reporter import OFF, TRACKING_OF_LAUNCH
 from trainer.rundir import JOB
 
 if TYPE_CHECKING:
-    from dtrain_dagster.costs.ledger import Ledger
-    from dtrain_dagster.costs.tracker import CostTracker
-    from dtrain_dagster.fleet.ledger import FleetLedger
-    from dtrain_dagster.fleet.records import FleetRecords
-    from dtrain_dagster.fleet.source import JobSource
+    from dtrain_dagster.resources import GPUClusterResource, ProjectResource
     from dtrain_dagster.settings.environment import Settings
 
+GIVEN_SPREAD, GUESSED_SPREAD = 0.3, 1.0
+"""Standard deviation of what somebody has given, and of what nobody knows, as a fraction of it."""
+STARTUP_SECONDS = 20.0
+GIVEN_BEFORE = "as it was when the fleet was given it"
+MOST_NAMED = 3
+"""Jobs that are named of those for which the same is expected."""
 EXIT_INCOMPLETE = 1
 
 
@@ -68,7 +88,6 @@ def fleet(file: str, check: bool) -> None:
       dtrain cost night
       dtrain cancel night
     """
-
     wanted = parse_fleet(read_file(file, file, "the file"), file)
     settings = read_settings()
     records = FleetRecords(settings.home, wanted.name)
@@ -94,7 +113,6 @@ def fleet(file: str, check: bool) -> None:
 
 def orchestrate(settings: Settings, records: FleetRecords, source: JobSource) -> None:
     """Run a fleet to its end, and show it. It must be held by `FleetRecords.sole_orchestrator`."""
-
     cluster, project = cluster_of(settings)
     manager = cluster.manager(tends=True)
     if not records.is_cancelled():
@@ -129,7 +147,6 @@ def orchestrate(settings: Settings, records: FleetRecords, source: JobSource) ->
 def cancel_fleet(settings: Settings, name: str) -> None:
     """End a fleet: its jobs save a checkpoint and release their nodes, and no further job starts. Return when all nodes
     are released."""
-
     records = FleetRecords(settings.home, name)
     records.ask_to_cancel()
     while records.is_run():
@@ -140,7 +157,6 @@ def cancel_fleet(settings: Settings, name: str) -> None:
 
 def bill_of_fleet(settings: Settings, name: str) -> tuple[FleetLedger, float]:
     """Return what all jobs of a fleet have cost together, and its budget in dollars."""
-
     records = FleetRecords(settings.home, name)
     begun = [entry.job.job_id for entry in records.entries() if entry.kept.launches]
     return add_ledgers({job_id: bill_of(settings, job_id) for job_id in begun}), records.limits().budget_usd
@@ -148,7 +164,6 @@ def bill_of_fleet(settings: Settings, name: str) -> tuple[FleetLedger, float]:
 
 def bill_document(found: FleetLedger, budget_usd: float) -> dict[str, Any]:
     """Return the cost of a fleet for JSON, with the fields of `dtrain_dagster.cli.json_fields.FLEET_COST`. Pure."""
-
     return {
         "node_seconds": found.microseconds / 1e6,
         "usd": usd(found.units),
@@ -160,10 +175,207 @@ def bill_document(found: FleetLedger, budget_usd: float) -> dict[str, Any]:
 
 def bill_of(settings: Settings, job_id: str) -> tuple[CostTracker, Ledger]:
     """Return what a job has cost, and what for."""
-
     manager = cluster_of(settings)[0].manager()
     rundir = run_dir(settings, job_id)
     running = not manager.job_status(job_id).state.is_final
     tracker = CostTracker(settings.cluster_name, manager.node_usage(job_id), tier_of(settings.tiers[0]))
     found = ledger(tracker.nodes, rundir.events(strict=True), running, is_script=not rundir.storage.exists(JOB))
     return tracker, found
+
+
+def limits_of(fleet: FleetFile, settings: Settings, cluster: GPUClusterResource, began_at: float) -> FleetLimits:
+    """Return the limits of a fleet that began then. Its price is that of the dearest nodes that may be bought. Raise
+    `PriceError` where a price is not known."""
+    return FleetLimits(
+        budget_usd=fleet.budget_usd,
+        nodes=fleet.nodes or settings.nodes,
+        usd_per_node_hour=dearest_usd_per_hour(cluster),
+        deadline=began_at + 3600 * fleet.deadline_hours if fleet.deadline_hours else None,
+        margin_seconds=fleet.margin_seconds,
+        slice_seconds=fleet.slice_seconds,
+    )
+
+
+def dearest_usd_per_hour(cluster: GPUClusterResource) -> float:
+    """Return the highest price among the nodes that the cluster may take."""
+    if cluster.kind != "azure_ml":
+        return price_of(cluster.sku).usd_per_hour(tier_of(cluster.first_tier))
+    options = cluster.azure_options()
+    choices = chain(cluster.gpu_type, options.chain, options.tiers)
+    return max(price_of(choice.sku).usd_per_hour(tier_of(choice.tier)) for choice in choices)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedJob:
+    """A job of a fleet, and where the figures of what it takes come from."""
+
+    job: FleetJob
+    words: str
+
+
+def jobs_of(fleet: FleetFile, settings: Settings, limits: FleetLimits, began_at: float) -> list[ExpectedJob]:
+    """Return the jobs of a fleet, each of which was checked. Raise `FleetError`, which names the job and its field, for
+    one that cannot be trained."""
+    rehearsed: set[str] = set()
+    history = HomeHistory(settings.home, ranks_of(settings), settings.gpu_type, settings.kind.is_this_machine)
+    found = []
+    for number, entry in enumerate(fleet.jobs):
+        try:
+            found.append(_job_of(fleet, entry, settings, limits, began_at, rehearsed, history))
+        except (ConfigError, FleetError) as error:
+            raise FleetError(f"jobs.{number} ({entry.name}): {error}") from None
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expectation:
+    """What a job is expected to take until it tells its speed. What may be spent is bounded by promises
+    (`dtrain_dagster.fleet.grants`), not by this."""
+
+    node_seconds: float
+    """As on one node, from its first step to its end."""
+    spread: float
+    """Standard deviation of that as a fraction of it."""
+    startup_seconds: float
+    """From the start of a launch to its first step."""
+    words: str
+    """Where the figures come from."""
+
+
+def expect_like_past_runs(forecast: Forecast, serial_share: float) -> Expectation:
+    """Return what past runs tell, of a job with this serial share (`FleetJob.serial_share`)."""
+    nodes = forecast.measured[0].node_count
+    parts, seconds = forecast.parts(nodes), forecast.seconds_at(nodes)
+    return Expectation(
+        node_seconds=(parts.total - parts.startup) / (serial_share + (1 - serial_share) / nodes),
+        spread=math.log(seconds.high / seconds.expected),
+        startup_seconds=parts.startup,
+        words=forecast.basis_words,
+    )
+
+
+def guess(limits: FleetLimits, jobs: int, least_nodes: int) -> Expectation:
+    """Return a first guess of a job of which nothing is known, one of so many in its fleet: a slice, or less where the
+    budget has less for each job. So it begins, and tells its speed."""
+    share = limits.seconds_of(limits.budget_units) / jobs / least_nodes - STARTUP_SECONDS - limits.margin_seconds
+    work = min(limits.slice_seconds, max(LEAST_WORK_SECONDS, share / (1 + GUESSED_SPREAD)))
+    return Expectation(
+        node_seconds=work,
+        spread=GUESSED_SPREAD,
+        startup_seconds=STARTUP_SECONDS,
+        words="a first guess: no past run of the same model, data and batch is known here",
+    )
+
+
+def _expectation_of(
+    fleet: FleetFile, entry: JobEntry, job: JobConfig, limits: FleetLimits, history: HomeHistory
+) -> Expectation:
+    if entry.expected_node_minutes is not None:
+        work = 60 * entry.expected_node_minutes
+        return Expectation(node_seconds=work, spread=GIVEN_SPREAD, startup_seconds=STARTUP_SECONDS, words="given")
+    if entry.script is None and history.runs_like(job):
+        cores = os.cpu_count() if history.shares_machine else None
+        sizes = sizes_of(job, samples_of(job), history.processes_per_node, cores)
+        if (known := history.forecast(job, sizes)) is not None:
+            return expect_like_past_runs(known, entry.serial_share)
+    return guess(limits, len(fleet.jobs), entry.least_nodes)
+
+
+def _job_of(
+    fleet: FleetFile,
+    entry: JobEntry,
+    settings: Settings,
+    limits: FleetLimits,
+    began_at: float,
+    rehearsed: set[str],
+    history: HomeHistory,
+) -> ExpectedJob:
+    if entry.least_nodes > limits.nodes:
+        raise FleetError(f"least_nodes is {entry.least_nodes}, but the fleet has {limits.nodes} nodes")
+    most = min(entry.most_nodes or limits.nodes, limits.nodes)
+    job_id = f"{fleet.name}-{entry.name}"
+    order = _order_of(entry, settings, job_id, most, rehearsed)
+    if order.job.training.max_node_seconds is not None:
+        raise FleetError("set.training.max_node_seconds: the fleet's budget_usd takes its place")
+    ranks = order.job.training.micro_batches
+    if ranks < most * ranks_of(settings):
+        raise FleetError(
+            f"most_nodes is {most}, and its global batch is {ranks} micro-batches, fewer than there would be ranks: "
+            "plan it for more (training.world_size)"
+        )
+    known = _expectation_of(fleet, entry, order.job, limits, history)
+    job = FleetJob(
+        job_id=job_id,
+        priority=entry.priority,
+        least_nodes=entry.least_nodes,
+        most_nodes=most,
+        node_seconds=known.node_seconds,
+        spread=known.spread if entry.spread is None else entry.spread,
+        serial_share=entry.serial_share,
+        startup_seconds=known.startup_seconds if entry.startup_seconds is None else entry.startup_seconds,
+        deadline=began_at + 3600 * entry.deadline_hours if entry.deadline_hours else None,
+        order=order,
+    )
+    return ExpectedJob(job, known.words)
+
+
+def _order_of(entry: JobEntry, settings: Settings, job_id: str, nodes: int, rehearsed: set[str]) -> JobOrder:
+    """Return the order of a job whose batches are planned for this many nodes."""
+    own = [f"{key}={json.dumps(value)}" for key, value in entry.set.items()]
+    if entry.script is not None:
+        overrides = [*as_overrides(None, None, entry.epochs), *own]
+        ordered = order_script(settings, entry.script, entry.arguments, overrides, nodes, job_id)
+        return JobOrder(job=ordered.job, command=ordered.command)
+    overrides = [*as_overrides(entry.model, entry.loss, entry.epochs), *own]
+    try:
+        job, _ = job_of_options(settings, entry.config, entry.dataset, overrides, nodes, job_id)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("the command line: ", "").replace("--", "")) from None
+    parts = _parts_of(job)
+    say_what_is_wrong(job, nodes, settings, rehearses=parts not in rehearsed)
+    rehearsed.add(parts)  # the same model and loss on the same data build each time
+    return JobOrder(job=replace(with_reachable_data(job, settings), run_dir=job.run_dir))
+
+
+def _parts_of(job: JobConfig) -> str:
+    return json.dumps([job.dataset.uri, job.model.factory, job.model.args, job.loss.factory, job.loss.args])
+
+
+def tracked_jobs(
+    fleet: FleetFile,
+    expected: Sequence[ExpectedJob],
+    settings: Settings,
+    cluster: GPUClusterResource,
+    project: ProjectResource,
+) -> list[ExpectedJob]:
+    """Return the jobs of a fleet's file, tracked as `dtrain train` tracks a training; ``set`` of a job may switch it
+    off."""
+    found = []
+    for entry, item in zip(fleet.jobs, expected, strict=True):
+        order = item.job.order
+        assert order is not None
+        source = "dtrain fleet" if entry.script is None else os.path.basename(entry.script)
+        asked = [f"{name}=" for name in entry.set]
+        tracked = track(order.job, asked, settings, cluster, project, source, {FLEET_TAG: fleet.name})
+        found.append(replace(item, job=replace(item.job, order=replace(order, job=tracked.job))))
+    return found
+
+
+def tell_what_is_asked(expected: list[ExpectedJob], given: Mapping[str, FleetJob], limits: FleetLimits) -> None:
+    """Print what the jobs are expected to need, where each figure comes from, and warn where that is more than the
+    budget. ``given``: jobs that the fleet was given before, by id, which are not changed."""
+    expected = [
+        ExpectedJob(given[item.job.job_id], GIVEN_BEFORE) if item.job.job_id in given else item for item in expected
+    ]
+    alike: dict[str, list[str]] = {}
+    for item in expected:
+        figure = f"{format_duration(item.job.node_seconds)} on one node: {item.words}"
+        alike.setdefault(figure, []).append(item.job.job_id)
+    for figure, names in alike.items():
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        say(f"{', '.join(names[:MOST_NAMED])}{more}: {figure}", err=True)
+    needed = usd(sum(limits.units_of(item.job.paid_seconds_on(item.job.least_nodes)) for item in expected))
+    words = f"{len(expected)} job{'s' if len(expected) > 1 else ''}, expected to need {dollars(needed)}"
+    say(f"{words}; the budget is {dollars(limits.budget_usd)}", err=True)
+    if needed > limits.budget_usd:
+        say("note: that is more than the budget: the jobs of the lowest rank will not be started", err=True)

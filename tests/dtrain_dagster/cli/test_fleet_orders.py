@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dtrain_dagster.cli.fleet_orders import Expectation, expect_like_past_runs, guess
+from dtrain_dagster.cli.fleet import Expectation, expect_like_past_runs, guess
 from dtrain_dagster.costs.estimate import Forecast, Measured, Sizes
 from dtrain_dagster.fleet.grants import Standing
 from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits
