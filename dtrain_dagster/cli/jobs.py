@@ -48,6 +48,7 @@ from dtrain_dagster.cli.json_fields import either, listed
 from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.cli.screen import pairs_table
 from dtrain_dagster.cli.start import describe_outcome, say_that_it_runs_on
+from dtrain_dagster.dashboard.job_links import places_of
 from dtrain_dagster.dashboard.page import report_page
 from dtrain_dagster.fleet.records import FleetRecords, fleet_names
 from dtrain_dagster.fleet.view import FleetWatch
@@ -161,8 +162,6 @@ def _follow(settings: Settings, job_id: str) -> None:
 
 
 def _save_page(settings: Settings, job_id: str, file: str) -> None:
-    from dtrain_dagster.cli.ui import places_of
-
     page = report_page(run_dir(settings, job_id), settings.tiers[0], places_of(settings))
     try:
         Path(file).write_text(page)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from socket import socket
 from typing import Any
@@ -14,15 +14,13 @@ import click
 
 from dtrain_dagster.cli.common import EXIT_INTERRUPTED, Refusal, cluster_of, read_settings, refuses, run_dir
 from dtrain_dagster.cli.job_names import complete_jobs, find_training
-from dtrain_dagster.dashboard.cluster_views import ClusterPlace, place_of_options
 from dtrain_dagster.dashboard.job_board import JobBoard
-from dtrain_dagster.dashboard.job_links import Places
+from dtrain_dagster.dashboard.job_links import places_of
 from dtrain_dagster.dashboard.job_routes import JobServices
 from dtrain_dagster.dashboard.log_pages import ClusterLogs, LogFiles, LogSource
 from dtrain_dagster.dashboard.orders import OrderDesk
 from dtrain_dagster.dashboard.server import build_app
-from dtrain_dagster.settings.engines import read_engine_options
-from dtrain_dagster.settings.environment import Settings, SettingsError
+from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.home import make_home
 from dtrain_dagster.support.secrets import SecretError, check_reference, is_reference, resolve
 from dtrain_dagster.web.guard import LOOPBACK, Guard, rules_for
@@ -241,22 +239,6 @@ def _services(settings: Settings, token: str | None, read_only: bool) -> JobServ
     )
     desk = None if read_only else OrderDesk(settings.home, None if token is None else resolve(token))
     return JobServices(places=places_of(settings), logs=logs, desk=desk)
-
-
-def places_of(settings: Settings) -> Places:
-    """Return where a job can be seen besides the dashboard."""
-    cluster = ClusterPlace()
-    with suppress(SettingsError):  # pages of jobs that have ended need no cluster
-        if settings.kind.has_engine:
-            cluster = place_of_options(settings.cluster, read_engine_options(settings.cluster))
-    tracking = settings.tracking_uri
-    served = tracking if tracking.startswith(("http://", "https://")) else "http://127.0.0.1:5000"
-    return Places(
-        dagster_url=settings.dagster_url.rstrip("/"),
-        mlflow_url=served.rstrip("/"),
-        tracking_uri=settings.tracking_uri,
-        cluster=cluster,
-    )
 
 
 def _serve_mlflow(settings: Settings, port: int, names: tuple[str, ...], users: tuple[str, ...] = ()) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtrain_dagster.dashboard.cluster_views import ClusterPlace, launch_name, ray_page
+from dtrain_dagster.dashboard.cluster_views import ClusterPlace, launch_name, place_of_options, ray_page
+from dtrain_dagster.settings.engines import read_engine_options
+from dtrain_dagster.settings.environment import Settings, SettingsError
 from dtrain_dagster.settings.notices import studio_url
 
 _RUN_ID = re.compile(r"[0-9A-Za-z-]{8,64}")
@@ -30,6 +32,22 @@ class Places:
     tracking_uri: str = ""
     """MLflow's database; only one of SQLite is looked into."""
     cluster: ClusterPlace = field(default_factory=ClusterPlace)
+
+
+def places_of(settings: Settings) -> Places:
+    """Return where a job can be seen besides the dashboard."""
+    cluster = ClusterPlace()
+    with suppress(SettingsError):  # pages of jobs that have ended need no cluster
+        if settings.kind.has_engine:
+            cluster = place_of_options(settings.cluster, read_engine_options(settings.cluster))
+    tracking = settings.tracking_uri
+    served = tracking if tracking.startswith(("http://", "https://")) else "http://127.0.0.1:5000"
+    return Places(
+        dagster_url=settings.dagster_url.rstrip("/"),
+        mlflow_url=served.rstrip("/"),
+        tracking_uri=settings.tracking_uri,
+        cluster=cluster,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
