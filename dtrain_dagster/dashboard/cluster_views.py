@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtrain_dagster.clusters.kubernetes.manifest import LAUNCH as LAUNCH_LABEL
-from dtrain_dagster.clusters.ray.driver import ACTOR
+from dtrain_dagster.clusters.ray import ACTOR
 from dtrain_dagster.clusters.supervision.engine import NAME_DIGITS, name_launch
 
 MOST_IDS = 20

@@ -2,3 +2,6 @@
 
 What every engine has in common belongs in `dtrain_dagster.clusters.supervision`.
 """
+
+ACTOR = "DtrainNode"
+"""The class of nodes in Ray's lists."""

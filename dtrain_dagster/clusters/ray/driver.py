@@ -16,8 +16,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-ACTOR = "DtrainNode"
-"""The class of nodes in Ray's lists."""
+from dtrain_dagster.clusters.ray import ACTOR
+
 ADDRESS_VARIABLES = ("DTRAIN_HOST", "DTRAIN_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables of a machine that say at which of its addresses a node is reached; else it is Ray's own."""
 ASK_SECONDS = 8.0
