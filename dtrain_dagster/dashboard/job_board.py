@@ -15,8 +15,7 @@ from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.costs.plan import PLAN, probe_usage_of
 from dtrain_dagster.costs.prices import PriceError, price_words
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.dashboard.job_account import JobAccount, account_of
-from dtrain_dagster.dashboard.job_facts import read_facts
+from dtrain_dagster.dashboard.job_facts import JobAccount, account_of, read_facts
 from dtrain_dagster.dashboard.job_index import DAMAGED, ENDED, JobIndex, JobRow, Listing, Seen
 from dtrain_dagster.dashboard.job_links import Places
 from dtrain_dagster.dashboard.losses import changes_to_mark, missing_nodes, tell_losses

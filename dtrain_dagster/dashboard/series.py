@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from dtrain_dagster.dashboard.job_account import describe_diagnosis
+from dtrain_dagster.dashboard.job_facts import describe_diagnosis
 from dtrain_dagster.dashboard.losses import Change
 from dtrain_dagster.dashboard.tracks import POINTS, Track, is_number
 from dtrain_dagster.jobs.view import UNREADABLE, JobView, fold, news
