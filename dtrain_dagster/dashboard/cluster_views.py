@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dtrain_dagster.clusters.kubernetes.manifest import LAUNCH as LAUNCH_LABEL
+from dtrain_dagster.clusters.kubernetes.objects import LAUNCH as LAUNCH_LABEL
 from dtrain_dagster.clusters.ray import ACTOR
 from dtrain_dagster.clusters.supervision.engine import NAME_DIGITS, name_launch
 

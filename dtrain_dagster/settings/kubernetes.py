@@ -2,7 +2,7 @@
 secret: credentials are in the kubeconfig, and pods get theirs from Secrets of the cluster, which are named here.
 
 The text of volumes and the file of the pod template are read here. What pods are made of them belongs in
-`dtrain_dagster.clusters.kubernetes.manifest`.
+`dtrain_dagster.clusters.kubernetes.objects`.
 """
 
 from __future__ import annotations

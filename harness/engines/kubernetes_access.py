@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
-from dtrain_dagster.clusters.kubernetes.manifest import LOST_MACHINE
+from dtrain_dagster.clusters.kubernetes.objects import LOST_MACHINE
 from dtrain_dagster.settings.kubernetes import CONTAINER, KubernetesSettings
 from harness.engines.kubernetes_cluster import KubernetesCluster
 from harness.engines.kubernetes_image import IMAGE

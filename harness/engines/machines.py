@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 import psutil
 
 from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
-from dtrain_dagster.clusters.kubernetes.manifest import LOST_MACHINE
+from dtrain_dagster.clusters.kubernetes.objects import LOST_MACHINE
 from dtrain_dagster.clusters.ray.engine import RayEngine
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine
 from dtrain_dagster.clusters.supervision.engine import Engine, EngineJob, EngineUnreachableError

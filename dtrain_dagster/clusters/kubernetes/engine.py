@@ -1,6 +1,6 @@
 """Kubernetes as an engine that runs one-node jobs: what is asked of the API, and how its refusals are told.
 
-What the objects look like belongs in `manifest`, what the answers mean in `answers`, and what follows from them in
+What the objects look like and what the answers mean belongs in `objects`, and what follows from them in
 `dtrain_dagster.clusters.supervision`. The client is Kubernetes' own; it is imported where it is used.
 """
 
@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.clusters.kubernetes.answers import first_pod, read_node
-from dtrain_dagster.clusters.kubernetes.manifest import LAUNCH, group_object, node_object
+from dtrain_dagster.clusters.kubernetes.objects import LAUNCH, first_pod, group_object, node_object, read_node
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError, name_launch
 from dtrain_dagster.settings.kubernetes import KubernetesSettings
 from trainer.node.environment import LaunchError

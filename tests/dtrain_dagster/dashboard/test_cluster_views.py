@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.base import JobSpec
-from dtrain_dagster.clusters.kubernetes.manifest import group_object, node_object
+from dtrain_dagster.clusters.kubernetes.objects import group_object, node_object
 from dtrain_dagster.clusters.slurm import commands
 from dtrain_dagster.clusters.supervision.engine import name_job
 from dtrain_dagster.clusters.supervision.submit import LaunchSettings, describe_launch

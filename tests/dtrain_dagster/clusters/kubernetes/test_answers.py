@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.clusters.kubernetes.answers import read_node, seconds
+from dtrain_dagster.clusters.kubernetes.objects import read_node, seconds
 from dtrain_dagster.clusters.supervision.engine import EngineJob
 
 Json = dict[str, Any]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from kubernetes_validate import utils as schemas
 
-from dtrain_dagster.clusters.kubernetes import manifest
+from dtrain_dagster.clusters.kubernetes import objects
 from dtrain_dagster.settings.kubernetes import KubernetesSettings, read_volumes
 
 VERSIONS = ("1.33", "1.34", "1.35", "1.36", "1.37")
@@ -53,7 +53,7 @@ FULL = KubernetesSettings.of({
 
 def job(options: KubernetesSettings = PLAIN, **changes: Any) -> dict[str, Any]:
     given = {"node_id": 1, "incarnation": 2, "command": ["python3"], "owner_uid": "uid-1", "grace_seconds": 20.0}
-    return manifest.node_object(options, LAUNCH, **{**given, **changes})
+    return objects.node_object(options, LAUNCH, **{**given, **changes})
 
 
 def pod(options: KubernetesSettings) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def pod(options: KubernetesSettings) -> dict[str, Any]:
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("options", [PLAIN, FULL], ids=["plain", "full"])
 def test_objects_are_what_kubernetes_takes(options: KubernetesSettings, version: str):
-    for made in (job(options), manifest.group_object(options, LAUNCH, "/data/jobs/one")):
+    for made in (job(options), objects.group_object(options, LAUNCH, "/data/jobs/one")):
         schemas.validate(made, version, strict=True)
 
 
@@ -78,26 +78,26 @@ def test_a_job_runs_its_pod_once_and_is_found_and_deleted_with_its_launch():
     made = job()
     assert made["spec"]["backoffLimit"] == 0
     assert pod(PLAIN)["restartPolicy"] == "Never"
-    labels = {"dtrain/job": "prices_of_stocks", "dtrain/launch": manifest.name_launch(LAUNCH), "dtrain/node": "1",
+    labels = {"dtrain/job": "prices_of_stocks", "dtrain/launch": objects.name_launch(LAUNCH), "dtrain/node": "1",
               "dtrain/incarnation": "2"}  # fmt: skip
     assert labels.items() <= made["metadata"]["labels"].items()
     assert labels.items() <= made["spec"]["template"]["metadata"]["labels"].items()
-    group = manifest.group_object(PLAIN, LAUNCH, "/data/jobs/one")
+    group = objects.group_object(PLAIN, LAUNCH, "/data/jobs/one")
     owner = made["metadata"]["ownerReferences"][0]
     assert (owner["kind"], owner["name"], owner["uid"]) == (group["kind"], group["metadata"]["name"], "uid-1")
 
 
 def test_names_differ_by_launch_node_and_incarnation_and_are_short_enough():
     others = [LAUNCH, {**LAUNCH, "launch": 4}, {**LAUNCH, "token": "b" * 48}]
-    names = {manifest.name_job(launch, node, number) for launch in others for node in (0, 1) for number in (1, 2)}
+    names = {objects.name_job(launch, node, number) for launch in others for node in (0, 1) for number in (1, 2)}
     assert len(names) == 12
-    assert len(manifest.name_job({**LAUNCH, "launch": 999}, 999, 999)) <= 63
+    assert len(objects.name_job({**LAUNCH, "launch": 999}, 999, 999)) <= 63
     assert all(re.fullmatch(r"[a-z0-9-]+", name) for name in names)
 
 
 @pytest.mark.parametrize("text", ["a" * 90, "-a-", "é/ü", "…x…"])
 def test_labels_hold_any_job_id(text: str):
-    assert re.fullmatch(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?", manifest.label_of(text))
+    assert re.fullmatch(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?", objects.label_of(text))
 
 
 def test_a_pod_has_no_rights_that_it_does_not_need():
@@ -133,7 +133,7 @@ def test_what_the_settings_and_the_template_ask_for_is_in_the_pod():
     seconds = {item["key"]: item.get("tolerationSeconds") for item in spec["tolerations"]}
     assert seconds == {"gpu": None, "node.kubernetes.io/not-ready": 5, "node.kubernetes.io/unreachable": 20}
     made = job(FULL)
-    assert made["metadata"]["labels"][manifest.QUEUE] == "research"
+    assert made["metadata"]["labels"][objects.QUEUE] == "research"
     assert made["spec"]["suspend"] is True
     about = made["spec"]["template"]["metadata"]
     assert (about["labels"]["team"], about["labels"]["dtrain/node"]) == ("research", "1")
