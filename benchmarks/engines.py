@@ -38,8 +38,7 @@ import psutil
 import torch
 
 from benchmarks.host import in_parts, is_busy, note, stop_on_signals, tell
-from dtrain_dagster.clusters.engine_manager import EngineClusterManager
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import EngineClusterManager, LocalClusterManager
 from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.timeline import CostCause

@@ -42,7 +42,7 @@ import numpy as np
 import psutil
 
 from benchmarks.host import stolen_percent, tell
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.costs.estimate import Forecast, LearnedCorrection, Sizes
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.prices import price_of

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import psutil
 
 from dtrain_dagster.clusters.base import JobSpec
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from harness.namespaces import Hosts
 from trainer.elastic.generation_record import generations
 from trainer.node.environment import node_mark

@@ -280,8 +280,9 @@ class GPUClusterResource(dg.ConfigurableResource):
 
             tends = tends or run_id is not None
             return AzureMLClusterManager(self.azure_options(), Path(self.home), run_id, tends)
+        from dtrain_dagster.clusters.managers import EngineClusterManager, LocalClusterManager
+
         if self.engine:
-            from dtrain_dagster.clusters.engine_manager import EngineClusterManager
             from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 
             settings = LaunchSettings(
@@ -293,8 +294,6 @@ class GPUClusterResource(dg.ConfigurableResource):
                 successor_lead_seconds=self.engine.get("successor_lead_seconds", 0.0),
             )
             return EngineClusterManager(Path(self.home), settings, self.engine, self.ranks_per_node)
-        from dtrain_dagster.clusters.local.manager import LocalClusterManager
-
         return LocalClusterManager(
             home=Path(self.home),
             cluster_name=self.cluster_name,

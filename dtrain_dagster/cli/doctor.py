@@ -28,7 +28,7 @@ from dtrain_dagster.clusters.azure_ml.doctor import DoctorLine, doctor_document,
 from dtrain_dagster.clusters.azure_ml.doctor_reader import Walk
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.clusters.engine_manager import open_engine
+from dtrain_dagster.clusters.managers import open_engine
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.settings.azure import read_azure_options
 from dtrain_dagster.settings.engines import read_engine_options

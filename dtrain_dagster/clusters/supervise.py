@@ -55,7 +55,7 @@ def make_placer(
         from dtrain_dagster.clusters.local.placer import LocalPlacer
 
         return LocalPlacer(rundir, secret, clock, reaper)
-    from dtrain_dagster.clusters.engine_manager import open_engine
+    from dtrain_dagster.clusters.managers import open_engine
     from dtrain_dagster.clusters.supervision.agent_placer import AgentPlacer
 
     options = PrivateFiles.beside(secret.path).read_options()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dtrain_dagster.clusters.base import GPUClusterManager, JobSpec, JobState, JobStatus
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from harness.engines.machines import OWN_MODELS
 from harness.small_job import write_dataset
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig

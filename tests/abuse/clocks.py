@@ -31,7 +31,7 @@ PROGRAM = """
 import json, os, sys, time
 from pathlib import Path
 from dtrain_dagster.clusters.base import JobSpec
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.tracker import CostTracker
 from trainer.rundir import RunDir

@@ -50,7 +50,7 @@ PROVISION = """
 import sys
 from pathlib import Path
 from dtrain_dagster.clusters.base import JobSpec
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 print("go", flush=True)
 home = Path(sys.argv[1])
 manager = LocalClusterManager(home)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.jobs.progress import start_job
 from harness.small_job import write_dataset
 from tests.abuse.run_directory_readers import STEPS, read_everything

@@ -20,7 +20,7 @@ from dtrain_dagster.cli.facts import latest_job, summary_lines
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.clusters import presence
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.costs.budget import launch_price
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.dashboard import prometheus

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from dtrain_dagster.__main__ import main as home_commands
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.clusters.base import JobSpec, JobState
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.clusters.supervision.settle import new_token, signal_supervisor, supervisor_of, sweep
 from dtrain_dagster.registry import MLflowRegistry
 from dtrain_dagster.registry.client import open_client

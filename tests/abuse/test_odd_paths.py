@@ -9,7 +9,7 @@ import pytest
 
 from dtrain_dagster.cli.common import Refusal, run_dir
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.settings.environment import SettingsError, load_settings
 from tests.abuse import odd_paths
 from trainer.documents.places import PlaceError, checked_id, checked_name, inside, own_folder

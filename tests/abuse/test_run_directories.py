@@ -27,7 +27,7 @@ from dtrain_dagster.cli.screen import Screen
 from dtrain_dagster.cli.tune import candidates_table
 from dtrain_dagster.cli.tune import summary as tune_summary
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.jobs.progress import choose_job, follow_job, known_jobs, start_job

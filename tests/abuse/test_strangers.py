@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from dtrain_dagster.clusters.base import JobSpec, JobState
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from harness.elastic_nodes import KILLED, QUICK, Nodes, assert_undisturbed
 from harness.own_models import OWN_MODELS
 from harness.worlds import Job, build

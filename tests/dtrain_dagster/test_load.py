@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.costs.money import SECOND
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.jobs.progress import follow_job, start_job

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from harness.small_job import write_dataset
 from tests.e2e.fleet_story import PRICE, ROOT, FleetShell
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from harness.small_job import write_dataset
 from tests.e2e.fleet_story import PACED_MODEL, ROOT, FleetShell
 from tests.webhook import web_hook

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.costs.money import usd
 from harness.small_job import write_dataset
 from harness.tables import copy_tables

@@ -15,7 +15,7 @@ import dagster as dg
 import pytest
 from playwright.sync_api import Page as BrowserPage
 
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.costs.tracker import CostTracker

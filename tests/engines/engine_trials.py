@@ -21,7 +21,7 @@ from click.testing import CliRunner
 
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.clusters.base import ClusterError, JobState
-from dtrain_dagster.clusters.engine_manager import EngineClusterManager
+from dtrain_dagster.clusters.managers import EngineClusterManager
 from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from harness.engines.engine_training import (
     NODES,

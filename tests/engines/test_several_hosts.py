@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.engine_manager import EngineClusterManager
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import EngineClusterManager, LocalClusterManager
 from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from harness.engines.engine_training import NODES, STEPS, Outcome, Training, own_models, train_here, write_job
 from harness.engines.machines import Machines, missing, open_machines

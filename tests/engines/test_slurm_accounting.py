@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.engine_manager import EngineClusterManager
+from dtrain_dagster.clusters.managers import EngineClusterManager
 from dtrain_dagster.clusters.slurm import commands
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine, SlurmError
 from dtrain_dagster.clusters.supervision.engine import EngineUnreachableError, name_job

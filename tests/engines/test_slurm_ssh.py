@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.engine_manager import EngineClusterManager
+from dtrain_dagster.clusters.managers import EngineClusterManager
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine, SlurmError
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError
 from dtrain_dagster.clusters.supervision.submit import LaunchSettings

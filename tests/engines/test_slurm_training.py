@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.engine_manager import EngineClusterManager
+from dtrain_dagster.clusters.managers import EngineClusterManager
 from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from harness.engines.engine_training import PACED, STEPS, Outcome, Training, write_job
 from harness.engines.machines import Slurmds

@@ -25,7 +25,7 @@ from dtrain_dagster.automation.capacity_queue import (
 )
 from dtrain_dagster.automation.retraining import CAUSE_TAG, run_config
 from dtrain_dagster.clusters.base import ClusterConfig, NoCapacityError
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.jobs.progress import JOB_TAG
 from dtrain_dagster.resources import build_resources

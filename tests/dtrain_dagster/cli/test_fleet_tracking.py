@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dtrain_dagster.cli.tracking import FleetTracker
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, JobOrder
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms

@@ -30,7 +30,7 @@ from dtrain_dagster.cli.job_tables import nodes_table, print_status
 from dtrain_dagster.cli.main import RETIRED, SECTIONS, load_command, main
 from dtrain_dagster.clusters.azure_ml.job_records import by_node
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.dashboard.job_board import JobBoard, headline, read_row
 from dtrain_dagster.jobs.log_follower import FileFollower, LogPoller
 from dtrain_dagster.jobs.orders import order_of

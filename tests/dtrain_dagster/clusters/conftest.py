@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from dtrain_dagster.clusters.base import JobSpec, JobStatus
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 
 
 def wait_for(condition: Callable[[], Any], what: str, seconds: float = 60) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, FleetState, JobOrder, Outcome
 from dtrain_dagster.fleet.records import FleetRecords

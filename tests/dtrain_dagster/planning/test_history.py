@@ -16,7 +16,7 @@ import pytest
 from dtrain_dagster.assets.checks import judged
 from dtrain_dagster.assets.pipeline import STOCK
 from dtrain_dagster.assets.planning import build_cost_estimate
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.costs.estimate import LearnedCorrection, Sizes
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan
 from dtrain_dagster.costs.prices import price_of

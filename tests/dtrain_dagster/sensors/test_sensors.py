@@ -15,7 +15,7 @@ import dagster as dg
 import pytest
 
 from dtrain_dagster.clusters.base import OWNER, GPUClusterManager, JobSpec, NodePool, Orphan
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage

@@ -103,7 +103,7 @@ def test_racing_processes_start_a_job_once(cluster):
     code = f"""
 from pathlib import Path
 from dtrain_dagster.clusters.base import JobSpec
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 print("ready", flush=True)
 input()
 LocalClusterManager(Path({str(cluster.manager.home)!r})).submit_job({spec!r})

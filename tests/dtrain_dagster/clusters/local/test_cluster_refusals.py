@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dtrain_dagster.clusters.base import ClusterError, JobSpec
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 
 
 def test_no_nodes(cluster):

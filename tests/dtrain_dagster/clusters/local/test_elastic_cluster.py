@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from trainer.documents.presences import NodePresence
 from trainer.rundir import RunDir
 

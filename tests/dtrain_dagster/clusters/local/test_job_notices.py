@@ -17,7 +17,7 @@ from werkzeug import Request, Response
 
 from dtrain_dagster.clusters.base import OWNER, JobState
 from dtrain_dagster.clusters.job_notices import tell_of_end, was_told_of_end
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.clusters.notice_claims import NOTICES, claim_notice
 from dtrain_dagster.clusters.notice_text import (
     BEFORE,

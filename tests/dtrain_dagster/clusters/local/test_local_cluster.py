@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState, Orphan
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.clusters.supervision.submit import with_package
 from dtrain_dagster.support.job_lock import acquire, is_held
 from trainer.comm.launch_secret import SECRET_FILE
@@ -47,7 +47,7 @@ def submit_in_another_process(cluster, spec: JobSpec, first: str = "", then: str
 {first}
 from pathlib import Path
 from dtrain_dagster.clusters.base import JobSpec
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.clusters.supervision.submit import with_package
 LocalClusterManager(Path({str(cluster.manager.home)!r})).submit_job({spec!r})
 {then}

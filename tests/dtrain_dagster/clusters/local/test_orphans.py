@@ -208,7 +208,7 @@ def test_a_job_submitted_from_within_another_outlives_it(cluster):
     inner = cluster.spec("inner", wait, nodes=1)
     outer = f"""
     from dtrain_dagster.clusters.base import JobSpec
-    from dtrain_dagster.clusters.local.manager import LocalClusterManager
+    from dtrain_dagster.clusters.managers import LocalClusterManager
     LocalClusterManager(Path({str(cluster.manager.home)!r})).submit_job({inner!r})
     """
     cluster.submit("outer", outer, nodes=1)

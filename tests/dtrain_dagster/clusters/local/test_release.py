@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.jobs.progress import start_job
 from harness.small_job import write_dataset
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig

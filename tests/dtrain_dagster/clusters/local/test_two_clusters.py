@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dtrain_dagster.clusters.base import OWNER, JobSpec, JobState
-from dtrain_dagster.clusters.local.manager import LocalClusterManager
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from trainer.rundir import RunDir
 
 JOB = "train-00000000-11111111"

@@ -1,11 +1,13 @@
-"""The cluster of an engine that runs nodes for us: SLURM, Kubernetes or Ray, from its options.
+"""The clusters whose jobs have a supervisor: this machine, and an engine that runs nodes for us (SLURM, Kubernetes or
+Ray), which is chosen by the kind of cluster. The module stands above the rooms of all engines for that.
 
-It chooses the engine by the kind of cluster, and stands above the rooms of all engines for that. What all clusters with
-a supervisor share is in `supervision.manager`.
+What these clusters share is in `supervision.manager`. Of this machine, on which nothing has to be started or paid for,
+only its size belongs here.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,54 @@ from dtrain_dagster.settings.slurm import SlurmSettings
 from trainer.node.environment import STOP_GRACE, read_duration
 from trainer.rundir import LOGS
 
+RANKS_PER_CORE = 8
+"""The most processes that this machine is asked to carry, for each of its cores."""
+
+
+class LocalClusterManager(SupervisedClusterManager):
+    """A cluster on this machine. Its jobs are ``<home>/storage/jobs/<job_id>``. ``gpu_type`` is the SKU whose price is
+    used as a stand-in; ``threads_per_rank`` sets OMP_NUM_THREADS (None: cores / ranks). For a job that regroups,
+    ``max_replacements`` lost nodes are replaced, each after ``replacement_delay_seconds``."""
+
+    def __init__(
+        self,
+        home: Path,
+        cluster_name: str = "local",
+        gpu_type: str = "Standard_NC6s_v3",
+        processes_per_node: int = 1,
+        threads_per_rank: int | None = None,
+        max_replacements: int = 6,
+        replacement_delay_seconds: float = 1.0,
+    ) -> None:
+        settings = LaunchSettings(
+            cluster_name=cluster_name,
+            sku=gpu_type,
+            threads_per_rank=threads_per_rank,
+            max_replacements=max_replacements,
+            replacement_delay_seconds=replacement_delay_seconds,
+        )
+        super().__init__(home, settings, processes_per_node)
+
+    def check_size(self, node_count: int, processes_per_node: int) -> None:
+        if node_count < 1:
+            raise ClusterError(f"DTRAIN_NODES={node_count}: a cluster needs at least one node; set 1 or more")
+        _refuse_empty_nodes(processes_per_node)
+        ranks = node_count * processes_per_node
+        if ranks > self._most_ranks:
+            raise ClusterError(
+                f"DTRAIN_NODES={node_count} x DTRAIN_PROCESSES_PER_NODE={processes_per_node} is {ranks} processes on "
+                f"{os.cpu_count()} cores; the local cluster takes at most {RANKS_PER_CORE} per core, "
+                f"{self._most_ranks} here: set fewer"
+            )
+
+    @property
+    def most_nodes(self) -> int:
+        return self._most_ranks // self.processes_per_node
+
+    @property
+    def _most_ranks(self) -> int:
+        return RANKS_PER_CORE * (os.cpu_count() or 1)
+
 
 class EngineClusterManager(SupervisedClusterManager):
     """A cluster whose nodes are one-node jobs of an engine. They come only for a submitted job."""
@@ -41,10 +91,7 @@ class EngineClusterManager(SupervisedClusterManager):
         words = KINDS[self.settings.engine].words
         if not 1 <= node_count <= MOST_NODES:
             raise ClusterError(f"DTRAIN_NODES={node_count}: the {words} is asked for 1 to {MOST_NODES} nodes")
-        if processes_per_node < 1:
-            raise ClusterError(
-                f"DTRAIN_PROCESSES_PER_NODE={processes_per_node}: a node runs at least one; set 1 or more"
-            )
+        _refuse_empty_nodes(processes_per_node)
 
     def describe_account(self, job_id: str) -> list[str]:
         if self.settings.engine != "slurm":
@@ -54,6 +101,11 @@ class EngineClusterManager(SupervisedClusterManager):
     @property
     def most_nodes(self) -> int:
         return MOST_NODES
+
+
+def _refuse_empty_nodes(processes_per_node: int) -> None:
+    if processes_per_node < 1:
+        raise ClusterError(f"DTRAIN_PROCESSES_PER_NODE={processes_per_node}: a node runs at least one; set 1 or more")
 
 
 def open_engine(
