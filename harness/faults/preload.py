@@ -102,7 +102,7 @@ def _supervise(order: Mapping[str, Any]) -> int:
 
 
 def _work(order: Mapping[str, Any], reaper: Any) -> int:
-    from dtrain_dagster.clusters.local.placer import LocalPlacer
+    from dtrain_dagster.clusters.supervise import LocalPlacer
     from dtrain_dagster.clusters.supervision.supervisor import Supervisor, begin_clock
     from trainer.comm.launch_secret import SecretFile
     from trainer.rundir import RunDir
