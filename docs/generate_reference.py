@@ -33,7 +33,7 @@ from dtrain_dagster.assets.search import SearchOptions
 from dtrain_dagster.cli.json_output import JsonOption
 from dtrain_dagster.cli.main import EXIT_CODES, SECTIONS, load_command
 from dtrain_dagster.cli.main import main as dtrain
-from dtrain_dagster.dashboard import prometheus
+from dtrain_dagster.dashboard import server
 from dtrain_dagster.definitions import defs
 from dtrain_dagster.settings.azure import AzureSettings
 from dtrain_dagster.settings.environment import Settings
@@ -254,12 +254,12 @@ def metrics_page() -> str:
         "| `dtrain_job_info` | `job`, `model`, `state` | 1; the labels tell what the job is and how it stands |\n"
     )
     groups: tuple[tuple[str, Mapping[str, tuple[Any, ...]]], ...] = (
-        ("`job`", prometheus.JOB), ("`job`", prometheus.COUNTERS), ("`job`, `node`", prometheus.NODE),
-        ("`job`, `node`, `gpu`", prometheus.GPU),
+        ("`job`", server.JOB_METRICS), ("`job`", server.COUNTER_METRICS), ("`job`, `node`", server.NODE_METRICS),
+        ("`job`, `node`, `gpu`", server.GPU_METRICS),
     )  # fmt: skip
     for labels, metrics in groups:
         text += "".join(f"| `{name}` | {labels} | {about[0]} |\n" for name, about in metrics.items())
-    for name, (about, own, _) in prometheus.PARTS.items():
+    for name, (about, own, _) in server.LABELLED_METRICS.items():
         text += f"| `{name}` | {', '.join(f'`{label}`' for label in ('job', *own))} | {about} |\n"
     return text
 

@@ -23,11 +23,11 @@ from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.costs.budget import launch_price
 from dtrain_dagster.costs.prices import PriceError
-from dtrain_dagster.dashboard import prometheus
 from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.job_figures import read_figures
 from dtrain_dagster.dashboard.job_links import Places
 from dtrain_dagster.dashboard.page import report_page
+from dtrain_dagster.dashboard.server import exposition
 from dtrain_dagster.fleet.launches import explain_launch_end
 from dtrain_dagster.fleet.records import KeptState
 from dtrain_dagster.jobs.progress import choose_job, known_jobs, ran_out
@@ -147,7 +147,7 @@ def _board(readers: Readers) -> None:
     if readers.damaged not in rows:
         readers.say("outages", "the damaged job has no row")
     readers.look("the dashboard's list", json.dumps([str(row) for row in rows.values()], ensure_ascii=False))
-    metrics = readers.of_all("/metrics", lambda: prometheus.exposition(board).decode()) or ""
+    metrics = readers.of_all("/metrics", lambda: exposition(board).decode()) or ""
     if f'dtrain_step{{job="{readers.whole}"}} {STEPS}.0' not in metrics:
         readers.say("outages", "the whole job is not in /metrics")
     for job_id in (readers.whole, readers.damaged):

@@ -24,11 +24,19 @@ from told_events import HOSTILE, START, event, hang, membership, sample, timing,
 
 from dtrain_dagster.cli.follow import live_nodes_table, node_state
 from dtrain_dagster.cli.main import main
-from dtrain_dagster.dashboard import page, prometheus
+from dtrain_dagster.dashboard import page
 from dtrain_dagster.dashboard.job_board import RECENT_JOBS, JobBoard, headline, state_of
 from dtrain_dagster.dashboard.page import PANELS
 from dtrain_dagster.dashboard.series import ALL_NODES, MOST_NODES, POINTS, PerformanceDashboard
-from dtrain_dagster.dashboard.server import build_app
+from dtrain_dagster.dashboard.server import (
+    COUNTER_METRICS,
+    GPU_METRICS,
+    JOB_METRICS,
+    LABELLED_METRICS,
+    NODE_METRICS,
+    build_app,
+    exposition,
+)
 from trainer.documents.presences import NodePresence
 from trainer.rundir import RunDir
 from trainer.storage.base import Storage
@@ -408,7 +416,7 @@ def test_metrics_are_of_nodes_that_are_there_and_survive_strange_figures(remote:
     assert job is not None
     job.dashboard.take(strange)  # from storage, the reader lets none of them pass
     job.dashboard.nodes[0]["gpus"] = Cards([{"index": 0, "utilization": 50.0}])
-    metrics = prometheus.exposition(board).decode()
+    metrics = exposition(board).decode()
     assert 'dtrain_node_cpu_utilization_ratio{job="mine",node="0"} 0.4' in metrics
     assert 'dtrain_node_memory_utilization_ratio{job="mine",node="1"} 0.02' in metrics
     assert re.findall(r'dtrain_node_cpu_utilization_ratio{job="mine",node="([12])"}', metrics) == []
@@ -449,7 +457,7 @@ def test_metrics_follow_prometheus_conventions_and_feed_the_grafana_dashboard(se
     assert values["dtrain_hangs_total", "newer"] == 1
     recorded = {one.name for one in samples}
     assert not [name for name in recorded if re.search(r"percent|milli|_ms$|_gib", name)]
-    declared = {*prometheus.JOB, *prometheus.NODE, *prometheus.GPU, *prometheus.COUNTERS, *prometheus.PARTS}
+    declared = {*JOB_METRICS, *NODE_METRICS, *GPU_METRICS, *COUNTER_METRICS, *LABELLED_METRICS}
     assert declared - recorded == {"dtrain_validation_loss", "dtrain_cost_dollars"}, "not known of this job"
 
     grafana = json.loads((ROOT / "deploy/grafana/dtrain.json").read_text())
