@@ -29,7 +29,7 @@ from dtrain_dagster.costs.export import to_csv
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan, parse_plan
 from dtrain_dagster.costs.prices import PriceError, hardware_of
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.reports.training_charts import markdown_image
+from dtrain_dagster.reports.charts import markdown_image
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.settings.environment import SettingsError
 from dtrain_dagster.support.formatting import in_markdown

@@ -22,18 +22,19 @@ from dtrain_dagster.assets.common import (
 )
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.data.engines import DUCKDB, DataEngine, opened_ray_engine
-from dtrain_dagster.data.preview import dataset_picture, median_prices, preview_rows
 from dtrain_dagster.data.prices import PricesRef, write_prices
 from dtrain_dagster.data.publish import publish_dataset
 from dtrain_dagster.data.sharding import LEAST, BuiltDataset, DatasetParams, build_dataset
 from dtrain_dagster.data.sources import known_findings, price_source
 from dtrain_dagster.data.validation import CHECKS, CheckResult, validated
+from dtrain_dagster.reports.charts import dataset_picture
 from dtrain_dagster.reports.small_pictures import small_bar, small_curves
 from dtrain_dagster.resources import ProjectResource, project_resource
 from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.settings.ray import RaySettings
 from dtrain_dagster.support.page_entries import fit_page
 from trainer.data.manifest import NoDatasetError, read_dataset_manifest
+from trainer.documents.places import inside
 from trainer.storage.open import open_storage
 
 MOST_COLUMNS = 5
@@ -133,6 +134,22 @@ def read_prices(
     )
 
 
+def median_prices(path: str, points: int = 60) -> list[tuple[float, float]]:
+    """Return (year, median price of the tickers then) at so many days, evenly spread over a file of prices."""
+    import duckdb
+
+    query = """
+        with days as (select distinct "date" from read_parquet($path)),
+             placed as (select "date", row_number() over (order by "date") - 1 as place from days),
+             chosen as (select "date" from placed where place % greatest(1, (select count(*) from days) // $points) = 0)
+        select year("date") + dayofyear("date") / 366.0, median(adj_close)
+        from read_parquet($path) join chosen using ("date") group by "date" order by "date"
+    """
+    with duckdb.connect() as database:
+        found = database.execute(query, {"path": path, "points": points}).fetchall()
+    return [(float(year), float(price)) for year, price in found if price is not None]
+
+
 def _asset_check(check: CheckResult, known: int) -> dg.AssetCheckResult:
     """Return a check's result. ``known``: how often it finds something in these prices, as is known of them."""
     severity = dg.AssetCheckSeverity.ERROR if check.severity == "error" else dg.AssetCheckSeverity.WARN
@@ -194,14 +211,13 @@ def show_dataset(
     for ticker, reason in built.excluded.items():
         context.log.warning(f"{ticker} is left out: {reason}")
     manifest = built.manifest()
-    rows = preview_rows(built.uri)
     return dg.MaterializeResult(
         value=built,
         data_version=dg.DataVersion(built.dataset_id),
         metadata=fit_page(
             {
                 **dataset_head(built, "" if built.built else "; it already existed"),
-                "preview": _preview(rows),
+                "preview": _preview(preview_rows(built.uri)),
                 "charts": charts({"Prices and splits": dataset_picture(built.uri)}),
                 "dagster/row_count": built.rows,
                 "dagster/column_schema": dg.TableSchema(
@@ -242,6 +258,19 @@ def opened_engine(name: str) -> Iterator[DataEngine]:
         return
     with opened_ray_engine(RaySettings.read().address) as engine:
         yield engine
+
+
+def preview_rows(uri: str, count: int = 10) -> list[dict[str, Any]]:
+    """Return the first ``count`` rows of the first shard, as text for a table."""
+    import pyarrow.parquet as pq
+
+    manifest = read_dataset_manifest(open_storage(uri))
+    with open(inside(uri, manifest["shards"][0]["path"], f"a shard of {uri}"), "rb") as handle:
+        rows = next(pq.ParquetFile(handle).iter_batches(batch_size=count)).to_pylist()
+    return [
+        {name: f"{value:.5g}" if isinstance(value, float) else str(value) for name, value in row.items()}
+        for row in rows
+    ]
 
 
 def _preview(rows: list[dict[str, Any]]) -> dg.TableMetadataValue:

@@ -28,7 +28,7 @@ from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
 from dtrain_dagster.monitoring.alerts import communication_alert
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows, with_own_cores
-from dtrain_dagster.reports import training_charts
+from dtrain_dagster.reports.charts import calibration_chart, skill_chart, training_curves
 from dtrain_dagster.reports.kind_scores import figures_table, has_kind_scores
 from dtrain_dagster.reports.small_pictures import small_curves
 from dtrain_dagster.settings.environment import load_settings
@@ -77,12 +77,10 @@ def training_page(
     elif has_kind_scores(evaluation):
         metadata["scores"] = dg.MarkdownMetadataValue(figures_table(evaluation))
     metadata |= links(dashboard=job_url, studio=studio_url((rundir.read_json(LAUNCH) or {}).get("studio_url")))
-    metadata["curves"] = charts({"Training curves": training_charts.training_curves(steps, evaluations)})
+    metadata["curves"] = charts({"Training curves": training_curves(steps, evaluations)})
     if model.get("nll") is not None:
-        metadata["skill"] = charts(
-            {"Skill against the baselines": training_charts.skill_chart(model, evaluation["baselines"])}
-        )
-        metadata["calibration"] = charts({"Calibration": training_charts.calibration_chart(evaluation["calibration"])})
+        metadata["skill"] = charts({"Skill against the baselines": skill_chart(model, evaluation["baselines"])})
+        metadata["calibration"] = charts({"Calibration": calibration_chart(evaluation["calibration"])})
     metadata["notes"] = dg.MarkdownMetadataValue("\n".join(f"- {in_markdown(note)}" for note in evaluation["notes"]))
     metadata["membership"] = dg.MarkdownMetadataValue(membership_table(history))
     rest: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """The test figures of a model of rows beside its baselines'. Pure.
 
-Pages of assets and the terminal show them. The figures of windows of prices have charts instead: `training_charts`.
+Pages of assets and the terminal show them. The figures of windows of prices have charts instead: `charts`.
 """
 
 from __future__ import annotations

@@ -19,16 +19,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dtrain_dagster.assets.dataset import preview_rows
 from dtrain_dagster.assets.training_page import _samples_check
 from dtrain_dagster.automation.retraining import prices_of
 from dtrain_dagster.data import price_file
 from dtrain_dagster.data.build_once import verify_shards
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.data.preview import dataset_picture, preview_rows
 from dtrain_dagster.data.prices import iter_tickers, write_prices
 from dtrain_dagster.data.publish import publish_dataset
 from dtrain_dagster.data.sources import PriceFile, price_source
 from dtrain_dagster.planning.tuned_settings import _dataset_id
+from dtrain_dagster.reports.charts import dataset_picture
 from tests.abuse import hostile_data
 from trainer.data.manifest import check_manifest
 from trainer.data.shards import DatasetError, DataShardManager

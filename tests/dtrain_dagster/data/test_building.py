@@ -15,12 +15,13 @@ import pandas as pd
 import pytest
 from price_files import Panel, assert_nothing_half_written, long_frame, prepare, save, write
 
+from dtrain_dagster.assets.dataset import preview_rows
 from dtrain_dagster.data.build_once import verify_shards
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.features import FEATURES, TARGET
-from dtrain_dagster.data.preview import dataset_picture, preview_rows
 from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset
 from dtrain_dagster.data.validation import Mask, Validation, validate_prices
+from dtrain_dagster.reports.charts import dataset_picture
 from trainer.data.shards import DatasetError, DataShardManager
 
 NOTHING = Validation(checks=(), masks=())

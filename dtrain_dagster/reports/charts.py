@@ -1,13 +1,21 @@
-"""The charts in the assets' metadata: plain rows in, SVG out, each with axes, units and a legend."""
+"""The charts in the assets' metadata: plain rows or a dataset in, SVG out, each with axes, units and a legend."""
 
 from __future__ import annotations
 
 import base64
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtrain_dagster.monitoring.learning import evaluations_of, judge_learning
 from dtrain_dagster.reports.drawing import COLOURS, INK, label, line, new_figure, svg
+from trainer.data.manifest import read_dataset_manifest
+from trainer.documents.places import inside
+from trainer.storage.open import open_storage
+
+MOST_LINES = 60
+"""The most tickers that are drawn; of more, an even selection is taken."""
+POINTS = 500
 
 
 def markdown_image(svg: bytes, title: str) -> str:
@@ -85,3 +93,60 @@ def calibration_chart(quintiles: Sequence[Mapping[str, float]]) -> bytes:
     label(axis, "Calibration by predicted volatility", "quintile of predicted scale (1 calm … 5 stormy)", "coverage")
     axis.legend(frameon=False, fontsize=8, loc="lower left", ncols=3)
     return svg(figure)
+
+
+def dataset_picture(uri: str) -> bytes:
+    """Return an SVG of all tickers' prices on one scale (log of price over its first), splits shaded, masked days
+    marked."""
+    import numpy as np
+    import pyarrow.parquet as pq
+    from matplotlib import rc_context
+    from matplotlib.dates import date2num
+
+    manifest = read_dataset_manifest(open_storage(uri))
+    tickers = [ticker for shard in manifest["shards"] for ticker in shard["tickers"]]
+    shown = set(tickers[:: -(-len(tickers) // MOST_LINES)])
+    figure = new_figure(9, 4)
+    axis = figure.subplots()
+    for colour, (split, bounds) in zip(("#ddf4ff", "#fff8c5", "#dafbe1"), manifest["splits"].items(), strict=True):
+        first, last = (float(date2num(np.datetime64(bounds[end]))) for end in ("first", "last"))
+        count = manifest["samples"][split]
+        axis.axvspan(first, last, color=colour, linewidth=0, label=f"{split}: {count:,} windows")
+    for shard in manifest["shards"]:
+        file = pq.ParquetFile(inside(uri, shard["path"], f"a shard of {uri}"))
+        for group, ticker in enumerate(shard["tickers"]):
+            if ticker not in shown:
+                continue
+            table = file.read_row_group(group, columns=["date", "adj_close"])
+            dates, prices = table["date"].to_numpy(), table["adj_close"].to_numpy()
+            thin = slice(None, None, max(1, len(dates) // POINTS))
+            axis.plot(
+                dates[thin],
+                np.log(prices[thin] / prices[0]),
+                color="#57606a",
+                alpha=0.45,
+                linewidth=0.7,
+                rasterized=True,
+            )
+            axis.annotate(
+                ticker,
+                (dates[-1], np.log(prices[-1] / prices[0])),
+                fontsize=5,
+                color="#57606a",
+                va="center",
+                parse_math=False,
+            )
+    for place, mask in enumerate(manifest["masks"]):
+        first, last = (float(date2num(np.datetime64(mask[end]))) for end in ("first", "last"))
+        axis.axvspan(first, last, ymax=0.04, color="#cf222e", linewidth=0, label="masked days" if not place else None)
+    axis.set_title(f"{manifest['source']['title']}", fontsize=10, loc="left", fontweight="bold", parse_math=False)
+    axis.set_ylabel("log(price / first price)", fontsize=9)
+    axis.set_xlabel("day", fontsize=9)
+    axis.tick_params(labelsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.margins(x=0.01)
+    figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=4)
+    buffer = io.BytesIO()
+    with rc_context({"svg.fonttype": "none"}):  # letters as text: their outlines would double the size
+        figure.savefig(buffer, format="svg", dpi=90, metadata={"Date": None})
+    return buffer.getvalue()
