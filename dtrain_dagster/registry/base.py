@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.jobs.orders import Order
-from dtrain_dagster.registry.client import open_client
 from dtrain_dagster.registry.endpoint import (
     EndpointCheck,
     Finding,
@@ -33,6 +32,7 @@ from dtrain_dagster.registry.versions import (
     RegisteredModel,
     RegistryError,
     job_tags,
+    open_client,
     read_succeeded,
     registering,
     save_pyfunc,

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.registry.base import Registry
-from dtrain_dagster.registry.client import open_client
 from dtrain_dagster.registry.packed import PACKED_TAG, refuse_changed_files
 from dtrain_dagster.registry.promotion import AliasDecision
 from dtrain_dagster.registry.versions import (
@@ -23,6 +22,7 @@ from dtrain_dagster.registry.versions import (
     RegistryError,
     description,
     explained,
+    open_client,
     tags_of_run,
 )
 from dtrain_dagster.support.secrets import redact

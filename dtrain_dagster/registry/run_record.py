@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain_dagster.registry.client import open_client
-from dtrain_dagster.registry.versions import JOB_TAG
+from dtrain_dagster.registry.versions import JOB_TAG, open_client
 from trainer.documents.events import MembershipEvent, read_events
 from trainer.errors import DamagedError
 from trainer.observability.mlflow_sink import NOTE_TAG, ensure_experiment, summarise

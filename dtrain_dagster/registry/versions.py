@@ -7,6 +7,7 @@ validate it, which the serving check does on a real server.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from trainer.config import JobConfig
 from trainer.data.manifest import load_manifest
 from trainer.elastic.generation_record import generations
 from trainer.observability.mlflow_sink import GATE_TAG, ensure_experiment
+from trainer.observability.mlflow_sqlite import make_tables
 from trainer.rundir import EVALUATION, RESULT, RunDir
 from trainer.runtime.file_lock import hold_lock
 from trainer.spec import DataSpec, RowSpec
@@ -228,3 +230,12 @@ def description(card: str) -> str:
         return card
     note = f"\n\n… the whole card is `{CARD}` beside the model."
     return card[: DESCRIPTION_LIMIT - len(note)].rsplit("\n", 1)[0] + note
+
+
+def open_client(tracking_uri: str) -> MlflowClient:
+    """Return a client of the tracking server, which is the registry too."""
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # a progress bar is noise in a log
+    from mlflow import MlflowClient
+
+    make_tables(tracking_uri)
+    return MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)

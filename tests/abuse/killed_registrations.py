@@ -63,7 +63,7 @@ def prepare(folder: Path) -> None:
 
 def track(folder: Path) -> None:
     """Make a run of MLflow for the job, as if its training had reported to it."""
-    from dtrain_dagster.registry.client import open_client
+    from dtrain_dagster.registry.versions import open_client
     from trainer.rundir import RunDir
 
     client = open_client(_uri(folder))
@@ -94,7 +94,7 @@ def register(folder: Path, job: str) -> str:
 def champion(folder: Path) -> str:
     """Return the job whose model is champion; raise if its files are not those that were registered."""
     from dtrain_dagster.registry import MLflowRegistry
-    from dtrain_dagster.registry.client import open_client
+    from dtrain_dagster.registry.versions import open_client
 
     version = open_client(_uri(folder)).get_model_version_by_alias(NAME, "champion")
     with MLflowRegistry(_uri(folder)).files(NAME, version.version):
@@ -108,7 +108,7 @@ def wrong(folder: Path, job: str) -> str:
 
     from dtrain_dagster.jobs.orders import MODEL_DIGESTS, order_of
     from dtrain_dagster.registry import PACKED_TAG, MLflowRegistry
-    from dtrain_dagster.registry.client import open_client
+    from dtrain_dagster.registry.versions import open_client
     from trainer.rundir import RunDir
 
     client, rundir = open_client(_uri(folder)), RunDir(str(folder / "jobs" / job))

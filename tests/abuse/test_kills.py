@@ -23,7 +23,7 @@ from dtrain_dagster.clusters.base import JobSpec, JobState
 from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.clusters.supervision.settle import new_token, signal_supervisor, supervisor_of, sweep
 from dtrain_dagster.registry import MLflowRegistry
-from dtrain_dagster.registry.client import open_client
+from dtrain_dagster.registry.versions import open_client
 from dtrain_dagster.settings.home import make_home
 from dtrain_dagster.support.building import LEFT_SECONDS, building_in
 from harness import small_job

@@ -21,12 +21,11 @@ import pytest
 from dtrain_dagster.jobs.orders import Order, keep_order, keep_registration
 from dtrain_dagster.jobs.progress import REGISTRATION
 from dtrain_dagster.registry import endpoint, run_model
-from dtrain_dagster.registry.client import open_client
 from dtrain_dagster.registry.endpoint import ScoringEndpoint, ServingError
 from dtrain_dagster.registry.endpoints import _registered
 from dtrain_dagster.registry.run_model import RunModelError, load_run_model
 from dtrain_dagster.registry.smoke_test import AnswerError, as_columns, parse_predictions, read_predictions
-from dtrain_dagster.registry.versions import tracking_run
+from dtrain_dagster.registry.versions import open_client, tracking_run
 from tests.abuse.hostile_nodes import Place
 from trainer.rundir import RunDir
 

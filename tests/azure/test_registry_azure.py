@@ -27,9 +27,8 @@ from dtrain_dagster.registry.azure_endpoint import (
     scoring_endpoint,
     usd_per_hour,
 )
-from dtrain_dagster.registry.client import open_client
 from dtrain_dagster.registry.endpoint import ServingError
-from dtrain_dagster.registry.versions import RegisteredModel
+from dtrain_dagster.registry.versions import RegisteredModel, open_client
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.audit import AuditLog

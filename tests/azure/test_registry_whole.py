@@ -12,7 +12,7 @@ from dtrain_dagster import registry
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
 from dtrain_dagster.jobs.progress import start_job
 from dtrain_dagster.registry.azure import AzureMLRegistry
-from dtrain_dagster.registry.client import open_client
+from dtrain_dagster.registry.versions import open_client
 from harness import small_job
 from harness.azure.emulator import Emulator
 from tests.azure.planted import ENVIRONMENT, leaks

@@ -18,11 +18,10 @@ import pytest
 from dtrain_dagster import registry
 from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.orders import Order
-from dtrain_dagster.registry.client import open_client
 from dtrain_dagster.registry.endpoint import scoring_server
 from dtrain_dagster.registry.packed import PACKED_TAG, folder_digest
 from dtrain_dagster.registry.smoke_test import SAME_WEIGHTS_TOLERANCE, Sample, compare_answers
-from dtrain_dagster.registry.versions import RUN_TAGS
+from dtrain_dagster.registry.versions import RUN_TAGS, open_client
 from dtrain_dagster.support.formatting import in_markdown
 from dtrain_dagster.support.user_code import stage_for_serving
 from harness import small_job
