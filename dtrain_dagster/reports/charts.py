@@ -5,17 +5,63 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.monitoring.learning import evaluations_of, judge_learning
-from dtrain_dagster.reports.drawing import COLOURS, INK, label, line, new_figure, svg
 from trainer.data.manifest import read_dataset_manifest
 from trainer.documents.places import inside
 from trainer.storage.open import open_storage
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, MUTED, GRID = "#24292f", "#6e7781", "#d8dee4"
+COLOURS = ("#0969da", "#bf5700", "#1a7f37", "#8250df", "#cf222e", "#9a6700", "#0e7490", "#57606a")
 MOST_LINES = 60
 """The most tickers that are drawn; of more, an even selection is taken."""
 POINTS = 500
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of this size in inches."""
+    # Figure, not pyplot: no global state and no display, so any thread of any process may draw.
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained", facecolor="white")
+
+
+def line(
+    axis: Axes,
+    points: Sequence[tuple[float, float]],
+    text: str,
+    colour: str,
+    marker: str | None = None,
+    width: float = 1.5,
+) -> None:
+    """Draw a labelled line through ``points`` (x, y)."""
+    horizontal, vertical = ([point[index] for point in points] for index in (0, 1))
+    axis.plot(horizontal, vertical, label=text, color=colour, linewidth=width, marker=marker, markersize=4)
+
+
+def label(axis: Axes, title: str, horizontal: str, vertical: str) -> None:
+    """Set an axis's title and labels, in the common style."""
+    axis.set_title(title, fontsize=10, color=INK, loc="left", fontweight="bold")
+    axis.set_xlabel(horizontal, fontsize=9, color=MUTED)
+    axis.set_ylabel(vertical, fontsize=9, color=MUTED)
+    axis.tick_params(labelsize=8, colors=MUTED)
+    axis.grid(visible=True, color=GRID, linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.spines[["left", "bottom"]].set_color(GRID)
+
+
+def svg(figure: Figure) -> bytes:
+    """Return the figure as SVG."""
+    buffer = io.BytesIO()
+    # No date in the file: the same figures give the same bytes.
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
 
 
 def markdown_image(svg: bytes, title: str) -> str:
@@ -43,6 +89,7 @@ def training_curves(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Ma
             color=COLOURS[1],
         )
     label(upper, "Loss over optimizer steps", "", "loss per sample")
+    upper.legend(frameon=False, fontsize=8)
     line(lower, [(row["step"], row["learning_rate"]) for row in steps], "learning rate", COLOURS[2])
     norms = lower.twinx()
     line(norms, [(row["step"], row["grad_norm"]) for row in steps], "gradient norm", COLOURS[3], width=0.9)

@@ -11,7 +11,7 @@ from dtrain_dagster.costs.ledger import Ledger
 from dtrain_dagster.costs.money import SECOND, usd
 from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.planning.choices import Choices, PlanChoice, misses
-from dtrain_dagster.reports.drawing import COLOURS, INK, MUTED, label, new_figure, svg
+from dtrain_dagster.reports.charts import COLOURS, INK, MUTED, label, new_figure, svg
 from dtrain_dagster.settings.tiers import tier_in_words
 from dtrain_dagster.support.formatting import dollars, format_duration
 
