@@ -134,19 +134,19 @@ def read_prices(
     )
 
 
-def median_prices(path: str, points: int = 60) -> list[tuple[float, float]]:
-    """Return (year, median price of the tickers then) at so many days, evenly spread over a file of prices."""
+def median_prices(path: str) -> list[tuple[float, float]]:
+    """Return (year, median price of the tickers then) at 60 days, evenly spread over a file of prices."""
     import duckdb
 
     query = """
         with days as (select distinct "date" from read_parquet($path)),
              placed as (select "date", row_number() over (order by "date") - 1 as place from days),
-             chosen as (select "date" from placed where place % greatest(1, (select count(*) from days) // $points) = 0)
+             chosen as (select "date" from placed where place % greatest(1, (select count(*) from days) // 60) = 0)
         select year("date") + dayofyear("date") / 366.0, median(adj_close)
         from read_parquet($path) join chosen using ("date") group by "date" order by "date"
     """
     with duckdb.connect() as database:
-        found = database.execute(query, {"path": path, "points": points}).fetchall()
+        found = database.execute(query, {"path": path}).fetchall()
     return [(float(year), float(price)) for year, price in found if price is not None]
 
 
@@ -260,13 +260,13 @@ def opened_engine(name: str) -> Iterator[DataEngine]:
         yield engine
 
 
-def preview_rows(uri: str, count: int = 10) -> list[dict[str, Any]]:
-    """Return the first ``count`` rows of the first shard, as text for a table."""
+def preview_rows(uri: str) -> list[dict[str, Any]]:
+    """Return the first rows of the first shard, as text for a table."""
     import pyarrow.parquet as pq
 
     manifest = read_dataset_manifest(open_storage(uri))
     with open(inside(uri, manifest["shards"][0]["path"], f"a shard of {uri}"), "rb") as handle:
-        rows = next(pq.ParquetFile(handle).iter_batches(batch_size=count)).to_pylist()
+        rows = next(pq.ParquetFile(handle).iter_batches(batch_size=10)).to_pylist()
     return [
         {name: f"{value:.5g}" if isinstance(value, float) else str(value) for name, value in row.items()}
         for row in rows

@@ -63,7 +63,7 @@ class LocalPlacer:
         rundir: RunDir,
         secret: SecretFile,
         clock: SteadyClock,
-        reaper: Reaper | None = None,
+        reaper: Reaper,
         spawn: Spawn = spawn_process,
     ) -> None:
         self.rundir, self.secret, self.clock, self.reaper, self.spawn = rundir, secret, clock, reaper, spawn
@@ -93,18 +93,13 @@ class LocalPlacer:
         node = make_node(self.launch, seat, log)
         self.nodes[node_id] = node, here
         self.rundir.write_node(here)
-        node.start(self.launch, self.clock.variables(), self.spawn, self._watch)
-
-    def _watch(self, group: int) -> None:
-        if self.reaper:
-            self.reaper.watch(group)
+        node.start(self.launch, self.clock.variables(), self.spawn, self.reaper.watch)
 
     def look(self) -> Mapping[int, PlacedNode]:
         """Pass on what the processes have printed, refresh the presences now and then, and see what has ended."""
         if beat := time.monotonic() - self.beat > presences.HEARTBEAT_SECONDS:
             self.beat = time.monotonic()
-            if self.reaper:
-                reap_orphans({process.pid for node, _ in self.nodes.values() for _, process in node.processes})
+            reap_orphans({process.pid for node, _ in self.nodes.values() for _, process in node.processes})
         for node_id, (node, _) in self.nodes.items():
             if not node.gone:
                 node.log.pump()
@@ -112,7 +107,7 @@ class LocalPlacer:
                     self._write_presence(node_id, last_seen_at=self.clock.now())
             if node.look():
                 self._write_presence(node_id, ended_at=self.clock.now(), exit_codes=node.ended_codes)
-                if self.reaper and node.group is not None:
+                if node.group is not None:
                     self.reaper.forget(node.group)  # its number is free for others now
         return {node_id: _placed(node, presence) for node_id, (node, presence) in self.nodes.items()}
 
@@ -138,7 +133,7 @@ class LocalPlacer:
 
     def _strays(self) -> set[int]:
         """Return the processes that descend from this job's, in no node's group and without its mark."""
-        above = {self.parent} if self.reaper and os.getppid() == self.parent else set()
+        above = {self.parent} if os.getppid() == self.parent else set()
         token = self.launch["token"]
         found = marked(token).union(*(descendants(pid, token) for pid in (os.getpid(), *above)))
         return found - {os.getpid(), *above}

@@ -57,9 +57,9 @@ def shown(amounts: Sequence[int], digits: int, unit: int = USD) -> list[Decimal]
     return [Decimal(value).scaleb(-digits) for value in floors]
 
 
-def total_shown(amounts: Sequence[int], digits: int, unit: int = USD) -> Decimal:
-    """Return the sum of the amounts, rounded to ``digits``."""
-    return Decimal(_rounded(sum(amounts) * 10**digits, unit)).scaleb(-digits)
+def total_shown(amounts: Sequence[int], digits: int) -> Decimal:
+    """Return the sum of the amounts in dollars, rounded to ``digits``."""
+    return Decimal(_rounded(sum(amounts) * 10**digits, USD)).scaleb(-digits)
 
 
 def digits_of(units: int) -> int:

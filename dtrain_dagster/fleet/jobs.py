@@ -113,9 +113,9 @@ class FleetJob:
         work = self.node_seconds if node_seconds is None else node_seconds
         return work * (self.serial_share + (1 - self.serial_share) / nodes)
 
-    def paid_seconds_on(self, nodes: int, node_seconds: float | None = None) -> float:
-        """Return the node-seconds that are paid for the same, with a start."""
-        return nodes * (self.startup_seconds + self.seconds_on(nodes, node_seconds))
+    def paid_seconds_on(self, nodes: int) -> float:
+        """Return the node-seconds that are paid for the whole work, with a start."""
+        return nodes * (self.startup_seconds + self.seconds_on(nodes))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -235,7 +235,6 @@ def follow_job(
     manager: GPUClusterManager,
     rundir: RunDir,
     job_id: str,
-    now: Callable[[], float] = time.time,
     take: Callable[[list[dict[str, Any]]], object] = lambda events: None,
 ) -> Iterator[tuple[JobStatus, JobView]]:
     """Yield the job's status and view, again and again, until it has ended; the last one yielded is final. ``take`` is
@@ -248,7 +247,7 @@ def follow_job(
         for events in follower.read(is_live=not status.state.is_final):
             take(events)
             told += news(events)
-        hang = map(visible, hang_news.tell(follower.view.hang, now(), status.state.is_final))
+        hang = map(visible, hang_news.tell(follower.view.hang, time.time(), status.state.is_final))
         yield status, replace(follower.view, news=(*dict.fromkeys(told), *hang), nodes_alive=status.nodes_alive)
         if status.state.is_final:
             return

@@ -353,13 +353,11 @@ def _parts(runs: Sequence[PastRun]) -> tuple[tuple[Measured, ...], tuple[str, ..
     return tuple(run.measured for run in runs), tuple(run.job_id for run in runs)
 
 
-def _materializations(
-    instance: dg.DagsterInstance, asset: dg.AssetKey, limit: int = LOOK_BACK
-) -> list[tuple[float, str, dict[str, Any]]]:
+def _materializations(instance: dg.DagsterInstance, asset: dg.AssetKey) -> list[tuple[float, str, dict[str, Any]]]:
     """Return (when, Dagster run, metadata) of an asset's latest materializations, the newest first."""
     from dtrain_dagster.support.page_entries import read_entries  # not above: loads Dagster
 
-    records = instance.fetch_materializations(asset, limit=limit).records
+    records = instance.fetch_materializations(asset, limit=LOOK_BACK).records
     return [
         (record.timestamp, record.run_id, read_entries(made.metadata))
         for record in records

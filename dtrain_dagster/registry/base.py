@@ -146,7 +146,6 @@ class Registry(ABC):
         model: RegisteredModel,
         *,
         cache_dir: str | None = None,
-        rows: int = 32,
         order: Order | None = None,
     ) -> EndpointCheck:
         """Serve the version, as the registry gives it out, on this machine, and return `check_endpoint` of it. A server
@@ -154,7 +153,7 @@ class Registry(ABC):
         try:
             with self.served(model) as endpoint:
                 return check_endpoint(
-                    endpoint, run_dir, cache_dir=cache_dir, rows=rows, tolerance=SAME_WEIGHTS_TOLERANCE, order=order
+                    endpoint, run_dir, cache_dir=cache_dir, tolerance=SAME_WEIGHTS_TOLERANCE, order=order
                 )
         except (ServingError, AnswerError, PackedError, RegistryError, OSError) as error:
             return EndpointCheck(url=model.uri, findings=(Finding(name="answers", passed=False, message=str(error)),))

@@ -410,5 +410,5 @@ def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log_path: Pat
     raise ServingError(f"the scoring server did not answer on port {port} in time:\n{_tail(log_path)}")
 
 
-def _tail(log_path: Path, lines: int = 20) -> str:
-    return "\n".join(log_path.read_text(errors="replace").splitlines()[-lines:])
+def _tail(log_path: Path) -> str:
+    return "\n".join(log_path.read_text(errors="replace").splitlines()[-20:])

@@ -66,15 +66,15 @@ def _curves(curves: Mapping[str, Points], most: int) -> str:
     return _markdown(parts, words, ", ".join(text for text, _ in words))
 
 
-def small_bar(parts: Mapping[str, float], unit: str = "") -> str:
+def small_bar(parts: Mapping[str, float]) -> str:
     """Return Markdown with one bar that is divided in these parts, the largest named with their shares; "" where they
     are nothing."""
     # Long names leave less room for parts.
-    pictures = (_bar(parts, unit, most) for most in range(len(COLOURS) - 1, 0, -1))
+    pictures = (_bar(parts, most) for most in range(len(COLOURS) - 1, 0, -1))
     return next(filter(None, pictures), "")
 
 
-def _bar(parts: Mapping[str, float], unit: str, most: int) -> str:
+def _bar(parts: Mapping[str, float], most: int) -> str:
     """Return `small_bar` with at most this many parts of their own."""
     whole = sum(parts.values())
     if not whole > 0:
@@ -90,7 +90,7 @@ def _bar(parts: Mapping[str, float], unit: str, most: int) -> str:
         drawn.append(f"<path d='M{at:.0f},14h{width:.0f}' stroke='{colour}' stroke-width='26'/>")
         at += width
         if len(words) < 3:
-            words.append((f"{name} {value / whole:.0%}{unit}", colour))
+            words.append((f"{name} {value / whole:.0%}", colour))
     return _markdown(drawn, words, ", ".join(f"{name} {value / whole:.0%}" for name, value in shown.items()), 44)
 
 

@@ -24,9 +24,9 @@ def in_markdown(text: object, most: int = _MOST) -> str:
     return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", line).replace("://", "&#58;//")
 
 
-def in_block(text: object, most: int = 100_000) -> str:
+def in_block(text: object) -> str:
     """Return a text that nodes have printed, as a block of Markdown which it cannot end."""
-    shown = str(text)[-most:]
+    shown = str(text)[-100_000:]
     longest = max(map(len, re.findall(r"`+", shown)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}\n{shown}\n{fence}"

@@ -203,8 +203,8 @@ def test_no_calendar_has_one_name(small: Panel, tmp_path: Path) -> None:
 
 
 def test_the_preview_shows_rows_and_the_picture_names_splits(small: Panel) -> None:
-    rows = preview_rows(small.dataset.uri, 3)
-    assert [row["ticker"] for row in rows] == ["AAA"] * 3
+    rows = preview_rows(small.dataset.uri)
+    assert [row["ticker"] for row in rows] == ["AAA"] * 10
     assert list(rows[0]) == [column["name"] for column in small.dataset.manifest()["columns"]]
     picture = dataset_picture(small.dataset.uri).decode()
     assert picture.rstrip().endswith("</svg>")
