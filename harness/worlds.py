@@ -81,7 +81,7 @@ FORKS.set_forkserver_preload(
     [
         *("torch", "torch._dynamo", "torch.profiler", "scipy.special", "tenacity", "trainer.__main__"),
         *(f"trainer.engine.{name}" for name in ("trainer", "run_job", "window_problem", "finalize")),
-        *("trainer.evaluation.window_judge", "trainer.model.stock", "trainer.model.rows", "trainer.data.shards"),
+        *("trainer.model.stock", "trainer.model.rows"),
         "trainer.elastic.dynamic_rendezvous",
         *(f"trainer.observability.{name}" for name in ("link_probe", "node_presence", "trace")),
         "trainer.performance.memory",
