@@ -272,7 +272,7 @@ class DistributedTrainingConfig:
     timing: bool = True
     """Measure the segments of each step on every rank, so that a slow network is told from a slow node."""
     hang_seconds: float | None = Field(default=None, gt=0)
-    """A rank whose step takes longer reports where it stands (`trainer.observability.watchdog`). None: 20 s, or 20
+    """A rank whose step takes longer reports where it stands (`trainer.engine.reports`). None: 20 s, or 20
     times the median step if that is longer. Never much later than half of ``collective_timeout_seconds``."""
     profile_steps: int | None = Field(default=None, ge=1, le=MOST_TRACED_STEPS)
     """Trace this many optimizer steps of every start, on every rank, to ``<run_dir>/profile/trace-r<rank>-s<last
