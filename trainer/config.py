@@ -224,7 +224,7 @@ class DistributedTrainingConfig:
     """Seconds between two heartbeats to a peer; more in a world of more than 256 of them."""
     adaptive_detection: bool = True
     """Whether a peer counts as frozen or cut off as soon as its silence is out of proportion to its silences before
-    (`trainer.elastic.watched_peer`); False: after ``peer_timeout_seconds`` only."""
+    (`trainer.elastic.peer`); False: after ``peer_timeout_seconds`` only."""
     peer_timeout_seconds: float = Field(default=60.0, gt=0)
     """A peer that has been silent for this long is frozen or cut off, whatever its silences were, and counts as
     lost."""
