@@ -116,6 +116,7 @@ class _PendingGather(dist.Work):
         self._collectives, self._future = collectives, future
 
     def wait(self, timeout: Any = None) -> bool:
+        """Wait for the gather; see `ShardCollectives.wait_for`."""
         self._collectives.wait_for(self._future)
         return True
 
@@ -127,6 +128,7 @@ class _OverGroup:
         self._collectives = collectives
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for what comes out."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
