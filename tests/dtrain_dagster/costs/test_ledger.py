@@ -330,6 +330,16 @@ def test_a_clock_that_steps_back_while_generations_form_costs_nothing():
     assert ledger(tracker.nodes, told).units == tracker.total_units
 
 
+def test_nodes_that_are_kept_after_the_end_close_for_a_minute_and_are_idle_then():
+    told = [
+        at("membership", 10.0, nodes=[0], joined=[0], step=0, seconds=0.0),
+        window(20.0, 10, [0], forward=[1.0]),
+        at("end", 20.0, status="succeeded"),
+    ]
+    nodes = CostTracker("local", [stay(0, 0.0, 120.0)], "dedicated").nodes
+    assert seconds_of(ledger(nodes, told)) == {"start-up": 10, "productive": 10, "finish": 60, "idle": 40}
+
+
 def test_a_job_that_runs_is_accounted_for_until_now():
     told = [
         at("membership", 10.0, nodes=[0], joined=[0], step=0, seconds=0.0),
