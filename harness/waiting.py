@@ -8,12 +8,19 @@ from typing import Any
 
 
 def until(
-    true: Callable[[], Any], what: Callable[[], Any] = lambda: "", seconds: float = 60.0,
+    true: Callable[[], Any],
+    what: str | Callable[[], Any] = "",
+    seconds: float = 90.0,
     can_come: Callable[[], bool] = lambda: True,
-) -> None:  # fmt: skip
-    """Wait for something; fail with ``what`` when the time is over, or at once when it cannot come any more."""
+    pause: float = 0.02,
+) -> Any:
+    """Wait until something is true, and return it. Fail when the time is over, or at once when it cannot come any more.
+    ``what`` is waited for, or says what there is instead; ``pause``: seconds between two looks."""
     end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, what()
-        assert can_come(), what()
-        time.sleep(0.01)
+    while not (found := true()):
+        is_late = time.monotonic() >= end
+        if is_late or not can_come():
+            why = f"waited {seconds:.0f} s in vain" if is_late else "it cannot come any more"
+            raise AssertionError(f"{why}: {what() if callable(what) else what}")
+        time.sleep(pause)
+    return found

@@ -81,9 +81,8 @@ FORKS.set_forkserver_preload(
     [
         *("torch", "torch._dynamo", "torch.profiler", "scipy.special", "tenacity", "trainer.__main__"),
         *(f"trainer.engine.{name}" for name in ("trainer", "run_job", "window_problem", "finalize")),
-        *("trainer.evaluation.window_judge", "trainer.model.stock", "trainer.model.rows", "trainer.data.shards"),
-        *(f"trainer.elastic.{name}" for name in ("generation_world", "dynamic_rendezvous")),
-        *(f"trainer.comm.{name}" for name in ("static_rendezvous", "parameter_server", "encryption")),
+        *("trainer.model.stock", "trainer.model.rows"),
+        "trainer.elastic.dynamic_rendezvous",
         *(f"trainer.observability.{name}" for name in ("link_probe", "node_presence", "trace")),
         "trainer.performance.memory",
     ]

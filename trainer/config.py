@@ -224,7 +224,7 @@ class DistributedTrainingConfig:
     """Seconds between two heartbeats to a peer; more in a world of more than 256 of them."""
     adaptive_detection: bool = True
     """Whether a peer counts as frozen or cut off as soon as its silence is out of proportion to its silences before
-    (`trainer.elastic.watched_peer`); False: after ``peer_timeout_seconds`` only."""
+    (`trainer.elastic.peer`); False: after ``peer_timeout_seconds`` only."""
     peer_timeout_seconds: float = Field(default=60.0, gt=0)
     """A peer that has been silent for this long is frozen or cut off, whatever its silences were, and counts as
     lost."""
@@ -272,7 +272,7 @@ class DistributedTrainingConfig:
     timing: bool = True
     """Measure the segments of each step on every rank, so that a slow network is told from a slow node."""
     hang_seconds: float | None = Field(default=None, gt=0)
-    """A rank whose step takes longer reports where it stands (`trainer.observability.watchdog`). None: 20 s, or 20
+    """A rank whose step takes longer reports where it stands (`trainer.engine.reports`). None: 20 s, or 20
     times the median step if that is longer. Never much later than half of ``collective_timeout_seconds``."""
     profile_steps: int | None = Field(default=None, ge=1, le=MOST_TRACED_STEPS)
     """Trace this many optimizer steps of every start, on every rank, to ``<run_dir>/profile/trace-r<rank>-s<last

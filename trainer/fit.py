@@ -47,7 +47,7 @@ from trainer.config import (
 from trainer.data.dataset_data import DatasetData
 from trainer.data.loader import TrainingData
 from trainer.data.sampler import steps_left
-from trainer.data.user_loaders import LoaderRequest, join_requests, read_request
+from trainer.data.torch_loader import LoaderRequest, read_request
 from trainer.engine.module_state import refuse_extra_state
 from trainer.engine.problem import Problem
 from trainer.engine.reports import Watch
@@ -188,7 +188,7 @@ class Trainer:
         """Train on ``train``, choose the weights by ``valid``, judge them on ``test``, and return the result.
 
         Datasets are map-style; of a loader its dataset, batch size, collate function and workers are used
-        (`trainer.data.user_loaders`). Raise `ConfigError` for what cannot be used, `TrainingFailedError` where the
+        (`trainer.data.torch_loader`). Raise `ConfigError` for what cannot be used, `TrainingFailedError` where the
         training ends otherwise than well, and KeyboardInterrupt where a person ends it. A process that was told to end
         (SIGTERM) leaves with its exit code (SystemExit), and so does one that a cluster has started, however it
         ends."""
@@ -222,7 +222,7 @@ class Trainer:
         """Return the settings and what is trained, tried on the first samples. Raise `ConfigError` for what cannot be
         used."""
         requests = {split: read_request(part, split) for split, part in given.items() if part is not None}
-        data = join_requests(requests, self._name)
+        data = DatasetData.of_requests(requests, self._name)
         config = self._config_for(requests["train"], data)
         task = self._choose_task(data)
         check_task(task)

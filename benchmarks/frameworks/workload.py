@@ -18,8 +18,8 @@ from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig, FactoryConfig
 from trainer.data.shards import DataShardManager
 from trainer.engine.lr_schedule import learning_rate
+from trainer.engine.window_problem import forecast_windows
 from trainer.evaluation.evaluate import EVAL_BATCH, JudgeRequest
-from trainer.evaluation.window_judge import forecast_windows
 from trainer.model.build import build_loss, build_model
 
 LOSS = FactoryConfig(factory="student_t")

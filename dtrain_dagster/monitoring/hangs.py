@@ -1,5 +1,5 @@
 """The rank that keeps the others waiting in a hang, from what each rank sees (``hang`` events,
-`trainer.observability.watchdog`). Pure.
+`trainer.engine.reports`). Pure.
 
 The number of a collective is the same on all ranks. So the others wait for a rank that has not entered the newest one,
 also where nobody waits *in* a collective, since the processor is ahead of the GPU until it asks for a result.

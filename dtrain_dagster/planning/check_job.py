@@ -28,7 +28,7 @@ from trainer.comm.encryption import refuse_nccl, refuse_own_connections
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
 from trainer.data.manifest import DatasetError, describe, kind_of, load_manifest
 from trainer.data.sampler import Sampler
-from trainer.isolation.rehearsal import RehearsalError, UnsureRehearsalError, rehearse
+from trainer.isolation.runner import RehearsalError, UnsureRehearsalError, rehearse
 from trainer.model.allowed_factories import modules_of_settings, refuse_foreign_factories, refuse_other_kinds
 from trainer.performance.memory import ModelBytes
 from trainer.secrets.redaction import redact

@@ -1,7 +1,7 @@
 """Whether a model fits into the memory of the planned nodes, said before they are bought. Pure, but for `room_of`.
 
 What a rank needs is `trainer.performance.memory`'s formula; the bytes of the model come from the rehearsal of a
-training (`trainer.isolation.rehearsal`) or from its script. Memory that a driver or an allocator takes is not
+training (`trainer.isolation.runner`) or from its script. Memory that a driver or an allocator takes is not
 counted, so that a training which is refused here could not have run; one that only just fits is warned of.
 """
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from dtrain_dagster.registry.run_model import RunModel
     from trainer.data.shards import DataShardManager
-    from trainer.isolation.runner import Isolated
 
 
 Alias = Literal["champion", "challenger"]
@@ -122,7 +121,7 @@ def compare(
                 candidate=candidates,
                 champion=others,
                 windows=len(positions),
-                note=_overlap(champions, shards.manifest["splits"]["test"]["first"]),
+                note=overlap_note(champions, shards.manifest["splits"]["test"]["first"]),
             )
     return _incomparable(version, "one forecasts a distribution or a point, and the other does neither")
 
@@ -177,7 +176,7 @@ def _incomparable(version: str, why: str) -> Comparison:
     return Comparison(champion_version=version, metric="", candidate=None, champion=None, windows=0, note=why)
 
 
-def _overlap(its: Mapping[str, Any], test_first: str) -> str:
+def overlap_note(its: Mapping[str, Any], test_first: str) -> str:
     """Return a warning where the champion was fitted or chosen on days that are now tested, else ""."""
     seen = its.get("valid_last") or its.get("train_last")
     if seen is None or str(seen) < test_first:

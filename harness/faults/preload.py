@@ -35,7 +35,7 @@ ENVIRONMENT = {
 }
 _MODULES = (
     "dtrain_dagster.clusters.supervise", "paced", "pyarrow.parquet", "torch._dynamo", "trainer.__main__",
-    "trainer.evaluation.window_baselines", "trainer.engine.trainer", "trainer.storage.file_swap",
+    "trainer.evaluation.window_baselines", "trainer.engine.trainer",
 )  # fmt: skip
 _POLL_SECONDS = 0.05
 

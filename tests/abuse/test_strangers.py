@@ -8,8 +8,7 @@ import random
 import resource
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from dtrain_dagster.clusters.base import JobSpec, JobState
 from dtrain_dagster.clusters.managers import LocalClusterManager
 from harness.elastic_nodes import KILLED, QUICK, Nodes, assert_undisturbed
 from harness.own_models import OWN_MODELS
+from harness.waiting import until
 from harness.worlds import Job, build
 from tests.abuse.stranger import NOBODY, Stranger, besiege, stranger
 from tests.abuse.strangers import attack
@@ -37,14 +37,6 @@ def who() -> Iterator[Stranger]:
     with stranger() as found:
         assert found.user == (NOBODY if os.geteuid() == 0 else os.geteuid())
         yield found
-
-
-def until(true: Callable[[], Any], what: str) -> Any:
-    end = time.monotonic() + PATIENCE
-    while not (found := true()):
-        assert time.monotonic() < end, what
-        time.sleep(0.02)
-    return found
 
 
 @pytest.mark.slow

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
 from dtrain_dagster.clusters.base import JobSpec, JobStatus
 from dtrain_dagster.support.user_code import stage_for_nodes
 from harness.azure.emulator import Emulator
+from harness.waiting import until
 from tests.azure.workspace import options
 
 V100, A100, H100 = "Standard_NC6s_v3", "Standard_NC24ads_A100_v4", "Standard_NC40ads_H100_v5"
@@ -104,19 +101,10 @@ class Stage:
         return [seen for seen in self.control("requests", operation=operation) if f"/{self.name}-" in seen["path"]]
 
 
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = 90) -> Any:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.1)
-    pytest.fail(f"waited {seconds:.0f} s in vain for {what}")
-
-
 def end(manager: AzureMLClusterManager, spec: JobSpec, seconds: float = 90) -> JobStatus:
     def final() -> JobStatus | None:
         status = manager.job_status(spec.job_id)
         return status if status.state.is_final else None
 
-    found: JobStatus = wait_for(final, f"the end of {spec.job_id}", seconds)
+    found: JobStatus = until(final, f"the end of {spec.job_id}", seconds)
     return found

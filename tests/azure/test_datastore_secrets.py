@@ -14,7 +14,8 @@ from dtrain_dagster.clusters.azure_ml import jobs
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.support.user_code import stage_for_nodes
 from harness.azure.emulator.storage import DATASTORE_AUTHS
-from tests.azure.stage import Stage, end, wait_for
+from harness.waiting import until
+from tests.azure.stage import Stage, end
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ def test_a_job_runs_and_its_logs_are_read(stage: Stage, auth: str, monkeypatch: 
     assert stage.control("datastore", auth=auth) == auth
     manager, spec = stage.run("succeed()")
     assert end(manager, spec).state is JobState.SUCCEEDED
-    wait_for(lambda: "rank 0 of 2" in manager.job_logs(spec.job_id), "the log")
+    until(lambda: "rank 0 of 2" in manager.job_logs(spec.job_id), "the log")
 
 
 @pytest.mark.parametrize("auth", DATASTORE_AUTHS)

@@ -12,7 +12,8 @@ from azure.ai.ml.entities import Environment
 from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, ListedJob, list_every_job, read_listed_job, tags
 from dtrain_dagster.clusters.base import JobState
 from harness.azure.emulator.foreign_jobs import FOREIGN, KINDS, foreign_jobs
-from tests.azure.stage import FOREVER, Stage, wait_for
+from harness.waiting import until
+from tests.azure.stage import FOREVER, Stage
 
 
 def test_jobs_of_every_kind_are_listed_beside_ours(stage: Stage) -> None:
@@ -33,10 +34,10 @@ def test_jobs_of_every_kind_are_listed_beside_ours(stage: Stage) -> None:
 @pytest.mark.long
 def test_idle_nodes_go_although_the_workspace_has_jobs_of_an_unknown_kind(stage: Stage) -> None:
     manager, spec = stage.run()
-    wait_for(lambda: manager.job_status(spec.job_id).state is JobState.SUCCEEDED, "the end")
+    until(lambda: manager.job_status(spec.job_id).state is JobState.SUCCEEDED, "the end")
     [compute] = stage.computes()
-    wait_for(lambda: [node["state"] for node in stage.computes()[compute]["nodes"]] == ["idle"] * 2, "idle nodes")
-    wait_for(lambda: manager.active_jobs() == [] and manager._active.marks() == [], "the end, noted")
+    until(lambda: [node["state"] for node in stage.computes()[compute]["nodes"]] == ["idle"] * 2, "idle nodes")
+    until(lambda: manager.active_jobs() == [] and manager._active.marks() == [], "the end, noted")
     [orphan] = manager.find_orphans({"run-1"})
     assert (orphan.kind, orphan.name) == ("compute", compute)
     assert manager.end_orphan(orphan), "after a look through all users' jobs"
@@ -53,7 +54,7 @@ def test_a_copy_of_our_job_that_somebody_made_is_not_ours(stage: Stage) -> None:
     """The Studio's «resubmit» copies a job with its tags, under a name of its own."""
     manager, spec = stage.run(FOREVER)
     record: Any = manager._record(spec.job_id)
-    wait_for(lambda: manager.job_status(spec.job_id).state is JobState.RUNNING, "the job to run")
+    until(lambda: manager.job_status(spec.job_id).state is JobState.RUNNING, "the job to run")
     copied = f"{stage.name}-witty-owl"
     stage.control("fault", fault="queue", job=copied)
     theirs = command(

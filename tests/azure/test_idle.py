@@ -23,7 +23,8 @@ from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG, TAG
 from dtrain_dagster.clusters.base import ClusterError, InUseError, JobState, NodePool
 from dtrain_dagster.clusters.job_marks import CLOSING_SECONDS
 from dtrain_dagster.settings.environment import load_settings
-from tests.azure.stage import FOREVER, V100, Stage, wait_for
+from harness.waiting import until
+from tests.azure.stage import FOREVER, V100, Stage
 from tests.ticks import Daemon
 
 pytestmark = pytest.mark.slow
@@ -48,7 +49,7 @@ def keep_nodes(stage: Stage, size: str = V100, count: int = 2) -> str:
     name, tags = f"{stage.name}-kept", {TAG: "1", CLUSTER_TAG: stage.name}
     kept = AmlCompute(name=name, size=size, min_instances=count, max_instances=3, tags=tags)
     stage.manager().service.ml.compute.begin_create_or_update(kept).wait()
-    wait_for(lambda: states(stage, name) == ["idle"] * count, "idle nodes")
+    until(lambda: states(stage, name) == ["idle"] * count, "idle nodes")
     return name
 
 
@@ -107,7 +108,7 @@ def test_nodes_that_stay_though_nothing_keeps_them_go_with_their_compute(stage: 
 
 def test_a_cluster_is_never_scaled_down_under_work_of_anybody(stage: Stage, daemon: Daemon) -> None:
     manager, spec = stage.run(FOREVER)
-    wait_for(lambda: manager.job_status(spec.job_id).state is JobState.RUNNING, "the job to run")
+    until(lambda: manager.job_status(spec.job_id).state is JobState.RUNNING, "the job to run")
     [compute] = stage.computes()
     recorded = daemon.ticks(6, 180.0)
     assert {item["running_jobs"] for item in recorded} == {f"{spec.job_id}, {spec.job_id}-l1"}
@@ -132,7 +133,7 @@ def test_a_cluster_is_never_scaled_down_under_work_of_anybody(stage: Stage, daem
     stage.control("fault", fault="queue", job=f"{stage.name}-theirs")
     manager.service.ml.jobs.create_or_update(theirs)
     manager.service.ml.jobs.archive(f"{stage.name}-theirs")
-    wait_for(lambda: "idle" in states(stage, compute), "idle nodes")
+    until(lambda: "idle" in states(stage, compute), "idle nodes")
     assert any("theirs" in item["idle"] for item in daemon.ticks(6, 180.0) if "idle" in item)
     assert compute in stage.computes()
     manager.service.ml.jobs.begin_cancel(f"{stage.name}-theirs").wait()
@@ -142,9 +143,9 @@ def test_a_job_submitted_during_the_decision_keeps_its_nodes(
     stage: Stage, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager, spec = stage.run()
-    wait_for(lambda: manager.job_status(spec.job_id).state is JobState.SUCCEEDED, "the end")
+    until(lambda: manager.job_status(spec.job_id).state is JobState.SUCCEEDED, "the end")
     compute = next(iter(stage.computes()))
-    wait_for(lambda: set(states(stage, compute)) == {"idle"}, "idle nodes")
+    until(lambda: set(states(stage, compute)) == {"idle"}, "idle nodes")
     scale_down, submitted = AzureMLClusterManager.scale_down, list[str]()
 
     def be_late(self: AzureMLClusterManager, pool: NodePool, force: bool = False) -> bool:
@@ -173,7 +174,7 @@ def test_a_compute_without_a_run_stays_where_it_is_used_again_or_its_end_takes_t
     tags = {TAG: "1", CLUSTER_TAG: stage.name}
     kept = AmlCompute(name=compute, size=V100, min_instances=2, max_instances=2, tags=tags, enable_node_public_ip=False)
     manager.service.ml.compute.begin_create_or_update(kept).wait()
-    wait_for(lambda: states(stage, compute) == ["idle"] * 2, "idle nodes")
+    until(lambda: states(stage, compute) == ["idle"] * 2, "idle nodes")
     [orphan] = manager.find_orphans(())
     manager.provision_cluster(2, V100)
     with pytest.raises(InUseError, match="just used"):

@@ -14,7 +14,8 @@ from dtrain_dagster.clusters.azure_ml.job_records import PROVISIONING
 from dtrain_dagster.clusters.base import ClusterError, InUseError, JobState, JobStatus, NoCapacityError, Orphan
 from dtrain_dagster.costs.budget import write_limit
 from dtrain_dagster.costs.prices import price_of
-from tests.azure.stage import A100, DONE, FAILS, FOREVER, LAST_ONE_DONE, V100, Stage, end, wait_for
+from harness.waiting import until
+from tests.azure.stage import A100, DONE, FAILS, FOREVER, LAST_ONE_DONE, V100, Stage, end
 from tests.webhook import web_hook
 from trainer.documents.presences import NodePresence
 from trainer.rundir import LAUNCH, LIMIT, STATUS, RunDir
@@ -58,7 +59,7 @@ succeed()
 """
     manager, spec = stage.run(telling)
     rundir = RunDir(spec.run_dir)
-    wait_for(lambda: "a secret of 32 bytes" in manager.job_logs(spec.job_id), "what the nodes say")
+    until(lambda: "a secret of 32 bytes" in manager.job_logs(spec.job_id), "what the nodes say")
     [sent] = stage.asked("job.put")
     folder, _, name = sent["body"]["properties"]["environmentVariables"]["DTRAIN_LAUNCH_SECRET_URI"].rpartition("/")
     assert not folder.startswith(spec.run_dir)
@@ -182,12 +183,12 @@ def test_passes_through_throttling_and_faults_of_the_service(stage: Stage) -> No
 
 def test_a_service_that_is_away_is_a_message_and_no_error(stage: Stage) -> None:
     manager, spec = stage.run(FOREVER, look_patience_seconds=0.3)
-    wait_for(lambda: manager.job_status(spec.job_id).state is JobState.RUNNING, "the job to run")
+    until(lambda: manager.job_status(spec.job_id).state is JobState.RUNNING, "the job to run")
     stage.control("fault", fault="error", operation="job.get", count=None)
-    away = wait_for(lambda: _if("has been unreachable for", manager.job_status(spec.job_id)), "the message")
+    away = until(lambda: _if("has been unreachable for", manager.job_status(spec.job_id)), "the message")
     assert away.state is JobState.RUNNING
     stage.control("clear")
-    wait_for(lambda: not manager.job_status(spec.job_id).message, "the service to be back")
+    until(lambda: not manager.job_status(spec.job_id).message, "the service to be back")
 
 
 def test_waits_no_longer_than_its_deadline_and_goes_on_with_nodes_that_there_are(stage: Stage) -> None:
@@ -238,7 +239,7 @@ def test_a_job_of_a_run_whose_nodes_never_come_has_not_failed_and_is_asked_for_a
         cancelled.append([job["status"] for job in stage.jobs().values()])
         return status if status.state.is_final else None
 
-    status = wait_for(ended, "the end")
+    status = until(ended, "the end")
     assert status.state is JobState.CANCELLED
     assert "waits for nodes" in status.message
     assert status.starved is not None
@@ -268,7 +269,7 @@ def test_a_process_that_dies_while_it_ends_a_waiting_job_is_replaced(stage: Stag
     """The job is being cancelled; the next process sees to the end of that and buys nothing beside it."""
     stage.control("fault", fault="capacity", nodes=0, count=None)
     manager, spec = stage.run(chain=(), queue_deadline_seconds=1.0)
-    record = wait_for(lambda: _stopping(manager.job_status(spec.job_id), spec.run_dir), "the first process to give up")
+    record = until(lambda: _stopping(manager.job_status(spec.job_id), spec.run_dir), "the first process to give up")
     assert "longer than" in record["stopping"]
     status = end(stage.manager(run="run-2", chain=()), spec)
     assert status.state is JobState.CANCELLED
@@ -311,7 +312,7 @@ def test_only_who_tends_a_job_goes_on_with_it(stage: Stage) -> None:
     stage.control("fault", fault="lose", job=f"{stage.name}-job-l1", node=0, log="in launch 1")
     manager, spec = stage.run(LAST_ONE_DONE, max_resubmissions=1)
     watcher = stage.manager(run=None, tends=False)
-    wait_for(lambda: stage.jobs()[f"{spec.job_id}-l1"]["status"] == "Failed", "the nodes to be lost")
+    until(lambda: stage.jobs()[f"{spec.job_id}-l1"]["status"] == "Failed", "the nodes to be lost")
     assert watcher.job_status(spec.job_id).state is JobState.QUEUED
     assert watcher.list_jobs()[0].state is JobState.QUEUED
     assert len(stage.jobs()) == 1
@@ -332,7 +333,7 @@ def test_is_not_submitted_again_for_ever(stage: Stage) -> None:
 def test_a_lost_job_that_is_cancelled_is_not_gone_on_with(stage: Stage) -> None:
     stage.control("fault", fault="lose", job=f"{stage.name}-job-l1", node=0, log="in launch 1")
     manager, spec = stage.run(LAST_ONE_DONE)
-    wait_for(lambda: stage.jobs()[f"{spec.job_id}-l1"]["status"] == "Failed", "the nodes to be lost")
+    until(lambda: stage.jobs()[f"{spec.job_id}-l1"]["status"] == "Failed", "the nodes to be lost")
     stage.manager().cancel_job(spec.job_id)
     assert manager.job_status(spec.job_id).state is JobState.CANCELLED
     assert len(stage.jobs()) == 1
@@ -375,7 +376,7 @@ def test_paid_time_is_what_nodes_wrote_and_ends_when_they_were_last_heard_of(sta
 @pytest.mark.long
 def test_orphans_are_found_and_ended(stage: Stage) -> None:
     manager, spec = stage.run(FOREVER)
-    wait_for(lambda: stage.jobs()[f"{spec.job_id}-l1"]["status"] == "Running", "the job to run")
+    until(lambda: stage.jobs()[f"{spec.job_id}-l1"]["status"] == "Running", "the job to run")
     assert manager.find_orphans({"run-1"}) == []
     stage.manager(run="run-2").job_status(spec.job_id)  # another run follows it now
     assert manager.find_orphans({"run-2"}) == []
@@ -396,7 +397,7 @@ def test_orphans_are_found_and_ended(stage: Stage) -> None:
     rundir.write_json(STATUS, rundir.read_json(STATUS) | {"state": "failed"})  # and its nodes run on
     assert manager.end_orphan(orphan)
     assert stage.jobs()[orphan.name]["status"] == "Canceled"
-    (left,) = wait_for(lambda: [it for it in manager.find_orphans({"run-1"}) if not it.is_busy], "idle nodes")
+    (left,) = until(lambda: [it for it in manager.find_orphans({"run-1"}) if not it.is_busy], "idle nodes")
     assert (left.kind, left.node_count) == ("compute", 2)
     manager.end_orphan(left)
     assert not stage.computes()

@@ -14,7 +14,8 @@ from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
 from dtrain_dagster.clusters.base import ClusterError, JobState, NoCapacityError
 from harness.azure.emulator.foreign import foreign_computes
 from harness.azure.emulator.refused import NESTINGS
-from tests.azure.stage import A100, H100, LAST_ONE_DONE, T4, V100, Stage, end, wait_for
+from harness.waiting import until
+from tests.azure.stage import A100, H100, LAST_ONE_DONE, T4, V100, Stage, end
 
 pytestmark = pytest.mark.slow
 A10 = "Standard_NV36ads_A10_v5"
@@ -26,7 +27,7 @@ def keep_nodes(stage: Stage, manager: AzureMLClusterManager, size: str, count: i
     name, tags = f"{stage.name}-kept", {TAG: "1", CLUSTER_TAG: stage.name}
     kept = AmlCompute(name=name, size=size, min_instances=count, max_instances=count, tags=tags)
     manager.service.ml.compute.begin_create_or_update(kept).result()
-    wait_for(lambda: len(manager.provisioner.nodes(name)) == count, "the nodes")
+    until(lambda: len(manager.provisioner.nodes(name)) == count, "the nodes")
 
 
 @pytest.mark.parametrize("how", ["sync", "async"])

@@ -10,7 +10,8 @@ import pytest
 
 from dtrain_dagster.clusters.azure_ml.client import NotFound, ScopeMissing
 from dtrain_dagster.clusters.base import ClusterError, JobState, JobStatus
-from tests.azure.stage import DONE, FOREVER, LAST_ONE_DONE, V100, WAITS, Stage, end, wait_for
+from harness.waiting import until
+from tests.azure.stage import DONE, FOREVER, LAST_ONE_DONE, V100, WAITS, Stage, end
 from trainer.rundir import LAUNCH, RunDir
 
 pytestmark = pytest.mark.slow
@@ -18,7 +19,7 @@ LONG = {"missing_seconds": 60.0}
 
 
 def is_running(stage: Stage, manager: Any, spec: Any) -> None:
-    wait_for(lambda: stage.jobs()[f"{spec.job_id}-l1"]["status"] == "Running", "the job to run")
+    until(lambda: stage.jobs()[f"{spec.job_id}-l1"]["status"] == "Running", "the job to run")
     assert manager.job_status(spec.job_id).state is JobState.RUNNING
 
 
@@ -28,7 +29,7 @@ def look_until(manager: Any, spec: Any, words: str) -> JobStatus:
         assert not status.state.is_final, status.message
         return status if words in status.message else None
 
-    status: JobStatus = wait_for(found, f"the words «{words}»")
+    status: JobStatus = until(found, f"the words «{words}»")
     return status
 
 
@@ -39,7 +40,7 @@ def test_a_running_job_outlives_answers_that_it_is_not_there(stage: Stage, by: s
     stage.control("fault", fault="hide", name=f"{spec.job_id}-l1", by=by, seconds=3)
     status = look_until(manager, spec, "has not known it for")
     assert status.state is JobState.RUNNING, "as it was seen last"
-    wait_for(lambda: not manager.job_status(spec.job_id).message, "it to be known again")
+    until(lambda: not manager.job_status(spec.job_id).message, "it to be known again")
     assert not stage.asked("job.cancel")
     RunDir(spec.run_dir).write_json("go.json", {"go": True})
     assert end(manager, spec).state is JobState.SUCCEEDED
@@ -59,7 +60,7 @@ def test_a_job_that_stays_unknown_is_cancelled_before_it_is_given_up(stage: Stag
         look_until(manager, spec, "has not known it for")
         return RunDir(spec.run_dir).read_json(LAUNCH)["missing_at"]  # type: ignore[no-any-return]
 
-    first, *_ = wait_for(counted, "a look that counts")
+    first, *_ = until(counted, "a look that counts")
     status = end(stage.manager(run="run-2", tends=tends, missing_seconds=2.0), spec)
     assert time.time() - began >= 2.0
     assert status.state is JobState.FAILED
@@ -127,7 +128,7 @@ def test_a_workspace_that_is_away_settles_no_job_and_names_its_setting(stage: St
         assert status.state is JobState.RUNNING
         assert code in status.message
         stage.control("clear")
-        wait_for(lambda: not manager.job_status(spec.job_id).message, "the workspace to be there")
+        until(lambda: not manager.job_status(spec.job_id).message, "the workspace to be there")
     RunDir(spec.run_dir).write_json("go.json", {"go": True})
     assert end(manager, spec).state is JobState.SUCCEEDED
     assert list(stage.jobs()) == [f"{spec.job_id}-l1"]

@@ -10,8 +10,9 @@ from azure.core.polling.base_polling import LROBasePolling
 
 from dtrain_dagster.clusters.base import JobState
 from harness.azure.emulator import Emulator
+from harness.waiting import until
 from tests.azure.conftest import new_client
-from tests.azure.stage import FOREVER, V100, Stage, end, wait_for
+from tests.azure.stage import FOREVER, V100, Stage, end
 
 CREATED_AFTER, DELETED_AFTER = 75.0, 40.0
 
@@ -70,7 +71,7 @@ def test_a_client_without_the_setting_waits_for_half_a_minute(
 def test_a_job_that_has_ended_is_cancelled_without_an_error(stage: Stage) -> None:
     manager, spec = stage.run()
     assert end(manager, spec).state is JobState.SUCCEEDED
-    wait_for(lambda: stage.jobs()[f"{spec.job_id}-l1"]["status"] == "Completed", "the end in the service")
+    until(lambda: stage.jobs()[f"{spec.job_id}-l1"]["status"] == "Completed", "the end in the service")
     manager.jobs.cancel(f"{spec.job_id}-l1", "again")
     [seen] = stage.asked("job.cancel")
     assert seen["status"] == 200
@@ -80,7 +81,7 @@ def test_a_job_that_has_ended_is_cancelled_without_an_error(stage: Stage) -> Non
 @pytest.mark.long
 def test_a_running_job_is_cancelled_though_nobody_says_when_to_look(stage: Stage) -> None:
     manager, spec = stage.run(FOREVER)
-    wait_for(lambda: manager.job_status(spec.job_id).state is JobState.RUNNING, "the job to run")
+    until(lambda: manager.job_status(spec.job_id).state is JobState.RUNNING, "the job to run")
     manager.cancel_job(spec.job_id)
     assert manager.job_status(spec.job_id).state is JobState.CANCELLED
     [seen] = stage.asked("job.cancel")

@@ -14,7 +14,8 @@ from dtrain_dagster.clusters.azure_ml import jobs
 from dtrain_dagster.clusters.azure_ml.doctor import NEEDED_OPERATIONS
 from dtrain_dagster.clusters.base import ClusterError, JobState
 from harness.azure.emulator.permissions import action_of, granted_actions
-from tests.azure.stage import FOREVER, V100, Stage, wait_for
+from harness.waiting import until
+from tests.azure.stage import FOREVER, V100, Stage
 
 ML = "Microsoft.MachineLearningServices"
 OURS = f"/subscriptions/s/resourceGroups/g/providers/{ML}/workspaces/w"
@@ -53,7 +54,7 @@ def steps(stage: Stage) -> dict[str, Callable[[], Any]]:
 
     def cancel() -> None:
         manager.cancel_job(spec.job_id)
-        wait_for(lambda: manager.job_status(spec.job_id).state is JobState.CANCELLED, "the end of the cancellation")
+        until(lambda: manager.job_status(spec.job_id).state is JobState.CANCELLED, "the end of the cancellation")
 
     return {
         "provision": lambda: manager.provision_cluster(2, V100),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_TAG, tags
 from dtrain_dagster.clusters.base import JobState
 from harness.azure.emulator.system_marks import TAGS
-from tests.azure.stage import FOREVER, Stage, end, wait_for
+from harness.waiting import until
+from tests.azure.stage import FOREVER, Stage, end
 
 
 def test_our_tags_are_read_among_those_of_the_service(stage: Stage) -> None:
@@ -26,6 +27,6 @@ def test_our_tags_are_read_among_those_of_the_service(stage: Stage) -> None:
     again = manager.jobs.get(name)
     assert again is not None
     assert (again.tags[JOB_TAG], again.tags[RUN_TAG]) == (spec.job_id, "run-1")
-    wait_for(lambda: manager.job_status(spec.job_id).state is JobState.RUNNING, "the job to run")
+    until(lambda: manager.job_status(spec.job_id).state is JobState.RUNNING, "the job to run")
     manager.cancel_job(spec.job_id)
     assert end(manager, spec).state is JobState.CANCELLED

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.planning.probe import has_succeeded
 from dtrain_dagster.settings.environment import load_settings
 from harness.tables import copy_tables
+from harness.waiting import until
 from tests.page import Page
 from trainer.rundir import RunDir
 
@@ -49,14 +49,7 @@ PATIENCE = 3.0
 
 def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> Any:
     """Poll until the condition gives something true; fail with what was waited for. ``seconds``: on an idle machine."""
-    seconds *= PATIENCE
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.25)
-    pytest.fail(f"waited {seconds:.0f} s in vain for {what}")
+    return until(condition, what, seconds * PATIENCE, pause=0.25)
 
 
 def free_port() -> int:

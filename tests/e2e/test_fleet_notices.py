@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 from dtrain_dagster.clusters.managers import LocalClusterManager
 from harness.small_job import write_dataset
+from harness.waiting import until
 from tests.e2e.fleet_story import PACED_MODEL, ROOT, FleetShell
 from tests.webhook import web_hook
 
@@ -45,13 +45,6 @@ def job(name: str, priority: int, steps: int, pause_seconds: float, **arguments:
     }  # fmt: skip
 
 
-def wait_for(holds: Callable[[], object], what: str, seconds: float = 200) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.3)
-
-
 def test_each_job_is_told_once_with_its_page_whoever_dies(shell: FleetShell) -> None:
     with web_hook() as (address, heard):
         shell = replace(shell, environment={**shell.environment, "DTRAIN_NOTIFY": address})
@@ -62,10 +55,10 @@ def test_each_job_is_told_once_with_its_page_whoever_dies(shell: FleetShell) -> 
         )
         shell.run_until(lambda: all(list(shell.rundir(name).events("step")) for name in ("short", "long")))
         assert heard == [], "nothing has ended"
-        wait_for(lambda: heard, "the notice of a job that ended without an orchestrator")
+        until(lambda: heard, "the notice of a job that ended without an orchestrator", 200)
         assert [item["title"] for item in heard] == ["dtrain: small-short has finished"]
         said = shell.run("fleet", "fleet.yaml")
-        wait_for(lambda: len(heard) >= 3, "the notices of all jobs")
+        until(lambda: len(heard) >= 3, "the notices of all jobs", 200)
         shell.run("fleet", "fleet.yaml")  # all is over: there is nothing to tell
         shell.status()
     titles = Counter(item["title"] for item in heard)

@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,6 +34,7 @@ from harness.engines.engine_training import (
     write_job,
 )
 from harness.engines.machines import Machines, missing, open_machines, variables
+from harness.waiting import until
 from trainer.data.coverage import find_coverage_errors
 from trainer.rundir import RunDir
 
@@ -246,8 +246,5 @@ def assert_same(training: Training, expected: Outcome, tolerance: float = TOLERA
 
 
 def assert_nothing_is_left(training: Training, machines: Machines) -> None:
-    deadline = time.monotonic() + 30
-    while left := training.processes():
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+    until(lambda: not training.processes(), training.processes, pause=0.1)
     assert all(job.state == "ended" for job in machines.jobs(training.launch()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import psutil
@@ -11,6 +10,7 @@ import pytest
 
 from harness.engines.machines import ROOT, missing, open_machines, variables
 from harness.own_models import OWN_MODELS
+from harness.waiting import until
 from tests.e2e.fleet_story import FleetShell, tell
 from trainer.rundir import RunDir
 
@@ -36,10 +36,7 @@ def test_a_fleet_is_paused_killed_and_gone_on_with_within_its_budget(kind: str, 
         for folder in jobs.iterdir():
             launch = RunDir(str(folder)).read_json("launch.json") or {}
             assert all(job.state == "ended" for job in machines.jobs(launch)), folder.name
-        deadline = time.monotonic() + 30
-        while left := _processes(str(jobs)):
-            assert time.monotonic() < deadline, left
-            time.sleep(0.1)
+        until(lambda: not _processes(str(jobs)), lambda: _processes(str(jobs)), pause=0.1)
 
 
 def _processes(words: str) -> list[psutil.Process]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from dtrain_dagster.clusters.ray.engine import RayEngine
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError
 from dtrain_dagster.settings.ray import RaySettings
 from harness.engines.ray_cluster import RayCluster
+from harness.waiting import until
 from trainer.runtime.parent_death import die_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -45,13 +47,13 @@ class ClientServer:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **self.cluster.access},
                 preexec_fn=partial(die_with, os.getpid()),
             )  # fmt: skip
-        deadline = time.monotonic() + 120
-        while True:
-            try:
-                return socket.create_connection((self.host, self.port), 1).close()
-            except OSError:
-                assert time.monotonic() < deadline, self.log.read_text()
-                time.sleep(0.2)
+        until(self.is_reached, self.log.read_text, 120, pause=0.2)
+
+    def is_reached(self) -> bool:
+        with suppress(OSError):
+            socket.create_connection((self.host, self.port), 1).close()
+            return True
+        return False
 
     def stop(self) -> None:
         if self.process is not None:
@@ -71,16 +73,13 @@ def server(ray_cluster: RayCluster, tmp_path: Path) -> Iterator[ClientServer]:
 
 
 def wait_for(engine: RayEngine, launch: dict[str, Any], state: str) -> EngineJob:
-    deadline = time.monotonic() + 180
-    while True:
-        try:
-            jobs = engine.list_jobs(launch)
-        except EngineUnreachableError:
-            jobs = []
-        if [job.state for job in jobs] == [state]:
-            return jobs[0]
-        assert time.monotonic() < deadline, jobs
-        time.sleep(0.5)
+    def found() -> list[EngineJob]:
+        with suppress(EngineUnreachableError):
+            return [job for job in engine.list_jobs(launch) if job.state == state]
+        return []
+
+    [job] = until(found, state, 180, pause=0.5)
+    return job
 
 
 def is_noticed(engine: RayEngine, launch: dict[str, Any]) -> bool:
@@ -105,10 +104,7 @@ def test_a_node_outlives_the_connection_and_ends_in_order(
         name = engine.submit(launch, 0, 1)
         assert engine.submit(launch, 0, 1) == name
         wait_for(engine, launch, "running")
-        deadline = time.monotonic() + 120
-        while "begun" not in (engine.read_log(name) or ""):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(lambda: "begun" in (engine.read_log(name) or ""), "its output", 120, pause=0.1)
         server.stop()
         assert is_noticed(engine, launch), "the connection is lost"
         server.start()

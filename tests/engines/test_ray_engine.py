@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from dtrain_dagster.clusters.ray.engine import RayEngine
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError
 from dtrain_dagster.settings.ray import RaySettings
 from harness.engines.ray_cluster import RayCluster, missing
+from harness.waiting import until
 
 pytestmark = pytest.mark.slow
 IN_ORDER = "trap 'echo ends in order; kill $!; exit 143' TERM; echo node $NODE; sleep 100 & wait"
@@ -41,20 +41,15 @@ def make(ray_cluster: RayCluster, tmp_path: Path) -> Iterator[Callable[..., RayE
 
 
 def wait_for(engine: RayEngine, launch: dict[str, Any], state: str, count: int = 1) -> list[EngineJob]:
-    deadline = time.monotonic() + 40
-    while True:
+    def found() -> list[EngineJob]:
         jobs = sorted(engine.list_jobs(launch), key=lambda job: job.node_id)
-        if len(jobs) == count and all(job.state == state for job in jobs):
-            return jobs
-        assert time.monotonic() < deadline, jobs
-        time.sleep(0.2)
+        return jobs if len(jobs) == count and all(job.state == state for job in jobs) else []
+
+    return until(found, f"{count} {state}", pause=0.2)
 
 
 def wait_for_output(engine: RayEngine, name: str, words: str) -> None:
-    deadline = time.monotonic() + 40
-    while words not in (engine.read_log(name) or ""):
-        assert time.monotonic() < deadline, engine.read_log(name)
-        time.sleep(0.1)
+    until(lambda: words in (engine.read_log(name) or ""), words, pause=0.1)
 
 
 @pytest.mark.long

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from dtrain_dagster.clusters.slurm.engine import SlurmEngine, SlurmError
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError, name_job
 from dtrain_dagster.settings.slurm import SlurmSettings
 from harness.engines.slurm_cluster import SlurmCluster
+from harness.waiting import until
 
 pytestmark = pytest.mark.slow
 IN_ORDER = "trap 'echo ends in order; kill $!; exit 143' TERM; echo node $NODE; sleep 100 & wait"
@@ -49,13 +49,11 @@ def make(tmp_path: Path) -> Callable[..., SlurmEngine]:
 
 
 def wait_for(engine: SlurmEngine, launch: dict[str, Any], state: str, count: int = 1) -> list[EngineJob]:
-    deadline = time.monotonic() + 40
-    while True:
+    def found() -> list[EngineJob]:
         jobs = engine.list_jobs(launch)
-        if len(jobs) == count and all(job.state == state for job in jobs):
-            return jobs
-        assert time.monotonic() < deadline, jobs
-        time.sleep(0.2)
+        return jobs if len(jobs) == count and all(job.state == state for job in jobs) else []
+
+    return until(found, f"{count} {state}", pause=0.2)
 
 
 def test_a_node_runs_once_and_ends_in_order(make: Callable[..., SlurmEngine], launch: dict[str, Any]) -> None:
@@ -69,10 +67,8 @@ def test_a_node_runs_once_and_ends_in_order(make: Callable[..., SlurmEngine], la
     assert job.ends_at is not None
     assert job.started_at is not None
     assert job.ends_at - job.started_at == 300
-    deadline = time.monotonic() + 40
-    while "node 0" not in (engine.read_log(first) or ""):  # before, nothing of it is there that a signal could reach
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    # before, nothing of it is there that a signal could reach
+    until(lambda: "node 0" in (engine.read_log(first) or ""), "its output", pause=0.1)
     engine.cancel([first], force=False)
     (job,) = wait_for(engine, launch, "ended")
     assert (job.exit_code, job.lost) == (143, False)
@@ -163,14 +159,13 @@ def test_a_lost_machine_is_told_from_a_failure(
 
 
 def wait_for_second(engine: SlurmEngine, launch: dict[str, Any]) -> dict[str, EngineJob]:
-    deadline = time.monotonic() + 40
-    while True:
+    def found() -> dict[str, EngineJob]:
         jobs = {f"s{job.incarnation}": job for job in engine.list_jobs(launch)}
-        if jobs["s2"].state == "running":
-            engine.cancel([jobs["s2"].id], force=True)
-            return jobs
-        assert time.monotonic() < deadline, jobs
-        time.sleep(0.2)
+        return jobs if jobs["s2"].state == "running" else {}
+
+    jobs: dict[str, EngineJob] = until(found, "the second one to run", pause=0.2)
+    engine.cancel([jobs["s2"].id], force=True)
+    return jobs
 
 
 @pytest.mark.long

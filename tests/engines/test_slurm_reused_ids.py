@@ -14,6 +14,7 @@ import pytest
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine
 from dtrain_dagster.settings.slurm import SlurmSettings
 from harness.engines.slurm_cluster import SlurmCluster, missing
+from harness.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -38,10 +39,7 @@ def test_another_job_of_the_same_id_goes_on(cluster: SlurmCluster, tmp_path: Pat
     launch: dict[str, Any] = {"token": os.urandom(24).hex(), "launch": 1, "node_count": 1}
     engine = SlurmEngine(SlurmSettings(), tmp_path, lambda *_: ["/bin/sh", "-c", "echo done; sleep 100"])
     first = engine.submit(launch, 0, 1)
-    deadline = time.monotonic() + 40
-    while engine.read_log(first) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: engine.read_log(first) is not None, "its log", pause=0.1)
     cluster.kill("slurmctld")
     cluster.kill("n1")
     shutil.rmtree(cluster.folder / "state")

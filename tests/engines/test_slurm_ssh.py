@@ -4,7 +4,6 @@ changes nothing, and its loss loses no node."""
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from dtrain_dagster.settings.slurm import SlurmSettings
 from harness.engines.engine_training import Training, write_job
 from harness.engines.login_node import NAME, LoginNode, missing
 from harness.engines.slurm_cluster import SlurmCluster
+from harness.waiting import until
 from tests.engines.engine_trials import incarnations
 
 pytestmark = pytest.mark.slow
@@ -52,13 +52,9 @@ def engine(login: LoginNode, tmp_path: Path) -> SlurmEngine:
 
 
 def wait_for(engine: SlurmEngine, launch: dict[str, Any], state: str) -> EngineJob:
-    deadline = time.monotonic() + 40
-    while True:
-        jobs = engine.list_jobs(launch)
-        if [job.state for job in jobs] == [state]:
-            return jobs[0]
-        assert time.monotonic() < deadline, jobs
-        time.sleep(0.2)
+    jobs = until(lambda: [job for job in engine.list_jobs(launch) if job.state == state], state, pause=0.2)
+    assert len(jobs) == 1
+    return jobs[0]
 
 
 def test_a_node_runs_and_ends_over_one_connection_whatever_a_profile_says(
@@ -72,10 +68,7 @@ def test_a_node_runs_and_ends_over_one_connection_whatever_a_profile_says(
     job = wait_for(engine, launch, "running")
     assert job.started_at is not None
     assert job.ends_at == job.started_at + 300
-    deadline = time.monotonic() + 40
-    while "it has a b" not in (engine.read_log(first) or ""):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: "it has a b" in (engine.read_log(first) or ""), "its output", pause=0.1)
     engine.cancel([first], force=False)
     job = wait_for(engine, launch, "ended")
     assert (job.exit_code, job.lost) == (143, False)

@@ -6,7 +6,6 @@ import os
 import secrets
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -20,6 +19,7 @@ from harness.faults import switch
 from harness.faults.wire import Wire
 from harness.namespaces import Hosts, NoNamespacesError
 from harness.own_models import user_parts
+from harness.waiting import until
 from harness.worlds import FORKS, OWN_PARTS, Job, be_rank, build
 from trainer.comm.launch_secret import SECRET_FILE, write_launch_secret
 from trainer.elastic.generation_record import generations
@@ -159,10 +159,7 @@ def test_a_killed_node_is_noticed_and_the_rest_goes_on_encrypted(
     training = new_training(factory="user_parts:paced", max_steps=30)
     with Wire(hosts.switch_path) as wire:
         training.start()
-        until = time.monotonic() + 100
-        while not training.job.events("step") or training.job.events("step")[-1]["step"] < 5:
-            assert time.monotonic() < until, training.log()
-            time.sleep(0.05)
+        until(lambda: any(step["step"] >= 5 for step in training.job.events("step")), training.log)
         training.processes[0].kill()
         assert training.wait() == [KILLED, 0, 0], training.log()
     assert [len(item.members) for item in generations(training.job.rundir.storage)] == [3, 2]
@@ -218,10 +215,7 @@ def test_a_stranger_with_certificates_of_another_launch_is_refused_and_disturbs_
     new_training: Callable[..., Training], hosts: Hosts
 ) -> None:
     training = new_training(factory="user_parts:paced", max_steps=30).start()
-    until = time.monotonic() + 100
-    while not training.job.events("step"):
-        assert time.monotonic() < until, training.log()
-        time.sleep(0.05)
+    until(lambda: training.job.events("step"), training.log)
     [generation] = generations(training.job.rundir.storage)
     ports = " ".join(str(seat.port) for seat in generation.members[:1])
     root = str(Path(__file__).parents[2])

@@ -6,7 +6,6 @@ These are more than `trainer.elastic.generation.FULL_MESH`: few watch each, and 
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 
 from harness.faults.hosts import Hosts, Preload
 from harness.faults.properties import WEIGHTS_LIMIT, _weights, relative_difference
+from harness.waiting import until
 from harness.worlds import build
 from trainer.elastic.generation_record import generations
 from trainer.rundir import STATUS
@@ -80,8 +80,4 @@ def train(preload: Preload, folder: Path, dataset: Path, ranks: int, kill: range
 
 
 def wait_until(hosts: Hosts, true: Callable[[], bool], what: str) -> None:
-    until = time.monotonic() + LIMIT_SECONDS
-    while not true():
-        assert time.monotonic() < until, f"{what} did not come: {hosts.rundir.uri}"
-        hosts.look()
-        time.sleep(0.05)
+    until(lambda: true() or hosts.look(), f"{what}: {hosts.rundir.uri}", LIMIT_SECONDS, pause=0.05)

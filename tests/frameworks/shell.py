@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from harness.waiting import until
 from trainer.frameworks.catalogue import FRAMEWORKS, explain_missing
 from trainer.rundir import RunDir
 
@@ -87,8 +87,5 @@ class Shell:
 
     def wait_for(self, name: str, words: str, seconds: float = 400.0) -> str:
         """The logs of a job once they contain these words."""
-        deadline = time.monotonic() + seconds
-        while words not in (said := self("logs", name)):
-            assert time.monotonic() < deadline, said
-            time.sleep(0.5)
-        return said
+        until(lambda: words in self("logs", name), lambda: self("logs", name), seconds, pause=0.5)
+        return self("logs", name)

@@ -32,7 +32,7 @@ SAME = 1e-5
 ONE_RANK = """
 import sys, torch, torch.distributed as dist
 from trainer.config import DistributedTrainingConfig
-from trainer.parallel.deepspeed_engine import ZeroEngine
+from trainer.engine.deepspeed_step import ZeroEngine
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
 model[0].weight.mine = "kept"

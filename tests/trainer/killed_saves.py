@@ -17,7 +17,7 @@ import torch
 
 from trainer.checkpoint.manager import BEST, LATEST, CheckpointManager
 from trainer.rundir import RunDir
-from trainer.storage import file_swap
+from trainer.storage import base
 
 OPERATIONS = {
     "open",
@@ -59,7 +59,7 @@ def save_and_die(folder: str, at: int, note: int) -> None:
 
 def main(folder: str) -> None:
     torch.set_num_threads(1)
-    file_swap.PATIENCE_SECONDS = 0.1
+    base.PATIENCE_SECONDS = 0.1
     for at in range(1, 1000):
         shutil.rmtree(folder, ignore_errors=True)
         reader, writer = os.pipe()

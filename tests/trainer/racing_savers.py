@@ -16,7 +16,7 @@ import torch
 
 from trainer.checkpoint.manager import LATEST, CheckpointManager
 from trainer.rundir import RunDir
-from trainer.storage import file_swap
+from trainer.storage import base
 
 
 def race(uri: str, saves: int) -> None:
@@ -47,7 +47,7 @@ def race(uri: str, saves: int) -> None:
 
 
 def main(folder: str, generation: int, saves: int) -> None:
-    file_swap.PATIENCE_SECONDS = (
+    base.PATIENCE_SECONDS = (
         0.0005  # so that the lock is taken from writers that are slow, and not only from frozen ones
     )
     rundir = RunDir(folder)

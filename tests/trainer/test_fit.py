@@ -47,7 +47,7 @@ from trainer.config import ConfigError
 from trainer.data.batches import move_to
 from trainer.data.coverage import find_coverage_errors
 from trainer.data.dataset_data import DatasetData, _Order, _Read
-from trainer.data.loader_workers import ReadOptions, WorkerPool
+from trainer.data.torch_loader import ReadOptions, WorkerPool
 from trainer.observability.progress_line import ProgressLine, format_progress_line
 from trainer.printable import format_duration
 

@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from trainer.comm.launcher_env import RankFacts, rank_facts, rank_variables
 from trainer.config import ConfigError, DistributedTrainingConfig, TrackingConfig, settings_of
 from trainer.fit import DistributedConfig, FitResult, Trainer, best_accuracy_in
-from trainer.frameworks.tensorflow import TF_CONFIG
 from trainer.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -136,24 +135,24 @@ def as_dataset(given: Data, split: str) -> Dataset[Any] | DataLoader[Any]:
 def variables_of_tf_config(environment: Mapping[str, str]) -> dict[str, str]:
     """Return torchrun's variables for the workers of ``TF_CONFIG``; none where it is not set, or torchrun's are.
     Rank 0 is found where TensorFlow's own server would be. Raise `ConfigError` for what names no workers. Pure."""
-    if TF_CONFIG not in environment or "RANK" in environment:
+    if "TF_CONFIG" not in environment or "RANK" in environment:
         return {}
     try:
-        given: Any = json.loads(environment[TF_CONFIG])
+        given: Any = json.loads(environment["TF_CONFIG"])
         cluster, kind, rank = given["cluster"], str(given["task"]["type"]), int(given["task"]["index"])
         chief = [str(place) for place in cluster.get("chief", [])]
         places = [place.rpartition(":") for place in (*chief, *map(str, cluster.get("worker", [])))]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         example = '{"cluster": {"worker": ["HOST:PORT", …]}, "task": {"type": "worker", "index": 0}}'
-        raise ConfigError(f"{TF_CONFIG} is not valid: it needs {example} ({type(error).__name__}: {error})") from None
+        raise ConfigError(f"TF_CONFIG is not valid: it needs {example} ({type(error).__name__}: {error})") from None
     if other := [name for name in (*sorted(cluster), kind) if name not in ("chief", "worker")]:
-        raise ConfigError(f"{TF_CONFIG} has tasks of the type {other[0]!r}: all ranks are workers")
+        raise ConfigError(f"TF_CONFIG has tasks of the type {other[0]!r}: all ranks are workers")
     rank += len(chief) if kind == "worker" else 0
     if not 0 <= rank < len(places):
-        raise ConfigError(f"{TF_CONFIG} has {len(places)} workers and says that this one is number {rank}")
+        raise ConfigError(f"TF_CONFIG has {len(places)} workers and says that this one is number {rank}")
     hosts, port = [host.strip("[]") for host, _, _ in places], places[0][2]
     if not port.isdecimal():
-        raise ConfigError(f"{TF_CONFIG} has the worker {''.join(places[0])!r}: write HOST:PORT")
+        raise ConfigError(f"TF_CONFIG has the worker {''.join(places[0])!r}: write HOST:PORT")
     of_node = [number for number, host in enumerate(hosts) if host == hosts[rank]]
     return rank_variables(
         RankFacts(

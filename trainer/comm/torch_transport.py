@@ -3,21 +3,25 @@ gloo and NCCL. Others are `trainer.comm.socket_group` and `trainer.comm.paramete
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import hmac
 import json
 import logging
 import os
 import secrets
+import socket
 import struct
-from collections.abc import Callable, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from trainer.comm.gloo_listeners import deafen, find_listeners
 from trainer.comm.handshake import AuthenticationError
 from trainer.comm.socket_group import FAR_BYTES, NEAR_BYTES, MeshGroup, connect_mesh, exchange_places
 from trainer.runtime.cores import available_cores, yield_to_senders
@@ -30,6 +34,9 @@ AWAKE_SECONDS = 2e-4
 """The seconds for which a rank that waits in a small sum polls, if it takes no core from another rank: waking up from
 sleep takes longer than all the rest of a sum."""
 _NONCE = 32
+_SO_ATTACH_FILTER = 26
+_listening = threading.Lock()
+"""Held while gloo opens its listeners, which are found by what is new then."""
 _log = logging.getLogger(__name__)
 
 
@@ -232,7 +239,7 @@ def make_torch_transport(
     def make(name: str, rank: int, size: int, gpu: Any = gpu, seconds: float = timeout) -> Any:
         group, listeners = _group(dist.PrefixStore(name, store), rank, size, gpu, seconds, host)
         prove_connections(group, rank, size, hmac.digest(key, f"gloo/{name}".encode(), "sha256"), timeout)
-        deafen(listeners)
+        _deafen(listeners)
         return group
 
     try:
@@ -276,11 +283,14 @@ def _join_small_sums(
 
 def _group(
     store: dist.Store, rank: int, size: int, gpu: torch.device | None, timeout: float, host: str
-) -> tuple[Any, frozenset[int]]:
-    """Return a group and the descriptors at which gloo listens for its ranks."""
+) -> tuple[Any, set[int]]:
+    """Return a group and the descriptors at which gloo listens for its ranks; none if the system does not list them."""
     kind = dist.ProcessGroup.BackendType
     group = dist.ProcessGroup(store, rank, size)
-    options, listeners = find_listeners(lambda: _gloo_options(timeout, host))
+    with _listening:
+        before = _inherited_listeners()
+        options = _gloo_options(timeout, host)
+        listeners = _inherited_listeners() - before
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
     yield_to_senders()
     group._register_backend(torch.device("cpu"), kind.GLOO, gloo)
@@ -340,3 +350,43 @@ def _gloo_options(timeout: float, host: str) -> Any:
         device = dist.ProcessGroupGloo.create_device(hostname=host)
     options._devices, options._threads = [device], 1
     return options
+
+
+def _inherited_listeners() -> set[int]:
+    """Return the listening sockets that a child process would have: gloo's are, Python's own never."""
+    found = set[int]()
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.get_inheritable(int(name)) and os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    with socket.socket(fileno=os.dup(int(name))) as copy:
+                        if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                            found.add(int(name))
+    return found
+
+
+class _Instruction(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_ushort), ("jt", ctypes.c_ubyte), ("jf", ctypes.c_ubyte), ("k", ctypes.c_uint))
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.POINTER(_Instruction)))
+
+
+def _deafen(descriptors: Iterable[int]) -> None:
+    """Have the kernel drop all packets for these listening sockets (a packet filter that lets nothing through), once a
+    group has formed. Gloo would keep each connection of a stranger, and a process without a free descriptor ends at
+    once when gloo accepts one.
+
+    Existing connections are not affected. Where the system has no such filter, the sockets stay open: gloo then keeps
+    strangers' connections, up to the limit of descriptors."""
+    if sys.platform != "linux":
+        return
+    nothing = _Instruction(0x06, 0, 0, 0)  # return 0: keep no byte of any packet
+    program = _Program(1, ctypes.pointer(nothing))
+    for descriptor in descriptors:
+        try:
+            with socket.socket(fileno=os.dup(descriptor)) as copy:
+                copy.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, bytes(program))
+        except OSError as error:
+            _log.debug("gloo is still listening: %s", error)

@@ -1,8 +1,7 @@
 """A user's own map-style datasets as the data of a training: read by position, in the order that the sampler deals.
 
 torch's `DataLoader` reads them, with its worker processes and its collate function; which samples make a micro-batch
-is the sampler's decision. So every sample is used once per epoch, whatever nodes come and go. What a user's own loader
-asks for is read in `trainer.data.user_loaders`.
+is the sampler's decision. So every sample is used once per epoch, whatever nodes come and go.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from trainer.comm.launcher_env import RankFacts
 from trainer.config import DistributedTrainingConfig
 from trainer.data.batches import digest_array, move_to
 from trainer.data.loader import PlannedStep, TrainingData
-from trainer.data.loader_workers import ReadOptions, WorkerPool
 from trainer.data.sampler import micro_batch_seed
+from trainer.data.torch_loader import LoaderRequest, ReadOptions, WorkerPool
 from trainer.errors import ConfigError
 from trainer.runtime.nested import leaves_of
 
@@ -141,6 +140,17 @@ class DatasetData(TrainingData):
         self._reader = _Read(datasets, self.options)
         self.name = self.name or _name_of(self.train)
 
+    @classmethod
+    def of_requests(cls, by_split: Mapping[str, LoaderRequest], name: str | None = None) -> DatasetData:
+        """Return the data of a training from the requests for its splits. Each loader's samples are read as it says;
+        those of a dataset that was given without one, as the training loader says."""
+        usual = by_split["train"].options
+        datasets = {split: request.dataset for split, request in by_split.items()}
+        options = {
+            split: usual if request.batch_size is None else request.options for split, request in by_split.items()
+        }
+        return cls(datasets["train"], datasets.get("valid"), datasets.get("test"), options=options, name=name)
+
     @property
     def dataset_id(self) -> str:
         """The name of the training samples."""
@@ -170,7 +180,7 @@ class DatasetData(TrainingData):
     def start_workers(self, config: DistributedTrainingConfig, facts: RankFacts) -> None:
         """Start the worker processes that the loaders ask for, which stay until `close`: those of the training split,
         and those of the other two, together where they are to be alike. To be called before other threads start
-        (`trainer.data.loader_workers`)."""
+        (`trainer.data.torch_loader`)."""
         # The others wait that long for this rank.
         has_peers = facts.world_size > 1 or "DTRAIN_LAUNCH" in os.environ
         patience = 0.9 * config.collective_timeout_seconds if has_peers else 0.0

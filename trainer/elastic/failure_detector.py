@@ -2,7 +2,7 @@
 
 A process that dies closes its connections, and its port refuses new ones: it is *gone*, known within a millisecond. A
 process that is frozen or cut off says nothing: it is *silent* once its silence is out of proportion to those before
-(`trainer.elastic.watched_peer`), or at the latest after ``timeout`` seconds. All of it runs on one thread with an event
+(`trainer.elastic.peer`), or at the latest after ``timeout`` seconds. All of it runs on one thread with an event
 loop, in a process beside that of the training (`trainer.elastic.peer_watch`).
 
 A message goes to all who watch this process. It only wakes them and says where to look: what counts is the record in
@@ -25,8 +25,17 @@ from trainer.comm.handshake import AuthenticationError
 from trainer.comm.listener import BACKLOG
 from trainer.comm.tls import TLSContexts
 from trainer.elastic.generation import is_large
-from trainer.elastic.peer_connection import CONNECT_SECONDS, Doorkeeper, admit_peer, connect_peer
-from trainer.elastic.watched_peer import LEAST_BEATS, Address, PeerStatus, SignsOfLife, WatchedPeer
+from trainer.elastic.peer import (
+    CONNECT_SECONDS,
+    LEAST_BEATS,
+    Address,
+    Doorkeeper,
+    PeerStatus,
+    SignsOfLife,
+    WatchedPeer,
+    admit_peer,
+    connect_peer,
+)
 
 RETRY_SECONDS = 0.1
 MOST_DOUBLED = 5

@@ -29,7 +29,7 @@ import trainer
 from trainer.comm.launch_secret import LaunchSecret
 from trainer.comm.tls import CertificateFiles, TLSContexts
 from trainer.elastic.failure_detector import FailureDetector, Inbox, line_of, open_port
-from trainer.elastic.watched_peer import Address, PeerStatus
+from trainer.elastic.peer import Address, PeerStatus
 from trainer.exit_codes import LOST
 from trainer.runtime.parent_death import die_with
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from trainer.comm.world import World
 from trainer.config import ConfigError, JobConfig
+from trainer.data.shards import DataShardManager
 from trainer.engine.lr_schedule import peak_learning_rate
+from trainer.engine.problem import refuse_without_script
 from trainer.engine.step import AUTOCAST, NonFiniteError
-from trainer.engine.window_problem import open_shards
 from trainer.model.build import build_loss
 from trainer.model.compile import compiled
 from trainer.parallel.synchronizer import GradientSynchronizer
@@ -90,8 +91,9 @@ class OwnModel:
                     "training.precision = 'fp16' needs a scaled loss, as a job's own training has it: use 'bf16' or "
                     "'fp32' with train_epoch, or write the loop yourself"
                 )
-            spec = open_shards(self.job, torch.device("cpu")).spec
-            self._criterion = build_loss(self.job.loss, spec).to(self.device)
+            refuse_without_script(self.job)
+            shards = DataShardManager(self.job.dataset.uri, expected_id=self.job.dataset.dataset_id)
+            self._criterion = build_loss(self.job.loss, shards.spec).to(self.device)
             self._optimizer = torch.optim.AdamW(
                 self.module.parameters(),
                 lr=peak_learning_rate(self.config),

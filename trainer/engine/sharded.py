@@ -27,7 +27,8 @@ from trainer.engine.step import TrainingStep
 from trainer.model.blocks import find_blocks
 from trainer.model.task import Task
 from trainer.parallel.replicas import ReplicaPlan, plan_replicas, row_range
-from trainer.parallel.sharding import ShardedModel, ShardSynchronizer
+from trainer.parallel.shard_collectives import ShardSynchronizer
+from trainer.parallel.sharding import ShardedModel
 from trainer.runtime.fault_injection import Faults
 
 WEIGHTS, BEST = "weights", "best"

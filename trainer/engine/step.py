@@ -46,7 +46,6 @@ STRATEGIES: Mapping[str, Mapping[str, str]] = {
 }
 """The classes of a strategy that are others than `TrainingStep`, `trainer.engine.state.TrainingState` and
 `GradientSynchronizer`. They are loaded when a training needs them."""
-"""What sums gradients, by the strategy; with others `GradientSynchronizer`."""
 _COMMIT = "commit of the step"
 _EPSILON = 1e-6
 

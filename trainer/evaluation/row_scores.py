@@ -1,6 +1,6 @@
 """Scores of forecasts of classes and of numbers, as sums that add up over batches and ranks, and the figures they give.
 
-Pure functions: who forecasts, and which rows, is `trainer.evaluation.row_judge`.
+Pure functions: who forecasts, and which rows, is `trainer.engine.row_problem`.
 """
 
 from __future__ import annotations

@@ -13,13 +13,10 @@ from trainer.comm.launcher_env import RankFacts
 from trainer.comm.own_address import hold_ports, own_address
 from trainer.frameworks.meeting import Meeting
 
-TF_CONFIG = "TF_CONFIG"
-"""TensorFlow's variable: the addresses of all workers as JSON, and which of them this process is."""
-
 
 def describe_workers(rank: int, workers: Sequence[str]) -> str:
-    """Return the variable's value for one rank. ``workers``: HOST:PORT of each rank, in order; the first of them is the
-    chief, which writes what only one writes. Pure."""
+    """Return the value of ``TF_CONFIG`` for one rank. ``workers``: HOST:PORT of each rank, in order; the first of them
+    is the chief, which writes what only one writes. Pure."""
     return json.dumps({"cluster": {"worker": list(workers)}, "task": {"type": "worker", "index": rank}})
 
 
@@ -28,4 +25,4 @@ def prepare(facts: RankFacts, meeting: Meeting, environment: Mapping[str, str]) 
     host = own_address(environment, facts.master_addr)
     with hold_ports(host) as [port]:  # until all have theirs: no two of one host get the same
         workers = meeting.gather(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-    return {TF_CONFIG: describe_workers(facts.rank, workers)}
+    return {"TF_CONFIG": describe_workers(facts.rank, workers)}

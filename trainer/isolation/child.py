@@ -12,9 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-UNSURE = "this machine's "
-"""Before the type of an error that a node need not meet."""
-
 
 def main(order_file: str) -> None:
     """Load the model of the order, and write its answers."""
@@ -94,16 +91,16 @@ def _mlflow(order: dict[str, Any], windows: Any) -> dict[str, Any]:
     return {str(name): frame[name].to_numpy() for name in frame.columns}
 
 
-def _kind_of(error: BaseException) -> str:
-    """Return the type of an error; of one that has its cause in the machine, which may be otherwise on a node, that of
-    the cause: files and networks that are not reached from here, memory, packages, variables."""
+def _cause_in_machine(error: BaseException) -> BaseException | None:
+    """Return the cause of an error in this machine, which may be otherwise on a node: files and networks that are not
+    reached from here, memory, packages, variables. None where there is none."""
     cause: BaseException | None = error
     while cause is not None:
         kinds = (OSError, MemoryError, ImportError)
         if isinstance(cause, kinds) or "allocate memory" in str(cause) or _is_of_environment(cause):
-            return f"{UNSURE}{type(cause).__name__}"
+            return cause
         cause = cause.__cause__ or cause.__context__
-    return type(error).__name__
+    return None
 
 
 def _is_of_environment(error: BaseException) -> bool:
@@ -120,8 +117,10 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1])
     except BaseException as error:
-        sys.stderr.write(" ".join(f"{_kind_of(error)}: {error}".split()) + "\n")
+        cause = _cause_in_machine(error)
+        kind = type(error).__name__ if cause is None else f"this machine's {type(cause).__name__}"
+        sys.stderr.write(" ".join(f"{kind}: {error}".split()) + "\n")
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(1 if cause is None else os.EX_TEMPFAIL)
     sys.stderr.flush()
     os._exit(0)  # what the model's code has left to be done at the end is not done

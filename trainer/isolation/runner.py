@@ -3,6 +3,9 @@
 The child (`trainer.isolation.child`) gets an environment of its own without any of them, an empty home, and files: a
 folder with the model, and windows. Its time, memory and files are limited (`trainer.isolation.limited`). It gives
 arrays back, which are checked here. It runs as this user: its code is of modules that were allowed.
+
+`rehearse`: before nodes are bought, a model and a loss are built there and do a training step. What a training's own
+data and nodes do is not seen so; a probe on the cluster shows that.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,16 +26,38 @@ import psutil
 from numpy.typing import NDArray
 
 from trainer.documents.arrays import ArraysError, read_arrays
+from trainer.performance.memory import ModelBytes
 from trainer.runtime.scratch import scratch_folder
+from trainer.spec import ROWS, WINDOWS, DataSpec, RowSpec
 
 _COLUMNS = 64
 """The most columns of an answer."""
 _SAID = 2000
 """The characters of a child's message that are shown."""
+_REHEARSED_SAMPLES = 8
+_REHEARSAL_SECONDS = 60.0
+"""Seconds after which a rehearsal is given up without a verdict."""
 
 
 class IsolationError(RuntimeError):
     """An error for a model that gave no usable answer. The message says why, and begins with ``the model …``."""
+
+    def __init__(self, message: str, is_of_machine: bool = False) -> None:
+        """``is_of_machine``: the reason is one that another machine need not share: memory, files, networks, packages,
+        time."""
+        super().__init__(message)
+        self.is_of_machine = is_of_machine
+
+
+class RehearsalError(ValueError):
+    """A model or a loss that no rank could train. The message names the field and the remedy."""
+
+
+class UnsureRehearsalError(RuntimeError):
+    """A rehearsal that failed for a reason which nodes need not share."""
+
+    model: ModelBytes | None = None
+    """The bytes of the model, where they could be counted nevertheless."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,12 +119,13 @@ class Isolated:
         try:
             code = process.wait(self.seconds)
         except subprocess.TimeoutExpired:
-            raise IsolationError(f"the model took longer than {self.seconds:g} s and was stopped") from None
+            raise IsolationError(f"the model took longer than {self.seconds:g} s and was stopped", True) from None
         finally:
             kill_session(process)
         if code != 0:
             why = {-signal.SIGXCPU: "it used too much processor time", -signal.SIGKILL: "it was killed"}.get(code, "")
-            raise IsolationError(f"the model could not be called: {why or last_words(said) or f'exit code {code}'}")
+            why_not = why or last_words(said) or f"exit code {code}"
+            raise IsolationError(f"the model could not be called: {why_not}", bool(why) or code == os.EX_TEMPFAIL)
 
 
 def limit_command(command: Sequence[str], memory_bytes: int, cpu_seconds: int, file_bytes: int) -> list[str]:
@@ -151,3 +177,62 @@ def kill_session(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def rehearse(
+    model: Mapping[str, Any],
+    loss: Mapping[str, Any],
+    spec: DataSpec | RowSpec,
+    modules: tuple[str, ...] = (),
+    path: Sequence[Path] = (),
+) -> ModelBytes:
+    """Build the loss and the model, do one training step on random samples of the dataset's scale, and return the bytes
+    of the model.
+
+    ``model``, ``loss``: the sections of ``job.json``. ``modules``: those that their factories may be of; ``path``: the
+    folders in which they are found. Raise `RehearsalError` where the training could not work on any node, and
+    `UnsureRehearsalError` where that cannot be said from here.
+    """
+    kind, inputs = random_inputs(spec)
+    document = {"kind": kind, "model": dict(model), "loss": dict(loss), "spec": asdict(spec)}
+    try:
+        return _ask("rehearsal", document, inputs, modules, path)
+    except IsolationError as error:
+        said = str(error).removeprefix("the model could not be called: ")
+        if error.is_of_machine:
+            unsure = UnsureRehearsalError(said)
+            with contextlib.suppress(IsolationError):
+                unsure.model = _ask("count", document, inputs, modules, path)
+            raise unsure from None
+        name, _, rest = said.partition("ConfigError: ")
+        raise RehearsalError(rest if rest and not name else f"one training step of this model failed: {said}") from None
+
+
+def _ask(
+    kind: Literal["rehearsal", "count"],
+    document: Mapping[str, Any],
+    inputs: NDArray[np.float32],
+    modules: tuple[str, ...],
+    path: Sequence[Path],
+) -> ModelBytes:
+    with scratch_folder("rehearsal") as folder:
+        (folder / "rehearsal.json").write_text(json.dumps(document))
+        isolated = Isolated(folder=folder, kind=kind, modules=modules, path=tuple(path), seconds=_REHEARSAL_SECONDS)
+        answers = isolated.predict(inputs)
+    figures = {name: max(0.0, float(values[0])) for name, values in answers.items()}
+    whole = {name: int(figures.get(name, 0)) for name in ("parameters", "trained", "block", "rest")}
+    return ModelBytes(**whole, sample=figures.get("sample"))
+
+
+def random_inputs(spec: DataSpec | RowSpec) -> tuple[str, NDArray[np.float32]]:
+    """Return the kind of data, and the inputs of random samples of the dataset's scale. Pure."""
+    random = np.random.default_rng(0)
+    if isinstance(spec, DataSpec):
+        mean, scale = (np.asarray(figures, dtype=np.float32) for figures in (spec.feature_mean, spec.feature_std))
+        noise = random.standard_normal((_REHEARSED_SAMPLES, spec.window, len(spec.features)), dtype=np.float32)
+        return WINDOWS, mean + scale * noise
+    rows = random.standard_normal((_REHEARSED_SAMPLES, len(spec.features)), dtype=np.float32)  # as they are stored
+    for place, values in enumerate(spec.categories):
+        if values:
+            rows[:, place] = random.integers(0, len(values) + 1, _REHEARSED_SAMPLES)
+    return ROWS, rows

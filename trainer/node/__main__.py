@@ -1,17 +1,223 @@
-"""The command line of the node agent: ``python -m trainer.node RUN_DIR --launch L --node N --incarnation S``."""
+"""The node agent: one node of a job, where an engine (SLURM, Kubernetes, Ray) runs nodes. It starts the ranks, records
+the node's presence and ends the ranks in order.
+
+It decides nothing about other nodes: that is the supervisor's part, which reads the presence.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import psutil
 
 from trainer.comm.descriptors import raise_descriptor_limit
+from trainer.comm.own_address import own_address
+from trainer.documents.presences import NodePresence, heartbeat_seconds, stale_seconds
+from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
-from trainer.exit_codes import LOST, UNUSABLE, describe_exit_codes
-from trainer.node.agent import run_agent, say
-from trainer.node.environment import LaunchError
-from trainer.rundir import RunDir
+from trainer.exit_codes import DONE, EVICTED, FAILED, LOST, UNUSABLE, describe_exit_codes, is_loss
+from trainer.node.environment import (
+    PEER_GRACE,
+    STOP_GRACE,
+    LaunchError,
+    Seat,
+    choose_port,
+    read_duration,
+)
+from trainer.node.line_log import LineLog
+from trainer.node.node_processes import NodeProcesses, header_of, make_node, spawn_process
+from trainer.rundir import LAUNCH, LOGS, STATUS, RunDir
+from trainer.runtime.clock import SteadyClock
+
+POLL_SECONDS = 0.05
+MASTER_PORT = 29500
+"""The port that ranks are told where they find each other in storage and use none."""
+RENDEZVOUS = "rendezvous"
+"""The folder with the address of rank 0, for launches whose ranks need it."""
+FINAL = ("succeeded", "failed", "cancelled")
+"""The states of ``status.json`` after which no node is wanted."""
+
+
+class NodeAgent:
+    """The agent of one incarnation of a node."""
+
+    def __init__(self, rundir: RunDir, launch: Mapping[str, Any], node_id: int, incarnation: int, secret: str) -> None:
+        """``launch``: as in ``launch.json``. ``secret``: the path of the file with the secret of the launch."""
+        self.rundir, self.launch, self.secret = rundir, launch, secret
+        self.clock = SteadyClock.begin()
+        self.host = own_address(os.environ)
+        now = self.clock.now()
+        self.presence = NodePresence(
+            node_id=node_id,
+            launch=launch["launch"],
+            incarnation=incarnation,
+            last_seen_at=now,
+            host=self.host,
+            started_at=min(now, psutil.Process().create_time()),
+        )
+        self.peer_grace = read_duration(*PEER_GRACE, launch["env"], os.environ)
+        self.stop_grace = read_duration(*STOP_GRACE, launch["env"], os.environ)
+        self.asked = False
+        """Whether this node was asked to end."""
+        self.is_given_up = False
+        """Whether its record was closed by the supervisor: its engine took it for lost, and another may have its
+        place."""
+        self._beat_at = 0.0
+        self._failed_at: float | None = None
+
+    def run(self) -> int:
+        """Run the node from start to end, and return the agent's exit code. SIGTERM ends it in order."""
+        signal.signal(signal.SIGTERM, self._on_term)
+        signal.signal(signal.SIGINT, self._on_term)
+        here = self.presence
+        if self.rundir.read_node(here.launch, here.node_id, here.incarnation + 1) is not None:
+            say(f"{self._name()} was replaced before it began, so it exits")
+            return LOST
+        if not self.rundir.begin_presence(here):
+            say(f"another agent has begun {self._name()}: this one exits")
+            return LOST
+        log = LineLog(self.rundir.storage.local_path(f"{LOGS}/node-{self.presence.node_id}.log"), self._header())
+        node: NodeProcesses | None = None
+        codes: tuple[int, ...] = (FAILED,) * self.launch["processes_per_node"]
+        try:
+            if seat := self._wait_for_seat():
+                node = make_node(self.launch, seat, log)
+                node.start(self.launch, self.clock.variables(), spawn_process, lambda group: None)
+                codes = self._watch(node)
+            else:
+                codes = (EVICTED,) * self.launch["processes_per_node"]
+        except LaunchError as error:
+            codes = self._give_up(log, node, str(error), UNUSABLE)
+        except OSError as error:  # as no processes left on this machine: another may do
+            codes = self._give_up(log, node, str(error), LOST)
+        self._write(exit_codes=codes, ended_at=self.clock.now())
+        log.close()
+        return summarize(codes)
+
+    def _watch(self, node: NodeProcesses) -> tuple[int, ...]:
+        """Look at the processes until nothing of the node is left, and return their exit codes."""
+        while not node.look():
+            node.log.pump()
+            self._beat()
+            self._end_where_due(node)
+            time.sleep(POLL_SECONDS)
+        return tuple(-signal.SIGKILL if code is None else code for code in node.codes)
+
+    def _end_where_due(self, node: NodeProcesses) -> None:
+        """End the node where it was asked to end, or where what still runs of it is of no use."""
+        if self.asked or (node.is_useless if self.launch["elastic"] else not node.alive):
+            node.end(self.stop_grace)
+        elif any(node.codes):  # a process failed: the others have a moment to say what they saw
+            self._failed_at = self._failed_at or time.monotonic()
+            if time.monotonic() - self._failed_at > self.peer_grace:
+                node.end(self.stop_grace)
+
+    def _wait_for_seat(self) -> Seat | None:
+        """Return the place of this node in its launch once it can have it; None where it was asked to end before."""
+        said = False
+        while self._is_occupied():
+            if not said:
+                say(f"the incarnation before {self._name()} still runs: this one waits for its end")
+                said = True
+            if self._rests():
+                return None
+        address, port = self.host, self.launch["master_port"] or MASTER_PORT
+        if not self.launch["elastic"]:
+            place = f"{RENDEZVOUS}/l{self.launch['launch']:04d}.json"
+            if self.presence.node_id == 0:
+                port = choose_port(self.launch["master_port"])
+                self.rundir.storage.create(place, json.dumps({"host": address, "port": port}).encode())
+            while (found := self.rundir.read_json(place)) is None:
+                if self._rests():
+                    return None
+            address, port = found["host"], found["port"]
+        return Seat(
+            node_id=self.presence.node_id,
+            incarnation=self.presence.incarnation,
+            host=self.host,
+            master_addr=address,
+            master_port=port,
+            secret=self.secret,
+            is_alone=True,
+        )
+
+    def _is_occupied(self) -> bool:
+        """Return whether the incarnation before this one is still there, as one whose time limit is near."""
+        if self.presence.incarnation == 1:
+            return False
+        before = self.rundir.read_node(self.presence.launch, self.presence.node_id, self.presence.incarnation - 1)
+        if before is None or before.ended_at is not None:
+            return False
+        now = self.clock.now()
+        return now - before.heard_at(now) < stale_seconds(self.rundir.storage)
+
+    def _rests(self) -> bool:
+        """Wait a moment; return whether this node was asked to end."""
+        self._beat()
+        time.sleep(4 * POLL_SECONDS)
+        return self.asked
+
+    def _beat(self) -> None:
+        """Write now and then that this node is there, and see whether it is wanted still."""
+        if time.monotonic() - self._beat_at < heartbeat_seconds(self.rundir.storage):
+            return
+        self._beat_at = time.monotonic()
+        try:
+            self._see_whether_given_up()
+            self._write(last_seen_at=self.clock.now())
+            if not is_wanted(self.rundir, self.launch):
+                self.asked = True
+        except (OSError, DamagedError) as error:
+            warn_once(f"cannot tell whether this node is still wanted: {error}")
+
+    def _see_whether_given_up(self) -> None:
+        """End where this incarnation was given up while its machine could not be reached: the next one waits for no
+        other sign that it may begin."""
+        here = self.presence
+        told = self.rundir.read_node(here.launch, here.node_id, here.incarnation)
+        if not self.is_given_up and told is not None and told.ended_at is not None:
+            say(f"{self._name()} was given up as lost: it exits")
+            self.is_given_up = self.asked = True
+
+    def _write(self, **changes: Any) -> None:
+        if self.is_given_up:
+            return  # its end is recorded
+        self.presence = replace(self.presence, clock_jump_seconds=self.clock.jump(), **changes)
+        try:
+            self.rundir.write_node(self.presence)
+        except OSError as error:  # a full disk must not end the training
+            warn_once(f"could not write the presence of {self._name()}: {error}")
+
+    def _give_up(self, log: LineLog, node: NodeProcesses | None, why: str, code: int) -> tuple[int, ...]:
+        """Say why the node could not start, end what did start, and return its exit codes."""
+        say(why)
+        pipe = log.open_pipe()
+        os.write(pipe, f"{why}\n".encode())
+        os.close(pipe)
+        if node is not None:
+            node.kill()
+            while not node.look():
+                time.sleep(POLL_SECONDS)
+        return (code,) * self.launch["processes_per_node"]
+
+    def _header(self) -> str:
+        where = "" if self.host.startswith("127.") else f" at {self.host}"
+        return header_of(self.launch, self.presence.incarnation).replace(" ---", f"{where} ---")
+
+    def _name(self) -> str:
+        here = self.presence
+        return f"incarnation {here.incarnation} of node {here.node_id} in launch {here.launch}"
+
+    def _on_term(self, *_: object) -> None:
+        self.asked = True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,6 +248,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         say(f"the run directory cannot be used on this node: {error}")
         return LOST
+
+
+def is_wanted(rundir: RunDir, launch: Mapping[str, Any]) -> bool:
+    """Return whether the nodes of this launch are wanted: the job has not ended, and has not been started anew. A
+    supervisor that could not reach its engine leaves nobody behind so."""
+    status = rundir.read_json(STATUS) or {}
+    if status.get("launch", launch["launch"]) > launch["launch"]:
+        return False
+    return status.get("launch") != launch["launch"] or status.get("state") not in FINAL
+
+
+def run_agent(rundir: RunDir, number: int, node_id: int, incarnation: int, secret: str) -> int:
+    """Run the agent of an incarnation in launch ``number``, and return its exit code. A launch that is over, or another
+    one, starts nothing."""
+    launch = rundir.read_json(LAUNCH)
+    if launch is None:
+        say(f"{rundir.uri} has no {LAUNCH}: mount the storage of the cluster at the same path on every node")
+        return UNUSABLE
+    if launch["launch"] != number or not is_wanted(rundir, launch):
+        say(f"launch {number} of job {launch['job_id']} is over: nothing is started")
+        return LOST
+    return NodeAgent(rundir, launch, node_id, incarnation, secret).run()
+
+
+def summarize(codes: Sequence[int]) -> int:
+    """Return the exit code of the agent for those of its ranks: a failure before a loss, and 0 where all ended well."""
+    failures = [code for code in codes if code != DONE and not is_loss(code)]
+    if failures:
+        return failures[0]
+    losses = [code for code in codes if code != DONE]
+    return EVICTED if losses and set(losses) <= {EVICTED, -signal.SIGTERM} else LOST if losses else DONE
+
+
+def say(text: str) -> None:
+    """Print a line into the engine's log of this node."""
+    print(text, flush=True)  # noqa: T201 - the engine's log
 
 
 if __name__ == "__main__":

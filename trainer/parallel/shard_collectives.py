@@ -18,13 +18,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.comm.group import GroupError
 from trainer.comm.socket_group import MeshGroup
 from trainer.comm.torch_transport import TorchTransport, Transport
 from trainer.comm.world import World
-from trainer.parallel.replicas import ReplicaPlan
+from trainer.parallel.replicas import ReplicaPlan, count_passes
+from trainer.parallel.sharding import ShardedModel, divided_parts
+from trainer.parallel.synchronizer import GradientSync
+from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import Segment, StepTimer
 
 _DIVIDABLE = (TorchTransport, MeshGroup)
@@ -43,6 +46,13 @@ class ShardCollectives:
         self._error: BaseException | None = None
         self.segment: Segment = "forward"
         """The part of the step that computes now."""
+
+    def connect(self, module: nn.Module) -> None:
+        """Be the collectives of a divided module in all passes from now on."""
+        for part in divided_parts(module):
+            part.set_custom_all_gather(_ParameterGather(self))  # type: ignore[arg-type]
+            part.set_custom_reduce_scatter(_GradientScatter(self))  # type: ignore[arg-type]
+            part.set_all_reduce_hook(self.sum_column)
 
     def all_gather(self, output: Tensor, mine: Tensor) -> Future[Any]:
         """Gather the rows of all ranks of the replica into ``output``, of which ``mine`` is a part."""
@@ -98,7 +108,7 @@ class ShardCollectives:
         return self._group.submit(what, action, bytes_)
 
 
-class PendingGather(dist.Work):
+class _PendingGather(dist.Work):
     """A gather as FSDP2 waits for it."""
 
     def __init__(self, collectives: ShardCollectives, future: Future[Any]) -> None:
@@ -122,22 +132,20 @@ class _OverGroup:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class ParameterGather(_OverGroup):
+class _ParameterGather(_OverGroup):
     """FSDP2's all-gather, as `ShardCollectives.all_gather`."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> dist.Work:
-        """Submit the gather."""
-        return PendingGather(self._collectives, self._collectives.all_gather(output_tensor, input_tensor))
+        return _PendingGather(self._collectives, self._collectives.all_gather(output_tensor, input_tensor))
 
 
-class GradientScatter(_OverGroup):
+class _GradientScatter(_OverGroup):
     """FSDP2's reduce-scatter, as `ShardCollectives.reduce_scatter`: the backward pass goes on meanwhile. FSDP2 takes
     views of the result and computes nothing with it, as there is no factor and no other type to turn it into."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """Submit the sum."""
         assert op == dist.ReduceOp.SUM
         self._collectives.reduce_scatter(output_tensor, input_tensor)
         return None
@@ -164,3 +172,67 @@ def _scatter(output: Tensor, gradients: Tensor, members: Sequence[int], place: i
 
 def _sum_column(gradients: Tensor, column: Sequence[int], transport: Any) -> None:
     transport.sum_among(gradients, column)
+
+
+class ShardSynchronizer(GradientSync):
+    """The sums of a sharded model's gradients over the ranks of one world, in place of
+    `trainer.parallel.synchronizer.GradientSynchronizer`. Each pass ends with this rank's rows of the sum over ranks, so
+    that no rank ever holds all gradients; those of several passes are added up. The norm of the gradient has to be
+    summed before the step is committed, so that it is not committed with a bucket."""
+
+    def __init__(self, world: World, plan: ReplicaPlan, model: ShardedModel, faults: Faults, timer: StepTimer) -> None:
+        """``model`` holds its rows by this plan already."""
+        super().__init__(world, faults, timer)
+        self.plan, self.model = plan, model
+        self._collectives = ShardCollectives(world, plan, timer)
+        self._collectives.connect(model.module)
+
+    def unwrap(self) -> None:
+        """Make the model ready for another synchronizer, also where a pass has failed."""
+        self._collectives.discard()
+        self.model.reset()
+
+    def abandon(self) -> None:
+        """Make the model ready for another pass."""
+        self.unwrap()
+
+    def clear(self, parameters: list[nn.Parameter]) -> None:
+        """Clear the gradients before the first pass of a step."""
+        self.model.clear_gradients()
+
+    def passes(self, samples: int, micro_batches: int, at_once: int) -> int:
+        """Return how many passes every rank makes for a global batch of this many samples."""
+        return count_passes(samples, micro_batches, self.world.world_size, at_once)
+
+    def begin_forward(self) -> None:
+        """Say that a forward pass begins."""
+        self._collectives.segment = "forward"
+
+    def require_sync(self, is_last: bool) -> None:
+        """Prepare a backward pass, after the forward pass: add up what the passes before have left."""
+        self._collect()  # here, since their sums had the forward pass's time to arrive
+        self._collectives.segment = "backward"
+
+    def finish(self, wrapped: nn.Module) -> None:
+        """Wait for the sums after the last backward pass. Raise `trainer.comm.group.GroupError` if one has failed."""
+        self.timer.mark("backward")
+        self.faults.reach("all_reduce", self.step)
+        self._collect()
+        self.timer.mark("exposed")
+
+    def flat_gradients(self) -> list[Tensor]:
+        """Return this rank's rows of the gradients."""
+        gradients = [held.grad for held in self.model.held.values() if held.grad is not None]
+        return [gradient for gradient in gradients if gradient.numel()]
+
+    def whole_norm(self, norm: Tensor) -> Tensor:
+        """Return the norm of whole gradients, from that of this rank's rows. A collective."""
+        square = norm.detach().double().cpu().square().reshape(1)
+        total = self.world.all_reduce(square, "norm of the gradient") / len(self.plan.replicas)
+        return total.sqrt()[0].to(norm)
+
+    def _collect(self) -> None:
+        self._collectives.finish()
+        self.model.collect_gradients()
+        if self.model.device.type == "cuda":
+            torch.cuda.current_stream(self.model.device).synchronize()

@@ -1,12 +1,8 @@
 """`ShardedModel`: a module whose parameters lie in rows on the ranks of a replica, by torch's FSDP2, or as a whole.
 
 When the world changes, so may the rows: then the module is taken out of FSDP2 and put into it again, in place, so that
-whoever holds the module keeps it. Which rank holds what is `trainer.parallel.replicas`, the collectives are
-`trainer.parallel.shard_collectives`; where rows come from is `trainer.engine.sharded`.
-
-`ShardSynchronizer`: a step's gradients of such a model, in place of `trainer.parallel.synchronizer`. Each pass ends
-with this rank's rows of the sum over ranks, so that no rank ever holds all gradients; those of several passes are added
-up.
+whoever holds the module keeps it. Which rank holds what is `trainer.parallel.replicas`, the collectives and a step's
+gradients are `trainer.parallel.shard_collectives`; where rows come from is `trainer.engine.sharded`.
 """
 
 from __future__ import annotations
@@ -21,14 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.model.blocks import separate_blocks
-from trainer.parallel.replicas import ReplicaPlan, count_passes, row_range
-from trainer.parallel.shard_collectives import GradientScatter, ParameterGather, ShardCollectives
-from trainer.parallel.synchronizer import GradientSync
-from trainer.runtime.fault_injection import Faults
-from trainer.runtime.step_timer import StepTimer
+from trainer.parallel.replicas import row_range
 
 _DICTIONARIES = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
 """The attributes of a module that hold its hooks, by a number that no two hooks share, and its parts."""
@@ -148,7 +139,7 @@ class ShardedModel:
             for parameter in own:
                 parameter.data = _without_memory(parameter)
         self._added = [(part, set(vars(part)) - names) for part, names in known]
-        for wrapped in _wrapped(self.module):
+        for wrapped in divided_parts(self.module):
             wrapped.set_force_sum_reduction_for_comms(True)
             wrapped.set_gradient_divide_factor(1.0)
             wrapped.set_reduce_scatter_unused_params(True)
@@ -172,13 +163,6 @@ class ShardedModel:
                 # The same parameter where others hold it, such as the layers that share it.
                 parameter.data = values[name].to(self.device, copy=True)
         self.place, self.size, self.is_whole = 0, 1, True
-
-    def connect(self, collectives: ShardCollectives) -> None:
-        """Use these collectives in all passes from now on."""
-        for part in _wrapped(self.module):
-            part.set_custom_all_gather(ParameterGather(collectives))  # type: ignore[arg-type]
-            part.set_custom_reduce_scatter(GradientScatter(collectives))  # type: ignore[arg-type]
-            part.set_all_reduce_hook(collectives.sum_column)
 
     def collect_gradients(self) -> None:
         """Add the gradients that a pass has left to those of the rows, and leave FSDP2's parameters without."""
@@ -228,69 +212,8 @@ class ShardedModel:
         self._divided, self.held, self._whole, self._added = {}, {}, [], []
 
 
-class ShardSynchronizer(GradientSync):
-    """The sums of a sharded model's gradients over the ranks of one world. The norm of the gradient has to be summed
-    before the step is committed, so that it is not committed with a bucket."""
-
-    def __init__(self, world: World, plan: ReplicaPlan, model: ShardedModel, faults: Faults, timer: StepTimer) -> None:
-        """``model`` holds its rows by this plan already."""
-        super().__init__(world, faults, timer)
-        self.plan, self.model = plan, model
-        self._collectives = ShardCollectives(world, plan, timer)
-        model.connect(self._collectives)
-
-    def unwrap(self) -> None:
-        """Make the model ready for another synchronizer, also where a pass has failed."""
-        self._collectives.discard()
-        self.model.reset()
-
-    def abandon(self) -> None:
-        """Make the model ready for another pass."""
-        self.unwrap()
-
-    def clear(self, parameters: list[nn.Parameter]) -> None:
-        """Clear the gradients before the first pass of a step."""
-        self.model.clear_gradients()
-
-    def passes(self, samples: int, micro_batches: int, at_once: int) -> int:
-        """Return how many passes every rank makes for a global batch of this many samples."""
-        return count_passes(samples, micro_batches, self.world.world_size, at_once)
-
-    def begin_forward(self) -> None:
-        """Say that a forward pass begins."""
-        self._collectives.segment = "forward"
-
-    def require_sync(self, is_last: bool) -> None:
-        """Prepare a backward pass, after the forward pass: add up what the passes before have left."""
-        self._collect()  # here, since their sums had the forward pass's time to arrive
-        self._collectives.segment = "backward"
-
-    def finish(self, wrapped: nn.Module) -> None:
-        """Wait for the sums after the last backward pass. Raise `trainer.comm.group.GroupError` if one has failed."""
-        self.timer.mark("backward")
-        self.faults.reach("all_reduce", self.step)
-        self._collect()
-        self.timer.mark("exposed")
-
-    def flat_gradients(self) -> list[Tensor]:
-        """Return this rank's rows of the gradients."""
-        gradients = [held.grad for held in self.model.held.values() if held.grad is not None]
-        return [gradient for gradient in gradients if gradient.numel()]
-
-    def whole_norm(self, norm: Tensor) -> Tensor:
-        """Return the norm of whole gradients, from that of this rank's rows. A collective."""
-        square = norm.detach().double().cpu().square().reshape(1)
-        total = self.world.all_reduce(square, "norm of the gradient") / len(self.plan.replicas)
-        return total.sqrt()[0].to(norm)
-
-    def _collect(self) -> None:
-        self._collectives.finish()
-        self.model.collect_gradients()
-        if self.model.device.type == "cuda":
-            torch.cuda.current_stream(self.model.device).synchronize()
-
-
-def _wrapped(module: nn.Module) -> list[FSDPModule]:
+def divided_parts(module: nn.Module) -> list[FSDPModule]:
+    """Return the parts of a module that FSDP2 divides."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 

@@ -92,7 +92,7 @@ def rank_bytes(
 
 
 def zero_rank_bytes(model: ModelBytes, stage: int, ranks: int, samples: int = 0, precision: str = "fp32") -> RankBytes:
-    """Return what each rank needs at least with DeepSpeed's ZeRO of this stage, as `trainer.parallel.deepspeed_engine`
+    """Return what each rank needs at least with DeepSpeed's ZeRO of this stage, as `trainer.engine.deepspeed_step`
     uses it: the model itself, and DeepSpeed's copy, which is whole up to stage 2; this rank's part of what is updated,
     of the gradients and of the moments. Its buckets, whole gradients of a pass with stage 1, and what stage 3 gathers
     at once are not counted."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import threading
 import time
 import uuid
@@ -20,11 +21,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from trainer.errors import ConfigError, DamagedError
-from trainer.storage.file_swap import swap_file, write_through
 from trainer.storage.regular_files import open_regular, read_regular, too_large
 
 SIDE_BY_SIDE = 8
 """Small remote files that are read at once."""
+PATIENCE_SECONDS = 1.0
+"""A process that holds the lock of a file for this long is dead or frozen: it needs it for a few renames."""
+TIMEOUT_SECONDS = 30.0
+_FREE = "free"
 _memory_lock = threading.Lock()
 
 
@@ -159,7 +163,7 @@ class Storage:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
         try:
-            write_through(temporary, data)
+            _write_through(temporary, data)
             os.link(temporary, path)  # unlike rename, a hard link refuses to replace
         finally:
             Path(temporary).unlink(missing_ok=True)
@@ -174,7 +178,7 @@ class Storage:
         self.require_compare_and_swap()
         path = self.path(name)
         if self.is_local:
-            return swap_file(path, expected, data)
+            return _swap_file(path, expected, data)
         with _memory_lock:
             if (self.fs.cat_file(path) if self.fs.exists(path) else None) != expected:
                 return False
@@ -261,3 +265,104 @@ class TransferPool:
 def is_litter(name: str) -> bool:
     """Return whether a name is that of a half-written file or a lock, which no listing shows."""
     return name.endswith((".tmp", ".lock"))
+
+
+def _swap_file(path: str, expected: bytes | None, data: bytes) -> bool:
+    """Compare-and-swap of a file on a local or network file system, by renames alone; see `Storage.compare_and_swap`.
+    Raise OSError if the file system refuses, and TimeoutError if the lock could not be taken within 30 s.
+
+    A lock that its holder must give back (flock) would be kept for ever by a process that is frozen while it has it,
+    and a process that broke it would be overwritten by the frozen one once that wakes. Here the lock is a folder whose
+    *name* says which process has it: ``LATEST.json.lock/free``, or ``LATEST.json.lock/<id of its holder>``. Taking it,
+    giving it back and taking it from a silent holder are renames of that folder, of which only one can succeed. The new
+    content lies in the folder and is moved from there over the old one: a process that has lost the folder can replace
+    nothing any more, however late it wakes.
+    """
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while True:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
+        try:
+            _write_through(temporary, data)  # the slow part, before the lock is taken
+            holding = _take_lock(f"{path}.lock", deadline)
+            try:
+                if _read_or_none(path) != expected:
+                    return False
+                content = f"{holding}/{os.path.basename(holding)}"
+                os.rename(temporary, content)
+                os.replace(content, path)
+                return True
+            finally:
+                _give_back_lock(holding)
+        except FileNotFoundError:  # another process took the lock or deleted the folder: start again
+            if time.monotonic() > deadline:
+                raise
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+
+
+def _write_through(path: str, data: bytes) -> None:
+    """Write a file and wait until the disk has it."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_or_none(path: str) -> bytes | None:
+    try:
+        return Path(path).read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _take_lock(lock: str, deadline: float) -> str:
+    """Take the folder in ``lock`` and return its new path."""
+    mine = f"{lock}/{uuid.uuid4().hex}"
+    seen, since = "", time.monotonic()
+    while True:
+        owner = _owner_of(lock)
+        if owner is not None and owner != seen:
+            seen, since = owner, time.monotonic()
+        if owner == _FREE or (owner is not None and time.monotonic() - since > PATIENCE_SECONDS):
+            try:
+                os.rename(f"{lock}/{owner}", mine)
+            except FileNotFoundError:
+                continue
+            for left in os.listdir(mine):  # of the one that had it: it must not get it over the file any more
+                with suppress(FileNotFoundError):  # unless it just has
+                    os.unlink(f"{mine}/{left}")
+            return mine
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{lock} could not be acquired within {TIMEOUT_SECONDS:.0f} s")
+        time.sleep(0.002)
+
+
+def _give_back_lock(holding: str) -> None:
+    with suppress(FileNotFoundError):  # somebody took it from us
+        os.rename(holding, f"{os.path.dirname(holding)}/{_FREE}")
+
+
+def _owner_of(lock: str) -> str | None:
+    """Return the name of the folder in ``lock``, or None to look again. A missing lock is made."""
+    try:
+        names = os.listdir(lock)
+    except FileNotFoundError:
+        _make_lock(lock)
+        return None
+    if not names:  # half deleted by somebody
+        with suppress(OSError):  # unless the listing had met a rename
+            os.rmdir(lock)
+    return names[0] if len(names) == 1 else None
+
+
+def _make_lock(lock: str) -> None:
+    """Make the lock with one free folder in it, at once: it must never be seen without, nor get a second one."""
+    temporary = f"{lock}.{uuid.uuid4().hex[:8]}.tmp"
+    os.makedirs(f"{temporary}/{_FREE}")
+    try:
+        os.rename(temporary, lock)
+    except OSError:  # somebody was faster: a rename replaces no folder that has something in it
+        shutil.rmtree(temporary)
+        if not os.path.isdir(lock):
+            raise

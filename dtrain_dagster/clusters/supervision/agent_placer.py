@@ -1,5 +1,5 @@
 """The placer of every engine that runs nodes for us: SLURM, Kubernetes, Ray. Each node is a job of the engine that runs
-the node agent (`trainer.node.agent`).
+the node agent (`trainer.node`).
 
 How a node stands is told twice: by its own presence in the run directory, within a moment, and by the engine, now and
 then. What follows from the two is decided in `placer`; how an engine is asked belongs to the rooms of the engines.

@@ -1,6 +1,6 @@
 """The interface to an engine that runs the nodes of a job for us: SLURM, Kubernetes, Ray.
 
-An engine runs one-node jobs, one for each incarnation of a node; each runs the node agent (`trainer.node.agent`). It
+An engine runs one-node jobs, one for each incarnation of a node; each runs the node agent (`trainer.node`). It
 submits, lists and cancels them, and says of each what it knows. What follows from that is in `agent_placer`.
 """
 

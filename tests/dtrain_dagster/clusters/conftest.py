@@ -7,8 +7,7 @@ import json
 import os
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,7 @@ import pytest
 
 from dtrain_dagster.clusters.base import JobSpec, JobStatus
 from dtrain_dagster.clusters.managers import LocalClusterManager
-
-
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = 60) -> Any:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.02)
-    pytest.fail(f"waited {seconds:.0f} s in vain for {what}")
+from harness.waiting import until
 
 
 @dataclass
@@ -60,14 +51,12 @@ class Cluster:
             status = self.manager.job_status(job_id)
             return status if status.state.is_final else None
 
-        return wait_for(final, f"job {job_id} to end")
-
-    def wait_for(self, condition: Callable[[], Any], what: str) -> None:
-        wait_for(condition, what)
+        found: JobStatus = until(final, f"job {job_id} to end")
+        return found
 
     def wait_for_file(self, name: str) -> Path:
         path = self.folder / name
-        wait_for(path.exists, name)
+        until(path.exists, name)
         return path
 
     def run_dir(self, job_id: str) -> Path:

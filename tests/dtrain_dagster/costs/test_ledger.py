@@ -284,14 +284,17 @@ def test_without_timing_causes_are_coarser_and_it_is_said():
         at("membership", 10.0, nodes=[0], joined=[0], step=0, seconds=0.0),
         *(at("step", 10.0 + 5 * place, step=10 * place, step_seconds=0.5) for place in (1, 2, 3)),
         at("phase", 25.0, name="training"),
-        at("phase", 27.0, name="checkpoint"),
-        at("phase", 30.0, name="finalise"),
-        at("end", 30.0, status="succeeded"),
+        at("phase", 29.0, name="checkpoint"),
+        at("step", 34.0, step=40, step_seconds=0.5),
+        at("phase", 34.0, name="training"),
+        at("phase", 36.0, name="checkpoint"),
+        at("phase", 39.0, name="finalise"),
+        at("end", 39.0, status="succeeded"),
         {"kind": "timing", "time": "noon"},
         {"kind": "phase"},
     ]
-    found = ledger(CostTracker("local", [stay(0, 0.0, 30.0)], "dedicated").nodes, told)
-    assert seconds_of(found) == pytest.approx({"productive": 15, "checkpoint": 2, "finish": 3, "start-up": 10})
+    found = ledger(CostTracker("local", [stay(0, 0.0, 39.0)], "dedicated").nodes, told)
+    assert seconds_of(found) == pytest.approx({"productive": 20, "checkpoint": 4 + 2, "finish": 3, "start-up": 10})
     assert "2 event(s) could not be read" in found.notes[0]
     assert "training.timing" in found.notes[1]
 
@@ -328,6 +331,16 @@ def test_a_clock_that_steps_back_while_generations_form_costs_nothing():
             for number, formed in ((1, 10.0), (2, 50.0), (3, 20.0))]  # fmt: skip
     tracker = CostTracker("local", [stay(0, 0.0, 60.0), stay(1, 0.0, 60.0)], "dedicated")
     assert ledger(tracker.nodes, told).units == tracker.total_units
+
+
+def test_nodes_that_are_kept_after_the_end_close_for_a_minute_and_are_idle_then():
+    told = [
+        at("membership", 10.0, nodes=[0], joined=[0], step=0, seconds=0.0),
+        window(20.0, 10, [0], forward=[1.0]),
+        at("end", 20.0, status="succeeded"),
+    ]
+    nodes = CostTracker("local", [stay(0, 0.0, 120.0)], "dedicated").nodes
+    assert seconds_of(ledger(nodes, told)) == {"start-up": 10, "productive": 10, "finish": 60, "idle": 40}
 
 
 def test_a_job_that_runs_is_accounted_for_until_now():

@@ -32,6 +32,7 @@ from dtrain_dagster.dashboard.orders import (
 )
 from dtrain_dagster.dashboard.server import build_app
 from dtrain_dagster.jobs.orders import ScriptOrder, keep_script
+from harness.waiting import until
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig
 from trainer.rundir import RunDir
 
@@ -271,10 +272,7 @@ def test_a_script_that_was_cancelled_goes_on_from_its_page(tmp_path: Path, monke
         assert done.returncode == 0, done.stdout + done.stderr
 
     def wait_for(holds: Callable[[], Any]) -> None:
-        until = time.monotonic() + 240
-        while not holds():
-            assert time.monotonic() < until, rundir.read_json("status.json")
-            time.sleep(0.2)
+        until(holds, lambda: rundir.read_json("status.json"), 240, pause=0.2)
 
     rundir = RunDir(str(home / "storage/jobs/points"))
     sized = ("--nodes", "1", "--procs-per-node", "1", "--set", "training.seed=5")

@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain_dagster.costs.money import USD
-from dtrain_dagster.fleet.grants import Standing, next_grant, node_limit, seconds_ahead
+from dtrain_dagster.fleet.grants import (
+    LEAST_WORK_SECONDS,
+    UNFORESEEN_SHARE,
+    Standing,
+    first_grant,
+    next_grant,
+    node_limit,
+    seconds_ahead,
+)
 from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState
 from dtrain_dagster.fleet.scheduling import (
     Decision,
@@ -239,6 +247,21 @@ def test_grants_are_slices_and_are_raised_while_there_is_room():
     assert isinstance(more, RaiseGrant)
     assert more.grant_units == LIMITS.units_of(10 + 600)
     assert not decided(replace(half, grant_units=LIMITS.units_of(10 + 310.0), left_node_seconds=5000.0))
+
+
+def test_a_start_gets_at_least_its_start_and_some_work_or_nothing():
+    job = waiting("a", node_seconds=5000.0)
+    start, work, margin = 10.0, LEAST_WORK_SECONDS, 10.0
+    least = LIMITS.units_of(2 * (start + work + margin))
+    assert first_grant(job, 2, least, LIMITS) == least
+    assert first_grant(job, 2, least - CENT, LIMITS) is None
+
+
+def test_a_job_that_is_expected_to_end_is_promised_a_share_of_its_whole_for_what_nobody_foresaw():
+    nearly = replace(running("a", grant=LIMITS.units_of(10 + 10.0), node_seconds=500.0), left_node_seconds=0.0)
+    assert seconds_ahead(nearly, LIMITS) == 10
+    wanted = UNFORESEEN_SHARE * (10 + 500)
+    assert next_grant(nearly, 10**18, LIMITS).grant_units == nearly.grant_units + LIMITS.units_of(wanted - 10)
 
 
 def test_a_raise_on_cheaper_nodes_is_a_slice_of_their_own_seconds():

@@ -10,6 +10,7 @@ import pytest
 from dtrain_dagster.monitoring.alerts import COMMUNICATION, alerts, best, communication_alert, describe_strategy
 from dtrain_dagster.monitoring.gpu_memory import GPUMemory, gpu_memory
 from dtrain_dagster.monitoring.step_model import Strategy, step_model
+from dtrain_dagster.monitoring.stragglers import FEWEST_WINDOWS
 from dtrain_dagster.monitoring.strategies import strategies
 from dtrain_dagster.monitoring.windows import (
     COMMUNICATION_LIMIT,
@@ -101,6 +102,9 @@ def test_the_alert_counts_all_that_communication_costs_and_says_which_part_is_wh
     alert = communication_alert(found, TRAINING)
     assert alert is not None
     assert f"{part['communication']:.0%} on the network, {part['waiting']:.0%} waiting" in alert.sentence
+    assert f" in steps {found[0].step - found[0].steps + 1} to {found[-1].step} (limit" in alert.sentence
+    assert communication_alert(found[:FEWEST_WINDOWS], TRAINING) is not None
+    assert communication_alert(found[: FEWEST_WINDOWS - 1], TRAINING) is None, "too few to say it"
     assert alert.title == f"communication takes {part['communication'] + part['waiting']:.0%} of training time"
     assert part["waiting"] > part["communication"]
     assert alert.strategies[0].name == "replace node 11"

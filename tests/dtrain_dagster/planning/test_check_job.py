@@ -14,7 +14,7 @@ from dtrain_dagster.planning.check_job import check_job, check_strategy
 from harness.small_job import write_dataset
 from trainer.config import ConfigError, DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, parse_job
 from trainer.data.manifest import DatasetError, describe, read_dataset_manifest
-from trainer.isolation.rehearsal import random_inputs
+from trainer.isolation.runner import random_inputs
 from trainer.storage.open import open_storage
 
 OWN = '''

@@ -15,9 +15,9 @@ from tests.trainer.market import Market
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
 from trainer.config import FactoryConfig
+from trainer.engine.window_problem import WindowJudge
 from trainer.evaluation.evaluate import JudgeRequest
 from trainer.evaluation.gate import better_baselines
-from trainer.evaluation.window_judge import WindowJudge
 from trainer.model.build import build_loss, build_model
 from trainer.model.saved_model import SavedModel
 from trainer.rundir import RunDir

@@ -18,6 +18,7 @@ import pytest
 from dtrain_dagster import registry
 from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.orders import Order
+from dtrain_dagster.registry import promotion
 from dtrain_dagster.registry.endpoint import scoring_server
 from dtrain_dagster.registry.packed import PACKED_TAG, folder_digest
 from dtrain_dagster.registry.smoke_test import SAME_WEIGHTS_TOLERANCE, Sample, compare_answers
@@ -79,6 +80,31 @@ def test_only_a_better_model_that_passed_becomes_champion(
     decision = registry.choose_alias(verdict, champion)
     assert decision.alias == alias
     assert says in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("its", "note"),
+    [
+        ({"train_last": "2015-12-31", "valid_last": "2016-06-30"}, ""),
+        ({"train_last": "2015-12-31", "valid_last": "2017-06-30"}, "saw days up to 2017-06-30"),
+        ({"train_last": "2017-01-02"}, "saw days up to 2017-01-02"),
+        ({"train_last": "2017-01-01"}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_champion_that_saw_days_which_are_tested_now_is_favoured_and_it_is_said(
+    its: dict[str, str], note: str
+) -> None:
+    found = promotion.overlap_note(its, "2017-01-02")
+    assert note in found
+    assert bool(found) == bool(note)
+
+
+def test_models_are_compared_where_they_take_and_forecast_the_same() -> None:
+    own = {"window": 60, "features": ["a"], "target": "log_return", "horizon": 5, "dataset_id": "d1"}
+    assert promotion.input_difference(own, own | {"dataset_id": "d2"}) == ""
+    assert promotion.input_difference(own, own | {"window": 30}) == "its window is 30, not 60"
+    assert promotion.input_difference(own, own | {"horizon": 10}) == "its horizon is 10, not 5"
 
 
 @pytest.mark.parametrize(("ratio", "passed"), [(0.99, True), (1.0, False), (1.2, False), (None, False)])
@@ -481,7 +507,7 @@ def test_champion_and_challenger_are_judged_on_the_same_windows(
     compared = home.models.judge_champion(run_dir, model)
 
     assert compared is not None
-    assert (compared.champion_version, compared.metric) == (worse.version, "NLL")
+    assert (compared.champion_version, compared.metric, compared.note) == (worse.version, "NLL", "")
     better_nll, worse_nll = (RunDir(each).read_json("result.json")["test"]["nll"] for each in (run_dir, worse_dir))
     assert compared.candidate == pytest.approx(better_nll, rel=1e-6)
     assert compared.champion == pytest.approx(worse_nll, rel=1e-5)

@@ -18,7 +18,7 @@ import pytest
 from harness.waiting import until
 from trainer.comm.handshake import HELLO, PROOF_BYTES, Listener
 from trainer.elastic.failure_detector import FailureDetector
-from trainer.elastic.watched_peer import LEAST_GAPS, WINDOW, SignsOfLife, tail_of
+from trainer.elastic.peer import LEAST_GAPS, WINDOW, SignsOfLife, tail_of
 
 NEVER = 1000.0
 """A timeout that no test reaches: what is known before was not found out by waiting."""

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from trainer.comm.launch_secret import read_launch_secret
 from trainer.comm.launcher_env import RankFacts
 from trainer.config import DistributedTrainingConfig
+from trainer.elastic.dynamic_rendezvous import form_world
 from trainer.elastic.generation import (
     COORDINATORS,
     FULL_MESH,
@@ -35,7 +36,6 @@ from trainer.elastic.generation import (
     survivors_of,
     watched_by,
 )
-from trainer.elastic.generation_world import form_world
 from trainer.errors import ConfigError
 
 RETRIES = 3

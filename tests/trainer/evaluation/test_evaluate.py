@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from trainer.comm.world import World
 from trainer.config import FactoryConfig
 from trainer.data.sampler import spread_positions
+from trainer.engine.window_problem import WindowJudge, forecast_windows
 from trainer.evaluation import window_baselines
 from trainer.evaluation.evaluate import Evaluation, JudgeRequest
-from trainer.evaluation.window_judge import WindowJudge, forecast_windows
 from trainer.evaluation.window_report import Predictions, build_report
 from trainer.model.build import build_loss, build_model
 from trainer.rundir import RunDir
@@ -133,8 +133,8 @@ def test_ranks_share_an_evaluation_and_every_sample_counts_once(
 def test_of_a_large_split_all_counts_and_a_part_is_kept(market: Market, monkeypatch: pytest.MonkeyPatch) -> None:
     model, criterion = forecaster(market)
     loss, whole = forecast_windows(criterion, market, "valid", ask(model, 64))  # type: ignore[arg-type]
-    for module in ("evaluate", "window_judge"):
-        monkeypatch.setattr(f"trainer.evaluation.{module}.spread_positions", partial(spread_positions, most=101))
+    for module in ("evaluation.evaluate", "engine.window_problem"):
+        monkeypatch.setattr(f"trainer.{module}.spread_positions", partial(spread_positions, most=101))
     part_loss, part = forecast_windows(criterion, market, "valid", ask(model, 64))  # type: ignore[arg-type]
     assert part_loss == loss
     count = market.count("valid")

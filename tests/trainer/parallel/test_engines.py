@@ -14,9 +14,9 @@ from trainer.comm.horovod import horovod_variables
 from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig
+from trainer.engine.deepspeed_step import zero_config
 from trainer.errors import NoGenerationError
 from trainer.parallel import horovod_synchronizer
-from trainer.parallel.deepspeed_engine import zero_config
 from trainer.parallel.horovod_synchronizer import form_horovod
 
 

@@ -67,7 +67,7 @@ def hold(model: ShardedModel) -> None:
     """Hold all rows, as the only rank."""
     model.shard(0, 1, {name: rows.clone() for name, rows in model.rows.items()})
     world, plan = World(RankFacts(), CPU, "gloo"), ReplicaPlan(((0,),))
-    model.connect(ShardCollectives(world, plan, StepTimer(False, CPU)))
+    ShardCollectives(world, plan, StepTimer(False, CPU)).connect(model.module)
 
 
 def test_a_module_can_be_divided_again_and_is_left_as_it_was() -> None:

@@ -142,7 +142,7 @@ def test_what_a_rank_gathers_at_once_is_about_what_the_formula_says() -> None:
     rows = {name: sharded.take_rows(name, value.detach(), 0, size) for name, value in network.named_parameters()}
     sharded.shard(0, size, rows)
     alone: Any = SimpleNamespace(group=None, rank=0)
-    sharded.connect(ShardCollectives(alone, plan_replicas("fsdp", list(range(size))), StepTimer(False, cpu)))
+    ShardCollectives(alone, plan_replicas("fsdp", list(range(size))), StepTimer(False, cpu)).connect(network)
 
     def run() -> None:
         network(torch.zeros(1, 128)).sum().backward()

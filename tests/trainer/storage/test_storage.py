@@ -28,10 +28,10 @@ for verb, name in ((storage.write, "kept"), (storage.create, "new")):
 # Raises a number in a file by compare-and-swap; every lock is taken away from whoever has it for longer than a moment.
 COUNT = """
 import sys
-from trainer.storage import file_swap as swap
+from trainer.storage import base
 from trainer.storage.base import Storage
 from trainer.storage.open import open_storage
-swap.PATIENCE_SECONDS = float(sys.argv[2])
+base.PATIENCE_SECONDS = float(sys.argv[2])
 storage, done = open_storage(sys.argv[1]), 0
 while done < 100:
     now = storage.read("number")

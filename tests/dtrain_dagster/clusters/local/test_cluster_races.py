@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from dtrain_dagster.clusters.base import JobState
+from harness.waiting import until
 from trainer.node.line_log import PIPE_BYTES, LineLog
 
 pytestmark = pytest.mark.slow
@@ -87,10 +88,10 @@ os.killpg = killpg"""
     in_supervisors(spy, tmp_path, monkeypatch)
     cluster.submit("early", "(OUT / f'group-{RANK}').write_text(str(os.getpgid(0)))\nif RANK == 1: time.sleep(300)")
     groups = [cluster.wait_for_file(f"group-{rank}") for rank in range(2)]
-    cluster.wait_for(lambda: all(path.read_text() for path in groups), "the groups")
+    until(lambda: all(path.read_text() for path in groups), "the groups")
     early, late = (path.read_text() for path in groups)
     # Signal 0 only asks whether there is such a group. It was asked once, and there was none.
-    cluster.wait_for(lambda: signals.exists() and f"{early} 0" in signals.read_text(), "the end of node 0 to be seen")
+    until(lambda: signals.exists() and f"{early} 0" in signals.read_text(), "the end of node 0 to be seen")
     cluster.manager.cancel_job("early")
     said = signals.read_text().splitlines()
     assert f"{late} {int(signal.SIGTERM)}" in said

@@ -18,6 +18,7 @@ import pytest
 
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.managers import LocalClusterManager
+from harness.waiting import until
 from trainer.documents.presences import NodePresence
 from trainer.rundir import RunDir
 
@@ -113,7 +114,7 @@ def test_node_time_is_process_time_without_gap_or_overlap(cluster, elastic):
     for stay in (1, 2):
         victim = psutil.Process(started(cluster, 1, 1, stay)["pid"])
         os.kill(victim.pid, 9)
-        cluster.wait_for(lambda victim=victim: not victim.is_running(), "it to die")
+        until(lambda victim=victim: not victim.is_running(), "it to die")
     started(cluster, 1, 1, 3)
     (cluster.folder / "go").touch()
     assert cluster.wait("paid").state is JobState.SUCCEEDED
@@ -142,7 +143,7 @@ def test_a_node_is_lost_as_a_whole(cluster, elastic):
 
 def test_when_no_replacement_is_left_the_others_go_on(cluster, elastic):
     elastic("fewer", "if RANK == 1: os.kill(os.getpid(), 9)\nwork()")
-    cluster.wait_for(lambda: len([n for n in nodes_of(cluster, "fewer") if n.exit_codes]) == 3, "all to be lost")
+    until(lambda: len([n for n in nodes_of(cluster, "fewer") if n.exit_codes]) == 3, "all to be lost")
     health = cluster.manager.monitor_health()
     assert [node.healthy for node in health.nodes] == [True, False]
     (cluster.folder / "go").touch()
@@ -260,7 +261,7 @@ def test_a_frozen_node_does_not_keep_a_job_that_is_done(cluster, elastic):
     (cluster.folder / "go").touch()
     status = cluster.wait("frozen")
     assert status.state is JobState.SUCCEEDED, status.message
-    cluster.wait_for(lambda: cluster.processes() == [], "all to be gone")
+    until(lambda: cluster.processes() == [], "all to be gone")
     assert [node.exit_codes for node in nodes_of(cluster, "frozen")] == [(0,), (-9,)]
 
 
@@ -274,7 +275,7 @@ def test_a_replacement_that_cannot_be_started_is_as_one_that_is_lost(cluster, el
     started(cluster, 1, 0, 1)
     program.unlink()
     os.kill(victim, 9)
-    cluster.wait_for(lambda: len([n for n in nodes_of(cluster, "broken") if n.ended_at]) == 3, "both attempts")
+    until(lambda: len([n for n in nodes_of(cluster, "broken") if n.ended_at]) == 3, "both attempts")
     assert cluster.manager.job_status("broken").state is JobState.RUNNING
     (cluster.folder / "go").touch()
     status = cluster.wait("broken")

@@ -29,6 +29,7 @@ from dtrain_dagster.clusters.notice_text import (
     kind_of_end,
     write_notice,
 )
+from harness.waiting import until
 from tests.loopback import LoopbackServer
 from trainer.rundir import LAUNCH, STATUS, RunDir
 from trainer.runtime.retry import RetryPolicy
@@ -68,8 +69,8 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hook]:
 
 def settled(cluster, job_id: str, hook: Hook, count: int = 1) -> list[str]:
     """The titles heard once there are as many as expected, and nobody is left who could tell one too many."""
-    cluster.wait_for(lambda: len(hook.heard) >= count, "notices")
-    cluster.wait_for(lambda: cluster.processes() == [], "supervisors and reapers to end")
+    until(lambda: len(hook.heard) >= count, "notices")
+    until(lambda: cluster.processes() == [], "supervisors and reapers to end")
     return hook.titles
 
 
@@ -121,7 +122,7 @@ def test_the_end_is_told_when_nobody_follows_the_job(cluster, hook: Hook) -> Non
     cluster.wait("probe-1")
     cluster.submit("unwanted", "time.sleep(60)")
     cluster.manager.cancel_job("unwanted")
-    cluster.wait_for(lambda: cluster.processes() == [], "supervisors and reapers to end")
+    until(lambda: cluster.processes() == [], "supervisors and reapers to end")
     assert len(hook.heard) == 2, "nobody is told of a probe, nor of what somebody cancelled"
     for name in ("good", "bad"):
         files = list((cluster.run_dir(name) / NOTICES).iterdir())
@@ -175,7 +176,7 @@ def test_a_dead_supervisor_is_told_by_its_reaper_and_by_who_finds_both_dead(clus
         if both:
             assert len(hook.heard) == 1
             other = LocalClusterManager(cluster.manager.home)
-            cluster.wait_for(lambda other=other: other.job_status("both").state is JobState.FAILED, "its end")
+            until(lambda other=other: other.job_status("both").state is JobState.FAILED, "its end")
         expected = [f"dtrain: {given} has failed" for given in ("one", "both")[: 1 + both]]
         assert settled(cluster, name, hook, 1 + both) == expected
         assert "the supervisor died" in hook.heard[-1]["message"]

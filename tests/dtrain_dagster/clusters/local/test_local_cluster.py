@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import psutil
 import pytest
@@ -19,6 +18,7 @@ from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState, Orphan
 from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.clusters.supervision.submit import with_package
 from dtrain_dagster.support.job_lock import acquire, is_held
+from harness.waiting import until
 from trainer.comm.launch_secret import SECRET_FILE
 from trainer.rundir import RunDir
 
@@ -64,10 +64,7 @@ def test_a_supervisor_started_by_hand_only_reads_the_secret_that_it_is_given(clu
     mine.write_text("ab" * 32)
     mine.chmod(mode)
     before = mine.stat()
-    deadline = time.monotonic() + 30
-    while is_held(folder):  # the supervisor before is about to leave
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not is_held(folder), "the supervisor before is about to leave")
     by_hand = subprocess.run(
         [sys.executable, "-P", "-m", "dtrain_dagster.clusters.supervise", str(folder)],
         env={**with_package(os.environ), SECRET_FILE: str(mine)},
@@ -266,7 +263,7 @@ def test_processes_die_even_if_supervisor_and_reaper_are_killed_together(cluster
             if "dtrain_dagster.clusters.supervise" in process.cmdline():
                 process.kill()
     assert cluster.wait("both").state is JobState.FAILED
-    cluster.wait_for(lambda: cluster.processes() == [], "the processes to die")
+    until(lambda: cluster.processes() == [], "the processes to die")
 
 
 def test_a_stuck_supervisor_is_ended_by_force(cluster, monkeypatch):
@@ -403,7 +400,7 @@ def test_a_node_that_cannot_start_takes_those_before_it_along(cluster):
     status = cluster.wait("half")
     assert status.state is JobState.FAILED
     assert "node-1.log" in status.message
-    cluster.wait_for(lambda: cluster.processes() == [], "the supervisor to end")
+    until(lambda: cluster.processes() == [], "the supervisor to end")
     [node] = _nodes(cluster, "half")
     assert node.ended_at is not None
     assert node.exit_codes == (-15,) or node.exit_codes == (-9,)
@@ -519,7 +516,7 @@ class TestMarksOfActiveJobs:
         cluster.submit("short", "pass", nodes=1)
         assert cluster.wait("short").state is JobState.SUCCEEDED
         assert manager.active.marks() == ["long", "short"]
-        cluster.wait_for(lambda: not is_held(cluster.run_dir("short")), "its supervisor's end")
+        until(lambda: not is_held(cluster.run_dir("short")), "its supervisor's end")
         assert [job.job_id for job in manager.active_jobs()] == ["long"]
         assert manager.active.marks() == ["long"]
         assert manager.use.used_at() == manager.job_status("short").ended_at
@@ -540,7 +537,7 @@ class TestMarksOfActiveJobs:
         script = "if not (OUT / 'again').exists(): sys.exit(3)\n" + SLEEP
         cluster.submit("job", script, nodes=1)
         assert cluster.wait("job").state is JobState.FAILED
-        cluster.wait_for(lambda: not is_held(cluster.run_dir("job")), "its supervisor's end")
+        until(lambda: not is_held(cluster.run_dir("job")), "its supervisor's end")
         (cluster.folder / "again").touch()
         submitter = threading.Thread(target=cluster.submit, args=("job", script), kwargs={"nodes": 1})
         leave = manager.active.leave

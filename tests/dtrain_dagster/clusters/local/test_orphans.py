@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from dtrain_dagster.clusters.base import JobState
+from harness.waiting import until
 from trainer.node.processes import MARK, descendants, kill_all, marked
 from trainer.rundir import RunDir
 
@@ -81,7 +82,7 @@ def daemons(cluster):
 def check_gone(cluster, found: list[tuple[psutil.Process, int]]) -> None:
     assert [process for process, _ in found if runs(process)] == []
     assert all(is_free(port) for _, port in found)
-    cluster.wait_for(lambda: cluster.processes() == [], "the supervisor to end")
+    until(lambda: cluster.processes() == [], "the supervisor to end")
 
 
 def test_of_a_job_that_succeeds(cluster, daemons):
@@ -146,7 +147,7 @@ def test_of_one_node_while_the_others_go_on(cluster):
     cluster.submit("job", DAEMON + textwrap.dedent(script), elastic=True, env={"DTRAIN_STOP_GRACE_SECONDS": "0.1"})
     lost, port = daemon_of(cluster, "daemon-1-1")
     kept, _ = daemon_of(cluster, "daemon-0-1")
-    cluster.wait_for(lambda: cluster.wait_for_file("pid-1").read_text(), "the leader's id")
+    until(lambda: cluster.wait_for_file("pid-1").read_text(), "the leader's id")
     os.kill(int((cluster.folder / "pid-1").read_text()), signal.SIGKILL)
     new, _ = daemon_of(cluster, "daemon-1-2")
     assert not runs(lost)
@@ -181,9 +182,9 @@ def test_orphans_that_end_leave_no_zombies(cluster):
         every = psutil.process_iter(["ppid", "status"])
         return {p.pid for p in every if p.info["ppid"] in above and p.info["status"] == psutil.STATUS_ZOMBIE}
 
-    cluster.wait_for(zombies, "one to end")
+    until(zombies, "one to end")
     first = zombies()
-    cluster.wait_for(lambda: not first & zombies(), "it to be seen")
+    until(lambda: not first & zombies(), "it to be seen")
     (cluster.folder / "go").touch()
     assert cluster.wait("zombies").state is JobState.SUCCEEDED
 

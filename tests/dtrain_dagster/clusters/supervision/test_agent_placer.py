@@ -20,7 +20,7 @@ import pytest
 from dtrain_dagster.clusters.supervision.agent_placer import AgentPlacer
 from dtrain_dagster.clusters.supervision.engine import EngineJob, name_job
 from harness.engines.process_engine import ProcessEngine
-from tests.dtrain_dagster.clusters.supervision.waiting import wait_for
+from harness.waiting import until
 from tests.webhook import web_hook
 from trainer.comm.launch_secret import SecretFile
 from trainer.documents.presences import NodePresence
@@ -70,7 +70,7 @@ class Job:
         return self.rundir.read_json("status.json") or {}
 
     def wait(self, condition: Callable[[], Any], what: str) -> Any:
-        return wait_for(condition, what, said=self.said)
+        return until(condition, lambda: f"{what}\n{self.said()}")
 
     def said(self) -> str:
         logs = [*self.folder.glob("*.log"), *self.folder.glob("run/logs/*"), *self.folder.glob("engine/*/out")]
@@ -235,7 +235,7 @@ def test_a_node_that_the_engine_forgot_while_nobody_looked_is_lost_unless_it_is_
         )
     placer = AgentPlacer(rundir, ForgetfulEngine(), SecretFile(tmp_path / "secret"), clock)
     assert placer.resume_launch(launch) == {0, 1}
-    wait_for(lambda: placer.look()[0].state == "gone", "the loss", said=str)
+    until(lambda: placer.look()[0].state == "gone", "the loss")
     assert [node.state for node in placer.look().values()] == ["gone", "running"]
     closed = rundir.read_node(1, 0, 1)
     assert closed is not None

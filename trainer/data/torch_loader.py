@@ -1,4 +1,7 @@
-"""torch's loader of whole micro-batches, with the worker processes that a caller's loader asks for.
+"""torch's loader: what that of a caller asks for, and ours of whole micro-batches with the worker processes for it.
+
+A caller's samples are dealt by our sampler: what is taken over of its loader, what cannot be honoured and is refused by
+name, and what runs with a guarantee fewer, which is told, is decided here (`read_request`).
 
 Workers are forked while this process has no threads of the trainer yet, and stay until it ends: a process that is
 forked beside threads inherits the locks that they hold at that moment, and may wait for one of them for ever. What they
@@ -20,11 +23,21 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+from torch.utils.data.distributed import DistributedSampler
 
-from trainer.errors import WorkerHungError
+from trainer.errors import ConfigError, WorkerHungError
 from trainer.runtime.parent_death import die_with
 
+_UNDERSTOOD = (RandomSampler, SequentialSampler, DistributedSampler)
 _STACK = signal.SIGUSR2
 """The signal on which a worker writes where it stands to the log of its node."""
 
@@ -48,6 +61,64 @@ class ReadOptions:
         if isinstance(context, str):
             return context == "fork"
         return bool(context.get_start_method() == "fork")
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderRequest:
+    """What a caller gave for one split."""
+
+    dataset: Dataset[Any]
+    batch_size: int | None
+    """None where a dataset was given."""
+    options: ReadOptions
+    notes: tuple[str, ...]
+    """What is different from the caller's loader, as sentences."""
+
+
+def read_request(given: Dataset[Any] | DataLoader[Any], split: str) -> LoaderRequest:
+    """Return what a dataset or a loader asks for. Raise `ConfigError`, which names the part and the remedy, for what
+    cannot be honoured."""
+    if not isinstance(given, DataLoader):
+        return LoaderRequest(given, None, ReadOptions(), ())
+    what = f"the {split} loader"
+    if isinstance(given.dataset, IterableDataset):
+        raise ConfigError(
+            f"{what} reads {type(given.dataset).__name__}, an iterable dataset: its samples have no positions, so they "
+            "cannot be dealt to nodes that come and go, nor be used exactly once. Give a map-style dataset "
+            "(__getitem__ and __len__)"
+        )
+    if given.batch_size is None or type(given.batch_sampler) is not BatchSampler:
+        raise ConfigError(
+            f"{what} has a batch_sampler of its own ({type(given.batch_sampler).__name__}): the trainer decides "
+            "which samples form a batch, the same ones at any number of nodes. Give batch_size instead"
+        )
+    sampler = given.sampler
+    if type(sampler) not in _UNDERSTOOD:
+        raise ConfigError(
+            f"{what} has the sampler {type(sampler).__name__}: the trainer decides the order of samples, and uses "
+            "each once per epoch. Leave the sampler out; to weight samples, multiply their losses"
+        )
+    if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(sampler.data_source)):
+        raise ConfigError(
+            f"{what} draws {sampler.num_samples} samples with replacement or in part, and the trainer uses each sample "
+            "once per epoch: leave replacement and num_samples out"
+        )
+    notes = list[str]()
+    if split == "train":
+        if isinstance(sampler, SequentialSampler):
+            notes.append("the training loader does not shuffle; the trainer does, by training.seed and epoch")
+        if given.drop_last:
+            notes.append("the training loader drops the last samples; the trainer uses each sample once per epoch")
+    options = ReadOptions(
+        collate_fn=None if given.collate_fn is default_collate else given.collate_fn,
+        num_workers=given.num_workers,
+        prefetch_factor=given.prefetch_factor if given.num_workers else None,
+        pin_memory=given.pin_memory,
+        worker_init_fn=given.worker_init_fn,
+        timeout=given.timeout,
+        multiprocessing_context=given.multiprocessing_context,
+    )
+    return LoaderRequest(given.dataset, given.batch_size, options, tuple(notes))
 
 
 def _begin_worker(parent: int | None, own: Callable[[int], None] | None, worker: int) -> None:

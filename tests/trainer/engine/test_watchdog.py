@@ -17,8 +17,8 @@ from harness.own_models import user_parts
 from harness.worlds import Job
 from trainer.comm.group import InterruptibleGroup
 from trainer.config import DistributedTrainingConfig
+from trainer.engine.reports import STACKS_BYTES, Watchdog, limit_seconds, stacks, where_now
 from trainer.observability.reporter import Reporter
-from trainer.observability.watchdog import STACKS_BYTES, Watchdog, limit_seconds, stacks, where_now
 from trainer.rundir import RunDir
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, get_worker_info
 from trainer.comm.launcher_env import RankFacts
 from trainer.config import DistributedTrainingConfig
 from trainer.data.dataset_data import DatasetData
-from trainer.data.loader_workers import ReadOptions, WorkerPool
+from trainer.data.torch_loader import ReadOptions, WorkerPool
 from trainer.errors import WorkerHungError
 
 pytestmark = pytest.mark.slow
