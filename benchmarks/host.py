@@ -133,10 +133,10 @@ def tell(name: str, figures: Mapping[str, Any], save: bool, saved_as: str | None
 
 def _commit() -> str | None:
     """Return the commit of the files that were measured, with a + if some of them differ from it; None without git."""
-    git = ["git", "-C", str(RESULTS.parent)]
+    git, quiet = ["git", "-C", str(RESULTS.parent)], subprocess.DEVNULL
     try:
-        commit = subprocess.check_output([*git, "rev-parse", "--short=12", "HEAD"], text=True).strip()
-        changed = subprocess.check_output([*git, "status", "--porcelain", "--untracked-files=no"])
+        commit = subprocess.check_output([*git, "rev-parse", "--short=12", "HEAD"], text=True, stderr=quiet).strip()
+        changed = subprocess.check_output([*git, "status", "--porcelain", "--untracked-files=no"], stderr=quiet)
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit + ("+" if changed else "")

@@ -178,6 +178,8 @@ def test_every_reader_survives_a_key_less_a_key_more_and_another_type(stage: Sta
         for where, changed in each_change(json.loads(lines[number])):
             if is_accepted(path.relative_to(stage.jobs / DAMAGED).as_posix(), changed):
                 accepted.setdefault(where.partition(" = ")[0], []).append(changed)
+        if name == "launch.json":
+            del accepted["('cluster_name',)"], accepted["('engine',)"]  # the list of that cluster has it then
         for where, all_changed in accepted.items():
             text = [*lines[:number], json.dumps(chance.choice(all_changed)), *lines[number + 1 :]]
             path.write_text("\n".join(text))
