@@ -18,7 +18,6 @@ from dtrain_dagster.clusters.ranks import have_gpus, ranks_per_node
 from dtrain_dagster.costs.prices import PriceError, name_at_site, price_of
 from dtrain_dagster.settings.azure import AzureSettings, read_azure_options
 from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind, cluster_key
-from dtrain_dagster.settings.engines import read_engine_options
 from dtrain_dagster.settings.environment import Settings, SettingsError
 from dtrain_dagster.settings.notices import job_page, read_notice_settings
 from dtrain_dagster.settings.tiers import Tier, tier_of
@@ -27,10 +26,6 @@ from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import refuse_inline_secret
 from dtrain_dagster.support.secrets import SecretError, refuse_secret
 from trainer.model.allowed_factories import VARIABLE
-from trainer.node.environment import (
-    PEER_GRACE,
-    STOP_GRACE,
-)  # and with it psutil, which Dagster's processes do not need
 
 if TYPE_CHECKING:
     from upath import UPath
@@ -74,6 +69,8 @@ def allowed_modules() -> dict[str, str]:
 def grace_periods() -> dict[str, str]:
     """Return the variables that say for how long a node's processes may go on when they have to end, where they are
     set: nodes elsewhere do not inherit this process's environment."""
+    from trainer.node.environment import PEER_GRACE, STOP_GRACE
+
     return {name: os.environ[name] for name, _ in (STOP_GRACE, PEER_GRACE) if os.environ.get(name)}
 
 
@@ -368,6 +365,8 @@ def build_resources(settings: Settings, names: GraphNames = STOCK_NAMES) -> dict
     Raise `dtrain_dagster.settings.environment.SettingsError` where Azure's settings are missing or unusable; no service
     is asked.
     """
+    from dtrain_dagster.settings.engines import read_engine_options
+
     on_azure, azure, engine, folder = settings.cluster == "azure_ml", {}, {}, None
     if on_azure:
         azure, folder = read_azure_options(settings), AzureSettings.read().dagster_folder()

@@ -25,11 +25,9 @@ from pydantic.fields import FieldInfo
 
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager
 from dtrain_dagster.clusters.resume_advice import how_to_go_on
-from dtrain_dagster.costs.export import to_csv
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan, parse_plan
 from dtrain_dagster.costs.prices import PriceError, hardware_of
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.reports.charts import markdown_image
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.settings.environment import SettingsError
 from dtrain_dagster.support.formatting import in_markdown
@@ -229,12 +227,16 @@ def sentences(lines: Sequence[str]) -> dg.MarkdownMetadataValue:
 
 def table_file(folder: str, name: str, rows: Sequence[Mapping[str, Any]]) -> dg.PathMetadataValue:
     """Write all rows and columns as CSV, and return the file's address. ``folder``: a path or an address of storage."""
+    from dtrain_dagster.costs.export import to_csv
+
     open_storage(folder).write(name, to_csv(rows).encode())
     return dg.MetadataValue.path(f"{folder}/{name}")
 
 
 def charts(pictures: Mapping[str, bytes]) -> dg.MarkdownMetadataValue:
     """Return large charts (title → SVG), which the UI shows behind a link."""
+    from dtrain_dagster.reports.charts import markdown_image
+
     return dg.MarkdownMetadataValue("\n\n".join(markdown_image(svg, title) for title, svg in pictures.items()))
 
 

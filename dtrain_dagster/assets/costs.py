@@ -11,19 +11,13 @@ from dtrain_dagster.assets.common import best_rows, charts, head_of_page, plan_o
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.costs import export
-from dtrain_dagster.costs.carbon import job_footprint
-from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.money import SECOND, digits_of, total_shown
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.costs.tracker import CostMetrics, CostTracker, bill_usage, overrun
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.costs.verdict import explain_variance, reasons
 from dtrain_dagster.jobs.totals import sum_launches
 from dtrain_dagster.planning.history import JobCourse
-from dtrain_dagster.reports import cost_charts
 from dtrain_dagster.reports.small_pictures import small_bar
 from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
 from dtrain_dagster.settings.environment import load_settings
@@ -123,6 +117,7 @@ def add_bill_to_mlflow(
     context: dg.AssetExecutionContext, names: GraphNames, job: FinishedJob, figures: Mapping[str, Any]
 ) -> None:
     """Write the dollars to the training's run in MLflow; where that is impossible, a warning says why."""
+    from dtrain_dagster.costs.timeline import CostCause
     from dtrain_dagster.registry.run_record import add_to_run, cost_metrics, lost_metric
 
     cluster, project = cluster_resource(context, names), project_resource(context, names)
@@ -135,6 +130,10 @@ def add_bill_to_mlflow(
 
 def bill_training(cluster: GPUClusterResource, cost_estimate: TrainingPlan, job: FinishedJob) -> dg.MaterializeResult:
     """Return a finished training's bill with its checks, after its reports were written."""
+    from dtrain_dagster.costs.carbon import job_footprint
+    from dtrain_dagster.costs.ledger import ledger
+    from dtrain_dagster.costs.verdict import explain_variance, reasons
+
     rundir = RunDir(job.run_dir)
     plan = plan_of(rundir, cost_estimate)
     usage, events = cluster.manager().node_usage(job.job_id), list(rundir.events(strict=True))
@@ -166,6 +165,8 @@ def bill_training(cluster: GPUClusterResource, cost_estimate: TrainingPlan, job:
 
 def _write_reports(rundir: RunDir, bill: Bill) -> None:
     """Write the report as JSON, and each of its tables as CSV, into the run directory."""
+    from dtrain_dagster.costs import export
+
     estimated, reasons = bill.plan.estimate.usd.expected, list(map(asdict, bill.told))
     document = export.cost_document(
         bill.tracker,
@@ -184,6 +185,9 @@ def _write_reports(rundir: RunDir, bill: Bill) -> None:
 
 def _page(rundir: RunDir, bill: Bill) -> dict[str, Any]:
     """Return metadata: dollars against the estimate, what they bought, by cause and by node, and what that rests on."""
+    from dtrain_dagster.costs import export
+    from dtrain_dagster.reports import cost_charts
+
     estimate, words = bill.plan.estimate, bill.plan.price_words
     low_to_high = (estimate.usd.low, estimate.usd.expected, estimate.usd.high)
     causes = sorted(export.ledger_rows(bill.found, bill.digits), key=lambda row: -row["usd"])
@@ -263,6 +267,8 @@ def _energy(found: "Footprint") -> dict[str, Any]:
 
 def _probe(cluster: GPUClusterResource, plan: TrainingPlan, rundir: RunDir) -> "Ledger | None":
     """Return the ledger of the probe that the estimate rests on; None where it is gone or there was none."""
+    from dtrain_dagster.costs.ledger import ledger
+
     if plan.basis_kind != "probe" or not plan.rests_on:
         return None
     job_id = next((name for name in plan.rests_on if name.endswith(f"-{plan.node_count}n")), plan.rests_on[0])
@@ -277,6 +283,8 @@ def _probe(cluster: GPUClusterResource, plan: TrainingPlan, rundir: RunDir) -> "
 
 
 def _ledger_check(tracker: CostTracker, found: "Ledger") -> dg.AssetCheckResult:
+    from dtrain_dagster.costs.timeline import CostCause
+
     row = found.causes().get(CostCause.UNEXPLAINED)
     share = row.microseconds / found.microseconds if row else 0.0
     return dg.AssetCheckResult(
@@ -290,6 +298,8 @@ def _ledger_check(tracker: CostTracker, found: "Ledger") -> dg.AssetCheckResult:
 
 
 def _by_node(tracker: CostTracker, digits: int) -> "Rows":
+    from dtrain_dagster.costs import export
+
     return [
         {
             "node": f"node {row['node']}",

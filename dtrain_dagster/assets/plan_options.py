@@ -22,7 +22,6 @@ from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings.environment import MOST_NODES
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.graph_names import GraphNames
-from trainer.comm.encryption import refuse_nccl
 from trainer.config import DistributedTrainingConfig, JobConfig, parse_job
 from trainer.data.manifest import kind_of
 from trainer.model.allowed_factories import STOCK, modules_of_settings, refuse_foreign_factories, usual_parts
@@ -262,6 +261,7 @@ class ScriptTraining:
         """Return what could not be checked of its strategy: `on_nodes` has run the script up to its first batch. Raise
         `ConfigError` where the encryption that it requires cannot be had, or a package is missing."""
         from dtrain_dagster.planning.check_job import Checked, check_strategy
+        from trainer.comm.encryption import refuse_nccl
 
         refuse_nccl(job.training, hosts, self.cluster.have_gpus)
         is_here = self.cluster.traits.is_this_machine

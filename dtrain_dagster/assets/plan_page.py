@@ -17,7 +17,6 @@ from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.planning import probe_cost
 from dtrain_dagster.planning.choices import Choices, PlanChoice, explain_choice, name_nodes
 from dtrain_dagster.planning.probe_cost import Pace
-from dtrain_dagster.reports.cost_charts import choices_chart
 from dtrain_dagster.reports.small_pictures import small_dots
 from dtrain_dagster.settings.tiers import tier_in_words
 from dtrain_dagster.support.formatting import dollars, format_duration
@@ -103,6 +102,8 @@ def choices_metadata(table: Choices, fingerprint: str, storage_uri: str) -> dict
     """Return ``choice`` (`explain_choice`), ``choices`` (the cheapest ones and the planned one), ``choices_file`` (all
     of them, as CSV), ``choices_picture``, ``choices_rest_on`` and ``choices_not_available``, each only where it is not
     empty."""
+    from dtrain_dagster.reports.cost_charts import choices_chart
+
     metadata: dict[str, Any] = {}
     if table.rows:
         metadata["choice"] = explain_choice(table)

@@ -23,8 +23,6 @@ from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.progress import PERFORMANCE_REPORT
 from dtrain_dagster.jobs.totals import sum_launches
-from dtrain_dagster.monitoring.alerts import describe_strategy
-from dtrain_dagster.planning.optimizer import ResourceOptimizer
 from dtrain_dagster.reports.small_pictures import small_bar
 from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
 from dtrain_dagster.support.formatting import format_duration
@@ -96,6 +94,8 @@ def report_performance(
 ) -> dg.MaterializeResult:
     """Return a finished training's figures, after its reports were written. ``job_url``: its page on the dashboard."""
     from dtrain_dagster.dashboard.page import write_report
+    from dtrain_dagster.monitoring.alerts import describe_strategy
+    from dtrain_dagster.planning.optimizer import ResourceOptimizer
     from dtrain_dagster.reports.performance import summarise_performance
 
     rundir = RunDir(job.run_dir)

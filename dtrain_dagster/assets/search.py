@@ -28,11 +28,9 @@ from dtrain_dagster.assets.training import of_plan
 from dtrain_dagster.costs.estimate import Parts
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.dashboard.job_groups import group_page
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.reports.small_pictures import small_curves
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
-from dtrain_dagster.search.check_space import check_space
 from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
 from dtrain_dagster.search.space import parse_space
 from dtrain_dagster.settings.notices import run_page
@@ -128,6 +126,7 @@ def search_space(
 ) -> dg.MaterializeResult:
     """Return the search of a space around a plan's training."""
     from dtrain_dagster.planning.check_job import check_job
+    from dtrain_dagster.search.check_space import check_space
     from dtrain_dagster.search.run import open_search, seconds_of_parts
 
     cluster = of_plan(cluster, plan)
@@ -154,6 +153,7 @@ def search_space(
 def pages_of(project: ProjectResource, search: "Search", source: "TrialSource", run_id: str) -> dict[str, str]:
     """Return the addresses of a search's jobs and of its best trial on the dashboard, and of its run in MLflow.
     ``run_id``: "" where there is none."""
+    from dtrain_dagster.dashboard.job_groups import group_page
     from dtrain_dagster.search.run import trial_id
 
     name, best = search.request.name, source.best

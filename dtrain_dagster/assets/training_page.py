@@ -26,10 +26,7 @@ from dtrain_dagster.costs.tracker import CostTracker, overrun
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
-from dtrain_dagster.monitoring.alerts import communication_alert
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows, with_own_cores
-from dtrain_dagster.reports.charts import calibration_chart, skill_chart, training_curves
-from dtrain_dagster.reports.kind_scores import figures_table, has_kind_scores
 from dtrain_dagster.reports.small_pictures import small_curves
 from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.settings.notices import studio_url
@@ -55,6 +52,9 @@ def training_page(
     job_url: str,
 ) -> dict[str, Any]:
     """Return the page of a finished training. ``usage``: of its own nodes."""
+    from dtrain_dagster.reports.charts import calibration_chart, skill_chart, training_curves
+    from dtrain_dagster.reports.kind_scores import figures_table, has_kind_scores
+
     steps, evaluations = ([item for item in events if item["kind"] == kind] for kind in ("step", "evaluation"))
     totals = totals_metadata(usage, plan.tier)
     worth = worth_line(evaluation, sum_launches([*usage, *plan.probe_usage], plan.tier).usd)
@@ -217,6 +217,8 @@ def _cost_check(usage: Sequence[NodeUsage], plan: TrainingPlan) -> dg.AssetCheck
 
 def communication_check(events: Sequence[dict[str, Any]], training: Mapping[str, Any]) -> dg.AssetCheckResult:
     """Return the check of the whole job's communication against its limit, with the changes that would help."""
+    from dtrain_dagster.monitoring.alerts import communication_alert
+
     found = settled(windows(events))
     alert = communication_alert(found, training)
     unjudged = "ranks share cores: their collectives wait for a core, which says nothing about the network"

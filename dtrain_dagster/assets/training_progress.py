@@ -16,7 +16,6 @@ from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.jobs.progress import WaitNews, describe_wait, follow_job, ran_out
 from dtrain_dagster.jobs.view import RESUMED, JobView
-from dtrain_dagster.monitoring.alerts import COMMUNICATION, alerts
 from dtrain_dagster.monitoring.windows import COMMUNICATION_SEGMENTS
 from dtrain_dagster.planning.projection import Projection, TimeLeft, count_nodes, describe_training, project, time_left
 from dtrain_dagster.support.formatting import dollars, in_block
@@ -142,6 +141,8 @@ def tell_of(
 ) -> None:
     """Tell people of a bottleneck, if there is one: once per job, however many runs follow it. ``told`` is the content
     of `TOLD`; it is extended."""
+    from dtrain_dagster.monitoring.alerts import COMMUNICATION, alerts
+
     job_id = rundir.uri.rsplit("/", 1)[-1]
     for alert in alerts(recent, told, training):
         told[alert.key] = {"sentence": alert.sentence, "at": time.time()}

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
-
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
 
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.support.secrets import SecretError, is_reference, redact, refuse_secret, resolve
+
+if TYPE_CHECKING:
+    import fsspec
 
 _SUFFIXES = re.compile(r"(\.[A-Za-z0-9]{1,8}){0,2}$")
 _TICKER = re.compile(r"[A-Za-z0-9^=.-]{1,20}")
@@ -125,6 +125,8 @@ class PriceFile:
     def local_file(self, scratch: Path) -> Path:
         """Return the file, fetched into ``scratch`` unless it is on this machine. Raise `DataError` where it is no
         file."""
+        from fsspec.implementations.local import LocalFileSystem
+
         with _told(self.address):
             filesystem, path = _opened(self.address)
             if not filesystem.isfile(path):
@@ -142,6 +144,9 @@ class PriceFile:
 def _opened(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
     """Return the file system and path of an address, or of the address it refers to. A path of this machine is taken
     literally. Raise `DataError` for an unknown kind of address."""
+    import fsspec
+    from fsspec.implementations.local import LocalFileSystem
+
     plain = resolve(address)
     if "://" not in plain:
         return LocalFileSystem(), str(Path(plain).expanduser().absolute())
