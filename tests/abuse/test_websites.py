@@ -213,6 +213,7 @@ def launches(source: str) -> dict[str, tuple[str, object, str]]:
     }
 
 
+@pytest.mark.slow
 def test_what_dagster_would_store_reaches_it_without_secrets_only(tmp_path: Path):
     """Without the guard's look the same requests leave them in Dagster's databases."""
     secret = secret_of(Random(7))

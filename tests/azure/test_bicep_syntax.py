@@ -69,6 +69,7 @@ def test_a_second_parser_reads_them_too(file: Path) -> None:
     assert faults_of_syntax(file.read_bytes()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("there", "planted"),
     [

@@ -350,6 +350,7 @@ def test_an_address_that_is_none_is_refused(container: Container, address: str) 
         open_storage(address)
 
 
+@pytest.mark.slow
 def test_the_trainer_does_not_need_the_azure_packages() -> None:
     run = subprocess.run([sys.executable, "-c", WITHOUT_AZURE], capture_output=True, text=True, check=True)
     assert run.stdout == "'az://container/path' needs the Azure packages: pip install 'dtrain[azure]'\n"

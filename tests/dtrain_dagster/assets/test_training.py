@@ -88,6 +88,7 @@ def adopt(home: Path, stop_at_usd: float = 0.0) -> tuple[dg.ExecuteInProcessResu
     return found, [record.user_message for record in records if record.level == logging.WARNING]
 
 
+@pytest.mark.slow
 def test_a_job_is_claimed_once_nothing_can_fail_any_more(tmp_path: Path, rundir: RunDir):
     rundir.write_json(EVALUATION, {"model": {"mse": 1.0}, "notes": []})
     assert not adopt(tmp_path)[0].success, "there is something to fail"

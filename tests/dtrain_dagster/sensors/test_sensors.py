@@ -202,6 +202,7 @@ def steps_of(rundir: RunDir, last: int, seconds: float) -> None:
         rundir.append_events(1, 0, number, [event("step", 0, 1, **fields)])
 
 
+@pytest.mark.slow
 def test_a_job_above_its_estimate_is_told_once_for_each_threshold(
     manager: GPUClusterManager, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -324,6 +324,7 @@ def test_what_waits_in_the_queue_is_told_and_cancelled_with_the_job(make_job: Ca
     assert job.presences() == []
 
 
+@pytest.mark.slow
 def test_people_are_told_once_that_nodes_wait_also_when_another_supervisor_goes_on(
     make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
