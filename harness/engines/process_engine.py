@@ -77,8 +77,9 @@ class ProcessEngine:
             (self.folder / name / "cancelled").touch()
             if (process := self._process(name)) is not None:
                 for child in process.children(recursive=True):  # the agent, not the shell that notes its code
-                    if force or child.ppid() == process.pid:
-                        child.send_signal(signal.SIGKILL if force else signal.SIGTERM)
+                    with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended by itself
+                        if force or child.ppid() == process.pid:
+                            child.send_signal(signal.SIGKILL if force else signal.SIGTERM)
 
     def read_log(self, job_id: str) -> str | None:
         path = self.folder / job_id / "out"

@@ -156,7 +156,7 @@ def test_the_same_weights_as_over_gloo(new_training: Callable[..., Training]) ->
 def test_a_killed_node_is_noticed_and_the_rest_goes_on_encrypted(
     new_training: Callable[..., Training], hosts: Hosts
 ) -> None:
-    training = new_training(factory="user_parts:paced", max_steps=30)
+    training = new_training(factory="user_parts:paced", max_steps=90)
     with Wire(hosts.switch_path) as wire:
         training.start()
         until(lambda: any(step["step"] >= 5 for step in training.job.events("step")), training.log)

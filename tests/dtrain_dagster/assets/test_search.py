@@ -25,6 +25,7 @@ from trainer.config import DatasetRef, JobConfig
 SPACE = {"training.learning_rate": {"low": 1e-4, "high": 1e-1, "log": True}, "model.args.channels": [8, 16]}
 
 
+@pytest.mark.slow
 def test_the_page_and_the_runs_of_a_search_that_was_played(tmp_path: Path) -> None:
     """Nothing is trained: the page, and MLflow's parent and nested runs, written twice and there once."""
     settings = SearchSettings(trials=5, parallel=2, sampler=Sampler.random)
