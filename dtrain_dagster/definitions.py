@@ -5,7 +5,6 @@ No heavy import happens here, and no I/O but that the trainer's sources are read
 
 # ruff: noqa: E402
 import gc
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -21,17 +20,7 @@ from dtrain_dagster.pipelines import build_graph
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings, load_settings
 from dtrain_dagster.settings.variables import warn_of_variables
-
-
-@dg.logger(
-    config_schema=dg.colored_console_logger.config_schema,
-    description="Dagster's coloured console, in which mistakes are one line.",
-)
-def console(context: dg.InitLoggerContext) -> logging.Logger:
-    """Return the logger of the console."""
-    from dtrain_dagster.support.console_log import make_console  # not above: only runs print
-
-    return make_console(context)
+from dtrain_dagster.support.console_log import console
 
 
 def build_defs(

@@ -68,7 +68,11 @@ def _interruption(error: Any) -> str | None:
     return error.message.partition(f"{name}: ")[2].strip() or "interrupted"
 
 
-def make_console(context: dg.InitLoggerContext) -> logging.Logger:
+@dg.logger(
+    config_schema=dg.colored_console_logger.config_schema,
+    description="Dagster's coloured console, in which mistakes are one line.",
+)
+def console(context: dg.InitLoggerContext) -> logging.Logger:
     """Return Dagster's coloured console, in which mistakes are one line."""
     made = dg.colored_console_logger.logger_fn(context)
     for handler in made.handlers:
