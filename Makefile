@@ -83,7 +83,7 @@ test-all: test test-engines  ## the tests, those of frameworks, then the long on
 	@python -m pytest -o faulthandler_timeout=3300 --hypothesis-profile thorough --results=out/tests-long.json -m "long or hypothesis"
 
 test-fast: setup  ## the cheap ones of the tests, in one to two minutes: no world of processes, no server, no browser
-	@python -m pytest -n 2 --dist loadfile --fast $(TESTS)
+	@python -m pytest -n $(TEST_WORKERS) --dist loadfile --fast $(TESTS)
 
 KUBE_CACHE := $${DTRAIN_TEST_CACHE:-$$HOME/.cache/dtrain-tests}/kubernetes-1.20.2/bin
 

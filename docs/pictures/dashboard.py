@@ -34,14 +34,14 @@ def main(job: str) -> None:
     with dashboard() as url, browser() as chromium:
         take(chromium, f"{url}jobs/{job}", "light", "", "dashboard.png")
         take(chromium, f"{url}jobs/{job}", "dark", "Where the time goes", "dashboard-dark.png")
-        take(chromium, url, "light", "", "jobs.png")
+        take(chromium, url, "light", "", "jobs.png", shown=job)
 
 
-def take(chromium: Browser, url: str, theme: str, heading: str, file: str) -> None:
-    """Take what a window shows in this theme, from this heading on."""
+def take(chromium: Browser, url: str, theme: str, heading: str, file: str, shown: str = "node 1") -> None:
+    """Take what a window shows in this theme, from this heading on. ``shown``: what has to be there first."""
     page = chromium.new_page(viewport=SIZE, color_scheme=theme)  # type: ignore[arg-type]
     page.goto(url)
-    page.get_by_text("node 1").first.wait_for()
+    page.get_by_text(shown).first.wait_for()
     page.wait_for_timeout(4000)  # charts are drawn one after the other
     if heading:
         page.get_by_text(heading).evaluate("part => scrollTo(0, scrollY + part.getBoundingClientRect().top - 60)")

@@ -29,7 +29,7 @@ def dashboard() -> Iterator[str]:
     server = subprocess.Popen([BIN / "dtrain", "ui", "jobs", "--port", "0"], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
-        yield server.stdout.readline().strip()
+        yield server.stdout.readline().strip().rpartition(" ")[2]
     finally:
         server.terminate()
         server.wait()
