@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,6 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.outcome and harness, whoever starts pytest
 pytest_plugins = ["tests.outcome"]
-
-# Collecting makes millions of objects that live to the end: the collector would look through them again and again.
-gc.disable()
 
 # A shell that starts pytest in the background has it ignore Ctrl-C, and so would every process that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -73,9 +71,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=place)
 
 
-def pytest_collection_finish() -> None:
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collecting makes millions of objects that live to the end: Python's garbage collector would look through them
+    again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:

@@ -24,8 +24,15 @@ from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.home import make_home
 from dtrain_dagster.support.secrets import SecretError, check_reference, is_reference, resolve
 from dtrain_dagster.web.guard import LOOPBACK, Guard, rules_for
-from dtrain_dagster.web.other_pages import LEAVE_WITH_PARENT, mlflow_app, run_ui, running, runs_page, tensorboard_app
 from dtrain_dagster.web.server import address, listener, server
+from dtrain_dagster.web.third_party_uis import (
+    LEAVE_WITH_PARENT,
+    mlflow_app,
+    run_ui,
+    running,
+    runs_page,
+    tensorboard_app,
+)
 from trainer.rundir import LOGS
 
 HOST = "127.0.0.1"

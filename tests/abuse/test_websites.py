@@ -29,8 +29,8 @@ from websockets.typing import Origin, Subprotocol
 from werkzeug import Response
 
 from dtrain_dagster.web.guard import Guard, judge_request, rules_for
-from dtrain_dagster.web.other_pages import ui_rules
 from dtrain_dagster.web.stored_secrets import secret_posted
+from dtrain_dagster.web.third_party_uis import ui_rules
 from tests.abuse import websites
 from tests.abuse.planted_secrets import CARRIERS, secret_of
 from tests.abuse.websites import JOB, LAUNCH, MUTATION, PARAMETERS, dagster_app, forged, own_page, send, served

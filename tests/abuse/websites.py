@@ -163,7 +163,7 @@ def dagster_app(folder: Path) -> Iterator[tuple[Any, Any]]:
     """Yield Dagster's web application without any guard, over a code location with one job, and its instance."""
     import dagster as dg
 
-    from dtrain_dagster.web.other_pages import run_webserver
+    from dtrain_dagster.web.third_party_uis import run_webserver
 
     code, home = folder / "code.py", folder / "dagster"
     home.mkdir(parents=True)
@@ -199,7 +199,7 @@ def attack(random: Random, rounds: int) -> Tally:
     from dtrain_dagster.dashboard.job_board import JobBoard
     from dtrain_dagster.dashboard.server import build_app
     from dtrain_dagster.web.guard import Guard
-    from dtrain_dagster.web.other_pages import ui_rules
+    from dtrain_dagster.web.third_party_uis import ui_rules
 
     tally = Tally()
     with ExitStack() as stack:

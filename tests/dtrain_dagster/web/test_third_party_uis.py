@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.web.other_pages import code_server_options
+from dtrain_dagster.web.third_party_uis import code_server_options
 
 
 @pytest.mark.parametrize(
