@@ -39,7 +39,7 @@ OUTLIER = 3.0
 SETTLED_FROM = 12
 """Number of intervals from which only the second half is typical: while rank 0 opens its trackers, which is seconds of
 Python, its steps take several times as long."""
-TRACKING_SHARE = 1.3
+TRACKING_SHARE = 0.8
 """Delay of a training by its trackers, as a share of the start-up of a rank that has a core to itself: both are
 imports. A probe is tracked nowhere, so that nothing disturbs its few steps and nobody's experiments fill up with
 probes."""
