@@ -171,6 +171,10 @@ class DistributedTrainingConfig:
     """Train through ``torch.compile`` in this mode: the first step then takes up to a minute, and so does the first
     step of each other size. ``reduce-overhead`` means CUDA graphs, for a GPU. On a CPU a C++ compiler is needed on
     every node, and for the stock models it did not pay."""
+    cuda_graphs: Literal["auto", "on", "off"] = "off"
+    """On a GPU: record the passes and the update of a step as CUDA graphs, which replays launch all at once
+    (`trainer.engine.graphs`). ``auto`` trains without where a model cannot be recorded, and says why; ``on`` refuses
+    such a model. No GPU has run this yet, so it is ``off``."""
     prefetch_batches: int | None = Field(default=None, ge=0, le=16)
     """Batches that a thread gathers ahead; 0: each one in its step. None: see `trainer.data.loader.batches_ahead`."""
     data_on_device: bool = True

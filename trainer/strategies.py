@@ -27,9 +27,20 @@ REMEDIES = {
 """How that module is installed."""
 
 
+def can_record(config: Any) -> bool:
+    """Return whether the steps of a training with these settings can be recorded as CUDA graphs. Pure."""
+    return config.strategy == "ddp" and config.compile != "reduce-overhead" and not config.activation_checkpointing
+
+
 def explain_strategy(config: Any) -> str:
     """Return why a training cannot have these settings with its ``strategy``, and the remedy; "" if it can. ``config``:
     a `trainer.config.DistributedTrainingConfig`, which calls this as it is made. Pure."""
+    if config.cuda_graphs == "on" and not can_record(config):
+        return (
+            "training.cuda_graphs = 'on' needs training.strategy = 'ddp', without training.activation_checkpointing "
+            "and without training.compile = 'reduce-overhead', which makes graphs of its own: change these, or set "
+            "training.cuda_graphs = 'auto'"
+        )
     if config.strategy != "deepspeed" and config.zero_stage != 1:
         return f"training.zero_stage = {config.zero_stage} is DeepSpeed's: set training.strategy = 'deepspeed'"
     asked = f"training.strategy = {config.strategy!r}"

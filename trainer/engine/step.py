@@ -3,13 +3,14 @@ finite, update. Which class makes the steps of a strategy is in `STRATEGIES`."""
 
 from __future__ import annotations
 
+import logging
 import math
 from array import array
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from trainer.checkpoint.files import MOMENTS
 from trainer.comm.group import CollectiveResult, is_communication_error, shorten_error, summed
 from trainer.comm.world import RankFacts, World
 from trainer.config import ConfigError, DistributedTrainingConfig
-from trainer.data.batches import Batch, find_odd_row
+from trainer.data.batches import Batch, Samples, find_odd_row
 from trainer.data.sampler import micro_batch_seed
 from trainer.engine.module_state import (
     holds_module_state,
@@ -34,8 +35,13 @@ from trainer.parallel.synchronizer import GradientSync, GradientSynchronizer
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.packages import load
 from trainer.runtime.step_timer import StepTimer
+from trainer.strategies import can_record
+
+if TYPE_CHECKING:
+    from trainer.engine.graphs import StepGraphs
 
 COMPILED = "trainer.model.compile:compiled"
+GRAPHS, CUDA_RECORDER = "trainer.engine.graphs:StepGraphs", "trainer.engine.graphs:CudaRecorder"
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SHARDED = {"step": "trainer.engine.sharded:ShardedStep", "state": "trainer.engine.sharded:ShardedState"}
 STRATEGIES: Mapping[str, Mapping[str, str]] = {
@@ -47,6 +53,7 @@ STRATEGIES: Mapping[str, Mapping[str, str]] = {
 """The classes of a strategy that are others than `TrainingStep`, `trainer.engine.state.TrainingState` and
 `GradientSynchronizer`. They are loaded when a training needs them."""
 _COMMIT = "commit of the step"
+_log = logging.getLogger(__name__)
 _EPSILON = 1e-6
 
 
@@ -122,6 +129,8 @@ class TrainingStep:
         refuse_extra_state(module, config.strategy)
         self.module, self.task, self.config, self.device, self.faults = module, task, config, device, faults
         self._weigh = weigher(task)
+        self.graphs: StepGraphs | None = self._make_graphs()
+        """The recordings of the step; None where it is never recorded."""
         self.optimizer = self._make_optimizer(list(module.parameters()))
         self.model = module if config.compile == "off" else load(COMPILED)(module, config.compile, device)
         """The callable model: the module, or its compiled form."""
@@ -142,6 +151,9 @@ class TrainingStep:
         }
         """The modules that may have running statistics, by name."""
         self._commit: CollectiveResult | None = None
+        self._rate = config.learning_rate
+        self._norm_here = torch.zeros((), device=device)
+        """The norm of the gradients of a step, where `update` clips them."""
         self._is_checkpointed = False
         if config.activation_checkpointing:
             self.apply_limit(MicroBatchLimit(config.batch_size_per_gpu, True))
@@ -153,6 +165,9 @@ class TrainingStep:
         self.world = world
         kind = class_of(self.config.strategy, "synchronizer", GradientSynchronizer)
         self.sync = sync = kind(world, self.faults, self.timer, config=self.config)
+        if self.graphs is not None:
+            self.graphs.clear()
+            sync.is_in_place = True
         sync.wrap(self.module)
 
     def check_parameters(self) -> None:
@@ -169,9 +184,13 @@ class TrainingStep:
         """Limit the samples that go through the model at once, by which the sampler of the next world cuts
         micro-batches."""
         self.limit = fit
+        if self.graphs is not None:
+            self.graphs.clear()  # what they hold is memory that may be short
         if fit.activation_checkpointing and not self._is_checkpointed:
             self._is_checkpointed = True
             load("trainer.model.blocks:checkpoint_activations")(self.module)
+            if self.graphs is not None:
+                self.graphs.refuse("activations are computed twice, which sets random numbers within a pass")
             if self.config.compile != "off":  # what was compiled before keeps all activations
                 torch.compiler.reset()
                 self.model = load(COMPILED)(self.module, self.config.compile, self.device)
@@ -185,8 +204,12 @@ class TrainingStep:
         step is not done, and can be done again.
         """
         self.timer.mark("input")
+        self._rate = learning_rate
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            if self.graphs is None:
+                group["lr"] = learning_rate
+            else:
+                group["lr"].fill_(learning_rate)  # where the recorded update reads it
         self.sync.clear(self.parameters)
         self.sync.step = step
         self._commit = self.awaits_commit = None
@@ -222,9 +245,20 @@ class TrainingStep:
         if self.scaler.is_enabled():
             self.scaler.step(self.optimizer)
             self.scaler.update()
+        elif self.graphs is not None:
+            without = tuple(place for place, each in enumerate(self.parameters) if each.grad is None)
+            self.graphs.do_update(self._clip_and_update, key=without)
         else:
             self.optimizer.step()
         self.awaits_commit = None
+
+    def _clip_and_update(self, _: Any) -> tuple[None, None]:
+        if self.config.clip_norm is not None:
+            factor = (self.config.clip_norm / (self._norm_here + _EPSILON)).clamp(max=1.0)
+            for gradient in self._gradients():
+                gradient.mul_(factor)
+        self.optimizer.step()
+        return None, None
 
     def _forward_backward(self, batch: Batch, step: int, flags: StepFlags) -> tuple[list[Tensor], float]:
         """Return the sums of this rank's losses, one for each pass, and what its samples weigh, and leave the gradient
@@ -239,9 +273,16 @@ class TrainingStep:
         most = sync.passes(batch.samples, self._micro_batches, self.limit.max_samples)
         work += [work[-1]] * (most - real)
         self.timer.mark("other")
+        graphs = self._graphs_of_passes(batch)
         for place, part in enumerate(work):
             self._seed(micro_batch_seed(self.config.seed, step, part.number, part.place))
             self.faults.reach("forward", step)
+            if graphs is not None:
+                share = self._share_of(total()) if place == 0 else share
+                self.faults.reach("backward", step)
+                sync.require_sync(False)
+                sums.append(self._pass_by(graphs, part, share))
+                continue
             if place == real:
                 share, held = torch.zeros_like(share), read_module_state(self._holders)
             sync.begin_forward()
@@ -249,21 +290,56 @@ class TrainingStep:
             if place < real:
                 sums.append(loss.detach())
             if place == 0:
-                # Summed over ranks, not averaged: that makes it the gradient of the mean over the global batch.
-                whole = total()
-                share = torch.full((), 1.0 / whole if whole else 0.0, device=self.device)
+                share = self._share_of(total())
             self.timer.mark("forward")
             self.faults.reach("backward", step)
             is_last = place == len(work) - 1
             sync.require_sync(is_last)
-            if is_last and self.device.type == "cpu":  # a GPU's losses are not there yet
-                sync.on_last_bucket = partial(self._submit_commit, batch, flags, sums)
+            if is_last:
+                self._commit_with_last_bucket(batch, flags, sums)
             self._backward(loss, share)
             if not is_last:  # which `GradientSynchronizer.finish` waits for
                 self.timer.mark("backward")
         if len(work) > real:
             put_module_state(self._holders, held)
+        if graphs is not None:
+            sync.require_sync(True)  # all gradients are there: `finish` hands over all buckets
+            self._commit_with_last_bucket(batch, flags, sums)
         return sums, weight
+
+    def _share_of(self, whole: float) -> Tensor:
+        """Return what the loss is multiplied by. Gradients are summed over ranks, not averaged: that makes the sum the
+        gradient of the mean over the global batch."""
+        return torch.full((), 1.0 / whole if whole else 0.0, device=self.device)
+
+    def _commit_with_last_bucket(self, batch: Batch, flags: StepFlags, sums: list[Tensor]) -> None:
+        if self.device.type == "cpu":  # a GPU's losses are not there yet
+            self.sync.on_last_bucket = partial(self._submit_commit, batch, flags, sums)
+
+    def _graphs_of_passes(self, batch: Batch) -> StepGraphs | None:
+        """Return the recordings if the passes of this step use them. Where some gradients are summed while a pass still
+        computes others, that is worth more than a recording, unless those are required."""
+        graphs = self.graphs
+        if graphs is None:
+            return None
+        first = batch.micro_batches[0]
+        graphs.examine(self.module, first.data, partial(self.run_alone, first.data, first.count))
+        is_overlapped = self.sync.overlaps and self.config.cuda_graphs == "auto"
+        return graphs if graphs.is_used and not is_overlapped else None
+
+    def _pass_by(self, graphs: StepGraphs, part: Samples, share: Tensor) -> Tensor:
+        """Return the sum of a micro-batch's losses, after its gradients were added."""
+
+        def work(given: tuple[Any, Tensor]) -> tuple[Tensor, list[set[int]]]:
+            data, share = given
+            loss = self._losses(self.model, part.count, data).sum()
+            self._backward(loss, share)
+            return loss.detach(), self.sync.used_places()
+
+        loss, used = graphs.do_pass(work, (part.data, share), key=part.count)
+        self.sync.note_used(used)
+        assert loss is not None
+        return loss
 
     def _weigh_batch(self, batch: Batch) -> tuple[float, Callable[[], float]]:
         """Return what this rank's samples weigh, and a function that returns what those of all ranks do, which are
@@ -313,7 +389,20 @@ class TrainingStep:
 
     def _make_optimizer(self, parameters: list[nn.Parameter]) -> AdamW:
         rate, decay = self.config.learning_rate, self.config.weight_decay
-        return AdamW(parameters, lr=rate, weight_decay=decay, fused=True)
+        if self.graphs is None:
+            return AdamW(parameters, lr=rate, weight_decay=decay, fused=True)
+        on_device = torch.tensor(rate, device=self.device)
+        return AdamW(parameters, lr=on_device, weight_decay=decay, fused=True, capturable=self.device.type == "cuda")
+
+    def _make_graphs(self) -> StepGraphs | None:
+        """Return what records this step, None where it is never recorded."""
+        mode = self.config.cuda_graphs
+        if mode == "on" and self.device.type != "cuda":
+            raise ConfigError("training.cuda_graphs = 'on' needs a GPU; use 'auto', which records where there is one")
+        if mode == "off" or self.device.type != "cuda" or not can_record(self.config):
+            return None
+        made: StepGraphs = load(GRAPHS)(load(CUDA_RECORDER)(self.device), _log.warning, mode == "on")
+        return made
 
     def _seed(self, seed: int) -> None:
         """Seed torch's generator of this device only: `torch.manual_seed` formats a stack trace for GPUs even where
@@ -326,18 +415,23 @@ class TrainingStep:
         """Clip the gradient. Return the sum of the losses, and the norm before clipping, like `torch.nn.utils`."""
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
-        gradients = self.sync.flat_gradients()
-        if gradients is None:
-            gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        gradients = self._gradients()
         norm = self.sync.whole_norm(gradient_norm(gradients, self.device))
         found = [*losses, norm]
         # Read together, since reading waits for all the work of a GPU.
         *sums, grad_norm = [it.item() for it in found] if norm.is_cpu else torch.stack(found).tolist()
         limit = self.config.clip_norm
+        if self.graphs is not None and not self.scaler.is_enabled():
+            self._norm_here.copy_(norm)
+            return sum(sums), grad_norm  # `update` clips
         if limit is not None and grad_norm + _EPSILON > limit:  # otherwise every gradient would be multiplied by one
             for gradient in gradients:
                 gradient.mul_(limit / (grad_norm + _EPSILON))
         return sum(sums), grad_norm
+
+    def _gradients(self) -> list[Tensor]:
+        found = self.sync.flat_gradients()
+        return [each.grad for each in self.parameters if each.grad is not None] if found is None else found
 
     def _submit_commit(self, batch: Batch, flags: StepFlags, losses: list[Tensor]) -> None:
         """Submit the commit right behind the last gradients: no thread has to wake up in between."""
@@ -387,11 +481,20 @@ class TrainingStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer and of the loss scaler, where each rank holds all of it."""
-        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+        optimizer = self.optimizer.state_dict()
+        for group in optimizer["param_groups"]:  # as they are on any device, with and without recordings
+            group["lr"], group["capturable"] = self._rate, False
+        return {"optimizer": optimizer, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` has returned."""
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.graphs is not None:
+            self.graphs.clear()
+            for group in self.optimizer.param_groups:
+                self._rate = group["lr"]
+                group["lr"] = torch.tensor(self._rate, device=self.device)
+                group["capturable"] = self.device.type == "cuda"
         for parameter, moments in self.optimizer.state.items():
             # The fused kernel walks through weights and moments as they lie in memory, and a file has them row by row.
             for name in MOMENTS:

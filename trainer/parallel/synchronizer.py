@@ -73,6 +73,14 @@ class GradientSync:
     def begin_forward(self) -> None:
         """Prepare a forward pass."""
 
+    def used_places(self) -> list[set[int]]:
+        """Return which gradients of each bucket the passes of a step have written so far."""
+        return []
+
+    def note_used(self, places: list[set[int]]) -> None:
+        """Count gradients as written, after a pass that called no hooks. ``places``: what `used_places` returned when
+        it was recorded."""
+
     def require_sync(self, is_last: bool) -> None:
         """Prepare a backward pass, after the forward pass. ``is_last``: of the step."""
         raise NotImplementedError
@@ -80,6 +88,11 @@ class GradientSync:
     def finish(self, wrapped: nn.Module) -> None:
         """Wait for the sums after the last backward pass. Raise `trainer.comm.group.GroupError` if one has failed."""
         raise NotImplementedError
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether some gradients are summed while the last pass of a step still computes others."""
+        return False
 
     def flat_gradients(self) -> list[Tensor] | None:
         """Return the tensors that hold all gradients of this rank after `finish`; None where parameters do."""
@@ -113,6 +126,9 @@ class GradientSynchronizer(GradientSync):
         self.config = config or DistributedTrainingConfig()
         self._hook: CommHook
         self.buckets: Buckets | None = None
+        self.is_in_place = self.config.compile == "reduce-overhead"
+        """Whether gradients accumulate in the buffers even where there is one bucket. CUDA graphs need that: what they
+        write is overwritten by their next run."""
         self._is_overlapped = False
         """Whether buckets are summed during the backward pass."""
         self._pass = -1
@@ -123,18 +139,16 @@ class GradientSynchronizer(GradientSync):
         all ranks already. Waits for the group; raises `GroupError`."""
         group = self.world.group
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        # CUDA graphs give gradients in memory that their next run writes to, so they need a place of their own.
-        in_place = self.config.compile == "reduce-overhead"
         if group is None or self.world.topology == "star":
-            if in_place:
-                self.buckets = Buckets(parameters, _not_summed, in_place)
+            if self.is_in_place:
+                self.buckets = Buckets(parameters, _not_summed, in_place=True)
             return
         group.run("forming the group", _nothing)
         nodes = self.world.all_gather_object(self.world.facts.node_rank)
         self._hook = CommHook()
         if (name := self.config.communication) != "allreduce":
             self._hook = load("trainer.parallel.compression:make_comm_hook")(name, nodes, self.config.topk_fraction)
-        self.buckets, self._is_overlapped = Buckets(parameters, self._sum_bucket, in_place), True
+        self.buckets, self._is_overlapped = Buckets(parameters, self._sum_bucket, self.is_in_place), True
 
     def unwrap(self) -> None:
         """Remove the hooks from the module, if it was wrapped."""
@@ -153,6 +167,14 @@ class GradientSynchronizer(GradientSync):
         """Prepare a backward pass: all but a step's last accumulate without communication."""
         if self.buckets is not None:
             self.buckets.begin(is_last)
+
+    def used_places(self) -> list[set[int]]:
+        return [set(bucket.used) for bucket in self.buckets.buckets] if self.buckets is not None else []
+
+    def note_used(self, places: list[set[int]]) -> None:
+        if self.buckets is not None:
+            for bucket, used in zip(self.buckets.buckets, places, strict=True):
+                bucket.used |= used
 
     def finish(self, wrapped: nn.Module) -> None:
         """Wait for the sums after the last backward pass; in parameter-server mode, send the gradients to rank 0 and
@@ -181,6 +203,10 @@ class GradientSynchronizer(GradientSync):
                 item.grad = grad.copy_(flat[at : at + grad.numel()].view_as(grad))
                 at += grad.numel()
         self.timer.mark("exposed")
+
+    @property
+    def overlaps(self) -> bool:
+        return self._is_overlapped and self.buckets is not None and len(self.buckets.buckets) > 1
 
     def flat_gradients(self) -> list[Tensor] | None:
         """Return the flat tensors that hold all gradients after `finish`; None where there are none."""
