@@ -7,6 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,7 +30,17 @@ from trainer.engine.trainer import DistributedTrainer
 pytestmark = pytest.mark.slow
 NewJob = Callable[..., Job]
 STEPS = 30
-SLOW: dict[str, Any] = {"epochs": 4, "sections": {"model": {"factory": "user_parts:paced"}}}
+
+
+@pytest.fixture
+def hurry(tmp_path: Path) -> Path:
+    """Once there is this file, trainings that are `slow` take their time no more."""
+    return tmp_path / "hurry"
+
+
+def slow(hurry: Path) -> dict[str, Any]:
+    model = {"factory": "user_parts:paced", "args": {"hurry": str(hurry)}}
+    return {"epochs": 4, "sections": {"model": model}}
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +104,9 @@ def test_nodes_that_are_killed_one_after_the_other_and_while_they_regroup(
 def test_what_is_done_once_more_from_a_checkpoint_is_reported_once(begin: Callable[..., Nodes], whole: Job) -> None:
     """The second rank 0 dies before it has handed on the state: whoever is left does not know what it had done by
     then, goes back, and has steps of its own that the first rank 0 had no time to report."""
-    pause = fault("sleep", "forward", 8, 0, seconds=2.0)  # until the checkpoint, which is written beside, is there
-    nodes = begin().start(faults=(pause, fault("kill", "all_reduce", 9, 0), fault("kill", "formed", 9, 1)))
+    nodes = begin()
+    pause = fault("sleep", "forward", 8, 0, seconds=60.0, until=str(nodes.job.run_dir / LATEST))
+    nodes.start(faults=(pause, fault("kill", "all_reduce", 9, 0), fault("kill", "formed", 9, 1)))
     assert nodes.wait() == [KILLED, KILLED, 0], nodes.log()
     assert_undisturbed(nodes, whole)
     assert [len(item.members) for item in nodes.history()] == [3, 2, 1]
@@ -104,9 +116,9 @@ def test_what_is_done_once_more_from_a_checkpoint_is_reported_once(begin: Callab
     assert set(reports.values()) == {1}, reports
 
 
-def test_three_two_three_one(begin: Callable[..., Nodes], paced: Job) -> None:
+def test_three_two_three_one(begin: Callable[..., Nodes], paced: Job, hurry: Path) -> None:
     """A replacement takes the state of a survivor, and carries it alone in the end: there is no checkpoint."""
-    nodes = begin(**SLOW, checkpoint_frequency=1000, eval_frequency=1000).start()
+    nodes = begin(**slow(hurry), checkpoint_frequency=1000, eval_frequency=1000).start()
     nodes.until_step(3)
     nodes.signal(signal.SIGKILL, 1)
     nodes.until_members(0, 2)
@@ -116,6 +128,7 @@ def test_three_two_three_one(begin: Callable[..., Nodes], paced: Job) -> None:
     nodes.until_step(joined + 3)
     nodes.signal(signal.SIGKILL, 0, 2)
     nodes.until_members(1)
+    hurry.touch()
     assert nodes.wait() == [KILLED, 0, KILLED], nodes.log()
     assert not nodes.job.events("resume")
     assert not nodes.job.events("checkpoint_failed")
@@ -125,14 +138,15 @@ def test_three_two_three_one(begin: Callable[..., Nodes], paced: Job) -> None:
     assert_undisturbed(nodes, paced)
 
 
-def test_a_frozen_node_is_left_out_and_comes_back(begin: Callable[..., Nodes], paced: Job) -> None:
-    nodes = begin(**SLOW, peer_timeout_seconds=2.5)
+def test_a_frozen_node_is_left_out_and_comes_back(begin: Callable[..., Nodes], paced: Job, hurry: Path) -> None:
+    nodes = begin(**slow(hurry), peer_timeout_seconds=2.5)
     nodes.start(faults=(fault("stop", "backward", 4, 0),))
     nodes.until_members(1, 2)
     before = nodes.step()
     nodes.until_step(before + 2)
     nodes.signal(signal.SIGCONT, 0)
     nodes.until_members(0, 1, 2)
+    hurry.touch()
     assert nodes.wait() == [0, 0, 0], nodes.log()
     assert_undisturbed(nodes, paced)
     back = next(item for item in nodes.history()[2:] if len(item.members) == 3)
@@ -145,9 +159,9 @@ def test_a_frozen_node_is_left_out_and_comes_back(begin: Callable[..., Nodes], p
     "launch", [pytest.param(2, id="launched again"), pytest.param(1, id="restarted by Azure", marks=pytest.mark.long)]
 )
 def test_one_is_evicted_then_all_and_another_start_goes_on_with_fewer(
-    begin: Callable[..., Nodes], paced: Job, launch: int
+    begin: Callable[..., Nodes], paced: Job, hurry: Path, launch: int
 ) -> None:
-    nodes = begin(**SLOW, checkpoint_frequency=1000, eval_frequency=1000).start()
+    nodes = begin(**slow(hurry), checkpoint_frequency=1000, eval_frequency=1000).start()
     nodes.until_step(3)
     nodes.signal(signal.SIGTERM, 0)
     assert nodes.wait(0) == [143], nodes.log()
@@ -163,7 +177,9 @@ def test_one_is_evicted_then_all_and_another_start_goes_on_with_fewer(
     assert (nodes.job.rundir.read_json(LATEST) or {})["step"] == stopped["steps"] > left_at
 
     nodes.processes.clear()
-    assert nodes.start(world=2, launch=launch).wait() == [0, 0], nodes.log()
+    nodes.start(world=2, launch=launch).until_members(0, 1)
+    hurry.touch()
+    assert nodes.wait() == [0, 0], nodes.log()
     # Under its old number, a start does not wait for its planned world: who comes later takes the state of the first.
     assert {item["step"] for item in nodes.job.events("resume")} == {stopped["steps"]}
     assert (nodes.job.result()["status"], nodes.job.result()["launch"]) == ("succeeded", launch)
@@ -207,9 +223,11 @@ def test_who_is_asked_to_leave_after_it_has_voted_says_so_in_the_next_step(new_j
 
 
 def test_when_all_are_killed_a_new_launch_goes_on_from_the_checkpoint(begin: Callable[..., Nodes], whole: Job) -> None:
-    pauses = tuple(fault("sleep", "forward", 16, node, seconds=2.0) for node in range(3))  # a checkpoint is written
+    nodes = begin()
+    until = {"seconds": 60.0, "until": str(nodes.job.run_dir / LATEST)}  # a checkpoint is written
+    pauses = tuple(fault("sleep", "forward", 16, node, **until) for node in range(3))
     kills = tuple(fault("kill", "forward", 17, node) for node in range(3))
-    nodes = begin().start(faults=pauses + kills)
+    nodes.start(faults=pauses + kills)
     assert nodes.wait() == [KILLED] * 3, nodes.log()
     kept = (nodes.job.rundir.read_json(LATEST) or {})["step"]
     assert kept >= 5
@@ -237,13 +255,18 @@ def test_one_rank_that_runs_out_of_memory_makes_all_use_less(begin: Callable[...
     assert [sum(item["samples"]) for item in timing] == [192, 3 * 192]
 
 
-def test_a_rank_whose_gpu_is_too_small_comes_back_on_the_cpu(begin: Callable[..., Nodes]) -> None:
-    nodes = begin(**SLOW, micro_batch_floor=16)
+def test_a_rank_whose_gpu_is_too_small_comes_back_on_the_cpu(begin: Callable[..., Nodes], hurry: Path) -> None:
+    def seats(at: int) -> dict[int, str]:
+        return {seat.node: seat.member for seat in nodes.history()[at].members}
+
+    nodes = begin(**slow(hurry), micro_batch_floor=16)
     nodes.start(faults=[fault("gpu_oom", "forward", 4, 1)] * 3)  # fewer samples, checkpointing, no way left
+    nodes.until(lambda: nodes.history() and seats(-1).get(1, seats(0)[1]) != seats(0)[1])
+    hurry.touch()
     assert nodes.wait() == [0, 0, 0], nodes.log()
     moved = [item for item in nodes.job.events("out_of_memory") if item.get("device") == "cpu"]
     assert [item["step"] for item in moved] == [4]
-    first, last = ({seat.node: seat.member for seat in nodes.history()[at].members} for at in (0, -1))
+    first, last = seats(0), seats(-1)
     assert {node for node, member in last.items() if member != first[node]} == {1}, "it is let in as a newcomer"
     assert set(last) == {0, 1, 2}
     assert nodes.job.events("resume") == [], "the others went on with their state, and it got that"
@@ -260,12 +283,20 @@ def test_an_error_of_the_users_code_ends_the_job_and_nobody_tries_again(begin: C
 
 
 def test_a_step_is_retried_then_goes_through_one_rank_and_all_reduce_comes_back(
-    begin: Callable[..., Nodes], whole: Job
+    begin: Callable[..., Nodes], whole: Job, tmp_path: Path
 ) -> None:
     """Node 1 comes too late to its all-reduce four times in a row; nobody is lost."""
-    late = fault("sleep", "all_reduce", 7, 1, seconds=2.5)
+
+    def failed_without_1(attempt: int) -> bool:
+        errors = nodes.job.events("communication_error")
+        return {item["rank"] for item in errors if item["attempt"] == attempt} >= {0, 2}
+
     nodes = begin(collective_timeout_seconds=1, health_check_seconds=1, allreduce_retry_seconds=0.01)
-    nodes.start(faults=(late,) * 4)
+    comes = [tmp_path / f"comes-{attempt}" for attempt in range(4)]
+    nodes.start(faults=[fault("sleep", "all_reduce", 7, 1, seconds=60.0, until=str(file)) for file in comes])
+    for attempt, file in enumerate(comes):
+        nodes.until(partial(failed_without_1, attempt))
+        file.touch()
     assert nodes.wait() == [0, 0, 0], nodes.log()
     job = nodes.job
     history = nodes.history()

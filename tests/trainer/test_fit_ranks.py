@@ -65,10 +65,12 @@ def test_what_is_resumed_after_a_kill_equals_bit_for_bit(begin: Begin, whole: Sc
 
 
 def test_sigterm_to_a_rank_and_its_workers_ends_with_a_checkpoint(begin: Begin, whole: Scripts) -> None:
-    scripts = begin("run").start(faults=({"kind": "sleep", "at": "forward", "node": 0, "every": True},), workers=2)
-    folder = scripts.run_dir / "checkpoints"
-    scripts.until(lambda: any(folder.glob("*/manifest.json")))
-    os.killpg(scripts.processes[0].pid or 0, signal.SIGTERM)
+    stop = {"kind": "stop", "at": "forward", "step": 4, "node": 0}  # so that it does not end before it is asked to
+    scripts = begin("run").start(faults=(stop,), workers=2)
+    rank = psutil.Process(scripts.processes[0].pid)
+    scripts.until(lambda: rank.status() == psutil.STATUS_STOPPED)
+    for number in (signal.SIGTERM, signal.SIGCONT):
+        os.killpg(rank.pid, number)
     assert scripts.wait() == [EVICTED], scripts.log()
     assert scripts.result()["status"] == "stopped"
     assert scripts.start(workers=2).wait() == [0], scripts.log()

@@ -2,7 +2,8 @@
 
 DTRAIN_FAULTS is a JSON list of ``{"kind", "at", "step", "node"}``: when the process of that node reaches that point of
 that step (0-based, the one being done), the fault happens, once, in the node's first incarnation only
-(DTRAIN_INCARNATION). With ``"every": true`` it happens each time, such as a sleep in every step of a slow node.
+(DTRAIN_INCARNATION). With ``"every": true`` it happens each time, such as a sleep in every step of a slow node. A sleep
+with ``"until"`` ends before its ``"seconds"`` once there is a file of that path.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class Faults:
         elif kind == "sigterm":
             os.kill(os.getpid(), signal.SIGTERM)
         elif kind == "sleep":
-            time.sleep(float(fault.get("seconds", 1.0)))
+            end = time.monotonic() + float(fault.get("seconds", 1.0))
+            while (left := end - time.monotonic()) > 0 and not os.path.exists(fault.get("until", "")):
+                time.sleep(min(left, 0.05) if "until" in fault else left)
         elif kind == "oom":
             raise torch.OutOfMemoryError("out of memory, injected")
         elif kind == "gpu_oom":

@@ -87,7 +87,11 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
             group.fail("the test is over")
         world.close()
         for group in world.groups:
-            group._thread.join(60)  # its timeout is over before that
+            if not group._thread.is_alive():
+                group.transport = None  # closes its connections, which ends whoever waits for it
+        for group in world.groups:
+            group._thread.join(60)
+            assert not group._thread.is_alive()
     made.clear()
     trainer.comm.group._ABANDONED.clear()
 

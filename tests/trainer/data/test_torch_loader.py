@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, _utils, get_worker_info
 
 from trainer.comm.launcher_env import RankFacts
 from trainer.config import DistributedTrainingConfig
@@ -38,6 +38,13 @@ class Locked(Dataset[Any]):
             if orders == [-1]:
                 time.sleep(1000)
             return [(order, os.getpid()) for order in orders]
+
+
+@pytest.fixture(autouse=True)
+def _quick_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch waits so long for each worker to end in order, and as long again once it has asked it to: those that hang
+    here do neither."""
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
 
 
 @contextmanager

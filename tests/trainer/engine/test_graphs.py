@@ -62,8 +62,14 @@ def batch(number: int, *sizes: int, ranks: int = 1) -> Batch:
     return Batch(ranks * sum(sizes), parts, digest=number)
 
 
+def rate(step: int) -> float:
+    return 0.05 / (1 + step)
+
+
 def train(step: TrainingStep, steps: int = STEPS, first: int = 0, sizes: tuple[int, ...] = (8, 8)) -> list[float]:
-    return [step(batch(number, *sizes), number, 0.05, NOTHING).loss_sum for number in range(first, first + steps)]
+    return [
+        step(batch(number, *sizes), number, rate(number), NOTHING).loss_sum for number in range(first, first + steps)
+    ]
 
 
 def digest(step: TrainingStep) -> str:
@@ -137,7 +143,7 @@ def test_a_saved_state_goes_on_with_and_without_recordings() -> None:
     usual, recorded = step_of(TrainingStep, net()), step_of(Recorded, net())
     train(usual), train(recorded)
     states = [copy.deepcopy(step.state_dict()) for step in (usual, recorded)]
-    assert [group["lr"] for state in states for group in state["optimizer"]["param_groups"]] == [0.05, 0.05]
+    assert [group["lr"] for state in states for group in state["optimizer"]["param_groups"]] == 2 * [rate(STEPS - 1)]
     crossed = [step_of(Recorded, net()), step_of(TrainingStep, net())]
     for step, before, state in zip(crossed, (usual, recorded), states, strict=True):
         step.module.load_state_dict(before.module.state_dict())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from thread_worlds import at_once, gloo_openers, worlds_of
+from thread_worlds import CPU, at_once, gloo_openers, worlds_of
 from torch import Tensor, nn
 
 from trainer.comm.group import GroupError
@@ -52,6 +53,8 @@ def pass_among(ranks: int, takers: Collection[int], lost: int | None = None) -> 
 
     def counted(rank: int, opener: Callable[[], Any]) -> Any:
         made = opener()
+        if lost is not None:  # it is waited for; only forming the group may take longer
+            made.group._get_backend(CPU)._set_default_timeout(timedelta(seconds=1.0))
 
         def counting(move: Callable[[Tensor, int], None]) -> Callable[[Tensor, int], None]:
             def act(piece: Tensor, peer: int) -> None:
