@@ -117,21 +117,19 @@ test-engines: $(ENGINES)/.ready  ## scripts under Horovod, DeepSpeed, Ray Train 
 BENCH_azure_faults := --runs 4
 BENCH_chaos := --tapes 8
 BENCH_control_plane := --nodes 8 32 --rounds 2
-BENCH_cpu_parts := --rounds 2 --steps 100
 BENCH_diagnosis := --plants 12 --healthy 4 --laptop 1
-BENCH_engines := --engine local --kills 2 --steps 2000
 BENCH_estimate := --trainings 4
 BENCH_fleet := --seeds 2
 BENCH_large_model := --rounds 2
 BENCH_orchestration := --rounds 2 --loads 3 --long 144
-BENCH_recovery := --only ours --repeats 4
+BENCH_recovery := --engine local --kills 4
 BENCH_scaling := --nodes 1 2 --steps 0
 BENCH_search :=
 BENCH_sensors := --sizes 10 1000
 BENCH_throughput := --models tcn --batches 64 --peers --loss-steps 0 --budget 120
-# One or several of them; all by default.
-BENCH ?= azure_faults chaos control_plane cpu_parts diagnosis engines estimate fleet large_model orchestration recovery scaling \
-  search sensors throughput
+# One or several of them. By default those that measure; azure_faults, chaos and diagnosis count what goes wrong in many
+# trainings, which says little in a few minutes.
+BENCH ?= control_plane estimate fleet large_model orchestration recovery scaling search sensors throughput
 
 bench: setup  ## benchmarks with options that make them short, one after the other (BENCH=chaos for one): a line of JSON each
 	@code=0; $(foreach name,$(BENCH),echo "python -m benchmarks.$(name) $(BENCH_$(name))" >&2; \

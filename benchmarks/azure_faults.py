@@ -5,7 +5,7 @@ a cluster and trains a small model on two nodes, while one to four faults from a
 (`benchmarks.azure_faults_scripts` has the kinds). An orchestrator may die, a person may cancel. Whatever has not ended
 after a while goes on without faults. After the run, with the faults cleared, the invariants of
 `benchmarks.azure_faults_judgement` are checked. A run that fails is named by its seed: `--seed SEED --runs 1` plays it
-again. `--workers` plays several runs at a time, each with an emulator of its own.
+again.
 
     runs, violations, failed_seeds   runs played; runs that violated an invariant; seeds of those
     invariants                       number of runs that violated each invariant; all of them are named
@@ -22,9 +22,7 @@ again. `--workers` plays several runs at a time, each with an emulator of its ow
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -40,10 +38,9 @@ from benchmarks.azure_faults_judgement import (
     Campaign,
     RunFacts,
     find_violations,
-    merge_counts,
 )
 from benchmarks.azure_faults_scripts import KINDS, NODES, SKU, FaultKind, find_offered, make_script
-from benchmarks.host import tell
+from benchmarks.host import note, options_of, tell
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState, JobStatus, NoCapacityError
@@ -138,7 +135,7 @@ class Run:
                 try:
                     manager.cancel_job(self.job_id)
                 except ClusterError as error:  # the job is cancelled as soon as the service answers again
-                    print(f"seed {self.seed}: cancelling: {error}", file=sys.stderr)
+                    note(f"seed {self.seed}: cancelling: {error}")
             time.sleep(0.3)
 
     def _begin_faults(self, seconds: float | None) -> None:
@@ -218,7 +215,7 @@ def prices_of(stays: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], float
         try:
             found[size, tier] = price_of(size).usd_per_hour(tier_of(tier))
         except PriceError as error:
-            print(error, file=sys.stderr)
+            note(str(error))
     return found
 
 
@@ -258,7 +255,7 @@ def play(options: argparse.Namespace) -> dict[str, Any]:
             campaign.add(seed, run.script, run.lifted, facts, wrong)
             names = ", ".join(fault.name for fault in run.script.faults)
             first = facts.message.splitlines()[0] if facts.message else ""
-            print(f"seed {seed}: {facts.outcome} ({names}) {wrong or ''} {first}"[:600], file=sys.stderr, flush=True)
+            note(f"seed {seed}: {facts.outcome} ({names}) {wrong or ''} {first}"[:600])
     return campaign.as_dict()
 
 
@@ -279,34 +276,17 @@ def place_stranger(run: Run) -> None:
     ml.compute.begin_create_or_update(AmlCompute(name=STRANGER, size=SKU, min_instances=0, max_instances=1)).result()
 
 
-def play_side_by_side(options: argparse.Namespace) -> dict[str, Any]:
-    """Play the runs in several processes, each with its own emulator, and return their counts together."""
-    shares = [len(range(place, options.runs, options.workers)) for place in range(options.workers)]
-    first, children = options.seed, []
-    for share in filter(None, shares):
-        command = [sys.executable, "-m", "benchmarks.azure_faults", "--runs", str(share), "--seed", str(first)]
-        command += ["--seconds", str(options.seconds)]
-        children.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
-        first += share
-    lines = [child.communicate()[0] for child in children]
-    return merge_counts([json.loads(line) for line in lines])
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark with these command-line arguments; return 1 if a run violated an invariant, else 0."""
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.azure_faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of("azure_faults", __doc__)
     parser.add_argument("--runs", type=int, default=100, help="number of runs (100)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first run; others follow it (0)")
     parser.add_argument("--seconds", type=float, default=3600.0, help="seconds after which no run begins (3600)")
-    parser.add_argument("--workers", type=int, default=1, help="runs at a time, each with its own emulator (1)")
-    parser.add_argument("--save", action="store_true", help="also write the line to benchmarks/results")
     options = parser.parse_args(arguments)
     if why := missing():
         parser.error(why)
     began = time.monotonic()
-    counts = play_side_by_side(options) if options.workers > 1 else play(options)
+    counts = play(options)
     seconds, offered = time.monotonic() - began, find_offered(KINDS, takes_fault, VERBS)
     figures = {
         **counts,
@@ -314,7 +294,6 @@ def main(arguments: list[str] | None = None) -> int:
         "not_offered": [kind.name for kind in KINDS if kind not in offered],
         "seconds": round(seconds, 1),
         "seconds_per_run": round(seconds / max(1, counts["runs"]), 1),
-        "workers": options.workers,
         "what": "an emulated workspace on this machine; real clients, real training processes",
     }
     tell("azure_faults", figures, options.save)

@@ -235,16 +235,3 @@ class Campaign:
             "left_alive": self.left_alive,
             "left_failed": self.left_failed,
         }
-
-
-def merge_counts(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the counts of several campaigns together: numbers and counts are added, lists are joined."""
-    merged: dict[str, Any] = Campaign().as_dict()
-    for line in lines:
-        for name, value in merged.items():
-            if isinstance(value, dict):
-                merged[name] = dict(sorted((Counter(value) + Counter(line[name])).items()))
-            else:
-                merged[name] = sorted(value + line[name]) if isinstance(value, list) else round(value + line[name], 4)
-    merged["invariants"] = {name: merged["invariants"].get(name, 0) for name in INVARIANTS}
-    return merged

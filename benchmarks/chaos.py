@@ -1,8 +1,8 @@
 """Play tapes of faults against real trainings, and count those that violate a property afterwards, which must be 0.
 
 Run `python -m benchmarks.chaos`. A tape is made from its seed (`harness/faults/tape.py`);
-`harness/faults/properties.py` says what must hold after it. A seed that fails is named, and `--only SEED` plays it
-again.
+`harness/faults/properties.py` says what must hold after it. A seed that fails is named, and `--seed SEED --tapes 1`
+plays it again.
 
     tapes, violations, failed_seeds   tapes played; tapes that violated a property; their seeds
     not_played                        tapes left because the campaign itself broke down
@@ -17,8 +17,6 @@ again.
 
 from __future__ import annotations
 
-import argparse
-import signal
 import sys
 import tempfile
 import threading
@@ -31,13 +29,15 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from benchmarks.host import tell
+from benchmarks.host import note, options_of, stop_on_signals, tell
 from harness.faults import tape as tapes
 from harness.faults.network import NoNetworkError
 from harness.faults.play import STRATEGIES, Outcome, Strategy
 from harness.faults.properties import describe, largest_difference
 from harness.faults.stage import Stage
 from trainer.elastic.generation_record import generations
+
+COUNTED = ("generations", "launches", "resumes", "parameter_server", "skipped")
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Campaign:
         try:
             outcome, wrong = stage.run(tapes.make(seed))
         except NoNetworkError as error:
-            print(f"seed {seed} is skipped: {error}", file=sys.stderr, flush=True)
+            note(f"seed {seed} is skipped: {error}")
             with self.lock:
                 self.counts["skipped"] += 1
             return
@@ -97,31 +97,26 @@ class Campaign:
 def _tell(outcome: Outcome, wrong: Sequence[str], generation_count: int, difference: float) -> None:
     seed, happened = outcome.tape.seed, dict(outcome.happened)
     line = f"seed {seed}: {outcome.seconds:.1f} s, {happened}, {generation_count} generations, {difference:.0e}"
-    print(f"{line}: {'VIOLATED' if wrong else 'ok'}", file=sys.stderr, flush=True)
+    note(f"{line}: {'VIOLATED' if wrong else 'ok'}")
     if wrong:
-        print("\n".join([*wrong, describe(outcome)]), file=sys.stderr, flush=True)
+        note("\n".join([*wrong, describe(outcome)]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark with these command-line arguments; return 1 if a tape failed or was not played, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=(__doc__ or "").split("\n")[0])
+    parser = options_of("chaos", __doc__)
     parser.add_argument("--tapes", type=int, default=200, help="number of tapes")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first tape; each further one has the next")
-    parser.add_argument("--only", type=int, metavar="SEED", help="play only the tape of this seed")
     parser.add_argument(
         "--strategy", choices=STRATEGIES, default="ddp", help="of the trainings; hsdp with two ranks on each node"
     )
     parser.add_argument("--jobs", type=int, default=2, help="tapes played at a time")
-    parser.add_argument("--keep", metavar="FOLDER", help="folder in which the run directories are kept")
-    parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the nodes end with this process
-    seeds = [options.only] if options.only is not None else range(options.seed, options.seed + options.tapes)
+    stop_on_signals()  # the nodes end with this process
+    seeds = range(options.seed, options.seed + options.tapes)
     began = time.time()
-    with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
-        folder = Path(options.keep or temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        campaign = Campaign(folder, options.strategy)
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        campaign = Campaign(Path(folder), options.strategy)
         for seed in seeds:
             campaign.seeds.put(seed)
         workers = [
@@ -138,10 +133,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "violations": len(campaign.failed),
         "not_played": len(seeds) - campaign.counts["tapes"] - campaign.counts["skipped"],
         "failed_seeds": sorted(campaign.failed),
-        "first_seed": seeds[0],
+        "first_seed": options.seed,
         "faults": dict(sorted(campaign.faults.items())),
-        **{name: campaign.counts[name] for name in ("generations", "launches", "resumes")},
-        **{name: campaign.counts[name] for name in ("parameter_server", "skipped")},
+        **{name: campaign.counts[name] for name in COUNTED},
         "largest_weight_difference": campaign.largest,
         "seconds": round(time.time() - began, 1),
         "jobs": options.jobs,

@@ -21,11 +21,8 @@ accused, in the report or in an alert while it runs.
 
 from __future__ import annotations
 
-import argparse
 import random
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,7 +34,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.host import note, tell
+from benchmarks.host import busy_beside, note, options_of, stop_on_signals, tell
 from dtrain_dagster.monitoring.alerts import STRAGGLERS, alerts
 from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose
 from dtrain_dagster.monitoring.windows import keep
@@ -57,17 +54,6 @@ ACCUSATIONS = (*STRAGGLERS, SlowdownCause.SLOW_LINK, SlowdownCause.COMMUNICATION
 """Causes that are a node's or the network's."""
 LOOK_SECONDS, BUSY_CORES = 0.3, 0.2
 """How long other work is looked at, and the cores that it must take to count."""
-BURN = (
-    "import time\nwhile True:\n    end = time.monotonic() + {busy}\n"
-    "    while time.monotonic() < end: pass\n    time.sleep({rest})"
-)
-"""A process that takes a part of a core, in pieces of 20 ms."""
-
-
-def burn(share: float = 1.0) -> subprocess.Popen[bytes]:
-    """Start a process that takes this share of a core, and return it."""
-    program = BURN.format(busy=0.02 * share, rest=0.02 * (1 - share))
-    return subprocess.Popen([sys.executable, "-c", program])
 
 
 def cores_elsewhere() -> float:
@@ -110,25 +96,20 @@ def gradient_bytes(events: Sequence[dict[str, Any]]) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark with these command-line arguments; return 0 if all was played, 97 % are right, 90 % of the mild
     ones, and nothing healthy was blamed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.diagnosis", description=(__doc__ or "").split("\n")[0])
+    parser = options_of("diagnosis", __doc__)
     parser.add_argument("--plants", type=int, default=96, help="number of plants; causes take turns")
     parser.add_argument("--healthy", type=int, default=40, help="trainings without a plant")
     parser.add_argument("--laptop", type=int, default=4, help="default runs of a laptop, one rank more than cores")
     parser.add_argument("--seed", type=int, help="seed of everything that is drawn; by default drawn afresh")
-    parser.add_argument("--only", metavar="CAUSE", help="only plants of this cause, such as «slow compute»")
     parser.add_argument("--load", type=float, default=0.0, help="cores that a process beside takes all the time")
     parser.add_argument("--minutes", type=float, default=25.0, help="no training is begun after so many minutes")
-    parser.add_argument("--keep", metavar="FOLDER", help="folder in which the run directories are kept")
-    parser.add_argument("--json", action="store_true", help="print only the line of JSON")
-    parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the nodes end with this process
+    stop_on_signals()  # the nodes end with this process
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1_000_000)
-    causes = [SlowdownCause(options.only)] if options.only else list(CAUSES)
     cases: list[tuple[SlowdownCause | None, int]] = [
         (SlowdownCause.HEALTHY, number) for number in range(options.healthy)
     ]
-    cases += [(causes[number % len(causes)], number) for number in range(options.plants)]
+    cases += [(CAUSES[number % len(CAUSES)], number) for number in range(options.plants)]
     cases += [(None, number) for number in range(options.laptop)]
     random.Random(seed).shuffle(cases)  # whatever the machine does beside, no cause is hit more than others
     confusion: dict[str, Counter[str]] = {}
@@ -137,13 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     taken: list[float] = []
     skipped = not_played = 0
     began = time.time()
-    whole, rest = divmod(options.load, 1.0)
-    beside = [burn() for _ in range(int(whole))] + ([burn(rest)] if rest else [])
     laptop: list[bool] = []
-    with tempfile.TemporaryDirectory(prefix="diagnosis-") as temporary:
-        folder = Path(options.keep or temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        clinic = Clinic(folder)
+    with tempfile.TemporaryDirectory(prefix="diagnosis-") as folder, busy_beside(options.load):
+        clinic = Clinic(Path(folder))
         try:
             pace = seconds_of_round()
             warm_up = Plant(seed=-1, cause=SlowdownCause.HEALTHY, model={"rounds": 1, "ballast": LARGE_GRADIENTS})
@@ -158,8 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     laptop.append(found.cause is SlowdownCause.CROWDED and not told)
                     if not laptop[-1]:
                         wrong.append({"name": f"laptop-{number}", "named": found.where, "accused": told})
-                    if not options.json:
-                        note(f"laptop-{number}: {found.where}, {found.share:.1%}: {told or 'nobody is accused'}")
+                    note(f"laptop-{number}: {found.where}, {found.share:.1%}: {told or 'nobody is accused'}")
                     continue
                 plant = make_plant(1000 * seed + number, cause, pace, size)
                 name = f"{cause}-{number}".replace(" ", "-")
@@ -178,15 +154,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if not good:
                     told = f"{named.where} ({named.share:.1%})"
                     wrong.append({"name": name, "planted": str(plant), "named": told, "evidence": named.evidence})
-                if not options.json:
-                    besides = "" if named is found else f" besides {found.cause}, {found.share:.0%}"
-                    verdict = "ok" if good else f"WRONG: {named.evidence}"
-                    note(f"{name}: {plant} -> {named.where}, {named.share:.1%}{besides}: {verdict}")
+                besides = "" if named is found else f" besides {found.cause}, {found.share:.0%}"
+                verdict = "ok" if good else f"WRONG: {named.evidence}"
+                note(f"{name}: {plant} -> {named.where}, {named.share:.1%}{besides}: {verdict}")
         finally:
             clinic.close()
-            for rival in beside:
-                rival.kill()
-                rival.wait()
     planted = [good for plant, good in played if plant.cause is not SlowdownCause.HEALTHY]
     mild = [good for plant, good in played if plant.is_mild]
     healthy = [good for plant, good in played if plant.cause is SlowdownCause.HEALTHY]

@@ -12,23 +12,17 @@ is begun, and the line has ``partial``.
     coverage_90_percent       trainings that lay within their 90 % interval
     unlearned                 the same two, without learning from the trainings before
     first_epoch_times_epochs  the same for the time of the first epoch times the epochs (no interval: within 10 %)
-    one_hour                  the same for «a training takes an hour»
     beside_cores              see ``--beside``
-    load_before, stolen_percent    one-minute load of the machine when the benchmark began; share of the wanted
-                              processor time that the host gave to other machines
     rows                      each training: sizes, interval, actual seconds, and both phase by phase; ``other_cores``:
-                              those in use beside it, as the plan saw them; ``stolen_percent`` while it was trained
+                              those in use beside it, as the plan saw them
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import json
-import math
-import multiprocessing
 import os
 import random
-import signal
 import statistics
 import sys
 import tempfile
@@ -39,9 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
-from benchmarks.host import stolen_percent, tell
+from benchmarks.host import busy_beside, note, options_of, stop_on_signals, tell
 from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.costs.estimate import Forecast, LearnedCorrection, Sizes
 from dtrain_dagster.costs.interval import Interval
@@ -57,16 +50,11 @@ from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig,
 from trainer.documents.events import EvaluationEvent, MembershipEvent, read_events
 from trainer.rundir import RunDir
 
-PHASE_SECONDS = (5.0, 30.0)
-"""The shortest and the longest time for which the work beside stays as it is."""
-PERIOD = 0.1
-"""Seconds in which the work beside computes and rests once."""
 SKU = "Standard_NC6s_v3"
 MARKETS = ((8, 1000, 20), (24, 1200, 20), (24, 1200, 40))
 """Tickers, days and window of each dataset."""
 MODELS = (("tcn", {}, 1500), ("lstm", {}, 700), ("transformer", {}, 700))
 """Factory, arguments, and the number of steps of a training, about; heavier models have fewer."""
-HOUR = 3600.0
 MOST_ERROR_PERCENT, MOST_HARM_PERCENT, LEAST_COVERAGE_PERCENT = 10.0, 1.0, 85.0
 """The largest median error without work beside, the largest that learning may add, and the least coverage."""
 NEAR = 0.10
@@ -114,32 +102,6 @@ def write_market(folder: Path, tickers: int, days: int, window: int) -> BuiltDat
     return build_dataset(ref, validate_prices(ref, calendar=None), str(folder), DatasetParams(window=window), None)
 
 
-def work_beside(cores: float, seed: int) -> None:
-    """Use this share of one core on average, between nothing and twice as much, until the parent is gone."""
-    chance, parent = random.Random(f"beside {seed}"), os.getppid()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    while os.getppid() == parent:
-        share, until = chance.uniform(0, 2 * cores), time.monotonic() + chance.uniform(*PHASE_SECONDS)
-        while time.monotonic() < until:
-            rested = time.monotonic() + PERIOD
-            busy = rested - PERIOD * (1 - share)
-            while time.monotonic() < busy:
-                pass
-            time.sleep(max(0.0, rested - time.monotonic()))
-
-
-def start_beside(cores: float, seed: int) -> list[multiprocessing.Process]:
-    """Start processes that take this many cores on average, none of them more than one at any time."""
-    count = math.ceil(2 * cores)
-    started = [
-        multiprocessing.Process(target=work_beside, args=(cores / count, seed + number), daemon=True)
-        for number in range(count)
-    ]
-    for process in started:
-        process.start()
-    return started
-
-
 class Course:
     """Estimates and runs one training after the other, and keeps the scores of the estimates."""
 
@@ -167,9 +129,7 @@ class Course:
         forecast = self._probe(job, sizes, count, learned)
         expected = forecast.seconds_at(count)
         unlearned = replace(forecast, learned=LearnedCorrection())
-        began, processor = time.monotonic(), psutil.cpu_times()
         probe.run_probe(self.manager, job, count, 1, self.env)
-        followed, stolen = time.monotonic() - began, stolen_percent(processor, psutil.cpu_times())
         rundir = RunDir(job.run_dir)
         events, nodes = list(rundir.events()), rundir.nodes()
         actual = max(node.ended_at or 0.0 for node in nodes) - min(node.started_at for node in nodes)
@@ -186,23 +146,14 @@ class Course:
             "expected": round(expected.expected, 2),
             "high": round(expected.high, 2),
             "actual": round(actual, 2),
-            "followed": round(followed, 2),
             "error_percent": _percent(expected.expected / actual - 1),
             "within": expected.low <= actual <= expected.high,
             "unlearned_error_percent": _percent(unlearned.seconds_at(count).expected / actual - 1),
             "unlearned_within": _holds(unlearned.seconds_at(count), actual),
             "first_epoch_error_percent": _percent(naive / actual - 1),
-            "one_hour_error_percent": _percent(HOUR / actual - 1),
             "expected_parts": _rounded(asdict(forecast.parts(count))),
             "actual_parts": _rounded(asdict(replace(forecast, measured=(took,)).parts(count))),
-            "expected_step_ms": round(1000 * forecast.measured[0].step_seconds, 2),
-            "actual_step_ms": round(1000 * took.step_seconds, 2),
-            "spread": round(learned.spread, 3),
-            "learned_factor": round(learned.factor, 4),
-            "step_spread": round(forecast.measured[0].step_spread, 3),
             "other_cores": round(forecast.other_cores, 2),
-            "stolen_percent": stolen,
-            "load_average": round(os.getloadavg()[0], 1),
         }
 
     def _job(self, training: Training, job_id: str) -> tuple[JobConfig, Sizes]:
@@ -286,39 +237,30 @@ def _rounded(values: Mapping[str, float]) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark with these command-line arguments; return 0 if the figures are good enough, else 1."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.estimate", description=(__doc__ or "").split("\n")[0])
+    parser = options_of("estimate", __doc__)
     parser.add_argument("--trainings", type=int, default=20, help="trainings; models and node counts take turns")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random choices")
     parser.add_argument("--beside", type=float, default=0.0, metavar="CORES", help="cores that other work takes (0)")
     parser.add_argument("--budget", type=float, default=1500, metavar="SECONDS", help="begin none after this (1500)")
-    parser.add_argument("--keep", metavar="FOLDER", help="new folder in which the run directories are kept")
-    parser.add_argument("--json", action="store_true", help="print only the line of JSON")
-    parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
     options = parser.parse_args(arguments)
     if options.trainings < 1:
         parser.error("--trainings: at least 1")
     if not 0 <= options.beside <= (os.cpu_count() or 1):
         parser.error("--beside: from 0 to the number of cores")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running job is cancelled before the end
+    stop_on_signals()  # so that the running job is cancelled before the end
     began = time.time()
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="estimate-") as temporary:
-        home = Path(options.keep or temporary)
-        home.mkdir(parents=True, exist_ok=True)
-        course = Course(home)
+    with tempfile.TemporaryDirectory(prefix="estimate-") as home, contextlib.ExitStack() as stack:
+        course = Course(Path(home))
         course.warm_up()
-        others = start_beside(options.beside, options.seed)
+        if options.beside:
+            stack.enter_context(busy_beside(options.beside, options.seed))
         for number in range(options.trainings):
             if rows and time.time() - began > options.budget:
                 break
             training = make(options.seed, number)
-            row = course.one(training, f"train-{number:02d}-{training.model.factory}")
-            rows.append(row)
-            if not options.json:
-                print(json.dumps(row), file=sys.stderr, flush=True)
-        for process in others:
-            process.kill()
-            process.join()
+            rows.append(course.one(training, f"train-{number:02d}-{training.model.factory}"))
+            note(json.dumps(rows[-1]))
     result = {
         "trainings": len(rows),
         **({"partial": True} if len(rows) < options.trainings else {}),
@@ -326,7 +268,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         **summary(rows, "error_percent", "within"),
         "unlearned": summary(rows, "unlearned_error_percent", "unlearned_within"),
         "first_epoch_times_epochs": summary(rows, "first_epoch_error_percent"),
-        "one_hour": summary(rows, "one_hour_error_percent"),
         "rows": rows,
         "seed": options.seed,
         "seconds": round(time.time() - began, 1),

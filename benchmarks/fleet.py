@@ -22,7 +22,6 @@ dollar is spent, and it is never dead: both in its favour.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import random
@@ -32,23 +31,23 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from benchmarks.fleet_simulation import Played, SimulatedJob, Surroundings, play
-from benchmarks.host import tell
+from benchmarks.host import options_of, tell
 from dtrain_dagster.costs.estimate import CONFIDENCE_90
 from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState
 from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Start
 
 PRICE = 3.06
-NODES = 96
+JOBS, NODES = 2000, 96
 BUDGET_SHARE = 0.6
 ARRIVE_SECONDS = 24 * 3600.0
 AWAY = ((6 * 3600.0, 7 * 3600.0), (15 * 3600.0, 16 * 3600.0))
 
 
-def make_jobs(count: int, seed: int) -> list[SimulatedJob]:
+def make_jobs(seed: int) -> list[SimulatedJob]:
     """Return random jobs, the same for a seed."""
     chance = random.Random(seed)
     found = []
-    for number in range(count):
+    for number in range(JOBS):
         least = chance.choice((1, 1, 1, 2, 4))
         expected = math.exp(chance.gauss(math.log(3600.0), 1.0))
         job = FleetJob(
@@ -120,11 +119,11 @@ def interval(values: Sequence[float]) -> list[float]:
     return [round(value, 4) for value in (middle, middle - half, middle + half)]
 
 
-def measure_seed(count: int, seed: int, nodes: int) -> dict[str, float]:
+def measure_seed(seed: int) -> dict[str, float]:
     """Return the figures of one seed."""
-    jobs = make_jobs(count, seed)
+    jobs = make_jobs(seed)
     budget = BUDGET_SHARE * PRICE * sum(item.node_seconds for item in jobs) / 3600
-    limits = FleetLimits(budget_usd=budget, nodes=nodes, usd_per_node_hour=PRICE)
+    limits = FleetLimits(budget_usd=budget, nodes=NODES, usd_per_node_hour=PRICE)
     ours = play(jobs, limits, Surroundings(seed=seed, away=AWAY))
     perfect = Surroundings(seed=seed, stops_at_budget=True)
     theirs = max(
@@ -154,20 +153,16 @@ def measure_seed(count: int, seed: int, nodes: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure, and print one line of JSON."""
-    parser = argparse.ArgumentParser(description="A fleet's decisions against first-come-first-served.")
-    parser.add_argument("--jobs", type=int, default=2000)
-    parser.add_argument("--nodes", type=int, default=NODES)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--save", action="store_true", help="Write benchmarks/results/fleet.json.")
+    parser = options_of("fleet", __doc__)
+    parser.add_argument("--seeds", type=int, default=5, help="sets of random jobs (5)")
     options = parser.parse_args()
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        measured = [pool.submit(measure_seed, options.jobs, seed, options.nodes) for seed in range(options.seeds)]
-        rows = [item.result() for item in measured]
+        rows = list(pool.map(measure_seed, range(options.seeds)))
     line: dict[str, Any] = {
         "metric": "overspent_usd",
         "value": max(row["overspent_usd"] for row in rows),
-        "jobs": options.jobs,
-        "nodes": options.nodes,
+        "jobs": JOBS,
+        "nodes": NODES,
         "seeds": options.seeds,
         **{name: interval([row[name] for row in rows]) for name in rows[0] if name != "overspent_usd"},
     }

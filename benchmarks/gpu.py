@@ -14,13 +14,10 @@ a GPU can do.
                         step before it in the same training, over ``ROUNDS`` trainings; the same without a trace; and
                         with CUPTI, by which torch sees what the GPU does, left attached after the trace
     two_ranks           where two ranks on this machine train with ``training.backend = "gloo"``: on the CPU
-
-The result is written to ``benchmarks/results/gpu.json`` with --save.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -36,6 +33,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from benchmarks.host import note, options_of, real_dataset, tell
 from trainer.comm.torch_transport import make_torch_transport
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.model.allowed_factories import usual_parts
@@ -173,7 +171,7 @@ def measure(folder: Path, dataset: DatasetRef, steps: int, seconds: float) -> di
             found[name] = job()
         except (RuntimeError, subprocess.TimeoutExpired, KeyError) as error:
             failed[name] = f"{type(error).__name__}: {error}"
-        print(f"{name}: {failed.get(name, 'done')}", file=sys.stderr)
+        note(f"{name}: {failed.get(name, 'done')}")
 
     attempt("cpu", lambda: trainings.run(trainings.prepare("cpu"), env={"CUDA_VISIBLE_DEVICES": ""}))
     for name, settings in TRAININGS.items():
@@ -227,30 +225,22 @@ def largest_difference(one: Sequence[float], other: Sequence[float]) -> float | 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 where there is no GPU."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = options_of("gpu", __doc__)
     parser.add_argument("--dataset", type=Path, help="folder of a dataset of windows; default: of the bundled prices")
     parser.add_argument("--steps", type=int, default=120, help="optimizer steps of each training")
     parser.add_argument("--seconds", type=float, default=300.0, help="the most that one training may take")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/gpu.json")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        print("this machine has no GPU that torch can use, so there is nothing to measure", file=sys.stderr)
+        note("this machine has no GPU that torch can use, so there is nothing to measure")
         return 2
     with tempfile.TemporaryDirectory(prefix="dtrain-gpu-") as folder:
         if options.dataset is None:
-            from benchmarks.host import real_dataset  # with the orchestrator's packages, which a node has not
-
             dataset = real_dataset(Path(folder))
         else:
             manifest = json.loads((options.dataset / "manifest.json").read_text())
             dataset = DatasetRef(uri=str(options.dataset), dataset_id=manifest["dataset_id"])
         figures = measure(Path(folder), dataset, options.steps, options.seconds)
-    if options.save:
-        from benchmarks.host import tell
-
-        tell("gpu", figures, save=True)
-    else:
-        print(json.dumps(figures))
+    tell("gpu", figures, options.save)
     return 0
 
 

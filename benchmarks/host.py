@@ -1,17 +1,21 @@
-"""Parts that benchmarks share: the line of JSON with its commit and machine, signals, failed parts, stolen processor
-time, and the dataset of the bundled prices. Nothing is measured here."""
+"""Parts that benchmarks share: options, the line of JSON with its commit and machine, signals, failed parts, other work
+beside, stolen processor time, and the dataset of the bundled prices. Nothing is measured here."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import datetime
 import json
+import math
 import os
 import platform
 import signal
+import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +30,17 @@ RESULTS = Path(__file__).parent / "results"
 _BEFORE = psutil.cpu_times()
 """Processor times of this machine when the benchmark began."""
 _LOAD_BEFORE = os.getloadavg()[0]
+BURN = """
+import os, random, time
+chance, parent = random.Random("beside {number}"), os.getppid()
+while os.getppid() == parent:
+    share, until = chance.uniform({low}, {high}), time.monotonic() + chance.uniform(5, 30)
+    while time.monotonic() < until:
+        rested = time.monotonic() + 0.02
+        while time.monotonic() < rested - 0.02 * (1 - share): pass
+        time.sleep(max(0.0, rested - time.monotonic()))
+"""
+"""A process that takes a share of a core, in pieces of 20 ms, until its parent is gone."""
 QUIET_LOAD_PER_CORE = 0.75
 """Load per core, over the last minute, above which a machine that should be quiet has other work."""
 
@@ -36,18 +51,51 @@ def is_busy(load: float, cores: int | None = None) -> bool:
     return load > QUIET_LOAD_PER_CORE * (cores or os.cpu_count() or 1)
 
 
-def real_dataset(folder: Path) -> DatasetRef:
-    """Build a dataset of the bundled prices in ``folder``, with the default parameters."""
+def options_of(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark's options, with its docstring as the help and with ``--save``."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(f"python -m benchmarks.{name}", description=doc, formatter_class=raw)
+    parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
+    return parser
+
+
+@contextlib.contextmanager
+def busy_beside(cores: float, seed: int | None = None) -> Iterator[None]:
+    """Let processes take this many cores meanwhile, none of them more than one. With ``seed`` it is so many on average:
+    at times none and at times twice as many, for 5 to 30 seconds each."""
+    count = math.ceil(cores if seed is None else 2 * cores)
+    low, high = (1.0, 1.0) if seed is None else (0.0, 2.0)
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for number in range(count):
+            share = cores / count
+            program = BURN.format(number=(seed or 0) + number, low=low * share, high=high * share)
+            started.append(subprocess.Popen([sys.executable, "-c", program]))
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def real_dataset(folder: Path, **params: Any) -> DatasetRef:
+    """Build a dataset of the bundled prices in ``folder``, with the default parameters but for these."""
     from dtrain_dagster.data.prices import write_prices  # the orchestrator's packages, which a node has not
     from dtrain_dagster.data.sharding import DatasetParams, build_dataset
     from dtrain_dagster.data.sources import price_source
     from dtrain_dagster.data.validation import validate_prices
     from trainer.config import DatasetRef
 
-    calendar = "XNYS"  # of the bundled prices
     prices = write_prices(price_source("sp500_panel"), f"{folder}/storage")
-    built = build_dataset(prices, validate_prices(prices, calendar), f"{folder}/storage", DatasetParams(), calendar)
+    built = build_dataset(prices, validate_prices(prices), f"{folder}/storage", DatasetParams(**params))
     return DatasetRef(uri=built.uri, dataset_id=built.dataset_id)
+
+
+def free_port() -> int:
+    """Return a port of loopback that is free now."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
 
 
 def in_parts(parts: Mapping[str, Callable[[], dict[str, Any]]]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -62,17 +110,17 @@ def in_parts(parts: Mapping[str, Callable[[], dict[str, Any]]]) -> tuple[dict[st
         try:
             figures |= part()
         except SystemExit:
-            failed |= {name: "it was stopped", "stopped": "by a signal, or at the end of its time"}
+            failed |= {name: "it was stopped", "stopped": "by a signal"}
         except Exception as error:
             note(traceback.format_exc())
             failed[name] = f"{type(error).__name__}: {error}"
     return figures, failed
 
 
-def stop_on_signals(seconds: float = 0.0) -> None:
-    """Make SIGTERM, SIGINT and the end of ``seconds`` (0: never) raise SystemExit. Only the first of them counts: the
-    benchmark then reports its figures so far and ends its processes."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
+def stop_on_signals() -> None:
+    """Make SIGTERM and SIGINT raise SystemExit. Only the first of them counts: the benchmark then reports its figures
+    so far and ends its processes."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
 
     def stop(number: int, _: object) -> None:
         for each in numbers:
@@ -81,7 +129,6 @@ def stop_on_signals(seconds: float = 0.0) -> None:
 
     for number in numbers:
         signal.signal(number, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def note(text: str) -> None:

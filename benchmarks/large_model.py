@@ -30,7 +30,6 @@ import argparse
 import os
 import random
 import resource
-import socket
 import statistics
 import time
 from datetime import timedelta
@@ -42,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.host import tell
+from benchmarks.host import free_port, options_of, tell
 
 SIDES = ("ddp", "fsdp", "plain")
 DEFAULTS = {"ranks": 4, "rounds": 8, "steps": 3, "batch": 128, "width": 512, "depth": 8}
@@ -247,19 +246,13 @@ def _rss() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Return all figures."""
     spawn = get_context("spawn")
     ranks: dict[str, list[Connection]] = {}
     processes = []
     for side in SIDES:
-        port, ranks[side] = _free_port(), []
+        port, ranks[side] = free_port(), []
         for rank in range(options.ranks):
             ours, theirs = spawn.Pipe()
             process = spawn.Process(target=be_rank, args=(side, rank, options, port, theirs), daemon=True)
@@ -306,11 +299,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Print the figures as one line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of("large_model", __doc__)
     about = {"steps": "steps of a side in a round", "batch": "samples of a micro-batch"}
     for name, usual in DEFAULTS.items():
         parser.add_argument(f"--{name}", type=int, default=usual, help=about.get(name))
-    parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
     options = parser.parse_args()
     tell("large_model", measure(options), options.save)
 

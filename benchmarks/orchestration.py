@@ -12,22 +12,17 @@ them, and gets their usage from the kernel.
     import_ratio                            CPU of loading the code location over that of ``import dagster``, each ended
                                             by ``os._exit``, without the cost of a process's end. Bytecode of both is
                                             cached, as where Python may write it: installed packages always have it
-    load_ratio                              the same with whole processes, each with its garbage collector frozen, as in
-                                            the code location: unfrozen, the end of the other one takes far longer
-    phases                                  wall-clock seconds of the phases of a short run, from its records
+    rows                                    each pair: steps, and the seconds of both
     failed                                  parts without figures, and the reasons
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import math
 import os
 import random
-import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -42,10 +37,8 @@ import psutil
 import scipy
 import yaml
 
-from benchmarks.host import in_parts, note, tell
-from dtrain_dagster.clusters.base import OWNER
-from dtrain_dagster.jobs.progress import CLAIM
-from trainer.rundir import JOB, LAUNCH, STATUS, RunDir
+from benchmarks.host import free_port, in_parts, note, options_of, stop_on_signals, tell
+from trainer.rundir import JOB, LAUNCH, RunDir
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -54,9 +47,9 @@ MODULE = "dtrain_dagster.definitions"
 QUIET = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}
 """Run configuration that makes Dagster log warnings only."""
 EPOCHS = 10**4
+RANKS, SHORT_STEPS = 2, 48
+"""Ranks of each training, and steps of a short one."""
 LOADS = {
-    "dagster": "import dagster, gc; gc.freeze()",
-    "location": f"import {MODULE}, gc; gc.freeze()",
     "dagster_import": "import dagster, os; os._exit(0)",
     "location_import": f"import {MODULE}, os; os._exit(0)",
 }
@@ -107,7 +100,6 @@ class BenchmarkHome:
     """A home of its own, in which everything up to the plan is materialized."""
 
     home: Path
-    ranks: int
     env: dict[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -115,7 +107,7 @@ class BenchmarkHome:
         self.env = inherited | {
             "DTRAIN_HOME": str(self.home),
             "DAGSTER_HOME": str(self.home / "dagster"),
-            "DTRAIN_NODES": str(self.ranks),
+            "DTRAIN_NODES": str(RANKS),
             "DTRAIN_THREADS_PER_RANK": "1",
             "PYTHONPATH": str(ROOT),
             "PYTHONWARNINGS": "ignore",
@@ -129,17 +121,7 @@ class BenchmarkHome:
         """Materialize these assets by the command line; raise RuntimeError with the end of the log if that fails."""
         path = self.home / "run.yaml"
         path.write_text(yaml.safe_dump(QUIET | ({"ops": {"cost_estimate": {"config": options}}} if options else {})))
-        command = [
-            str(BIN / "dagster"),
-            "asset",
-            "materialize",
-            "-m",
-            MODULE,
-            "--select",
-            assets,
-            "--config",
-            str(path),
-        ]
+        command = [f"{BIN}/dagster", "asset", "materialize", "-m", MODULE, "--select", assets, "--config", str(path)]
         usage = run((command, self.env), log=self.log)
         if usage.code:
             raise RuntimeError(f"materializing {assets} failed:\n{self.log.read_text()[-3000:]}")
@@ -161,41 +143,14 @@ class BenchmarkHome:
         job, launch = like.read_json(JOB), like.read_json(LAUNCH)
         rundir = RunDir(str(self.home / "bare" / name))
         rundir.write_json(JOB, job | {"job_id": name, "run_dir": rundir.uri})
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        world = {"WORLD_SIZE": self.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": 1}
+        world = {"WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "LOCAL_WORLD_SIZE": 1}
         common = self.env | launch["env"] | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         command = (sys.executable, "-m", "trainer", "--config", f"{rundir.uri}/{JOB}")
-        places = [world | {"RANK": rank, "NODE_RANK": rank, "LOCAL_RANK": 0} for rank in range(self.ranks)]
+        places = [world | {"RANK": rank, "NODE_RANK": rank, "LOCAL_RANK": 0} for rank in range(RANKS)]
         usage = run(*((command, common | {key: str(at[key]) for key in at}) for at in places), log=self.log)
         if usage.code:
             raise RuntimeError(f"the bare trainer ended with {usage.code}:\n{self.log.read_text()[-3000:]}")
         return usage
-
-
-def phases(began: float, usage: Usage, rundir: RunDir, env: Mapping[str, str]) -> dict[str, float]:
-    """Return the seconds of each phase from the command to the shell's next prompt, from the records of the run."""
-    from dagster import DagsterEventType, DagsterInstance
-
-    launch, status, claim = (rundir.read_json(name) or {} for name in (LAUNCH, STATUS, CLAIM))
-    nodes = rundir.nodes()
-    with DagsterInstance.from_config(env["DAGSTER_HOME"]) as instance:
-        logs = instance.all_logs((rundir.read_json(OWNER) or {})["dagster_run_id"])
-    at = {entry.dagster_event_type: entry.timestamp for entry in reversed(logs) if entry.dagster_event_type}
-    moments = {
-        "interpreter, imports, Dagster's start": at[DagsterEventType.STEP_START],
-        "plan read, cluster asked, job written": launch["submitted_at"],
-        "supervisor and nodes started": min(node.started_at for node in nodes),
-        "training": max(node.ended_at or 0.0 for node in nodes),
-        "the end of the job written": status["ended_at"],
-        "noticed, judged, claimed": claim["claimed_at"],
-        "checks and events stored": at[DagsterEventType.RUN_SUCCESS],
-        "teardown": began + usage.wall,
-    }
-    found, before = {}, began
-    for name, moment in moments.items():
-        found[name], before = round(moment - before, 3), moment
-    return found
 
 
 def paired_difference(gaps: Sequence[float]) -> tuple[float, float, float]:
@@ -232,35 +187,24 @@ def extra_seconds(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def runs(bench: BenchmarkHome, rounds: int, lengths: Sequence[int]) -> dict[str, Any]:
     """Train under Dagster and bare alternately, short and long; return what the former costs more."""
-    rows, marks = [], []
+    rows = []
     for steps in lengths:
         bench.plan(steps)
         _, like = bench.checkpoint()
         for number in range(rounds):
             if number % 2:
                 bare = bench.bare(like, f"{steps}-{number}")
-            began = time.time()
-            under, rundir = bench.checkpoint()
-            if steps == lengths[0]:
-                marks.append(phases(began, under, rundir, bench.env))
+            under, _ = bench.checkpoint()
             if not number % 2:
                 bare = bench.bare(like, f"{steps}-{number}")
-            rows.append(
-                {
-                    "steps": steps,
-                    "wall": round(under.wall, 3),
-                    "bare_wall": round(bare.wall, 3),
-                    "cpu": round(under.cpu, 3),
-                    "bare_cpu": round(bare.cpu, 3),
-                }
-            )
+            pair = {"wall": under.wall, "bare_wall": bare.wall, "cpu": under.cpu, "bare_cpu": bare.cpu}
+            rows.append({"steps": steps, **{name: round(seconds, 3) for name, seconds in pair.items()}})
             note(f"{rows[-1]}")
-    middle = {name: round(statistics.median(mark[name] for mark in marks), 3) for name in marks[0]}
-    return {**extra_seconds(rows), "phases": middle, "rows": rows}
+    return {**extra_seconds(rows), "rows": rows}
 
 
 def loads(rounds: int, log: Path) -> dict[str, float]:
-    """Return the medians of CPU seconds of `LOADS` over ``rounds``, and the two ratios."""
+    """Return the medians of CPU seconds of `LOADS` over ``rounds``, and their ratio."""
     order = random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in LOADS}
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -275,43 +219,28 @@ def loads(rounds: int, log: Path) -> dict[str, float]:
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     return {
         "import_ratio": round(medians["location_import"] / medians["dagster_import"], 3),
-        "load_ratio": round(medians["location"] / medians["dagster"], 3),
         **{f"{name}_cpu_seconds": round(value, 3) for name, value in medians.items()},
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark with these command-line arguments; return 1 if a part failed, else 0."""
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.orchestration",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = options_of("orchestration", __doc__)
     parser.add_argument("--rounds", type=int, default=3, help="pairs of trainings of each length (3)")
-    parser.add_argument("--short", type=int, default=48, help="steps of a short training (48)")
     parser.add_argument("--long", type=int, default=480, help="steps of a long training (480)")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of each training (2)")
     parser.add_argument("--loads", type=int, default=7, help="times that each import is measured (7)")
-    parser.add_argument("--keep", metavar="FOLDER", help="new folder in which the home is kept")
-    parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
     options = parser.parse_args(arguments)
-    if options.rounds < 2 or options.loads < 1 or options.long <= options.short:
-        parser.error("--rounds must be 2 or more, --loads 1 or more, and --long more than --short")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if options.rounds < 2 or options.loads < 1 or options.long <= SHORT_STEPS:
+        parser.error(f"--rounds must be 2 or more, --loads 1 or more, and --long more than {SHORT_STEPS}")
+    stop_on_signals()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     spent = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="orchestration-") as temporary:
-        bench = BenchmarkHome(Path(options.keep or temporary) / "home", options.ranks)
-        lengths = (options.short, options.long)
+        bench = BenchmarkHome(Path(temporary) / "home")
+        lengths = (SHORT_STEPS, options.long)
         parts = {"loads": lambda: loads(options.loads, bench.log), "runs": lambda: runs(bench, options.rounds, lengths)}
         figures, failed = in_parts(parts)
-    figures = {
-        "ranks": options.ranks,
-        **figures,
-        "failed": failed,
-        "seconds": round(time.monotonic() - spent, 1),
-    }
-    tell("orchestration", figures, options.save)
+    tell("orchestration", figures | {"failed": failed, "seconds": round(time.monotonic() - spent, 1)}, options.save)
     return int(bool(failed))
 
 

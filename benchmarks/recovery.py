@@ -1,64 +1,81 @@
-"""Measure how long a training stops when a node is killed: local cluster, torchrun tuned, torchrun by default.
+"""Measure how long a training stops when a node is killed: on clusters of this project, and under torchrun.
 
 Run `python -m benchmarks.recovery`. The same trainer trains the same model on three nodes of this machine; only the
-launcher differs (`benchmarks.launchers`). A whole node gets SIGKILL; every other time it is the one with rank 0. With
-``--fault freeze`` it gets SIGSTOP instead, and with ``--fault cut`` the link of its host is taken down: nothing tells
-the others but its silence. Once they train without it, it goes on, or its link is brought up. For a cut, each node is
-in a network namespace of its own (`harness.namespaces`; root); with ``--namespaces`` also for the other faults.
-Times come from the events of the trainer: each optimizer step is one, with its generation (the number of the group that
-formed) and its time.
+launcher differs (`benchmarks.launchers`). A whole node gets SIGKILL; every other time it is the one with rank 0.
+``--engine`` chooses launchers: the local cluster, torchrun tuned, torchrun by default (`DEFAULT_KILLS` only), and real,
+small clusters on this machine: SLURM, Kubernetes and Ray (`harness/engines`). With ``--steps`` the trainings on
+clusters go on to their last step, and their weights are compared with those of an undisturbed one.
+
+With ``--fault freeze`` a node of the local cluster gets SIGSTOP instead, and with ``--fault cut`` the link of its host
+is taken down: nothing tells the others but its silence. Once they train without it, it goes on, or its link is brought
+up. For a cut, each node is in a network namespace of its own (`harness.namespaces`; root). Times come from the events
+of the trainer: each optimizer step is one, with its generation (the number of the group that formed) and its time.
 
     *_p50_seconds, *_p95_seconds     from the fault to the end of the survivors' first step (p95: nearest rank)
-    *_rank0_p50_seconds              the same where rank 0 was killed
-    *_back_to_three_p50_seconds      from the start of the replacement node, or the end of the freeze or cut, to
-                                     the first step of all three
+    *_regroup_p50_seconds            from the fault to the record of the generation that made this step; clusters only
+    *_back_seconds                   median, from the fault to the first step of all three nodes again
+    *_back_to_three_p50_seconds      the same from the start of the replacement, or from the end of the freeze or cut
     *_steps_redone_max               completed steps that had to be repeated
     *_repeats                        kills
     *_survivors_lost                 kills after which no step came for `LIMIT_SECONDS`, or the job ended
     *_never_back_to_three            kills after which the survivors went on, and the job failed when it was to grow
-    ours_times_faster_than_default   ratio of the medians
-    namespaces                       whether each node had a network namespace, and a link, of its own
+    *_weights_equal                  with ``--steps``: whether the weights are those of an undisturbed training, but for
+                                     rounding (`TOLERANCE`)
+    *_accounted_percent              with ``--steps``: the share of the paid node-seconds for which the ledger has a
+                                     cause
     suspicions, soak_seconds         with ``--fault none``: how often a node took another for lost though none was
                                      touched, while as many processes as there are cores only computed; for how long
     soak_regroupings                 groups that formed meanwhile; each would be a consequence of a suspicion
     links_watched, beats_due         ways on which one node listens for another, and the signs of life that were due on
                                      all of them by the setting ``health_check_seconds``
-    soak_steps, soak_load_*          steps that the training made, and the load of the machine: its mean, its highest
-    load_before, load_after          load of the machine; ``busy``: other work kept it busy before this began, so that
-                                     the seconds are not those of a quiet machine. Such a line is saved with --busy only
+    soak_load_mean, _highest         load of the machine meanwhile
+    failed                           launchers without figures, and the reasons
+    busy                             other work kept the machine busy before this began, so that the seconds are not
+                                     those of a quiet machine. Such a line is saved with --busy only
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
-import multiprocessing
 import os
-import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.host import is_busy, tell
-from benchmarks.launchers import NODES, Cutting, Freezing, Launcher, Ours, Torchrun
+import torch
+
+from benchmarks.host import busy_beside, in_parts, is_busy, note, options_of, stop_on_signals, tell
+from benchmarks.launchers import NODES, Cluster, Torchrun
+from dtrain_dagster.costs.ledger import ledger
+from dtrain_dagster.costs.timeline import CostCause
+from dtrain_dagster.costs.tracker import CostTracker
+from harness.engines.engine_training import Outcome
+from harness.engines.machines import Machines, missing, open_machines
 from harness.namespaces import Hosts, NoNamespacesError
 from harness.worlds import build
 from trainer.config import DistributedTrainingConfig
 from trainer.elastic.generation_record import generations
 from trainer.rundir import LOGS, SeenFiles
 
+CLUSTERS = ("local", "slurm", "kubernetes", "ray")
+TORCHRUN = ("torchrun_tuned", "torchrun_default")
 LIMIT_SECONDS = 180.0
 """Seconds without a step after which a job counts as lost."""
 CALM_SECONDS = 3.0
 """Seconds between two kills, in which the nodes work undisturbed."""
 POLL_SECONDS = 0.05
+DEFAULT_KILLS = 2
+"""Kills under torchrun by default, each in a job of its own: it takes up to 3 minutes."""
+TOLERANCE = 5e-3
+"""Sums over another number of ranks are rounded differently, and steps make that larger."""
 TRAINING = {
     "world_size": NODES,
     "batch_size_per_gpu": 32,
@@ -69,10 +86,7 @@ TRAINING = {
     "log_frequency": 1,
     "threads_per_rank": 1,
 }
-
-
-FAULTS: dict[str, type[Ours]] = {"kill": Ours, "freeze": Freezing, "cut": Cutting, "none": Ours}
-"""What may happen to a node, and the launcher that does it."""
+Launcher = Cluster | Torchrun
 
 
 class LostError(RuntimeError):
@@ -84,7 +98,8 @@ class Figures:
     """The figures of one launcher, over all its kills."""
 
     pauses: list[float] = field(default_factory=list)
-    rank_0_pauses: list[float] = field(default_factory=list)
+    regrouped: list[float] = field(default_factory=list)
+    back: list[float] = field(default_factory=list)
     back_to_three: list[float] = field(default_factory=list)
     redone: list[int] = field(default_factory=list)
     repeats: int = 0
@@ -138,20 +153,18 @@ class Steps:
 
 
 def measure_one(launcher: Launcher, steps: Steps, rank: int, figures: Figures) -> None:
-    """Kill the node of a rank, let another replace it, and wait until all three ranks train again."""
+    """Strike the node of a rank, let it come back, and wait until all three ranks train again."""
     node = launcher.node_of_rank(rank)
     steps.look()
     before = steps.generation
-    killed_at = time.time()
-    launcher.kill(node)
-    first = steps.wait_for(lambda event: event["time"] > killed_at and steps.is_new(event, before))
-    pause = first["time"] - killed_at
-    figures.pauses.append(pause)
-    if rank == 0:
-        figures.rank_0_pauses.append(pause)
+    struck_at = launcher.strike(node)
+    first = steps.wait_for(lambda event: event["time"] > struck_at and steps.is_new(event, before))
+    figures.pauses.append(first["time"] - struck_at)
+    if isinstance(launcher, Cluster):
+        figures.regrouped.append(launcher.generation(first["generation"]).formed_at - struck_at)
     done = {event["step"] for event in steps.steps if event["generation"] <= before}
-    print(f"  rank {rank}: {pause:.2f} s", file=sys.stderr, flush=True)
-    launcher.replace(node)
+    note(f"  rank {rank}: {figures.pauses[-1]:.2f} s")
+    launcher.mend(node)
     try:
         full = steps.wait_for(lambda event: steps.is_new(event, first["generation"]) and steps.is_of_three(event))
     except LostError as error:
@@ -159,64 +172,93 @@ def measure_one(launcher: Launcher, steps: Steps, rank: int, figures: Figures) -
     finally:
         again = {event["step"] for event in steps.steps if event["generation"] == first["generation"]}
         figures.redone.append(len(done & again))
-    figures.back_to_three.append(full["time"] - launcher.replaced_at(node))
-    redone = f"{figures.redone[-1]} steps redone"
-    print(f"    back to three in {figures.back_to_three[-1]:.2f} s, {redone}", file=sys.stderr, flush=True)
+    figures.back.append(full["time"] - struck_at)
+    figures.back_to_three.append(full["time"] - launcher.returned_at(node))
+    note(f"    back to three in {figures.back_to_three[-1]:.2f} s, {figures.redone[-1]} steps redone")
 
 
-def settle(steps: Steps) -> None:
-    """Wait until all three ranks have worked undisturbed for a while."""
-    steps.wait_for(lambda event: event["generation"] == steps.generation and steps.is_of_three(event))
-    time.sleep(CALM_SECONDS)
+def strike_all(launcher: Launcher, figures: Figures, kills: int) -> None:
+    """Start a job, and strike its nodes one after the other, each once all three ranks have worked undisturbed for a
+    while."""
+    launcher.submit()
+    steps = Steps(launcher)
+    for _ in range(kills):
+        steps.wait_for(lambda event: event["generation"] == steps.generation and steps.is_of_three(event))
+        time.sleep(CALM_SECONDS)
+        rank = 0 if figures.repeats % 2 == 0 else 1 + figures.repeats // 2 % (NODES - 1)
+        figures.repeats += 1
+        measure_one(launcher, steps, rank, figures)
 
 
-def measure(make: Callable[[Path], Launcher], folder: Path, repeats: int, jobs: int, name: str) -> Figures:
-    """Kill ``repeats`` nodes in all, distributed over ``jobs`` jobs that run one after the other; another job replaces
-    one that is lost. Raise `LostError` if a job is lost before the first kill."""
-    figures = Figures()
-    per_job = math.ceil(repeats / jobs)
-    number = 0
-    while figures.repeats < repeats:
+def measure(
+    make: Callable[[str], Launcher], name: str, kills: int, undisturbed: Outcome | None = None
+) -> dict[str, Any]:
+    """Return the figures of a launcher. Another job replaces one that is lost. ``undisturbed``: the outcome of the same
+    training without kills, to compare with. Raise `LostError` if a job is lost before the first kill, or if one that is
+    compared is lost."""
+    figures, found, number = Figures(), dict[str, Any](), 0
+    by_default = name == TORCHRUN[1]
+    kills = min(kills, DEFAULT_KILLS) if by_default else kills
+    while figures.repeats < kills:
         number += 1
-        launcher = make(folder / f"{name}-{number}")
+        launcher = make(f"{name}-{number}")
         try:
-            launcher.start()
-            steps = Steps(launcher)
-            steps.wait_for(lambda event: steps.is_of_three(event))  # noqa: B023 - used at once
-            for _ in range(min(per_job, repeats - figures.repeats)):
-                settle(steps)
-                rank = 0 if figures.repeats % 2 == 0 else 1 + figures.repeats // 2 % (NODES - 1)
-                figures.repeats += 1
-                measure_one(launcher, steps, rank, figures)
+            strike_all(launcher, figures, 1 if by_default else kills - figures.repeats)
+            if undisturbed and isinstance(launcher, Cluster):
+                found = compare(launcher, undisturbed)
         except LostError as error:
-            print(f"  the job is lost: {error}", file=sys.stderr, flush=True)
-            if figures.repeats == 0:
+            note(f"  the job is lost: {error}")
+            if figures.repeats == 0 or undisturbed:
                 raise
         finally:
             launcher.close()
-    return figures
+    return {f"{name}_{key}": value for key, value in (summary(figures) | found).items()}
 
 
-def soak(launcher: Ours, seconds: float) -> dict[str, Any]:
+def compare(cluster: Cluster, undisturbed: Outcome) -> dict[str, Any]:
+    """Wait for the end of a training that lost nodes, and return whether its weights are those of an undisturbed one,
+    and how much of its nodes' time the ledger explains."""
+    made = cluster.outcome()
+    usage = cluster.manager.node_usage("one")
+    bill = ledger(CostTracker("one", usage, "dedicated").nodes, cluster.rundir.events(strict=True))
+    unexplained = bill.causes().get(CostCause.UNEXPLAINED)
+    paid = sum(node.ended_at - node.started_at for node in usage)
+    equal = made[:3] == undisturbed[:3] and all(
+        torch.allclose(one, undisturbed.weights[key], rtol=TOLERANCE, atol=TOLERANCE)
+        for key, one in made.weights.items()
+    )
+    accounted = round(100 - 100 * unexplained.seconds / paid, 3) if unexplained else 100.0
+    return {"weights_equal": equal, "accounted_percent": accounted}
+
+
+@contextlib.contextmanager
+def engine(kind: str) -> Iterator[Machines | None]:
+    """Start an engine; None for the local cluster. Raise RuntimeError where it cannot run."""
+    if kind == "local":
+        yield None
+        return
+    if why := missing(kind):
+        raise RuntimeError(why)
+    with open_machines(kind, NODES) as machines:
+        yield machines
+
+
+def soak(launcher: Cluster, seconds: float) -> dict[str, Any]:
     """Train beside a load on every core, touch no node, and return how often one was taken for lost all the same. Raise
     `LostError` if the job ends meanwhile."""
-    burners = [multiprocessing.Process(target=_burn, daemon=True) for _ in range(os.cpu_count() or 1)]
     try:
-        launcher.start()
+        launcher.submit()
         steps = Steps(launcher)
         steps.wait_for(lambda event: steps.is_of_three(event))
         groups, silences = len(generations(launcher.rundir.storage)), count_silences(launcher)
-        first = steps.steps[-1]["step"]
-        for burner in burners:
-            burner.start()
         began, loads = time.monotonic(), list[float]()
-        while time.monotonic() - began < seconds:
-            if not launcher.running:
-                raise LostError(f"the job ended after {time.monotonic() - began:.0f} s of the soak")
-            time.sleep(1.0)
-            loads.append(os.getloadavg()[0])
+        with busy_beside(os.cpu_count() or 1):
+            while time.monotonic() - began < seconds:
+                if not launcher.running:
+                    raise LostError(f"the job ended after {time.monotonic() - began:.0f} s of the soak")
+                time.sleep(1.0)
+                loads.append(os.getloadavg()[0])
         lasted = time.monotonic() - began
-        steps.look()
         pause = DistributedTrainingConfig(**TRAINING).health_check_seconds
         links = NODES * (NODES - 1)
         return {
@@ -225,26 +267,17 @@ def soak(launcher: Ours, seconds: float) -> dict[str, Any]:
             "soak_regroupings": len(generations(launcher.rundir.storage)) - groups,
             "links_watched": links,
             "beats_due": round(links * lasted / pause),
-            "soak_steps": steps.steps[-1]["step"] - first,
             "soak_load_mean": round(statistics.fmean(loads), 2),
             "soak_load_highest": round(max(loads), 2),
         }
     finally:
-        for burner in burners:
-            if burner.pid is not None:
-                burner.kill()
         launcher.close()
 
 
-def count_silences(launcher: Ours) -> int:
+def count_silences(launcher: Cluster) -> int:
     """Return how often a node has said in its log that it took another for silent."""
     logs = Path(launcher.rundir.uri).glob(f"{LOGS}/node-*.log")
     return sum(log.read_text(errors="replace").count("nothing heard from") for log in logs)
-
-
-def _burn() -> None:
-    while True:
-        pass
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
@@ -253,88 +286,78 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
     return ordered[math.ceil(percent / 100 * len(ordered)) - 1] if ordered else None
 
 
-def summary(name: str, figures: Figures) -> dict[str, Any]:
-    """Return the figures of one launcher under the names of the saved results."""
+def summary(figures: Figures) -> dict[str, Any]:
+    """Return the figures of one launcher. Pure."""
+    medians = {
+        "p50_seconds": figures.pauses,
+        "regroup_p50_seconds": figures.regrouped,
+        "back_seconds": figures.back,
+        "back_to_three_p50_seconds": figures.back_to_three,
+    }
     values = {
-        "p50_seconds": statistics.median(figures.pauses) if figures.pauses else None,
+        **{key: statistics.median(found) if found else None for key, found in medians.items()},
         "p95_seconds": percentile(figures.pauses, 95),
-        "rank0_p50_seconds": statistics.median(figures.rank_0_pauses) if figures.rank_0_pauses else None,
-        "back_to_three_p50_seconds": statistics.median(figures.back_to_three) if figures.back_to_three else None,
         "steps_redone_max": max(figures.redone, default=None),
         "repeats": figures.repeats,
         "survivors_lost": figures.repeats - len(figures.pauses),
         "never_back_to_three": len(figures.pauses) - len(figures.back_to_three),
     }
-    return {f"{name}_{key}": round(value, 3) if isinstance(value, float) else value for key, value in values.items()}
+    return {key: round(value, 3) if isinstance(value, float) else value for key, value in values.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark with these command-line arguments, and print its line of JSON."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=10, help="kills for the local cluster and for torchrun tuned")
-    parser.add_argument("--default-repeats", type=int, default=10, help="kills for its defaults: up to 3 minutes each")
-    parser.add_argument("--only", choices=("ours", "torchrun_tuned", "torchrun_default"), help="only this launcher")
-    parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
+    """Run the benchmark with these command-line arguments; return 1 if a launcher failed, else 0."""
+    parser = options_of("recovery", __doc__)
+    parser.add_argument("--engine", nargs="+", choices=CLUSTERS + TORCHRUN, help="launchers (local and torchrun)")
+    parser.add_argument("--kills", type=int, default=10, help="kills for each launcher (10)")
+    parser.add_argument("--steps", type=int, default=0, help="steps of trainings on clusters (0: up to the last kill)")
     parser.add_argument("--busy", action="store_true", help="save also beside other work; the line is marked busy")
-    parser.add_argument("--fault", choices=tuple(FAULTS), default="kill", help="what happens to a node")
-    parser.add_argument("--namespaces", action="store_true", help="each node in a network namespace; with cut always")
+    parser.add_argument("--fault", choices=("kill", "freeze", "cut", "none"), default="kill", help="of a node (kill)")
     parser.add_argument("--seconds", type=float, default=600.0, help="with --fault none: how long nothing happens")
     options = parser.parse_args(arguments)
-    if options.fault != "kill":
-        options.only, options.default_repeats = "ours", 0
+    names = options.engine or (["local", *TORCHRUN] if options.fault == "kill" else ["local"])
+    if options.fault != "kill" and names != ["local"]:
+        parser.error(f"--fault {options.fault} happens on the local cluster only")
     load = os.getloadavg()[0]
     if options.save and is_busy(load) and not options.busy:
         parser.error(f"the load is {load:.1f}: wait until other work has ended, or mark the result with --busy")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the nodes end with this process
+    stop_on_signals()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recovery-")))
         hosts: Hosts | None = None
-        if options.fault == "cut" or options.namespaces:
+        if options.fault == "cut":
             try:
                 hosts = stack.enter_context(Hosts(NODES))
             except NoNamespacesError as error:
                 parser.error(str(error))
-        config = {
-            "dataset": {"uri": str(build(folder))},
-            "tracking": {"tensorboard": False},
-            "training": TRAINING,
-        }
+        config = {"dataset": {"uri": str(build(folder))}, "tracking": {"tensorboard": False}, "training": TRAINING}
+        ending: dict[str, Any] = {}
+        if options.steps:  # at a rate at which rounding of sums is not blown up over many steps
+            ending = {"max_steps": options.steps, "eval_frequency": options.steps, "learning_rate": 2e-5}
+        of_clusters = {**config, "training": TRAINING | ending}
         os.environ["DTRAIN_CACHE"] = str(folder / "cache")
-        found: dict[str, Figures] = {}
-        kind = FAULTS[options.fault]
-        makers: list[tuple[str, Callable[[Path], Launcher], int, int]] = [
-            ("ours", lambda place: kind(place, config, hosts), 0 if options.fault == "none" else options.repeats, 1),
-            ("torchrun_tuned", lambda place: Torchrun(_made(place), config, tuned=True), options.repeats, 1),
-            (
-                "torchrun_default",
-                lambda place: Torchrun(_made(place), config, tuned=False),
-                options.default_repeats,
-                options.default_repeats,  # a new job for each kill: it allows three restarts only
-            ),
-        ]
-        for name, make, repeats, jobs in makers:
-            if repeats and options.only in (None, name):
-                print(name, file=sys.stderr, flush=True)
-                found[name] = measure(make, folder, repeats, jobs, name)
-        soaked = soak(Ours(folder / "soak", config, hosts), options.seconds) if options.fault == "none" else {}
-    result: dict[str, Any] = {
-        "fault": options.fault,
-        **({"namespaces": True} if hosts else {}),
-        **soaked,
-    }
-    for name, figures in found.items():
-        result |= summary(name, figures)
-    result["steps_redone_max"] = result.get("ours_steps_redone_max")
-    ours, default = result.get("ours_p50_seconds"), result.get("torchrun_default_p50_seconds")
-    result["ours_times_faster_than_default"] = round(default / ours, 1) if ours and default else None
+        undisturbed: Outcome | None = None
+        if options.steps:
+            alone = Cluster(folder / "undisturbed", of_clusters)
+            alone.submit()
+            undisturbed = alone.outcome()
+
+        def part(name: str) -> dict[str, Any]:
+            note(name)
+            if name in TORCHRUN:
+                return measure(lambda job: Torchrun(folder / job, config, name == TORCHRUN[0]), name, options.kills)
+            with engine(name) as machines:
+                if options.fault == "none":
+                    return soak(Cluster(folder / "soak", config), options.seconds)
+                cluster = partial(Cluster, config=of_clusters, fault=options.fault, hosts=hosts, machines=machines)
+                return measure(lambda job: cluster(folder / job), name, options.kills, undisturbed)
+
+        figures, failed = in_parts({name: (lambda name=name: part(name)) for name in names if options.kills})
+    result = {"fault": options.fault, "steps": options.steps, **figures, **({"failed": failed} if failed else {})}
     result |= {"load_before": round(load, 2), **({"busy": True} if is_busy(load) else {})}
-    tell("recovery", result, options.save, None if options.fault == "kill" else f"recovery_{options.fault}")
-    return 0
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    return folder
+    saved_as = "recovery" if options.fault == "kill" else f"recovery_{options.fault}"
+    tell("recovery", result, options.save, "recovery_engines" if options.steps else saved_as)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

@@ -20,19 +20,19 @@ Three hosts: network namespaces with a rank each, joined by links of 10 Gbit/s, 
 the stock model at its default batch, and a wide one, whose gradients are megabytes and which trains **8 samples per
 rank and step**: chosen so that a step waits for the link. With larger batches, communication weighs less. (Sums by node
 differ from plain ones where nodes have several ranks: they have rows of their own, with two ranks on each of two
-hosts.) At the lowest rate, allreduce and top-k train twice, once at each end of the series. This part needs root.
+hosts.) At the lowest rate, trainings are twice as long, and allreduce and top-k train
+twice, once at each end of the series. This part needs root.
 
     topk_vs_allreduce_100mbit              duration of a step of the wide model with allreduce over that with top-k:
                                            geometric mean of the two rounds; ``…_rounds``: each of them
     topk_vs_allreduce_100mbit_whole_run    the same by the clock, over the whole run: it includes everything that
                                            happens between steps
-    …_stock                                both for the stock model
     topk_loss_difference_percent           how much worse the wide model's validation is after the same samples: a
                                            difference of d nats is a sample whose likelihood is lower by 1 - exp(-d).
-                                           From two separate trainings, ``--loss-steps`` long, with allreduce and with
-                                           top-k, over the fastest link, which changes no number of these
+                                           From two separate trainings, ten times ``--steps`` long, with allreduce and
+                                           with top-k, over the fastest link, which changes no number of these
     loss_rows                              these two trainings; topk_loss_samples: samples of each
-    rows                                   all others: seconds of a step, exposed communication, losses
+    rows                                   all others: seconds of a step, exposed communication, bytes of gradients
     failed                                 parts without figures, and the reasons
 """
 
@@ -42,7 +42,6 @@ import argparse
 import json
 import math
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -53,10 +52,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.host import in_parts, note, tell
+from benchmarks.host import in_parts, note, options_of, real_dataset, stop_on_signals, tell
 from benchmarks.scaling_figures import (
     LATEST,
-    after_a_fixed_time,
     against_plain,
     efficiency,
     read_point,
@@ -64,10 +62,6 @@ from benchmarks.scaling_figures import (
 )
 from benchmarks.scaling_model import study
 from dtrain_dagster.costs.budget import launch_price
-from dtrain_dagster.data.prices import write_prices
-from dtrain_dagster.data.sharding import DatasetParams, build_dataset
-from dtrain_dagster.data.sources import price_source
-from dtrain_dagster.data.validation import validate_prices
 from dtrain_dagster.planning.check_job import samples_of
 from dtrain_dagster.settings.environment import load_settings
 from harness import worlds
@@ -106,7 +100,7 @@ def by_nodes(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         for name in [name for name in os.environ if name.startswith("DTRAIN_")]:
             del os.environ[name]
         os.environ["DTRAIN_HOME"] = str(folder / "home")
-        options.dataset = str(build(folder / "daily", 60))
+        options.dataset = real_dataset(folder / "daily").uri
     settings = load_settings()
     shares_machine = settings.kind.is_this_machine
     if shares_machine:  # else one node alone gets all cores, and two half of them each
@@ -147,15 +141,15 @@ def train_on(nodes: int, name: str, options: argparse.Namespace, more: Mapping[s
     """Train a job of this name on so many nodes, with these settings; raise RuntimeError if it fails."""
     ends = dict.fromkeys(("max_steps", "eval_frequency", "checkpoint_frequency"), options.node_steps)
     own = [f"training.{field}={value}" for field, value in {**ends, "log_frequency": LOG_EVERY, **more}.items()]
-    command = [
-        str(Path(sys.executable).parent / "dtrain"),
-        "train",
-        "--dataset",
-        options.dataset,
+    command = [str(Path(sys.executable).parent / "dtrain"), "train", "--dataset", options.dataset]
+    command += [
         "--nodes",
         str(nodes),
+        "--name",
+        name,
+        *options.train_options,
+        *(word for item in own for word in ("--set", item)),
     ]
-    command += ["--name", name, *options.train_options, *(word for item in own for word in ("--set", item))]
     environment = {**os.environ, "DTRAIN_COMMAND_TRACKING": "off"}
     done = subprocess.run(command, env=environment, stdout=sys.stderr, check=False)
     if done.returncode:
@@ -248,48 +242,29 @@ def measured(job: worlds.Job, steps: int) -> dict[str, Any]:
         "exposed_seconds": statistics.median(exposed),
         "whole_run_step_seconds": (reports[-1]["time"] - began) / steps,
         "gradient_bytes": sum(item["bytes"] for item in steady[-1]["collectives"] if "bucket" in item["name"]),
-        "bandwidth_bytes_per_second": max(
-            (item["bandwidth_bytes_per_second"] or 0 for item in steady[-1]["collectives"] if "bucket" in item["name"]),
-            default=None,
-        ),
         "train_loss": statistics.fmean(item["loss"] for item in reports[-LATEST:]),
         "valid_loss": job.events("evaluation")[-1]["loss"] if job.events("evaluation") else None,
-        "curve": [[round(item["time"] - began, 3), item["loss"]] for item in reports],
     }
 
 
-def three_hosts(
-    folder: Path,
-    dataset: Path,
-    rates: Sequence[str],
-    models: Sequence[str],
-    steps: int,
-    steps_slow: int,
-    loss_steps: int,
-) -> dict[str, Any]:
+def three_hosts(folder: Path, dataset: Path, steps: int) -> dict[str, Any]:
     """Train on three hosts at all rates with all models and ways to sum; return the comparisons and the rows."""
     rows: list[dict[str, Any]] = []
-    figures: dict[str, Any] = {}
-    last = rates[-1]
+    last = list(RATES)[-1]
     with Hosts(3) as hosts:
-        for rate in rates:
+        for rate in RATES:
             hosts.limit(rate)
-            plan = [(model, mode, 1, 0) for model in models for mode in MODES]
+            plan = [(model, mode, 1, 0) for model in MODELS for mode in MODES]
             if rate == last:
-                plan += [("wide", mode, 2, 0) for mode in ("allreduce", "hierarchical") if "wide" in models]
-                plan += [(model, mode, 1, 1) for model in models for mode in ("topk", "allreduce")]
+                plan += [("wide", mode, 2, 0) for mode in ("allreduce", "hierarchical")]
+                plan += [("wide", mode, 1, 1) for mode in ("topk", "allreduce")]
             for model, mode, per_host, turn in plan:
-                count = steps_slow if rate == last and per_host == 1 else steps
+                count = 2 * steps if rate == last and per_host == 1 else steps
                 rows.append(train(hosts, folder, dataset, rate, model, mode, count, per_host, turn))
-                shown = {name: value for name, value in rows[-1].items() if name != "curve"}
-                print(json.dumps(shown), file=sys.stderr, flush=True)
-        if loss_steps and "wide" in models:
-            figures |= losses(hosts, folder, dataset, loss_steps)
-    after_a_fixed_time(rows)
-    for model in models:
-        name = "" if model == "wide" else f"_{model}"
-        figures |= against_plain(rows, last, model, f"topk_vs_allreduce_{last}{{}}{name}")
-    return {**figures, "rows": [{key: round_figure(value) for key, value in row.items()} for row in rows]}
+                note(json.dumps(rows[-1]))
+        long = losses(hosts, folder, dataset, 10 * steps)
+    compared = against_plain(rows, last, "wide", f"topk_vs_allreduce_{last}{{}}")
+    return {**long, **compared, "rows": [{key: round_figure(value) for key, value in row.items()} for row in rows]}
 
 
 def losses(hosts: Hosts, folder: Path, dataset: Path, steps: int) -> dict[str, Any]:
@@ -306,45 +281,30 @@ def losses(hosts: Hosts, folder: Path, dataset: Path, steps: int) -> dict[str, A
     }
 
 
-def build(folder: Path, window: int, **params: Any) -> Path:
-    """Build a dataset of the bundled prices."""
-    folder.mkdir()
-    ref = write_prices(price_source("sp500_panel"), str(folder))
-    checked = validate_prices(ref)
-    return Path(build_dataset(ref, checked, str(folder), DatasetParams(window=window, **params), None).uri)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark with these command-line arguments; return 1 if a part failed, else 0."""
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of("scaling", __doc__)
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 3], help="numbers of nodes (1 2 3)")
     parser.add_argument("--node-steps", type=int, default=96, help="steps of a training by nodes (96; 0: none)")
     parser.add_argument(
         "--dataset", help="data of the trainings by nodes, as `dtrain train` has it (the bundled prices)"
     )
     parser.add_argument("--steps", type=int, default=60, help="steps of a training on three hosts (60; 0: none)")
-    parser.add_argument("--steps-slow", type=int, default=120, help="steps of one at the lowest rate (120)")
-    parser.add_argument("--loss-steps", type=int, default=600, help="steps of the two for the losses (600; 0: none)")
-    parser.add_argument("--rates", nargs="+", choices=RATES, default=list(RATES), help="link rates, lowest last (all)")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="models on three hosts (all)")
-    parser.add_argument("--folder", help="folder of the trainings (a temporary one)")
-    parser.add_argument("--save", action="store_true", help="also write the line to benchmarks/results/scaling.json")
     parser.add_argument("train_options", nargs="*", help="more options of `dtrain train`, after --")
     options = parser.parse_args(arguments)
     if min(options.nodes) < 1 or 0 < options.node_steps < 3 * LOG_EVERY:
         parser.error(f"--nodes must be at least 1, --node-steps 0 or at least {3 * LOG_EVERY}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks and namespaces are removed first
+    stop_on_signals()  # so that ranks and namespaces are removed first
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=options.folder, prefix="scaling-", ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(prefix="scaling-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
 
         def hosts() -> dict[str, Any]:
-            dataset = build(folder / "short", 20, train_last="2021-06-30", valid_last="2022-03-31")
-            lengths = (options.steps, options.steps_slow, options.loss_steps)
+            dataset = Path(
+                real_dataset(folder / "short", window=20, train_last="2021-06-30", valid_last="2022-03-31").uri
+            )
             try:
-                return three_hosts(folder, dataset, options.rates, options.models, *lengths)
+                return three_hosts(folder, dataset, options.steps)
             except NoNamespacesError as error:
                 return {"three_hosts": f"skipped: {error}"}
 

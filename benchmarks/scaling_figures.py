@@ -147,16 +147,6 @@ def against_plain(rows: Sequence[Mapping[str, Any]], rate: str, model: str, key:
     return found
 
 
-def after_a_fixed_time(rows: list[dict[str, Any]]) -> None:
-    """Add to each row the training loss at the time at which the fastest comparable training has ended."""
-    for row in rows:
-        same = [other for other in rows if all(other[key] == row[key] for key in ("rate", "model", "ranks"))]
-        row["fixed_seconds"] = min(other["curve"][-1][0] for other in same)
-    for row in rows:
-        losses = [loss for seconds, loss in row.pop("curve") if seconds <= row["fixed_seconds"]]
-        row["train_loss_after_fixed_seconds"] = statistics.fmean(losses[-LATEST:]) if losses else None
-
-
 def round_figure(value: Any) -> Any:
     """Return a float rounded to five digits, and anything else unchanged."""
     return round(value, 5) if isinstance(value, float) else value

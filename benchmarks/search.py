@@ -2,9 +2,9 @@
 does by itself (`gp`: values by Optuna's Gaussian process, ended early by successive halving), and by halving of random
 values (ASHA).
 
-`python -m benchmarks.search --record FILE` trains a random sample of a space for real (a network for the
+`python -m benchmarks.search --record 96` trains a random sample of a space for real (a network for the
 digits of scikit-learn as a table of rows; learning rate, weight decay, batch, width, depth and dropout vary), each to
-its end, and keeps the learning curves. `python -m benchmarks.search --curves FILE` plays searches on them, which
+its end, and keeps the learning curves. `python -m benchmarks.search` plays searches on them, which
 differ in the order in which trials come: the decisions are those of `dtrain search`, two trials at once, and all
 policies have the same trainings to choose from, the same costs, and begin with the same ones. Random values are the
 next training of the order; chosen values are the best one, as the sampler has it, of those that are left. Only the
@@ -20,17 +20,14 @@ a finish take is given.
     dollars                   of each policy, over random search's budget: mean
     unreached                 orders in which a policy used all trainings up; they count with all their dollars
     rows                      each order: the score, and the dollars of each policy over random search's budget
-    any_order                 whether trials knew all that had ended (``--any-order``); else trial n those up to n - 2
     recorded_trainings, replayed    how many real trainings the curves are of, and that searches were played on them
     startup_seconds, finish_seconds    of a trial on a node, as given
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -40,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.host import RESULTS, tell
+from benchmarks.host import RESULTS, note, options_of, tell
 from benchmarks.search_policies import Pool, Recorded, play, pool_of
 from dtrain_dagster.search.check_space import job_of_trial
 from dtrain_dagster.search.sampling import draw_values
@@ -60,7 +57,7 @@ SPACE = {
     "model.args.dropout": {"low": 0.0, "high": 0.6},
 }
 CURVES = RESULTS / "search_curves.json"
-"""The trainings that the saved result is of."""
+"""The trainings, as ``--record`` wrote them."""
 POLICIES = {
     "random_first": (Sampler.random, Pruner.none),
     "asha": (Sampler.random, Pruner.asha),
@@ -71,8 +68,8 @@ RESAMPLES = 10_000
 STARTUP_SECONDS, FINISH_SECONDS = 8.0, 1.0
 
 
-def record(path: Path, count: int, seconds: float) -> None:
-    """Train ``count`` trials to their ends, no longer than ``seconds``, and write their curves."""
+def record(count: int) -> None:
+    """Train ``count`` trials to their ends, and write their curves."""
     from trainer.engine.run_job import run_job
 
     space, found, began = parse_space(SPACE), [], time.monotonic()
@@ -92,10 +89,8 @@ def record(path: Path, count: int, seconds: float) -> None:
             times = [item.time for item in events]
             each = statistics.median(after - before for before, after in pairwise(times))
             found.append({"values": values, "scores": [item.loss for item in events], "evaluation_seconds": each})
-            path.write_text(json.dumps({"epochs": EPOCHS, "trainings": found}))
-            if time.monotonic() - began > seconds:
-                break
-    print(f"{len(found)} trainings in {time.monotonic() - began:.0f} s: {path}", file=sys.stderr)
+            CURVES.write_text(json.dumps({"epochs": EPOCHS, "trainings": found}))
+    note(f"{len(found)} trainings in {time.monotonic() - began:.0f} s: {CURVES}")
 
 
 def base_job(folder: Path) -> JobConfig:
@@ -123,12 +118,12 @@ def base_job(folder: Path) -> JobConfig:
     )
 
 
-def compare(pool: Pool, usual: TrialSeconds, seeds: int, repeatable: bool) -> dict[str, Any]:
+def compare(pool: Pool, usual: TrialSeconds, seeds: int) -> dict[str, Any]:
     """Return the figures of searches played on recorded trainings."""
 
     def settings(sampler: Sampler, pruner: Pruner, seed: int, trials: int) -> SearchSettings:
         return SearchSettings(
-            trials=trials, parallel=PARALLEL, sampler=sampler, pruner=pruner, seed=seed, repeatable=repeatable
+            trials=trials, parallel=PARALLEL, sampler=sampler, pruner=pruner, seed=seed, repeatable=True
         )
 
     rows = []
@@ -142,7 +137,7 @@ def compare(pool: Pool, usual: TrialSeconds, seeds: int, repeatable: bool) -> di
             row[name] = round(got.usd / whole.usd, 4)
             row["unreached"] += [] if got.is_reached else [name]
         rows.append(row)
-        print(f"order {seed}: {row}", file=sys.stderr, flush=True)
+        note(f"order {seed}: {row}")
     return summary(rows) | {"rows": rows}
 
 
@@ -169,41 +164,30 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     """Record, or play and print one line of JSON."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.search", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--record", type=Path, metavar="FILE", help="train, and write the learning curves")
-    parser.add_argument("--trainings", type=int, default=96)
-    parser.add_argument("--seconds", type=float, default=1500.0, help="of recording, at most")
-    parser.add_argument("--curves", type=Path, default=CURVES, metavar="FILE", help="what --record wrote")
-    parser.add_argument("--orders", type=int, default=ORDERS)
-    parser.add_argument("--startup", type=float, default=STARTUP_SECONDS, help="seconds from a node to a first step")
-    parser.add_argument("--finish", type=float, default=FINISH_SECONDS, help="seconds after a last evaluation")
-    parser.add_argument(
-        "--any-order", action="store_true", help="let trials know all that has ended, as `dtrain search`"
-    )
-    parser.add_argument("--save", action="store_true")
-    asked = parser.parse_args()
-    if asked.record:
-        return record(asked.record, asked.trainings, asked.seconds)
-    kept = json.loads(asked.curves.read_text())
+    parser = options_of("search", __doc__)
+    parser.add_argument("--record", type=int, metavar="TRAININGS", help=f"train so many, and write {CURVES.name}")
+    parser.add_argument("--orders", type=int, default=ORDERS, help=f"orders of trials ({ORDERS})")
+    options = parser.parse_args()
+    if options.record:
+        return record(options.record)
+    kept = json.loads(CURVES.read_text())
     trainings = [Recorded(item["values"], item["scores"], item["evaluation_seconds"]) for item in kept["trainings"]]
     pool = pool_of(parse_space(SPACE), trainings)
     each = statistics.fmean(item.evaluation_seconds for item in trainings)
     of = len(trainings[0].scores)
-    usual = TrialSeconds(startup=asked.startup, training=each * of, of=of, finish=asked.finish)
-    figures = compare(pool, usual, asked.orders, repeatable=not asked.any_order)
+    usual = TrialSeconds(startup=STARTUP_SECONDS, training=each * of, of=of, finish=FINISH_SECONDS)
+    figures = compare(pool, usual, options.orders)
     figures |= {
-        "any_order": asked.any_order,
         "replayed": True,
         "recorded_trainings": len(trainings),
         "parallel": PARALLEL,
         "trials_of_random": TRIALS,
         "evaluations_of_a_trial": of,
-        "startup_seconds": asked.startup,
-        "finish_seconds": asked.finish,
+        "startup_seconds": STARTUP_SECONDS,
+        "finish_seconds": FINISH_SECONDS,
         "evaluation_seconds": round(each, 3),
     }
-    tell("search", figures, asked.save)
+    tell("search", figures, options.save)
     return None
 
 

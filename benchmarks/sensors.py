@@ -15,7 +15,6 @@ Wanted: at most 1 s, and ``flat`` at most 2.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import statistics
 import sys
@@ -30,7 +29,7 @@ from unittest import mock
 import dagster as dg
 import sqlalchemy
 
-from benchmarks.host import tell
+from benchmarks.host import note, options_of, tell
 from dtrain_dagster.automation.capacity_queue import WaitingList, new_ticket
 from dtrain_dagster.automation.retraining import TRAIN_JOB
 from dtrain_dagster.clusters.base import OWNER, GPUClusterManager, JobSpec, JobState
@@ -45,6 +44,8 @@ from trainer.rundir import LAUNCH, RESULT, STATUS, RunDir, event
 SIZES = (10, 1000, 10000)
 """Numbers of past jobs."""
 SKU, NODES, HOUR = "Standard_NC6s_v3", 2, 3600.0
+TICKS = 7
+"""Ticks of each sensor that count, with each number of past jobs."""
 LIVE_JOB = "train-11111111-live0000"
 
 
@@ -134,7 +135,7 @@ def in_haste() -> Iterator[None]:
     sqlalchemy.event.remove(sqlalchemy.engine.Engine, "connect", hurry)
 
 
-def measure(sizes: tuple[int, ...], ticks: int) -> dict[str, Any]:
+def measure(sizes: tuple[int, ...]) -> dict[str, Any]:
     """Return, in seconds, the median of each sensor's ticks by size, and the slowest first tick."""
     medians: dict[str, dict[int, float]] = {}
     firsts: list[float] = []
@@ -154,10 +155,10 @@ def measure(sizes: tuple[int, ...], ticks: int) -> dict[str, Any]:
                 written = size
                 for sensor in definitions.sensors or ():
                     assert isinstance(sensor, dg.SensorDefinition)
-                    seconds = [tick(sensor, definitions, instance, settings, cursors) for _ in range(1 + ticks)]
+                    seconds = [tick(sensor, definitions, instance, settings, cursors) for _ in range(1 + TICKS)]
                     firsts.append(seconds[0])
                     medians.setdefault(sensor.name, {})[size] = statistics.median(seconds[1:])
-                    print(f"{size} jobs, {sensor.name}: {medians[sensor.name][size]:.3f} s", file=sys.stderr)
+                    note(f"{size} jobs, {sensor.name}: {medians[sensor.name][size]:.3f} s")
     return {"medians": medians, "first": max(firsts)}
 
 
@@ -187,21 +188,16 @@ def tick(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark with these command-line arguments, and print its line of JSON."""
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.sensors", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--save", action="store_true", help="also write it to benchmarks/results/sensors.json")
-    parser.add_argument("--ticks", type=int, default=7, help="ticks of each sensor (7)")
+    parser = options_of("sensors", __doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers of past jobs, ascending")
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     sizes = tuple(sorted(options.sizes))
-    found = measure(sizes, options.ticks)
+    found = measure(sizes)
     worst = {size: max(by_size[size] for by_size in found["medians"].values()) for size in sizes}
     result: dict[str, Any] = {
         "dagster": dg.__version__,
         "jobs": "synthetic records",
-        "ticks": options.ticks,
         **{f"tick_seconds_{size}": round(seconds, 4) for size, seconds in worst.items()},
         "flat": round(max(worst.values()) / worst[sizes[0]], 2),
         "first_tick_seconds": round(found["first"], 4),

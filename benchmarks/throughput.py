@@ -9,8 +9,7 @@ saves checkpoints.
     bound        the same step on batches that are in memory already: no input, no communication, two processes alike,
                  with malloc set as in ours (`trainer.runtime.host_memory.keep_freed_memory`)
     ours         the trainer as it is, with timing, reports, monitor and TensorBoard, at the settings of the others
-    tuned        the same with the settings of --tuned, or of a short search by this benchmark, which is not that of
-                 `dtrain tune` (``tuned_by``)
+    tuned        the same with the settings of a short search by this benchmark, which is not that of `dtrain tune`
     plain_ddp    PyTorch's DDP with Dataset, DataLoader, DistributedSampler
     lightning    Lightning's Trainer, barebones
     accelerate, ray     the plain loop, prepared by them
@@ -25,7 +24,7 @@ of its DataLoader, and DDP with or without gradient_as_bucket_view and static_gr
 Accelerate and Ray listens on all interfaces while this runs, as it always does.
 
 ``--budget`` is divided among the cells (a model and a batch): the part of a cell's share that the searches leave is for
-rounds, at most ``--rounds``, and losses. Everything that a budget, a signal (SIGTERM, SIGINT) or a failure leaves out
+rounds, at most `ROUNDS`, and losses. Everything that a budget, a signal (SIGTERM, SIGINT) or a failure leaves out
 is in ``missing``, by cell, and the line has ``partial``. A framework that fails misses that cell, and is started again
 for the next one.
 
@@ -51,9 +50,6 @@ one is faster. Frameworks that are not installed are in ``skipped``, those that 
     tuned_loss_difference_vs_plain_percent    the same against plain DDP, which draws samples in another order
     cells                         samples per second (median and quartiles), CPU milliseconds of a step (all processes),
                                   ratios, settings and losses of each model and batch
-
-With ``--device cuda`` there is one rank, all train in bf16, and the trainer keeps its data on the GPU. (That has not
-been run on a GPU yet.)
 """
 
 from __future__ import annotations
@@ -61,7 +57,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
-import json
 import math
 import statistics
 import sys
@@ -85,43 +80,25 @@ from benchmarks.frameworks.rounds import (
     TUNED_PEER,
     Cell,
     Rounds,
-    say,
 )
-from benchmarks.host import stop_on_signals, tell
-from dtrain_dagster.data.prices import write_prices
-from dtrain_dagster.data.sharding import DatasetParams, build_dataset
-from dtrain_dagster.data.sources import price_source
-from dtrain_dagster.data.validation import validate_prices
+from benchmarks.host import note, options_of, real_dataset, stop_on_signals, tell
 
-MODELS = ("tcn", "lstm", "transformer")
+MODELS, RANKS = ("tcn", "lstm", "transformer"), 2
 LOSS_DIFFERENCES = {"tuned_loss_difference_percent": "ours", "tuned_loss_difference_vs_plain_percent": "plain_ddp"}
 """Keys of loss differences, and the framework that tuned is compared with."""
 TUNED_AGAINST_TUNED = {"tuned_vs_tuned": "ratio", "tuned_vs_tuned_low": "low", "tuned_vs_tuned_high": "high"}
 """Keys of the ratio of both tuned trainings, and of its interval."""
 PACKAGES = ("torch", "numpy", "lightning", "accelerate", "ray")
+ROUNDS = 6
+"""Rounds of a cell at most, of one interval of each framework."""
+LOSS_SEEDS = 3
+"""Seeds of the losses at the smallest batch."""
 LEAST_JUDGED = 50
 """Fewest steps of a training whose loss is compared."""
 CHOICE_SHARE = 0.25
 """Share of the remaining time that choosing the options of the others may take, once for each batch."""
 CLOSING_SECONDS = 15.0
 """Part of the budget that is kept for the end of the benchmark."""
-
-
-def usable(tuned: Mapping[str, Any], case: Case) -> dict[str, Any]:
-    """Return the settings of a file that apply to this case: the layout of the batch only if it makes the same global
-    batch."""
-    layout = ("batch_size_per_gpu", "gradient_accumulation_steps")
-    own = {"world_size", "epochs", "max_steps", "seed", "learning_rate", "threads_per_rank"}
-    settings = {name: value for name, value in tuned.items() if name not in own}
-    if settings.get(layout[0], case.batch) * settings.get(layout[1], 1) != case.batch:
-        settings = {name: value for name, value in settings.items() if name not in layout}
-    return settings
-
-
-def build(folder: Path) -> str:
-    """Build the bundled panel of 20 stocks as a dataset, with the product's own code; return its address."""
-    ref = write_prices(price_source("sp500_panel"), str(folder))
-    return build_dataset(ref, validate_prices(ref), str(folder), DatasetParams()).uri
 
 
 def interval(rounds: Sequence[Sequence[float]], draws: int = 2000) -> tuple[float, float, float]:
@@ -231,52 +208,44 @@ def judged_steps(cell: Cell, options: argparse.Namespace) -> tuple[int, int]:
     about that with the smallest batch, which alone has several seeds."""
     least = min(options.batches)
     steps = max(min(LEAST_JUDGED, options.loss_steps), options.loss_steps * least // cell.case.batch)
-    return steps, options.loss_seeds if cell.case.batch == least else 1
+    return steps, LOSS_SEEDS if cell.case.batch == least else 1
 
 
-def measure(
-    rounds: Rounds, cell: Cell, options: argparse.Namespace, given: Mapping[str, Any] | None, end: float, left: int
-) -> None:
+def measure(rounds: Rounds, cell: Cell, options: argparse.Namespace, end: float, left: int) -> None:
     """Measure one model and batch completely; ``left``: number of cells, this one included, until ``end``."""
     began = time.monotonic()
     rounds.gather()
     rounds.measure_out(cell)
     now = time.monotonic()
-    rounds.choose(cell, options.pairs, now + CHOICE_SHARE * (end - now))
+    rounds.choose(cell, now + CHOICE_SHARE * (end - now))
     now = time.monotonic()
     share = max(0.0, end - now) / left
-    say(f"  {cell.chosen} after {now - began:.0f} s; {share:.0f} s for what is left of this cell")
+    note(f"  {cell.chosen} after {now - began:.0f} s; {share:.0f} s for what is left of this cell")
     until = now + share
-    rounds.tune_peer(cell, options.pairs, now + SEARCH_SHARE * share / 2)
-    cell.tuned = (
-        usable(given, cell.case)
-        if given is not None
-        else rounds.search(cell, options.pairs, now + SEARCH_SHARE * share)
-    )
-    say(f"  tuned: {cell.tuned} after {time.monotonic() - began:.0f} s; {cell.steps} steps in an interval")
+    rounds.tune_peer(cell, now + SEARCH_SHARE * share / 2)
+    cell.tuned = rounds.search(cell, now + SEARCH_SHARE * share)
+    note(f"  tuned: {cell.tuned} after {time.monotonic() - began:.0f} s; {cell.steps} steps in an interval")
     steps, seeds = judged_steps(cell, options)
     reserved = rounds.judging_seconds(cell, steps, seeds) if steps else 0.0
-    rounds.run(cell, options.rounds, until - reserved)
-    say(f"  rounds: {len(cell.measurements.get('ours', ()))} after {time.monotonic() - began:.0f} s")
+    rounds.run(cell, ROUNDS, until - reserved)
+    note(f"  rounds: {len(cell.measurements.get('ours', ()))} after {time.monotonic() - began:.0f} s")
     if steps:
         rounds.judge(cell, steps, seeds, until)
-    say(f"  done after {time.monotonic() - began:.0f} s")
+    note(f"  done after {time.monotonic() - began:.0f} s")
 
 
-def measure_all(
-    rounds: Rounds, cells: Sequence[Cell], options: argparse.Namespace, given: Mapping[str, Any] | None, end: float
-) -> None:
+def measure_all(rounds: Rounds, cells: Sequence[Cell], options: argparse.Namespace, end: float) -> None:
     """Measure cell after cell until the time is up; a failure of one is recorded, and does not affect the others."""
     for number, cell in enumerate(cells):
         seconds = end - time.monotonic()
         if seconds <= 0:
             return
         last = time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
-        say(f"cell {number + 1} of {len(cells)}: {cell.name}; all ends at about {last}, in {seconds:.0f} s")
+        note(f"cell {number + 1} of {len(cells)}: {cell.name}; all ends at about {last}, in {seconds:.0f} s")
         try:
-            measure(rounds, cell, options, given, end, len(cells) - number)
+            measure(rounds, cell, options, end, len(cells) - number)
         except (FrameworkProcessError, KeyError) as error:  # of the bound or ours, without which there are no ratios
-            say(f"  {error}")
+            note(f"  {error}")
             rounds.failed[cell.name] = f"{type(error).__name__}: {error}"
             rounds.rest()
         except SystemExit:
@@ -312,26 +281,15 @@ def versions() -> dict[str, str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark with these command-line arguments; return the exit code of the signal that stopped it, else
     0."""
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.throughput", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of("throughput", __doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batches", nargs="+", type=int, default=[64, 1024], help="samples per rank and step")
     parser.add_argument("--peers", nargs="*", choices=FRAMEWORKS, default=list(FRAMEWORKS), help="others (installed)")
     parser.add_argument("--budget", type=float, default=720, metavar="SECONDS", help="longest total time (720)")
-    parser.add_argument("--rounds", type=int, default=6, help="most rounds, of one interval of each framework (6)")
-    parser.add_argument("--seconds", type=float, default=0.5, help="duration of an interval of the bound, about (0.5)")
-    parser.add_argument("--pairs", type=int, default=2, help="pairs of intervals for each candidate of a search (2)")
-    parser.add_argument("--tuned", metavar="FILE", help="file of `dtrain tune`, used instead of a search")
     parser.add_argument("--loss-steps", type=int, default=150, help="loss steps at the smallest batch; 0: none (150)")
-    parser.add_argument("--loss-seeds", type=int, default=3, help="seeds of the losses at the smallest batch (3)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", action="store_true", help="write the line to benchmarks/results as well")
     options = parser.parse_args(arguments)
-    if options.rounds < 2 or min(options.pairs, options.loss_seeds, *options.batches) < 1:
-        parser.error("--rounds must be 2 or more, --pairs, --loss-seeds and --batches 1 or more")
-    given = json.loads(Path(options.tuned).read_text())["training"] if options.tuned else None
+    if min(options.batches) < 1:
+        parser.error("--batches must be 1 or more")
     skipped = {
         peer: f"{package} is not installed: pip install 'dtrain[bench]'"
         for peer, package in FRAMEWORKS.items()
@@ -340,35 +298,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stop_on_signals()
     began = time.monotonic()
     end = began + options.budget - CLOSING_SECONDS
-    ranks, precision = (2, "fp32") if options.device == "cpu" else (1, "bf16")
     names = ["bound", *OURS, *(peer for peer in FRAMEWORKS if peer not in skipped)]
     with tempfile.TemporaryDirectory(prefix="throughput-", dir="/tmp", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary)
-        rounds = Rounds(names, ranks, options.device, folder, options.seconds, options.seed)
-        dataset = build(folder)
+        rounds = Rounds(names, RANKS, folder)
+        dataset = real_dataset(folder).uri
         cells = [
-            Cell(
-                Case(
-                    model=model, batch=batch, ranks=ranks, dataset=dataset, folder="", port=0, device=options.device,
-                    precision=precision, seed=options.seed,
-                )
-            )
-            for batch in options.batches for model in options.models
-        ]  # fmt: skip
+            Cell(Case(model=model, batch=batch, ranks=RANKS, dataset=dataset, folder="", port=0))
+            for batch in options.batches
+            for model in options.models
+        ]
         code = 0
         try:
             try:
-                measure_all(rounds, cells, options, given, end)
+                measure_all(rounds, cells, options, end)
             except SystemExit as stopped:
                 code = int(stopped.code or 0)
             missing = lacking(cells, names, rounds.failed, bool(options.loss_steps))
             result = {
-                "device": options.device,
-                "ranks": ranks,
-                "precision": precision,
+                "ranks": RANKS,
                 "versions": versions(),
-                "tuned_by": options.tuned or "a search of this benchmark, not `dtrain tune`",
-                "rounds": options.rounds,
                 "missing": missing,
                 **summary(cells),
                 "skipped": skipped,

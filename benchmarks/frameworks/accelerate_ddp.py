@@ -6,14 +6,14 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import nn
 
 from benchmarks.frameworks.protocol import Case, Turns
-from benchmarks.frameworks.workload import Workload, device_of
+from benchmarks.frameworks.workload import Workload
 
 
 def train(case: Case, turns: Turns) -> None:
     """Train the case in turns, until it is over."""
-    workload = Workload(case, device_of(case))
+    workload = Workload(case)
     accelerator = Accelerator(
-        cpu=case.device == "cpu",
+        cpu=True,
         mixed_precision="no" if case.precision == "fp32" else case.precision,
         kwargs_handlers=[DistributedDataParallelKwargs(**case.ddp)],
     )

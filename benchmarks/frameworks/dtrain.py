@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 
 from benchmarks.frameworks.protocol import Case, Turns
-from benchmarks.frameworks.workload import LOSS, Workload, device_of
+from benchmarks.frameworks.workload import LOSS, Workload
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig
 from trainer.engine.step import Batch
 from trainer.engine.trainer import DistributedTrainer
@@ -86,7 +86,7 @@ def ours(case: Case, turns: Turns) -> float | None:
     except OverError:
         if case.judged_after is None or trainer.session.world.rank != 0:
             return None
-        workload = Workload(case, device_of(case))
+        workload = Workload(case)
         workload.module.load_state_dict(trainer.session.step.module.state_dict())
         return workload.validation_loss()
     finally:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from benchmarks.frameworks.protocol import ADDRESS, Case, Failed
-from benchmarks.host import lockstep
+from benchmarks.host import free_port, lockstep
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 120.0
@@ -166,7 +166,7 @@ class FrameworkProcess:
         return total
 
 
-def start(names: Sequence[str], ranks: int, device: str, folder: Path) -> tuple[list[FrameworkProcess], dict[str, str]]:
+def start(names: Sequence[str], ranks: int, folder: Path) -> tuple[list[FrameworkProcess], dict[str, str]]:
     """Start frameworks; return those that wait for their first case, and the reasons why others do not."""
     frameworks = []
     with socket.socket(socket.AF_UNIX) as server:
@@ -175,7 +175,7 @@ def start(names: Sequence[str], ranks: int, device: str, folder: Path) -> tuple[
         server.settimeout(0.5)
         try:
             for name in names:
-                frameworks.append(_start(name, ranks, device, folder))
+                frameworks.append(_start(name, ranks, folder))
             _let_come(server, {framework.name: framework for framework in frameworks})
         except BaseException:
             for framework in frameworks:
@@ -190,7 +190,7 @@ def start(names: Sequence[str], ranks: int, device: str, folder: Path) -> tuple[
     return frameworks, failed
 
 
-def _start(name: str, ranks: int, device: str, folder: Path) -> FrameworkProcess:
+def _start(name: str, ranks: int, folder: Path) -> FrameworkProcess:
     (folder / name).mkdir()
     port, processes = free_port(), []
     for rank in range(1 if name == "ray" else ranks):  # Ray starts its own ranks
@@ -204,14 +204,13 @@ def _start(name: str, ranks: int, device: str, folder: Path) -> FrameworkProcess
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1" if device == "cpu" else str(max(1, (os.cpu_count() or 1) // ranks)),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
             "DTRAIN_CACHE": str(folder / "cache"),
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", "")))),
         }
-        if device == "cpu":
-            environment["CUDA_VISIBLE_DEVICES"] = ""
         with (folder / name / f"log-{rank}.txt").open("wb") as log:
-            command = [sys.executable, "-m", "benchmarks.frameworks", name, device]
+            command = [sys.executable, "-m", "benchmarks.frameworks", name]
             processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder))
     return FrameworkProcess(name, folder / name, ranks, processes, [])
 
@@ -233,10 +232,3 @@ def _let_come(server: socket.socket, frameworks: dict[str, FrameworkProcess]) ->
         framework.connections = [come[name][rank] for rank in sorted(come[name])]
         if len(framework.connections) == framework.ranks:
             awaited.discard(name)
-
-
-def free_port() -> int:
-    """Return a port of loopback that is free now."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])

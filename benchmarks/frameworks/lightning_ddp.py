@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.frameworks.protocol import Case, Turns
-from benchmarks.frameworks.workload import Workload, device_of
+from benchmarks.frameworks.workload import Workload
 
 
 class Module(lightning.LightningModule):
@@ -50,12 +50,11 @@ def train(case: Case, turns: Turns) -> None:
     """Train the case in turns, until it is over."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
-    gpu = case.device == "cuda"
-    workload = Workload(case, device_of(case))
+    workload = Workload(case)
     trainer = lightning.Trainer(
-        accelerator="gpu" if gpu else "cpu",
+        accelerator="cpu",
         devices=case.ranks,
-        strategy=lightning.pytorch.strategies.DDPStrategy(process_group_backend="nccl" if gpu else "gloo", **case.ddp),
+        strategy=lightning.pytorch.strategies.DDPStrategy(process_group_backend="gloo", **case.ddp),
         precision="32-true" if case.precision == "fp32" else "bf16-mixed",
         barebones=True,
         max_epochs=-1,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Client
 from typing import Any
@@ -25,7 +24,6 @@ class Case:
     folder: str
     """Folder in which a framework may write."""
     port: int
-    device: str = "cpu"
     precision: str = "fp32"
     seed: int = 0
     learning_rate: float = 2e-3
@@ -59,8 +57,6 @@ class Turns:
         self._left = 0
         self._began: list[float] = []
         """Times at which the steps of this interval began, by `time.monotonic`."""
-        self.synchronize: Callable[[], Any] = lambda: None
-        """Function that waits for the device, which may be behind."""
 
     def next_case(self) -> Case | None:
         """Wait for the next case and return it; None: there is none, and the process may end."""
@@ -79,7 +75,6 @@ class Turns:
     def step(self) -> bool:
         """Wait for the turn; return False if the case is over. To be called after each step and before the next."""
         if not self._left:
-            self.synchronize()
             self._connection.send([*self._began, time.monotonic()])
             self._left, self._began = self._connection.recv(), []
         self._began.append(time.monotonic())

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import ray
 import ray.train
@@ -21,14 +20,13 @@ from benchmarks.frameworks.workload import Workload
 def train(case: Case, turns: Turns) -> None:
     """Train the case in turns, until it is over."""
     assert ray.train.get_context().get_world_size() == case.ranks
-    workload = Workload(case, ray.train.torch.get_device())
+    workload = Workload(case)
     model = ray.train.torch.prepare_model(workload.module, parallel_strategy_kwargs=case.ddp)
     loader = ray.train.torch.prepare_data_loader(workload.loader())
     optimizer = workload.optimizer()
     epoch = 0
     while True:
-        if case.ranks > 1:
-            loader.sampler.set_epoch(epoch)
+        loader.sampler.set_epoch(epoch)
         total = 0.0
         for windows, target in loader:
             if not turns.step():
@@ -37,14 +35,14 @@ def train(case: Case, turns: Turns) -> None:
         epoch += 1
 
 
-def worker(config: dict[str, Any]) -> None:
+def worker() -> None:
     """Serve cases as one of Ray's workers."""
     from benchmarks.frameworks.serve import serve
 
-    serve("ray", ray.train.get_context().get_world_rank(), config["device"])
+    serve("ray", ray.train.get_context().get_world_rank())
 
 
-def drive(ranks: int, device: str) -> None:
+def drive(ranks: int) -> None:
     """Start Ray on this machine and the workers in it, and return when these have ended."""
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_TRAIN_ENABLE_STATE_TRACKING": "0"}
     # Between its turns all of Ray is stopped: a process that was silent meanwhile is not dead.
@@ -52,7 +50,6 @@ def drive(ranks: int, device: str) -> None:
     with tempfile.TemporaryDirectory(dir=Path.cwd(), ignore_cleanup_errors=True) as folder:
         ray.init(
             num_cpus=ranks,
-            num_gpus=ranks if device == "cuda" else 0,
             include_dashboard=False,
             _temp_dir=folder,
             _node_ip_address="127.0.0.1",
@@ -62,9 +59,8 @@ def drive(ranks: int, device: str) -> None:
         try:
             ray.train.torch.TorchTrainer(
                 worker,
-                train_loop_config={"device": device},
-                torch_config=ray.train.torch.TorchConfig(backend="nccl" if device == "cuda" else "gloo"),
-                scaling_config=ray.train.ScalingConfig(num_workers=ranks, use_gpu=device == "cuda"),
+                torch_config=ray.train.torch.TorchConfig(backend="gloo"),
+                scaling_config=ray.train.ScalingConfig(num_workers=ranks),
                 run_config=ray.train.RunConfig(storage_path=folder, name="benchmark"),
             ).fit()
         finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 
 from benchmarks.frameworks.framework_process import FrameworkProcess, FrameworkProcessError, Measurement, start
 from benchmarks.frameworks.protocol import Case
+from benchmarks.host import note
 from trainer.config import DistributedTrainingConfig
 from trainer.tuning.verdict import is_surely_faster
 
@@ -45,6 +45,10 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 gains."""
 PEER_SEARCH: dict[str, tuple[Any, ...]] = {"precision": ("bf16",), "micro_batches": (2, 4), "hook": ("fp16",)}
 """Settings that `TUNED_PEER` may choose besides `CHOICES`: those of `SEARCH`, as plain DDP has them."""
+INTERVAL_SECONDS = 0.5
+"""Duration of an interval of the bound, about; half of it in searches."""
+PAIRS = 2
+"""Pairs of intervals for each candidate of a search."""
 REPORT, LEAST_STEPS = 10, 3
 """Steps of one report of ours (longer intervals are multiples of it), and steps of the shortest interval."""
 LEAST_ROUNDS = 2
@@ -63,9 +67,9 @@ SEARCH = (
     ("micro_batches", (2, 4)),
     ("prefetch_batches", (0, 2)),
     ("communication", ("fp16",)),
-    ("compile", ("default", "reduce-overhead")),
 )
-"""Settings in the order in which they are tried, each with the best of those before it."""
+"""Settings in the order in which they are tried, each with the best of those before it. Not ``compile``, which
+takes half a minute and makes the step slower."""
 _T = TypeVar("_T")
 
 
@@ -116,9 +120,8 @@ class Cell:
 class Rounds:
     """Lets frameworks train in turns. Times (``until``) are those of `time.monotonic`."""
 
-    def __init__(self, names: Sequence[str], ranks: int, device: str, folder: Path, seconds: float, seed: int) -> None:
-        self.ranks, self.device, self.folder, self.seconds = ranks, device, folder, seconds
-        self.order = random.Random(seed)
+    def __init__(self, names: Sequence[str], ranks: int, folder: Path) -> None:
+        self.ranks, self.folder, self.order = ranks, folder, random.Random(0)
         self.frameworks: dict[str, FrameworkProcess] = {}
         self.failed: dict[str, str] = {}
         """Reasons of failures, by framework, or by framework and cell."""
@@ -132,7 +135,7 @@ class Rounds:
         self._starts += 1
         folder = self.folder / str(self._starts)
         folder.mkdir()
-        started, failed = start(absent, self.ranks, self.device, folder)
+        started, failed = start(absent, self.ranks, folder)
         self.frameworks |= {framework.name: framework for framework in started}
         self.failed |= failed
         self._wanted = [name for name in self._wanted if name not in failed]
@@ -161,17 +164,17 @@ class Rounds:
         self.rest()
 
     def measure_out(self, cell: Cell) -> None:
-        """Set the number of steps of an interval: as many as the bound takes in about `seconds`."""
+        """Set the number of steps of an interval: as many as the bound takes in about `INTERVAL_SECONDS`."""
         bound = self.frameworks["bound"]
         bound.begin(cell.case)
         bound.measure(LEAST_STEPS)
         cell.step_seconds = bound.measure(LEAST_STEPS).seconds / LEAST_STEPS  # exact enough to choose a longer interval
-        steps = cell.interval_of(self.seconds / 2)
+        steps = cell.interval_of(INTERVAL_SECONDS / 2)
         cell.step_seconds = bound.measure(steps).seconds / steps
         bound.end()
-        cell.steps = cell.interval_of(self.seconds)
+        cell.steps = cell.interval_of(INTERVAL_SECONDS)
 
-    def choose(self, cell: Cell, pairs: int, until: float) -> None:
+    def choose(self, cell: Cell, until: float) -> None:
         """Find the fastest values of `CHOICES` for each of the others, with the first model of each batch."""
         known = self._choices.setdefault(cell.case.batch, {})
         for name in [name for name in FRAMEWORKS if name in self.frameworks and name not in (*OTHER_DDP, *known)]:
@@ -182,7 +185,7 @@ class Rounds:
                         cell.missing.append(f"choice of {setting} for {name}")
                         break
                     case = replace(cell.case, **{**chosen, setting: value})
-                    gain = self.gain(name, case, "bound", cell, pairs, HOPELESS * best)
+                    gain = self.gain(name, case, "bound", cell, PAIRS, HOPELESS * best)
                     if gain > (GAIN * best if best else 0.0):
                         chosen, best = {**chosen, setting: value}, gain
             cell.chosen[name] = chosen
@@ -194,13 +197,13 @@ class Rounds:
                 cell.chosen[name] = cell.chosen.get("plain_ddp", {})
         self.rest()
 
-    def tune_peer(self, cell: Cell, pairs: int, until: float) -> None:
+    def tune_peer(self, cell: Cell, until: float) -> None:
         """Let plain DDP choose among the settings that ours may choose: one after the other, each with the best of
         those before it. What it has found counts only if it is still faster than its start in pairs of their own."""
         if TUNED_PEER not in self.frameworks:
             return
         start = {**cell.chosen[TUNED_PEER]}
-        best, best_gain = start, self.gain(TUNED_PEER, replace(cell.case, **start), "bound", cell, pairs, 0.0)
+        best, best_gain = start, self.gain(TUNED_PEER, replace(cell.case, **start), "bound", cell, PAIRS, 0.0)
         for setting, values in PEER_SEARCH.items():
             base = dict(best)
             for value in values:
@@ -213,9 +216,9 @@ class Rounds:
                 if candidate.get("micro_batches", 1) > 1:  # a static graph has every pass summed
                     candidate["ddp"] = {name: on for name, on in base.get("ddp", {}).items() if name != "static_graph"}
                 gain = self.gain(
-                    TUNED_PEER, replace(cell.case, **candidate), "bound", cell, pairs, HOPELESS * best_gain
+                    TUNED_PEER, replace(cell.case, **candidate), "bound", cell, PAIRS, HOPELESS * best_gain
                 )
-                say(f"  {TUNED_PEER} {candidate}: {gain:.3f} of the bound")
+                note(f"  {TUNED_PEER} {candidate}: {gain:.3f} of the bound")
                 if gain > GAIN * best_gain:
                     best, best_gain = candidate, gain
         if best != start:
@@ -227,7 +230,7 @@ class Rounds:
         cell.chosen[TUNED_PEER] = best
         self.rest()
 
-    def search(self, cell: Cell, pairs: int, until: float) -> dict[str, Any]:
+    def search(self, cell: Cell, until: float) -> dict[str, Any]:
         """Return the settings with which ours is fastest at the same global batch, tried one after the other; none
         where they are not faster beyond noise in pairs of their own."""
         best: dict[str, Any] = {}
@@ -243,15 +246,15 @@ class Rounds:
                     continue
                 candidate = base | override
                 case = replace(cell.case, training=candidate)
-                gain = self.gain("tuned", case, "ours", cell, pairs, HOPELESS * best_gain)
-                say(f"  {candidate}: {gain:.3f} times as fast")
+                gain = self.gain("tuned", case, "ours", cell, PAIRS, HOPELESS * best_gain)
+                note(f"  {candidate}: {gain:.3f} times as fast")
                 if gain > GAIN * best_gain:
                     best, best_gain = candidate, gain
         if best:
             case = replace(cell.case, training=best)
             ratios = self._pairs("tuned", case, "ours", cell, CONFIRMING_PAIRS, 0.0)
             if not ratios or not is_surely_faster(ratios):
-                say(f"  {best}: not faster beyond noise in {len(ratios)} pairs of their own; ours stays as it is")
+                note(f"  {best}: not faster beyond noise in {len(ratios)} pairs of their own; ours stays as it is")
                 best = {}
         self.rest()
         return best
@@ -267,7 +270,7 @@ class Rounds:
         one, other = self.frameworks[name], self.frameworks[reference]
         if other.case is None or other.is_broken:
             self._warm(other, cell.case, cell)
-        steps = cell.interval_of(self.seconds / 2)
+        steps = cell.interval_of(INTERVAL_SECONDS / 2)
         ratios: list[float] = []
         try:
             self._warm(one, case, cell)
@@ -278,7 +281,7 @@ class Rounds:
                     break
             one.end()
         except FrameworkProcessError as error:
-            say(f"  {error}")
+            note(f"  {error}")
             return []
         return ratios
 
@@ -314,7 +317,7 @@ class Rounds:
                 try:
                     framework.end()
                 except FrameworkProcessError as error:
-                    say(f"  {error}")
+                    note(f"  {error}")
                     self._drop(name)
 
     def close(self) -> None:
@@ -324,7 +327,7 @@ class Rounds:
 
     def _warm(self, framework: FrameworkProcess, case: Case, cell: Cell) -> bool:
         framework.begin(case)
-        framework.measure(min(REPORT, cell.interval_of(self.seconds / 2)))
+        framework.measure(min(REPORT, cell.interval_of(INTERVAL_SECONDS / 2)))
         return True
 
     def _try(self, name: str, cell: Cell, action: Callable[[FrameworkProcess], _T]) -> _T | None:
@@ -338,7 +341,7 @@ class Rounds:
         except FrameworkProcessError as error:
             if name in NEEDED:
                 raise
-            say(f"  {error}")
+            note(f"  {error}")
             self.failed[f"{name}: {cell.name}"] = str(error)
             self._drop(name)
             return None
@@ -364,11 +367,4 @@ def overrides(setting: str, value: Any, case: Case) -> dict[str, Any] | None:
         return None
     if getattr(case, setting, None) == value:
         return None
-    if setting == "compile" and case.device == "cpu":  # compiling takes half a minute, and the step is slower
-        return None
     return {setting: value}
-
-
-def say(text: str) -> None:
-    """Print progress to stderr."""
-    print(text, file=sys.stderr, flush=True)

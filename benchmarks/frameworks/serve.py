@@ -25,15 +25,12 @@ LOOPS = {
 """Name → module of this package and function in it. The names are those of the saved results."""
 
 
-def serve(name: str, rank: int, device: str) -> None:
+def serve(name: str, rank: int) -> None:
     """Train one case after the other, until there are no more."""
     module, _, function = LOOPS[name].partition(":")
     loop: Callable[[Case, Turns], Any] = getattr(importlib.import_module(f"benchmarks.frameworks.{module}"), function)
-    if device == "cpu":
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
     turns = Turns(name, rank)
-    if device == "cuda":
-        turns.synchronize = torch.cuda.synchronize
     while (case := turns.next_case()) is not None:
         try:
             turns.done(loop(case, turns))

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 from benchmarks.frameworks.protocol import Case, Turns
-from benchmarks.frameworks.workload import Workload, device_of
+from benchmarks.frameworks.workload import Workload
 from trainer.runtime.host_memory import keep_freed_memory
 
 READY = 8
@@ -23,16 +23,15 @@ READY = 8
 
 def bound(case: Case, turns: Turns) -> None:
     """Train the case with the same step on batches that are already in memory: no input, no communication."""
-    if case.device == "cpu":
-        keep_freed_memory()  # as the trainer does: without it, page faults are half of a large step, which is no bound
-    workload = Workload(case, device_of(case))
+    keep_freed_memory()  # as the trainer does: without it, page faults are half of a large step, which is no bound
+    workload = Workload(case)
     parameters, optimizer = list(workload.module.parameters()), workload.optimizer()
     chance = np.random.default_rng(int(os.environ["RANK"]))
     batches = []
     for _ in range(READY):
         samples = chance.integers(workload.shards.count("train"), size=case.batch)
         windows, target = workload.shards.gather(workload.shards.end_rows("train", samples))
-        batches.append((windows.to(workload.device), target.to(workload.device)))
+        batches.append((windows, target))
     for windows, target in itertools.cycle(batches):
         if not turns.step():
             return
@@ -49,11 +48,11 @@ def plain_ddp(case: Case, turns: Turns) -> float | None:
 
     Return the validation loss on rank 0 if the case is judged, else None.
     """
-    workload = Workload(case, device_of(case))
+    workload = Workload(case)
     if not dist.is_initialized():
         # A store in a file: one at MASTER_PORT would listen on all interfaces.
         dist.init_process_group(
-            "nccl" if workload.device.type == "cuda" else "gloo",
+            "gloo",
             init_method=Path(case.folder, "store").as_uri(),
             rank=int(os.environ["RANK"]),
             world_size=case.ranks,
@@ -82,6 +81,5 @@ def plain_ddp(case: Case, turns: Turns) -> float | None:
 def plain_ddp_malloc(case: Case, turns: Turns) -> float | None:
     """Train as `plain_ddp`, with the trainer's settings of malloc: they show which part of its gain comes from
     these."""
-    if case.device == "cpu":
-        keep_freed_memory()
+    keep_freed_memory()
     return plain_ddp(case, turns)

@@ -46,13 +46,12 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 class Workload:
     """Everything that a loop needs, made for one case."""
 
-    def __init__(self, case: Case, device: torch.device) -> None:
-        self.case, self.device = case, device
+    def __init__(self, case: Case) -> None:
+        self.case = case
         self.shards = DataShardManager(case.dataset)
         torch.manual_seed(case.seed)
-        self.criterion: Any = build_loss(LOSS, self.shards.spec).to(device)
+        self.criterion: Any = build_loss(LOSS, self.shards.spec)
         self.module = build_model(FactoryConfig(factory=case.model), self.shards.spec, self.criterion.outputs)
-        self.module.to(device)
 
     @functools.cached_property
     def data(self) -> Windows:
@@ -77,23 +76,21 @@ class Workload:
             drop_last=True,
             num_workers=case.workers,
             persistent_workers=case.workers > 0,
-            pin_memory=self.device.type == "cuda",
         )
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of the case's precision."""
         if self.case.precision == "fp32":
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return torch.autocast("cpu", dtype=torch.bfloat16)
 
     def step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, windows: Tensor, target: Tensor, parts: int = 1
     ) -> float:
         """Do one optimizer step, and return the loss. ``parts``: how many the batch is computed in; the model, which
         has to be DDP's then, sums gradients with the last of them."""
-        windows, target = (tensor.to(self.device, non_blocking=True) for tensor in (windows, target))
         optimizer.zero_grad()
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros(())
         for number, (inputs, wanted) in enumerate(zip(windows.chunk(parts), target.chunk(parts), strict=True)):
             without: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
             if number < parts - 1:
@@ -116,11 +113,7 @@ class Workload:
 
     def validation_loss(self) -> float:
         """Return the loss of the model on the whole validation split, evaluated by this process alone."""
-        alone = World(RankFacts(), self.device, "none")
-        request = JudgeRequest(model=self.module, world=alone, device=self.device, batch_size=EVAL_BATCH)
+        cpu = torch.device("cpu")
+        alone = World(RankFacts(), cpu, "none")
+        request = JudgeRequest(model=self.module, world=alone, device=cpu, batch_size=EVAL_BATCH)
         return forecast_windows(self.criterion, self.shards, "valid", request)[0]
-
-
-def device_of(case: Case) -> torch.device:
-    """Return the torch device of a case."""
-    return torch.device(case.device)

@@ -16,7 +16,6 @@ from benchmarks.azure_faults_judgement import (
     RunFacts,
     find_violations,
     lost_usd,
-    merge_counts,
     orphan_minutes,
 )
 from benchmarks.azure_faults_scripts import KINDS, SKU, FaultKind, Script, ask_for, find_offered, make_script
@@ -142,15 +141,14 @@ def test_a_script_may_end_as_its_faults_and_people_make_it() -> None:
     assert all({"succeeded", "failed"} <= make_script(seed, lost).may_end for seed in range(5))
 
 
-def test_campaigns_add_up() -> None:
-    script = Script(faults=make_script(1).faults, cancels_ended=True)
-    one, other = Campaign(), Campaign()
+def test_a_campaign_counts_its_runs() -> None:
+    script, campaign = Script(faults=make_script(1).faults, cancels_ended=True), Campaign()
     good, bad = CALM, replace(CALM, live_nodes=2, stays=stay(end=None), outcome="cancelled")
-    one.add(1, script, False, good, find_violations(good))
-    other.add(2, script, True, bad, find_violations(bad))
-    both = merge_counts([other.as_dict(), one.as_dict()])
-    assert (both["runs"], both["violations"], both["failed_seeds"], both["lifted"]) == (2, 1, [2], 1)
-    assert both["invariants"] == dict.fromkeys(INVARIANTS, 0) | {"gives_nodes_back": 1}
-    assert both["outcomes"] == {"succeeded": 1, "cancelled": 1}
-    assert both["faults"]["cancel again"] == 2
-    assert both["lost_usd"] == pytest.approx(0.085)
+    campaign.add(1, script, False, good, find_violations(good))
+    campaign.add(2, script, True, bad, find_violations(bad))
+    counts = campaign.as_dict()
+    assert (counts["runs"], counts["violations"], counts["failed_seeds"], counts["lifted"]) == (2, 1, [2], 1)
+    assert counts["invariants"] == dict.fromkeys(INVARIANTS, 0) | {"gives_nodes_back": 1}
+    assert counts["outcomes"] == {"succeeded": 1, "cancelled": 1}
+    assert counts["faults"]["cancel again"] == 2
+    assert counts["lost_usd"] == pytest.approx(0.085)

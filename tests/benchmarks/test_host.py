@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from benchmarks.host import RESULTS, lockstep, stolen_percent, tell
+from benchmarks.host import RESULTS, busy_beside, lockstep, stolen_percent, tell
 
 
 def times(**seconds: float) -> SimpleNamespace:
@@ -33,3 +34,13 @@ def test_a_line_names_its_commit_machine_and_load_and_says_what_is_missing(capsy
 def test_ranks_that_wait_for_each_other_take_the_longest_of_each_step():
     assert lockstep([[1.0, 2.0, 3.0], [2.0, 1.0, 4.0]]) == 8.0
     assert lockstep([[1.0, 2.0, 3.0]]) == 6.0
+
+
+@pytest.mark.parametrize(("cores", "seed", "processes"), [(0.0, None, 0), (0.5, None, 1), (1.5, None, 2), (0.6, 1, 2)])
+def test_other_work_is_of_processes_of_one_core_at_most_and_ends(cores: float, seed: int | None, processes: int):
+    before = set(psutil.Process().children())
+    with busy_beside(cores, seed):
+        started = set(psutil.Process().children()) - before
+        assert len(started) == processes
+        assert all(process.is_running() for process in started)
+    assert not any(process.is_running() for process in started)

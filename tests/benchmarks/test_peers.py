@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.frameworks.framework_process import start
 from benchmarks.frameworks.protocol import Case
-from benchmarks.throughput import build
+from benchmarks.host import real_dataset
 
 STEPS = 5
 
@@ -21,8 +21,8 @@ def faults(pid: int) -> int:
 @pytest.mark.slow
 def test_the_bound_pays_for_no_pages(tmp_path: Path) -> None:
     """Nothing can be faster than it only if it has all that the trainer has: here, its setting of malloc."""
-    case = Case(model="tcn", batch=1024, ranks=1, dataset=build(tmp_path), folder="", port=0)
-    [bound], failed = start(["bound"], 1, "cpu", tmp_path)
+    case = Case(model="tcn", batch=1024, ranks=1, dataset=real_dataset(tmp_path).uri, folder="", port=0)
+    [bound], failed = start(["bound"], 1, tmp_path)
     try:
         bound.begin(case)
         bound.measure(STEPS)

@@ -37,9 +37,13 @@ def _whole_run(saved: Saved, mode: str) -> float:
 
 
 def _silence(saved: Saved) -> str:
-    times = f"{_word(saved['ours_repeats'])} times{', on a busy machine' if saved.get('busy') else ''}"
-    p50, p95 = saved["ours_p50_seconds"], saved["ours_p95_seconds"]
-    return f"{times} | {p50:.1f} s | {p95:.1f} s | {saved['ours_steps_redone_max']} |"
+    times = f"{_word(saved['local_repeats'])} times{', on a busy machine' if saved.get('busy') else ''}"
+    p50, p95 = saved["local_p50_seconds"], saved["local_p95_seconds"]
+    return f"{times} | {p50:.1f} s | {p95:.1f} s | {saved['local_steps_redone_max']} |"
+
+
+def _on_each(saved: Saved, key: str, form: str) -> str:
+    return " | ".join(form.format(saved[f"{name}_{key}"]) for name in ("local", "slurm", "kubernetes", "ray"))
 
 
 def _tapes(saved: Saved) -> str:
@@ -72,13 +76,13 @@ QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
         f"without a job | {r['idle_share'][0]:.0%} | {r['fcfs_idle_share'][0]:.0%} |".replace("%", " %")
     )),
     ("README.md", "recovery", lambda r: (
-        f"Training stops for {r['ours_p50_seconds']:.2f} s (median of {_word(r['ours_repeats'])} kills, at most "
-        f"{r['ours_p95_seconds']:.2f} s;\n  three nodes on one{' busy' if r.get('busy') else ''} machine of "
+        f"Training stops for {r['local_p50_seconds']:.2f} s (median of {_word(r['local_repeats'])} kills, at most "
+        f"{r['local_p95_seconds']:.2f} s;\n  three nodes on one{' busy' if r.get('busy') else ''} machine of "
         f"{_word(r['cores'])} cores)"
     )),
     ("docs/losing-nodes.md", "recovery", lambda r: (
-        f"{_word(r['ours_repeats'])} kills | {r['ours_p50_seconds']:.2f} s | {r['ours_p95_seconds']:.2f} s | "
-        f"{r['ours_steps_redone_max']} |"
+        f"{_word(r['local_repeats'])} kills | {r['local_p50_seconds']:.2f} s | {r['local_p95_seconds']:.2f} s | "
+        f"{r['local_steps_redone_max']} |"
     )),
     ("docs/losing-nodes.md", "recovery", lambda r: (
         f"torchrun, tuned (`benchmarks/launchers.py`), {_word(r['torchrun_tuned_repeats'])} kills | "
@@ -86,7 +90,29 @@ QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
         f"{r['torchrun_tuned_steps_redone_max']} |"
     )),
     ("docs/losing-nodes.md", "recovery", lambda r: (
-        f"From the start of the replacement until three nodes train again: {r['ours_back_to_three_p50_seconds']:.1f} s"
+        f"From the start of the replacement until three nodes train again: {r['local_back_to_three_p50_seconds']:.1f} s"
+    )),
+    ("docs/installing.md", "recovery_engines", lambda r: (
+        f"the survivors agree to go on, median | {_on_each(r, 'regroup_p50_seconds', '{:.2f} s')} |"
+    )),
+    ("docs/installing.md", "recovery_engines", lambda r: (
+        f"all three train again, median | {_on_each(r, 'back_seconds', '{:.1f} s')} |"
+    )),
+    ("docs/installing.md", "recovery_engines", lambda r: (
+        f"for which the ledger has a cause | {_on_each(r, 'accounted_percent', '{:.2f} %')} |"
+    )),
+    ("docs/losing-nodes.md", "control_plane", lambda r: (
+        "after {:.2f} s (of 8 nodes), {:.2f} s (of 128) and {:.2f} s (of 256)".format(
+            *(r["sizes"][nodes]["regroup_1"]["p50"] for nodes in ("8", "128", "256"))
+        )
+    )),
+    ("docs/losing-nodes.md", "control_plane", lambda r: (
+        "when sixteen of 256 are killed at once, after {p50:.1f} s (medians of four losses)".format(
+            **r["sizes"]["256"]["regroup_16"]
+        )
+    )),
+    ("docs/losing-nodes.md", "control_plane", lambda r: (
+        f"makes {r['sizes']['256']['regroup_1']['storage_max']} operations on the storage"
     )),
     ("docs/losing-nodes.md", "recovery_freeze", lambda r: f"a node frozen (SIGSTOP), {_silence(r)}"),
     ("docs/losing-nodes.md", "recovery_cut", lambda r: f"a cable pulled, {_silence(r)}"),

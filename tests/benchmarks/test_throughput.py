@@ -9,7 +9,7 @@ import pytest
 from benchmarks.frameworks.framework_process import Measurement
 from benchmarks.frameworks.protocol import Case
 from benchmarks.frameworks.rounds import Cell, overrides
-from benchmarks.throughput import interval, loss_difference, summary, usable
+from benchmarks.throughput import interval, loss_difference, summary
 
 
 def cell(model: str = "tcn", **seconds: list[float]) -> Cell:
@@ -57,13 +57,6 @@ def test_a_lower_loss_is_a_negative_difference_wherever_zero_is():
     losses = {"tuned": [0.001, 2.0], "plain_ddp": [0.011, 2.0]}
     assert loss_difference(losses, "plain_ddp") == pytest.approx({"mean": -0.501, "low": -1.005, "high": 0.0})
     assert loss_difference({"ours": [1.0]}, "ours") is None
-
-
-def test_settings_of_a_file_keep_the_global_batch():
-    tuned = {"precision": "bf16", "batch_size_per_gpu": 32, "gradient_accumulation_steps": 4, "learning_rate": 1.0}
-    case = cell().case
-    assert usable(tuned, case) == {"precision": "bf16"}
-    assert usable({**tuned, "gradient_accumulation_steps": 2}, case)["gradient_accumulation_steps"] == 2
 
 
 def test_what_cannot_be_chosen_is_not_tried():
