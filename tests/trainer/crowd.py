@@ -45,6 +45,9 @@ class Line(FailureDetector):
         self.follow({name: address for name, address in known.items() if name != member})  # ends the connection
         self.cut.add(member)
         self.follow(known)
+        self._loop.call_soon_threadsafe(
+            self._set, member, self._peers[member], "silent"
+        )  # the timeout is not waited for
 
     def close(self) -> None:
         super().close()
@@ -114,7 +117,7 @@ class Node:
 
     def waits(self) -> bool:
         """Does it still wait, after others had time enough to act?"""
-        self._thread.join(1)
+        self._thread.join(0.5)
         return self._thread.is_alive()
 
     def close(self) -> None:

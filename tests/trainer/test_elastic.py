@@ -104,9 +104,8 @@ def test_nodes_that_are_killed_one_after_the_other_and_while_they_regroup(
 def test_what_is_done_once_more_from_a_checkpoint_is_reported_once(begin: Callable[..., Nodes], whole: Job) -> None:
     """The second rank 0 dies before it has handed on the state: whoever is left does not know what it had done by
     then, goes back, and has steps of its own that the first rank 0 had no time to report."""
-    nodes = begin()
-    pause = fault("sleep", "forward", 8, 0, seconds=60.0, until=str(nodes.job.run_dir / LATEST))
-    nodes.start(faults=(pause, fault("kill", "all_reduce", 9, 0), fault("kill", "formed", 9, 1)))
+    pause = fault("sleep", "forward", 8, 0, seconds=2.0)  # until the checkpoint, which is written beside, is there
+    nodes = begin().start(faults=(pause, fault("kill", "all_reduce", 9, 0), fault("kill", "formed", 9, 1)))
     assert nodes.wait() == [KILLED, KILLED, 0], nodes.log()
     assert_undisturbed(nodes, whole)
     assert [len(item.members) for item in nodes.history()] == [3, 2, 1]

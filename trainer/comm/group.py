@@ -4,6 +4,10 @@ A blocking collective of gloo cannot be interrupted: a rank that waits for a fro
 the communication thread waits in the collective, and the training waits for that thread, which can be interrupted:
 `InterruptibleGroup.fail` gives every waiter a `GroupError` at once and leaves the thread behind.
 
+On a GPU the communication thread submits collectives and goes on, in a stream of its own. What a thread does with a
+result follows it in the order of the GPU (`trainer.comm.device_events`). Only `InterruptibleGroup.run` and
+`InterruptibleGroup.fetch` wait for the GPU; `InterruptibleGroup.fail` ends that wait, too.
+
 Small sums over peer-to-peer channels (`trainer.comm.socket_group`) can be interrupted: the calling thread carries
 them out itself."""
 
@@ -15,15 +19,16 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from trainer.comm.device_events import CudaEvents, DeviceEvents
 from trainer.comm.torch_transport import Transport
 from trainer.errors import ConfigError
 from trainer.runtime.step_timer import traced
@@ -31,6 +36,8 @@ from trainer.runtime.step_timer import traced
 # Failed groups, and the time (time.monotonic) until which to keep them: a thread may still wait in one for a peer that
 # never comes, and a thread that drops the last reference to such a gloo group waits for it as well.
 _ABANDONED: list[tuple[InterruptibleGroup, float]] = []
+AWAKE_SECONDS, POLL_SECONDS = 2e-3, 5e-5
+"""For how long a thread that waits for a GPU looks without a pause, and its pauses after that."""
 REMEMBERED = 1024
 """The number of collectives whose times a group keeps."""
 
@@ -49,6 +56,9 @@ class Collective:
     ended: float | None = None
     computing: float = 0.0
     """Seconds of this rank's own work in between, such as compression, which are not the network's."""
+    events: list[Any] = field(default_factory=list)
+    """On a GPU, until `InterruptibleGroup.settle`: events at its beginning, at both ends of each part of its own work,
+    and at its end. Until then ``began`` and ``ended`` are when the host has submitted it and seen that it was done."""
 
 
 class GroupError(RuntimeError):
@@ -80,6 +90,10 @@ class CollectiveResult(Protocol):
         """Wait for the collective and return its error, None if it succeeded."""
         ...
 
+    def done(self) -> bool:
+        """Return whether `result` returns or raises at once."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class CompletedCollective:
@@ -98,19 +112,29 @@ class CompletedCollective:
         """Return the error, None if there is none."""
         return self.error
 
+    def done(self) -> bool:
+        """Return True."""
+        return True
+
 
 class InterruptibleGroup:
     """A group of ranks with its own communication thread. ``open_transport`` is called on that thread.
 
-    With a ``gpu``, a collective begins when the GPU has reached the point of submission, and ends when its result is
-    complete. The communication thread waits for both; otherwise the times would only cover the submission. (That has
-    not been run on a GPU yet.)
+    With a ``gpu``, or other ``events``, a collective begins when the device has reached the point of submission, and
+    ends when its result is complete.
     """
 
     def __init__(
-        self, rank: int, size: int, open_transport: Callable[[], Transport], gpu: torch.device | None = None
+        self,
+        rank: int,
+        size: int,
+        open_transport: Callable[[], Transport],
+        gpu: torch.device | None = None,
+        events: DeviceEvents | None = None,
     ) -> None:
-        self.rank, self.size, self._gpu = rank, size, gpu
+        self.rank, self.size = rank, size
+        self.events = CudaEvents(gpu) if events is None and gpu is not None else events
+        """The order of work on the device; None on a CPU."""
         self.error: GroupError | None = None
         self.doing: tuple[str, float] = ("nothing", time.monotonic())
         self.collectives: deque[Collective] = deque(maxlen=REMEMBERED)
@@ -126,14 +150,16 @@ class InterruptibleGroup:
         self._thread = threading.Thread(target=self._work, name="communication", daemon=True)
         self._thread.start()
 
-    def submit(self, what: str, action: Callable[[Transport], Any], bytes_: int = 0) -> Future[Any]:
-        """Have the communication thread run the action, in order; the future fails with a `GroupError`. ``bytes_``: see
+    def submit(self, what: str, action: Callable[[Transport], Any], bytes_: int = 0) -> CollectiveResult:
+        """Have the communication thread run the action, in order; the result is a `GroupError` where it fails. On a GPU
+        the result may be on its way: what the thread that asks for it does with it comes after it. ``bytes_``: see
         `Collective`."""
+        if self.events is None:
+            return self._submit(what, action, bytes_, None)
+        return _Following(self.events, self._submit(what, action, bytes_, self.events.record()))
+
+    def _submit(self, what: str, action: Callable[[Transport], Any], bytes_: int, ready: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        ready = None
-        if self._gpu is not None:
-            ready = torch.cuda.Event(blocking=True)
-            ready.record(torch.cuda.current_stream(self._gpu))
         with self._lock:
             if self.error is not None:
                 future.set_exception(self.error)
@@ -145,7 +171,62 @@ class InterruptibleGroup:
 
     def run(self, what: str, action: Callable[[Transport], Any], bytes_: int = 0) -> Any:
         """Submit the action, wait for it and return its result."""
-        return self.submit(what, action, bytes_).result()
+        found = self.submit(what, action, bytes_).result()
+        self.wait(what)
+        return found
+
+    def wait(self, what: str = "waiting for the device") -> None:
+        """Wait until the device has done what this thread has submitted, and the collectives whose results it has asked
+        for. Raise `GroupError` if the group has failed by then: what an interrupted collective leaves is no result."""
+        if self.events is not None:
+            self._wait_for(self.events, self.events.record(), what)
+
+    def fetch(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Return these tensors of the device on the host, after `wait`."""
+        assert self.events is not None
+        found = [self.events.copy_to_host(tensor) for tensor in tensors]
+        self.wait()
+        return found
+
+    def settle(self, collectives: Sequence[Collective]) -> None:
+        """Let collectives that are done have the times of the device, which is waited for."""
+        pending = [item for item in collectives if len(item.events) > 1]
+        if self.events is None or not pending:
+            return
+        events, now = self.events, self.events.record()
+        self._wait_for(events, now, "waiting for the device")
+        at = time.monotonic()
+        for item in pending:
+            began, *own, ended = (at - events.seconds_between(event, now) for event in item.events)
+            item.began, item.ended = began, ended
+            item.computing = sum(own[1::2]) - sum(own[::2])
+            item.events.clear()
+
+    def _wait_for(self, events: DeviceEvents, event: Any, what: str) -> None:
+        """Wait until an event is done. Raise `GroupError` if the group fails first, or has failed."""
+        began = time.monotonic()
+        patience = self.transport.linger_seconds if self.transport else 0.0
+        self.doing = (what, began)
+        while self.error is None:
+            try:
+                if events.is_done(event):
+                    break
+            except RuntimeError as error:
+                self._broken(error)
+                break
+            waited = time.monotonic() - began
+            if waited > patience:
+                self.fail(f"the device has not done it after {waited:.0f} s")
+            time.sleep(0.0 if waited < AWAKE_SECONDS else POLL_SECONDS)
+        if self.error is not None:
+            raise self.error
+        now = time.monotonic()
+        self.doing = ("nothing", now)
+        for item in reversed(self.collectives):
+            if item.ended is not None:
+                break
+            if len(item.events) > 1:  # complete: this thread's work follows it
+                item.ended = now
 
     def all_reduce(self, what: str, tensor: torch.Tensor) -> CollectiveResult:
         """Sum over ranks, in place, in order with all other collectives; the result is the tensor. The sum runs at once
@@ -167,7 +248,7 @@ class InterruptibleGroup:
 
     def _begin_here(self, what: str, tensor: torch.Tensor) -> Collective | None:
         """Return a collective to run on this thread, None if the communication thread has to run it."""
-        if self._gpu is not None or self.transport is None or not self.transport.takes_at_once(tensor):
+        if self.events is not None or self.transport is None or not self.transport.takes_at_once(tensor):
             return None
         with self._lock:
             if self._waiters or self.error is not None:
@@ -187,11 +268,14 @@ class InterruptibleGroup:
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """Count the time of the block, within an action, as this rank's own work (`Collective.computing`)."""
+        assert self._current is not None
+        if self.events is not None:
+            self._current.events.append(self.events.record())
+            yield
+            self._current.events.append(self.events.record())
+            return
         began = time.monotonic()
         yield
-        if self._gpu is not None:
-            torch.cuda.current_stream(self._gpu).synchronize()
-        assert self._current is not None
         self._current.computing += time.monotonic() - began
 
     def fail(self, message: str, communication: bool = True) -> None:
@@ -218,6 +302,8 @@ class InterruptibleGroup:
             waiters, self._waiters = self._waiters, set()
         if self.transport is not None:
             self.transport.interrupt()
+            if self.events is not None:  # a thread may wait for the device itself, which waits for a peer
+                threading.Thread(target=self.transport.abort, name="abort", daemon=True).start()
         for future in waiters:
             if not future.done():
                 future.set_exception(self.error)
@@ -234,19 +320,24 @@ class InterruptibleGroup:
             if self.error is not None or self.transport is None:
                 continue  # its future has failed already
             try:
-                if ready is not None:
-                    ready.synchronize()
                 self._current = collective
                 collective.began = time.monotonic()
                 self.doing = (collective.what, collective.began)
-                result = action(self.transport)
-                if self._gpu is not None:
-                    torch.cuda.current_stream(self._gpu).synchronize()  # NCCL's wait() only holds up the stream
+                if self.events is None:
+                    result = action(self.transport)
+                else:
+                    self.events.follow(ready)
+                    collective.events.append(self.events.record())
+                    value = action(self.transport)  # NCCL's wait() only holds up the stream
+                    collective.events.append(self.events.record())
+                    result = value, collective.events[-1]
             except Exception as error:  # gloo and NCCL raise RuntimeError and its kin for anything
                 self._broken(error)
                 continue
-            collective.ended = time.monotonic()
-            self.doing = ("nothing", collective.ended)
+            now = time.monotonic()
+            if self.events is None:
+                collective.ended = now
+            self.doing = ("nothing", now)
             with self._lock:
                 self._waiters.discard(future)
                 failed = self.error is not None
@@ -263,6 +354,27 @@ class InterruptibleGroup:
         # Without its traceback, whose frames would hold on to the group.
         mistake = error.with_traceback(None) if is_mistake(error) else None
         self._fail(GroupError(f"{what} failed after {waited:g} s: {text}", detail, mistake is None, mistake))
+
+
+@dataclass(frozen=True, slots=True)
+class _Following:
+    """A collective on a device, whose result is followed by the work of the thread that asks for it."""
+
+    events: DeviceEvents
+    future: Future[Any]
+
+    def result(self) -> Any:
+        value, ended = self.future.result()
+        self.events.follow(ended)
+        return value
+
+    def exception(self) -> BaseException | None:
+        if (error := self.future.exception()) is None:
+            self.events.follow(self.future.result()[1])
+        return error
+
+    def done(self) -> bool:
+        return self.future.done()
 
 
 def summed(tensor: torch.Tensor, transport: Transport) -> torch.Tensor:

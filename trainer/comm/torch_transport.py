@@ -15,6 +15,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -26,8 +27,13 @@ from trainer.comm.handshake import AuthenticationError
 from trainer.comm.socket_group import FAR_BYTES, NEAR_BYTES, MeshGroup, connect_mesh, exchange_places
 from trainer.runtime.cores import available_cores, yield_to_senders
 
+ABORT_SECONDS = 1.0
+"""For how long a rank that regroups waits for NCCL to let go of its GPU."""
 MOST_RANKS = 8
 """The most ranks with channels for small sums: in larger worlds too few sums are small enough."""
+NCCL_VARIABLES = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""Variables by which torch leaves it to `trainer.comm.group` to notice a peer that is lost. By default it ends the
+process instead."""
 FORMING_SECONDS = 5.0
 """The most seconds to form these channels."""
 AWAKE_SECONDS = 2e-4
@@ -73,7 +79,7 @@ class Transport(Protocol):
         ...
 
     def abort(self) -> None:
-        """Release a device that waits for a peer, after a failure."""
+        """Release a device that waits for a peer, after a failure. Any thread may call it, and more than once."""
         ...
 
     def close(self) -> None:
@@ -102,6 +108,7 @@ class TorchTransport:
         self._small_sums, self._close_store = small_sums, close_store
         self._levels: tuple[Any, Any] | None = None
         self._subgroups: dict[tuple[int, ...], Any] = {}
+        self._aborting, self._aborts = threading.Lock(), list[threading.Thread]()
         self.linger_seconds = timeout + 5.0  # the communication thread may be left behind in a collective
         if gpu is not None:
             torch.cuda.set_device(gpu)  # the communication thread's own choice
@@ -209,9 +216,12 @@ class TorchTransport:
 
     def abort(self) -> None:
         if self._gpu is not None:  # a kernel that waits for a peer would keep the GPU busy for ever
-            for group in (self.group, *(self._levels or ()), *self._subgroups.values()):
-                if group is not None:
-                    group._get_backend(self._gpu).abort()
+            groups = filter(None, (self.group, *(self._levels or ()), *self._subgroups.values()))
+            with self._aborting:
+                if not self._aborts:
+                    self._aborts = abort_each([group._get_backend(self._gpu) for group in groups])
+            if not end_within(self._aborts, ABORT_SECONDS):
+                _log.warning("NCCL has not let go of the GPU %g s after it was told to", ABORT_SECONDS)
 
     def close(self) -> None:
         """Close the group without a message to the peers: their last barrier is over."""
@@ -219,6 +229,23 @@ class TorchTransport:
             self._small_sums.close()
         if self._gpu is None:  # NCCL's own threads may look into it at any time
             self._close_store()
+
+
+def abort_each(backends: Sequence[Any]) -> list[threading.Thread]:
+    """Abort these backends of groups, and return the threads that do it, one for each: NCCL's aborts wait for each
+    other, so one after the other they may never end."""
+    threads = [threading.Thread(target=each.abort, name="abort", daemon=True) for each in backends]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def end_within(threads: Sequence[threading.Thread], seconds: float) -> bool:
+    """Wait for threads, up to ``seconds``; return whether all have ended."""
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
 
 
 def make_torch_transport(
@@ -296,6 +323,8 @@ def _group(
     group._register_backend(torch.device("cpu"), kind.GLOO, gloo)
     group._set_default_backend(kind.GLOO)
     if gpu is not None:
+        for name, value in NCCL_VARIABLES.items():
+            os.environ.setdefault(name, value)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout)
         nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)

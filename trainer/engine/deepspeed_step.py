@@ -125,9 +125,9 @@ class ZeroStep(TrainingStep):
     def _backward(self, loss: Tensor, share: Tensor) -> None:
         self._require_engine().backward(loss * share)
 
-    def _clip(self, losses: list[Tensor]) -> tuple[float, float]:
-        """Return the sum of the losses; the norm is known after the update, which clips."""
-        return sum(loss.item() for loss in losses), 0.0
+    def _measure_norm(self) -> Tensor:
+        """Return 0: the norm is known after the update, which clips."""
+        return torch.zeros((), device=self.device)
 
     def _require_engine(self) -> ZeroEngine:
         if self._engine is None:

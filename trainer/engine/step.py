@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from trainer.checkpoint.files import MOMENTS
-from trainer.comm.group import CollectiveResult, is_communication_error, shorten_error, summed
+from trainer.comm.group import CollectiveResult, CompletedCollective, is_communication_error, shorten_error, summed
 from trainer.comm.world import RankFacts, World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.batches import Batch, Samples, find_odd_row
@@ -217,9 +217,12 @@ class TrainingStep:
         try:
             losses, weight = self._forward_backward(batch, step, flags)
             self.sync.finish(self.module)
-            loss_sum, grad_norm = self._clip(losses)
+            norm = self._measure_norm()
+            loss_sum, grad_norm = self._read(batch, flags, losses, norm)
+            self._clip(grad_norm, norm)
             self.timer.mark("optimizer")
-            self.awaits_commit = step
+            if not self._commits_on_device:  # there gradients are not known to be complete before the commit
+                self.awaits_commit = step
             result = self._agree(batch, flags, loss_sum, weight, grad_norm)
             self.timer.mark("exposed")
         except BaseException as error:
@@ -411,23 +414,42 @@ class TrainingStep:
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def _clip(self, losses: list[Tensor]) -> tuple[float, float]:
-        """Clip the gradient. Return the sum of the losses, and the norm before clipping, like `torch.nn.utils`."""
+    def _measure_norm(self) -> Tensor:
+        """Return the norm of the whole gradient, before clipping, like `torch.nn.utils`."""
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
-        gradients = self._gradients()
-        norm = self.sync.whole_norm(gradient_norm(gradients, self.device))
-        found = [*losses, norm]
-        # Read together, since reading waits for all the work of a GPU.
-        *sums, grad_norm = [it.item() for it in found] if norm.is_cpu else torch.stack(found).tolist()
+        return self.sync.whole_norm(gradient_norm(self._gradients(), self.device))
+
+    @property
+    def _commits_on_device(self) -> bool:
+        """Whether the commit is a sum on the device, after those of the gradients, so that the host waits once in a
+        step. A rank that holds rows has to know first whether its gradients are complete."""
+        group = self.world.group
+        return group is not None and group.events is not None and not self.is_divided
+
+    def _read(self, batch: Batch, flags: StepFlags, losses: list[Tensor], norm: Tensor) -> tuple[float, float]:
+        """Return the sum of this rank's losses and the norm: the place at which the host waits for the device."""
+        if self._commits_on_device:
+            group = self.world.group
+            assert group is not None
+            counts = _counts(batch, flags, False, self.sync.missing_flags()).to(self.device, non_blocking=True)
+            counts[0] = ~torch.isfinite(torch.stack(losses)).all()
+            group.submit(_COMMIT, partial(summed, counts), counts.nbytes).result()
+            *numbers, found = group.fetch(*losses, norm, counts)
+            self._commit = CompletedCollective(found)
+            *sums, grad_norm = [each.item() for each in numbers]
+        else:
+            read = [*losses, norm]
+            *sums, grad_norm = [it.item() for it in read] if norm.is_cpu else torch.stack(read).tolist()
+        return sum(sums), grad_norm
+
+    def _clip(self, grad_norm: float, norm: Tensor) -> None:
         limit = self.config.clip_norm
         if self.graphs is not None and not self.scaler.is_enabled():
-            self._norm_here.copy_(norm)
-            return sum(sums), grad_norm  # `update` clips
-        if limit is not None and grad_norm + _EPSILON > limit:  # otherwise every gradient would be multiplied by one
-            for gradient in gradients:
+            self._norm_here.copy_(norm)  # `update` clips
+        elif limit is not None and grad_norm + _EPSILON > limit:  # else every gradient would be multiplied by one
+            for gradient in self._gradients():
                 gradient.mul_(limit / (grad_norm + _EPSILON))
-        return sum(sums), grad_norm
 
     def _gradients(self) -> list[Tensor]:
         found = self.sync.flat_gradients()

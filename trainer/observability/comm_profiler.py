@@ -82,8 +82,8 @@ class TimingWindow:
 class CommunicationProfiler:
     """Collects what each step of this rank took, in one world; a new world has a new one.
 
-    The times of collectives are those of `trainer.comm.group.InterruptibleGroup.collectives`. On GPUs the communication
-    thread waits for the device, so that they are the collectives' own there too.
+    The times of collectives are those of `trainer.comm.group.InterruptibleGroup.collectives`; those of a GPU are read
+    at the end of a window.
     """
 
     def __init__(self, world: World, timer: StepTimer, probe_at: int = 0) -> None:
@@ -108,6 +108,8 @@ class CommunicationProfiler:
 
     def exchange(self, step: int, totals: Sequence[float] = ()) -> TimingWindow:
         """Return the steps since the last call, of all ranks, and sums over ranks of ``totals``. One collective."""
+        if self.world.group is not None:
+            self.world.group.settle([item for _, collectives, _ in self._steps for item in collectives])
         sizes: dict[str, int] = {}
         for _, collectives, _ in self._steps:
             sizes |= {name_of(item.what): item.bytes for item in collectives}

@@ -12,7 +12,6 @@ kept, the pass ends with useless numbers, and `finish` raises it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.comm.group import GroupError
+from trainer.comm.group import CollectiveResult, CompletedCollective, GroupError
 from trainer.comm.socket_group import MeshGroup
 from trainer.comm.torch_transport import TorchTransport, Transport
 from trainer.comm.world import World
@@ -42,7 +41,7 @@ class ShardCollectives:
         self._group, self._timer = world.group, timer
         self.members, self.column = plan.replica_of(world.rank), plan.column_of(world.rank)
         self.place = plan.place_of(world.rank)
-        self._pending: list[Future[Any]] = []
+        self._pending: list[CollectiveResult] = []
         self._error: BaseException | None = None
         self.segment: Segment = "forward"
         """The part of the step that computes now."""
@@ -54,7 +53,7 @@ class ShardCollectives:
             part.set_custom_reduce_scatter(_GradientScatter(self))  # type: ignore[arg-type]
             part.set_all_reduce_hook(self.sum_column)
 
-    def all_gather(self, output: Tensor, mine: Tensor) -> Future[Any]:
+    def all_gather(self, output: Tensor, mine: Tensor) -> CollectiveResult:
         """Gather the rows of all ranks of the replica into ``output``, of which ``mine`` is a part."""
         work = partial(_gather, output, mine, self.members, self.place)
         return self._submit(f"gather of parameters ({output.nbytes:,} bytes)", work, output.nbytes // 2)
@@ -73,12 +72,18 @@ class ShardCollectives:
             what = f"sum of gradients over replicas ({gradients.nbytes:,} bytes)"
             self._pending.append(self._submit(what, work, gradients.nbytes))
 
-    def wait_for(self, future: Future[Any]) -> None:
-        """Wait for a collective; keep its error. The time counts as exposed communication."""
-        is_late = not future.done()
+    def wait_for(self, outcome: CollectiveResult) -> None:
+        """Wait for a collective, on a GPU too: FSDP2 uses what it has gathered in streams of its own. Keep its error.
+        The time counts as exposed communication."""
+        is_late = not outcome.done()
         if is_late:
             self._timer.mark(self.segment)
-        error = future.exception()
+        error = outcome.exception()
+        if error is None and self._group is not None:
+            try:
+                self._group.wait()
+            except GroupError as failed:
+                error = failed
         if error is not None and self._error is None:
             self._error = error
         if is_late:
@@ -100,24 +105,22 @@ class ShardCollectives:
         except GroupError:
             return
 
-    def _submit(self, what: str, action: Callable[[Transport], Any], bytes_: int) -> Future[Any]:
+    def _submit(self, what: str, action: Callable[[Transport], Any], bytes_: int) -> CollectiveResult:
         if self._group is None:
-            done: Future[Any] = Future()
-            done.set_result(None)
-            return done
+            return CompletedCollective()
         return self._group.submit(what, action, bytes_)
 
 
 class _PendingGather(dist.Work):
     """A gather as FSDP2 waits for it."""
 
-    def __init__(self, collectives: ShardCollectives, future: Future[Any]) -> None:
+    def __init__(self, collectives: ShardCollectives, outcome: CollectiveResult) -> None:
         super().__init__()
-        self._collectives, self._future = collectives, future
+        self._collectives, self._outcome = collectives, outcome
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait for the gather; see `ShardCollectives.wait_for`."""
-        self._collectives.wait_for(self._future)
+        self._collectives.wait_for(self._outcome)
         return True
 
 

@@ -63,7 +63,7 @@ def test_newcomers_take_over_when_nobody_is_left(nodes: Callable[..., list[Node]
 @pytest.mark.slow
 def test_a_member_that_is_cut_off_takes_nothing_over(nodes: Callable[..., list[Node]]) -> None:
     """It notices first, and would go on alone; the storage shows that the others are at work."""
-    a, b, c = nodes("abc", patience=4.0)
+    a, b, c = nodes("abc", patience=3.0)
     first = together([a, b, c])
     cut((a, c), (b, c))
     until(lambda: c.peers.statuses() == {"a": "silent", "b": "silent"})

@@ -71,7 +71,7 @@ def test_a_rank_that_holds_its_interpreter_is_there_and_one_that_is_stopped_or_k
     me.on_change = lambda: seen.append(me.statuses().get("rank", ""))
     me.follow({"rank": address})
     until(lambda: me.statuses() == {"rank": "here"}, me.statuses)
-    rank.stdin.write("hold 5\n")  # ten times the silence after which a member counts as lost
+    rank.stdin.write("hold 2\n")  # four times the silence after which a member counts as lost
     rank.stdin.flush()
     assert rank.stdout.readline() == "held\n"
     assert set(seen) == {"here"}
