@@ -75,7 +75,7 @@ class ZeroStep(TrainingStep):
             self._engine = ZeroEngine(self.module, self.config, world.rank, world.world_size, self.device)
         self._engine.set_moments(self.optimizer.state_dict()["state"])
         self.optimizer.state.clear()
-        self.model = self._engine.model
+        self.loss = self._make_loss(self._engine.model)
         self.sync = ZeroSynchronizer(world, self._engine, self.faults, self.timer)
 
     def __call__(self, batch: Batch, step: int, learning_rate: float, flags: StepFlags) -> StepResult:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class OwnModel:
                 "of your own, or train with trainer.Trainer(…).fit"
             )
         self.module = module.to(self.device)
-        self.model = compiled(self.module, self.config.compile, self.device)
+        self.model = cast(nn.Module, compiled(self.module, self.config.compile, self.device))
         """The callable model: the module, or its compiled form."""
         for tensor in (*self.module.parameters(), *self.module.buffers()):
             self._take_from_first(tensor.detach())

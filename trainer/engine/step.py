@@ -40,7 +40,7 @@ from trainer.strategies import can_record
 if TYPE_CHECKING:
     from trainer.engine.graphs import StepGraphs
 
-COMPILED = "trainer.model.compile:compiled"
+COMPILED = "trainer.model.compile:compiled_loss"
 GRAPHS, CUDA_RECORDER = "trainer.engine.graphs:StepGraphs", "trainer.engine.graphs:CudaRecorder"
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SHARDED = {"step": "trainer.engine.sharded:ShardedStep", "state": "trainer.engine.sharded:ShardedState"}
@@ -132,8 +132,8 @@ class TrainingStep:
         self.graphs: StepGraphs | None = self._make_graphs()
         """The recordings of the step; None where it is never recorded."""
         self.optimizer = self._make_optimizer(list(module.parameters()))
-        self.model = module if config.compile == "off" else load(COMPILED)(module, config.compile, device)
-        """The callable model: the module, or its compiled form."""
+        self.loss: Callable[[Any], Tensor] = self._make_loss(module)
+        """Returns the losses of a batch in a pass, compiled or not."""
         self.scaler = torch.amp.GradScaler(enabled=config.precision == "fp16")
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.limit = MicroBatchLimit(config.batch_size_per_gpu, False)
@@ -193,7 +193,7 @@ class TrainingStep:
                 self.graphs.refuse("activations are computed twice, which sets random numbers within a pass")
             if self.config.compile != "off":  # what was compiled before keeps all activations
                 torch.compiler.reset()
-                self.model = load(COMPILED)(self.module, self.config.compile, self.device)
+                self.loss = self._make_loss(self.module)
 
     def __call__(self, batch: Batch, step: int, learning_rate: float, flags: StepFlags) -> StepResult:
         """Train on one global batch. All ranks must call it for the same step; it is done on all or on none of those
@@ -289,7 +289,7 @@ class TrainingStep:
             if place == real:
                 share, held = torch.zeros_like(share), read_module_state(self._holders)
             sync.begin_forward()
-            loss = self._losses(self.model, part.count, part.data).sum()
+            loss = self._losses(self.loss, part.count, part.data).sum()
             if place < real:
                 sums.append(loss.detach())
             if place == 0:
@@ -335,7 +335,7 @@ class TrainingStep:
 
         def work(given: tuple[Any, Tensor]) -> tuple[Tensor, list[set[int]]]:
             data, share = given
-            loss = self._losses(self.model, part.count, data).sum()
+            loss = self._losses(self.loss, part.count, data).sum()
             self._backward(loss, share)
             return loss.detach(), self.sync.used_places()
 
@@ -362,13 +362,22 @@ class TrainingStep:
     def _backward(self, loss: Tensor, share: Tensor) -> None:
         self.scaler.scale(loss).backward(share)
 
-    def _losses(self, model: Any, count: int, data: Any) -> Tensor:
+    def _plain_loss(self, data: Any) -> Tensor:
+        return self.task.loss(self.module, data)
+
+    def _make_loss(self, model: Any) -> Callable[[Any], Tensor]:
+        if self.config.compile == "off":
+            return partial(self.task.loss, model)
+        made: Callable[[Any], Tensor] = load(COMPILED)(self.task, model, self.config.compile, self.device)
+        return made
+
+    def _losses(self, loss: Callable[[Any], Tensor], count: int, data: Any) -> Tensor:
         """Return the loss of each of ``count`` samples."""
         if self._kind is None:
-            losses = self.task.loss(model, data)
+            losses = loss(data)
         else:
             with torch.autocast(self.device.type, dtype=self._kind):
-                losses = self.task.loss(model, data)
+                losses = loss(data)
         return per_sample(losses, count, "the loss", summed=self._weigh is not None)
 
     def _find_odd(self, batch: Batch) -> str:
@@ -378,7 +387,7 @@ class TrainingStep:
             losses = torch.zeros(part.count)
             if not self.divides_parameters:
                 with suppress(Exception), torch.enable_grad():
-                    losses = self._losses(self.module, part.count, part.data).detach()
+                    losses = self._losses(self._plain_loss, part.count, part.data).detach()
             said = ""
             if (found := find_odd_row(part.data, losses)) is not None:
                 row, name, value = found
@@ -491,7 +500,7 @@ class TrainingStep:
         before = read_module_state(self._holders)
         try:
             self.module.train()
-            loss = self._losses(self.module, count, data).sum()
+            loss = self._losses(self._plain_loss, count, data).sum()
             torch.autograd.grad(self.scaler.scale(loss), self.parameters, allow_unused=True)
         finally:
             put_module_state(self._holders, before)

@@ -106,6 +106,8 @@ def _apply(x: Any, layer: nn.Module) -> Any:
 def _checkpointed(block: nn.Module, modules: list[nn.Module], forward: Any, *args: Any, **kwargs: Any) -> Any:
     if not (torch.is_grad_enabled() and block.training):
         return forward(*args, **kwargs)
+    if not any(holder._buffers for module in modules for holder in module.modules()):
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)  # which `torch.compile` sees through
     contexts = partial(_contexts, modules)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 

@@ -1,4 +1,4 @@
-"""``training.compile``: the model through `torch.compile`, or a clear word on why that cannot be.
+"""``training.compile``: the model and its loss through `torch.compile`, or a clear word on why that cannot be.
 
 What is compiled is a second face of the model, which training steps call. The model itself stays as it is: names in
 checkpoints, what is saved, evaluation with its other batch sizes, and gradients, which arrive at the same parameters.
@@ -10,12 +10,15 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.errors import ConfigError
+from trainer.model.task import Task
 
+_T = TypeVar("_T")
 _COMPILER = "g++"
 """The compiler that torch looks for if CXX names none."""
 
@@ -36,15 +39,26 @@ def obstacle(mode: str, device: str, has: Callable[[str], bool]) -> str | None:
     return None
 
 
-def compiled(module: nn.Module, mode: str, device: torch.device) -> nn.Module:
-    """Return the module that training steps call, compiled unless ``mode`` is ``off``. Raise `ConfigError` if the
-    machine cannot compile it."""
+def compiled(work: Callable[..., _T], mode: str, device: torch.device) -> Callable[..., _T]:
+    """Return a module, or a function of one, as training steps call it: compiled unless ``mode`` is ``off``. Each size
+    of its inputs is compiled by itself: code for any size is slower, and would then serve the usual one, too. Raise
+    `ConfigError` if the machine cannot compile it."""
     if mode == "off":
-        return module
+        return work
     why = obstacle(mode, device.type, _has)
     if why is not None:
         raise ConfigError(why)
-    return torch.compile(module, mode=mode)  # type: ignore[return-value]  # it is one, its stubs say a callable
+    return torch.compile(work, mode=mode, dynamic=False)
+
+
+def compiled_loss(task: Task, module: nn.Module, mode: str, device: torch.device) -> Callable[[Any], Tensor]:
+    """Return the losses of a batch as a function of it, compiled together with the model: otherwise what a loss does
+    with the outputs would run one operation after the other. See `compiled`."""
+
+    def losses(data: Any) -> Tensor:
+        return task.loss(module, data)
+
+    return compiled(losses, mode, device)
 
 
 def _has(name: str) -> bool:

@@ -94,11 +94,11 @@ def test_a_saved_optimizer_goes_on_as_if_nothing_had_been() -> None:
     for number in range(3):
         one(batch(8), number, 0.05, NOTHING)
     other = step_of(model())
-    other.model.load_state_dict(one.model.state_dict())
+    other.module.load_state_dict(one.module.state_dict())
     other.load_state_dict(copy.deepcopy(one.state_dict()))
     for step in (one, other):
         step(batch(8), 3, 0.05, NOTHING)
-    weights = [digest_state_dict(dict(step.model.named_parameters())) for step in (one, other)]
+    weights = [digest_state_dict(dict(step.module.named_parameters())) for step in (one, other)]
     assert weights[0] == weights[1]
 
 
