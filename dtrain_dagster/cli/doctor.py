@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -24,8 +26,7 @@ from dtrain_dagster.cli.job_tables import print_health
 from dtrain_dagster.cli.json_fields import CHECK, DOCTOR, HEALTH, either
 from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.clusters.azure_ml.client import Service
-from dtrain_dagster.clusters.azure_ml.doctor import DoctorLine, doctor_document, doctor_text, exit_code_of
-from dtrain_dagster.clusters.azure_ml.doctor_reader import Walk
+from dtrain_dagster.clusters.azure_ml.doctor import Doctor, DoctorLine
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.managers import open_engine
@@ -33,6 +34,8 @@ from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.settings.azure import read_azure_options
 from dtrain_dagster.settings.engines import read_engine_options
 from dtrain_dagster.settings.environment import Settings, SettingsError
+
+BUYS = "Nothing was bought: the command only reads, and writes one small blob, which it deletes."
 
 
 @click.command()
@@ -46,10 +49,10 @@ def doctor(nodes: int | None, as_json: bool) -> None:
     and Ray it asks whether they answer; of Kubernetes also for the namespace, and for each right that starting,
     following and ending nodes needs. Nothing is submitted or created.
 
-    On Azure ML it walks through identity, resource providers, workspace, roles, storage, sizes, quotas, prices, images
-    and network, as the settings name them (docs/azure.md). Each line says ok, warning or missing, what was seen, and
-    how to fix it. It only reads, but for one small blob, which it writes and deletes. The exit code is 1 if something
-    is missing.
+    On Azure ML it walks through identity, workspace, roles, storage, sizes with their quotas and prices, image and
+    network, as the settings name them (docs/azure.md). Each line says ok, warning or missing, what was seen, and how to
+    fix it. It only reads, but for one small blob, which it writes and deletes. The exit code is 1 if something is
+    missing.
 
     \b
     Examples:
@@ -78,7 +81,7 @@ def _look(nodes: int | None, as_json: bool) -> tuple[dict[str, Any], str, int, b
         lines = _examine(nodes)
         missing = {line.check for line in lines if line.verdict == "missing"}
         is_reached = not missing & {"settings", "identity", "workspace"}
-        return doctor_document(lines), doctor_text(lines), exit_code_of(lines), is_reached
+        return lines_document(lines), lines_text(lines), int(bool(missing)), is_reached
     settings = read_settings(nodes=nodes)
     document = _ask_engine(settings, as_json) if settings.kind.has_engine else {}
     return document, document.get("message", ""), 0, True
@@ -119,12 +122,7 @@ def _examine(nodes: int | None) -> list[DoctorLine]:
     """Return all lines; a single one where the settings do not say what to look at."""
     try:
         settings = read_settings(nodes=nodes)
-        if settings.cluster != "azure_ml":
-            raise SettingsError(f"DTRAIN_CLUSTER is {settings.cluster}, which does not use Azure")
-        own: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in read_azure_options(settings).items()
-        }
+        own: dict[str, Any] = {**read_azure_options(settings)}
         try:
             ranks = ranks_of(settings)
         except PriceError:  # of the size's GPUs nothing is known; the line about its price says so
@@ -134,12 +132,27 @@ def _examine(nodes: int | None) -> list[DoctorLine]:
         )
     except (SettingsError, ClusterError) as error:
         remedy = "set the variables of docs/azure.md; the deployment's outputs have their values"
-        command = "az deployment group show --name <name> --resource-group <group> --query properties.outputs"
-        return [DoctorLine("settings", "missing", str(error), remedy, command)]
+        return [DoctorLine("settings", "missing", str(error), remedy)]
     try:
         import azure.ai.ml
         import azure.identity  # noqa: F401
     except ImportError as error:
-        return [DoctorLine("settings", "missing", str(error), "install it", "pip install 'dtrain[azure]'")]
-    walk = Walk(Service(options), settings.home, settings.region, settings.gpu_type, settings.nodes, ranks)
-    return walk.all_lines()
+        return [DoctorLine("settings", "missing", str(error), "`pip install 'dtrain[azure]'`")]
+    service, size = Service(options), settings.gpu_type
+    return Doctor(service, settings.home, settings.region, size, settings.nodes, ranks).examine()
+
+
+def lines_document(lines: Sequence[DoctorLine]) -> dict[str, Any]:
+    """Return the lines for JSON, with the fields of `dtrain_dagster.cli.json_fields.DOCTOR`. Pure."""
+    counts = {name: sum(line.verdict == name for line in lines) for name in ("ok", "warning", "missing")}
+    return {"buys": BUYS, "counts": counts, "lines": [asdict(line) for line in lines]}
+
+
+def lines_text(lines: Sequence[DoctorLine]) -> str:
+    """Return the lines for a terminal: verdict, check and what was seen; below it the remedy. Pure."""
+    texts = []
+    for line in lines:
+        texts.append(f"{line.verdict:<8}{line.check:<11} {line.seen}")
+        texts += [f"{'':20}→ {line.remedy}"] if line.remedy else []
+    counts = lines_document(lines)["counts"]
+    return "\n".join([*texts, f"{counts['missing']} missing, {counts['warning']} warnings. {BUYS}"])

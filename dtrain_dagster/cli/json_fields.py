@@ -292,8 +292,7 @@ DOCTOR = {
     "lines[].check": "what was looked at",
     "lines[].verdict": "ok, warning or missing",
     "lines[].seen": "what was seen",
-    "lines[].remedy": "how to fix it",
-    "lines[].command": "the command that fixes it",
+    "lines[].remedy": "how to fix it, with the command that does; empty where it is ok",
 }
 CHECK = {
     "usable": "whether the cluster can be used; where it cannot, the exit code is 2",

@@ -1,26 +1,41 @@
-"""What a first training on a subscription needs, decided from what Azure says: one line for each thing, with its
-remedy. Pure, but for the price table, which is read. `doctor_reader` asks."""
+"""`dtrain doctor` on Azure ML: whether a first training can start, and what to do where it cannot.
+
+Each check looks at one thing; none stops the others. Documents are read without the client's own types, which drop what
+matters here (`applicationInsights` where it is null), and without the SDK's policy that registers providers by itself.
+"""
 
 from __future__ import annotations
 
+import base64
 import datetime
 import ipaddress
+import json
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
-from dtrain_dagster.clusters.azure_ml.client import NotFound, ScopeMissing, ServiceError, ServiceRefused
-from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
-from dtrain_dagster.clusters.azure_ml.sku_chain import Quota, Size, SkuChoice, examine, quotas_of
-from dtrain_dagster.costs.prices import PriceError, hardware_of, price_of, refresh_command, region_of
+import requests
+
+from dtrain_dagster.clusters.azure_ml.absence import SETTINGS
+from dtrain_dagster.clusters.azure_ml.client import NotFound, ScopeMissing, Service, ServiceError, ServiceRefused, words
+from dtrain_dagster.clusters.azure_ml.gpu_nodes import explain_retired
+from dtrain_dagster.clusters.azure_ml.provision import Provisioner
+from dtrain_dagster.clusters.azure_ml.sku_chain import Quota, Size, SkuChoice, chain, examine, quotas_of
+from dtrain_dagster.costs.prices import PriceError, price_of, refresh_command, region_of
 from dtrain_dagster.settings.tiers import SPOT_QUOTA, tier_of
+from dtrain_dagster.support.audit import AuditLog
+from trainer.errors import ConfigError
 from trainer.runtime.network_refusal import NETWORK_REMEDY, is_network_refusal
+from trainer.secrets.redaction import redact
+from trainer.storage.open import open_storage
 
-ML_NAMESPACE = "Microsoft.MachineLearningServices/"
 NEEDED_OPERATIONS = tuple(
-    f"{ML_NAMESPACE}workspaces/{name}"
+    f"Microsoft.MachineLearningServices/workspaces/{name}"
     for name in (
         *("read", "computes/read", "computes/write", "computes/delete", "computes/listNodes/action"),
         *("jobs/read", "jobs/write", "jobs/cancel/action", "codes/versions/read", "codes/versions/write"),
@@ -32,222 +47,74 @@ NEEDED_OPERATIONS = tuple(
     )
 )
 """Operations on the workspace that a training and its registered model need."""
-BUYS = "Nothing was bought: the command only reads, and writes one small blob, which it deletes."
-ASSIGN = "assign the role of deploy/azure that has this operation; it takes effect after some minutes"
-QUOTA_PAGE = "https://ml.azure.com/quota"
-RESERVED_ADDRESSES = 5
-"""Addresses of each subnet that Azure keeps for itself."""
-_DENIED = re.compile(r"perform action '([^']+)'")
-_ROLES = {
-    "/workspaces/": "dtrain orchestrates (<prefix>)",
-    "/subnets/": "dtrain joins its subnet (<prefix>)",
-    "/userAssignedIdentities/": "Managed Identity Operator",
+SIZES_REMEDY = (
+    "raise a quota (https://ml.azure.com/quota), ask for fewer nodes (DTRAIN_NODES), or for other sizes or tiers "
+    f"(DTRAIN_AZURE_CHAIN; DTRAIN_TIER, for Spot's quota: {SPOT_QUOTA})"
+)
+SIGN_IN_REMEDY = "`az login`; on a machine of Azure's a managed identity, with AZURE_CLIENT_ID set to its client id"
+RESERVED_ADDRESSES = 5  # of each subnet, which Azure keeps for itself
+ANSWER_SECONDS = 20.0
+MANIFEST_TYPES = (
+    "application/vnd.docker.distribution.manifest.v2+json, application/vnd.docker.distribution.manifest.list.v2+json, "
+    "application/vnd.oci.image.manifest.v1+json, application/vnd.oci.image.index.v1+json"
+)
+_IMAGE = re.compile(r"(?P<host>[a-z0-9.-]+\.[a-z0-9-]+(:\d+)?|localhost:\d+)/(?P<name>[^:@]+)([:@](?P<tag>.+))?")
+_OF_CHECK = {
+    "workspace": ("DTRAIN_AZURE_WORKSPACE", "dtrain orchestrates (<prefix>)"),
+    "roles": ("DTRAIN_AZURE_WORKSPACE", "dtrain orchestrates (<prefix>)"),
+    "identity": ("DTRAIN_AZURE_IDENTITY", "Managed Identity Operator"),
+    "sizes": ("DTRAIN_AZURE_SUBSCRIPTION_ID", "dtrain reads locations (<prefix>)"),
+    "images": ("DTRAIN_AZURE_IMAGE", "dtrain orchestrates (<prefix>)"),
+    "network": ("DTRAIN_AZURE_SUBNET", "dtrain joins its subnet (<prefix>)"),
 }
-"""Part of a scope → the role of deploy/azure that the orchestrator has on it."""
-_SETTINGS = {"network": "DTRAIN_AZURE_SUBNET", "identity": "DTRAIN_AZURE_IDENTITY", "images": "DTRAIN_AZURE_IMAGE"}
-"""Check → the setting that names what it looks for; of all others the workspace's."""
+"""Check → the setting that names what it looks at, and the role of deploy/azure that the orchestrator has on that."""
 
+Document = Mapping[str, Any]
 Verdict = Literal["ok", "warning", "missing"]
 """Whether it is as it should be; may be in the way, or is only known later; or a training cannot start without it."""
-Document = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class DoctorLine:
-    """One thing that was looked at. ``remedy``: what to do; ``command``: what does it, or shows more."""
+    """One thing that was looked at. ``remedy``: what to do, or the command that does it."""
 
     check: str
     verdict: Verdict
     seen: str
     remedy: str = ""
-    command: str = ""
 
 
-def exit_code_of(lines: Sequence[DoctorLine]) -> int:
-    """Return 1 if something is missing, else 0."""
-    return int(any(line.verdict == "missing" for line in lines))
-
-
-def doctor_document(lines: Sequence[DoctorLine]) -> dict[str, Any]:
-    """Return everything for JSON."""
-    counts = {name: sum(line.verdict == name for line in lines) for name in ("ok", "warning", "missing")}
-    return {"buys": BUYS, "counts": counts, "lines": [asdict(line) for line in lines]}
-
-
-def doctor_text(lines: Sequence[DoctorLine]) -> str:
-    """Return the lines for a terminal: verdict, check and what was seen; below it the remedy, and the command."""
-    texts = []
-    for line in lines:
-        texts.append(f"{line.verdict:<8}{line.check:<11} {line.seen}")
-        texts += [f"{'':20}{sign} {words}" for sign, words in (("→", line.remedy), ("$", line.command)) if words]
-    counts = doctor_document(lines)["counts"]
-    return "\n".join([*texts, f"{counts['missing']} missing, {counts['warning']} warnings. {BUYS}"])
-
-
-def judge_refused_read(check: str, operation: str, error: ServiceError, scope: str, principal: str) -> DoctorLine:
-    """Return why something cannot be read: the network, a missing role, something that does not exist, or no answer.
-    ``operation``: the one that the read needs, where Azure does not name it; ``scope``: what the role is needed on."""
-    reason = error.reason if isinstance(error, ServiceRefused) else str(error)
-    if is_network_refusal(error.code, reason):
-        seen = f"{operation}: refused by a network rule ({error.code}): {reason}"
-        command = f"az resource show --ids {scope} --query properties.publicNetworkAccess"
-        return DoctorLine(check, "missing", seen, NETWORK_REMEDY, command)
-    if error.status == 403 or "Authorization" in error.code:
-        named = _DENIED.search(reason)
-        seen = f"{named[1] if named else operation} is not allowed ({error.code})"
-        return DoctorLine(check, "missing", seen, ASSIGN, assignment_command(principal, scope))
-    if not isinstance(error, (NotFound, ScopeMissing)):
-        return DoctorLine(check, "missing", f"{operation}: {error}", "ask again in a moment")
-    remedy = f"correct {_SETTINGS.get(check, 'DTRAIN_AZURE_WORKSPACE')}, or deploy deploy/azure/main.bicep"
-    if "Subscription" in error.code:
-        remedy = "DTRAIN_AZURE_SUBSCRIPTION_ID is not one that this identity sees: correct it, or log in to its tenant"
-    elif "ResourceGroup" in error.code:
-        remedy = "correct DTRAIN_AZURE_RESOURCE_GROUP, or deploy deploy/azure/main.bicep into it"
-    listed = "account" if "Subscription" in error.code else "ml workspace"
-    return DoctorLine(check, "missing", f"{operation}: {error.code}: {reason}", remedy, f"az {listed} list -o table")
-
-
-def assignment_command(principal: str, scope: str, role: str = "") -> str:
-    """Return the command that gives an identity a role on a scope. ``principal``: its object id; "": not known;
-    ``role``: "" for the one of deploy/azure on such a scope."""
-    role = role or next((name for part, name in _ROLES.items() if part in scope), "dtrain reads locations (<prefix>)")
-    return f'az role assignment create --assignee {principal or "<principal>"} --role "{role}" --scope {scope}'
-
-
-def judge_workspace(document: Document, region: str, options: AzureMLOptions) -> list[DoctorLine]:
-    """Return what is to be said of a workspace that can be read. ``region``: that of ``DTRAIN_REGION``."""
-    own: Document = document.get("properties") or {}
-    location, state = region_of(str(document.get("location"))), str(own.get("provisioningState"))
-    where = f"--name {options.workspace} --resource-group {options.resource_group}"
-    lines = [DoctorLine("workspace", "ok", f"{options.workspace} in {location} can be reached")]
-    if location != region_of(region):
-        seen = f"it is in {location}, and DTRAIN_REGION is {region_of(region)}: nothing can be bought until they match"
-        remedy = "prices and quotas are those of the workspace's region"
-        lines.append(DoctorLine("workspace", "missing", seen, remedy, f"export DTRAIN_REGION={location}"))
-    if state != "Succeeded":
-        command = f"az ml workspace show {where}"
-        lines.append(DoctorLine("workspace", "missing", f"its state is {state}", "wait, or deploy it again", command))
-    if not own.get("applicationInsights"):
-        remedy = (
-            "Azure refuses changes of such a workspace ('Missing dependent resources in workspace json'), though its "
-            "schema calls it optional: give it one, as deploy/azure does"
-        )
-        command = f"az ml workspace update {where} --update-dependent-resources --application-insights <resource id>"
-        lines.append(DoctorLine("workspace", "missing", "it has no Application Insights", remedy, command))
-    return lines
-
-
-def judge_permissions(permissions: Sequence[Document], scope: str, principal: str) -> list[DoctorLine]:
-    """Return a line for each operation on the workspace that is not granted, or one that all are."""
-    missing = missing_operations(NEEDED_OPERATIONS, permissions)
-    if not missing:
-        return [DoctorLine("roles", "ok", f"all {len(NEEDED_OPERATIONS)} operations on the workspace are granted")]
-    command = assignment_command(principal, scope)
-    return [DoctorLine("roles", "missing", f"{name} is not granted", ASSIGN, command) for name in missing]
+def judged(check: str, good: object, seen: str, remedy: str) -> DoctorLine:
+    """Return a line with the remedy only where it is needed."""
+    return DoctorLine(check, "ok", seen) if good else DoctorLine(check, "missing", seen, remedy)
 
 
 def missing_operations(needed: Iterable[str], permissions: Sequence[Document]) -> list[str]:
     """Return the operations that no permission grants. ``permissions``: as Azure lists them for the caller at a scope,
     ``actions`` and ``notActions`` with wildcards; several are added up, and what one excludes another may grant."""
 
-    def grants(permission: Document, operation: str) -> bool:
-        granted = any(_matches(pattern, operation) for pattern in permission.get("actions") or ())
-        return granted and not any(_matches(pattern, operation) for pattern in permission.get("notActions") or ())
+    def holds(patterns: Iterable[str] | None, operation: str) -> bool:
+        # * stands for anything, slashes included; between two slashes for nothing, too: Azure's own role "AzureML Data
+        # Scientist" takes workspaces/write out of what workspaces/*/write grants.
+        texts = (re.escape(text).replace(r"/\*/", "/(?:.*/)?").replace(r"\*", ".*") for text in patterns or ())
+        return any(re.fullmatch(text, operation, re.IGNORECASE) for text in texts)
 
-    return [operation for operation in needed if not any(grants(item, operation) for item in permissions)]
-
-
-def _matches(pattern: str, operation: str) -> bool:
-    """Return whether a pattern of a role holds an operation. ``*`` stands for anything, slashes included; between two
-    slashes for nothing, too: Azure's own role ``AzureML Data Scientist`` takes ``workspaces/write`` out of what
-    ``workspaces/*/write`` grants."""
-    words = re.escape(pattern).replace(r"/\*/", "/(?:.*/)?").replace(r"\*", ".*")
-    return re.fullmatch(words, operation, re.IGNORECASE) is not None
-
-
-def judge_nodes_identity(identity: Document, client_id: str | None) -> DoctorLine:
-    """Return whether the identity of the nodes is the one whose client id they are given."""
-    found = str((identity.get("properties") or {}).get("clientId") or "")
-    seen = f"nodes are {identity.get('name')}, client id {found}"
-    if (client_id or "").casefold() == found.casefold():
-        return DoctorLine("identity", "ok", seen)
-    seen += f", and DTRAIN_AZURE_IDENTITY_CLIENT_ID is {client_id or 'not set'}"
-    command = f"export DTRAIN_AZURE_IDENTITY_CLIENT_ID={found}"
-    return DoctorLine("identity", "missing", seen, "nodes choose their identity by it", command)
-
-
-def judge_storage_error(error: OSError, step: str, uri: str, account_url: str, principal: str) -> DoctorLine:
-    """Return why the container cannot be read or written; the error says what to do. ``step``: what was tried;
-    ``principal``: who did."""
-    container, said = uri.removeprefix("az://").partition("/")[0], str(error)
-    host = urlsplit(account_url).hostname or "<account>"
-    account, remedy = host.partition(".")[0], "as it says"
-    scope = f"$(az storage account show --name {account} --query id --output tsv)/blobServices/default/containers/"
-    command = assignment_command(principal, f"{scope}{container}", "Storage Blob Data Contributor")
-    if NETWORK_REMEDY in said:
-        remedy, command = "see the line itself", f"nslookup {host}"
-    elif "no such container" in said:
-        command = f"az storage container create --auth-mode login --account-name {account} --name {container}"
-    return DoctorLine("storage", "missing", f"{step}: {said}", remedy, command)
+    granted = [(item.get("actions"), item.get("notActions")) for item in permissions]
+    return [name for name in needed if not any(holds(good, name) and not holds(bad, name) for good, bad in granted)]
 
 
 def judge_choice(
-    choice: SkuChoice,
-    sizes: Mapping[str, Size],
-    quotas: Sequence[Quota],
-    node_count: int,
-    ranks: int,
-    today: datetime.date,
-    usage_command: str,
+    choice: SkuChoice, sizes: Mapping[str, Size], quotas: Sequence[Quota], node_count: int, ranks: int
 ) -> DoctorLine:
-    """Return whether this kind of node can be asked for, with the cores that it needs beside those that are free.
-    ``sizes``: by name in lower case; ``usage_command``: lists the quotas."""
-    retired = retirement_of(choice.sku)
-    if retired and retired <= today:
-        remedy = "take it out of DTRAIN_GPU_TYPE and DTRAIN_AZURE_CHAIN; the next choice is tried instead"
-        return DoctorLine("sizes", "warning", f"{choice}: retired on {retired}, whatever is still listed", remedy)
-    refusal, size, cores = examine(choice, sizes, quotas, node_count, 0, ranks), sizes.get(choice.sku.casefold()), ""
-    if size is not None:
-        free = [
-            f"{quota.name} has {quota.limit - quota.used} free of {quota.limit}"
-            for quota in quotas_of(choice, size, quotas)
-            if quota.limit >= 0
-        ]
-        cores = f"{node_count} node(s) need {node_count * size.vcpus} cores; "
-        cores += ", ".join(free) or "no quota of its family is listed, the service decides"
-    if refusal is None:
-        return DoctorLine("sizes", "ok", f"{choice}: {cores}" + (f"; it retires on {retired}" if retired else ""))
-    if "Quota" in refusal.code:
-        seen = f"{choice}: {cores or refusal.message} ({refusal.code})"
-        return DoctorLine(
-            "sizes", "warning", seen, f"ask for more cores ({QUOTA_PAGE}), or for fewer nodes", usage_command
-        )
-    remedy = "the next choice is tried instead; take it out of the chain if this is permanent"
-    return DoctorLine("sizes", "warning", f"{choice}: {refusal.message} ({refusal.code})", remedy)
-
-
-def retirement_of(sku: str) -> datetime.date | None:
-    """Return the day on which a size retires, None where none is known."""
-    try:
-        day = hardware_of(sku).retired_on
-    except PriceError:
-        return None
-    return datetime.date.fromisoformat(day) if day else None
-
-
-def judge_chain(choices: Sequence[SkuChoice], lines: Sequence[DoctorLine], node_count: int) -> DoctorLine:
-    """Return whether anything of the chain can be asked for. ``lines``: those of `judge_choice`, in the same order."""
-    good = [choice for choice, line in zip(choices, lines, strict=True) if line.verdict == "ok"]
-    if good:
-        seen = f"{len(good)} of {len(choices)} choices can be asked for, {good[0]} first"
-        return DoctorLine("sizes", "ok", f"{seen}; whether there is capacity is known only when they are bought")
-    remedy = (
-        f"raise a quota ({QUOTA_PAGE}), add sizes to DTRAIN_AZURE_CHAIN or spot to DTRAIN_TIER (its quota: "
-        f"{SPOT_QUOTA}), or ask for fewer nodes (DTRAIN_NODES)"
-    )
-    return DoctorLine(
-        "sizes", "missing", f"none of {len(choices)} choices can be asked for, with {node_count} nodes", remedy
-    )
+    """Return whether this kind of node can be asked for. ``sizes``: by name in lower case."""
+    today, refusal = datetime.datetime.now(datetime.UTC).date(), examine(choice, sizes, quotas, node_count, 0, ranks)
+    if problem := explain_retired(choice.sku, today) or (refusal and f"{refusal.message} ({refusal.code})"):
+        return DoctorLine("sizes", "warning", f"{choice}: {problem}", SIZES_REMEDY)
+    size = sizes[choice.sku.casefold()]
+    limited = [quota for quota in quotas_of(choice, size, quotas) if quota.limit >= 0]
+    free = ", ".join(f"{quota.name} has {quota.limit - quota.used} free of {quota.limit}" for quota in limited)
+    seen = f"{choice}: {node_count} node(s) need {node_count * size.vcpus} cores; {free or 'no quota of it is listed'}"
+    return DoctorLine("sizes", "ok", seen)
 
 
 def judge_price(choice: SkuChoice, region: str) -> DoctorLine:
@@ -255,58 +122,229 @@ def judge_price(choice: SkuChoice, region: str) -> DoctorLine:
     try:
         figure = price_of(choice.sku, region).figure(tier_of(choice.tier))
     except PriceError as error:
-        remedy = "ask Azure's price list, or take the size out of the chain"
-        return DoctorLine("prices", "missing", f"{choice}: {error}", remedy, refresh_command(region, choice.sku))
+        remedy = f"`{refresh_command(region, choice.sku)}`, or take the size out of the chain"
+        return DoctorLine("prices", "missing", f"{choice}: {error}", remedy)
     seen = f"{choice}: {figure.usd_per_hour:.4g} US dollars per node and hour ({figure.how}, {figure.recorded_on})"
     return DoctorLine("prices", "ok", seen)
 
 
-def judge_image(text: str, status: int, said: str, principal: str) -> DoctorLine:
+def judge_image(image: str, status: int, said: str) -> DoctorLine:
     """Return what a registry's answer to a question for an image means. ``status``: of HTTP, 0 where there was none;
-    ``said``: its words, or why there is no answer; ``principal``: who asked."""
-    host = text.partition("/")[0].partition(":")[0]
-    registry = host.partition(".")[0]
-    if status == 200:
-        return DoctorLine("images", "ok", f"{text} is there")
-    if is_network_refusal("", said):
-        seen = f"{text}: refused by a network rule ({status})"
-        return DoctorLine("images", "missing", seen, NETWORK_REMEDY, f"nslookup {host}")
-    if status == 404:
-        remedy = "build it and push it (deploy/azure/README.md), or correct DTRAIN_AZURE_IMAGE"
-        command = f"az acr repository list --name {registry} --output table"
-        return DoctorLine("images", "missing", f"{text}: the registry has no such image", remedy, command)
-    if status in (401, 403):
-        remedy = "the nodes' identity needs AcrPull on it; give it to this one too, and the tag can be looked for"
-        command = assignment_command(principal, f"$(az acr show --name {registry} --query id --output tsv)", "AcrPull")
-        return DoctorLine("images", "warning", f"{text}: the registry denies access ({status})", remedy, command)
-    seen = f"{text}: the registry does not answer: {status or ''} {said}".rstrip()
-    remedy = "check the host in DTRAIN_AZURE_IMAGE, and that this machine may reach it"
-    return DoctorLine("images", "missing", seen, remedy, f"az acr check-health --name {registry}")
+    ``said``: its words, or why there is no answer."""
+    seen, is_closed = f"{image}: the registry answers {status}: {said}", is_network_refusal("", said)
+    if status in (401, 403) and not is_closed:
+        remedy = "the nodes' identity needs AcrPull on it; give it to this one too, and the image can be looked for"
+        return DoctorLine("images", "warning", seen, remedy)
+    remedy = NETWORK_REMEDY if is_closed else "build and push it, or correct DTRAIN_AZURE_IMAGE"
+    return judged("images", status == 200, f"{image} is there" if status == 200 else seen, remedy)
 
 
-def judge_no_subnet(workspace: Document, options: AzureMLOptions) -> DoctorLine:
-    """Return what it means that no subnet is named for the nodes."""
-    own: Document = workspace.get("properties") or {}
-    managed, is_closed = (own.get("managedNetwork") or {}).get("isolationMode"), own.get("publicNetworkAccess")
-    if managed and managed != "Disabled":
-        return DoctorLine("network", "ok", f"nodes are in the workspace's managed network ({managed})")
-    if options.public_ip and is_closed != "Disabled":
-        return DoctorLine("network", "ok", "nodes are in no network of yours, with public addresses")
-    seen = "nodes must have no public addresses, but no subnet is named: Azure does not make such a compute"
-    if options.public_ip:
-        seen = "the workspace is closed to the internet, and nodes are in no network that reaches it"
-    remedy = "set DTRAIN_AZURE_SUBNET (output nodesSubnetId of deploy/azure), or use a managed network"
-    return DoctorLine("network", "missing", seen, remedy)
+class Doctor:
+    """One walk over everything. ``region``: that of ``DTRAIN_REGION``; ``wanted``: the size that is asked for first."""
 
+    def __init__(self, service: Service, home: Path, region: str, wanted: str, node_count: int, ranks: int) -> None:
+        self.service, self.options, self.region, self.wanted = service, service.options, region_of(region), wanted
+        self.provisioner = Provisioner(service, AuditLog(home))
+        self.node_count, self.ranks = node_count, ranks
+        self.properties: Document = {}  # of the workspace, once it was read
+        self.principal = "<principal>"  # the id of who asks, once it is known
 
-def judge_subnet(subnet: Document, node_count: int) -> DoctorLine:
-    """Return whether nodes fit into their subnet."""
-    own: Document = subnet.get("properties") or {}
-    prefixes = [str(text) for text in (own.get("addressPrefixes") or [own.get("addressPrefix")]) if text]
-    room = sum(ipaddress.ip_network(prefix).num_addresses - RESERVED_ADDRESSES for prefix in prefixes)
-    seen = f"subnet {subnet.get('name')} ({', '.join(prefixes)}) has room for {max(room, 0)} nodes"
-    if room >= node_count:
-        return DoctorLine("network", "ok", seen)
-    return DoctorLine(
-        "network", "missing", f"{seen}, not for {node_count}", "choose a larger subnet, or ask for fewer nodes"
-    )
+    def examine(self) -> list[DoctorLine]:
+        """Return every line. Without an identity there is only that one: nobody would answer the other checks."""
+        lines = [self._sign_in()]
+        if lines[0].verdict == "missing":
+            return lines
+        for check, look in (
+            *(("workspace", self._workspace), ("roles", self._roles), ("identity", self._nodes_identity)),
+            *(("storage", self._storage), ("sizes", self._sizes), ("images", self._image), ("network", self._network)),
+        ):
+            try:
+                for line in look():
+                    lines.append(line)  # those before a refusal count
+            except ServiceError as error:
+                lines.append(self._refused(check, error))
+        return lines
+
+    def _refused(self, check: str, error: ServiceError) -> DoctorLine:
+        """Return why something cannot be read: the network, a missing role, what does not exist, or no answer."""
+        reason, remedy = error.reason if isinstance(error, ServiceRefused) else str(error), "ask again in a moment"
+        if is_network_refusal(error.code, reason):
+            remedy = NETWORK_REMEDY
+        elif error.status == 401:
+            remedy = SIGN_IN_REMEDY
+        elif error.status == 403 or "Authorization" in error.code:
+            remedy = self._assignment(check)
+        elif isinstance(error, (NotFound, ScopeMissing)):
+            setting = SETTINGS[error.scope] if isinstance(error, ScopeMissing) else _OF_CHECK[check][0]
+            remedy = f"correct {setting}, or deploy deploy/azure/main.bicep"
+        return DoctorLine(check, "missing", f"{error.code}: {reason}", remedy)
+
+    def _assignment(self, check: str) -> str:
+        places = {"identity": self.options.identity, "network": self.options.subnet}
+        places["sizes"] = f"/subscriptions/{self.options.subscription_id}"
+        command = f'az role assignment create --assignee {self.principal} --role "{_OF_CHECK[check][1]}" --scope '
+        return f"`{command}{places.get(check) or self.options.workspace_id}`; it takes effect after some minutes"
+
+    def _sign_in(self) -> DoctorLine:
+        try:
+            token = str(self.service.credential.get_token(f"{self._cloud[0]}/.default").token)
+        except Exception as error:  # whatever a credential of the chain raises
+            return DoctorLine("identity", "missing", f"no token for Azure: {words(error)}", SIGN_IN_REMEDY)
+        try:  # unchecked: it is our own
+            claims = json.loads(base64.urlsafe_b64decode(token.split(".")[1] + "=="))
+            self.principal = str(claims["oid"])
+            who = claims.get("upn") or claims.get("unique_name") or f"application {claims.get('appid')}"
+            return DoctorLine("identity", "ok", f"{who}, principal {self.principal}, tenant {claims.get('tid')}")
+        except (LookupError, ValueError, TypeError):
+            return DoctorLine("identity", "ok", "an identity whose token does not say who it is")
+
+    def _workspace(self) -> Iterator[DoctorLine]:
+        name, group = self.options.workspace, self.options.resource_group
+        found = self._document(self.options.workspace_id, "2024-10-01-preview")
+        own = self.properties = found.get("properties") or {}
+        location, state = region_of(str(found.get("location"))), own.get("provisioningState")
+        seen = f"{name} is in {location}, and DTRAIN_REGION, whose prices count, is {self.region}"
+        yield judged("workspace", location == self.region, seen, f"`export DTRAIN_REGION={location}`")
+        yield judged("workspace", state == "Succeeded", f"its state is {state}", "wait, or deploy it again")
+        seen = f"its Application Insights, which Azure needs to change it, is {own.get('applicationInsights')}"
+        update = f"az ml workspace update --name {name} --resource-group {group} --update-dependent-resources"
+        remedy = f"`{update} --application-insights <resource id>`"
+        yield judged("workspace", own.get("applicationInsights"), seen, remedy)
+
+    def _roles(self) -> Iterator[DoctorLine]:
+        page = f"{self.options.workspace_id}/providers/Microsoft.Authorization/permissions"
+        query, found = "2022-04-01", list[Document]()
+        try:
+            while page:
+                document = self._document(page, query)
+                found += document.get("value") or []
+                page, query = str(document.get("nextLink") or "").removeprefix(self._cloud[0]), ""
+        except ServiceError as error:
+            seen = f"permissions cannot be listed ({error.code}): whether they suffice is known when a job is started"
+            remedy = "give this identity Microsoft.Authorization/permissions/read, as deploy/azure does"
+            if not isinstance(error, (NotFound, ScopeMissing)):  # of a workspace that is not there, as its line says
+                yield DoctorLine("roles", "warning", seen, remedy)
+            return
+        missing, count = missing_operations(NEEDED_OPERATIONS, found), len(NEEDED_OPERATIONS)
+        seen = f"of {count} operations on the workspace, {', '.join(missing) or 'none'} is not granted"
+        yield judged("roles", not missing, seen, self._assignment("roles"))
+
+    def _nodes_identity(self) -> Iterator[DoctorLine]:
+        if self.options.identity is None:
+            remedy = "set DTRAIN_AZURE_IDENTITY and DTRAIN_AZURE_IDENTITY_CLIENT_ID (outputs of deploy/azure)"
+            yield DoctorLine("identity", "warning", "nodes get their compute's identity, which has no roles", remedy)
+            return
+        found = self._document(self.options.identity, "2023-01-31")
+        known, told = str((found.get("properties") or {}).get("clientId")), self.options.identity_client_id
+        seen = f"nodes are {found.get('name')}, client id {known}; DTRAIN_AZURE_IDENTITY_CLIENT_ID is {told}"
+        remedy = f"`export DTRAIN_AZURE_IDENTITY_CLIENT_ID={known}`, by which nodes choose it"
+        yield judged("identity", known.casefold() == str(told).casefold(), seen, remedy)
+
+    def _storage(self) -> Iterator[DoctorLine]:
+        uri, name, fault = self.options.root_uri, f"probe-{uuid.uuid4().hex}", ""
+        try:
+            if not os.environ.get("AZURE_STORAGE_ACCOUNT_URL"):
+                raise ConfigError("AZURE_STORAGE_ACCOUNT_URL is not set: nodes are told it, and open it by identity")
+            storage = open_storage(f"{uri}/doctor")
+            storage.create(name, name.encode())
+            storage.read(name)
+            storage.delete(name)
+        except (OSError, ConfigError) as error:
+            fault = str(error)
+        remedy = "as it says; deploy/azure/README.md has the roles and the network"
+        yield judged("storage", not fault, fault or f"{uri}: a blob was written, read and deleted", remedy)
+
+    def _sizes(self) -> Iterator[DoctorLine]:
+        choices = chain(self.wanted, self.options.chain, self.options.tiers)
+        yield from (judge_price(choice, self.region) for choice in choices)
+        sizes, quotas = self.provisioner.sizes(), self.provisioner.quotas()
+        lines = [judge_choice(choice, sizes, quotas, self.node_count, self.ranks) for choice in choices]
+        good = sum(line.verdict == "ok" for line in lines)
+        seen = f"{good} of {len(lines)} choices can be asked for; whether there is capacity is known once they are"
+        yield from [*lines, judged("sizes", good, seen, SIZES_REMEDY)]
+
+    def _image(self) -> Iterator[DoctorLine]:
+        text = self.options.image
+        if text.startswith("azureml:"):
+            path = text.removeprefix("azureml:").removesuffix("@latest").replace(":", "/versions/")
+            self._document(f"{self.options.workspace_id}/environments/{path}", "2024-04-01")
+            yield DoctorLine("images", "ok", f"{text} is in the workspace")
+        elif (image := _IMAGE.fullmatch(text)) is None:
+            remedy = "name an image with its registry (registry.azurecr.io/dtrain-nodes:1), or azureml:<name>:<version>"
+            seen = f"DTRAIN_AZURE_IMAGE={text!r} names no registry and no environment"
+            yield DoctorLine("images", "missing", seen, remedy)
+        elif not image["host"].partition(":")[0].endswith(self._cloud[1]):
+            seen = f"{text} is not in a registry of Azure's, and was not looked for"
+            yield DoctorLine("images", "warning", seen, "see that nodes can pull it")
+        else:
+            try:
+                answer = self._ask_registry(image["host"], image["name"], image["tag"] or "latest")
+                status, said = answer.status_code, answer.text[:300]
+            except (requests.RequestException, ValueError, KeyError) as error:
+                status, said = 0, f"{type(error).__name__}: {error}"[:300]
+            yield judge_image(text, status, redact(said))
+
+    def _network(self) -> Iterator[DoctorLine]:
+        if self.options.subnet is None:
+            managed = (self.properties.get("managedNetwork") or {}).get("isolationMode") or "Disabled"
+            access, has_ip = self.properties.get("publicNetworkAccess") or "Enabled", self.options.public_ip
+            seen = f"no subnet is named, nodes have {'' if has_ip else 'no '}public addresses, the workspace's managed "
+            seen += f"network is {managed}, and its public access {access}"
+            remedy = "set DTRAIN_AZURE_SUBNET (output nodesSubnetId of deploy/azure), or use a managed network"
+            yield judged("network", managed != "Disabled" or (has_ip and access != "Disabled"), seen, remedy)
+            return
+        found = self._document(self.options.subnet, "2024-05-01")
+        own: Document = found.get("properties") or {}
+        prefixes = [str(text) for text in (own.get("addressPrefixes") or [own.get("addressPrefix")]) if text]
+        room = sum(ipaddress.ip_network(prefix).num_addresses - RESERVED_ADDRESSES for prefix in prefixes)
+        seen = (
+            f"subnet {found.get('name')} ({', '.join(prefixes)}) has room for {max(room, 0)} of {self.node_count} nodes"
+        )
+        yield judged("network", room >= self.node_count, seen, "choose a larger subnet, or ask for fewer nodes")
+
+    @cached_property
+    def _cloud(self) -> tuple[str, str]:
+        """The address of the Resource Manager, and the end of names of Azure's registries, which alone are shown a
+        token: of the public cloud, or of the one that `ARM_CLOUD_METADATA_URL` describes."""
+        url, registries = "https://management.azure.com", ".azurecr.io"
+        if metadata := os.environ.get("ARM_CLOUD_METADATA_URL"):
+            for cloud in requests.get(metadata, timeout=ANSWER_SECONDS).json():
+                if (here := cloud["resourceManager"].rstrip("/")) in metadata:
+                    url, registries = here, f".{cloud['suffixes']['acrLoginServer']}"
+        return url, registries
+
+    def _document(self, path: str, version: str) -> Any:
+        """Return a document of the Resource Manager by its path. Raise `ServiceError`."""
+        from azure.core import PipelineClient
+        from azure.core.pipeline.policies import BearerTokenCredentialPolicy
+        from azure.core.rest import HttpRequest
+
+        policy = BearerTokenCredentialPolicy(self.service.credential, f"{self._cloud[0]}/.default")
+        request = HttpRequest("GET", f"{self._cloud[0]}{path}", params={"api-version": version} if version else None)
+
+        def ask() -> Any:
+            with PipelineClient[Any, Any](self._cloud[0], policies=[policy]) as client:
+                answer = client.send_request(request, connection_timeout=10, read_timeout=ANSWER_SECONDS)
+                answer.raise_for_status()
+                return answer.json()
+
+        return self.service.call(f"read {path}", ask, self.options.look_patience_seconds)
+
+    def _ask_registry(self, host: str, repository: str, reference: str) -> requests.Response:
+        """Return the answer of a registry of Azure's to a question for an image, with its own token where it gives one.
+        The question is GET, not HEAD: a refusal's words tell a firewall from a missing role."""
+
+        def post(path: str, **form: str) -> requests.Response:
+            address, form = f"https://{host}/oauth2/{path}", {"service": host, **form}
+            return requests.post(address, data=form, timeout=ANSWER_SECONDS, allow_redirects=False)
+
+        mine = self.service.credential.get_token(f"{self._cloud[0]}/.default")
+        given = post("exchange", grant_type="access_token", access_token=mine.token)
+        if given.ok:
+            scope, token = f"repository:{repository}:pull", given.json()["refresh_token"]
+            given = post("token", grant_type="refresh_token", scope=scope, refresh_token=token)
+        if not given.ok:
+            return given
+        headers = {"Accept": MANIFEST_TYPES, "Authorization": f"Bearer {given.json()['access_token']}"}
+        address = f"https://{host}/v2/{repository}/manifests/{reference}"
+        return requests.get(address, headers=headers, timeout=ANSWER_SECONDS, allow_redirects=False)
