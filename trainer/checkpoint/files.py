@@ -17,6 +17,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any
@@ -32,7 +33,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """The names of the moments, as torch calls them."""
 PART_SECONDS = 300.0
 """How long the rank of place 0 waits for the parts of the others."""
-_CHUNK = 4 << 20
+_CHUNK, _SMALL = 4 << 20, 1 << 16
 
 
 def part_name(place: int, size: int) -> str:
@@ -91,7 +92,7 @@ def part_of(state: Mapping[str, Any]) -> Part | None:
 
 def write_whole(storage: Storage, folder: str, state: Any) -> dict[str, Any]:
     """Write a whole state, and return its entry of the manifest."""
-    return {"state.pt": _write(storage, f"{folder}/state.pt", state)}
+    return {"state.pt": write_file(storage, f"{folder}/state.pt", state)}
 
 
 def write_part(storage: Storage, folder: str, part: Part, state: Any) -> dict[str, Any]:
@@ -99,7 +100,7 @@ def write_part(storage: Storage, folder: str, part: Part, state: Any) -> dict[st
     name = part_name(part.place, part.size)
     known = _read_description(storage, folder, name)
     if known is None:
-        known = _write(storage, f"{folder}/{name}", state)
+        known = write_file(storage, f"{folder}/{name}", state)
         with suppress(FileExistsError):  # this rank's own, of an attempt whose answer was lost
             storage.create(_description(folder, name), json.dumps(known).encode())
     return {name: known}
@@ -134,9 +135,11 @@ def digest_file(file: IO[bytes]) -> tuple[int, str]:
     return size, sha256.hexdigest()
 
 
-def _write(storage: Storage, name: str, state: Any) -> dict[str, Any]:
-    with storage.stream(name) as file:
-        writer: Any = _HashingWriter(file)
+def write_file(storage: Storage, name: str, state: Any) -> dict[str, Any]:
+    """Write what `torch.save` makes of a state, as it is made, and return its size (``bytes``) and ``sha256``, and its
+    ``version_id`` where storage gives one."""
+    with storage.stream(name) as file, ThreadPoolExecutor(1, thread_name_prefix="digest") as beside:
+        writer: Any = _HashingWriter(file, beside)
         try:
             torch.save(state, writer)
         except Exception as error:
@@ -156,24 +159,28 @@ def _read_description(storage: Storage, folder: str, name: str) -> dict[str, Any
 
 
 class _HashingWriter:
-    """A file for `torch.save` that computes sha256 of what passes, piece by piece, without holding the GIL."""
+    """A file for `torch.save` that computes sha256 of what passes, beside the writing and without holding the GIL."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
+    def __init__(self, file: IO[bytes], beside: Executor) -> None:
+        self.file, self._beside = file, beside
         self.size = 0
         self.sha256 = hashlib.sha256()
         self.error: Exception | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
+        digested = self._beside.submit(self.sha256.update, view) if len(view) > _SMALL else None
         try:
             for start in range(0, len(view), _CHUNK):
-                piece = view[start : start + _CHUNK]
-                self.sha256.update(piece)
-                self.file.write(piece)
+                self.file.write(view[start : start + _CHUNK])
         except Exception as error:
             self.error = error
             raise
+        finally:
+            if digested is None:
+                self.sha256.update(view)
+            else:
+                digested.result()  # the memory is the caller's again
         self.size += len(view)
         return len(view)
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import torch
-
+from trainer.checkpoint.files import write_file
 from trainer.comm.group import GroupError
 from trainer.documents.schemas import FinishStage
 from trainer.engine.budget import COMMIT_SECONDS
@@ -124,14 +121,11 @@ def _result(session: Session, weights_sha256: str, report: dict[str, Any], best:
 def _write_model(session: Session, weights_sha256: str, correction: Mapping[str, float]) -> None:
     """Write what serving needs: the weights, and how to build the module that they fit. ``correction``: arguments of
     the loss that were found after the training."""
-    buffer = io.BytesIO()
-    torch.save(session.state.module.state_dict(), buffer)
-    data = buffer.getvalue()
-    session.rundir.storage.write(WEIGHTS, data)
+    written = write_file(session.rundir.storage, WEIGHTS, session.state.module.state_dict())
     description = {
         **session.problem.description,
         **({"correction": dict(correction)} if correction else {}),
         "weights_sha256": weights_sha256,
-        "file_sha256": hashlib.sha256(data).hexdigest(),
+        "file_sha256": written["sha256"],
     }
     session.rundir.write_json(MODEL, description)

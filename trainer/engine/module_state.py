@@ -65,7 +65,7 @@ def holds_module_state(module: nn.Module) -> bool:
 def copy_state_dict(module: nn.Module) -> dict[str, Any]:
     """Return a copy of a module's state dict, on the CPU."""
     return {
-        name: value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
         for name, value in module.state_dict().items()
     }
 
@@ -176,7 +176,7 @@ def _update(result: Any, value: Any) -> None:
         result.update(f"{tuple(flat.shape)}{flat.dtype}".encode())
         if flat.is_quantized:
             flat = flat.int_repr()
-        result.update(flat.reshape(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+        result.update(flat.reshape(-1).view(torch.uint8).numpy() if flat.numel() else b"")
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
             result.update(str(key).encode())

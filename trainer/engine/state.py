@@ -213,8 +213,8 @@ class TrainingState:
         """Let the model be a whole of the best weights on every rank, of the last where there are no best ones. Return
         what goes back to the state before. A collective where ranks hold parts."""
         self.step.take_whole()
-        if self.best is None:  # no validation loss was ever finite
-            return lambda: None
+        if self.best is None or self.progress.best_step == self.progress.step:
+            return lambda: None  # no validation loss was ever finite, or the last weights are the best
         last = copy_state_dict(self.module)
         load_state_dict(self.module, self.best)
         return lambda: load_state_dict(self.module, last)
