@@ -20,7 +20,7 @@ Three hosts: network namespaces with a rank each, joined by links of 10 Gbit/s, 
 the stock model at its default batch, and a wide one, whose gradients are megabytes and which trains **8 samples per
 rank and step**: chosen so that a step waits for the link. With larger batches, communication weighs less. (Sums by node
 differ from plain ones where nodes have several ranks: they have rows of their own, with two ranks on each of two
-hosts.) At the lowest rate, trainings are twice as long, and allreduce and top-k train
+hosts.) At the lowest rate, trainings are twice as long, and those of the wide model with allreduce and top-k are done
 twice, once at each end of the series. This part needs root.
 
     topk_vs_allreduce_100mbit              duration of a step of the wide model with allreduce over that with top-k:

@@ -2,14 +2,13 @@
 does by itself (`gp`: values by Optuna's Gaussian process, ended early by successive halving), and by halving of random
 values (ASHA).
 
-`python -m benchmarks.search --record 96` trains a random sample of a space for real (a network for the
-digits of scikit-learn as a table of rows; learning rate, weight decay, batch, width, depth and dropout vary), each to
-its end, and keeps the learning curves. `python -m benchmarks.search` plays searches on them, which
-differ in the order in which trials come: the decisions are those of `dtrain search`, two trials at once, and all
-policies have the same trainings to choose from, the same costs, and begin with the same ones. Random values are the
-next training of the order; chosen values are the best one, as the sampler has it, of those that are left. Only the
-clock and the fleet are played. The trainings are recorded one after the other in one process, so that what a start and
-a finish take is given.
+`python -m benchmarks.search --record 96` trains a random sample of a space for real (a network for the digits of
+scikit-learn as a table of rows; learning rate, weight decay, batch, width, depth and dropout vary), each to its end,
+and keeps the learning curves. `python -m benchmarks.search` plays searches on them, which differ in the order in which
+trials come: the decisions are those of `dtrain search`, two trials at once, and all policies have the same trainings to
+choose from, the same costs, and begin with the same ones. Random values are the next training of the order; chosen
+values are the best one, as the sampler has it, of those that are left. Only the clock and the fleet are played. The
+trainings are recorded one after the other in one process, so that what a start and a finish take is given.
 
     dollars_vs_random         dollars of `gp` to the score that random search has at the end of its budget, over that
                               budget: mean over orders; it promises 0.5
