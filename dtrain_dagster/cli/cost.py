@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -19,7 +20,7 @@ from dtrain_dagster.cli.fleet_screen import ledger_table
 from dtrain_dagster.cli.job_names import find_job_or_fleet, named_argument
 from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.cli.screen import Column, pairs_table, plain_table, print_fitted
-from dtrain_dagster.clusters.azure_ml.bill import UsageError, marks_of, read_usage, reconcile
+from dtrain_dagster.clusters.azure_ml.bill import Marks, Reconciliation, UsageError, read_usage, reconcile
 from dtrain_dagster.costs import export
 from dtrain_dagster.costs.carbon import job_footprint
 from dtrain_dagster.costs.ledger import Ledger, ledger
@@ -168,7 +169,7 @@ def _show_job(settings: Settings, job_id: str, as_json: bool, as_csv: bool, usag
         if account := manager.describe_account(job_id):
             more["account"] = account
         if reconciled is not None:
-            more["reconciliation"] = reconciled.as_dict()
+            more["reconciliation"] = json.loads(json.dumps(asdict(reconciled), default=float))
         metrics = tracker.metrics(epochs, expected + tracker.probe_usd if expected else 0.0)
         print_json(export.cost_document(tracker, found, metrics, words, **more))
     else:
@@ -181,9 +182,8 @@ def _show_job(settings: Settings, job_id: str, as_json: bool, as_csv: bool, usag
             _print_reconciled(reconciled)
 
 
-def _reconciled(path: Path, tracker: CostTracker, job_id: str, rundir: RunDir, workspace_id: str) -> Any:
-    rows = read_usage(path.read_bytes(), str(path))
-    marks = marks_of(job_id, rundir.read_json(LAUNCH) or {}, workspace_id)
+def _reconciled(path: Path, tracker: CostTracker, job_id: str, rundir: RunDir, workspace_id: str) -> Reconciliation:
+    rows, marks = read_usage(path.read_bytes(), str(path)), Marks(job_id, rundir.read_json(LAUNCH) or {}, workspace_id)
     return reconcile(tracker, rows, marks, datetime.now(UTC).date())
 
 
@@ -213,7 +213,7 @@ def _print(
         say(f"note: {note}")
 
 
-def _print_reconciled(result: Any) -> None:
+def _print_reconciled(result: Reconciliation) -> None:
     figures = ("billed", "ours", "difference")
     table = plain_table("day", "meter", *figures, "why", right=figures)
     table.title = "against the provider's export"
