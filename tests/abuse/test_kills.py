@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -212,8 +213,10 @@ def test_a_forged_launch_kills_nothing_of_another_job(tmp_path: Path):
             sweep({"token": forged}, mine)
         assert victim.poll() is None
         assert own.poll() is None
-        sweep({"token": token}, mine)
-        assert own.wait(60) == -signal.SIGKILL
+        with ThreadPoolExecutor(1) as pool:
+            ended = pool.submit(own.wait, 60)  # a child that nobody waits for would still be there
+            sweep({"token": token}, mine)
+            assert ended.result() == -signal.SIGKILL
         assert victim.poll() is None
     finally:
         victim.kill()

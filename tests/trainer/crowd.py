@@ -45,9 +45,8 @@ class Line(FailureDetector):
         self.follow({name: address for name, address in known.items() if name != member})  # ends the connection
         self.cut.add(member)
         self.follow(known)
-        self._loop.call_soon_threadsafe(
-            self._set, member, self._peers[member], "silent"
-        )  # the timeout is not waited for
+        if member in known:  # the timeout is not waited for
+            self._loop.call_soon_threadsafe(self._set, member, self._peers[member], "silent")
 
     def close(self) -> None:
         super().close()

@@ -112,7 +112,7 @@ def test_every_tracked_job_has_one_run_whoever_writes_it(manager: LocalClusterMa
 
 def test_a_server_that_does_not_answer_delays_no_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "3")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     records = FleetRecords(tmp_path, "small")
     records.write_limits(FleetLimits(budget_usd=1.0, nodes=1, usd_per_node_hour=3.06), time.time())
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -284,7 +284,10 @@ def test_members_that_share_a_gpu_refuse_to_train(places: list[tuple[int, int]],
     )  # fmt: skip
     formed, config = Generation(number=1, launch=1, members=members), DistributedTrainingConfig()
     with pytest.raises(ConfigError) if words else nullcontext() as refused:
-        form_world(
+        world = form_world(
             formed, "m1", RankFacts(), torch.device("cpu"), socket.socket(), config, "job", read_launch_secret({})
-        ).close()
+        )
+        assert world.group is not None
+        world.group.fail("the test is over")  # else its end would be waited for
+        world.close()
     assert refused is None or words in str(refused.value)

@@ -77,7 +77,7 @@ def test_who_does_not_know_the_secret_is_turned_away():
     thread = threading.Thread(target=stranger)
     thread.start()
     with pytest.raises(MeetingError, match=r"ranks \[1\] did not connect"):
-        Meeting(facts_of(0, 2, port), SECRET, {}, seconds=4)
+        Meeting(facts_of(0, 2, port), SECRET, {}, seconds=2)
     thread.join()
     assert "is not rank 0" in said[0]
 

@@ -285,7 +285,7 @@ def test_a_job_whose_agent_has_ended_leaves_by_itself_and_is_not_cancelled(tmp_p
 def test_an_engine_that_does_not_answer_costs_no_node(make_job: Callable[..., Job]) -> None:
     job = make_job(SUCCEEDS)
     (job.folder / "engine" / "down").touch()
-    job.start()
+    job.start("--hasty")
     job.wait(lambda: job.status().get("state") == "queued", "a job that waits")
     job.wait(lambda: "does not answer" in job.status()["message"], "the reason")
     (job.folder / "engine" / "down").unlink()
@@ -301,7 +301,7 @@ def test_a_cancelled_job_ends_in_order_though_the_engine_does_not_answer(make_jo
     job = make_job(
         "signal.signal(signal.SIGTERM, lambda *_: ((OUT / f'saved-{RANK}').touch(), sys.exit(143)))\n" + WAITS
     )
-    supervisor = job.start()
+    supervisor = job.start("--hasty")
     job.file("began-0-1"), job.file("began-1-1")
     (job.folder / "engine" / "down").touch()
     supervisor.send_signal(signal.SIGTERM)
