@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.runtime.nested import map_leaves
@@ -31,8 +30,9 @@ class Samples:
     (count,)."""
     place: int = 0
     """The place among the parts of that micro-batch, where it does not go through the model as a whole."""
-    positions: NDArray[np.int64] | None = None
-    """Positions of the samples within the training split (count,), where they are known."""
+    positions: Any = None
+    """Positions of the samples within the training split (count,), or `trainer.data.device_order.Places`; None where
+    they are not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BLOCK = 1 << 20
+GOLDEN, MIXERS, SHIFTS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB), (30, 27, 31)
+"""The numbers of SplitMix64, whose finaliser is the hash of a sample."""
 
 
 def digest_samples(samples: NDArray[np.int64]) -> int:
@@ -24,10 +26,10 @@ def digest_samples(samples: NDArray[np.int64]) -> int:
 
 def digests(samples: NDArray[np.int64], starts: NDArray[np.int64]) -> list[int]:
     """Return the digest (`digest_samples`) of each part of ``samples``. Parts begin at ``starts``; none is empty."""
-    values = np.asarray(samples, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)  # the finaliser of SplitMix64
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    values ^= values >> np.uint64(31)
+    values = np.asarray(samples, dtype=np.uint64) + np.uint64(GOLDEN)
+    for shift, factor in zip(SHIFTS, MIXERS, strict=False):
+        values = (values ^ (values >> np.uint64(shift))) * np.uint64(factor)
+    values ^= values >> np.uint64(SHIFTS[-1])
     return np.add.reduceat(values, starts).astype(np.int64).tolist()
 
 

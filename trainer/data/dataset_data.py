@@ -255,6 +255,10 @@ class DatasetReader:
     before_epoch: Callable[[], object]
     """Called before the first batch of (the rest of) an epoch; it may raise."""
 
+    @property
+    def order_device(self) -> None:
+        """None: it wants positions."""
+
     def read(self, steps: Iterator[PlannedStep]) -> Iterator[Sequence[Any]]:
         """Yield the micro-batches of each step, as the collate function makes them."""
         self.before_epoch()

@@ -19,7 +19,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial, reduce
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -27,13 +28,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.data.batches import Batch, Samples, move_to
-from trainer.data.coverage import digests
+from trainer.data.coverage import add, digests
 from trainer.data.sampler import MicroBatch, Sampler
 from trainer.runtime.fault_injection import Faults
+from trainer.runtime.packages import load
 from trainer.runtime.step_timer import StepTimer
 
+if TYPE_CHECKING:
+    from trainer.data.device_order import DeviceOrder
+
+DEVICE_ORDER, PLACES = "trainer.data.device_order:DeviceOrder", "trainer.data.device_order:Places"
 PLANNED = 1 << 13
 """Samples of this rank that are worked out together, about."""
+PLANNED_PLACES = 1 << 10
+"""Steps that are worked out together where samples are places in an order on the device."""
 RESIDENT_SHARE = 0.25
 """The share of a GPU's free memory that the data may take: the model, its gradients and activations come after it."""
 
@@ -52,10 +60,17 @@ class PlannedStep:
     digest: int
     ahead: list[tuple[int, int]]
     """Samples [first, last) that the kernel may read meanwhile."""
+    order: DeviceOrder | None = None
+    """The order of the epoch, where the device has it: then positions are `trainer.data.device_order.Places` in it."""
 
 
 class Reader(Protocol):
     """The interface of what reads the samples of steps."""
+
+    @property
+    def order_device(self) -> torch.device | None:
+        """Where it wants the order of an epoch: the device that holds the data; None: it wants positions."""
+        ...
 
     def read(self, steps: Iterator[PlannedStep]) -> Iterator[Sequence[Any]]:
         """Yield the data of the micro-batches of each step. It may take several steps before it yields the first."""
@@ -106,6 +121,10 @@ class ArrayData(TrainingData):
     @abstractmethod
     def samples(self, split: str, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Return the samples at these positions as one batch on `device`."""
+
+    def samples_on_device(self, split: str, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `samples` at positions that are on `device` already, which nothing waits for."""
+        return self.samples(split, positions.cpu().numpy())
 
     @abstractmethod
     def will_need(self, split: str, first: int, last: int) -> None:
@@ -166,6 +185,9 @@ class BatchLoader:
     def _plan(self, epoch: int, offset: int, step: int, planned: deque[PlannedStep]) -> Iterator[PlannedStep]:
         """Yield the steps from a position of the epoch on, which are dealt some at once; each goes into ``planned``."""
         sampler = self.sampler
+        if self.reader.order_device is not None and sampler.shuffle_block is None:
+            yield from self._plan_on_device(self.reader.order_device, epoch, offset, step, planned)
+            return
         for numbers in sampler.together(offset, PLANNED):
             dealt = sampler.steps(epoch, offset, numbers)
             positions = np.concatenate([part.positions for _, parts in dealt for part in parts])
@@ -176,6 +198,28 @@ class BatchLoader:
                 planned.append(PlannedStep(step + number, sampler.seed, samples, parts, used, ahead))
                 yield planned[-1]
 
+    def _plan_on_device(
+        self, device: torch.device, epoch: int, offset: int, step: int, planned: deque[PlannedStep]
+    ) -> Iterator[PlannedStep]:
+        """Do the same where the device holds the data, and its order too: samples stay places in it."""
+        sampler = self.sampler
+        order = load(DEVICE_ORDER).of_epoch(sampler.samples, sampler.seed, epoch, device)
+        make_places = load(PLACES)
+        for first in range(0, sampler.steps_from(offset), PLANNED_PLACES):
+            numbers = range(first, min(first + PLANNED_PLACES, sampler.steps_from(offset)))
+            dealt = sampler.cuts(offset, numbers)
+            edges = np.array([cut[2:] for cuts in dealt for cut in cuts], dtype=np.int64)
+            used = iter(order.digests(edges[:, 0], edges[:, 1]))
+            for number, cuts in zip(numbers, dealt, strict=True):
+                begin, end = sampler.batch_range(offset, number)
+                parts = [
+                    MicroBatch(part, make_places(start, stop, partial(sampler.order, epoch)), place)
+                    for part, place, start, stop in cuts
+                ]
+                digest = reduce(add, (next(used) for _ in cuts))
+                planned.append(PlannedStep(step + number, sampler.seed, end - begin, parts, digest, [], order))
+                yield planned[-1]
+
 
 class ArrayReader:
     """Gathers whole steps from arrays of this node, ahead in a thread where that is worth it."""
@@ -183,6 +227,7 @@ class ArrayReader:
     def __init__(self, data: ArrayData, device: torch.device, prefetch_batches: int | None) -> None:
         self.data, self.device = data, device
         resident = data.device.type == device.type != "cpu"
+        self.order_device = device if resident else None
         self.ahead = batches_ahead(prefetch_batches, device, resident, data.is_larger_than_memory)
         self._pool = (
             ThreadPoolExecutor(1, thread_name_prefix="gather", initializer=self._settle_thread) if self.ahead else None
@@ -219,7 +264,11 @@ class ArrayReader:
             for first, last in step.ahead:
                 self.data.will_need("train", first, last)
         parts = [part.positions for part in step.parts]
-        inputs, target = self.data.samples("train", parts[0] if len(parts) == 1 else np.concatenate(parts))
+        if step.order is not None:
+            mine = [step.order.samples[each.first : each.last] for each in parts]
+            inputs, target = self.data.samples_on_device("train", mine[0] if len(mine) == 1 else torch.cat(mine))
+        else:
+            inputs, target = self.data.samples("train", parts[0] if len(parts) == 1 else np.concatenate(parts))
         copied = None
         if self._stream is not None:
             with torch.cuda.stream(self._stream):

@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,8 @@ from numpy.typing import NDArray
 from trainer.config import ConfigError
 
 _ROUNDS = 6
+MIXING = ((0x9E3779B97F4A7C15, 29), (0xBF58476D1CE4E5B9, 32))
+"""(factor, shift) by which one half of a position is mixed in each round, after its key."""
 GROUP_BLOCKS = 256
 """The number of blocks that are mixed with each other: a batch holds samples from that many places of the dataset."""
 
@@ -33,12 +36,8 @@ def permute(indices: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDA
     A balanced Feistel network over the next even power of two, walked until it lands inside [0, size) again
     (Black and Rogaway 2002, cycle walking): a bijection without a table, in O(len(indices)).
     """
-    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = np.uint64((1 << half_bits) - 1)
-    keys = [
-        np.uint64(int.from_bytes(hashlib.blake2b(f"{seed}/{epoch}/{number}".encode(), digest_size=8).digest(), "big"))
-        for number in range(_ROUNDS)
-    ]
+    half_bits, numbers = permutation_keys(size, seed, epoch)
+    mask, keys = np.uint64((1 << half_bits) - 1), [np.uint64(number) for number in numbers]
     values = np.asarray(indices, dtype=np.uint64).ravel()
     result = _feistel(values, keys, half_bits, mask)
     outside = np.flatnonzero(result >= size)
@@ -46,6 +45,14 @@ def permute(indices: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDA
         result[outside] = moved = _feistel(result[outside], keys, half_bits, mask)
         outside = outside[moved >= size]
     return result.astype(np.int64).reshape(np.shape(indices))
+
+
+def permutation_keys(size: int, seed: int, epoch: int) -> tuple[int, list[int]]:
+    """Return the bits of each half of a position, and the key of each round, of what `permute` does."""
+    digests = (
+        hashlib.blake2b(f"{seed}/{epoch}/{number}".encode(), digest_size=8).digest() for number in range(_ROUNDS)
+    )
+    return max(1, ((size - 1).bit_length() + 1) // 2), [int.from_bytes(digest, "big") for digest in digests]
 
 
 MOST_JUDGED = 1 << 19
@@ -114,10 +121,10 @@ def _feistel(values: NDArray[np.uint64], keys: list[np.uint64], half_bits: int, 
     shift = np.uint64(half_bits)
     left, right = values >> shift, values & mask
     for key in keys:
-        mixed = (right ^ key) * np.uint64(0x9E3779B97F4A7C15)  # wraps modulo 2^64, as meant
-        mixed ^= mixed >> np.uint64(29)
-        mixed *= np.uint64(0xBF58476D1CE4E5B9)
-        mixed ^= mixed >> np.uint64(32)
+        mixed = right ^ key
+        for factor, moved in MIXING:
+            mixed *= np.uint64(factor)  # wraps modulo 2^64, as meant
+            mixed ^= mixed >> np.uint64(moved)
         left, right = right, left ^ (mixed & mask)
     return (left << shift) | right
 
@@ -162,8 +169,8 @@ class MicroBatch:
 
     number: int
     """The place among the step's micro-batches."""
-    positions: NDArray[np.int64]
-    """Positions of its samples within the training split, shape (b,)."""
+    positions: Any
+    """Positions of its samples within the training split (b,), int64, or `trainer.data.device_order.Places`."""
     place: int = 0
     """The place among the parts of that micro-batch."""
 
@@ -223,22 +230,27 @@ class Sampler:
         """Return `step` for each of these, which `batch_range` numbers. Every rank gets at least one micro-batch, and
         none is empty. They are permuted together: for a few thousand positions that takes little more than for a
         few."""
-        parts_of_rank = range(self.rank, self.micro_batches, self.world_size)
+        cuts = self.cuts(offset, numbers)
         batches = [self.batch_range(offset, number) for number in numbers]
-        cuts = [
-            [
-                (part, place, start, stop)
-                for part in parts_of_rank
-                for place, (start, stop) in enumerate(self._cut(first, last, part))
-            ]
-            for first, last in batches
-        ]
         order = np.concatenate([np.arange(start, stop, dtype=np.int64) for cut in cuts for *_, start, stop in cut])
         sizes = [stop - start for cut in cuts for *_, start, stop in cut]
-        parts = iter(np.split(self._order(epoch, order), np.cumsum(sizes)[:-1]))
+        parts = iter(np.split(self.order(epoch, order), np.cumsum(sizes)[:-1]))
         return [
             (last - first, [MicroBatch(part, next(parts), place) for part, place, *_ in cut])
             for (first, last), cut in zip(batches, cuts, strict=True)
+        ]
+
+    def cuts(self, offset: int, numbers: range) -> list[list[tuple[int, int, int, int]]]:
+        """Return this rank's micro-batches of each of these steps, as (number, place, first, last): its samples are at
+        places [first, last) in the order of the epoch."""
+        parts_of_rank = range(self.rank, self.micro_batches, self.world_size)
+        return [
+            [
+                (part, place, start, stop)
+                for part in parts_of_rank
+                for place, (start, stop) in enumerate(self._cut(*self.batch_range(offset, number), part))
+            ]
+            for number in numbers
         ]
 
     def _cut(self, first: int, last: int, part: int) -> list[tuple[int, int]]:
@@ -266,7 +278,8 @@ class Sampler:
         from_here = first // order.group * order.group if is_first else first + order.group
         return order.blocks(from_here, last + order.group)
 
-    def _order(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def order(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the samples at these places in the order of an epoch, as positions within the split."""
         if self.shuffle_block is None:
             return permute(positions, self.samples, self.seed, epoch)
         return BlockOrder(self.samples, self.shuffle_block, self.seed, epoch).samples(positions)

@@ -49,6 +49,7 @@ class DataShardManager(CachedArrays):
         self._second_name: str | None = None
         self._second: Tensor | None = None
         self._ranges = {split: self._sample_ranges(split) for split in self.manifest["splits"]}
+        self._device_ranges: dict[str, list[Tensor]] = {}
 
     def count(self, split: str) -> int:
         """Return the number of samples in a split."""
@@ -104,7 +105,7 @@ class DataShardManager(CachedArrays):
     def keep_on(self, device: torch.device) -> None:
         """Copy features and targets to this device; from now on, windows are gathered there."""
         self._targets, self._flat = self._targets.to(device, copy=True), self._flat.to(device, copy=True)
-        self.device = self._targets.device
+        self.device, self._device_ranges = self._targets.device, {}
         self._windows = self._flat.as_strided(self._windows.shape, self._windows.stride())
         if self._second is not None:
             self._second = self._second.to(device, self._targets.dtype)
@@ -114,11 +115,21 @@ class DataShardManager(CachedArrays):
         """Return the windows at these positions, and their targets, as `gather`."""
         return self.gather(self.end_rows(split, positions))
 
+    def samples_on_device(self, split: str, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the same for positions on `device`."""
+        if split not in self._device_ranges:
+            self._device_ranges[split] = [torch.from_numpy(each).to(self.device) for each in self._ranges[split]]
+        starts, edges = self._device_ranges[split]
+        index = torch.searchsorted(edges, positions, right=True) - 1
+        return self._gather(starts[index] + (positions - edges[index]))
+
     def gather(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Return the windows that end in ``rows`` (B,): raw features (B, W, F) float32, and targets (B,) float32, or
         (B, 2) after `add_target`; on `device`."""
+        return self._gather(torch.from_numpy(np.asarray(rows, dtype=np.int64)).to(self.device))
+
+    def _gather(self, index: Tensor) -> tuple[Tensor, Tensor]:
         spec = self.spec
-        index = torch.from_numpy(np.asarray(rows, dtype=np.int64)).to(self.device)
         if self.is_larger_than_memory:  # all at once, instead of page by page as the gather comes to them
             for row in index.tolist():
                 self._read_ahead(row, row + 1)
