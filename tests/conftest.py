@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import sys
 from collections import Counter
@@ -69,6 +70,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return path not in BROWSER, -seconds[path]
 
     items.sort(key=place)
+
+
+ALL_COSTLY = re.compile(r"^pytestmark = .*\b(slow|long|BROWSER_TEST)\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``--fast`` a file all of whose tests are marked as costly is not even imported."""
+    if config.option.fast and collection_path.suffix == ".py" and ALL_COSTLY.search(collection_path.read_text()):
+        return True
+    return None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -244,6 +244,7 @@ def test_an_endpoint_that_has_only_just_come_up_is_asked_again(
     assert asked[:3] == [32, 32, 32]
 
 
+@pytest.mark.slow
 def test_nobody_there_is_a_finding(run_dir: str) -> None:
     check = registry.check_endpoint(registry.ScoringEndpoint(url="http://127.0.0.1:9/invocations"), run_dir)
     assert [item.name for item in check.findings] == ["answers"]

@@ -10,14 +10,25 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from filelock import FileLock
+
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
 """The pages that are made from the code. `make test` makes them anew; here only if the code has changed since."""
 _GENERATOR = ROOT / "docs" / "generate_reference.py"
 _SOURCES = (_GENERATOR, *(path for name in ("trainer", "dtrain_dagster") for path in (ROOT / name).rglob("*.py")))
 _made = REFERENCE / "settings.md"
-if not _made.exists() or _made.stat().st_mtime < max(path.stat().st_mtime for path in _SOURCES):
-    subprocess.run([sys.executable, str(_GENERATOR)], check=True)
+
+
+def _is_old() -> bool:
+    return not _made.exists() or _made.stat().st_mtime < max(path.stat().st_mtime for path in _SOURCES)
+
+
+if _is_old():
+    REFERENCE.mkdir(exist_ok=True)
+    with FileLock(REFERENCE / ".lock"):  # of several workers, the first one makes them
+        if _is_old():
+            subprocess.run([sys.executable, str(_GENERATOR)], check=True)
 DOCUMENTS = (
     ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").rglob("*.md")), *sorted((ROOT / "deploy").rglob("*.md")),

@@ -54,6 +54,7 @@ def test_all_links_and_files_of_the_site_are_there(site: Path):
     assert broken == []
 
 
+@pytest.mark.slow
 def test_addresses_of_other_sites_are_encrypted(site: Path):
     """They are not followed, as the tests have no network."""
     found = {link for page in site.rglob("*.html") for link in Targets(page).links if "://" in link}
@@ -106,6 +107,7 @@ def test_every_field_has_a_meaning(name: str):
     assert [row for row in rows if re.match(r"\| `[^|]*\|\s*\|", row)] == []
 
 
+@pytest.mark.slow
 def test_no_code_of_a_requirement_is_in_what_users_read(site: Path):
     for page in site.rglob("*.html"):
         assert not re.search(r"\b(R\d+\.\d+|D\d{1,2})\b", page.read_text().split("<article")[-1]), page.name

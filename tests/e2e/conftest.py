@@ -19,6 +19,7 @@ import dagster as dg
 import psutil
 import pytest
 import requests
+from playwright.sync_api import Browser
 
 from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.planning.probe import has_succeeded
@@ -27,6 +28,8 @@ from harness.tables import copy_tables
 from harness.waiting import until
 from tests.page import Page
 from trainer.rundir import RunDir
+
+from .chromium import chromium
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -151,6 +154,13 @@ def dashboard_of(project: Project, *options: str, **env: str) -> Iterator[str]:
     finally:
         process.terminate()
         assert process.wait(20) is not None
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A Chromium for the tests of one file; each opens pages of its own, which share nothing."""
+    with chromium() as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

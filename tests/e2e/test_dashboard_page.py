@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page
+from playwright.sync_api import Browser, Page
 
 from harness.small_job import PACED_MODEL, write_dataset
 from tests.abuse.dashboard_load import write_jobs
 from tests.dtrain_dagster.told_events import HOSTILE, START, event, membership, told, write_run
 
-from .chromium import BROWSER_TEST, chromium, patient_page, shot
+from .chromium import BROWSER_TEST, patient_page, shot
 from .conftest import Project, dashboard_of, make_project, wait_for
 
 pytestmark = [*BROWSER_TEST, pytest.mark.timeout(600)]
@@ -24,7 +24,8 @@ pytestmark = [*BROWSER_TEST, pytest.mark.timeout(600)]
 def project(tmp_path: Path) -> Iterator[Project]:
     made = make_project(tmp_path / "home")
     yield made
-    made.cli("dtrain", "cancel", "live")
+    if made.processes():
+        made.cli("dtrain", "cancel", "live")
     for process in made.processes():
         process.kill()
 
@@ -36,15 +37,15 @@ def url(project: Project) -> Iterator[str]:
 
 
 @pytest.fixture
-def page() -> Iterator[Page]:
+def page(browser: Browser) -> Iterator[Page]:
     """A laptop's window. Whatever the page complains of, and whomever it asks, is kept in ``page.complaints``."""
-    with chromium() as browser:
-        page = patient_page(browser, viewport={"width": 1280, "height": 800}, color_scheme="light")
-        page.complaints = []  # type: ignore[attr-defined]
-        page.on("console", lambda message: message.type == "error" and complain(page, message.text))
-        page.on("pageerror", lambda error: complain(page, str(error)))
-        page.on("dialog", lambda dialog: complain(page, f"a script of an event ran: {dialog.message}"))
-        yield page
+    page = patient_page(browser, viewport={"width": 1280, "height": 800}, color_scheme="light")
+    page.complaints = []  # type: ignore[attr-defined]
+    page.on("console", lambda message: message.type == "error" and complain(page, message.text))
+    page.on("pageerror", lambda error: complain(page, str(error)))
+    page.on("dialog", lambda dialog: complain(page, f"a script of an event ran: {dialog.message}"))
+    yield page
+    page.close()
 
 
 def complain(page: Page, text: str) -> None:

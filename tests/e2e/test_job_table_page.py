@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Page
+from playwright.sync_api import Browser, Page
 
 from dtrain_dagster.support.formatting import dollars
 from tests.dtrain_dagster.told_events import HOSTILE, START, event, told, write_run
 
-from .chromium import BROWSER_TEST, chromium, patient_page, shot
+from .chromium import BROWSER_TEST, patient_page, shot
 from .conftest import Project, dashboard_of, make_project, wait_for
 
 pytestmark = [*BROWSER_TEST, pytest.mark.timeout(600)]
@@ -70,16 +70,16 @@ def url(project: Project) -> Iterator[str]:
 
 
 @pytest.fixture
-def page() -> Iterator[Page]:
+def page(browser: Browser) -> Iterator[Page]:
     """A laptop's window, in which nothing may go wrong, and which asks this server only."""
-    with chromium() as browser:
-        page = patient_page(browser, viewport={"width": 1280, "height": 800}, color_scheme="light")
-        complaints: list[str] = []
-        page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("dialog", lambda dialog: complaints.append(f"a script of an event ran: {dialog.message}"))
-        yield page
-        assert complaints == []
+    page = patient_page(browser, viewport={"width": 1280, "height": 800}, color_scheme="light")
+    complaints: list[str] = []
+    page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("dialog", lambda dialog: complaints.append(f"a script of an event ran: {dialog.message}"))
+    yield page
+    page.close()
+    assert complaints == []
 
 
 def names(page: Page) -> list[str]:
