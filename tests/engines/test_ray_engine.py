@@ -25,11 +25,15 @@ def launch() -> dict[str, Any]:
 
 
 @pytest.fixture
-def make(ray_cluster: RayCluster, tmp_path: Path) -> Iterator[Callable[..., RayEngine]]:
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., RayEngine]]:
+    """Makes engines of the cluster, which is started unless the options name another."""
     made: list[RayEngine] = []
 
     def engine(shell: str = IN_ORDER, **options: Any) -> RayEngine:
-        given = {"address": ray_cluster.address, "dashboard": ray_cluster.dashboard, "cpus": 2.0} | options
+        if "address" not in options:
+            cluster = request.getfixturevalue("ray_cluster")
+            options = {"address": cluster.address, "dashboard": cluster.dashboard} | options
+        given = {"cpus": 2.0} | options
         made.append(RayEngine(
             RaySettings(**given), tmp_path, lambda launch, node, _: ["/bin/sh", "-c", f"NODE={node}; {shell}"]
         ))  # fmt: skip
@@ -38,6 +42,17 @@ def make(ray_cluster: RayCluster, tmp_path: Path) -> Iterator[Callable[..., RayE
     yield engine
     for one in made:
         one.close()
+
+
+@pytest.fixture
+def one_machine() -> Iterator[RayCluster]:
+    """A cluster of its head and one machine, which is there in half the time."""
+    if why := missing():
+        pytest.skip(why)
+    with RayCluster(nodes=2) as cluster, pytest.MonkeyPatch.context() as patch:
+        for name, value in cluster.access.items():
+            patch.setenv(name, value)
+        yield cluster
 
 
 def wait_for(engine: RayEngine, launch: dict[str, Any], state: str, count: int = 1) -> list[EngineJob]:
@@ -104,8 +119,10 @@ def test_a_machine_may_say_at_which_address(launch: dict[str, Any], tmp_path: Pa
         engine.close()
 
 
-def test_what_waits_says_why_and_is_withdrawn(make: Callable[..., RayEngine], launch: dict[str, Any]) -> None:
-    engine = make(cpus=64.0)
+def test_what_waits_says_why_and_is_withdrawn(
+    make: Callable[..., RayEngine], launch: dict[str, Any], one_machine: RayCluster
+) -> None:
+    engine = make(cpus=64.0, address=one_machine.address, dashboard=one_machine.dashboard)
     name = engine.submit(launch, 0, 1)
     (job,) = wait_for(engine, launch, "pending")
     assert job.reason == "no machine is large enough (CPU 64, the largest has 2): lower DTRAIN_RAY_CPUS, or add one"
