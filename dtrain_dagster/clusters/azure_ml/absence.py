@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
+from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.refusals import error_parts
 from dtrain_dagster.clusters.azure_ml.sku_chain import fold_name
 
-Answer = Literal["found", "own", "unclear", "scope"]
-"""What came of a look: the thing itself; its own 404; a 404 that does not name it; a 404 of what it lies in."""
+Answer = Literal["found", "own", "scope"]
+"""What came of a look: the thing itself; its own 404; a 404 of what it lies in."""
 Scope = Literal["subscription", "resource group", "workspace"]
 SETTINGS: Mapping[Scope, str] = {
     "subscription": "DTRAIN_AZURE_SUBSCRIPTION_ID",
@@ -30,25 +30,10 @@ _SCOPES: Mapping[str, Scope] = {
 }
 """Codes, folded, that say by themselves what is missing."""
 _QUOTED = re.compile(r"['\"‘“]([^'\"’”]+)['\"’”]")
-KEPT_LOOKS = 8
+COUNTED_LOOKS, KEPT_LOOKS = 3, 8
+"""Looks that it takes until a job that the service does not know is gone; and those that are noted at most."""
 CANCEL_TAKEN, CANCEL_NOT_FOUND = "taken", "not found"
 """What becomes of the cancellation of a job that seems to be gone; else it is refused, in the service's words."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AbsencePatience:
-    """What it takes until a job that the service does not know is gone."""
-
-    seconds: float
-    """Least time between the first and the last of the looks that count."""
-    grace_seconds: float
-    """Time after the job was asked for in which no look counts."""
-    looks: int = 3
-
-    @property
-    def gap_seconds(self) -> float:
-        """Return the least time between two looks that count: several orchestrators in a second are one look."""
-        return self.seconds / (2 * (self.looks - 1))
 
 
 def find_missing_scope(error: Any, workspace: str) -> Scope | None:
@@ -71,38 +56,23 @@ def names_resource(error: Any, name: str) -> bool:
     """Return whether the body of a 404 names this job or compute, in a message or as the target of one of its
     errors."""
     word = re.compile(rf"(?i)(?<![\w-]){re.escape(name)}(?![\w-])")
-    messages = [part.message for part in error_parts(error)]
-    return any(word.search(text) for text in [*messages, *_find_targets(error)])
-
-
-def _find_targets(node: Any, depth: int = 0) -> list[str]:
-    if depth > 20:
-        return []
-    if isinstance(node, Mapping):
-        own = [str(value) for key, value in node.items() if fold_name(str(key)) == "target" and value]
-        return own + [text for value in node.values() for text in _find_targets(value, depth + 1)]
-    if isinstance(node, list):
-        return [text for item in node for text in _find_targets(item, depth + 1)]
-    return []
+    return any(word.search(text) for part in error_parts(error) for text in (part.message, part.target))
 
 
 def note_look(
-    misses: Sequence[float], answer: Answer, now: float, asked_at: float, patience: AbsencePatience
+    misses: Sequence[float], answer: Answer, now: float, asked_at: float, options: AzureMLOptions
 ) -> tuple[float, ...]:
     """Return the times of the looks that count against a job, after one more. Times are Unix seconds; ``asked_at``:
-    when the job was asked for.
-
-    A look that finds it, or that finds not even its workspace, takes all back; an unclear one changes nothing.
-    """
-    if answer in ("found", "scope"):
+    when the job was asked for. A look that finds it, or that finds not even its workspace, takes all back. None counts
+    right after the job was asked for; and several orchestrators in a second are one look."""
+    if answer != "own":
         return ()
-    is_early = now - asked_at < patience.grace_seconds
-    is_same = bool(misses) and now - misses[-1] < patience.gap_seconds
-    if answer == "unclear" or is_early or is_same:
+    gap = options.missing_seconds / (2 * (COUNTED_LOOKS - 1))
+    if now - asked_at < options.start_seconds or (misses and now - misses[-1] < gap):
         return tuple(misses)
     return (*misses[:1], *misses[1:][-(KEPT_LOOKS - 2) :], now)
 
 
-def is_absent(misses: Sequence[float], patience: AbsencePatience) -> bool:
+def is_absent(misses: Sequence[float], options: AzureMLOptions) -> bool:
     """Return whether the service has not known a job for long enough, at enough looks."""
-    return len(misses) >= patience.looks and misses[-1] - misses[0] >= patience.seconds
+    return len(misses) >= COUNTED_LOOKS and misses[-1] - misses[0] >= options.missing_seconds

@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dtrain_dagster.clusters.azure_ml.absence import SETTINGS, Scope, find_missing_scope, names_resource
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
-from dtrain_dagster.clusters.azure_ml.refusals import error_body_of
+from dtrain_dagster.clusters.azure_ml.refusals import error_body_of, error_chain
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.support.audit import note_request_id, noted_request_id
 from dtrain_dagster.support.secrets import redact
@@ -182,44 +182,17 @@ def _note_request(answer: Any) -> None:
         note_request_id(found)
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error and its causes: some errors of the client hide the one that says why."""
-    seen: set[int] = set()
-    waiting: list[Any] = [error]
-    while waiting:
-        item = waiting.pop(0)
-        if not isinstance(item, BaseException) or id(item) in seen:
-            continue
-        seen.add(id(item))
-        yield item
-        waiting += [getattr(item, "inner_exception", None), item.__cause__, item.__context__]
-
-
 def passes(error: BaseException) -> bool:
     """Return whether the reason is transient. An answer of the service decides; without one, the request was not
     received."""
-    from azure.core.exceptions import (
-        DecodeError,
-        HttpResponseError,
-        IncompleteReadError,
-        ServiceRequestError,
-        ServiceResponseError,
-    )
-    from requests.exceptions import ConnectionError as RequestsConnectionError
-    from requests.exceptions import Timeout
+    from azure.core import exceptions as core
+    from requests import exceptions as http
 
-    lost = (
-        ServiceRequestError,
-        ServiceResponseError,
-        IncompleteReadError,
-        DecodeError,
-        RequestsConnectionError,
-        Timeout,
-    )
-    for item in _chain(error):
-        if isinstance(item, lost):
+    lost = (core.ServiceRequestError, core.ServiceResponseError, core.IncompleteReadError, core.DecodeError)
+    for item in error_chain(error):
+        if isinstance(item, (*lost, http.ConnectionError, http.Timeout)):
             return True
-        if isinstance(item, HttpResponseError) and item.status_code is not None:
+        if isinstance(item, core.HttpResponseError) and item.status_code is not None:
             # A private workspace also answers 502 to a caller from outside, for as long as it is asked.
             return item.status_code in PASSING_STATUSES and not is_network_refusal(code_of(error), words(error))
     return False
@@ -233,7 +206,7 @@ def explain_refusal(what: str, error: BaseException) -> ServiceError:
 
     if is_network_refusal(code, reason):  # first: it comes with the status of each of the others
         message += f". {NETWORK_REMEDY[0].upper()}{NETWORK_REMEDY[1:]}"
-    elif any(isinstance(item, ClientAuthenticationError) for item in _chain(error)) and status in (None, 401):
+    elif any(isinstance(item, ClientAuthenticationError) for item in error_chain(error)) and status in (None, 401):
         message = (
             f"{what}: no identity that Azure accepts. Give this machine a managed identity, or run `az login`; "
             f"DefaultAzureCredential says: {reason}"
@@ -250,13 +223,13 @@ def explain_refusal(what: str, error: BaseException) -> ServiceError:
 
 def status_of(error: BaseException) -> int | None:
     """Return the HTTP status of the service's answer, where there was one."""
-    found = (getattr(item, "status_code", None) for item in _chain(error))
+    found = (getattr(item, "status_code", None) for item in error_chain(error))
     return next((status for status in found if isinstance(status, int)), None)
 
 
 def code_of(error: BaseException) -> str:
     """Return the service's code, else the HTTP status, else the error's type."""
-    for item in _chain(error):
+    for item in error_chain(error):
         code = getattr(getattr(item, "error", None), "code", None)
         if code:
             return str(code)
@@ -266,7 +239,7 @@ def code_of(error: BaseException) -> str:
 
 def words(error: BaseException, longest: int = 600) -> str:
     """Return the service's message in one line, without secrets."""
-    for item in _chain(error):
+    for item in error_chain(error):
         message = getattr(getattr(item, "error", None), "message", None)
         if message:
             return _line(str(message), longest)
@@ -280,7 +253,9 @@ def _line(text: str, longest: int) -> str:
 
 def asked_pause(error: BaseException) -> float:
     """Return the pause in seconds that the service asks for, 0 where it does not."""
-    asked = (retry_after_seconds(getattr(getattr(item, "response", None), "headers", None)) for item in _chain(error))
+    asked = (
+        retry_after_seconds(getattr(getattr(item, "response", None), "headers", None)) for item in error_chain(error)
+    )
     return next(filter(None, asked), 0.0)
 
 
@@ -289,7 +264,7 @@ def request_id_of(error: BaseException) -> str | None:
     it: the failing answer only belongs to a question about it."""
     if noted := noted_request_id():
         return noted
-    for item in _chain(error):
+    for item in error_chain(error):
         headers = getattr(getattr(item, "response", None), "headers", None) or {}
         if found := headers.get(REQUEST_ID):
             return str(found)
@@ -303,5 +278,5 @@ def request_note(request_id: str | None) -> str:
 
 def own_environment() -> dict[str, str]:
     """Return the variables of this process that nodes need to find the storage: an address, never a key."""
-    names = ("AZURE_STORAGE_ACCOUNT_URL",)
-    return {name: os.environ[name] for name in names if os.environ.get(name)}
+    name = "AZURE_STORAGE_ACCOUNT_URL"
+    return {name: os.environ[name]} if os.environ.get(name) else {}

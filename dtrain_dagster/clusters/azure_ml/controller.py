@@ -17,7 +17,6 @@ from dtrain_dagster.clusters.azure_ml.job_records import (
     JobRecords,
     MissingJobKeeper,
     gather_facts,
-    job_patience,
     job_status_of,
 )
 from dtrain_dagster.clusters.azure_ml.jobs import Jobs, NameTaken
@@ -152,7 +151,7 @@ class JobController:
             if isinstance(error, ScopeMissing):
                 record = self.missing.note(record, "scope")
             return self.records.report_unreachable(record, status, error)
-        decision = decide_job(facts, job_patience(self.options))
+        decision = decide_job(facts, self.options)
         if job is not None and not record["confirmed"]:
             fields = {"confirmed": True, "studio_url": job.studio_url}
             record = self.launches.change(record["token"], **fields) or record
@@ -213,7 +212,7 @@ class JobController:
             return self.records.report_missing(record, self.records.read_status(), decision.message)
         misses, answer = tuple(current.get("missing_at") or ()), current["missing_cancel"]
         facts = replace(facts, misses=misses, missing_cancel=answer, stopping=current["stopping"])
-        decision = decide_job(facts, job_patience(self.options))
+        decision = decide_job(facts, self.options)
         if decision.action == "next" and not self.tends:
             return self.records.report_missing(current, self.records.read_status(), decision.message)
         return self._act(current, facts, decision)
@@ -246,7 +245,7 @@ class JobController:
             raise
         except ClusterError as error:  # what no other size changes
             message = f"{decision.message}; and {error}"
-            return self._settle(record, facts, JobDecision(action="settle", state=JobState.FAILED, message=message))
+            return self._settle(record, facts, JobDecision("settle", JobState.FAILED, message))
         self.records.end_stays(facts.look)
         before, current = self.launches.read()
         if current is None or current["token"] != record["token"] or current["cancel_asked_at"]:
@@ -268,9 +267,7 @@ class JobController:
         message = f"launch {following['launch']} with {got.node_count} x {got.sku}: {decision.message}"
         look = Look(status="NotStarted")
         facts = replace(facts, look=look, launch=following["launch"], phase_since=following["submitted_at"])
-        return self.records.report(
-            following, facts, JobDecision(action="report", state=JobState.QUEUED, message=message)
-        )
+        return self.records.report(following, facts, JobDecision("report", JobState.QUEUED, message))
 
     def _get_nodes(self, record: Record) -> Provisioned:
         """Return all nodes that were requested, or as many as there are; where some did not come in time, those that
@@ -344,7 +341,7 @@ class JobController:
             submitted_at=record["submitted_at"],
             phase_since=record["submitted_at"],
         )
-        decision = JobDecision(action="settle", state=JobState.FAILED, message=f"it was not submitted: {error}")
+        decision = JobDecision("settle", JobState.FAILED, f"it was not submitted: {error}")
         self.records.write_end(record, facts, decision, facts.now, 1)
 
     def _cancel_in_service(self, record: Record, why: str) -> None:
@@ -356,7 +353,7 @@ class JobController:
         """Settle a job that got no nodes, after the service has said that it has ended. A Dagster run has a queue to
         go back to, so it has not failed; a shell has none."""
         state = JobState.CANCELLED if self.run_id else JobState.FAILED
-        return self._settle(record, facts, JobDecision(action="settle", state=state, message=why), starved)
+        return self._settle(record, facts, JobDecision("settle", state, why), starved)
 
     def _settle(
         self, record: Record, facts: JobFacts, decision: JobDecision, starved: Starved | None = None

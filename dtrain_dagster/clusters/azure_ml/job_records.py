@@ -18,7 +18,6 @@ from dtrain_dagster.clusters.azure_ml import launch_record as launch_records
 from dtrain_dagster.clusters.azure_ml.absence import (
     CANCEL_NOT_FOUND,
     CANCEL_TAKEN,
-    AbsencePatience,
     Answer,
     note_look,
 )
@@ -28,7 +27,7 @@ from dtrain_dagster.clusters.azure_ml.launch_record import Launches, Record, kin
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.provision import NODES_THERE, Provisioner
 from dtrain_dagster.clusters.azure_ml.sku_chain import SkuChoice, chain
-from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, Patience, phase_of
+from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, phase_of
 from dtrain_dagster.clusters.base import JobState, JobStatus, Starved
 from dtrain_dagster.clusters.exit_policy import is_failure
 from dtrain_dagster.costs.usage import NodeUsage
@@ -38,22 +37,6 @@ from trainer.errors import DamagedError
 from trainer.rundir import LOGS, RESULT, STATUS, RunDir
 
 _log = logging.getLogger(__name__)
-
-
-def absence_patience(options: AzureMLOptions) -> AbsencePatience:
-    """Return the patience with a job that the service says not to know."""
-    return AbsencePatience(seconds=options.missing_seconds, grace_seconds=options.start_seconds)
-
-
-def job_patience(options: AzureMLOptions) -> Patience:
-    """Return the deadlines for a launch."""
-    return Patience(
-        queue=options.queue_deadline_seconds,
-        allocation=options.allocation_patience_seconds,
-        silence=options.silence_seconds,
-        start=options.start_seconds,
-        absence=absence_patience(options),
-    )
 
 
 def list_alternatives(record: Record, options: AzureMLOptions) -> list[SkuChoice]:
@@ -112,13 +95,12 @@ class MissingJobKeeper:
 
     def __init__(self, launches: Launches, jobs: Jobs) -> None:
         self.launches, self.jobs = launches, jobs
-        self.patience = absence_patience(jobs.options)
 
     def note(self, record: Record, answer: Answer) -> Record:
         """Record what came of a look at this launch, and return its record. Nothing is written where nothing
         changes."""
         before = record.get("missing_at") or []
-        after = list(note_look(before, answer, time.time(), record["submitted_at"], self.patience))
+        after = list(note_look(before, answer, time.time(), record["submitted_at"], self.jobs.options))
         if after == before:
             return record
         fields = {"missing_at": after} if after else {"missing_at": [], "missing_cancel": ""}

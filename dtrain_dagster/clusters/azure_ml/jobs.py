@@ -11,10 +11,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from dtrain_dagster.clusters.azure_ml.client import (
@@ -50,21 +51,6 @@ OLDEST_SECONDS = 30 * 86400.0
 SHARED_GIB_PER_RANK = 8
 _EXISTS = re.compile(r"(?i)already (exists|been)|existing job")
 _USER_LOG = re.compile(r"std_log(?:_process_(\d+))?\.txt$")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ListedJob:
-    """A job of anybody's, of any kind, with what all kinds have in common; named as the client library names it."""
-
-    name: str
-    kind: str
-    """Type of the job in the service's words, such as ``Command`` or ``Pipeline``; "" where it says none."""
-    status: Any = None
-    tags: Mapping[str, str] = field(default_factory=dict)
-    properties: Mapping[str, str] = field(default_factory=dict)
-    services: Mapping[str, Any] = field(default_factory=dict)
-    compute: str | None = None
-    creation_context: Any = None
 
 
 class NameTaken(ClusterError):
@@ -109,21 +95,7 @@ class Jobs:
         job = _read(found)
         if job.look.status in ("Failed", "Canceled"):
             code, message = self._why(name, job.look.ended_at, patience_seconds)
-            look = Look(
-                status=job.look.status,
-                started_at=job.look.started_at,
-                ended_at=job.look.ended_at,
-                error_code=code,
-                error_message=message,
-            )
-            return ServiceJob(
-                name=name,
-                look=look,
-                tags=job.tags,
-                studio_url=job.studio_url,
-                compute=job.compute,
-                created_at=job.created_at,
-            )
+            return replace(job, look=replace(job.look, error_code=code, error_message=message))
         return job
 
     def submit(self, record: Record, rundir: RunDir) -> ServiceJob:
@@ -229,7 +201,7 @@ class Jobs:
     def _secret_of(self, record: Record) -> tuple[str, str]:
         """Return folder and name of the file with a launch's secret: beside the run directories, so that nothing copies
         or shows it, where a right to the container's data is needed to read it."""
-        return f"{self.options.storage_uri.rstrip('/')}/launch-secrets", record["job_name"]
+        return f"{self.options.root_uri}/launch-secrets", record["job_name"]
 
     def end(self, job_name: str, reason: str, patience: float, deadline: float) -> bool:
         """Cancel a job, and wait until the service says that it is over. Return False if it does not before the
@@ -401,7 +373,7 @@ def parse_time(text: Any) -> float | None:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-def list_every_job(service: Service, **only: str) -> Iterator[ListedJob]:
+def list_every_job(service: Service, **only: str) -> Iterator[SimpleNamespace]:
     """Yield the jobs of the workspace, archived ones too, in the service's order; ``only``: a filter of the service,
     such as ``tag``. Raise what the client library raises for a refused request.
 
@@ -414,18 +386,18 @@ def list_every_job(service: Service, **only: str) -> Iterator[ListedJob]:
         yield read_listed_job(job)
 
 
-def read_listed_job(job: Any) -> ListedJob:
-    """Return a job as the service's answer has it; parts that are not there are empty. Pure."""
+def read_listed_job(job: Any) -> SimpleNamespace:
+    """Return what all kinds of jobs have in common, named as the client library names it; parts that are not there are
+    empty. ``kind``: in the service's words, such as ``Command`` or ``Pipeline``. Pure."""
     said = getattr(job, "properties", None)
-    if said is None:
-        return ListedJob(name=str(job.name), kind="", creation_context=getattr(job, "system_data", None))
-    return ListedJob(
+    kind = getattr(said, "job_type", "")
+    return SimpleNamespace(
         name=str(job.name),
-        kind=str(getattr(said.job_type, "value", said.job_type) or ""),
-        status=said.status,
-        tags=dict(said.tags or {}),
-        properties=dict(said.properties or {}),
-        services=dict(said.services or {}),
-        compute=said.compute_id,
+        kind=str(getattr(kind, "value", kind) or ""),
+        status=getattr(said, "status", None),
+        tags=dict(getattr(said, "tags", None) or {}),
+        properties=dict(getattr(said, "properties", None) or {}),
+        services=dict(getattr(said, "services", None) or {}),
+        compute=getattr(said, "compute_id", None),
         creation_context=getattr(job, "system_data", None),
     )

@@ -16,6 +16,24 @@ _IDENTITY = re.compile(
     r"(?i)/subscriptions/[^/]+/resourcegroups/[^/]+/providers/Microsoft\.ManagedIdentity/userAssignedIdentities/[^/]+"
 )
 
+_NAME_RULE = (
+    "must be 1 to 12 letters, digits and hyphens, a letter first and no hyphen last: what is bought is called "
+    "<name>-<size>, of which the service takes 24 characters"
+)
+_TIMES = (
+    *("queue_deadline_seconds", "allocation_patience_seconds", "silence_seconds", "missing_seconds"),
+    *("job_timeout_seconds", "operation_seconds", "cancel_seconds", "patience_seconds", "look_patience_seconds"),
+    "polling_interval_seconds",
+)
+_VARIABLES = {
+    "subscription_id": "DTRAIN_AZURE_SUBSCRIPTION_ID",
+    "resource_group": "DTRAIN_AZURE_RESOURCE_GROUP",
+    "workspace": "DTRAIN_AZURE_WORKSPACE",
+    "cluster_name": "DTRAIN_CLUSTER_NAME",
+    "processes_per_node": "DTRAIN_PROCESSES_PER_NODE",
+}
+"""Field → the variable that people set it by, for messages."""
+
 DAY = 86400.0
 LONGEST_JOB = {"dedicated": 21 * DAY, "spot": 7 * DAY}
 """Seconds that the service lets a job run at most, by tier."""
@@ -90,63 +108,26 @@ class AzureMLOptions:
     """Time between questions about a long-running operation, where the service does not say."""
 
     def __post_init__(self) -> None:
-        _require(
-            bool(_GUID.fullmatch(self.subscription_id)),
-            "DTRAIN_AZURE_SUBSCRIPTION_ID",
-            self.subscription_id,
-            "is not a subscription id; `az account show --query id` prints it",
-        )
-        _require(
-            bool(self.resource_group),
-            "DTRAIN_AZURE_RESOURCE_GROUP",
-            self.resource_group,
-            "must name the workspace's resource group",
-        )
-        _require(bool(self.workspace), "DTRAIN_AZURE_WORKSPACE", self.workspace, "must name an Azure ML workspace")
-        _require(
-            bool(_CLUSTER_NAME.fullmatch(self.cluster_name)),
-            "DTRAIN_CLUSTER_NAME",
-            self.cluster_name,
-            "must be 1 to 12 letters, digits and hyphens, a letter first and no hyphen last: what is bought "
-            "is called <name>-<size>, of which the service takes 24 characters",
-        )
-        _require(
-            self.processes_per_node >= 1, "DTRAIN_PROCESSES_PER_NODE", self.processes_per_node, "must be 1 or more"
-        )
-        _require(
-            0 < self.idle_seconds <= 86400,
-            "idle_seconds",
-            self.idle_seconds,
-            "must be 1 to 86400: 0 is not passed on, and the service's own default would apply",
-        )
-        known = bool(self.tiers) and {*map(current_tier, self.tiers)} <= set(TIERS)
-        _require(known, "tiers", self.tiers, f"must be of {TIERS}")
-        for entry in self.chain:
-            sku, _, tier = entry.partition("@")
-            good = bool(_SKU.fullmatch(sku)) and (not tier or current_tier(tier) in TIERS)
-            _require(
-                good, "chain", entry, "is no size such as Standard_NC24ads_A100_v4 or Standard_NC24ads_A100_v4@spot"
-            )
-        _require(
-            self.subnet is None or self.subnet.startswith("/subscriptions/"),
-            "subnet",
-            self.subnet,
-            "is not the resource id of a subnet",
-        )
-        _require(
-            self.identity is None or bool(_IDENTITY.fullmatch(self.identity)),
-            "identity",
-            self.identity,
-            "is not the resource id of a user-assigned identity",
-        )
-        _require(self.max_resubmissions >= 0, "max_resubmissions", self.max_resubmissions, "must be 0 or more")
-        for name in (
-            "queue_deadline_seconds", "allocation_patience_seconds", "silence_seconds", "missing_seconds",
-            "job_timeout_seconds", "operation_seconds", "cancel_seconds", "patience_seconds", "look_patience_seconds",
-            "polling_interval_seconds",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            _require(0 < value < float("inf"), name, value, "must be a positive number of seconds")
+        identity, subnet = self.identity, self.subnet
+        tiers, idle = {*map(current_tier, self.tiers)}, 0 < self.idle_seconds <= DAY
+        rules: list[tuple[object, str, str]] = [
+            (_GUID.fullmatch(self.subscription_id), "subscription_id", "is no id; `az account show` prints it"),
+            (self.resource_group, "resource_group", "must name the workspace's resource group"),
+            (self.workspace, "workspace", "must name an Azure ML workspace"),
+            (_CLUSTER_NAME.fullmatch(self.cluster_name), "cluster_name", _NAME_RULE),
+            (self.processes_per_node >= 1, "processes_per_node", "must be 1 or more"),
+            (idle, "idle_seconds", "must be 1 to 86400: of 0 the service would take its own default"),
+            (tiers and tiers <= set(TIERS), "tiers", f"must be of {TIERS}"),
+            (all(map(_is_choice, self.chain)), "chain", f"must be sizes such as {DEFAULT_CHAIN[0]} or <size>@spot"),
+            (subnet is None or subnet.startswith("/subscriptions/"), "subnet", "is not a subnet's resource id"),
+            (identity is None or _IDENTITY.fullmatch(identity), "identity", "is not an identity's resource id"),
+            (self.max_resubmissions >= 0, "max_resubmissions", "must be 0 or more"),
+        ]
+        values = ((name, getattr(self, name)) for name in _TIMES)
+        rules += [(0 < value < float("inf"), name, "must be a positive number of seconds") for name, value in values]
+        for is_good, name, problem in rules:
+            if not is_good:
+                raise ClusterError(f"{_VARIABLES.get(name, name)}={getattr(self, name)!r} {problem}")
 
     @property
     def jobs_uri(self) -> str:
@@ -176,6 +157,6 @@ class AzureMLOptions:
         return int(min(self.job_timeout_seconds, LONGEST_JOB[tier_of(tier)]))
 
 
-def _require(good: bool, name: str, value: object, problem: str) -> None:
-    if not good:
-        raise ClusterError(f"{name}={value!r} {problem}")
+def _is_choice(entry: str) -> bool:
+    sku, _, tier = entry.partition("@")
+    return bool(_SKU.fullmatch(sku)) and (not tier or current_tier(tier) in TIERS)

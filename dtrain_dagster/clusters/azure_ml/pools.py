@@ -7,8 +7,8 @@ the compute is deleted, after a look through all users' jobs in the workspace.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from dtrain_dagster.clusters.azure_ml.client import ServiceError
 from dtrain_dagster.clusters.azure_ml.compute_description import compute_sku, compute_tier, word_of
@@ -16,6 +16,9 @@ from dtrain_dagster.clusters.azure_ml.jobs import RUN_TAG, Jobs
 from dtrain_dagster.clusters.azure_ml.orphans import why_compute_orphaned
 from dtrain_dagster.clusters.azure_ml.provision import BROKEN, MOVING, NODES_THERE, TIMED_OUT, Provisioner
 from dtrain_dagster.clusters.base import InUseError, NodeHealth, NodePool, Orphan
+
+if TYPE_CHECKING:
+    from azure.ai.ml.entities import AmlCompute
 
 ANYWHERE = ""
 """Compute of a job that waits for its next launch: it may be any."""
@@ -37,13 +40,9 @@ class Pools:
         """Return the pools. ``work``: jobs of this cluster that have not ended, by compute. Those of others are seen by
         their nodes."""
         found = []
-        for name, compute in self.provisioner.computes(self.patience).items():
-            nodes = self.provisioner.nodes(name, self.patience)
-            states = Counter(state for _, state, _ in nodes)
-            trouble, grace = why_nodes_stay(
-                word_of(compute.provisioning_state), int(compute.min_instances or 0), self.options.operation_seconds
-            )
-            at_work = busy(nodes)
+        for name, compute, state, minimum, nodes in self._seen(self.patience):
+            states = Counter(node_state for _, node_state, _ in nodes)
+            trouble, grace = why_nodes_stay(state, minimum, self.options.operation_seconds)
             found.append(
                 NodePool(
                     name=name,
@@ -51,7 +50,7 @@ class Pools:
                     tier=compute_tier(compute),
                     states=dict(sorted(states.items())),
                     node_count=sum(states[state] for state in NODES_THERE),
-                    work=tuple(dict.fromkeys([*work.get(ANYWHERE, ()), *work.get(name, ()), *at_work])),
+                    work=tuple(dict.fromkeys([*work.get(ANYWHERE, ()), *work.get(name, ()), *busy(nodes)])),
                     used_at=used_at,
                     trouble=trouble,
                     grace_seconds=grace,
@@ -59,17 +58,23 @@ class Pools:
             )
         return found
 
+    def _seen(self, patience: float) -> Iterator[tuple[str, AmlCompute, str, int, list[tuple[str, str, str | None]]]]:
+        """Yield name, compute, state, fewest nodes and nodes of each compute."""
+        for name, compute in self.provisioner.computes(patience).items():
+            minimum, nodes = int(compute.min_instances or 0), self.provisioner.nodes(name, patience)
+            yield name, compute, word_of(compute.provisioning_state), minimum, nodes
+
     def health(self) -> tuple[tuple[NodeHealth, ...], str]:
         """Return every node as the service sees it, and the faults of the computes, `NOT_PROVISIONED` where there is
         none. The service is asked with the full patience. Raise `ServiceError` where it does not answer."""
-        computes = self.provisioner.computes()
-        listed = [
-            (name, *node) for name in computes for node in self.provisioner.nodes(name, self.options.patience_seconds)
-        ]
-        broken = [f"{name} is {word_of(it.provisioning_state)}" for name, it in computes.items() if _is_broken(it)]
+        computes = list(self._seen(self.options.patience_seconds))
+        broken = [f"{name} is {state}" for name, _, state, _, _ in computes if state in BROKEN]
+        listed = [(name, *node) for name, *_, nodes in computes for node in nodes]
         nodes = tuple(
             NodeHealth(
-                node_id=index, healthy=state in NODES_THERE | {"leaving"}, message=_about(name, node, state, job)
+                node_id=index,
+                healthy=state in NODES_THERE | {"leaving"},
+                message=f"{node} of {name}: {state}" + (f", works on {job}" if job else ""),
             )
             for index, (name, node, state, job) in enumerate(listed)
         )
@@ -79,12 +84,10 @@ class Pools:
         """Return the computes that cost money for nobody. ``wanted``: those that jobs of this cluster run on or wait
         for."""
         found = []
-        for name, compute in self.provisioner.computes(self.patience).items():
-            states = [state for _, state, _ in self.provisioner.nodes(name, self.patience)]
+        for name, compute, state, minimum, nodes in self._seen(self.patience):
+            states = [node_state for _, node_state, _ in nodes]
             at_work = states.count("running")
-            idle = sum(state in NODES_THERE for state in states) - at_work
-            state = word_of(compute.provisioning_state)
-            minimum = int(compute.min_instances or 0)
+            idle = sum(node_state in NODES_THERE for node_state in states) - at_work
             reason = why_compute_orphaned(state, idle, at_work, minimum, name in wanted)
             if reason:
                 found.append(
@@ -140,11 +143,3 @@ def why_nodes_stay(state: str, minimum: int, operation_seconds: float) -> tuple[
     if minimum > 0:
         return f"it keeps {minimum} nodes even when there is no work", 0.0
     return "", LEAVING_SECONDS
-
-
-def _is_broken(compute: Any) -> bool:
-    return compute.provisioning_state in ("Failed", "Canceled")
-
-
-def _about(compute: str, node: str, state: str, job: str | None) -> str:
-    return f"{node} of {compute}: {state}" + (f", works on {job}" if job else "")

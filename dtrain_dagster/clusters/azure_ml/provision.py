@@ -29,7 +29,6 @@ from dtrain_dagster.clusters.azure_ml.compute_description import compute_tier, d
 from dtrain_dagster.clusters.azure_ml.gpu_nodes import explain_retired, explain_shared_gpu
 from dtrain_dagster.clusters.azure_ml.refusals import classify_refusal, error_body_of, read_late_refusal
 from dtrain_dagster.clusters.azure_ml.sku_chain import (
-    NO_QUOTA_SECONDS,
     Attempt,
     Quota,
     Size,
@@ -40,6 +39,7 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import (
     examine,
     quota_of,
     retry_at,
+    skip_choice,
     value_of,
     vm_size_of,
 )
@@ -121,7 +121,7 @@ class Provisioner:
             per_node = self.options.processes_per_node
             refusal = examine(choice, sizes, quotas, node_count, there, per_node)
             if refusal is None and (shared := explain_shared_gpu(choice.sku, node_count * per_node)):
-                refusal = SkuRefusal(code="SharedGpu", message=shared, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
+                refusal = skip_choice("SharedGpu", shared)
             if refusal is None:
                 outcome = self._get(choice, name, computes.get(name), node_count, tags or {}, note)
                 if isinstance(outcome, int):
@@ -201,7 +201,7 @@ class Provisioner:
         is_new = before is None and name not in self.computes()  # a 404 alone may be wrong
         if before is not None and CLUSTER_TAG not in (before.tags or {}):
             message = f"compute {name} is somebody else's: give this cluster another name (DTRAIN_CLUSTER_NAME)"
-            return SkuRefusal(code="NameTaken", message=message, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
+            return skip_choice("NameTaken", message)
         try:
             with self.audit.operation("compute.put", name, sku=choice.sku, tier=choice.tier, max_nodes=most):
                 body = describe_compute(self.options, choice, name, most, tags)

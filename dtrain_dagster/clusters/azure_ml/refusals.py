@@ -34,6 +34,7 @@ class ErrorPart:
     code: str
     message: str
     depth: int
+    target: str = ""
 
 
 _NEXT = {
@@ -174,21 +175,26 @@ def error_parts(error: Any) -> list[ErrorPart]:
 
 def error_body_of(error: BaseException) -> Any:
     """Return the body of the service's answer that an error came of, or of one of its causes; None without one."""
+    for item in error_chain(error):
+        try:
+            body = json.loads(item.response.text())  # type: ignore[attr-defined]
+        except (AttributeError, TypeError, ValueError):  # no answer, one without text, or no JSON
+            continue
+        if isinstance(body, Mapping):
+            return body
+    return None
+
+
+def error_chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error and its causes: some errors of the client hide the one that says why."""
     seen: set[int] = set()
     waiting: list[Any] = [error]
     while waiting:
         item = waiting.pop(0)
-        if not isinstance(item, BaseException) or id(item) in seen:
-            continue
-        seen.add(id(item))
-        try:
-            body = json.loads(item.response.text())  # type: ignore[attr-defined]
-        except (AttributeError, TypeError, ValueError):  # no answer, one without text, or no JSON
-            body = None
-        if isinstance(body, Mapping):
-            return body
-        waiting += [getattr(item, "inner_exception", None), item.__cause__, item.__context__]
-    return None
+        if isinstance(item, BaseException) and id(item) not in seen:
+            seen.add(id(item))
+            yield item
+            waiting += [getattr(item, "inner_exception", None), item.__cause__, item.__context__]
 
 
 def _walk(node: Any, depth: int) -> Iterator[ErrorPart]:
@@ -198,9 +204,9 @@ def _walk(node: Any, depth: int) -> Iterator[ErrorPart]:
         yield from _in_text(node, depth)
     elif isinstance(node, Mapping):
         fields = {fold_name(str(name)): value for name, value in node.items()}
-        code, message = fields.get("code"), fields.get("message")
-        if code or message:
-            yield ErrorPart(code=str(code or ""), message=str(message or ""), depth=depth)
+        code, message, target = (str(fields.get(name) or "") for name in ("code", "message", "target"))
+        if code or message or target:
+            yield ErrorPart(code=code, message=message, depth=depth, target=target)
         for name, value in fields.items():
             if name == "message":
                 yield from _in_text(str(value or ""), depth + 1)

@@ -155,32 +155,36 @@ def examine(
     whose cores count as used."""
     size = sizes.get(choice.sku.casefold())
     if size is None:
-        message = f"{choice.sku} is not among the {len(sizes)} sizes of the region"
-        return SkuRefusal(code="SkuNotListed", message=message, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
+        return skip_choice("SkuNotListed", f"{choice.sku} is not among the {len(sizes)} sizes of the region")
     if not size.is_for_clusters:
-        message = f"{choice.sku} is offered to {', '.join(size.compute_types)} only, not to computes for training"
-        return SkuRefusal(code="NotForClusters", message=message, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
+        kinds = ", ".join(size.compute_types)
+        return skip_choice("NotForClusters", f"{choice.sku} is offered to {kinds} only, not to computes for training")
     if choice.tier == "spot" and not size.low_priority_capable:
-        message = f"{choice.sku} is not offered as Spot nodes (lowPriorityCapable is false)"
-        return SkuRefusal(code="NoLowPriority", message=message, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
+        return skip_choice("NoLowPriority", f"{choice.sku} is not offered as Spot nodes (lowPriorityCapable is false)")
     if 0 < size.gpus < processes_per_node:
-        message = f"{choice.sku} has {size.gpus} GPUs, but {processes_per_node} processes are to run on each node"
-        return SkuRefusal(code="TooFewGpus", message=message, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
+        words = f"{choice.sku} has {size.gpus} GPUs, but {processes_per_node} processes are to run on each node"
+        return skip_choice("TooFewGpus", words)
     needed = node_count * size.vcpus
-    limited = [quota for quota in quotas_of(choice, size, quotas) if quota.limit >= 0]
+    limited, words = (
+        [quota for quota in quotas_of(choice, size, quotas) if quota.limit >= 0],
+        f"{node_count} nodes need",
+    )
     # What a person has to raise is told before what passes by itself, and decides when to ask again.
     for quota in limited:
         if needed > quota.limit:
-            message = f"{node_count} nodes need {needed} cores, and the quota {quota.name} is {quota.limit}"
-            return SkuRefusal(code="QuotaTooSmall", message=message, verdict="next", retry_seconds=NO_QUOTA_SECONDS)
+            words += f" {needed} cores, and the quota {quota.name} is {quota.limit}"
+            return skip_choice("QuotaTooSmall", words)
     for quota in limited:
         free = quota.limit - quota.used + nodes_there * size.vcpus
         if needed > free:
-            message = (
-                f"{node_count} nodes need {needed} cores, and of the quota {quota.name} ({quota.limit}) {free} are free"
-            )
-            return SkuRefusal(code="QuotaInUse", message=message, verdict="next", retry_seconds=IN_USE_SECONDS)
+            words += f" {needed} cores, and of the quota {quota.name} ({quota.limit}) {free} are free"
+            return skip_choice("QuotaInUse", words, IN_USE_SECONDS)
     return None
+
+
+def skip_choice(code: str, message: str, retry_seconds: float = NO_QUOTA_SECONDS) -> SkuRefusal:
+    """Return the refusal of a choice for which the service is not asked."""
+    return SkuRefusal(code=code, message=message, verdict="next", retry_seconds=retry_seconds)
 
 
 _TOTALS = {

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dtrain_dagster.clusters.azure_ml.absence import CANCEL_NOT_FOUND, CANCEL_TAKEN, AbsencePatience, is_absent
+from dtrain_dagster.clusters.azure_ml.absence import CANCEL_NOT_FOUND, CANCEL_TAKEN, is_absent
 from dtrain_dagster.clusters.azure_ml.failure_causes import explain_loss, explain_service_loss
+from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.base import JobState
 
 WAITING = {"NotStarted", "Starting", "Provisioning", "Preparing", "Queued", "Scheduled"}
@@ -71,18 +72,7 @@ class JobFacts:
     """Whether there is another kind of node to try."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Patience:
-    """The deadlines of `dtrain_dagster.clusters.azure_ml.options`, in seconds."""
-
-    queue: float
-    allocation: float
-    silence: float
-    start: float
-    absence: AbsencePatience
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class JobDecision:
     """The action for a launch: ``report`` its state; ``submit`` one that was never submitted; ``cancel`` one that
     somebody wants cancelled; ``stop`` this launch, to continue in another; continue in the ``next`` one; ``settle`` one
@@ -109,32 +99,25 @@ def phase_of(look: Look) -> Phase:
     return "paused" if look.status == "Paused" else "silent"  # NotResponding, Unknown, and words that are new
 
 
-def decide_job(facts: JobFacts, patience: Patience) -> JobDecision:
-    """Return the decision about a launch."""
+def decide_job(facts: JobFacts, options: AzureMLOptions) -> JobDecision:
+    """Return the decision about a launch. ``options``: the deadlines."""
     phase = phase_of(facts.look)
     if _says(facts, "succeeded") and phase == "ended":
-        return JobDecision(action="settle", state=JobState.SUCCEEDED)
+        return JobDecision("settle", JobState.SUCCEEDED)
     if phase == "ended":
         return _ended(facts)
     if phase == "gone":
-        return _gone(facts, patience)
+        return _gone(facts, options)
     if facts.cancel_asked:
-        action: Literal["report", "cancel"] = "report" if phase == "stopping" else "cancel"
-        return JobDecision(action=action, state=JobState.RUNNING, message="is being cancelled")
+        return JobDecision("report" if phase == "stopping" else "cancel", JobState.RUNNING, "is being cancelled")
     if facts.stopping:
-        again: Literal["report", "stop"] = "report" if phase == "stopping" else "stop"
-        return JobDecision(
-            action=again, state=JobState.QUEUED, message=f"is being ended, in order to continue: {facts.stopping}"
-        )
-    if phase == "waiting":
-        return _waiting(facts, patience)
+        words = f"is being ended, in order to continue: {facts.stopping}"
+        return JobDecision("report" if phase == "stopping" else "stop", JobState.QUEUED, words)
     if phase == "working":
-        return JobDecision(action="report", state=JobState.RUNNING)
+        return JobDecision("report", JobState.RUNNING)
     if phase == "stopping":
-        return JobDecision(action="report", state=JobState.RUNNING, message="is being cancelled, not from here")
-    if phase == "paused":
-        return _paused(facts, patience)
-    return _silent(facts, patience)
+        return JobDecision("report", JobState.RUNNING, "is being cancelled, not from here")
+    return _silent(facts, options) if phase == "silent" else _waiting(facts, options, phase == "paused")
 
 
 def _ended(facts: JobFacts) -> JobDecision:
@@ -143,14 +126,14 @@ def _ended(facts: JobFacts) -> JobDecision:
         return _failed(str((facts.result or {}).get("error", "")))
     if look.status == "Completed":
         if not facts.elastic:
-            return JobDecision(action="settle", state=JobState.SUCCEEDED)
+            return JobDecision("settle", JobState.SUCCEEDED)
         if _says(facts, "failed"):
             return _failed(str((facts.result or {}).get("error", "")))
         if _says(facts, "stopped"):
             return _lost(facts, "its processes were told to end (SIGTERM)")
         return _failed("all processes exited normally, but the result does not say that the training is complete")
     if facts.cancel_asked:
-        return JobDecision(action="settle", state=JobState.CANCELLED, message="cancelled")
+        return JobDecision("settle", JobState.CANCELLED, "cancelled")
     if _says(facts, "failed"):
         return _failed(str((facts.result or {}).get("error", "")))
     # One that was cancelled because the service seemed not to know it may have failed before that.
@@ -158,9 +141,7 @@ def _ended(facts: JobFacts) -> JobDecision:
         return _lost(facts, facts.stopping)
     was_lost = explain_service_loss(look.error_code, look.error_message)
     if look.status == "Canceled" and not (was_lost or _says(facts, "stopped")):
-        return JobDecision(
-            action="settle", state=JobState.CANCELLED, message="cancelled in the workspace, not from here"
-        )
+        return JobDecision("settle", JobState.CANCELLED, "cancelled in the workspace, not from here")
     cause = explain_loss(
         facts.exit_codes, look.error_code, look.error_message, facts.vanished, was_stopped=_says(facts, "stopped")
     )
@@ -172,85 +153,73 @@ def _ended(facts: JobFacts) -> JobDecision:
 
 def _lost(facts: JobFacts, why: str) -> JobDecision:
     if facts.elastic and (facts.resubmissions_left > 0 or facts.never_began):
-        return JobDecision(action="next", state=JobState.QUEUED, message=why)
+        return JobDecision("next", JobState.QUEUED, why)
     spent = "it cannot go on by itself" if not facts.elastic else "it has been submitted again as often as is allowed"
     return _failed(f"{why}; {spent}")
 
 
 def _failed(why: str) -> JobDecision:
-    return JobDecision(action="settle", state=JobState.FAILED, message=why)
+    return JobDecision("settle", JobState.FAILED, why)
 
 
-def _gone(facts: JobFacts, patience: Patience) -> JobDecision:
+def _gone(facts: JobFacts, options: AzureMLOptions) -> JobDecision:
     """Return the decision where the service says that it knows no such job."""
     if not facts.seen and facts.missing_cancel != CANCEL_TAKEN:
-        return _unseen(facts, patience)
+        return _unseen(facts, options)
     since = facts.now - facts.misses[0] if facts.misses else 0.0
-    if not is_absent(facts.misses, patience.absence):
+    if not is_absent(facts.misses, options):
         words = f"the service has not known it for {since:.0f} s; such answers may be wrong, so it is checked again"
-        action: Literal["wait", "cancel"] = "cancel" if facts.cancel_asked else "wait"
-        return JobDecision(action=action, state=JobState.RUNNING, message=words)
+        return JobDecision("cancel" if facts.cancel_asked else "wait", JobState.RUNNING, words)
     if not facts.missing_cancel:
-        return JobDecision(action="make_sure", state=JobState.RUNNING, message="is not known to the service")
+        return JobDecision("make_sure", JobState.RUNNING, "is not known to the service")
     if _says(facts, "succeeded"):
-        return JobDecision(action="settle", state=JobState.SUCCEEDED)
+        return JobDecision("settle", JobState.SUCCEEDED)
     if _says(facts, "budget") or _says(facts, "failed"):
         return _failed(str((facts.result or {}).get("error", "")))
     if facts.cancel_asked:
-        return JobDecision(action="settle", state=JobState.CANCELLED, message="cancelled")
+        return JobDecision("settle", JobState.CANCELLED, "cancelled")
     if facts.stopping:
         return _lost(facts, facts.stopping)
     also = "" if facts.missing_cancel == CANCEL_NOT_FOUND else f"; its cancellation was {facts.missing_cancel}"
-    return _failed(
-        f"the job was deleted from the workspace: the service did not know it for {since:.0f} s, in "
-        f"{len(facts.misses)} checks{also}"
-    )
+    looks = f"in {len(facts.misses)} checks{also}"
+    return _failed(f"the job was deleted from the workspace: the service did not know it for {since:.0f} s, {looks}")
 
 
-def _unseen(facts: JobFacts, patience: Patience) -> JobDecision:
+def _unseen(facts: JobFacts, options: AzureMLOptions) -> JobDecision:
     """Return the decision about a job that the service has never shown: most likely it was not submitted yet."""
     if facts.cancel_asked and not facts.missing_cancel:
-        return JobDecision(action="make_sure", state=JobState.QUEUED, message="is being cancelled")
+        return JobDecision("make_sure", JobState.QUEUED, "is being cancelled")
     if facts.cancel_asked:
-        return JobDecision(action="settle", state=JobState.CANCELLED, message="cancelled before it was submitted")
-    if facts.now - facts.submitted_at < patience.start:
-        return JobDecision(action="report", state=JobState.QUEUED, message="is being submitted")
-    return JobDecision(action="submit", state=JobState.QUEUED, message="its submitter ended before it could submit it")
+        return JobDecision("settle", JobState.CANCELLED, "cancelled before it was submitted")
+    if facts.now - facts.submitted_at < options.start_seconds:
+        return JobDecision("report", JobState.QUEUED, "is being submitted")
+    return JobDecision("submit", JobState.QUEUED, "its submitter ended before it could submit it")
 
 
-def _waiting(facts: JobFacts, patience: Patience) -> JobDecision:
-    waited = facts.now - facts.phase_since
-    ready = "" if facts.nodes_ready is None else f", {facts.nodes_ready} of {facts.node_count} nodes are there"
-    why = f"has been waiting for nodes for {waited:.0f} s{ready}" + (
-        f" ({facts.allocation_error})" if facts.allocation_error else ""
-    )
-    scarce = bool(facts.allocation_error) and facts.has_alternative
-    deadline = min(patience.queue, patience.allocation) if scarce else patience.queue
+def _waiting(facts: JobFacts, options: AzureMLOptions, is_paused: bool) -> JobDecision:
+    """Return the decision about a job that waits for nodes, or that the service has paused."""
+    waited, deadline = facts.now - facts.phase_since, options.queue_deadline_seconds
+    why = f"has been paused by the service for {waited:.0f} s"
+    if not is_paused:
+        ready = "" if facts.nodes_ready is None else f", {facts.nodes_ready} of {facts.node_count} nodes are there"
+        cause = f" ({facts.allocation_error})" if facts.allocation_error else ""
+        why = f"has been waiting for nodes for {waited:.0f} s{ready}{cause}"
+        if cause and facts.has_alternative:
+            deadline = min(deadline, options.allocation_patience_seconds)
     if waited <= deadline:
-        return JobDecision(action="report", state=JobState.QUEUED, message=why)
-    return JobDecision(action="stop", state=JobState.QUEUED, message=f"{why}: longer than {deadline:.0f} s")
+        return JobDecision("report", JobState.QUEUED, why)
+    return JobDecision("stop", JobState.QUEUED, f"{why}: longer than {deadline:.0f} s")
 
 
-def _paused(facts: JobFacts, patience: Patience) -> JobDecision:
-    waited = facts.now - facts.phase_since
-    if waited <= patience.queue:
-        return JobDecision(
-            action="report", state=JobState.QUEUED, message=f"has been paused by the service for {waited:.0f} s"
-        )
-    return JobDecision(
-        action="stop", state=JobState.QUEUED, message=f"was paused for longer than {patience.queue:.0f} s"
-    )
-
-
-def _silent(facts: JobFacts, patience: Patience) -> JobDecision:
+def _silent(facts: JobFacts, options: AzureMLOptions) -> JobDecision:
     """Return the decision where the service does not hear the job; its nodes may still write, and then it works."""
-    word = facts.look.status
+    said = f"the service says {facts.look.status}"
     silent = facts.now - max(facts.phase_since, facts.heard_at or 0.0)
-    if silent <= patience.silence:
-        message = f"the service says {word}; its nodes were last heard from {max(0.0, silent):.0f} s ago"
-        return JobDecision(action="report", state=JobState.RUNNING, message=message)
-    message = f"the service says {word}, and nothing was heard for longer than {patience.silence:.0f} s"
-    return JobDecision(action="stop", state=JobState.RUNNING, message=message)
+    if silent <= options.silence_seconds:
+        words = f"{said}; its nodes were last heard from {max(0.0, silent):.0f} s ago"
+        return JobDecision("report", JobState.RUNNING, words)
+    words = f"{said}, and nothing was heard for longer than {options.silence_seconds:.0f} s"
+    return JobDecision("stop", JobState.RUNNING, words)
 
 
 def _says(facts: JobFacts, status: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.azure_ml import launch_record, orphans
-from dtrain_dagster.clusters.azure_ml.absence import CANCEL_NOT_FOUND, CANCEL_TAKEN, AbsencePatience
+from dtrain_dagster.clusters.azure_ml.absence import CANCEL_NOT_FOUND, CANCEL_TAKEN
 from dtrain_dagster.clusters.azure_ml.compute_description import compute_tier, describe_compute
 from dtrain_dagster.clusters.azure_ml.jobs import (
     JOB_TAG,
@@ -43,7 +43,7 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import (
     fold_name,
     quota_of,
 )
-from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, Patience, decide_job
+from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, decide_job
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState
 from dtrain_dagster.costs.prices import hardware_of
 from dtrain_dagster.settings.environment import BUYABLE_GPU_TYPE
@@ -250,8 +250,12 @@ class TestOptions:
 
 
 PREEMPTED = "AzureMLCompute job failed. PreemptionError: Nodes of this job got pre-empted. Reason: Received warning."
-PATIENCE = Patience(
-    queue=100, allocation=50, silence=30, start=10, absence=AbsencePatience(seconds=180, grace_seconds=10)
+PATIENCE = options(
+    queue_deadline_seconds=100,
+    allocation_patience_seconds=50,
+    silence_seconds=30,
+    start_seconds=10,
+    missing_seconds=180,
 )
 
 
@@ -279,7 +283,7 @@ class TestStates:
         spent = {"status": "budget", "launch": 2, "error": "stopped at its budget"}
         for status in ("Failed", "Canceled", "Completed"):
             found = decide_job(facts(status, result=spent, exit_codes=(77, 75), **why), PATIENCE)
-            assert found == JobDecision(action="settle", state=JobState.FAILED, message="stopped at its budget")
+            assert found == JobDecision("settle", JobState.FAILED, "stopped at its budget")
         before = {**spent, "launch": 1}
         assert decided("Failed", result=before, error=PREEMPTED) == ("next", JobState.QUEUED)
 
@@ -384,7 +388,7 @@ class TestStates:
         assert decided("", **gone, result=self.done) == ("settle", JobState.SUCCEEDED)
         for why in (self.failed, {"status": "budget", "launch": 2, "error": "why"}):
             found = decide_job(facts("", **gone, result=why), PATIENCE)
-            assert found == JobDecision(action="settle", state=JobState.FAILED, message="why")
+            assert found == JobDecision("settle", JobState.FAILED, "why")
         assert decided("", **gone, stopping="queued too long") == ("next", JobState.QUEUED)
         refused = decide_job(facts("", misses=(800.0, 900.0, 990.0), missing_cancel="refused: no role"), PATIENCE)
         assert refused.state is JobState.FAILED

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from uuid import UUID
 
 import pytest
 
-from dtrain_dagster.clusters.azure_ml.absence import AbsencePatience
 from dtrain_dagster.clusters.azure_ml.failure_causes import explain_loss, read_service_words
-from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, Patience, decide_job
+from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
+from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, decide_job
 from dtrain_dagster.clusters.base import JobState
 
 EXITED = (
@@ -52,9 +53,8 @@ def test_a_job_that_fails_with_such_words_is_not_submitted_again(words: str) -> 
         look=look, now=1000.0, launch=1, node_count=2, elastic=True, submitted_at=900.0, phase_since=990.0, seen=True,
         resubmissions_left=3, exit_codes=(1,),
     )  # fmt: skip
-    absence = AbsencePatience(seconds=180, grace_seconds=10)
-    patience = Patience(queue=100, allocation=50, silence=30, start=10, absence=absence)
-    decision: JobDecision = decide_job(facts, patience)
+    options = AzureMLOptions(subscription_id=f"{UUID(int=1)}", resource_group="g", workspace="w", storage_uri="az://d")
+    decision: JobDecision = decide_job(facts, options)
     assert (decision.action, decision.state) == ("settle", JobState.FAILED)
     assert words in decision.message, "people read all of it"
 
