@@ -47,6 +47,11 @@ class Stuck:
     def close(self) -> None: ...
 
 
+@pytest.fixture(autouse=True)
+def _written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "FLUSH_SECONDS", 0.1)
+
+
 def test_events_can_be_read_while_training_runs_in_numbered_files(tmp_path: Path) -> None:
     rundir = RunDir(str(tmp_path))
     reporter = Reporter(rundir, 3, 2, [])
