@@ -1,18 +1,16 @@
-"""Train the default model on this machine's GPU in every precision, kill it and resume it; compare bits and losses.
+"""Train on this machine's GPU: whether bits and losses are right in every precision, and how fast it is beside bare
+loops.
 
 Run `python -m benchmarks.gpu`, or with only the package ``trainer`` at hand `python -m benchmarks.gpu --dataset
-FOLDER`, FOLDER being a dataset of windows. Each training is a process of one rank, of ``--steps`` steps of 768 samples.
-The model is small: what a step takes is what launching its kernels takes, so the times say that the paths run, not what
-a GPU can do.
+FOLDER`, FOLDER being a dataset of windows. For bits, each training is a process of one rank, of ``--steps`` steps of
+768 samples of the default model.
 
     collectives         NCCL's sum, broadcast and gather on one rank, by the trainer's own transport
     same_bits           whether a second training, one with its data in the host's memory, and one that was killed after
-                        half of the steps and resumed, end with the weights of the first
+                        half of the steps and resumed, end with the weights of the first; with CUDA graphs alike
     trainings           each: the milliseconds of a step (median), the last loss, the largest difference of any loss to
                         that of the CPU, and the NLL on the test split
-    after_a_trace       how much slower steps are after a trace of three steps: the median step after it ÷ the median
-                        step before it in the same training, over ``ROUNDS`` trainings; the same without a trace; and
-                        with CUPTI, by which torch sees what the GPU does, left attached after the trace
+    speed               see `benchmarks.gpu_speed`
     two_ranks           where two ranks on this machine train with ``training.backend = "gloo"``: on the CPU
 """
 
@@ -33,6 +31,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from benchmarks.gpu_speed import measure_speed
 from benchmarks.host import note, options_of, real_dataset, tell
 from trainer.comm.torch_transport import make_torch_transport
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
@@ -48,17 +47,18 @@ TRAININGS: Mapping[str, Mapping[str, Any]] = {
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16"},
     "data_in_host_memory": {"data_on_device": False},
-    "cuda_graphs": {"compile": "reduce-overhead"},
+    "reduce_overhead": {"compile": "reduce-overhead"},
+    "cuda_graphs": {"cuda_graphs": "on"},
+    "cuda_graphs_again": {"cuda_graphs": "on"},
 }
-ALIKE = ("fp32_again", "data_in_host_memory", "killed_and_resumed")
-"""Trainings that must end with the bits of the first."""
-ROUNDS = 3
-TRACED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, str]]] = {
-    "no_trace": ({"profile_steps": None}, {}),
-    "detached": ({}, {}),
-    "left_attached": ({}, {"TEARDOWN_CUPTI": "0"}),
+ALIKE = {
+    "fp32_again": "fp32",
+    "data_in_host_memory": "fp32",
+    "killed_and_resumed": "fp32",
+    "cuda_graphs_again": "cuda_graphs",
+    "cuda_graphs_killed_and_resumed": "cuda_graphs",
 }
-"""Settings and environment of the trainings of ``after_a_trace``."""
+"""Trainings, and the one whose bits they must end with."""
 
 
 class Trainings:
@@ -125,18 +125,9 @@ class Trainings:
             "losses": [item["loss"] for item in steps],
         }
 
-    def compare_after_a_trace(self, name: str) -> float:
-        """Return the median step after the middle of a training ÷ the median before it, in one of `TRACED`."""
-        settings, env = TRACED[name]
-        middle, room = self._steps // 2, self._steps // 10  # a trace is still written during the steps after it
-        traced = {"profile_steps": 3, "profile_from_step": middle, **settings}
-        rest = {"eval_frequency": None, "checkpoint_frequency": 10 * self._steps}
-        seconds = self.run(self.prepare(f"{name}-{time.monotonic_ns()}", **rest, **traced), env=env)["seconds"]
-        return statistics.median(seconds[middle + room :]) / statistics.median(seconds[WARM_STEPS:middle])
-
-    def kill_and_resume(self) -> dict[str, Any]:
+    def kill_and_resume(self, name: str, **training: Any) -> dict[str, Any]:
         """Return what came of a job that was killed after half of its steps, and started again."""
-        rundir = self.prepare("killed_and_resumed")
+        rundir = self.prepare(name, **training)
         process = self.start(rundir)
         deadline = time.monotonic() + self._seconds
         while sum(item["kind"] == "step" for item in rundir.events()) < self._steps // 2:
@@ -176,32 +167,26 @@ def measure(folder: Path, dataset: DatasetRef, steps: int, seconds: float) -> di
     attempt("cpu", lambda: trainings.run(trainings.prepare("cpu"), env={"CUDA_VISIBLE_DEVICES": ""}))
     for name, settings in TRAININGS.items():
         attempt(name, lambda name=name, settings=settings: trainings.run(trainings.prepare(name, **settings)))
-    attempt("killed_and_resumed", trainings.kill_and_resume)
+    attempt("killed_and_resumed", lambda: trainings.kill_and_resume("killed_and_resumed"))
+    graphs = {"cuda_graphs": "on"}
+    attempt("cuda_graphs_killed_and_resumed", lambda: trainings.kill_and_resume("graphs_killed_and_resumed", **graphs))
     attempt(
         "two_ranks",
         lambda: trainings.run(
             trainings.prepare("two_ranks", world_size=2, batch_size_per_gpu=BATCH // 2, backend="gloo"), ranks=2
         ),
     )
-    ratios: dict[str, list[float]] = {name: [] for name in TRACED}
-    for _ in range(ROUNDS):  # side by side, so that a noisy minute is in all of them
-        for name, found_ratios in ratios.items():
-            try:
-                found_ratios.append(trainings.compare_after_a_trace(name))
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
-                failed[name] = f"{type(error).__name__}: {error}"
-    first, usual = found.get("fp32", {}), found.get("cpu", {}).get("losses", [])
+    usual = found.get("cpu", {}).get("losses", [])
     return {
         "gpu": torch.cuda.get_device_name(0),
         "steps": steps,
         "collectives": try_collectives(),
-        "same_bits": {name: found[name]["weights"] == first.get("weights") for name in ALIKE if name in found},
-        "two_ranks": found.get("two_ranks", {}).get("device"),
-        "after_a_trace": {
-            name: {"ratio": round(statistics.median(values), 3), "all": [round(value, 3) for value in sorted(values)]}
-            for name, values in ratios.items()
-            if values
+        "same_bits": {
+            name: found[name]["weights"] == found.get(other, {}).get("weights")
+            for name, other in ALIKE.items()
+            if name in found
         },
+        "two_ranks": found.get("two_ranks", {}).get("device"),
         "trainings": {
             name: {
                 "device": item["device"],
@@ -228,9 +213,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = options_of("gpu", __doc__)
     parser.add_argument("--dataset", type=Path, help="folder of a dataset of windows; default: of the bundled prices")
     parser.add_argument("--steps", type=int, default=120, help="optimizer steps of each training")
+    parser.add_argument("--only", choices=("bits", "speed"), help="one of the two parts; default: both")
+    parser.add_argument("--tiny", action="store_true", help="speed alone, in small, to see that it runs; on a CPU, too")
     parser.add_argument("--seconds", type=float, default=300.0, help="the most that one training may take")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not options.tiny:
         note("this machine has no GPU that torch can use, so there is nothing to measure")
         return 2
     with tempfile.TemporaryDirectory(prefix="dtrain-gpu-") as folder:
@@ -239,7 +226,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             manifest = json.loads((options.dataset / "manifest.json").read_text())
             dataset = DatasetRef(uri=str(options.dataset), dataset_id=manifest["dataset_id"])
-        figures = measure(Path(folder), dataset, options.steps, options.seconds)
+        figures: dict[str, Any] = {}
+        if options.only != "speed" and not options.tiny:
+            figures |= measure(Path(folder), dataset, options.steps, options.seconds)
+        if options.only != "bits":
+            device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+            figures["speed"] = measure_speed(Path(folder), dataset, device, options.tiny)
     tell("gpu", figures, options.save)
     return 0
 
