@@ -11,11 +11,12 @@ import time
 from dataclasses import asdict, replace
 
 from dtrain_dagster.clusters.azure_ml import launch_record as launch_records
-from dtrain_dagster.clusters.azure_ml.client import ScopeMissing, ServiceError, ServiceUnreachable
+from dtrain_dagster.clusters.azure_ml.absence import CANCEL_NOT_FOUND, CANCEL_TAKEN, Answer, note_look
+from dtrain_dagster.clusters.azure_ml.client import ScopeMissing, ServiceError, ServiceRefused, ServiceUnreachable
 from dtrain_dagster.clusters.azure_ml.failure_causes import read_service_words
 from dtrain_dagster.clusters.azure_ml.job_records import (
     JobRecords,
-    MissingJobKeeper,
+    bare_facts,
     gather_facts,
     job_status_of,
 )
@@ -53,7 +54,6 @@ class JobController:
         self.rundir, self.provisioner, self.jobs, self.run_id, self.tends = rundir, provisioner, jobs, run_id, tends
         self.options, self.active = jobs.options, active
         self.launches = Launches(rundir)
-        self.missing = MissingJobKeeper(self.launches, jobs)
         self.records = JobRecords(rundir, jobs, writes_reports=tends)
         self._looked_at = self._cancelled_at = float("-inf")
         self._last: JobStatus | None = None
@@ -145,11 +145,11 @@ class JobController:
             self._own()
         try:
             job = self.jobs.get(record["job_name"], self.options.look_patience_seconds)
-            record = self.missing.note(record, "own" if job is None else "found")
+            record = self._note_look(record, "own" if job is None else "found")
             facts = gather_facts(record, job, status, self.rundir, self.provisioner)
         except ServiceError as error:
             if isinstance(error, ScopeMissing):
-                record = self.missing.note(record, "scope")
+                record = self._note_look(record, "scope")
             return self.records.report_unreachable(record, status, error)
         decision = decide_job(facts, self.options)
         if job is not None and not record["confirmed"]:
@@ -206,16 +206,38 @@ class JobController:
             tell_of_wait(self.rundir, record["launch"])
 
     def _make_sure(self, record: Record, facts: JobFacts, decision: JobDecision) -> JobStatus:
-        """Cancel a job that seems to be gone, and decide again."""
-        current = self.missing.make_sure(record)
+        """Cancel a job that seems to be gone, and decide again. If the service takes the cancellation, the job is
+        there: it is then waited for, and gone on with elsewhere."""
+        try:
+            why = "the service does not know it, but it might be running anyway"
+            is_known = self.jobs.cancel(record["job_name"], why, self.options.look_patience_seconds)
+            answer = CANCEL_TAKEN if is_known else CANCEL_NOT_FOUND
+        except ServiceRefused as error:
+            answer = f"refused: {error}"
+        fields: Record = {"missing_cancel": answer}
+        if answer == CANCEL_TAKEN:
+            reason = record["stopping"] or "the service did not know it for minutes, and then accepted its cancellation"
+            fields |= {"missing_at": [], "stopping": reason}
+        _log.warning("job %s is not known to the service; its cancellation: %s", record["job_name"], answer)
+        current = self.launches.change(record["token"], **fields)
         if current is None:  # another launch counts by now
             return self.records.report_missing(record, self.records.read_status(), decision.message)
-        misses, answer = tuple(current.get("missing_at") or ()), current["missing_cancel"]
+        misses = tuple(current.get("missing_at") or ())
         facts = replace(facts, misses=misses, missing_cancel=answer, stopping=current["stopping"])
         decision = decide_job(facts, self.options)
         if decision.action == "next" and not self.tends:
             return self.records.report_missing(current, self.records.read_status(), decision.message)
         return self._act(current, facts, decision)
+
+    def _note_look(self, record: Record, answer: Answer) -> Record:
+        """Record what came of a look at this launch, and return its record. Nothing is written where nothing
+        changes."""
+        before = record.get("missing_at") or []
+        after = list(note_look(before, answer, time.time(), record["submitted_at"], self.options))
+        if after == before:
+            return record
+        fields = {"missing_at": after} if after else {"missing_at": [], "missing_cancel": ""}
+        return self.launches.change(record["token"], **fields) or record
 
     def _go_on(self, record: Record, facts: JobFacts, decision: JobDecision) -> JobStatus:
         """Make the next launch, from the latest checkpoint, with the nodes that are available."""
@@ -253,18 +275,11 @@ class JobController:
         following = launch_records.next_record(current, got, decision.message)
         if not self.launches.compare_and_swap(before, following):
             return self.records.report(record, facts, decision)
-        _log.warning(
-            "job %s: %s; continues as %s with %d nodes of %s",
-            record["job_name"],
-            decision.message,
-            following["job_name"],
-            got.node_count,
-            got.sku,
-        )
+        message = f"launch {following['launch']} with {got.node_count} x {got.sku}: {decision.message}"
+        _log.warning("job %s: continues as %s, %s", record["job_name"], following["job_name"], message)
         self.records.keep_logs(record)
         self.jobs.forget_secret(record)
         self._put(following, got)
-        message = f"launch {following['launch']} with {got.node_count} x {got.sku}: {decision.message}"
         look = Look(status="NotStarted")
         facts = replace(facts, look=look, launch=following["launch"], phase_since=following["submitted_at"])
         return self.records.report(following, facts, JobDecision("report", JobState.QUEUED, message))
@@ -278,14 +293,8 @@ class JobController:
         tags = self._compute_tags(record["job_id"])
         for count in range(asked, 0, -1):
             if count <= came:
-                return Provisioned(
-                    compute=record["compute"],
-                    sku=record["sku"],
-                    tier=record["tier"],
-                    node_count=came,
-                    max_nodes=asked,
-                    attempts=(),
-                )
+                here = {name: record[name] for name in ("compute", "sku", "tier")}
+                return Provisioned(**here, node_count=came, max_nodes=asked, attempts=())
             try:
                 return self.provisioner.provision(count, record["sku"], launch_records.excluded(record), tags)
             except NoCapacityError as error:
@@ -332,15 +341,7 @@ class JobController:
 
     def _refused(self, record: Record, error: ClusterError) -> None:
         """End this launch: nothing was bought, and nothing will be."""
-        facts = JobFacts(
-            look=Look(status=""),
-            now=time.time(),
-            launch=record["launch"],
-            node_count=record["node_count"],
-            elastic=record["elastic"],
-            submitted_at=record["submitted_at"],
-            phase_since=record["submitted_at"],
-        )
+        facts = bare_facts(record, Look(status=""), time.time())
         decision = JobDecision("settle", JobState.FAILED, f"it was not submitted: {error}")
         self.records.write_end(record, facts, decision, facts.now, 1)
 

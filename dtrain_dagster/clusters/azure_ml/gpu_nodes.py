@@ -17,20 +17,15 @@ from dtrain_dagster.settings.tiers import tier_of
 INTERFACES = "eth"
 """Prefix of the interfaces over which nodes of Azure reach each other; without it NCCL would prefer ``ib0``, which need
 not have an address in a container."""
+_ND4 = {"NCCL_TOPO_FILE": "/opt/microsoft/ndv4-topo.xml", "NCCL_IB_PCI_RELAXED_ORDERING": "1"}
 _TOPOLOGIES = {
     # As Azure's own images for these sizes set it (github.com/Azure/azhpc-images, topology and customizations). Inside
     # a virtual machine NCCL cannot see which GPU is near which InfiniBand card. It goes on without the file where the
     # image of the job does not have it.
     "standard_nd40rs_v2": {"NCCL_TOPO_FILE": "/opt/microsoft/ndv2-topo.xml", "NCCL_IGNORE_CPU_AFFINITY": "1"},
-    "standard_nd96asr_v4": {"NCCL_TOPO_FILE": "/opt/microsoft/ndv4-topo.xml", "NCCL_IB_PCI_RELAXED_ORDERING": "1"},
-    "standard_nd96amsr_a100_v4": {
-        "NCCL_TOPO_FILE": "/opt/microsoft/ndv4-topo.xml",
-        "NCCL_IB_PCI_RELAXED_ORDERING": "1",
-    },
-    "standard_nd96isr_h100_v5": {
-        "NCCL_TOPO_FILE": "/opt/microsoft/ndv5-topo.xml",
-        "NCCL_IB_PCI_RELAXED_ORDERING": "1",
-    },
+    "standard_nd96asr_v4": _ND4,
+    "standard_nd96amsr_a100_v4": _ND4,
+    "standard_nd96isr_h100_v5": {**_ND4, "NCCL_TOPO_FILE": "/opt/microsoft/ndv5-topo.xml"},
 }
 _SHARED = re.compile(r"(?i)standard_nv(6|12|18)ads_a10_v5|.*mig.*|standard_nv\d+as_v4|standard_nv(4|8|12)ads_v710_v5")
 """Sizes with a part of a GPU: vGPUs of an A10, MIG instances."""

@@ -15,15 +15,9 @@ from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.azure_ml import launch_record as launch_records
-from dtrain_dagster.clusters.azure_ml.absence import (
-    CANCEL_NOT_FOUND,
-    CANCEL_TAKEN,
-    Answer,
-    note_look,
-)
-from dtrain_dagster.clusters.azure_ml.client import ServiceError, ServiceRefused
+from dtrain_dagster.clusters.azure_ml.client import ServiceError
 from dtrain_dagster.clusters.azure_ml.jobs import Jobs, ServiceJob
-from dtrain_dagster.clusters.azure_ml.launch_record import Launches, Record, kinds, launch_durations
+from dtrain_dagster.clusters.azure_ml.launch_record import Record, kinds, launch_durations
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.provision import NODES_THERE, Provisioner
 from dtrain_dagster.clusters.azure_ml.sku_chain import SkuChoice, chain
@@ -43,6 +37,19 @@ def list_alternatives(record: Record, options: AzureMLOptions) -> list[SkuChoice
     """Return the kinds of nodes that are left to try after this launch's."""
     here = SkuChoice(sku=record["sku"], tier=record["tier"])
     return chain(record["sku"], options.chain, options.tiers, {here, *launch_records.excluded(record)})
+
+
+def bare_facts(record: Record, look: Look, now: float) -> JobFacts:
+    """Return what the record alone says of a launch."""
+    return JobFacts(
+        look=look,
+        now=now,
+        launch=record["launch"],
+        node_count=record["node_count"],
+        elastic=record["elastic"],
+        submitted_at=record["submitted_at"],
+        phase_since=record["submitted_at"],
+    )
 
 
 def gather_facts(
@@ -65,13 +72,8 @@ def gather_facts(
         if ready < record["node_count"]:
             error = provisioner.allocation_error(record["compute"], patience)
     heard_at = max((node.last_seen_at or node.started_at for node in nodes), default=None)
-    return JobFacts(
-        look=look,
-        now=now,
-        launch=record["launch"],
-        node_count=record["node_count"],
-        elastic=record["elastic"],
-        submitted_at=record["submitted_at"],
+    return replace(
+        bare_facts(record, look, now),
         phase_since=since,
         seen=record["confirmed"] or heard_at is not None,
         misses=tuple(record.get("missing_at") or ()),
@@ -88,43 +90,6 @@ def gather_facts(
         allocation_error=error,
         has_alternative=bool(list_alternatives(record, options)),
     )
-
-
-class MissingJobKeeper:
-    """The owner of ``missing_at`` and ``missing_cancel`` in the launch record of one job."""
-
-    def __init__(self, launches: Launches, jobs: Jobs) -> None:
-        self.launches, self.jobs = launches, jobs
-
-    def note(self, record: Record, answer: Answer) -> Record:
-        """Record what came of a look at this launch, and return its record. Nothing is written where nothing
-        changes."""
-        before = record.get("missing_at") or []
-        after = list(note_look(before, answer, time.time(), record["submitted_at"], self.jobs.options))
-        if after == before:
-            return record
-        fields = {"missing_at": after} if after else {"missing_at": [], "missing_cancel": ""}
-        return self.launches.change(record["token"], **fields) or record
-
-    def make_sure(self, record: Record) -> Record | None:
-        """Cancel a job that seems to be gone, and return its record with what became of that; None where another launch
-        counts by now. Raise `ServiceUnreachable` where the service does not answer.
-
-        If the service takes the cancellation, the job is there: it is then waited for, and gone on with elsewhere.
-        """
-        name = record["job_name"]
-        try:
-            why = "the service does not know it, but it might be running anyway"
-            is_known = self.jobs.cancel(name, why, self.jobs.options.look_patience_seconds)
-            answer = CANCEL_TAKEN if is_known else CANCEL_NOT_FOUND
-        except ServiceRefused as error:
-            answer = f"refused: {error}"
-        fields: Record = {"missing_cancel": answer}
-        if answer == CANCEL_TAKEN:
-            reason = record["stopping"] or "the service did not know it for minutes, and then accepted its cancellation"
-            fields |= {"missing_at": [], "stopping": reason}
-        _log.warning("job %s is not known to the service; its cancellation: %s", name, answer)
-        return self.launches.change(record["token"], **fields)
 
 
 PROVISIONING = "provisioning.json"

@@ -38,55 +38,51 @@ class ErrorPart:
 
 
 _NEXT = {
-    # code, folded: when to ask again
-    "skunotavailable": SCARCE_SECONDS,
-    "vmsizenotsupported": NO_QUOTA_SECONDS,
-    "unsupportedvmsize": NO_QUOTA_SECONDS,
-    "unsupportedvmsizeforlowpriority": NO_QUOTA_SECONDS,
-    "vmsizenotavailable": SCARCE_SECONDS,
-    "notavailableforsubscription": NO_QUOTA_SECONDS,
-    "resourcenotavailableforoffer": NO_QUOTA_SECONDS,  # the subscription's offer does not include this size
-    "skuretired": NO_QUOTA_SECONDS,
-    "allocationfailed": SCARCE_SECONDS,
-    "zonalallocationfailed": SCARCE_SECONDS,
-    "overconstrainedallocationrequest": SCARCE_SECONDS,
-    "outofcapacity": SCARCE_SECONDS,
-    "insufficientcapacity": SCARCE_SECONDS,
-    "clusteroutofcapacity": SCARCE_SECONDS,
-    "outofquota": NO_QUOTA_SECONDS,
-    "quotaexceeded": NO_QUOTA_SECONDS,
-    "corequotaexceeded": NO_QUOTA_SECONDS,
     "clustercorequotareached": IN_USE_SECONDS,
-    "clusterminnodesexceedcorequota": NO_QUOTA_SECONDS,
-    "jobnodecountexceedscorequota": NO_QUOTA_SECONDS,
-    "operationnotallowed": NO_QUOTA_SECONDS,  # what Compute says when cores do not suffice
-    "lowprioritynotsupported": NO_QUOTA_SECONDS,
-    "requestdisallowedbypolicy": NO_QUOTA_SECONDS,  # often a policy on sizes
-    "operationtimedout": SCARCE_SECONDS,
+    **dict.fromkeys(
+        (
+            *("skunotavailable", "vmsizenotavailable", "allocationfailed", "zonalallocationfailed"),
+            *("overconstrainedallocationrequest", "outofcapacity", "insufficientcapacity", "clusteroutofcapacity"),
+            "operationtimedout",
+        ),
+        SCARCE_SECONDS,
+    ),
+    # resourcenotavailableforoffer: the subscription's offer lacks this size; operationnotallowed: what Compute says
+    # when cores do not suffice; requestdisallowedbypolicy: often a policy on sizes
+    **dict.fromkeys(
+        (
+            *("vmsizenotsupported", "unsupportedvmsize", "unsupportedvmsizeforlowpriority"),
+            *("notavailableforsubscription", "resourcenotavailableforoffer", "skuretired", "outofquota"),
+            *("quotaexceeded", "corequotaexceeded", "clusterminnodesexceedcorequota", "jobnodecountexceedscorequota"),
+            *("operationnotallowed", "lowprioritynotsupported", "requestdisallowedbypolicy"),
+        ),
+        NO_QUOTA_SECONDS,
+    ),
 }
+"""Code, folded → seconds until a new request makes sense."""
 _NEVER = {
-    "unsupportedvmsizeforlowpriority",
-    "lowprioritynotsupported",
-    "unsupportedvmsize",
-    "vmsizenotsupported",
+    *("unsupportedvmsizeforlowpriority", "lowprioritynotsupported", "unsupportedvmsize", "vmsizenotsupported"),
     "skuretired",
 }
 """Codes, folded, of computes that never get a node."""
 _FATAL = {
-    "authorizationfailed", "linkedauthorizationfailed", "forbidden", "forbiddenerror", "invalidauthenticationtoken",
-    "expiredauthenticationtoken", "missingsubscriptionregistration", "subscriptionnotregistered",
-    "subscriptionnotfound", "disabledsubscription", "readonlydisabledsubscription", "resourcegroupnotfound",
-    "workspacenotfound", "parentresourcenotfound", "scopelocked", "subnetnotfound", "invalidsubnet",
+    *("authorizationfailed", "linkedauthorizationfailed", "forbidden", "forbiddenerror", "invalidauthenticationtoken"),
+    *("expiredauthenticationtoken", "missingsubscriptionregistration", "subscriptionnotregistered"),
+    *("subscriptionnotfound", "disabledsubscription", "readonlydisabledsubscription", "resourcegroupnotfound"),
+    *("workspacenotfound", "parentresourcenotfound", "scopelocked", "subnetnotfound", "invalidsubnet"),
     "failedidentityoperation",
-}  # fmt: skip
+}
 """Codes, folded, that no other size changes."""
-_WAIT = {"toomanyrequests", "conflict", "concurrentoperationsnotallowed", "operationpreempted", "serverbusy",
-         "serviceunavailable", "internalservererror", "gatewaytimeout", "badgateway", "timeout",
-         "requesttimeout"}  # fmt: skip
-_GENERAL = {"", "badrequest", "usererror", "badargument", "invalidargument", "invalidrequest", "validationerror",
-            "systemerror", "serviceerror", "error", "ok", "none", "failed", "unknown", "unknownerror", "http400",
-            "operationfailed", "resourceoperationfailure", "resourcedeploymentfailure", "deploymentfailed",
-            "invalidtemplatedeployment"}  # fmt: skip
+_WAIT = {
+    *("toomanyrequests", "conflict", "concurrentoperationsnotallowed", "operationpreempted", "serverbusy"),
+    *("serviceunavailable", "internalservererror", "gatewaytimeout", "badgateway", "timeout", "requesttimeout"),
+}
+_GENERAL = {
+    "",
+    *("badrequest", "usererror", "badargument", "invalidargument", "invalidrequest", "validationerror", "systemerror"),
+    *("serviceerror", "error", "ok", "none", "failed", "unknown", "unknownerror", "http400", "operationfailed"),
+    *("resourceoperationfailure", "resourcedeploymentfailure", "deploymentfailed", "invalidtemplatedeployment"),
+}
 """Codes, folded, that say that something is wrong, and not what."""
 _GENERAL_SENTENCE = re.compile(
     r"(?is)\W*(the )?(request is invalid|bad request|(an? )?(unknown |unexpected |internal )?error (has )?occurred.*|"

@@ -188,12 +188,8 @@ def skip_choice(code: str, message: str, retry_seconds: float = NO_QUOTA_SECONDS
 
 
 _TOTALS = {
-    "totaldedicatedcores",
-    "totalclusterdedicatedregionalvcpus",
-    "totallowprioritycores",
-    "totalclusterlowpriorityregionalvcpus",
-    "lowprioritycores",
-    "totalregionalspotvcpus",
+    *("totaldedicatedcores", "totalclusterdedicatedregionalvcpus", "totallowprioritycores"),
+    *("totalclusterlowpriorityregionalvcpus", "lowprioritycores", "totalregionalspotvcpus"),
 }
 
 

@@ -212,6 +212,10 @@ class TestOptions:
         [
             ({"subscription_id": "mine"}, "DTRAIN_AZURE_SUBSCRIPTION_ID"),
             ({"resource_group": ""}, "DTRAIN_AZURE_RESOURCE_GROUP"),
+            ({"workspace": ""}, "DTRAIN_AZURE_WORKSPACE"),
+            ({"processes_per_node": 0}, "DTRAIN_PROCESSES_PER_NODE"),
+            ({"max_resubmissions": -1}, "max_resubmissions"),
+            ({"tiers": ()}, "tiers"),
             ({"cluster_name": "a-name-that-is-too-long"}, "DTRAIN_CLUSTER_NAME"),
             ({"chain": ("NC6",)}, "chain"),
             ({"tiers": ("cheap",)}, "tiers"),
@@ -315,6 +319,9 @@ class TestStates:
     def test_a_paused_job_waits_no_longer_than_in_the_queue(self) -> None:
         assert decided("Paused") == ("report", JobState.QUEUED)
         assert decided("Paused", phase_since=800.0) == ("stop", JobState.QUEUED)
+        assert decide_job(facts("Paused"), PATIENCE).message == "has been paused by the service for 10 s"
+        cause = {"phase_since": 940.0, "allocation_error": "AllocationFailed", "has_alternative": True}
+        assert decided("Paused", **cause) == ("report", JobState.QUEUED), "of nodes that it has"
 
     def test_the_end_is_what_the_training_says(self) -> None:
         assert decided("Completed", result=self.done) == ("settle", JobState.SUCCEEDED)
