@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=place)
 
 
-ALL_COSTLY = re.compile(r"^pytestmark = .*\b(slow|long|BROWSER_TEST)\b", re.MULTILINE)
+ALL_COSTLY = re.compile(r"^pytestmark = .*\b(mark\.(slow|long)|BROWSER_TEST)\b", re.MULTILINE)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

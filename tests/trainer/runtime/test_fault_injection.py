@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,17 @@ def test_one_that_is_to_happen_every_time_does() -> None:
     assert happened(faults(always), *places) == [], "in its step"
     del always["step"]
     assert happened(faults(always), *places) == [("input", 0), ("input", 1), ("input", 2)]
+
+
+def test_a_sleep_ends_with_a_file(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    with ThreadPoolExecutor(1) as pool:
+        sleep = {"kind": "sleep", "at": "forward", "node": 0, "seconds": 60.0, "until": str(go)}
+        sleeper = pool.submit(faults(sleep).reach, "forward", 0)
+        with pytest.raises(TimeoutError):
+            sleeper.result(0.2)
+        go.touch()
+        sleeper.result(30.0)
 
 
 def test_it_happens_to_its_node_in_its_first_stay_only() -> None:
