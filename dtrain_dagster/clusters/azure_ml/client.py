@@ -14,9 +14,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dtrain_dagster.clusters.azure_ml.absence import SETTINGS, Scope, find_missing_scope, names_resource
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
-from dtrain_dagster.clusters.azure_ml.refusals import error_body_of, error_chain
+from dtrain_dagster.clusters.azure_ml.refusals import (
+    SETTINGS,
+    Scope,
+    error_body_of,
+    error_chain,
+    find_missing_scope,
+    names_resource,
+)
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.support.audit import note_request_id, noted_request_id
 from dtrain_dagster.support.secrets import redact

@@ -11,20 +11,24 @@ import time
 from dataclasses import asdict, replace
 
 from dtrain_dagster.clusters.azure_ml import launch_record as launch_records
-from dtrain_dagster.clusters.azure_ml.absence import CANCEL_NOT_FOUND, CANCEL_TAKEN, Answer, note_look
 from dtrain_dagster.clusters.azure_ml.client import ScopeMissing, ServiceError, ServiceRefused, ServiceUnreachable
 from dtrain_dagster.clusters.azure_ml.failure_causes import read_service_words
-from dtrain_dagster.clusters.azure_ml.job_records import (
-    JobRecords,
-    bare_facts,
-    gather_facts,
-    job_status_of,
-)
+from dtrain_dagster.clusters.azure_ml.job_records import JobRecords, bare_facts, gather_facts, job_status_of
 from dtrain_dagster.clusters.azure_ml.jobs import Jobs, NameTaken
 from dtrain_dagster.clusters.azure_ml.launch_record import Launches, Record
 from dtrain_dagster.clusters.azure_ml.provision import Provisioned, Provisioner
 from dtrain_dagster.clusters.azure_ml.refusals import read_cluster_trouble
-from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, decide_job, phase_of
+from dtrain_dagster.clusters.azure_ml.states import (
+    CANCEL_NOT_FOUND,
+    CANCEL_TAKEN,
+    Answer,
+    JobDecision,
+    JobFacts,
+    Look,
+    decide_job,
+    note_look,
+    phase_of,
+)
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus, NoCapacityError, Starved
 from dtrain_dagster.clusters.exit_policy import is_failure
 from dtrain_dagster.clusters.job_marks import ActiveJobs
@@ -169,7 +173,7 @@ class JobController:
 
     def _act(self, record: Record, facts: JobFacts, decision: JobDecision) -> JobStatus:
         if decision.action == "wait":
-            return self.records.report_missing(record, self.records.read_status(), decision.message)
+            return self.records.report_missing(record, decision.message)
         if decision.action == "make_sure":
             return self._make_sure(record, facts, decision)
         if decision.action == "submit":
@@ -177,14 +181,13 @@ class JobController:
         elif decision.action == "cancel":
             self._cancel_in_service(record, "somebody asked for it")
             if not facts.look.status:
-                return self.records.report_missing(record, self.records.read_status(), decision.message)
+                return self.records.report_missing(record, decision.message)
         elif decision.action == "stop":
             if not record["stopping"]:
                 _log.warning("job %s: %s; ending it, in order to continue", record["job_name"], decision.message)
             fields = {"stopping": record["stopping"] or decision.message}
             if phase_of(facts.look) == "waiting":
-                here = {"sku": record["sku"], "tier": record["tier"]}
-                fields |= {"nodes_ready": facts.nodes_ready, "excluded": _with(record["excluded"], here)}
+                fields |= {"nodes_ready": facts.nodes_ready, "excluded": launch_records.exclude_own(record)}
                 fields |= {"waiting_since": record["waiting_since"] or record["submitted_at"]}
             if self.launches.change(record["token"], **fields):
                 self._cancel_in_service(record, decision.message)
@@ -221,12 +224,12 @@ class JobController:
         _log.warning("job %s is not known to the service; its cancellation: %s", record["job_name"], answer)
         current = self.launches.change(record["token"], **fields)
         if current is None:  # another launch counts by now
-            return self.records.report_missing(record, self.records.read_status(), decision.message)
+            return self.records.report_missing(record, decision.message)
         misses = tuple(current.get("missing_at") or ())
         facts = replace(facts, misses=misses, missing_cancel=answer, stopping=current["stopping"])
         decision = decide_job(facts, self.options)
         if decision.action == "next" and not self.tends:
-            return self.records.report_missing(current, self.records.read_status(), decision.message)
+            return self.records.report_missing(current, decision.message)
         return self._act(current, facts, decision)
 
     def _note_look(self, record: Record, answer: Answer) -> Record:
@@ -250,7 +253,7 @@ class JobController:
             self._tell_of_wait(record, waiting_since)
             return status
         if read_cluster_trouble(read_service_words(facts.look.error_message)) == "refused":
-            kinds = _with(record["excluded"], {"sku": record["sku"], "tier": record["tier"]})
+            kinds = launch_records.exclude_own(record)
             record = self.launches.change(record["token"], excluded=kinds) or record
         try:
             got = self._get_nodes(record)
@@ -386,7 +389,3 @@ class JobController:
 
     def _compute_tags(self, job_id: str) -> dict[str, str]:
         return {"dtrain_job": job_id} | ({"dagster_run_id": self.run_id} if self.run_id else {})
-
-
-def _with(entries: list[dict[str, str]], entry: dict[str, str]) -> list[dict[str, str]]:
-    return entries if entry in entries else [*entries, entry]

@@ -136,9 +136,10 @@ class JobRecords:
             self.rundir.write_json(STATUS, {**known, "unreachable_since": since})
         return self._repeat(record, known, f"has been unreachable for {time.time() - since:.0f} s: {error}")
 
-    def report_missing(self, record: Record, status: Mapping[str, Any], message: str) -> JobStatus:
+    def report_missing(self, record: Record, message: str) -> JobStatus:
         """Return the last seen status of a job that the service says not to know, with this message. It goes on from
         there if it is found again, so nothing is written."""
+        status = self.read_status()
         return self._repeat(record, status if status.get("launch") == record["launch"] else {}, message)
 
     def _repeat(self, record: Record, known: Mapping[str, Any], message: str) -> JobStatus:

@@ -203,6 +203,12 @@ def excluded(record: Record) -> set[SkuChoice]:
     return {SkuChoice(**choice) for choice in record["excluded"]}
 
 
+def exclude_own(record: Record) -> list[dict[str, str]]:
+    """Return the kinds of nodes that are excluded, with this launch's own."""
+    own = {"sku": record["sku"], "tier": record["tier"]}
+    return record["excluded"] if own in record["excluded"] else [*record["excluded"], own]
+
+
 def kinds(record: Record) -> dict[int, tuple[str, str]]:
     """Return launch → (SKU, tier) that it was given."""
     return {item["launch"]: (item["sku"], item["tier"]) for item in [*record["history"], record]}

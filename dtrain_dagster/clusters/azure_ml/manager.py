@@ -21,11 +21,7 @@ from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_TAG, Jobs, Servic
 from dtrain_dagster.clusters.azure_ml.launch_record import Launches, mark_of, read_mark
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.pools import ANYWHERE, NOT_PROVISIONED, Pools
-from dtrain_dagster.clusters.azure_ml.provision import (
-    TIMED_OUT,
-    Provisioned,
-    Provisioner,
-)
+from dtrain_dagster.clusters.azure_ml.provision import TIMED_OUT, Provisioned, Provisioner
 from dtrain_dagster.clusters.azure_ml.sku_chain import Attempt, SkuChoice
 from dtrain_dagster.clusters.base import (
     ClusterConfig,

@@ -14,11 +14,7 @@ from trainer.rundir import LAUNCH, STATUS, RunDir
 
 
 def why_orphaned(
-    job_name: str,
-    record: Mapping[str, Any] | None,
-    is_settled: bool,
-    owner: str | None,
-    live_runs: Collection[str],
+    job_name: str, record: Mapping[str, Any] | None, is_settled: bool, owner: str | None, live_runs: Collection[str]
 ) -> str:
     """Return why a job that runs in the service has no owner; "" if it has one. Pure.
 

@@ -1,4 +1,4 @@
-"""The meaning of a refusal of a compute, from the service's whole error. Pure.
+"""The meaning of a refusal of a compute, and of a 404, from the service's whole error. Pure.
 
 The service wraps the truth in general words: under ``BadRequest: The request is invalid`` lie other errors, in
 ``details``, ``innererror``, ``additionalInfo[].info``, in a message that is JSON, or that lists ``Error code: …``. So
@@ -148,6 +148,45 @@ def read_late_refusal(errors: Sequence[Any], is_new: bool) -> SkuRefusal | None:
     refusal = classify_refusal(errors, 200)
     lasts = refusal.verdict == "fatal" or refusal.retry_seconds >= NO_QUOTA_SECONDS
     return refusal if fold_name(refusal.code) in _NEVER or (is_new and lasts) else None
+
+
+Scope = Literal["subscription", "resource group", "workspace"]
+SETTINGS: Mapping[Scope, str] = {
+    "subscription": "DTRAIN_AZURE_SUBSCRIPTION_ID",
+    "resource group": "DTRAIN_AZURE_RESOURCE_GROUP",
+    "workspace": "DTRAIN_AZURE_WORKSPACE",
+}
+_SCOPES: Mapping[str, Scope] = {
+    "subscriptionnotfound": "subscription",
+    "invalidsubscriptionid": "subscription",
+    "resourcegroupnotfound": "resource group",
+    "workspacenotfound": "workspace",
+}
+"""Codes, folded, that say by themselves what is missing."""
+_QUOTED = re.compile(r"['\"‘“]([^'\"’”]+)['\"’”]")
+
+
+def find_missing_scope(error: Any, workspace: str) -> Scope | None:
+    """Return which of subscription, resource group and workspace is not there, by the body of a 404; None where the
+    answer is about something within the workspace. The code of a parent or of any resource tells only with its name."""
+    for part in error_parts(error):
+        code = fold_name(part.code)
+        if code in _SCOPES:
+            return _SCOPES[code]
+        if code in ("parentresourcenotfound", "resourcenotfound", "notfound"):
+            quoted, own = [name.rstrip("/").casefold() for name in _QUOTED.findall(part.message)], workspace.casefold()
+            if any(name.endswith(f"/workspaces/{own}") for name in quoted):
+                return "workspace"
+            if code == "parentresourcenotfound" and own in quoted:
+                return "workspace"
+    return None
+
+
+def names_resource(error: Any, name: str) -> bool:
+    """Return whether the body of a 404 names this job or compute, in a message or as the target of one of its
+    errors."""
+    word = re.compile(rf"(?i)(?<![\w-]){re.escape(name)}(?![\w-])")
+    return any(word.search(text) for part in error_parts(error) for text in (part.message, part.target))
 
 
 ClusterTrouble = Literal["", "refused", "lost"]

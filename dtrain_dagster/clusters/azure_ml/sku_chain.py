@@ -14,12 +14,7 @@ from typing import Any, Literal
 
 from dtrain_dagster.settings.tiers import current_tier, tier_in_words
 
-DEFAULT_CHAIN = (
-    "Standard_NC24ads_A100_v4",
-    "Standard_NC40ads_H100_v5",
-    "Standard_NC4as_T4_v3",
-    "Standard_NC8as_T4_v3",
-)
+DEFAULT_CHAIN = ("Standard_NC24ads_A100_v4", "Standard_NC40ads_H100_v5", "Standard_NC4as_T4_v3", "Standard_NC8as_T4_v3")
 """One GPU per node each, the equivalents of a V100 first. No V100, whose sizes are retired; no A10, whose sizes only
 endpoints can have."""
 

@@ -6,10 +6,10 @@ where its last node was lost a moment later; and a job that "fails" because its 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dtrain_dagster.clusters.azure_ml.absence import CANCEL_NOT_FOUND, CANCEL_TAKEN, is_absent
 from dtrain_dagster.clusters.azure_ml.failure_causes import explain_loss, explain_service_loss
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.base import JobState
@@ -17,6 +17,15 @@ from dtrain_dagster.clusters.base import JobState
 WAITING = {"NotStarted", "Starting", "Provisioning", "Preparing", "Queued", "Scheduled"}
 WORKING = {"Running", "Finalizing"}
 ENDED = {"Completed", "Failed", "Canceled"}
+
+# The resource manager answers 404 for what exists, for a while: its regions are consistent late (Azure's support in
+# hashicorp/terraform-provider-azurerm#18268; #32535 has it of things made long before). So one answer decides nothing.
+Answer = Literal["found", "own", "scope"]
+"""What came of a look: the thing itself; its own 404; a 404 of what it lies in."""
+COUNTED_LOOKS, KEPT_LOOKS = 3, 8
+"""Looks that it takes until a job that the service does not know is gone; and those that are noted at most."""
+CANCEL_TAKEN, CANCEL_NOT_FOUND = "taken", "not found"
+"""What becomes of the cancellation of a job that seems to be gone; else it is refused, in the service's words."""
 
 Phase = Literal["submitting", "waiting", "working", "silent", "paused", "stopping", "ended", "gone"]
 
@@ -227,3 +236,22 @@ def _says(facts: JobFacts, status: str) -> bool:
     result = facts.result
     # A job that does not regroup knows of no launches.
     return result is not None and result.get("status") == status and result.get("launch") in (None, facts.launch)
+
+
+def note_look(
+    misses: Sequence[float], answer: Answer, now: float, asked_at: float, options: AzureMLOptions
+) -> tuple[float, ...]:
+    """Return the times of the looks that count against a job, after one more. Times are Unix seconds; ``asked_at``:
+    when the job was asked for. A look that finds it, or that finds not even its workspace, takes all back. None counts
+    right after the job was asked for; and several orchestrators in a second are one look."""
+    if answer != "own":
+        return ()
+    gap = options.missing_seconds / (2 * (COUNTED_LOOKS - 1))
+    if now - asked_at < options.start_seconds or (misses and now - misses[-1] < gap):
+        return tuple(misses)
+    return (*misses[:1], *misses[1:][-(KEPT_LOOKS - 2) :], now)
+
+
+def is_absent(misses: Sequence[float], options: AzureMLOptions) -> bool:
+    """Return whether the service has not known a job for long enough, at enough looks."""
+    return len(misses) >= COUNTED_LOOKS and misses[-1] - misses[0] >= options.missing_seconds

@@ -6,15 +6,9 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.clusters.azure_ml.absence import (
-    KEPT_LOOKS,
-    Answer,
-    find_missing_scope,
-    is_absent,
-    names_resource,
-    note_look,
-)
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
+from dtrain_dagster.clusters.azure_ml.refusals import find_missing_scope, names_resource
+from dtrain_dagster.clusters.azure_ml.states import KEPT_LOOKS, Answer, is_absent, note_look
 
 OPTIONS = AzureMLOptions(
     subscription_id="00000000-0000-4000-8000-000000000001",

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.azure_ml import launch_record, orphans
-from dtrain_dagster.clusters.azure_ml.absence import CANCEL_NOT_FOUND, CANCEL_TAKEN
 from dtrain_dagster.clusters.azure_ml.compute_description import compute_tier, describe_compute
 from dtrain_dagster.clusters.azure_ml.jobs import (
     JOB_TAG,
@@ -43,7 +42,14 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import (
     fold_name,
     quota_of,
 )
-from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, decide_job
+from dtrain_dagster.clusters.azure_ml.states import (
+    CANCEL_NOT_FOUND,
+    CANCEL_TAKEN,
+    JobDecision,
+    JobFacts,
+    Look,
+    decide_job,
+)
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState
 from dtrain_dagster.costs.prices import hardware_of
 from dtrain_dagster.settings.environment import BUYABLE_GPU_TYPE
