@@ -36,7 +36,8 @@ from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.batches import Batch
 from trainer.engine.out_of_memory import MicroBatchLimit
-from trainer.engine.step import StepFlags, StepResult, TrainingStep, explain_non_finite
+from trainer.engine.step import TrainingStep
+from trainer.engine.step_result import StepFlags, StepResult, explain_non_finite
 from trainer.model.blocks import checkpoint_activations
 from trainer.model.task import Task
 from trainer.parallel.replicas import count_passes

@@ -19,7 +19,8 @@ from trainer.config import ConfigError, JobConfig
 from trainer.data.shards import DataShardManager
 from trainer.engine.lr_schedule import peak_learning_rate
 from trainer.engine.problem import refuse_without_script
-from trainer.engine.step import AUTOCAST, NonFiniteError
+from trainer.engine.step import AUTOCAST
+from trainer.engine.step_result import NonFiniteError
 from trainer.model.build import build_loss
 from trainer.model.compile import compiled
 from trainer.parallel.synchronizer import GradientSynchronizer

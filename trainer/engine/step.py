@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import logging
 import math
-from array import array
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +27,7 @@ from trainer.engine.module_state import (
     refuse_extra_state,
 )
 from trainer.engine.out_of_memory import MicroBatchLimit
+from trainer.engine.step_result import StepFlags, StepResult, count_step, explain_non_finite
 from trainer.model.task import Task, per_sample, weigher
 from trainer.parallel.buckets import gradient_norm
 from trainer.parallel.synchronizer import GradientSync, GradientSynchronizer
@@ -62,52 +61,6 @@ def class_of(strategy: str, part: str, usual: Any) -> Any:
     is not the ``usual`` one."""
     name = STRATEGIES.get(strategy, {}).get(part)
     return usual if name is None else load(name)
-
-
-class NonFiniteError(RuntimeError):
-    """The loss or its gradient is not a finite number. The message names the step and the remedies."""
-
-
-def explain_non_finite(step: int, learning_rate: float, norm: float, data: str = "") -> NonFiniteError:
-    """Return the error of a step (0-based) whose loss or gradient is not finite. ``data``: what is not finite in its
-    samples."""
-    remedies = (
-        "lower training.learning_rate, raise training.warmup_steps, set training.clip_norm, or look for extreme values "
-        "in the data"
-    )
-    if data:
-        remedies = f"{data}; where that is meant, {remedies}"
-    return NonFiniteError(
-        f"the loss or its gradient is not finite at step {step + 1} (learning rate {learning_rate:.3g}, "
-        f"gradient norm {norm:.3g}): {remedies}; the last checkpoint is untouched"
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class StepFlags:
-    """Counts of ranks in each situation, which ranks exchange in one small all-reduce when they commit a step."""
-
-    leaving: int = 0
-    """Ranks that were asked to end (SIGTERM)."""
-    regroup: int = 0
-    """Ranks that want another generation after this step."""
-    cut_off: int = 0
-    """Ranks that do not reach all others."""
-    budget: int = 0
-    """Ranks that see the budget spent; only rank 0 looks."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The result of a step. ``loss_sum`` and ``weight`` are this rank's parts: the sums of its samples' losses, and of
-    what its samples weigh in the mean (`trainer.model.task`)."""
-
-    loss_sum: float
-    weight: float
-    grad_norm: float
-    flags: StepFlags
-    digest: int
-    """The digest of all samples of the global batch, see `trainer.data.coverage`."""
 
 
 class TrainingStep:
@@ -441,7 +394,7 @@ class TrainingStep:
         if self._commits_on_device:
             group = self.world.group
             assert group is not None
-            counts = _counts(batch, flags, False, self.sync.missing_flags()).to(self.device, non_blocking=True)
+            counts = count_step(batch, flags, False, self.sync.missing_flags()).to(self.device, non_blocking=True)
             counts[0] = ~torch.isfinite(torch.stack(losses)).all()
             group.submit(_COMMIT, partial(summed, counts), counts.nbytes).result()
             *numbers, found = group.fetch(*losses, norm, counts)
@@ -468,7 +421,7 @@ class TrainingStep:
         """Submit the commit right behind the last gradients: no thread has to wake up in between."""
         assert self.world.group is not None
         broken = not all(math.isfinite(loss.item()) for loss in losses)
-        counts = _counts(batch, flags, broken, self.sync.missing_flags())
+        counts = count_step(batch, flags, broken, self.sync.missing_flags())
         self._commit = self.world.group.all_reduce(_COMMIT, counts)
 
     def _agree(
@@ -482,7 +435,7 @@ class TrainingStep:
             counts = commit.result()
         else:
             broken = not (math.isfinite(loss_sum) and is_finite)
-            counts = self.world.all_reduce(_counts(batch, flags, broken, self.sync.missing_flags()), _COMMIT)
+            counts = self.world.all_reduce(count_step(batch, flags, broken, self.sync.missing_flags()), _COMMIT)
         broken_on, leaving, regroup, cut_off, budget, samples, digest, *without = counts.tolist()
         if broken_on or not is_finite:  # what was summed is the same on all ranks
             return None
@@ -534,10 +487,3 @@ class TrainingStep:
             group["weight_decay"] = self.config.weight_decay
         if state["scaler"]:  # which only training in fp16 has
             self.scaler.load_state_dict(state["scaler"])
-
-
-def _counts(batch: Batch, flags: StepFlags, broken: bool, without: list[int]) -> Tensor:
-    """Return what ranks sum when they commit a step. ``without``: see `GradientSynchronizer.missing_flags`."""
-    counted = (flags.leaving, flags.regroup, flags.cut_off, flags.budget)
-    counts = array("q", (broken, *counted, batch.local_samples, batch.digest, *without))
-    return torch.frombuffer(counts, dtype=torch.int64)  # torch.tensor takes three times as long

@@ -39,7 +39,7 @@ from trainer.engine.recovery import (
 from trainer.engine.reports import RankReports, Watch
 from trainer.engine.session import Session
 from trainer.engine.state import Entry
-from trainer.engine.step import StepFlags, StepResult
+from trainer.engine.step_result import StepFlags, StepResult
 from trainer.engine.workload import Workload, make_sampler, needs_evaluation
 from trainer.model.task import mean_of
 from trainer.observability.reporter import StepWindow

@@ -21,7 +21,8 @@ from trainer.data.batches import Batch, Samples
 from trainer.engine.graphs import EAGER_CALLS, MOST_SHAPES, GraphedCall, StepGraphs, find_obstacle, shape_of
 from trainer.engine.module_state import digest_state_dict
 from trainer.engine.out_of_memory import MicroBatchLimit
-from trainer.engine.step import NonFiniteError, StepFlags, TrainingStep
+from trainer.engine.step import TrainingStep
+from trainer.engine.step_result import NonFiniteError, StepFlags
 from trainer.model.task import SupervisedTask
 from trainer.runtime.fault_injection import Faults
 

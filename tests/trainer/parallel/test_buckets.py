@@ -24,7 +24,7 @@ from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig, parse_job
 from trainer.data.batches import Batch, Samples
 from trainer.engine.own_model import OwnModel
-from trainer.engine.step import StepFlags
+from trainer.engine.step_result import StepFlags
 from trainer.parallel.buckets import PIECE, Buckets, divide, gradient_norm
 from trainer.parallel.synchronizer import GradientSynchronizer
 from trainer.runtime.fault_injection import Faults

@@ -1,0 +1,64 @@
+"""What ranks tell each other when they commit a step, and how a step ended. `trainer.engine.step` makes them."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.data.batches import Batch
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or its gradient is not a finite number. The message names the step and the remedies."""
+
+
+def explain_non_finite(step: int, learning_rate: float, norm: float, data: str = "") -> NonFiniteError:
+    """Return the error of a step (0-based) whose loss or gradient is not finite. ``data``: what is not finite in its
+    samples."""
+    remedies = (
+        "lower training.learning_rate, raise training.warmup_steps, set training.clip_norm, or look for extreme values "
+        "in the data"
+    )
+    if data:
+        remedies = f"{data}; where that is meant, {remedies}"
+    return NonFiniteError(
+        f"the loss or its gradient is not finite at step {step + 1} (learning rate {learning_rate:.3g}, "
+        f"gradient norm {norm:.3g}): {remedies}; the last checkpoint is untouched"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepFlags:
+    """Counts of ranks in each situation, which ranks exchange in one small all-reduce when they commit a step."""
+
+    leaving: int = 0
+    """Ranks that were asked to end (SIGTERM)."""
+    regroup: int = 0
+    """Ranks that want another generation after this step."""
+    cut_off: int = 0
+    """Ranks that do not reach all others."""
+    budget: int = 0
+    """Ranks that see the budget spent; only rank 0 looks."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The result of a step. ``loss_sum`` and ``weight`` are this rank's parts: the sums of its samples' losses, and of
+    what its samples weigh in the mean (`trainer.model.task`)."""
+
+    loss_sum: float
+    weight: float
+    grad_norm: float
+    flags: StepFlags
+    digest: int
+    """The digest of all samples of the global batch, see `trainer.data.coverage`."""
+
+
+def count_step(batch: Batch, flags: StepFlags, broken: bool, without: list[int]) -> Tensor:
+    """Return what ranks sum when they commit a step. ``without``: see `GradientSynchronizer.missing_flags`."""
+    counted = (flags.leaving, flags.regroup, flags.cut_off, flags.budget)
+    counts = array("q", (broken, *counted, batch.local_samples, batch.digest, *without))
+    return torch.frombuffer(counts, dtype=torch.int64)  # torch.tensor takes three times as long
