@@ -14,8 +14,8 @@ from azure.ai.ml.entities import AmlCompute
 from azure.core.exceptions import HttpResponseError
 
 from dtrain_dagster.automation import run_liveness
+from dtrain_dagster.clusters.azure_ml.compute_description import CLUSTER_TAG, TAG
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
-from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG, TAG
 from dtrain_dagster.clusters.base import JobSpec
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.sensors.orphans import build_orphan_sensor

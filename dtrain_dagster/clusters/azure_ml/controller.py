@@ -12,12 +12,11 @@ from dataclasses import asdict, replace
 
 from dtrain_dagster.clusters.azure_ml import launch_record as launch_records
 from dtrain_dagster.clusters.azure_ml.client import ScopeMissing, ServiceError, ServiceRefused, ServiceUnreachable
-from dtrain_dagster.clusters.azure_ml.failure_causes import read_service_words
 from dtrain_dagster.clusters.azure_ml.job_records import JobRecords, bare_facts, gather_facts, job_status_of
 from dtrain_dagster.clusters.azure_ml.jobs import Jobs, NameTaken
 from dtrain_dagster.clusters.azure_ml.launch_record import Launches, Record
 from dtrain_dagster.clusters.azure_ml.provision import Provisioned, Provisioner
-from dtrain_dagster.clusters.azure_ml.refusals import read_cluster_trouble
+from dtrain_dagster.clusters.azure_ml.refusals import read_cluster_trouble, read_service_words
 from dtrain_dagster.clusters.azure_ml.states import (
     CANCEL_NOT_FOUND,
     CANCEL_TAKEN,

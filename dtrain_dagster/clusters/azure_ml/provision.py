@@ -23,9 +23,13 @@ from dtrain_dagster.clusters.azure_ml.client import (
     ServiceUnreachable,
     request_note,
 )
-from dtrain_dagster.clusters.azure_ml.compute_description import CLUSTER_TAG as CLUSTER_TAG
-from dtrain_dagster.clusters.azure_ml.compute_description import TAG as TAG
-from dtrain_dagster.clusters.azure_ml.compute_description import compute_tier, describe_compute, is_own_compute
+from dtrain_dagster.clusters.azure_ml.compute_description import (
+    CLUSTER_TAG,
+    TAG,
+    compute_tier,
+    describe_compute,
+    is_own_compute,
+)
 from dtrain_dagster.clusters.azure_ml.gpu_nodes import explain_retired, explain_shared_gpu
 from dtrain_dagster.clusters.azure_ml.refusals import classify_refusal, error_body_of, read_late_refusal
 from dtrain_dagster.clusters.azure_ml.sku_chain import (
@@ -51,6 +55,7 @@ from dtrain_dagster.support.secrets import redact
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import AmlCompute
+    from azure.ai.ml.operations import ComputeOperations
 
 MOVING = {"Creating", "Updating", "Deleting"}
 BROKEN = {"Failed", "Canceled"}
@@ -80,6 +85,10 @@ class Provisioner:
     def __init__(self, service: Service, audit: AuditLog) -> None:
         self.service, self.options, self.audit = service, service.options, audit
 
+    @property
+    def _api(self) -> ComputeOperations:
+        return self.service.ml.compute
+
     def provision(
         self, node_count: int, wanted: str, excluded: Collection[SkuChoice] = (), tags: Mapping[str, str] | None = None
     ) -> Provisioned:
@@ -95,9 +104,7 @@ class Provisioner:
             self.delete(name)
             del computes[name]
         sizes, quotas = self.sizes(), self.quotas()
-        attempts: list[Attempt] = []
-        refusals: list[SkuRefusal] = []
-        today = datetime.now(UTC).date()
+        attempts, refusals, today = list[Attempt](), list[SkuRefusal](), datetime.now(UTC).date()
         if retired := explain_retired(wanted, today):
             _log.warning("%s", retired)
 
@@ -123,7 +130,7 @@ class Provisioner:
             if refusal is None and (shared := explain_shared_gpu(choice.sku, node_count * per_node)):
                 refusal = skip_choice("SharedGpu", shared)
             if refusal is None:
-                outcome = self._get(choice, name, computes.get(name), node_count, tags or {}, note)
+                outcome = self._get(choice, computes.get(name), node_count, tags or {}, note)
                 if isinstance(outcome, int):
                     return Provisioned(
                         compute=name,
@@ -144,15 +151,10 @@ class Provisioner:
         raise no_capacity(node_count, attempts, refusals)
 
     def _get(
-        self,
-        choice: SkuChoice,
-        name: str,
-        there: AmlCompute | None,
-        node_count: int,
-        tags: Mapping[str, str],
-        note: Any,
+        self, choice: SkuChoice, there: AmlCompute | None, node_count: int, tags: Mapping[str, str], note: Any
     ) -> int | SkuRefusal:
         """Make or reuse this compute; return the nodes that it may grow to, or the refusal."""
+        name = compute_name(self.options.cluster_name, choice)
         refusal: SkuRefusal | None = None
         if there is None and (seen := self.settled(name)) is not None:  # lists lag: it may have been made just now
             there = seen if (seen.tags or {}).get(CLUSTER_TAG) == self.options.cluster_name else None
@@ -205,7 +207,7 @@ class Provisioner:
         try:
             with self.audit.operation("compute.put", name, sku=choice.sku, tier=choice.tier, max_nodes=most):
                 body = describe_compute(self.options, choice, name, most, tags)
-                self._run(f"make compute {name}", lambda: self.service.ml.compute.begin_create_or_update(body))
+                self._run(f"make compute {name}", lambda: self._api.begin_create_or_update(body))
         except ServiceError as error:
             failure = error
         timed_out = failure is not None and failure.code == TIMED_OUT
@@ -265,9 +267,7 @@ class Provisioner:
         deadline = time.monotonic() + patience
         while True:
             try:
-                compute: Any = self.service.call(
-                    f"look at compute {name}", lambda: self.service.ml.compute.get(name), look_seconds
-                )
+                compute: Any = self.service.call(f"look at compute {name}", lambda: self._api.get(name), look_seconds)
             except NotFound:
                 return None
             if compute.provisioning_state not in MOVING or time.monotonic() > deadline:
@@ -280,9 +280,7 @@ class Provisioner:
         operations)."""
         with self.audit.operation("compute.delete", name):
             try:
-                self._run(
-                    f"delete compute {name}", lambda: self.service.ml.compute.begin_delete(name), patience_seconds
-                )
+                self._run(f"delete compute {name}", lambda: self._api.begin_delete(name), patience_seconds)
             except NotFound:
                 return
             left = self.settled(name, patience_seconds, patience_seconds)
@@ -302,9 +300,7 @@ class Provisioner:
             compute.network_settings = None  # as the client reads it, it cannot write it
         with self.audit.operation("compute.release", name, min_nodes=0, idle_seconds=self.options.idle_seconds):
             self._run(
-                f"release the idle nodes of {name}",
-                lambda: self.service.ml.compute.begin_create_or_update(compute),
-                patience_seconds,
+                f"release the idle nodes of {name}", lambda: self._api.begin_create_or_update(compute), patience_seconds
             )
 
     def computes(self, patience_seconds: float | None = None) -> dict[str, AmlCompute]:
@@ -314,7 +310,7 @@ class Provisioner:
             from azure.ai.ml.entities import Compute
 
             # Read one by one: the client's own list fails as a whole at a compute of somebody else that it cannot read.
-            listed = self.service.ml.compute._operation.list(self.options.resource_group, self.options.workspace)
+            listed = self._api._operation.list(self.options.resource_group, self.options.workspace)
             return [
                 Compute._from_rest_object(item) for item in listed if is_own_compute(item, self.options.cluster_name)
             ]
@@ -326,7 +322,7 @@ class Provisioner:
         """Return (node, state, job) of each node of a compute; none where there is no such compute."""
         try:
             listed = self.service.call(
-                f"list the nodes of {name}", lambda: list(self.service.ml.compute.list_nodes(name)), patience_seconds
+                f"list the nodes of {name}", lambda: list(self._api.list_nodes(name)), patience_seconds
             )
         except NotFound:
             return []
@@ -341,12 +337,12 @@ class Provisioner:
 
     def sizes(self) -> dict[str, Size]:
         """Return the sizes that the region lists, by name in lower case."""
-        ask = self.service.call("list the sizes", lambda: list(self.service.ml.compute.list_sizes()))
+        ask = self.service.call("list the sizes", lambda: list(self._api.list_sizes()))
         return {size.sku.casefold(): size for size in map(vm_size_of, ask)}
 
     def quotas(self) -> list[Quota]:
         """Return the core quotas of the region."""
-        ask = self.service.call("list the quotas", lambda: list(self.service.ml.compute.list_usage()))
+        ask = self.service.call("list the quotas", lambda: list(self._api.list_usage()))
         return [quota for quota in map(quota_of, ask) if quota is not None]
 
     def allocation_error(self, name: str, patience_seconds: float) -> str:
@@ -367,8 +363,7 @@ class Provisioner:
         drops them, so the answer itself is read. They are a hint: there are none where the service does not answer."""
 
         def ask() -> Any:
-            operations = self.service.ml.compute
-            return operations._operation.get(self.options.resource_group, self.options.workspace, name)
+            return self._api._operation.get(self.options.resource_group, self.options.workspace, name)
 
         try:
             properties = self.service.call(f"look at compute {name}", ask, patience_seconds).properties

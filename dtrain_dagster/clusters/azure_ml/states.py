@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dtrain_dagster.clusters.azure_ml.failure_causes import explain_loss, explain_service_loss
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
+from dtrain_dagster.clusters.azure_ml.refusals import explain_loss, explain_service_loss
 from dtrain_dagster.clusters.base import JobState
 
 WAITING = {"NotStarted", "Starting", "Provisioning", "Preparing", "Queued", "Scheduled"}

@@ -7,8 +7,8 @@ from uuid import UUID
 
 import pytest
 
-from dtrain_dagster.clusters.azure_ml.failure_causes import explain_loss, read_service_words
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
+from dtrain_dagster.clusters.azure_ml.refusals import explain_loss, read_service_words
 from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, decide_job
 from dtrain_dagster.clusters.base import JobState
 
