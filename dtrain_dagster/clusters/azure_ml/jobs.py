@@ -164,26 +164,21 @@ class Jobs:
         from azure.ai.ml import command
         from azure.ai.ml.entities import CommandJobLimits, Environment, ManagedIdentityConfiguration
 
-        options = self.options
-        image = options.image
-        environment = image if image.startswith("azureml:") else Environment(image=image)
-        identity: dict[str, Any] = {}
-        if options.identity_client_id:
-            identity = {"identity": ManagedIdentityConfiguration(client_id=options.identity_client_id)}
+        options, image, client_id = self.options, self.options.image, self.options.identity_client_id
         made = command(
             name=record["job_name"],
             display_name=f"{record['job_id']}, launch {record['launch']}",
             experiment_name=options.experiment,
             code=folder,
             command=command_line(record["command"]),
-            environment=environment,
+            environment=image if image.startswith("azureml:") else Environment(image=image),
             environment_variables=self._variables(record),
             compute=record["compute"],
             instance_count=record["node_count"],
             shm_size=shared_memory_of(record["processes_per_node"]),
             distribution={"type": "pytorch", "process_count_per_instance": record["processes_per_node"]},
             tags=tags(record),
-            **identity,
+            identity=ManagedIdentityConfiguration(client_id=client_id) if client_id else None,
         )
         made.limits = CommandJobLimits(timeout=options.timeout_seconds(record["tier"]))
         return made
