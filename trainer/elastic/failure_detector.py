@@ -37,6 +37,8 @@ from trainer.elastic.peer import (
     connect_peer,
 )
 
+CANCEL_SECONDS = 0.1
+"""The pause before tasks that have not ended are cancelled again."""
 RETRY_SECONDS = 0.1
 MOST_DOUBLED = 5
 """In a large world the pause before another attempt doubles so often: all its members may try the same one."""
@@ -172,10 +174,13 @@ class FailureDetector(Inbox):
             self._loop.run_forever()
         finally:
             self._door.close()
-            tasks = asyncio.all_tasks(self._loop)
-            for task in tasks:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            while tasks := asyncio.all_tasks(self._loop):
+                for task in tasks:  # again and again: `asyncio.wait_for` of Python 3.11 may lose a cancellation
+                    task.cancel()
+                ended, _ = self._loop.run_until_complete(asyncio.wait(tasks, timeout=CANCEL_SECONDS))
+                for task in ended:
+                    if not task.cancelled():
+                        task.exception()  # which would be logged otherwise
             for writer in list(self._followers):
                 writer.transport.abort()
             self._loop.run_until_complete(asyncio.sleep(0))

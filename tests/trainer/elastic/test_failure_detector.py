@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import signal
@@ -193,6 +194,25 @@ def test_another_member_at_the_address_or_one_of_another_job_is_not_the_one(star
         knock.sendall(b"5\n")
         assert knock.recv(100) == b""
     sees(me, **{"gone-before": "gone", "foreign": "gone", "other": "here"})
+
+
+def test_a_detector_closes_although_a_cancellation_is_lost(start: Callable[..., Any]) -> None:
+    began, lost = threading.Event(), threading.Event()
+
+    async def stubborn() -> None:
+        began.set()
+        try:
+            await asyncio.sleep(NEVER)
+        except asyncio.CancelledError:  # as `asyncio.wait_for` of Python 3.11 loses one
+            lost.set()
+        await asyncio.sleep(NEVER)
+
+    detector = start("a", here=True)
+    asyncio.run_coroutine_threadsafe(stubborn(), detector._loop)
+    assert began.wait(60)
+    detector.close()
+    assert lost.is_set()
+    assert not detector._thread.is_alive()
 
 
 def test_messages_reach_all_who_follow_and_are_taken_once(start: Callable[..., Any]) -> None:
