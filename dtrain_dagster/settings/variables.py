@@ -191,6 +191,7 @@ INTERNAL: Mapping[str, str] = {
     "KUBERNETES_SERVICE_HOST": "Kubernetes sets it in every pod",
     "AZUREML_MODEL_DIR": "Azure ML sets it to where the model lies",
     **dict.fromkeys(("DAGSTER_IS_DEV_CLI", "HOROVOD_GLOO_TIMEOUT_SECONDS", "TEARDOWN_CUPTI"), _OURS),
+    **dict.fromkeys(("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"), _OURS),
     "RAY_DISABLE_IMPORT_WARNING": _OURS,
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "dtrain sets it, so that a Ray on macOS keeps to loopback",
     **dict.fromkeys(("MLFLOW_SERVER_ALLOWED_HOSTS", "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"), _OURS),

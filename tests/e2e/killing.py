@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -20,8 +21,9 @@ def node_processes(home: Path, node: int | None) -> list[psutil.Process]:
         line = process.info["cmdline"] or []
         if "trainer" not in line or not any(str(home) in part and "/train-" in part for part in line):
             continue
-        if node is None or process.environ().get("NODE_RANK") == str(node):
-            found.append(process)
+        with suppress(psutil.Error):  # it has ended since
+            if node is None or process.environ().get("NODE_RANK") == str(node):
+                found.append(process)
     return found
 
 
@@ -49,7 +51,7 @@ class Killer(threading.Thread):
             if not folders or not any(event["step"] >= self.step for event in RunDir(str(folders[0])).events("step")):
                 continue
             groups = {os.getpgid(process.pid) for process in node_processes(self.home, self.node)}
-            if self.killed and len(groups) < 2:
+            if not groups or (self.killed and len(groups) < 2):
                 continue  # those of the next launch are not all there yet
             for group in groups:
                 os.killpg(group, self.number)
