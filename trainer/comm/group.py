@@ -5,8 +5,8 @@ the communication thread waits in the collective, and the training waits for tha
 `InterruptibleGroup.fail` gives every waiter a `GroupError` at once and leaves the thread behind.
 
 On a GPU the communication thread submits collectives and goes on, in a stream of its own. What a thread does with a
-result follows it in the order of the GPU (`trainer.comm.device_events`). Only `InterruptibleGroup.run` and
-`InterruptibleGroup.fetch` wait for the GPU; `InterruptibleGroup.fail` ends that wait, too.
+result follows it in the order of the GPU (`trainer.comm.device_events`). Threads wait for the GPU in
+`InterruptibleGroup.wait` alone, by which `run`, `fetch` and `settle` do; `InterruptibleGroup.fail` ends that wait, too.
 
 Small sums over peer-to-peer channels (`trainer.comm.socket_group`) can be interrupted: the calling thread carries
 them out itself."""
@@ -38,6 +38,9 @@ from trainer.runtime.step_timer import traced
 _ABANDONED: list[tuple[InterruptibleGroup, float]] = []
 AWAKE_SECONDS, POLL_SECONDS = 2e-3, 5e-5
 """For how long a thread that waits for a GPU looks without a pause, and its pauses after that."""
+WAITING = "waiting for the device"
+LOOK_SECONDS = 1.0
+"""How often such a thread looks whether a collective has waited for its peers too long."""
 REMEMBERED = 1024
 """The number of collectives whose times a group keeps."""
 
@@ -175,7 +178,7 @@ class InterruptibleGroup:
         self.wait(what)
         return found
 
-    def wait(self, what: str = "waiting for the device") -> None:
+    def wait(self, what: str = WAITING) -> None:
         """Wait until the device has done what this thread has submitted, and the collectives whose results it has asked
         for. Raise `GroupError` if the group has failed by then: what an interrupted collective leaves is no result."""
         if self.events is not None:
@@ -194,7 +197,7 @@ class InterruptibleGroup:
         if self.events is None or not pending:
             return
         events, now = self.events, self.events.record()
-        self._wait_for(events, now, "waiting for the device")
+        self._wait_for(events, now, WAITING)
         at = time.monotonic()
         for item in pending:
             began, *own, ended = (at - events.seconds_between(event, now) for event in item.events)
@@ -204,20 +207,20 @@ class InterruptibleGroup:
 
     def _wait_for(self, events: DeviceEvents, event: Any, what: str) -> None:
         """Wait until an event is done. Raise `GroupError` if the group fails first, or has failed."""
-        began = time.monotonic()
-        patience = self.transport.linger_seconds if self.transport else 0.0
+        began = looked_at = time.monotonic()
+        stuck: tuple[Collective | None, float] = (None, began)
         self.doing = (what, began)
         while self.error is None:
+            now = time.monotonic()
             try:
                 if events.is_done(event):
                     break
+                if now - looked_at > LOOK_SECONDS:
+                    looked_at, stuck = now, self._time_stuck(events, stuck, now)
             except RuntimeError as error:
                 self._broken(error)
                 break
-            waited = time.monotonic() - began
-            if waited > patience:
-                self.fail(f"the device has not done it after {waited:.0f} s")
-            time.sleep(0.0 if waited < AWAKE_SECONDS else POLL_SECONDS)
+            time.sleep(0.0 if now - began < AWAKE_SECONDS else POLL_SECONDS)
         if self.error is not None:
             raise self.error
         now = time.monotonic()
@@ -245,6 +248,22 @@ class InterruptibleGroup:
         collective.ended = time.monotonic()
         self.doing = ("nothing", collective.ended)
         return CompletedCollective(tensor)  # also where the group has been called off meanwhile: others have it, too
+
+    def _time_stuck(
+        self, events: DeviceEvents, before: tuple[Collective | None, float], now: float
+    ) -> tuple[Collective | None, float]:
+        """Return the collective that waits for peers on the device, and since when it was seen to. Fail the group where
+        that is too long. What this rank computes itself may take any time."""
+        pending = (item for item in self.collectives if item.ended is None and item.events)
+        first = next((item for item in pending if len(item.events) < 2 or not events.is_done(item.events[-1])), None)
+        if first is None or not events.is_done(first.events[0]):
+            return None, now
+        if first is not before[0]:
+            return first, now
+        patience = self.transport.linger_seconds if self.transport else 0.0
+        if now - before[1] > patience:
+            self.fail(f"{first.what} was not done after {now - before[1]:.0f} s")
+        return before
 
     def _begin_here(self, what: str, tensor: torch.Tensor) -> Collective | None:
         """Return a collective to run on this thread, None if the communication thread has to run it."""

@@ -62,9 +62,6 @@ class Places:
     def __getitem__(self, index: int) -> int:
         return int(self.order(np.array([range(self.first, self.last)[index]]))[0])
 
-    def __array__(self, dtype: object = None, copy: bool | None = None) -> NDArray[np.int64]:
-        return self.order(np.arange(self.first, self.last, dtype=np.int64))
-
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value

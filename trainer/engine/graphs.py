@@ -29,7 +29,7 @@ from trainer.runtime.nested import leaves_of, map_leaves
 EAGER_CALLS = 3
 """Calls with each shape before it is recorded: in the first ones, libraries choose kernels and allocate workspaces."""
 MOST_SHAPES = 8
-"""Shapes that are recorded; calls with further ones run as usual."""
+"""Shapes that are recorded, the first ones; calls with further ones run as usual."""
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
@@ -104,10 +104,10 @@ class GraphedCall:
     def __call__(self, work: Work, data: Any = None, key: Hashable = None) -> tuple[Tensor | None, Any]:
         """Do ``work(data)`` and return its result, which later calls do not change. ``data``: tensors in any structure;
         ``key``: what else the work depends on. Raise `RecordingError`, and what the work raises."""
-        shape = (key, *shape_of(data))
+        shape = (key, shape_of(data))
         recording = self._recordings.get(shape)
         if recording is None:
-            if len(self._recordings) >= MOST_SHAPES:
+            if shape not in self._calls and len(self._calls) >= MOST_SHAPES:
                 return work(data)
             self._calls[shape] = self._calls.get(shape, 0) + 1
             if self._calls[shape] <= EAGER_CALLS:
@@ -141,9 +141,10 @@ class GraphedCall:
         return _Recording(list(_tensors(own)), *found[-1], replay)
 
 
-def shape_of(data: Any) -> tuple[Hashable, ...]:
-    """Return what a recording with these inputs depends on: shapes and types of tensors, and all other values."""
-    return tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(data))
+def shape_of(data: Any) -> str:
+    """Return what a recording with these inputs depends on: their structure, shapes and types of tensors, and all other
+    values."""
+    return repr(map_leaves(lambda leaf: (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf, data))
 
 
 def _tensors(data: Any) -> Iterator[Tensor]:

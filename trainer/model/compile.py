@@ -40,15 +40,14 @@ def obstacle(mode: str, device: str, has: Callable[[str], bool]) -> str | None:
 
 
 def compiled(work: Callable[..., _T], mode: str, device: torch.device) -> Callable[..., _T]:
-    """Return a module, or a function of one, as training steps call it: compiled unless ``mode`` is ``off``. Each size
-    of its inputs is compiled by itself: code for any size is slower, and would then serve the usual one, too. Raise
+    """Return a module, or a function of one, as training steps call it: compiled unless ``mode`` is ``off``. Raise
     `ConfigError` if the machine cannot compile it."""
     if mode == "off":
         return work
     why = obstacle(mode, device.type, _has)
     if why is not None:
         raise ConfigError(why)
-    return torch.compile(work, mode=mode, dynamic=False)
+    return torch.compile(work, mode=mode)
 
 
 def compiled_loss(task: Task, module: nn.Module, mode: str, device: torch.device) -> Callable[[Any], Tensor]:

@@ -58,7 +58,7 @@ MANIFEST_TYPES = (
     "application/vnd.docker.distribution.manifest.v2+json, application/vnd.docker.distribution.manifest.list.v2+json, "
     "application/vnd.oci.image.manifest.v1+json, application/vnd.oci.image.index.v1+json"
 )
-_IMAGE = re.compile(r"(?P<host>[a-z0-9.-]+\.[a-z0-9-]+(:\d+)?|localhost:\d+)/(?P<name>[^:@]+)([:@](?P<tag>.+))?")
+_IMAGE = re.compile(r"(?P<host>[^/]*[.:][^/]*)/(?P<name>[^:@]+)(:(?P<tag>[^@]+))?(@(?P<digest>.+))?")
 _OF_CHECK = {
     "workspace": ("DTRAIN_AZURE_WORKSPACE", "dtrain orchestrates (<prefix>)"),
     "roles": ("DTRAIN_AZURE_WORKSPACE", "dtrain orchestrates (<prefix>)"),
@@ -278,7 +278,7 @@ class Doctor:
             yield DoctorLine("images", "warning", seen, "see that nodes can pull it")
         else:
             try:
-                answer = self._ask_registry(image["host"], image["name"], image["tag"] or "latest")
+                answer = self._ask_registry(**image.groupdict())
                 status, said = answer.status_code, answer.text[:300]
             except (requests.RequestException, ValueError, KeyError) as error:
                 status, said = 0, f"{type(error).__name__}: {error}"[:300]
@@ -330,7 +330,7 @@ class Doctor:
 
         return self.service.call(f"read {path}", ask, self.options.look_patience_seconds)
 
-    def _ask_registry(self, host: str, repository: str, reference: str) -> requests.Response:
+    def _ask_registry(self, host: str, name: str, tag: str | None, digest: str | None) -> requests.Response:
         """Return the answer of a registry of Azure's to a question for an image, with its own token where it gives one.
         The question is GET, not HEAD: a refusal's words tell a firewall from a missing role."""
 
@@ -341,10 +341,10 @@ class Doctor:
         mine = self.service.credential.get_token(f"{self._cloud[0]}/.default")
         given = post("exchange", grant_type="access_token", access_token=mine.token)
         if given.ok:
-            scope, token = f"repository:{repository}:pull", given.json()["refresh_token"]
+            scope, token = f"repository:{name}:pull", given.json()["refresh_token"]
             given = post("token", grant_type="refresh_token", scope=scope, refresh_token=token)
         if not given.ok:
             return given
         headers = {"Accept": MANIFEST_TYPES, "Authorization": f"Bearer {given.json()['access_token']}"}
-        address = f"https://{host}/v2/{repository}/manifests/{reference}"
+        address = f"https://{host}/v2/{name}/manifests/{digest or tag or 'latest'}"
         return requests.get(address, headers=headers, timeout=ANSWER_SECONDS, allow_redirects=False)

@@ -164,20 +164,35 @@ def test_what_an_interrupted_sum_leaves_behind_is_no_result(device: LateDevice, 
         group.fetch(values)
 
 
-def test_a_device_that_fails_or_never_comes_to_an_end_fails_the_group(device: LateDevice) -> None:
-    failing, silent = LateDevice(), LateDevice()
+def test_a_device_that_fails_and_a_sum_that_never_ends_fail_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.comm.group.LOOK_SECONDS", 0.01)
+    failing, silent, gone = LateDevice(), LateDevice(), threading.Event()
     failing.error = "CUDA error: an illegal memory access was encountered"
-    silent.gate.clear()
-    for each, seconds, why in ((failing, 60.0, "illegal memory access"), (silent, 0.05, "the device has not done it")):
+    cases = ((failing, 60.0, "illegal memory access"), (silent, 0.05, "bucket 0 was not done after"))
+    for each, seconds, why in cases:
         transport = LateTransport(each)
         transport.linger_seconds = seconds
         group = InterruptibleGroup(0, 2, lambda transport=transport: transport, events=each)  # type: ignore[misc]
         until(lambda group=group: group.transport)
-        group.all_reduce("bucket 0", torch.ones(1)).result()
+        group.submit("bucket 0", lambda _, each=each: each.submit(gone.wait)).result()  # type: ignore[misc]
         with pytest.raises(GroupError, match=why):
             group.wait()
-        each.gate.set()
         group.close()
+    gone.set()
+
+
+def test_a_step_that_computes_for_long_is_no_failure_of_its_peers(
+    device: LateDevice, group: InterruptibleGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.comm.group.LOOK_SECONDS", 0.01)
+    assert isinstance(group.transport, LateTransport)
+    group.transport.linger_seconds = 0.05
+    computed, values = threading.Event(), torch.ones(2)
+    device.submit(computed.wait)
+    group.all_reduce("bucket 0", values).result()
+    threading.Timer(0.5, computed.set).start()
+    [read] = group.fetch(values)
+    assert torch.equal(read, torch.full((2,), 2.0))
 
 
 def test_times_are_those_of_the_device_and_read_at_the_end_of_a_window(

@@ -301,6 +301,8 @@ def test_batches_of_other_things_than_tensors_are_an_obstacle_and_plain_values_a
     module = net()
     assert "values of type object" in find_obstacle(module, [torch.zeros(2), object()], lambda: None, Replays())
     assert shape_of({"a": torch.zeros(2), "b": 3}) != shape_of({"a": torch.zeros(2), "b": 4})
+    assert shape_of({"a": torch.zeros(2)}) != shape_of({"b": torch.zeros(2)})
+    assert shape_of([torch.zeros(2), [torch.zeros(2)]]) != shape_of([[torch.zeros(2)], torch.zeros(2)])
 
 
 def test_a_recording_that_fails_is_told_and_the_step_runs_as_usual() -> None:

@@ -71,7 +71,7 @@ def test_a_stock_model_and_its_loss_are_one_graph(factory: str) -> None:
     module, task = build_model(FactoryConfig(factory=factory), spec, int(loss.outputs)), SupervisedTask(loss)  # type: ignore[arg-type]
     torch.compiler.reset()
     counters.clear()
-    losses = torch.compile(partial(task.loss, module), backend="eager", dynamic=False)
+    losses = torch.compile(partial(task.loss, module), backend="eager")
     losses((torch.randn(8, 20, 4), torch.randn(8))).sum().backward()
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]

@@ -63,3 +63,19 @@ def test_a_registry_behind_a_firewall_is_explained_as_network() -> None:
     line = doctor.judge_image("team.azurecr.io/a:1", 403, said)
     assert line.verdict == "missing"
     assert "not a missing role" in line.remedy
+
+
+@pytest.mark.parametrize(
+    ("image", "parts"),
+    [
+        ("r.azurecr.io/nodes:1", ("r.azurecr.io", "nodes", "1", None)),
+        ("r.azurecr.io/team/nodes", ("r.azurecr.io", "team/nodes", None, None)),
+        ("localhost:5000/nodes@sha256:ab", ("localhost:5000", "nodes", None, "sha256:ab")),
+        ("r.azurecr.io/nodes:1@sha256:ab", ("r.azurecr.io", "nodes", "1", "sha256:ab")),
+        ("nodes:1", None),
+        ("team/nodes", None),
+    ],
+)
+def test_an_image_has_a_registry_and_is_named_by_tag_and_digest(image: str, parts: tuple[str, ...] | None) -> None:
+    found = doctor._IMAGE.fullmatch(image)
+    assert (found and tuple(found[part] for part in ("host", "name", "tag", "digest"))) == parts
