@@ -34,6 +34,8 @@ FACTORY = "factory"
 """What the address of a dataset begins with where a function of the user's own makes it."""
 SCRIPT = "script"
 """The name of a model, a loss and a dataset that a script gives as objects (`trainer.fit`)."""
+PARTS = ("model", "loss", "optimizer", "lr_scheduler")
+"""The sections of a job that name a part of its training and the arguments of that."""
 DESCRIBE = "trainer.setting_errors:describe_errors"
 """What puts findings of pydantic into words, loaded where there are some."""
 MOST_TRACED_STEPS = 50
@@ -133,6 +135,33 @@ class TLSConfig:
     """The job's own authority: every process with a certificate of it is admitted."""
 
 
+@checked_settings("optimizer.groups")
+@dataclass(kw_only=True, slots=True, config=_STRICT)
+class ParameterGroup:
+    """Parameters of a model that an optimizer treats by themselves."""
+
+    match: str
+    """A pattern of their names, such as ``*.bias`` or ``encoder.*``. A parameter belongs to the first group it fits."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """The group's options, such as ``{"weight_decay": 0}``."""
+
+    @field_validator("args")
+    @classmethod
+    def _are_data(cls, args: dict[str, Any]) -> dict[str, Any]:
+        check_arguments(args)
+        return args
+
+
+@checked_settings("optimizer")
+@dataclass(kw_only=True, slots=True, config=_STRICT)
+class OptimizerConfig(FactoryConfig):
+    """An optimizer: a class such as ``torch.optim:SGD``, which gets the model's parameters, or a function of the user's
+    own (``package.module:function``), which gets the model and returns an optimizer."""
+
+    groups: list[ParameterGroup] = Field(default_factory=list)
+    """Groups with options of their own; all other parameters are one more. For a class only."""
+
+
 @checked_settings("training")
 @dataclass(kw_only=True, slots=True, config=_STRICT)
 class DistributedTrainingConfig:
@@ -194,7 +223,9 @@ class DistributedTrainingConfig:
     min_lr_fraction: float = Field(default=0.05, ge=0, le=1)
     """The end of the cosine, as a fraction of its peak."""
     weight_decay: float = Field(default=1e-2, ge=0)
-    """AdamW's decoupled weight decay, of all parameters."""
+    """AdamW's decoupled weight decay."""
+    decay_norms_and_biases: bool = False
+    """Whether weights of one dimension, those of norms and biases, decay as well."""
     clip_norm: float | None = Field(default=1.0, gt=0)
     """Largest 2-norm of the gradient; None does not clip."""
 
@@ -360,6 +391,12 @@ class JobConfig:
     """The network."""
     loss: FactoryConfig = Field(default_factory=lambda: FactoryConfig(factory="student_t"))
     """What is minimised."""
+    optimizer: OptimizerConfig | None = None
+    """What updates the weights; None: AdamW by ``training``. Its learning rates follow the schedule of ``training``, as
+    multiples of theirs, unless there is an ``lr_scheduler``."""
+    lr_scheduler: FactoryConfig | None = None
+    """A scheduler such as ``torch.optim.lr_scheduler:OneCycleLR``, which gets the optimizer and moves on with each
+    step; the argument ``"$total_steps"`` stands for the number of all steps. None: the schedule of ``training``."""
     training: DistributedTrainingConfig = Field(default_factory=DistributedTrainingConfig)
     """How to train."""
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
@@ -369,6 +406,12 @@ class JobConfig:
     def is_of_script(self) -> bool:
         """Whether a script gives data, model and loss as objects."""
         return self.dataset.uri.startswith(f"{SCRIPT}:")
+
+    @property
+    def factories(self) -> list[str]:
+        """The names of the parts of the training, and of the function that makes its dataset, where there is one."""
+        parts = [config for name in PARTS if (config := getattr(self, name)) is not None]
+        return [config.factory for config in parts] + ([self.dataset.factory] if self.dataset.factory else [])
 
     def to_json(self) -> str:
         """Return the configuration as indented JSON with sorted keys."""

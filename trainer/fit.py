@@ -39,6 +39,7 @@ from trainer.config import (
     DistributedTrainingConfig,
     FactoryConfig,
     JobConfig,
+    OptimizerConfig,
     TrackingConfig,
     checked_settings,
     parse_job,
@@ -55,6 +56,8 @@ from trainer.engine.run_job import INTERRUPTED, leave_process, train_job
 from trainer.engine.task_check import check_model, check_task, choose_usual_loss, try_task
 from trainer.evaluation.judge import TaskJudge
 from trainer.exit_codes import DONE, EVICTED, UNUSABLE
+from trainer.model.optimizer_check import try_optimizer
+from trainer.model.optimizers import USUAL, OptimizerRecipe, recipe_for
 from trainer.model.sizes import model_bytes
 from trainer.model.task import SupervisedTask, Task
 from trainer.observability.node_presence import record_presence
@@ -154,6 +157,8 @@ class Trainer:
         loss: Callable[[Any, Any], Tensor] | None = None,
         task: Task | None = None,
         metrics: Mapping[str, Callable[[Any, Any], Tensor]] | None = None,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+        lr_scheduler: Callable[..., Any] | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         name: str | None = None,
         tracking: TrackingConfig | Mapping[str, Any] | None = None,
@@ -163,16 +168,20 @@ class Trainer:
         (inputs, target), ``loss(model(inputs), target)`` with one figure per sample; torch's own losses are taken as
         they are. ``task``: instead, for batches of any structure. Without both, targets that are classes get the cross
         entropy, and numbers the squared error. ``metrics``: further figures per sample, of which means are reported, as
-        the loss. ``run_dir``: where everything is written, a path or any fsspec address; a training goes on from the
-        checkpoint that it finds there (None: a new folder below ``runs``). ``name``: of the data's content, to which
-        checkpoints belong (None: from the data). ``progress``: whether rank 0 shows a line of progress (None: on a
-        terminal). Raise `ConfigError` for what cannot be used."""
+        the loss. ``optimizer``: a function from the model to a torch optimizer (None: AdamW by the settings).
+        ``lr_scheduler``: a function from the optimizer, and ``total_steps`` if it has an argument of that name, to a
+        scheduler of torch, which moves on with each step, or to a function from the step to a factor (None: the
+        schedule of the settings, as a multiple of the optimizer's own rates). ``run_dir``: where everything is written,
+        a path or any fsspec address; a training goes on from the checkpoint that it finds there (None: a new folder
+        below ``runs``). ``name``: of the data's content, to which checkpoints belong (None: from the data).
+        ``progress``: whether rank 0 shows a line of progress (None: on a terminal). Raise `ConfigError` for what
+        cannot be used."""
         if loss is not None and task is not None:
             raise ConfigError("give either loss or task: a task has its own loss")
         if task is not None and metrics:
             raise ConfigError("give metrics as the method metrics(model, batch) of the task")
         check_model(model)
-        self.model = model
+        self.model, self._recipe = model, OptimizerRecipe(optimizer, lr_scheduler)
         self.config = settings_of(config, DistributedConfig, "config", DistributedTrainingConfig)
         self._loss, self._task, self._metrics = loss, task, dict(metrics or {})
         self._given_run_dir, self._name = run_dir, name
@@ -229,7 +238,7 @@ class Trainer:
         refuse_extra_state(self.model, config.strategy)
         is_tried = RUN_DIR in os.environ  # where this node's job was ordered
         try_task(self.model, task, data, config, thorough=not is_tried)
-        return config, _GivenProblem(self.model, data, task)
+        return config, _GivenProblem(self.model, data, task, try_optimizer(self.model, self._recipe, config))
 
     def _prepare(self, given: Mapping[str, Dataset[Any] | DataLoader[Any] | None]) -> tuple[JobConfig, _GivenProblem]:
         """Return the job and its problem, which were tried, with the job written to its run directory. Where the script
@@ -240,7 +249,9 @@ class Trainer:
             job = self._job(config, problem, number)
             problem.refuse_other_checkpoints(job)
             samples = {split: data.count(split) for split in ("train", "valid", "test")}
-            described = {"job": asdict(job), "samples": samples, "model": asdict(model_bytes(self.model))}
+            recipe = try_optimizer(self.model, recipe_for(job.optimizer, job.lr_scheduler, self._recipe), job.training)
+            model = asdict(model_bytes(self.model, moments=recipe.moments))
+            described = {"job": asdict(job), "samples": samples, "model": model}
             Path(describe).write_text(json.dumps(described))
             sys.exit(0)
         if RUN_DIR in os.environ:
@@ -279,7 +290,7 @@ class Trainer:
             "/"
         )
         names = problem.model_name, problem.task_name
-        return make_job(run_dir, config, problem.data.dataset_id, *names, self._tracking)
+        return make_job(run_dir, config, problem.data.dataset_id, *names, self._tracking, **problem.recipe_names)
 
     def _choose_task(self, data: DatasetData) -> Task:
         if self._task is not None:
@@ -305,9 +316,10 @@ def make_job(
     model: dict[str, str],
     loss: dict[str, str],
     tracking: TrackingConfig,
+    **more: Any,
 ) -> JobConfig:
     """Return the job as its run directory describes it: with the overrides of whoever has started the script. ``model``
-    and ``loss``: what they are, in words."""
+    and ``loss``: what they are, in words; ``more``: of its ``optimizer`` and ``lr_scheduler``."""
     job = JobConfig(
         job_id=_NO_NAME.sub("-", run_dir.rpartition("/")[2]).lstrip("._-")[:200] or SCRIPT,
         run_dir=run_dir,
@@ -316,6 +328,7 @@ def make_job(
         model=FactoryConfig(factory=SCRIPT, args=model),
         loss=FactoryConfig(factory=SCRIPT, args=loss),
         tracking=tracking,
+        **more,
     )
     overrides = json.loads(os.environ.get(OVERRIDES, "[]"))
     return resolve_start(parse_job(job.to_json(), overrides, source="the script's settings") if overrides else job)
@@ -356,6 +369,18 @@ class _GivenProblem:
     model: nn.Module
     data: DatasetData
     task: Task
+    recipe: OptimizerRecipe = USUAL
+
+    @property
+    def recipe_names(self) -> dict[str, Any]:
+        """What a job says of the optimizer and the scheduler: that they are the script's."""
+        made = self.recipe
+        names: dict[str, Any] = {}
+        if made.optimizer is not None:
+            names["optimizer"] = OptimizerConfig(factory=SCRIPT, args=_name_of(made.optimizer))
+        if made.lr_scheduler is not None:
+            names["lr_scheduler"] = FactoryConfig(factory=SCRIPT, args=_name_of(made.lr_scheduler))
+        return names
 
     @property
     def model_name(self) -> dict[str, str]:
@@ -366,7 +391,7 @@ class _GivenProblem:
     def task_name(self) -> dict[str, str]:
         """The class of the task; of a loss, its class or its name."""
         part = self.task.given if isinstance(self.task, SupervisedTask) else self.task
-        return {"class": getattr(part, "__qualname__", type(part).__qualname__)}
+        return _name_of(part)
 
     def refuse_other_checkpoints(self, job: JobConfig) -> None:
         """Raise `ConfigError` if the run directory has checkpoints, and they are of another training."""
@@ -395,12 +420,17 @@ class _GivenProblem:
             task=self.task,
             module=module,
             judge=TaskJudge(self.task, data),
+            recipe=self.recipe,
             identity=(data.dataset_id, model, shapes, loss),
             description={"model": model, "loss": loss},
             valid_name=self.data.name_split("valid"),
             valid_collate=self.data.collate_of("valid"),
             evaluation_batch=job.training.batch_size_per_gpu,
         )
+
+
+def _name_of(part: Any) -> dict[str, str]:
+    return {"class": getattr(part, "__qualname__", type(part).__qualname__)}
 
 
 def _ordered_job(data: DatasetData, number: int) -> JobConfig:

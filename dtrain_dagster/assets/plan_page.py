@@ -81,6 +81,11 @@ def plan_table(plan: TrainingPlan, place: str, startup_seconds: float) -> str:
     rows = [
         ("Nodes", f"{nodes}; {plan.node_count} node(s) with {plan.processes_per_node} process(es) each"),
         ("Model, loss", f"{plan.job['model']['factory']}, {plan.job['loss']['factory']}"),
+        *[
+            (label, plan.job[part]["factory"])
+            for part, label in (("optimizer", "Optimizer"), ("lr_scheduler", "Learning rate"))
+            if plan.job.get(part)
+        ],
         ("Work", f"{plan.work.steps} steps of {batch} samples, {plan.work.evaluations} evaluations"),
         ("Time", f"**{format_duration(estimate.seconds.expected)}** ({estimate.seconds.range_in(format_duration)})"),
         ("Cost", f"**{dollars(estimate.usd.expected)}** ({estimate.usd.range_in(dollars)}), {plan.price_words}"),

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,7 @@ from dtrain_dagster.planning.history import HomeHistory
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.user_sources import ensure_importable
-from trainer.config import ConfigError, JobConfig
+from trainer.config import PARTS, ConfigError, JobConfig
 from trainer.observability.reporter import OFF, TRACKING_OF_LAUNCH
 from trainer.rundir import JOB
 
@@ -338,7 +338,8 @@ def _order_of(entry: JobEntry, settings: Settings, job_id: str, nodes: int, rehe
 
 
 def _parts_of(job: JobConfig) -> str:
-    return json.dumps([job.dataset.uri, job.model.factory, job.model.args, job.loss.factory, job.loss.args])
+    whole = asdict(job)
+    return json.dumps([job.dataset.uri, *(whole[part] for part in PARTS)])
 
 
 def tracked_jobs(

@@ -19,7 +19,7 @@ from dtrain_dagster.support.user_code import (
     stage_files,
     trainer_sources,
 )
-from trainer.config import FACTORY
+from trainer.config import FACTORY, PARTS
 from trainer.rundir import JOB, RunDir
 
 
@@ -47,9 +47,9 @@ def stage_code(folder: Path, rundir: RunDir) -> str:
 
 
 def factories_of(rundir: RunDir) -> list[str]:
-    """Return model and loss of ``job.json``, and the function that makes its dataset where there is one; none for a
+    """Return the parts that ``job.json`` names, and the function that makes its dataset where there is one; none for a
     command that has no such file."""
     job = rundir.read_json(JOB) or {}
-    found = [str(job[part]["factory"]) for part in ("model", "loss") if isinstance(job.get(part), dict)]
+    found = [str(job[part]["factory"]) for part in PARTS if isinstance(job.get(part), dict)]
     kind, _, name = str((job.get("dataset") or {}).get("uri", "")).partition(":")
     return [*found, *([name] if kind == FACTORY else [])]

@@ -28,7 +28,7 @@ from dtrain_dagster.jobs.view import JobFollower, JobView, news
 from dtrain_dagster.monitoring.hangs import HangNews
 from dtrain_dagster.support.user_code import digest_sources, digest_user_code, trainer_sources
 from dtrain_dagster.support.user_sources import StagingError
-from trainer.config import JobConfig
+from trainer.config import PARTS, JobConfig
 from trainer.differences import list_differences
 from trainer.errors import DamagedError
 from trainer.model.allowed_factories import refuse_foreign_factories
@@ -151,14 +151,15 @@ def _require_whole(rundir: RunDir, state: JobState) -> None:
 
 def fingerprint(job: JobConfig, node_count: int, processes_per_node: int, script: str = "") -> str:
     """Return eight hex digits over what decides the result: data, model, loss, training, code (a script's), ranks."""
+    named = [getattr(job, part) for part in PARTS]
+    own = [config.factory for config in named if config is not None]
     what = {
         "dataset": job.dataset.dataset_id or job.dataset.uri,
-        "model": asdict(job.model),
-        "loss": asdict(job.loss),
         "training": {name: value for name, value in asdict(job.training).items() if name != BUDGET},
-        "code": [code_version(), *map(_own_digest, (job.model.factory, job.loss.factory)), *filter(None, [script])],
+        "code": [code_version(), *map(_own_digest, own), *filter(None, [script])],
         "ranks": [node_count, processes_per_node],
     }
+    what |= {part: asdict(config) for part, config in zip(PARTS, named, strict=True) if config is not None}
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 

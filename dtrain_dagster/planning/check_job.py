@@ -14,7 +14,7 @@ import tempfile
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from dtrain_dagster.planning.memory_fit import MemoryRoom, judge_memory, room_of
 from dtrain_dagster.support.user_code import stage_files
 from dtrain_dagster.support.user_sources import StagingError, resolve_user_sources
 from trainer.comm.encryption import refuse_nccl, refuse_own_connections
-from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
+from trainer.config import PARTS, ConfigError, DistributedTrainingConfig, JobConfig
 from trainer.data.manifest import DatasetError, describe, kind_of, load_manifest
 from trainer.data.sampler import Sampler
 from trainer.isolation.runner import RehearsalError, UnsureRehearsalError, rehearse
@@ -112,7 +112,7 @@ def check_job(
         world_size=ranks,
         shuffle_block=config.shuffle_block,
     )
-    parts = (job.model, job.loss)
+    parts = [part for name in PARTS if (part := getattr(job, name)) is not None]
     if data.spec is None:
         return check_memory(Checked(model=data.model), config, room, prices)  # it was tried with its data
     if not rehearses or not any(part.args or ":" in part.factory for part in parts):
@@ -122,7 +122,7 @@ def check_job(
         sources = resolve_user_sources(part.factory for part in parts)
         with tempfile.TemporaryDirectory(prefix="dtrain-check-") as folder:
             stage_files(sources.files, Path(folder))
-            model = rehearse(asdict(job.model), asdict(job.loss), data.spec, modules_of_settings(), [Path(folder)])
+            model = rehearse(job, data.spec, modules_of_settings(), [Path(folder)])
     except (StagingError, RehearsalError) as error:
         raise ConfigError(str(error)) from None
     except UnsureRehearsalError as error:

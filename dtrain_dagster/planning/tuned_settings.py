@@ -15,14 +15,13 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from dtrain_dagster.planning.check_job import data_of
-from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
+from trainer.config import PARTS, ConfigError, DistributedTrainingConfig, JobConfig
 from trainer.data.manifest import NoDatasetError
 from trainer.storage.open import open_storage
 from trainer.tuning.search_space import FIELDS, KNOBS, LAYOUT
 
 SEARCH = "search"
 """The key of the evidence that names the search which has found the settings."""
-PARTS = ("model", "loss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class Tuned:
         a search has varied. Raise `ConfigError` for a job whose model or loss is neither the one that the search began
         from nor the one that it has found."""
         for name in PARTS if self.is_found else ():
-            here, before = asdict(getattr(job, name)), self.evidence.get(name)
+            here, before = asdict(job)[name], self.evidence.get(name)
             if here not in (before, self.parts.get(name, before)):
                 raise ConfigError(
                     f"settings of {self.source} were searched from {name} {before!r}, and this training has {here!r}: "

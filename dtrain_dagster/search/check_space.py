@@ -10,14 +10,13 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from dtrain_dagster.search.space import Parameter, Space, SpaceError, Value, did_you_mean
-from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig, parse_job
+from trainer.config import PARTS, ConfigError, DistributedTrainingConfig, JobConfig, parse_job
 
 OF_CLUSTER = frozenset({
     "world_size", "backend", "master_addr", "master_port", "max_node_seconds", "resume", "regroup", "tls",
     "threads_per_rank", "checkpoint_frequency", "keep_checkpoints", "monitor_interval_seconds",
 })  # fmt: skip
 """Fields of ``training`` that say where and how a job runs. What is learned does not depend on them."""
-PARTS = ("model", "loss")
 
 
 def job_of_trial(base: JobConfig, space: Space, values: Mapping[str, Value], source: str = "the search") -> JobConfig:
@@ -27,7 +26,7 @@ def job_of_trial(base: JobConfig, space: Space, values: Mapping[str, Value], sou
     drawn = space.fields_of(values)
     for part in PARTS:
         factory = drawn.get(f"{part}.factory")
-        if factory is not None and factory != document[part]["factory"]:
+        if factory is not None and factory != document[part]["factory"]:  # which `_check_field` has seen
             document[part] = {"factory": factory, "args": {}}
     for field, value in drawn.items():
         *path, last = field.split(".")
@@ -65,7 +64,7 @@ def check_space(
 
 def extremes(space: Space) -> list[dict[str, Value]]:
     """Return values of the least and the greatest trial with each model and loss."""
-    parts = [item for item in space.parameters if item.field in ("model.factory", "loss.factory")]
+    parts = [item for item in space.parameters if item.field in [f"{part}.factory" for part in PARTS]]
     found: list[dict[str, Value]] = []
     for part in [*parts, None]:
         for end in part.domain.ends() if part else [None]:
@@ -97,6 +96,8 @@ def _check_field(parameter: Parameter, base: JobConfig, source: str) -> None:
         raise SpaceError(f"{where}: {said} says how a job runs, not what it learns; set it for all trials")
     if section in PARTS and base.is_of_script:
         raise SpaceError(f"{where}: the model and the loss of a script are the script's own; vary fields of training")
+    if section in PARTS and getattr(base, section) is None:
+        raise SpaceError(f"{where}: the job has no {section} of its own; give it one that the search can begin from")
     is_argument = rest.startswith("args.") and rest.count(".") == 1 and rest != "args."
     if section == "training" or (section in PARTS and (rest == "factory" or is_argument)):
         return
@@ -106,7 +107,7 @@ def _check_field(parameter: Parameter, base: JobConfig, source: str) -> None:
     hint = did_you_mean(field if rest else f"training.{section}", [*places, "model.factory", "loss.factory"])
     raise SpaceError(
         f"{where}: there is no field {field} to vary{hint}; fields are training.NAME, model.factory, "
-        "model.args.NAME, loss.factory, loss.args.NAME"
+        "model.args.NAME; loss, optimizer and lr_scheduler alike"
     )
 
 

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from dtrain_dagster.search.check_space import PARTS, job_of_trial, shown_values
+from dtrain_dagster.search.check_space import job_of_trial, shown_values
 from dtrain_dagster.search.sampling import distribution_of, quiet, stored_value
 from dtrain_dagster.search.settings import SearchSettings
 from dtrain_dagster.search.space import Space
 from dtrain_dagster.search.trials import Trial, TrialState, best_trial
 from dtrain_dagster.support.formatting import dollars
-from trainer.config import JobConfig
+from trainer.config import PARTS, JobConfig
 
 LEAST_FOR_IMPORTANCE = 8
 """Trials with a score below which nothing is said of what mattered."""
@@ -118,7 +118,7 @@ def settings_document(
     evidence = {
         "search": name, "trial": trial.number, "metric": settings.metric, "score": trial.best(settings.sign),
         "evaluations": len(trial.scores), "of": trial.of, "dataset_id": base.dataset.dataset_id,
-        "world_size": base.training.world_size, "model": asdict(base.model), "loss": asdict(base.loss),
+        "world_size": base.training.world_size, **{part: asdict(base)[part] for part in PARTS},
         "complete": trial.state is TrialState.COMPLETE, "values": dict(trial.values),
     }  # fmt: skip
     return {"training": training, **parts, "evidence": evidence}

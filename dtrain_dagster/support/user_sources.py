@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.model.allowed_factories import is_module_allowed, modules_of_settings, remedy
+from trainer.model.allowed_factories import TORCH_MODULES, is_module_allowed, modules_of_settings, remedy
 
 SERVING_REQUIREMENTS = ("mlflow", "numpy", "pandas", "pydantic", "scipy", "torch")
 """The packages that `trainer.model.mlflow_model` imports, without those that only training needs. Each is imported by
@@ -119,7 +119,7 @@ def _modules_of(factories: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield the module of each factory of a user's own, and the factory."""
     for factory in factories:
         module, separator, _ = factory.partition(":")
-        if separator:
+        if separator and not is_module_allowed(module, TORCH_MODULES):
             if not is_module_allowed(module, modules_of_settings()):
                 raise StagingError(f"factory {factory!r} is not allowed to be imported; {remedy(module)}")
             yield module, factory

@@ -6,9 +6,10 @@
 The rank of place 0 waits for the others' parts in storage, on the thread that writes, and writes the manifest last.
 
 A part is what `torch.save` wrote of a dictionary: ``place`` and ``size`` (of the replica), ``rows`` (by kind:
-``weights``, ``exp_avg``, ``exp_avg_sq``, and ``best`` where there are best weights; each by name of the parameter),
-``aliases`` (further names of shared parameters), ``updates`` and ``groups`` (of the optimizer), and ``buffers``,
-``best_buffers``, ``order`` (the names of a state dict) and ``progress``, which are the same in each part.
+``weights``, what the optimizer keeps, such as ``exp_avg``, and ``best`` where there are best weights; each by name of
+the parameter), ``aliases`` (further names of shared parameters), ``scalars`` and ``options`` (of the optimizer), and
+``buffers``, ``best_buffers``, ``order`` (the names of a state dict) and ``progress``, which are the same in each part.
+Older parts have ``updates`` and ``groups`` instead of ``scalars`` and ``options``.
 """
 
 from __future__ import annotations
@@ -29,8 +30,6 @@ from trainer.documents import schemas
 from trainer.documents.reader import MARK_BYTES, read_document
 from trainer.storage.base import Storage
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The names of the moments, as torch calls them."""
 PART_SECONDS = 300.0
 """How long the rank of place 0 waits for the parts of the others."""
 _CHUNK, _SMALL = 4 << 20, 1 << 16
@@ -57,18 +56,18 @@ def assemble(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         values |= {alias: values[name] for alias, name in first["aliases"].items()} | buffers
         return {name: values[name] for name in first["order"]}
 
-    names = list(first["rows"]["weights"])
+    kinds = [kind for kind in first["rows"] if kind not in ("weights", "best")]
+    scalars, options = first.get("scalars"), first.get("options") or {"param_groups": first.get("groups")}
+    if scalars is None:
+        updates = torch.tensor(float(first["updates"]))
+        scalars = {name: {"step": updates} for kind in kinds for name in first["rows"][kind]}
     optimizer = {
-        place: {
-            "step": torch.tensor(float(first["updates"])),
-            **{kind: whole(kind, name) for kind in MOMENTS},
-        }
-        for place, name in enumerate(names)
-        if name in first["rows"][MOMENTS[0]]
+        place: scalars.get(name, {}) | {kind: whole(kind, name) for kind in kinds if name in first["rows"][kind]}
+        for place, name in enumerate(first["rows"]["weights"])
     }
     state = {
         "model": weights("weights", first["buffers"]),
-        "step": {"optimizer": {"state": optimizer, "param_groups": first["groups"]}, "scaler": {}},
+        "step": {"optimizer": {"state": {k: v for k, v in optimizer.items() if v}, **options}, "scaler": {}},
         "progress": first["progress"],
         "grown": first.get("grown", {}),
     }

@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.checkpoint.files import MOMENTS
 from trainer.comm.group import is_communication_error, shorten_error
 from trainer.comm.own_address import interface_of, own_address
 from trainer.comm.rendezvous_store import AuthenticatedStore
@@ -39,12 +38,15 @@ from trainer.engine.out_of_memory import MicroBatchLimit
 from trainer.engine.step import TrainingStep
 from trainer.engine.step_result import StepFlags, StepResult, explain_non_finite
 from trainer.model.blocks import checkpoint_activations
+from trainer.model.optimizers import USUAL, OptimizerRecipe, split_by_decay
 from trainer.model.task import Task
 from trainer.parallel.replicas import count_passes
 from trainer.parallel.synchronizer import GradientSync
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of each parameter, as torch calls it."""
 MOST_IN_BUCKET = 50_000_000
 """The most gradients that DeepSpeed sums at once."""
 
@@ -55,11 +57,18 @@ class ZeroStep(TrainingStep):
     is_divided, can_regroup = True, False
 
     def __init__(
-        self, module: nn.Module, task: Task, config: DistributedTrainingConfig, device: torch.device, faults: Faults
+        self,
+        module: nn.Module,
+        task: Task,
+        config: DistributedTrainingConfig,
+        device: torch.device,
+        faults: Faults,
+        recipe: OptimizerRecipe = USUAL,
+        total_steps: int = 0,
     ) -> None:
         self._engine: ZeroEngine | None = None
         self._norm = math.nan
-        super().__init__(module, task, config, device, faults)
+        super().__init__(module, task, config, device, faults, recipe, total_steps)
         if scalars := [name for name, item in module.named_parameters() if not item.dim()]:
             raise ConfigError(
                 f"training.strategy = 'deepspeed' cannot divide {', '.join(scalars)}, which has no dimension: make it "
@@ -74,7 +83,7 @@ class ZeroStep(TrainingStep):
         with self._communicating():
             form_default_group(world, self.config.collective_timeout_seconds)
             self._engine = ZeroEngine(self.module, self.config, world.rank, world.world_size, self.device)
-        self._engine.set_moments(self.optimizer.state_dict()["state"])
+        self._engine.set_moments(self.scheduled.tensors())
         self.optimizer.state.clear()
         self.loss = self._make_loss(self._engine.model)
         self.sync = ZeroSynchronizer(world, self._engine, self.faults, self.timer)
@@ -191,7 +200,8 @@ class ZeroEngine:
         """The attributes of parameters that are not DeepSpeed's."""
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         count = sum(parameter.numel() for parameter in trained)
-        optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
+        groups = split_by_decay(trained, config)
+        optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
         self._engine, self._zero, *_ = deepspeed.initialize(
             model=self.module, optimizer=optimizer, config=zero_config(config, ranks, count), dist_init_required=False
         )

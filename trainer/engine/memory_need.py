@@ -137,7 +137,7 @@ def explain_end(session: Session, error: Exception, is_world_fixed: bool) -> Exc
     if may_move_to_cpu(error, config, is_world_fixed):
         return GPUTooSmall(f'{what}: it may continue on the CPU (training.backend = "gloo")')
     if session.step.divides_parameters:  # one rank cannot make a pass by itself
-        model = model_bytes(session.step.module)
+        model = model_bytes(session.step.module, moments=session.step.scheduled.recipe.moments)
         told = explain_sharded(config, session.world.world_size, max(2, session.step.sharing), model)
         return OutOfMemoryError(f"{what} ({str(error).splitlines()[0]}); {told}", {})
     need = measure_memory(session.step, session.problem.data, now.max_samples)
@@ -194,7 +194,7 @@ def measure_memory(step: TrainingStep, data: TrainingData, wanted: int) -> Memor
         finally:
             _free(device)
         measured.append((samples, taken))
-    model = model_bytes(step.module)
+    model = model_bytes(step.module, moments=step.scheduled.recipe.moments)
     room = max([room, *(taken for _, taken in measured)])  # what is freed may lie in pieces that the limit counts
     return MemoryNeed(
         device=device.type,

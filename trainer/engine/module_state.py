@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trainer.comm.world import World
 from trainer.config import ConfigError
 from trainer.engine.state_passing import pass_state
+from trainer.runtime.nested import find_odd_part
 
 _EXTRA = "_extra_state"
 """The end of the key that a module's extra state has in a state dict."""
@@ -135,26 +136,12 @@ def refuse_extra_state(module: nn.Module, strategy: str) -> None:
 def require_plain_state(state: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for extra state in a state dict that a checkpoint could not keep."""
     for name, value in state.items():
-        if is_extra(name) and (odd := _odd_part(value)) is not None:
+        if is_extra(name) and (odd := find_odd_part(value)) is not None:
             raise ConfigError(
                 f"the extra state of {name.rpartition('.')[0] or 'the model'} (get_extra_state) has a "
                 f"{type(odd).__name__}, and a checkpoint holds tensors and plain values only: return tensors, "
                 "numbers and strings, in dictionaries, lists and tuples"
             )
-
-
-def _odd_part(value: Any) -> Any | None:
-    """Return the part of a value that is neither a tensor nor plain, None where there is none."""
-    if isinstance(value, dict):
-        parts: Sequence[Any] = [*value, *value.values()]
-    elif type(value) in (list, tuple):
-        parts = value
-    else:
-        return None if type(value) in _PLAIN or isinstance(value, Tensor) else value
-    return next((odd for part in parts if (odd := _odd_part(part)) is not None), None)
-
-
-_PLAIN = (bool, int, float, str, bytes, complex, type(None), torch.Size, torch.dtype, torch.device)
 
 
 def digest_state_dict(state: Mapping[str, Any]) -> str:

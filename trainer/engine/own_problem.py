@@ -21,6 +21,8 @@ from trainer.engine.problem import Problem
 from trainer.engine.task_check import check_model, check_task, try_task
 from trainer.evaluation.judge import TaskJudge
 from trainer.model.factories import build_from_factory
+from trainer.model.optimizer_check import try_optimizer
+from trainer.model.optimizers import recipe_for
 from trainer.model.sizes import model_bytes
 from trainer.model.task import SupervisedTask, Task
 from trainer.spec import OWN
@@ -102,8 +104,9 @@ def describe_own_job(path: str) -> None:
     maker, cpu = OwnProblemMaker(), torch.device("cpu")
     data = maker.open_data(job, cpu)
     module = maker.make(job, data, cpu).module
-    samples = {split: data.count(split) for split in SPLITS}
-    print(json.dumps({"dataset_id": data.dataset_id, "samples": samples, "model": asdict(model_bytes(module))}))  # noqa: T201
+    recipe = try_optimizer(module, recipe_for(job.optimizer, job.lr_scheduler), job.training)
+    samples, model = {split: data.count(split) for split in SPLITS}, asdict(model_bytes(module, moments=recipe.moments))
+    print(json.dumps({"dataset_id": data.dataset_id, "samples": samples, "model": model}))  # noqa: T201
 
 
 if __name__ == "__main__":

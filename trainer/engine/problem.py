@@ -21,6 +21,7 @@ from trainer.data.loader import TrainingData
 from trainer.data.manifest import DatasetError, kind_of, load_manifest
 from trainer.engine.identity import describe_loss, describe_structure, describe_weights, digest_measure
 from trainer.model.allowed_factories import refuse_other_kinds
+from trainer.model.optimizers import USUAL, OptimizerRecipe
 from trainer.model.task import Task
 from trainer.runtime.packages import load
 from trainer.spec import OWN, ROWS, WINDOWS
@@ -51,6 +52,8 @@ class Problem:
     """The entries of ``model.json`` that tell how the module is made again."""
     evaluation_batch: int
     """The samples that are evaluated at once, while memory suffices."""
+    recipe: OptimizerRecipe = USUAL
+    """How its optimizer is made."""
     valid_name: str = ""
     """The name of the validation samples, where that of the dataset does not cover them."""
     valid_collate: Callable[..., Any] | None = None

@@ -1,7 +1,8 @@
 """A training whose ranks share the model: its step, the rows of this rank, their part of a checkpoint, their way into
 another world, and the model as a whole.
 
-A rank holds rows of four kinds: weights, two moments, and the best weights so far. When ranks are divided otherwise, or
+A rank holds rows of some kinds: weights, what the optimizer keeps of them (with AdamW two moments), and the best
+weights so far. When ranks are divided otherwise, or
 a newcomer has none, each whole parameter passes by all ranks, one after the other, from the ranks that hold its rows;
 no rank needs the memory of a whole model for that.
 """
@@ -17,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.checkpoint.files import MOMENTS
 from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig
 from trainer.engine.module_state import share_module_state, take_buffers
@@ -25,6 +25,7 @@ from trainer.engine.state import Entry, Loaded, TrainingState, read_progress
 from trainer.engine.state_passing import pass_state
 from trainer.engine.step import TrainingStep
 from trainer.model.blocks import find_blocks
+from trainer.model.optimizers import USUAL, OptimizerRecipe, is_like
 from trainer.model.task import Task
 from trainer.parallel.replicas import ReplicaPlan, plan_replicas, row_range
 from trainer.parallel.shard_collectives import ShardSynchronizer
@@ -32,7 +33,6 @@ from trainer.parallel.sharding import ShardedModel
 from trainer.runtime.fault_injection import Faults
 
 WEIGHTS, BEST = "weights", "best"
-KINDS = (WEIGHTS, *MOMENTS, BEST)
 _log = logging.getLogger(__name__)
 
 
@@ -65,6 +65,18 @@ class Sources:
     """The rank that holds the rows of each place."""
     reader: int
     """The rank whose progress and buffers all take over."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRows:
+    """What an optimizer keeps of the rows of a rank."""
+
+    rows: dict[str, dict[str, Tensor]]
+    """Tensors like the rows, such as moments: by kind, then by name of the parameter."""
+    scalars: dict[str, dict[str, Any]]
+    """By name of the parameter: values such as the number of updates, which are equal on all ranks."""
+    options: Mapping[str, Any] | None
+    """See `ScheduledOptimizer.options`; None: as they were made."""
 
 
 def find_sources(holdings: Sequence[Holding]) -> Sources | None:
@@ -107,12 +119,19 @@ class ShardedStep(TrainingStep):
     is_divided = divides_parameters = True
 
     def __init__(
-        self, module: nn.Module, task: Task, config: DistributedTrainingConfig, device: torch.device, faults: Faults
+        self,
+        module: nn.Module,
+        task: Task,
+        config: DistributedTrainingConfig,
+        device: torch.device,
+        faults: Faults,
+        recipe: OptimizerRecipe = USUAL,
+        total_steps: int = 0,
     ) -> None:
         self.sharded = ShardedModel(module, find_blocks(module), config, device)
         self.plan = ReplicaPlan(((0,),))
         """How the ranks of the present world hold the model."""
-        super().__init__(module, task, config, device, faults)
+        super().__init__(module, task, config, device, faults, recipe, total_steps)
 
     def adopt(self, world: World) -> None:
         """Work in this world from now on. The model holds its rows by `plan` already."""
@@ -122,20 +141,27 @@ class ShardedStep(TrainingStep):
         self.sync = ShardSynchronizer(world, self.plan, self.sharded, self.faults, self.timer)
         self.parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
-    def hold_rows(self, moments: Mapping[str, Mapping[str, Tensor]], updates: int) -> None:
-        """Update the rows that the model holds now, with these moments (by kind and name) after so many updates."""
-        self.optimizer = self._make_optimizer(list(self.sharded.held.values()))
-        for name, parameter in self.sharded.held.items():
-            if name in moments.get(MOMENTS[0], {}):
-                count = torch.tensor(float(updates), device=parameter.device)
-                self.optimizer.state[parameter] = {"step": count, **{kind: moments[kind][name] for kind in MOMENTS}}
+    def hold_rows(self, kept: OptimizerRows) -> None:
+        """Update the rows that the model holds now, with what an optimizer has kept of them."""
+        with self.sharded.holding_rows():
+            self.scheduled = self._make_optimizer()
+        tensors = {
+            place: kept.scalars.get(name, {}) | {kind: rows[name] for kind, rows in kept.rows.items() if name in rows}
+            for place, name in enumerate(self.sharded.shapes)
+        }
+        self.scheduled.load({place: found for place, found in tensors.items() if found}, kept.options)
 
-    def moments_of_rows(self) -> tuple[dict[str, dict[str, Tensor]], int]:
-        """Return the moments of this rank's rows, by kind and name, and the number of updates."""
-        known, held = self.optimizer.state, self.sharded.held
-        state = {name: known[parameter] for name, parameter in held.items() if parameter in known}
-        updates = max((round(float(of_one["step"])) for of_one in state.values()), default=0)
-        return {kind: {name: of_one[kind] for name, of_one in state.items()} for kind in MOMENTS}, updates
+    def optimizer_rows(self) -> OptimizerRows:
+        """Return what the optimizer keeps of this rank's rows."""
+        found = OptimizerRows({}, {}, self.scheduled.options())
+        tensors = self.scheduled.tensors()
+        for place, name in enumerate(self.sharded.shapes):
+            for kind, value in tensors.get(place, {}).items():
+                if is_like(value, self.scheduled.parameters[place]):
+                    found.rows.setdefault(kind, {})[name] = value
+                else:
+                    found.scalars.setdefault(name, {})[kind] = value
+        return found
 
 
 class ShardedState(TrainingState):
@@ -192,18 +218,18 @@ class ShardedState(TrainingState):
 
     def capture(self, best_is_saved: bool = True) -> dict[str, Any]:
         """Return this rank's part of a checkpoint, see `trainer.checkpoint.files`. The tensors are the live ones."""
-        rows, (_, updates) = self._rows(), self.step.moments_of_rows()
+        kept = self.step.optimizer_rows()
+        rows = self._rows(kept)
         if best_is_saved:
             rows.pop(BEST, None)
         names = set(self.sharded.shapes)
-        [group] = self.step.optimizer.state_dict()["param_groups"]
         return {
             "place": self.sharded.place,
             "size": self.sharded.size,
-            "rows": {**{kind: {} for kind in MOMENTS}, **rows},
+            "rows": rows,
             "aliases": self.sharded.aliases,
-            "updates": updates,
-            "groups": [{**group, "params": list(range(len(names)))}],
+            "scalars": kept.scalars,
+            "options": kept.options,
             "buffers": self._buffers(),
             "best_buffers": {name: value for name, value in (self.best or {}).items() if name not in names},
             "order": list(self.module.state_dict()),
@@ -254,26 +280,25 @@ class ShardedState(TrainingState):
         }
 
     def _take(self, state: dict[str, Any]) -> None:
-        moments: dict[str, dict[str, Tensor]] = {kind: {} for kind in MOMENTS}
-        updates = 0.0
-        for number, name in enumerate(self.sharded.shapes):
-            of_one = state["step"]["optimizer"]["state"].get(number)
-            if of_one:
-                updates = max(updates, float(of_one["step"]))
-                for kind in MOMENTS:
-                    moments[kind][name] = self._cut(name, of_one[kind])
+        optimizer = state["step"]["optimizer"]
+        kept = OptimizerRows({}, {}, optimizer)
+        for place, (name, shape) in enumerate(self.sharded.shapes.items()):
+            for kind, value in optimizer["state"].get(place, {}).items():
+                if isinstance(value, Tensor) and value.dim() and value.shape == shape:
+                    kept.rows.setdefault(kind, {})[name] = self._cut(name, value)
+                else:
+                    kept.scalars.setdefault(name, {})[kind] = value
         take_buffers(self.module, state["model"])
         self._hold({name: self._cut(name, state["model"][name]) for name in self.sharded.shapes})
-        self.step.hold_rows(moments, round(updates))
+        self.step.hold_rows(kept)
         self.best = self.start = None
         if best := state.get("best"):
             self.best = {name: self._cut(name, best[name]).cpu() for name in self.sharded.shapes}
             self.best |= {name: best[name].cpu().clone() for name in self._buffers()}
 
-    def _rows(self) -> dict[str, dict[str, Tensor]]:
+    def _rows(self, kept: OptimizerRows) -> dict[str, dict[str, Tensor]]:
         """Return the rows of this rank, by kind and by name; kinds that there are not yet are left out."""
-        moments, _ = self.step.moments_of_rows()
-        found = {WEIGHTS: self.sharded.rows, **{kind: rows for kind, rows in moments.items() if rows}}
+        found = {WEIGHTS: self.sharded.rows, **kept.rows}
         if self.best is not None:
             found[BEST] = {name: self.best[name] for name in self.sharded.shapes}
         return found
@@ -291,19 +316,21 @@ class ShardedState(TrainingState):
 
     def _move_rows(self, world: World, sources: Sources) -> None:
         """Hold this rank's rows by the present plan, taken from the ranks that have them. A collective."""
-        mine, (_, done) = self._rows(), self.step.moments_of_rows()
-        known: list[Any] = world.all_gather_object([[kind for kind in KINDS if kind in mine], done])
-        kinds, updates = known[sources.reader]
-        kept: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
-        for kind in kinds:
-            for name in self.sharded.shapes:
-                if kind in MOMENTS and name not in self.sharded.trained:
-                    continue
+        own = self.step.optimizer_rows()
+        mine = self._rows(own)
+        known: list[Any] = world.all_gather_object([[kind, list(rows)] for kind, rows in mine.items()])
+        kept: dict[str, dict[str, Tensor]] = {}
+        for kind, names in known[sources.reader]:
+            kept[kind] = {}
+            for name in names:
                 taken = self._cut(name, self._pass_whole(world, name, mine.get(kind, {}).get(name), sources))
                 kept[kind][name] = taken.cpu() if kind == BEST else taken
+        of_this: dict[str, Any] = {"scalars": own.scalars, "options": own.options}
+        of_reader = pass_state(world, sources.reader, range(world.world_size), lambda: of_this) or of_this
         share_module_state(self.module, world, sources.reader)
         self._hold(kept[WEIGHTS])
-        self.step.hold_rows({kind: kept.get(kind, {}) for kind in MOMENTS}, updates)
+        of_optimizer = {kind: rows for kind, rows in kept.items() if kind not in (WEIGHTS, BEST)}
+        self.step.hold_rows(OptimizerRows(of_optimizer, of_reader["scalars"], of_reader["options"]))
         before, self.best = self.best, None
         if BEST in kept:
             buffers = {name: value.cpu().clone() for name, value in self._buffers().items()}
@@ -332,16 +359,16 @@ class ShardedState(TrainingState):
         """Make the model a whole on every rank, of weights of this kind. Return what lets each rank hold its rows
         again. A collective."""
         self.step.sync.unwrap()
-        rows, moments = self.sharded.rows, self.step.moments_of_rows()
+        rows, kept = self.sharded.rows, self.step.optimizer_rows()
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
 
         def undo() -> None:
             self._hold(rows)
-            self.step.hold_rows(*moments)
+            self.step.hold_rows(kept)
             take_buffers(self.module, buffers)
 
         try:
-            replica, mine = self.step.plan.replicas[0], self._rows()[kind]
+            replica, mine = self.step.plan.replicas[0], self._rows(kept)[kind]
             sources = Sources(0, self.sharded.size, replica, replica[0])
             self.sharded.make_whole(
                 {name: self._pass_whole(world, name, mine[name], sources) for name in self.sharded.shapes}

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from trainer.checkpoint.manager import check_fits
+from trainer.checkpoint.manager import CheckpointError, check_fits
 from trainer.comm.world import World
 from trainer.data.coverage import EpochCoverage, add
 from trainer.differences import describe_difference, list_differences
@@ -193,6 +193,8 @@ class TrainingState:
         """Take over a state that `capture` of an undivided training returned. Raise
         `trainer.checkpoint.manager.CheckpointError`, before anything is changed, if it does not fit."""
         check_fits(state["model"], self._like(state, self._forms()))
+        if why := self.step.scheduled.explain_misfit(state["step"]["optimizer"]):
+            raise CheckpointError(f"the checkpoint cannot be continued: {why}")
         progress = read_progress(state["progress"])
         self._take(state)
         self.progress = progress

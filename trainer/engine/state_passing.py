@@ -142,7 +142,8 @@ def _mapped(value: Any, make: Callable[[Tensor], Tensor]) -> Any:
         return make(value)
     if isinstance(value, dict):
         made = copy.copy(value)  # a state dict has metadata beside its items
-        made.update({key: _mapped(part, make) for key, part in value.items()})
+        for key, part in value.items():  # not `update`, which adds to a Counter, such as the milestones of MultiStepLR
+            made[key] = _mapped(part, make)
         return made
     if isinstance(value, list | tuple):
         return type(value)(_mapped(part, make) for part in value)

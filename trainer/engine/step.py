@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import Optimizer
 
-from trainer.checkpoint.files import MOMENTS
 from trainer.comm.group import CollectiveResult, CompletedCollective, is_communication_error, shorten_error, summed
 from trainer.comm.world import RankFacts, World
 from trainer.config import ConfigError, DistributedTrainingConfig
@@ -28,6 +27,7 @@ from trainer.engine.module_state import (
 )
 from trainer.engine.out_of_memory import MicroBatchLimit
 from trainer.engine.step_result import StepFlags, StepResult, count_step, explain_non_finite
+from trainer.model.optimizers import USUAL, OptimizerRecipe, ScheduledOptimizer
 from trainer.model.task import Task, per_sample, weigher
 from trainer.parallel.buckets import gradient_norm
 from trainer.parallel.synchronizer import GradientSync, GradientSynchronizer
@@ -75,16 +75,26 @@ class TrainingStep:
     """The ranks that hold one copy of the parameters together."""
 
     def __init__(
-        self, module: nn.Module, task: Task, config: DistributedTrainingConfig, device: torch.device, faults: Faults
+        self,
+        module: nn.Module,
+        task: Task,
+        config: DistributedTrainingConfig,
+        device: torch.device,
+        faults: Faults,
+        recipe: OptimizerRecipe = USUAL,
+        total_steps: int = 0,
     ) -> None:
+        """``total_steps``: of the whole training, for a schedule that depends on it."""
         if config.precision == "fp16" and device.type != "cuda":
             raise ConfigError("training.precision = 'fp16' needs a GPU; use 'bf16' or 'fp32' on the CPU")
         refuse_extra_state(module, config.strategy)
         self.module, self.task, self.config, self.device, self.faults = module, task, config, device, faults
         self._weigh = weigher(task)
+        self._recipe, self._total_steps = recipe, total_steps
         self.graphs: StepGraphs | None = self._make_graphs()
         """The recordings of the step; None where it is never recorded."""
-        self.optimizer = self._make_optimizer(list(module.parameters()))
+        self.scheduled = self._make_optimizer()
+        """The optimizer and its learning rates."""
         self.loss: Callable[[Any], Tensor] = self._make_loss(module)
         """Returns the losses of a batch in a pass, compiled or not."""
         self.scaler = torch.amp.GradScaler(enabled=config.precision == "fp16")
@@ -104,12 +114,16 @@ class TrainingStep:
         }
         """The modules that may have running statistics, by name."""
         self._commit: CollectiveResult | None = None
-        self._rate = config.learning_rate
         self._norm_here = torch.zeros((), device=device)
         """The norm of the gradients of a step, where `update` clips them."""
         self._is_checkpointed = False
         if config.activation_checkpointing:
             self.apply_limit(MicroBatchLimit(config.batch_size_per_gpu, True))
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """What updates the weights."""
+        return self.scheduled.optimizer
 
     def adopt(self, world: World) -> None:
         """Work in this world from now on; waits for its group. All state must be equal on all its ranks already."""
@@ -150,19 +164,14 @@ class TrainingStep:
 
     def __call__(self, batch: Batch, step: int, learning_rate: float, flags: StepFlags) -> StepResult:
         """Train on one global batch. All ranks must call it for the same step; it is done on all or on none of those
-        that return.
+        that return. ``learning_rate``: that of the settings.
 
         Raise `NonFiniteError` on all ranks, before the weights are touched, if any rank's loss or gradient is not
         finite. Raise `trainer.comm.group.GroupError` where communication fails, and any error of the model: then the
         step is not done, and can be done again.
         """
         self.timer.mark("input")
-        self._rate = learning_rate
-        for group in self.optimizer.param_groups:
-            if self.graphs is None:
-                group["lr"] = learning_rate
-            else:
-                group["lr"].fill_(learning_rate)  # where the recorded update reads it
+        self.scheduled.set_rate(learning_rate)
         self.sync.clear(self.parameters)
         self.sync.step = step
         self._commit = self.awaits_commit = None
@@ -190,7 +199,7 @@ class TrainingStep:
                 raise peers.error from error  # autograd may have wrapped it
             raise
         if result is None:
-            raise explain_non_finite(step, learning_rate, grad_norm, self._find_odd(batch))
+            raise explain_non_finite(step, self.scheduled.rate, grad_norm, self._find_odd(batch))
         self.faults.reach("optimizer", step)
         self.update()
         self.timer.mark("optimizer")
@@ -206,6 +215,7 @@ class TrainingStep:
             self.graphs.do_update(self._clip_and_update, key=without)
         else:
             self.optimizer.step()
+        self.scheduled.advance()
         self.awaits_commit = None
 
     def _clip_and_update(self, _: Any) -> tuple[None, None]:
@@ -352,19 +362,21 @@ class TrainingStep:
         odd = [each for each in every if each[0]]
         return next((said for _, said in odd or every if said), "")
 
-    def _make_optimizer(self, parameters: list[nn.Parameter]) -> AdamW:
-        rate, decay = self.config.learning_rate, self.config.weight_decay
-        if self.graphs is None:
-            return AdamW(parameters, lr=rate, weight_decay=decay, fused=True)
-        on_device = torch.tensor(rate, device=self.device)
-        return AdamW(parameters, lr=on_device, weight_decay=decay, fused=True, capturable=self.device.type == "cuda")
+    def _make_optimizer(self) -> ScheduledOptimizer:
+        recorded_on = None if self.graphs is None else self.device
+        return ScheduledOptimizer(self.module, self._recipe, self.config, self._total_steps, recorded_on)
 
     def _make_graphs(self) -> StepGraphs | None:
         """Return what records this step, None where it is never recorded."""
         mode = self.config.cuda_graphs
         if mode == "on" and self.device.type != "cuda":
             raise ConfigError("training.cuda_graphs = 'on' needs a GPU; use 'auto', which records where there is one")
-        if mode == "off" or self.device.type != "cuda" or not can_record(self.config):
+        if mode == "on" and not self._recipe.is_usual:
+            raise ConfigError(
+                "training.cuda_graphs = 'on' records AdamW with the schedule of the settings: use 'auto', which trains "
+                "without recordings with an optimizer or a scheduler of your own"
+            )
+        if mode == "off" or self.device.type != "cuda" or not can_record(self.config) or not self._recipe.is_usual:
             return None
         made: StepGraphs = load(GRAPHS)(load(CUDA_RECORDER)(self.device), _log.warning, mode == "on")
         return made
@@ -465,25 +477,13 @@ class TrainingStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer and of the loss scaler, where each rank holds all of it."""
-        optimizer = self.optimizer.state_dict()
-        for group in optimizer["param_groups"]:  # as they are on any device, with and without recordings
-            group["lr"], group["capturable"] = self._rate, False
+        optimizer = {"state": self.scheduled.tensors(), **self.scheduled.options()}
         return {"optimizer": optimizer, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` has returned."""
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduled.load(state["optimizer"]["state"], state["optimizer"])
         if self.graphs is not None:
             self.graphs.clear()
-            for group in self.optimizer.param_groups:
-                self._rate = group["lr"]
-                group["lr"] = torch.tensor(self._rate, device=self.device)
-                group["capturable"] = self.device.type == "cuda"
-        for parameter, moments in self.optimizer.state.items():
-            # The fused kernel walks through weights and moments as they lie in memory, and a file has them row by row.
-            for name in MOMENTS:
-                moments[name] = torch.empty_like(parameter).copy_(moments[name])
-        for group in self.optimizer.param_groups:  # a setting, which may be otherwise now
-            group["weight_decay"] = self.config.weight_decay
         if state["scaler"]:  # which only training in fp16 has
             self.scaler.load_state_dict(state["scaler"])

@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ from trainer.engine.session import Session
 from trainer.engine.state import Entry
 from trainer.engine.step_result import StepFlags, StepResult
 from trainer.engine.workload import Workload, make_sampler, needs_evaluation
+from trainer.model.optimizer_check import try_optimizer
+from trainer.model.optimizers import recipe_for
 from trainer.model.task import mean_of
 from trainer.observability.reporter import StepWindow
 from trainer.observability.trace import StepProfiler
@@ -146,6 +149,8 @@ class DistributedTrainer:
         reports.end_phase("data")
         torch.manual_seed(self.config.seed)
         problem = maker.make(self.job, data, participant.device)
+        recipe = recipe_for(self.job.optimizer, self.job.lr_scheduler, problem.recipe)
+        problem = replace(problem, recipe=try_optimizer(problem.module, recipe, self.config))
         missing = self._begin_from(problem.module)
         parts, measure = problem.describe(self.config), problem.digest_measure()  # of the model as it was made
         workload = Workload(self.config, problem, sampler, participant.device, participant.faults)
@@ -261,6 +266,7 @@ class DistributedTrainer:
             rate = learning_rate(config, progress.step, total_steps)
             flags = self._collect_flags()
             result = step(batch, progress.step, rate, flags)
+            rate = step.scheduled.rate
             self._leaves = bool(flags.leaving)
             progress.commit(epoch, batch.samples, result.digest)
             self._pending_flags = result
@@ -414,6 +420,7 @@ class DistributedTrainer:
             return
         if not math.isfinite(result.loss):
             self._tell_unjudged(result)
+        session.step.scheduled.note_evaluation(result.loss)
         if progress.note_evaluation(result.loss, self.config.early_stopping_patience):
             session.state.keep_best()
             session.save(is_best=True)

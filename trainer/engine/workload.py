@@ -98,11 +98,11 @@ class Workload:
         self.data, self.sampler = problem.data, sampler
         load_package(config.strategy, device)
         make_step, make_state = kinds_of(config.strategy)
-        self.step = make_step(problem.module, problem.task, self.config, self.device, faults)
+        self.total_steps = count_steps(config, sampler, Progress())
+        """The steps at the end of the training: those that are done, and those that are left from there."""
+        self.step = make_step(problem.module, problem.task, config, device, faults, problem.recipe, self.total_steps)
         self.state = make_state(self.step)
         self.communication = CommunicationProfiler(self.step.world, self.step.timer)
-        self.total_steps = count_steps(config, sampler, self.state.progress)
-        """The steps at the end of the training: those that are done, and those that are left from there."""
         self._loader: BatchLoader | None = None  # made with the first world: it may hold much of a GPU's memory
 
     @property

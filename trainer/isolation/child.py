@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,13 @@ def _rehearsal(order: dict[str, Any], windows: Any) -> dict[str, Any]:
     """Build the loss and the model that a job names, as a rank does, and return the losses of a training step, and the
     bytes of the model."""
     from trainer.model.build import training_step
+    from trainer.model.optimizer_check import try_optimizer
+    from trainer.model.optimizers import recipe_for
 
-    model, loss, spec = _parts_of(order)
-    losses, found = training_step(model, loss, spec, windows, tuple(order["modules"]))
+    (job, spec), modules = _parts_of(order), tuple(order["modules"])
+    losses, module, found = training_step(job.model, job.loss, spec, windows, modules)
+    recipe = recipe_for(job.optimizer, job.lr_scheduler, modules=modules)
+    found = replace(found, moments=try_optimizer(module, recipe, job.training).moments)
     return {"loss": losses.double().numpy()} | _columns(found, len(windows))
 
 
@@ -54,21 +59,21 @@ def _count(order: dict[str, Any], windows: Any) -> dict[str, Any]:
     """Return the bytes of the model that a job names, which is built without its memory."""
     from trainer.model.build import count_bytes
 
-    model, loss, spec = _parts_of(order)
-    return _columns(count_bytes(model, loss, spec, tuple(order["modules"])), len(windows))
+    job, spec = _parts_of(order)
+    return _columns(count_bytes(job.model, job.loss, spec, tuple(order["modules"])), len(windows))
 
 
 def _parts_of(order: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the sections of the model and the loss, and what describes the data."""
+    """Return the job, and what describes its data."""
     from pydantic import TypeAdapter
 
-    from trainer.config import FactoryConfig
+    from trainer.config import parse_job
     from trainer.model.build import KINDS
 
     document = json.loads((Path(order["model"]) / "rehearsal.json").read_text())
     description: Any = KINDS[document["kind"]].spec
     spec = TypeAdapter(description).validate_python(document["spec"])
-    return *(FactoryConfig(**document[name]) for name in ("model", "loss")), spec
+    return parse_job(document["job"], is_stored=True), spec
 
 
 def _columns(found: Any, count: int) -> dict[str, Any]:

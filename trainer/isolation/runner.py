@@ -25,8 +25,9 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from trainer.config import JobConfig
 from trainer.documents.arrays import ArraysError, read_arrays
-from trainer.performance.memory import ModelBytes
+from trainer.performance.memory import MOMENTS, ModelBytes
 from trainer.runtime.scratch import scratch_folder
 from trainer.spec import ROWS, WINDOWS, DataSpec, RowSpec
 
@@ -180,21 +181,17 @@ def kill_session(process: subprocess.Popen[bytes]) -> None:
 
 
 def rehearse(
-    model: Mapping[str, Any],
-    loss: Mapping[str, Any],
-    spec: DataSpec | RowSpec,
-    modules: tuple[str, ...] = (),
-    path: Sequence[Path] = (),
+    job: JobConfig, spec: DataSpec | RowSpec, modules: tuple[str, ...] = (), path: Sequence[Path] = ()
 ) -> ModelBytes:
-    """Build the loss and the model, do one training step on random samples of the dataset's scale, and return the bytes
-    of the model.
+    """Build the loss, the model and the optimizer of a job, do one training step on random samples of the dataset's
+    scale, and return the bytes of the model.
 
-    ``model``, ``loss``: the sections of ``job.json``. ``modules``: those that their factories may be of; ``path``: the
+    ``modules``: those that their factories may be of; ``path``: the
     folders in which they are found. Raise `RehearsalError` where the training could not work on any node, and
     `UnsureRehearsalError` where that cannot be said from here.
     """
     kind, inputs = random_inputs(spec)
-    document = {"kind": kind, "model": dict(model), "loss": dict(loss), "spec": asdict(spec)}
+    document = {"kind": kind, "job": job.to_json(), "spec": asdict(spec)}
     try:
         return _ask("rehearsal", document, inputs, modules, path)
     except IsolationError as error:
@@ -221,7 +218,7 @@ def _ask(
         answers = isolated.predict(inputs)
     figures = {name: max(0.0, float(values[0])) for name, values in answers.items()}
     whole = {name: int(figures.get(name, 0)) for name in ("parameters", "trained", "block", "rest")}
-    return ModelBytes(**whole, sample=figures.get("sample"))
+    return ModelBytes(**whole, sample=figures.get("sample"), moments=figures.get("moments", MOMENTS))
 
 
 def random_inputs(spec: DataSpec | RowSpec) -> tuple[str, NDArray[np.float32]]:

@@ -31,6 +31,8 @@ STOCK = {
     for part in ("model", "loss")
 }
 """Names of the stock parts, of all kinds of datasets, which are always allowed."""
+TORCH_MODULES = ("torch.optim",)
+"""The modules whose optimizers and schedulers are always allowed."""
 KIND_WORDS = {WINDOWS: "a dataset of windows", ROWS: "a dataset of rows", OWN: "a dataset of your own"}
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 
@@ -93,6 +95,9 @@ def refuse_foreign_factories(job: JobConfig, modules: tuple[str, ...] | None = N
     if job.is_of_script:  # its objects are made by the script, whose author starts it
         return
     allowed = modules_of_settings() if modules is None else modules
+    for part, config in (("optimizer", job.optimizer), ("lr_scheduler", job.lr_scheduler)):
+        if config is not None:
+            refuse_foreign(part, config.factory, (*allowed, *TORCH_MODULES))
     refuse_foreign("model", job.model.factory, allowed)
     refuse_foreign("loss", job.loss.factory, allowed)
     if job.dataset.factory is not None:

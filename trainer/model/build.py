@@ -141,9 +141,9 @@ def mean_targets(spec: DataSpec | RowSpec, count: int) -> Tensor:
 
 def training_step(
     model: FactoryConfig, loss: FactoryConfig, spec: Any, inputs: NDArray[Any], modules: Modules
-) -> tuple[Tensor, ModelBytes]:
-    """Build the loss and the model as a rank does, do a pass forward and backward, and return the losses (B,) and the
-    bytes of the model, with those of a sample where it does a pass quickly and can do one of half as many."""
+) -> tuple[Tensor, nn.Module, ModelBytes]:
+    """Build the loss and the model as a rank does, do a pass forward and backward, and return the losses (B,), the
+    model and its bytes, with those of a sample where it does a pass quickly and can do one of half as many."""
     criterion: Any = build_loss(loss, spec, modules)
     module = build_model(model, spec, int(criterion.outputs), modules)
     given = torch.from_numpy(np.array(inputs)).float()
@@ -159,7 +159,7 @@ def training_step(
     if time.monotonic() - began < QUICK_SECONDS:
         with suppress(Exception):  # such as of a layer that wants a batch of a certain size
             sample = sample_bytes(run, len(given) // 2, len(given))
-    return found, model_bytes(module, sample)
+    return found, module, model_bytes(module, sample)
 
 
 def count_bytes(model: FactoryConfig, loss: FactoryConfig, spec: Any, modules: Modules) -> ModelBytes:

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from trainer.model.blocks import find_blocks, separate_blocks
-from trainer.performance.memory import ModelBytes
+from trainer.performance.memory import MOMENTS, ModelBytes
 
 
-def model_bytes(module: nn.Module, sample: float | None = None) -> ModelBytes:
-    """Return the bytes of a model, which may be without memory (device ``meta``). ``sample``: see `ModelBytes`."""
+def model_bytes(module: nn.Module, sample: float | None = None, moments: float = MOMENTS) -> ModelBytes:
+    """Return the bytes of a model, which may be without memory (device ``meta``). ``sample``, ``moments``: see
+    `ModelBytes`."""
     blocks = separate_blocks(module, find_blocks(module))
     sizes = [sum(parameter.nbytes for parameter in block.parameters()) for block in blocks]
     parameters = list(module.parameters())
@@ -24,6 +25,7 @@ def model_bytes(module: nn.Module, sample: float | None = None) -> ModelBytes:
         block=max(sizes, default=0),
         rest=whole - sum(sizes),
         sample=sample,
+        moments=moments,
     )
 
 

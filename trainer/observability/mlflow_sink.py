@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from trainer.config import DistributedTrainingConfig, JobConfig
+from trainer.config import PARTS, DistributedTrainingConfig, JobConfig
 from trainer.errors import DamagedError
 from trainer.observability.mlflow_sqlite import artifact_location, authorised, make_tables
 from trainer.observability.scalars import Scalar, Scalars
@@ -204,9 +204,11 @@ READ_PARAMS = (
 def params_of(job: JobConfig) -> dict[str, str]:
     """Return the parameters of a job: data, model, loss and their arguments, `READ_PARAMS` of the training, and its
     other fields where they are not as they begin; ``job.json`` in the run's artifacts has all. Pure."""
-    values: dict[str, Any] = {"model": job.model.factory, "loss": job.loss.factory, "dataset": job.dataset.uri}
-    for part, arguments in (("model", job.model.args), ("loss", job.loss.args), ("dataset", job.dataset.args)):
-        values |= {f"{part}.{name}": value for name, value in arguments.items()}
+    values: dict[str, Any] = {"dataset": job.dataset.uri}
+    values |= {f"dataset.{name}": value for name, value in job.dataset.args.items()}
+    for part in PARTS:
+        if (config := getattr(job, part)) is not None:
+            values |= {part: config.factory, **{f"{part}.{name}": value for name, value in config.args.items()}}
     usual = asdict(DistributedTrainingConfig())
     fields = asdict(job.training)
     values |= {name: value for name, value in fields.items() if name in READ_PARAMS or value != usual[name]}

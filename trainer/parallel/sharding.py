@@ -7,7 +7,8 @@ gradients are `trainer.parallel.shard_collectives`; where rows come from is `tra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -163,6 +164,23 @@ class ShardedModel:
                 # The same parameter where others hold it, such as the layers that share it.
                 parameter.data = values[name].to(self.device, copy=True)
         self.place, self.size, self.is_whole = 0, 1, True
+
+    @contextmanager
+    def holding_rows(self) -> Iterator[None]:
+        """Let the parameters of the module be those of `held` for a while, for what is made of the module."""
+        places = [
+            (part, name, parameter)
+            for part in self.module.modules()
+            for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
+        ]
+        first = {id(parameter): name for name, parameter in self._divided.items()}
+        try:
+            for part, name, parameter in places if self.held else ():
+                setattr(part, name, self.held[first[id(parameter)]])
+            yield
+        finally:
+            for part, name, parameter in places:
+                setattr(part, name, parameter)
 
     def collect_gradients(self) -> None:
         """Add the gradients that a pass has left to those of the rows, and leave FSDP2's parameters without."""

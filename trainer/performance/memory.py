@@ -1,6 +1,6 @@
 """The memory that a rank needs of its device, by strategy: what it holds, what it gathers, what a pass keeps. Pure.
 
-    held       = (parameters + gradients + two moments of Adam) / ranks that share one copy
+    held       = (parameters + gradients + what the optimizer keeps) / ranks that share one copy
     gathered   = what is there as a whole at once, where ranks share the model: see `ModelBytes.gathered`
     activations = samples at once x bytes of a sample
 
@@ -14,8 +14,8 @@ import math
 from dataclasses import dataclass
 
 GIB = 1 << 30
-MOMENTS = 2
-"""Moments of Adam for each parameter that is trained."""
+MOMENTS = 2.0
+"""Moments of AdamW for each parameter that is trained."""
 HALF = 0.5
 """Of the activations, what autocast to half precision leaves: a rough guess, since some operations stay float32."""
 
@@ -33,6 +33,8 @@ class ModelBytes:
     """The parameters outside of such parts."""
     sample: float | None = None
     """The activations that one more sample keeps, in float32; None if it is not known."""
+    moments: float = MOMENTS
+    """How many numbers the optimizer keeps for each that is trained."""
 
     def gathered(self, is_half: bool = False) -> int:
         """Return the most that a rank has of the model as a whole at once, where ranks share it: what lies outside of
@@ -85,7 +87,7 @@ def rank_bytes(
     return RankBytes(
         parameters=math.ceil(model.parameters / sharing),
         gradients=math.ceil(model.trained / sharing),
-        moments=math.ceil(MOMENTS * model.trained / sharing),
+        moments=math.ceil(model.moments * model.trained / sharing),
         gathered=0 if sharing == 1 else model.gathered(gather_precision != "fp32"),
         activations=round(samples * share * (model.sample or 0.0)),
     )
@@ -101,7 +103,7 @@ def zero_rank_bytes(model: ModelBytes, stage: int, ranks: int, samples: int = 0,
     return RankBytes(
         parameters=model.parameters + (model.parameters if stage < 3 else math.ceil(model.parameters / ranks)) + part,
         gradients=part,
-        moments=MOMENTS * part,
+        moments=math.ceil(MOMENTS * part),
         activations=round(samples * share * (model.sample or 0.0)),
     )
 

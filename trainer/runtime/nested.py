@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 
 def leaves_of(value: Any) -> Iterator[Any]:
@@ -26,7 +29,8 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
         if type(value) is dict or not isinstance(value, MutableMapping):
             return parts
         made = copy.copy(value)  # with what it carries besides its items
-        made.update(parts)
+        for key, part in parts.items():  # not `update`, which adds to a Counter
+            made[key] = part
         return made
     if isinstance(value, list | tuple):
         items = [map_leaves(change, item) for item in value]
@@ -35,3 +39,17 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
         names = [item.name for item in fields(value) if item.init]
         return replace(value, **{name: map_leaves(change, getattr(value, name)) for name in names})
     return change(value)
+
+
+def find_odd_part(value: Any) -> Any | None:
+    """Return the part of a value that is neither a tensor nor plain, None where there is none."""
+    if isinstance(value, dict):
+        parts: Sequence[Any] = [*value, *value.values()]
+    elif type(value) in (list, tuple):
+        parts = value
+    else:
+        return None if type(value) in _PLAIN or isinstance(value, Tensor) else value
+    return next((odd for part in parts if (odd := find_odd_part(part)) is not None), None)
+
+
+_PLAIN = (bool, int, float, str, bytes, complex, type(None), torch.Size, torch.dtype, torch.device)

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from trainer.comm.world import World
-from trainer.config import JobConfig
+from trainer.config import ConfigError, JobConfig
 from trainer.data.loader import Batch, TrainingData
 from trainer.engine.lr_schedule import learning_rate
 from trainer.engine.problem import maker_of
@@ -59,6 +59,11 @@ class TuningTrial:
 
     def __init__(self, job: JobConfig, candidate: TrialSettings, world: World, faults: Faults) -> None:
         """Build the candidate's data, model and optimizer. ``world``: that of all ranks, which `enter_world` joins."""
+        if job.optimizer is not None or job.lr_scheduler is not None:
+            raise ConfigError(
+                "tuning compares settings of AdamW and its schedule: leave optimizer and lr_scheduler out of the job "
+                "that is tuned, and use what it finds of the batch and of the machine"
+            )
         job = replace(job, training=replace(job.training, **PLAIN, **dict(candidate.settings)))
         self.config, self.device = job.training, world.device
         maker = maker_of(job)
