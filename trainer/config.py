@@ -193,8 +193,9 @@ class DistributedTrainingConfig:
     shuffle_block: int | None = Field(default=None, ge=1)
     """For a dataset larger than memory: blocks of this many consecutive samples are permuted, and samples within groups
     of 256 blocks, so that only two groups at a time are read (`trainer.data.sampler`). None permutes all samples."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Autocast type of the forward pass; fp16 (GPU only) comes with loss scaling. Weights stay float32."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    """Autocast type of the forward pass; fp16 (GPU only) comes with loss scaling. Weights stay float32. ``tf32`` (GPU
+    only): no autocast, matrix products of float32 in TF32, as torch computes convolutions on a GPU in any case."""
 
     compile: Literal["off", "default", "reduce-overhead"] = "off"
     """Train through ``torch.compile`` in this mode: the first step then takes up to a minute, and so does the first
@@ -231,6 +232,11 @@ class DistributedTrainingConfig:
 
     eval_frequency: int | None = Field(default=None, ge=1)
     """Optimizer steps between evaluations on the validation split; None: at the end of each epoch."""
+    monitor: str = Field(default="loss", min_length=1)
+    """The figure of the validation split by which the best weights are chosen, and by which training stops early:
+    ``loss``, or the name of a metric or a measure."""
+    mode: Literal["min", "max"] = "min"
+    """Whether less or more of it is better."""
     early_stopping_patience: int | None = Field(default=None, ge=1)
     """Stop after this many evaluations without improvement; None never does."""
     log_frequency: int = Field(default=10, ge=1)
@@ -330,6 +336,15 @@ class DistributedTrainingConfig:
     def is_sharded(self) -> bool:
         """Whether ranks hold rows of the parameters, and not all of them."""
         return self.strategy in SHARDED
+
+    @model_validator(mode="after")
+    def _loss_falls(self) -> DistributedTrainingConfig:
+        if self.monitor == "loss" and self.mode == "max":
+            raise ValueError(
+                "training.mode = 'max' would choose the weights with the greatest loss: name another figure in "
+                "training.monitor, or leave mode out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _start_is_complete(self) -> DistributedTrainingConfig:

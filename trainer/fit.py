@@ -59,7 +59,7 @@ from trainer.exit_codes import DONE, EVICTED, UNUSABLE
 from trainer.model.optimizer_check import try_optimizer
 from trainer.model.optimizers import USUAL, OptimizerRecipe, recipe_for
 from trainer.model.sizes import model_bytes
-from trainer.model.task import SupervisedTask, Task
+from trainer.model.task import Measure, SupervisedTask, Task
 from trainer.observability.node_presence import record_presence
 from trainer.observability.progress_line import ProgressLine
 from trainer.rundir import SCRIPT_FOLDER, RunDir, resolve_start
@@ -135,6 +135,9 @@ class FitResult:
     steps: int
     samples_seen: int
     best_valid_loss: float | None
+    """Of the weights that were chosen."""
+    best_score: float | None
+    """The figure by which they were chosen (``training.monitor``), on the validation split."""
     test: Mapping[str, float | None]
     """``loss`` and metrics on the test split; on the validation split where there is no test split. None for a metric
     that is no finite number."""
@@ -156,7 +159,7 @@ class Trainer:
         *,
         loss: Callable[[Any, Any], Tensor] | None = None,
         task: Task | None = None,
-        metrics: Mapping[str, Callable[[Any, Any], Tensor]] | None = None,
+        metrics: Mapping[str, Callable[[Any, Any], Tensor] | Measure] | None = None,
         optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         lr_scheduler: Callable[..., Any] | None = None,
         run_dir: str | os.PathLike[str] | None = None,
@@ -164,18 +167,26 @@ class Trainer:
         tracking: TrackingConfig | Mapping[str, Any] | None = None,
         progress: bool | None = None,
     ) -> None:
-        """``config``: a `DistributedConfig`, or a mapping of its settings; ``tracking`` alike. ``loss``: of pairs
-        (inputs, target), ``loss(model(inputs), target)`` with one figure per sample; torch's own losses are taken as
-        they are. ``task``: instead, for batches of any structure. Without both, targets that are classes get the cross
-        entropy, and numbers the squared error. ``metrics``: further figures per sample, of which means are reported, as
-        the loss. ``optimizer``: a function from the model to a torch optimizer (None: AdamW by the settings).
-        ``lr_scheduler``: a function from the optimizer, and ``total_steps`` if it has an argument of that name, to a
-        scheduler of torch, which moves on with each step, or to a function from the step to a factor (None: the
-        schedule of the settings, as a multiple of the optimizer's own rates). ``run_dir``: where everything is written,
-        a path or any fsspec address; a training goes on from the checkpoint that it finds there (None: a new folder
-        below ``runs``). ``name``: of the data's content, to which checkpoints belong (None: from the data).
-        ``progress``: whether rank 0 shows a line of progress (None: on a terminal). Raise `ConfigError` for what
-        cannot be used."""
+        """``config``: a `DistributedConfig`, or a mapping of its settings; ``tracking`` alike.
+
+        ``loss``: of pairs (inputs, target), ``loss(model(inputs), target)`` with one figure per sample; torch's own
+        losses are taken as they are. ``task``: instead, for batches of any structure. Without both, targets that are
+        classes get the cross entropy, and numbers the squared error.
+
+        ``metrics``: further figures per sample, of which means are reported, as the loss; or measures of a whole split
+        by the protocol of torchmetrics (`trainer.task.Measure`). With ``monitor`` in the settings one of them chooses
+        the best weights.
+
+        ``optimizer``: a function from the model to a torch optimizer; None: AdamW by the settings. ``lr_scheduler``: a
+        function from the optimizer, and ``total_steps`` if it has an argument of that name, to a scheduler of torch,
+        which moves on with each step, or to a function from the step to a factor; None: the schedule of the settings,
+        as a multiple of the optimizer's own rates.
+
+        ``run_dir``: where everything is written, a path or any fsspec address; a training goes on from the checkpoint
+        that it finds there (None: a new folder below ``runs``). ``name``: of the data's content, to which checkpoints
+        belong (None: from the data). ``progress``: whether rank 0 shows a line of progress (None: on a terminal).
+
+        Raise `ConfigError` for what cannot be used."""
         if loss is not None and task is not None:
             raise ConfigError("give either loss or task: a task has its own loss")
         if task is not None and metrics:
@@ -278,6 +289,8 @@ class Trainer:
         if not data.count("valid"):
             if config.early_stopping_patience is not None:
                 raise ConfigError("training.early_stopping_patience needs a validation split: call fit(train, valid)")
+            if config.monitor != "loss":
+                raise ConfigError("training.monitor needs a validation split: call fit(train, valid)")
             if config.eval_frequency is not None:
                 notes.append("training.eval_frequency has no effect: there is no validation split")
         if _launcher_facts().rank == 0:
@@ -336,7 +349,10 @@ def make_job(
 
 def figures_of(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of a `FitResult` that ``result.json`` has."""
-    return {name: result[name] for name in ("steps", "samples_seen", "best_valid_loss", "test", "train_seconds")}
+    return {
+        name: result[name]
+        for name in ("steps", "samples_seen", "best_valid_loss", "best_score", "test", "train_seconds")
+    }
 
 
 def refuse(why: str) -> NoReturn:

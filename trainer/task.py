@@ -4,6 +4,6 @@ Names that users import belong here. A task has ``loss(model, batch)``, which re
 ``metrics(model, batch)``, which returns further figures per sample by name.
 """
 
-from trainer.model.task import SupervisedTask, Task
+from trainer.model.task import Measure, SupervisedTask, Task
 
-__all__ = ["SupervisedTask", "Task"]
+__all__ = ["Measure", "SupervisedTask", "Task"]

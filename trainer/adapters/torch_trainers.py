@@ -7,6 +7,7 @@ loop of their own do not belong here.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -58,12 +59,13 @@ class PyTorchDDPTrainer:
         communication_backend: str | None = None, verbose: bool | None = None, zero_stage: int | None = None,
         deepspeed_config: Any = None, **settings: Any,
     ) -> None:  # fmt: skip
-        """``optimizer``: AdamW, or Adam without weight decay, of one group, whose learning rate then stays constant;
-        None: AdamW by the settings. ``loss_fn`` and ``metrics``: as `Trainer` takes them. ``num_gpus`` (in all),
-        ``num_nodes`` and ``gpus_per_node``: only their number of ranks is checked, since whoever starts this script
-        decides. ``mixed_precision``: fp16 on GPUs, bf16 on CPUs. ``mlflow_tracking``: to the server that
-        MLFLOW_TRACKING_URI names. ``checkpoint_dir``: the run directory. ``communication_backend``: gloo or nccl.
-        ``verbose``: whether rank 0 shows its progress. ``zero_stage``: 1, 2 or 3, for DeepSpeed; ``deepspeed_config``:
+        """``optimizer``: any optimizer of the model that has taken no step, whose learning rates then stay constant
+        (with DeepSpeed AdamW, or Adam without weight decay, of one group); None: AdamW by the settings. ``loss_fn`` and
+        ``metrics``: as `Trainer` takes them. ``num_gpus`` (in all), ``num_nodes`` and ``gpus_per_node``: only their
+        number of ranks is checked, since whoever starts this script decides. ``mixed_precision``: fp16 on GPUs, bf16 on
+        CPUs. ``mlflow_tracking``: to the server that MLFLOW_TRACKING_URI names. ``checkpoint_dir``: the run
+        directory. ``communication_backend``: gloo or nccl. ``verbose``: whether rank 0 shows its progress.
+        ``zero_stage``: 1, 2 or 3, for DeepSpeed; ``deepspeed_config``:
         its own configuration, as a mapping or as its ``DeepSpeedConfig``, of which what has no counterpart is refused.
         ``settings``: any of `DistributedConfig`, some by the names ``batch_size``, ``gradient_clipping`` and
         ``resume_from_checkpoint``; ``checkpoint_frequency`` counts optimizer steps.
@@ -76,8 +78,6 @@ class PyTorchDDPTrainer:
                 raise ConfigError(f"{name} is always {usual}: leave it out")
         settings.pop("find_unused_parameters", None)  # they are always found
         found = {_NAMES.get(name, name): value for name, value in settings.items()}
-        if optimizer is not None:
-            found = settings_of_optimizer(optimizer) | found
         if communication_backend is not None:
             if communication_backend == "mpi":
                 raise ConfigError("communication_backend = 'mpi' is not in torch's packages: use gloo or nccl")
@@ -88,7 +88,13 @@ class PyTorchDDPTrainer:
             found = settings_of_deepspeed(getattr(deepspeed_config, "_param_dict", deepspeed_config)) | found
         if zero_stage is not None:
             found |= {"strategy": "deepspeed", "zero_stage": zero_stage}
-        self._settings: dict[str, Any] = {"strategy": self.strategy} | found
+        self._settings: dict[str, Any] = {"strategy": self.strategy, **found}
+        self._optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+        if optimizer is not None and self._settings["strategy"] == "deepspeed":
+            self._settings = {**settings_of_optimizer(optimizer), **self._settings}
+        elif optimizer is not None:
+            self._optimizer = optimizer_like(optimizer, model)
+            self._settings = {"schedule": "constant", "warmup_steps": 0, **self._settings}
         DistributedConfig(**self._settings)  # what cannot be used is refused here, and not when it is fitted
         if DESCRIBE not in os.environ:  # nodes may have what this machine has not
             require_package(self._settings["strategy"])
@@ -117,6 +123,7 @@ class PyTorchDDPTrainer:
             config,
             loss=self.loss_fn,
             metrics=self.metrics,
+            optimizer=self._optimizer,
             run_dir=checkpoint_dir or self._run_dir,
             tracking=tracking,
             progress=self.verbose,
@@ -160,12 +167,32 @@ def name_of_compression(compression: Any) -> str:
     return kinds[name]
 
 
+def optimizer_like(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """Return what makes the same optimizer of any division of the model. Raise `ConfigError` for an optimizer of other
+    parameters, and for one that keeps something already."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    known = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(id(parameter) not in names for parameter in known):
+        raise ConfigError("the optimizer has parameters that are not the model's: make it of model.parameters()")
+    if optimizer.state:
+        raise ConfigError(
+            f"the {type(optimizer).__name__} keeps something already, from steps before or from its start: give "
+            "trainer.Trainer(…, optimizer=…) a function that makes it"
+        )
+
+    def make(module: nn.Module) -> torch.optim.Optimizer:
+        own = dict(module.named_parameters())
+        return copy.deepcopy(optimizer, {id(parameter): own[names[id(parameter)]] for parameter in known})
+
+    return make
+
+
 def settings_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the settings that stand for an optimizer, whose learning rate stays constant. Raise `ConfigError` for one
-    that trains otherwise than the loop's AdamW."""
+    that trains otherwise than DeepSpeed's AdamW."""
     remedy = (
-        "give AdamW with one parameter group and the usual betas, or leave it out and set learning_rate and "
-        "weight_decay; to run a loop with your own optimizer, use `dtrain launch`"
+        "with DeepSpeed give AdamW with one parameter group and the usual betas, or leave it out and set learning_rate "
+        "and weight_decay"
     )
     kind = type(optimizer)
     if kind not in (torch.optim.AdamW, torch.optim.Adam) or len(optimizer.param_groups) != 1:
@@ -178,7 +205,10 @@ def settings_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     if odd or (kind is torch.optim.Adam and group["weight_decay"]):
         raise ConfigError(f"an optimizer with unusual {' and '.join(odd) or 'weight_decay (L2)'}: {remedy}")
     rate, decay = float(group["lr"]), float(group["weight_decay"])
-    return {"learning_rate": rate, "weight_decay": decay, "schedule": "constant", "warmup_steps": 0}
+    return {
+        "learning_rate": rate, "weight_decay": decay, "decay_norms_and_biases": True, "schedule": "constant",
+        "warmup_steps": 0,
+    }  # fmt: skip
 
 
 def check_sizes(num_gpus: int | None, num_nodes: int | None, gpus_per_node: int | None, ranks: int) -> None:

@@ -374,6 +374,7 @@ DOCUMENTS: Mapping[str, Check] = {
         consumed=many(anything),
         test=optional(mapping(figure)),
         best_valid_loss=figure,
+        best_score=optional(figure),
         best_step=count,
         **alike("early_stopped weights_equal_on_ranks", flag),
         **alike("backend device checkpoint", optional(text)),

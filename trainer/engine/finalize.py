@@ -102,6 +102,7 @@ def _result(session: Session, weights_sha256: str, report: dict[str, Any], best:
         "early_stopped": progress.early_stopped,
         "best_step": progress.best_step,
         "best_valid_loss": progress.best_loss if math.isfinite(progress.best_loss) else None,
+        "best_score": progress.best_score,
         "test": report["model"],
         "world_size": session.world.world_size,
         "backend": session.world.backend,

@@ -29,7 +29,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from trainer.data.batches import digest_array
-from trainer.model.task import SupervisedTask
+from trainer.model.task import SupervisedTask, measures_of
 
 _OF_A_PROCESS = re.compile(r"0x[0-9a-f]+|\(GPU \d+\)|\bcuda(:\d+)?|\bcpu\b")
 """Parts of a description that are of this process: addresses, and its device."""
@@ -93,6 +93,17 @@ def digest_measure(module: nn.Module, task: Any, valid: str, collate: Callable[.
         "the loss": digest(_Reader().read_part(loss)),
         "the validation samples": digest([valid, None if collate is None else _Reader().read_part(collate)]),
     }
+
+
+MONITORED = "the figure that chooses the weights"
+"""What describes it is called so among the digests of `Problem.digest_measure`."""
+
+
+def describe_figure(task: Any, name: str) -> str:
+    """Return a digest of the metric or the measure of this name, "" where the task says nothing of it."""
+    known = {**getattr(task, "figures", {}), **measures_of(task)} if isinstance(task, SupervisedTask) else {}
+    found = next((each for key, each in known.items() if name == key or name.startswith(f"{key}_")), None)
+    return "" if found is None else digest(_Reader().read_part(found))
 
 
 def digest(value: Any) -> str:

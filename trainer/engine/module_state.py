@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.comm.state_passing import pass_state
 from trainer.comm.world import World
 from trainer.config import ConfigError
-from trainer.engine.state_passing import pass_state
 from trainer.runtime.nested import find_odd_part
 
 _EXTRA = "_extra_state"

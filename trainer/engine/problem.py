@@ -19,7 +19,14 @@ from torch import nn
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
 from trainer.data.loader import TrainingData
 from trainer.data.manifest import DatasetError, kind_of, load_manifest
-from trainer.engine.identity import describe_loss, describe_structure, describe_weights, digest_measure
+from trainer.engine.identity import (
+    MONITORED,
+    describe_figure,
+    describe_loss,
+    describe_structure,
+    describe_weights,
+    digest_measure,
+)
 from trainer.model.allowed_factories import refuse_other_kinds
 from trainer.model.optimizers import USUAL, OptimizerRecipe
 from trainer.model.task import Task
@@ -75,9 +82,12 @@ class Problem:
             "training": {"seed": config.seed, "shuffle_block": config.shuffle_block},
         }
 
-    def digest_measure(self) -> dict[str, str]:
-        """Return digests of what the validation loss depends on beside that (`trainer.engine.identity`)."""
-        return digest_measure(self.module, self.task, self.valid_name, self.valid_collate)
+    def digest_measure(self, config: DistributedTrainingConfig) -> dict[str, str]:
+        """Return digests of what the choice of the best weights depends on beside that (`trainer.engine.identity`)."""
+        monitored = describe_figure(self.task, config.monitor)
+        return digest_measure(self.module, self.task, self.valid_name, self.valid_collate) | {
+            MONITORED: ", ".join(filter(None, (config.monitor, config.mode, monitored)))
+        }
 
 
 def refuse_differences(identities: Sequence[tuple[str, int, str]]) -> None:

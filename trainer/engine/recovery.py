@@ -254,7 +254,7 @@ def _read_checkpoint(session: Session, together: bool) -> Loaded | None:
         if best is not None and is_there:
             state["best"] = best["model"]
         else:
-            progress["best_loss"], progress["best_step"] = math.inf, 0
+            progress["best_loss"], progress["best_score"], progress["best_step"] = math.inf, None, 0
     return Loaded(state, folder, changes)
 
 

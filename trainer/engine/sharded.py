@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.comm.state_passing import pass_state
 from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig
 from trainer.engine.module_state import share_module_state, take_buffers
 from trainer.engine.state import Entry, Loaded, TrainingState, read_progress
-from trainer.engine.state_passing import pass_state
 from trainer.engine.step import TrainingStep
 from trainer.model.blocks import find_blocks
 from trainer.model.optimizers import USUAL, OptimizerRecipe, is_like

@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from trainer.checkpoint.manager import CheckpointError, check_fits
+from trainer.comm.state_passing import pass_state
 from trainer.comm.world import World
 from trainer.data.coverage import EpochCoverage, add
 from trainer.differences import describe_difference, list_differences
+from trainer.engine.identity import MONITORED
 from trainer.engine.module_state import (
     buffer_forms,
     copy_state_dict,
@@ -20,7 +22,6 @@ from trainer.engine.module_state import (
     load_state_dict,
     require_plain_state,
 )
-from trainer.engine.state_passing import pass_state
 from trainer.engine.step import TrainingStep
 
 
@@ -32,6 +33,9 @@ class Progress:
     """Optimizer steps done."""
     samples_seen: int = 0
     best_loss: float = math.inf
+    """The validation loss of the best weights."""
+    best_score: float | None = None
+    """The figure by which they were chosen (``training.monitor``); None while there are none."""
     best_step: int = 0
     evaluated_step: int = 0
     """The last step after which the validation split was evaluated."""
@@ -54,11 +58,13 @@ class Progress:
         last.samples += samples
         last.digest = add(last.digest, digest)
 
-    def note_evaluation(self, loss: float, patience: int | None) -> bool:
-        """Count an evaluation after the steps so far, and return whether it is the best. Without a better one in
-        ``patience`` evaluations the training stops early."""
-        if loss < self.best_loss:
-            self.best_loss, self.best_step, self.evaluations_without_improvement = loss, self.step, 0
+    def note_evaluation(self, loss: float, score: float, mode: str, patience: int | None) -> bool:
+        """Count an evaluation after the steps so far, and return whether it is the best by its score. Without a better
+        one in ``patience`` evaluations the training stops early."""
+        best = self.best_score
+        if math.isfinite(score) and (best is None or (score > best if mode == "max" else score < best)):
+            self.best_loss, self.best_score, self.best_step = loss, score, self.step
+            self.evaluations_without_improvement = 0
             return True
         self.evaluations_without_improvement += 1
         self.early_stopped = patience is not None and self.evaluations_without_improvement >= patience
@@ -80,7 +86,9 @@ class Progress:
 
 def read_progress(saved: dict[str, Any]) -> Progress:
     """Return the progress that was saved as plain values."""
-    return Progress(**{**saved, "consumed": [EpochCoverage(**item) for item in saved["consumed"]]})
+    # Older versions chose by the loss.
+    older = {} if "best_score" in saved or not saved["best_step"] else {"best_score": saved["best_loss"]}
+    return Progress(**{**older, **saved, "consumed": [EpochCoverage(**item) for item in saved["consumed"]]})
 
 
 def describe_changes(state: dict[str, Any], now: Progress) -> list[str]:
@@ -100,7 +108,14 @@ def take_up(state: dict[str, Any], now: Progress) -> None:
     saved, patience = state["progress"], now.settings.get("early_stopping_patience")
     kept = ["settings", "measure"]
     if _changes_of_measure(saved, now):
-        kept += ["best_loss", "best_step", "evaluated_step", "evaluations_without_improvement", "early_stopped"]
+        kept += [
+            "best_loss",
+            "best_score",
+            "best_step",
+            "evaluated_step",
+            "evaluations_without_improvement",
+            "early_stopped",
+        ]
         state.pop("best", None)
     begun = Progress(settings=now.settings, measure=now.measure)
     state["progress"] = saved | {name: getattr(begun, name) for name in kept}
@@ -109,7 +124,7 @@ def take_up(state: dict[str, Any], now: Progress) -> None:
 
 
 def _changes_of_measure(saved: dict[str, Any], now: Progress) -> list[str]:
-    before = saved.get("measure", {})
+    before = {MONITORED: "loss, min", **saved.get("measure", {})}
     return [name for name, value in now.measure.items() if before.get(name, value) != value]
 
 

@@ -9,7 +9,7 @@ import copy
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,9 +25,18 @@ from trainer.data.batches import move_to
 from trainer.data.loader import TrainingData
 from trainer.data.manifest import SPLITS
 from trainer.data.sampler import spread_positions
-from trainer.evaluation.judge import TaskScorer
+from trainer.evaluation.judge import TaskScorer, measured_by
+from trainer.evaluation.measures import try_measures
 from trainer.model.sizes import model_bytes
-from trainer.model.task import LastDimCrossEntropyLoss, SupervisedTask, Task, mean_of, per_sample, weigher
+from trainer.model.task import (
+    LastDimCrossEntropyLoss,
+    SupervisedTask,
+    Task,
+    mean_of,
+    measures_of,
+    per_sample,
+    weigher,
+)
 from trainer.runtime.nested import map_leaves
 
 _TRIED = 3
@@ -97,12 +106,17 @@ def try_task(
     own code are raised as they are, those of another split with its name."""
     batch_size = config.batch_size_per_gpu
     with _trial_of(model) as device, _explained(batch_size, config):
-        scorer = TaskScorer(task, model)
+        scorer, names = TaskScorer(task, model), list[str]()
         for split in SPLITS if thorough else SPLITS[:1]:
             if count := min(_TRIED, batch_size, data.count(split)):
                 try:
                     batch = data.read(split, np.arange(count, dtype=np.int64), device)
-                    scorer.figures(batch, count)
+                    figures = scorer.figures(batch, count)
+                    if split == SPLITS[0]:
+                        names = [name for name in figures if name]
+                        if measures := measures_of(task):
+                            with torch.no_grad():
+                                names += try_measures(measures, measured_by(task)(model, batch))
                 except Exception as error:
                     if split == SPLITS[0]:
                         raise
@@ -114,10 +128,24 @@ def try_task(
                 if thorough and count > 1:
                     with torch.enable_grad():
                         _refuse_broadcast(model, task, batch, count)
+        _refuse_unknown_monitor(config, names)
         if thorough and isinstance(task, SupervisedTask):
             _refuse_other_mean(model, task, data, batch_size, device)
     if thorough:
         _try_as_it_trains(model, task, data, config)
+
+
+def _refuse_unknown_monitor(config: DistributedTrainingConfig, names: Sequence[str]) -> None:
+    """Raise `ConfigError` where the weights would be chosen by a figure that is not measured, or by one of two of a
+    name. ``names``: of the loss, the metrics and the measures; of a measure that gives several, perhaps only its
+    own."""
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"two metrics are named {twice[0]!r}: give them different names")
+    if config.monitor not in names and not any(config.monitor.startswith(f"{name}_") for name in names):
+        raise ConfigError(
+            f"training.monitor = {config.monitor!r} is not measured: choose one of {', '.join(names)}, or add it to "
+            "the metrics"
+        )
 
 
 def _refuse_broadcast(model: nn.Module, task: Task, batch: Any, count: int) -> None:

@@ -152,7 +152,7 @@ class DistributedTrainer:
         recipe = recipe_for(self.job.optimizer, self.job.lr_scheduler, problem.recipe)
         problem = replace(problem, recipe=try_optimizer(problem.module, recipe, self.config))
         missing = self._begin_from(problem.module)
-        parts, measure = problem.describe(self.config), problem.digest_measure()  # of the model as it was made
+        parts, measure = problem.describe(self.config), problem.digest_measure(self.config)  # of the model as made
         workload = Workload(self.config, problem, sampler, participant.device, participant.faults)
         session = self._session = Session(participant, workload, parts, measure)
         if session.elastic is None:
@@ -420,8 +420,9 @@ class DistributedTrainer:
             return
         if not math.isfinite(result.loss):
             self._tell_unjudged(result)
-        session.step.scheduled.note_evaluation(result.loss)
-        if progress.note_evaluation(result.loss, self.config.early_stopping_patience):
+        score, config = result.figure(self.config.monitor), self.config
+        session.step.scheduled.note_evaluation(score)
+        if progress.note_evaluation(result.loss, score, config.mode, config.early_stopping_patience):
             session.state.keep_best()
             session.save(is_best=True)
 

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from trainer.config import ConfigError
 from trainer.data.batches import find_odd_row
 from trainer.data.loader import TrainingData
 from trainer.data.sampler import spread_positions
@@ -107,6 +108,13 @@ class Evaluation:
     """Why the loss is no finite number, where it is none and that is known."""
     has_odd_sample: bool = False
     """Whether that is because a sample has a number that is not finite."""
+
+    def figure(self, name: str) -> float:
+        """Return the loss or a metric. Raise `ConfigError` for one that was not measured."""
+        if name != "loss" and name not in self.metrics:
+            known = ", ".join(["loss", *self.metrics])
+            raise ConfigError(f"training.monitor = {name!r} is not measured: choose one of {known}")
+        return self.loss if name == "loss" else self.metrics[name]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from trainer.config import ConfigError
 from trainer.data.loader import TrainingData
 from trainer.documents.schemas import FinishStage
 from trainer.evaluation.evaluate import Evaluation, JudgeRequest, Scores
-from trainer.model.task import Task, mean_of, per_sample, weigher
+from trainer.evaluation.measures import KeptOutputs, measure_together
+from trainer.model.task import RememberedModel, SupervisedTask, Task, mean_of, measures_of, per_sample, weigher
 from trainer.rundir import EVALUATION, RunDir
 
 
@@ -74,15 +75,29 @@ class TaskJudge:
 
 
 def evaluate_task(task: Task, data: TrainingData, split: str, request: JudgeRequest) -> Evaluation:
-    """Return the means of loss and metrics over a split; a collective."""
-    found = request.score(TaskScorer(task, request.model).score, data, split)
+    """Return the means of loss and metrics over a split, and its measures; a collective."""
+    scorer = TaskScorer(task, request.model, KeptOutputs() if measures_of(task) else None)
+    found = request.score(scorer.score, data, split)
     totals = {name: values.item() for name, values in found.sums.items()}
     total, weight = totals.pop("loss"), totals.pop(_WEIGHT)
     metrics = {name: value / found.samples for name, value in totals.items()}
+    if scorer.kept is not None:
+        metrics |= measure_together(measures_of(task), scorer.kept, request.world)
     if not weight:
         why = "none of its samples count: all are ignored (ignore_index), or weigh 0"
         return replace(found, why=why, has_odd_sample=True).evaluation(math.nan, metrics)
     return found.evaluation(mean_of(total, weight), metrics)
+
+
+def measured_by(task: Task) -> Callable[..., tuple[Any, ...]]:
+    """Return what gives the arguments of a task's measures. Raise `ConfigError` where the task has no such method."""
+    found = getattr(task, "measured", None)
+    if not callable(found):
+        raise ConfigError(
+            f"{type(task).__name__} has measures and no method measured(model, batch), which returns the arguments of "
+            "their updates, such as (outputs, target)"
+        )
+    return found
 
 
 RESERVED = ("loss", "samples")
@@ -94,36 +109,45 @@ _WEIGHT = ""
 class TaskScorer:
     """Figures of a task on batches, without gradients; with them where the loss itself takes derivatives."""
 
-    def __init__(self, task: Task, model: nn.Module) -> None:
-        self.task, self.model = task, model
+    def __init__(self, task: Task, model: nn.Module, kept: KeptOutputs | None = None) -> None:
+        """``kept``: where outputs are kept for the task's measures; None: they are not."""
+        self.task, self.model, self.kept = task, model, kept
         self._takes_derivatives = False
 
     def score(self, batch: Any, count: int) -> Scores:
         """Return the sums of `figures`, and the losses."""
-        figures = self.figures(batch, count)
+        model = self._remembered()
+        if self.kept is not None:
+            with torch.no_grad():
+                self.kept.add(measured_by(self.task)(model, batch))
+        figures = self.figures(batch, count, model)
         return {name: values.sum().item() for name, values in figures.items()}, {"loss": figures["loss"].cpu().numpy()}
 
-    def figures(self, batch: Any, count: int) -> dict[str, Tensor]:
-        """Return losses and metrics of a batch, and what its samples weigh, each (count,) in float64. Raise
-        `ConfigError` where there is not one real number for each sample."""
+    def figures(self, batch: Any, count: int, model: Any = None) -> dict[str, Tensor]:
+        """Return losses and metrics of a batch, and what its samples weigh, each (count,) in float64. ``model``: one
+        that remembers its outputs. Raise `ConfigError` where there is not one real number for each sample."""
         if not self._takes_derivatives:
             try:
                 with torch.no_grad():
-                    return self._figures(batch, count)
+                    return self._figures(batch, count, model or self._remembered())
             except RuntimeError as error:
                 if _NO_DERIVATIVES not in str(error):
                     raise
                 self._takes_derivatives = True
         with torch.enable_grad():
-            return {name: values.detach() for name, values in self._figures(batch, count).items()}
+            return {name: values.detach() for name, values in self._figures(batch, count, self.model).items()}
 
-    def _figures(self, batch: Any, count: int) -> dict[str, Tensor]:
+    def _remembered(self) -> Any:
+        """Return the model, which remembers its outputs where the task uses nothing else of it."""
+        return RememberedModel(self.model) if type(self.task) is SupervisedTask else self.model
+
+    def _figures(self, batch: Any, count: int, model: Any) -> dict[str, Tensor]:
         weigh = weigher(self.task)
-        losses = per_sample(self.task.loss(self.model, batch), count, "the loss", summed=weigh is not None)
+        losses = per_sample(self.task.loss(model, batch), count, "the loss", summed=weigh is not None)
         weights = torch.ones(count) if weigh is None else per_sample(weigh(batch), count, "weights", summed=True)
         found: dict[str, Tensor] = {"loss": losses, _WEIGHT: weights}
         metrics: Callable[..., Mapping[str, Tensor]] | None = getattr(self.task, "metrics", None)
-        for name, values in (metrics(self.model, batch) if metrics is not None else {}).items():
+        for name, values in (metrics(model, batch) if metrics is not None else {}).items():
             if name in RESERVED:
                 raise ConfigError(f"a metric is named {name!r}, which every report already uses: give it another name")
             found[name] = per_sample(values, count, f"the metric {name!r}")

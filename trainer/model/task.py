@@ -22,8 +22,10 @@ from trainer.config import ConfigError
 
 @runtime_checkable
 class Task(Protocol):
-    """The interface of a task. A class of your own needs `loss`; two methods are optional: ``metrics(model, batch)``,
-    which returns further figures per sample by name, and ``weights(batch)``.
+    """The interface of a task. A class of your own needs `loss`; all else is optional: the method
+    ``metrics(model, batch)``, which returns further figures per sample by name, the method ``weights(batch)``, and the
+    attribute ``measures``, a mapping of `Measure` by name, with the method ``measured(model, batch)``, which returns
+    the arguments of their updates as a tuple.
 
     ``weights(batch)`` returns what each sample, or each of its elements, weighs: (B, …), of any real type. Then the
     loss of a global batch is the sum of all that `loss` returns, divided by the sum of all weights: such as the mean
@@ -36,6 +38,23 @@ class Task(Protocol):
         ...
 
 
+@runtime_checkable
+class Measure(Protocol):
+    """The interface of a figure of a whole split, such as those of torchmetrics. It is held on the CPU."""
+
+    def update(self, *given: Any) -> object:
+        """Take a batch: what the task's ``measured`` returns, as a rule outputs and targets."""
+        ...
+
+    def compute(self) -> Any:
+        """Return the figure of all batches since the last reset: a number, or several by name."""
+        ...
+
+    def reset(self) -> object:
+        """Forget all batches."""
+        ...
+
+
 Weigh = Callable[[Any], Tensor]
 """Returns the weights of a batch's samples or of their elements, (B, …)."""
 
@@ -44,16 +63,21 @@ class SupervisedTask:
     """The task of a model whose batches are pairs (inputs, target): ``criterion(model(inputs), target)``."""
 
     def __init__(
-        self, criterion: Callable[[Any, Any], Tensor], metrics: Mapping[str, Callable[[Any, Any], Tensor]] | None = None
+        self,
+        criterion: Callable[[Any, Any], Tensor],
+        metrics: Mapping[str, Callable[[Any, Any], Tensor] | Measure] | None = None,
     ) -> None:
         """``criterion`` returns one loss per sample; torch's own losses are taken as they are. ``metrics`` return one
-        figure per sample, of which means are reported. Raise `ConfigError` for a loss whose mean is none over
-        samples."""
+        figure per sample, of which means are reported, or are measures of a whole split (`Measure`). Raise
+        `ConfigError` for a loss whose mean is none over samples."""
         self.given = criterion
         """The loss as it was given, which `criterion` does not reduce."""
         self.criterion, self._weigh_target = unreduced(criterion)
-        self.figures = dict(metrics or {})
-        """The metrics, by name."""
+        given = dict(metrics or {})
+        self.measures = {name: each for name, each in given.items() if isinstance(each, Measure)}
+        """The measures of a whole split, by name."""
+        self.figures = {name: each for name, each in given.items() if not isinstance(each, Measure)}
+        """The metrics of single samples, by name."""
         self.weights: Weigh | None = None if self._weigh_target is None else self._weigh
         """As `Task` describes; None where each sample weighs 1."""
 
@@ -70,6 +94,12 @@ class SupervisedTask:
         outputs = model(inputs)
         return {name: self.judge(metric, outputs, target) for name, metric in self.figures.items()}
 
+    def measured(self, model: Callable[..., Any], batch: Any) -> tuple[Any, Any]:
+        """Return outputs, in float32 at least, and targets."""
+        inputs, target = batch
+        outputs = model(inputs)
+        return (widened(outputs) if isinstance(outputs, Tensor) else outputs), target
+
     def _weigh(self, batch: Any) -> Tensor:
         assert self._weigh_target is not None
         return self._weigh_target(batch[1])
@@ -84,6 +114,26 @@ class SupervisedTask:
             with torch.autocast(kind, enabled=False):
                 return judge(widened(outputs), target)
         return judge(widened(outputs), target)
+
+
+def measures_of(task: Task) -> Mapping[str, Measure]:
+    """Return the measures of a task, by name."""
+    found: Mapping[str, Measure] = getattr(task, "measures", None) or {}
+    return found
+
+
+class RememberedModel:
+    """A model that is called once for each input: a task's loss, metrics and measures then share its outputs."""
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        self._model = model
+        self._known: tuple[Any, Any] | None = None
+
+    def __call__(self, inputs: Any) -> Any:
+        """Return the outputs for these inputs."""
+        if self._known is None or self._known[0] is not inputs:
+            self._known = inputs, self._model(inputs)
+        return self._known[1]
 
 
 def weigher(task: Task) -> Weigh | None:

@@ -41,7 +41,8 @@ def test_a_training_by_the_names_of_ddp(tmp_path: Path) -> None:
     history = face.fit(points(), points(40, 1), epochs=2)
     job = RunDir(str(tmp_path / "run")).read_job().training
     assert (job.strategy, job.epochs, job.clip_norm, job.batch_size_per_gpu) == ("ddp", 2, 0.5, 10)
-    assert (job.learning_rate, job.weight_decay, job.schedule, job.warmup_steps) == (0.01, 0.0, "constant", 0)
+    assert (job.schedule, job.warmup_steps) == ("constant", 0)
+    assert {event["learning_rate"] for event in RunDir(str(tmp_path / "run")).events("step")} == {0.01}
     assert history.best_accuracy == history.result.test["accuracy"] is not None
     assert history.total_time == history.result.train_seconds > 0
 
@@ -86,10 +87,14 @@ def test_more_ranks_than_were_started_are_refused_before_training(monkeypatch: p
 
 def test_optimizers_that_train_otherwise_are_refused() -> None:
     [weight] = [nn.Parameter(torch.zeros(1))]
-    with pytest.raises(ConfigError, match="SGD with 1 parameter group"):
+    with pytest.raises(ConfigError, match="parameters that are not the model's"):
         PyTorchDDPTrainer(network(), optimizer=torch.optim.SGD([weight], lr=1.0))
+    model = network()
+    with pytest.raises(ConfigError, match="Adagrad keeps something already"):
+        PyTorchDDPTrainer(model, optimizer=torch.optim.Adagrad(model.parameters()))
     plain = settings_of_optimizer(torch.optim.Adam([weight], lr=0.5))
-    assert plain == {"learning_rate": 0.5, "weight_decay": 0.0, "schedule": "constant", "warmup_steps": 0}
+    assert (plain["learning_rate"], plain["weight_decay"], plain["schedule"]) == (0.5, 0.0, "constant")
+    assert plain["decay_norms_and_biases"], "as the optimizer that was given does"
     for odd in (
         torch.optim.Adam([weight], weight_decay=0.1), torch.optim.AdamW([weight], betas=(0.5, 0.9)),
         torch.optim.AdamW([{"params": [weight]}, {"params": [nn.Parameter(torch.zeros(1))]}]),

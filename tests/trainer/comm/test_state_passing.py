@@ -12,10 +12,10 @@ import torch
 from thread_worlds import CPU, at_once, gloo_openers, worlds_of
 from torch import Tensor, nn
 
+from trainer.comm import state_passing
 from trainer.comm.group import GroupError
+from trainer.comm.state_passing import pass_state
 from trainer.comm.world import World
-from trainer.engine import state_passing
-from trainer.engine.state_passing import pass_state
 
 
 def a_state() -> dict[str, Any]:
