@@ -52,9 +52,10 @@ class Strategy(Enum):
 
 
 class Precision(Enum):
-    """The autocast type of the forward pass."""
+    """What the passes compute in."""
 
     fp32 = "fp32"
+    tf32 = "tf32"
     bf16 = "bf16"
     fp16 = "fp16"
 
@@ -136,7 +137,7 @@ class TrainingOptions(PlanOptions):
     checkpoint_frequency: int = _of_training("checkpoint_frequency")
     """Optimizer steps between checkpoints."""
     precision: Precision = Precision(_DEFAULT.precision)
-    """Type of the forward pass; fp16 needs a GPU. Weights stay fp32."""
+    """Type of the forward pass; tf32 and fp16 need a GPU. Weights stay fp32."""
     strategy: Strategy = Strategy(_DEFAULT.strategy)
     """All of the model on each rank (ddp, horovod), or parts of it (fsdp, hsdp, deepspeed)."""
     seed: int = _of_training("seed")

@@ -67,7 +67,7 @@ def test_overrides_are_json_or_plain_text_and_reach_any_depth() -> None:
         ("training.epochs=true", "training.epochs = True: .*valid integer"),
         ('training.epochs="3"', "training.epochs = '3': .*valid integer"),
         ("training.learning_rate=NaN", "training.learning_rate = nan: .*finite"),
-        ("training.precision=fp8", "training.precision = 'fp8': .*'fp32', 'bf16' or 'fp16'"),
+        ("training.precision=fp8", "training.precision = 'fp8': .*'fp32', 'tf32', 'bf16' or 'fp16'"),
         ("training.epoch=3", r"training.epoch is not a setting: did you mean training.epochs\?$"),
         ("training.bind_cores=true", "training.bind_cores is no longer a setting: .*; leave it out$"),
         ("training.master_port=70000", "training.master_port = 70000: .*65535"),
@@ -94,8 +94,8 @@ Training = DistributedTrainingConfig
         (lambda: Training(epochs=0), "training.epochs = 0: it should be greater than or equal to 1"),
         (lambda: Training(epochs="x"), "training.epochs = 'x': it should be a valid integer, unable to parse string as "
          "an integer"),
-        (lambda: Training(precision="x" * 300), f"training.precision = '{'x' * 119}…: it should be 'fp32', 'bf16' or "
-         "'fp16'"),
+        (lambda: Training(precision="x" * 300), f"training.precision = '{'x' * 119}…: it should be 'fp32', 'tf32', "
+         "'bf16' or 'fp16'"),
         (lambda: Training(strategy="fsdp", compile="default"), "training.strategy = 'fsdp' cannot be combined with "
             "training.compile = 'default': set training.compile = 'off'"),
         (lambda: Training(tls={"certificate": "a", "kye": "b", "ca": "c"}), "training.tls.kye is not a setting: did "

@@ -167,7 +167,7 @@ def may_move_to_cpu(error: BaseException, config: DistributedTrainingConfig, is_
     """Return whether the training goes on on the CPU after the last step against running out of memory: it was a GPU's
     memory, ``backend`` leaves the choice of the device open, the precision exists on a CPU, and this process may leave
     its peers. Pure."""
-    is_free = config.backend == "auto" and config.precision != "fp16" and not is_world_fixed
+    is_free = config.backend == "auto" and config.precision not in ("fp16", "tf32") and not is_world_fixed
     return is_free and is_gpu_out_of_memory(error)
 
 
@@ -256,7 +256,7 @@ def _ways(need: MemoryNeed, config: DistributedTrainingConfig, where: str) -> li
     if not config.is_sharded and need.fits < need.wanted and (ranks := need.sharing_ranks) is not None:
         each = format_bytes(need.shared_bytes(ranks) or 0)
         ways.append(f'training.strategy = "fsdp": on {ranks} ranks that share the model it takes {each} each')
-    if config.precision == "fp32":
+    if config.precision in ("fp32", "tf32"):
         ways.append('training.precision = "bf16", which keeps about half of the activations\' bytes')
     all_bytes = need.device_bytes(need.wanted)
     if all_bytes is not None and need.fits < need.wanted:

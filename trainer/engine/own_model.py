@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -18,8 +19,8 @@ from trainer.comm.world import World
 from trainer.config import ConfigError, JobConfig
 from trainer.data.shards import DataShardManager
 from trainer.engine.lr_schedule import peak_learning_rate
+from trainer.engine.precision import AUTOCAST, refuse_precision, tf32_products
 from trainer.engine.problem import refuse_without_script
-from trainer.engine.step import AUTOCAST
 from trainer.engine.step_result import NonFiniteError
 from trainer.model.build import build_loss
 from trainer.model.compile import compiled
@@ -65,8 +66,9 @@ class OwnModel:
             windows, wanted = inputs.to(self.device), target.to(self.device)
             samples = self.world.all_reduce(torch.tensor([len(wanted)])).item()
             optimizer.zero_grad()
-            losses = criterion(self._forward(windows).float(), wanted).sum()
-            (losses / samples).backward()  # summed over ranks: the gradient of the mean over the global batch
+            with tf32_products() if self.config.precision == "tf32" else nullcontext():
+                losses = criterion(self._forward(windows).float(), wanted).sum()
+                (losses / samples).backward()  # summed over ranks: the gradient of the mean over the global batch
             norm = nn.utils.clip_grad_norm_(parameters, math.inf if limit is None else limit)
             if not math.isfinite(norm.item()):
                 raise NonFiniteError("the gradient is not finite: lower training.learning_rate, or set clip_norm")
@@ -92,6 +94,7 @@ class OwnModel:
                     "training.precision = 'fp16' needs a scaled loss, as a job's own training has it: use 'bf16' or "
                     "'fp32' with train_epoch, or write the loop yourself"
                 )
+            refuse_precision(self.config.precision, self.device)
             refuse_without_script(self.job)
             shards = DataShardManager(self.job.dataset.uri, expected_id=self.job.dataset.dataset_id)
             self._criterion = build_loss(self.job.loss, shards.spec).to(self.device)

@@ -26,6 +26,7 @@ from trainer.engine.module_state import (
     refuse_extra_state,
 )
 from trainer.engine.out_of_memory import MicroBatchLimit
+from trainer.engine.precision import AUTOCAST, refuse_precision, tf32_products
 from trainer.engine.step_result import StepFlags, StepResult, count_step, explain_non_finite
 from trainer.model.optimizers import USUAL, OptimizerRecipe, ScheduledOptimizer
 from trainer.model.task import Task, per_sample, weigher
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
 COMPILED = "trainer.model.compile:compiled_loss"
 GRAPHS, CUDA_RECORDER = "trainer.engine.graphs:StepGraphs", "trainer.engine.graphs:CudaRecorder"
-AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SHARDED = {"step": "trainer.engine.sharded:ShardedStep", "state": "trainer.engine.sharded:ShardedState"}
 STRATEGIES: Mapping[str, Mapping[str, str]] = {
     "fsdp": _SHARDED,
@@ -85,8 +85,7 @@ class TrainingStep:
         total_steps: int = 0,
     ) -> None:
         """``total_steps``: of the whole training, for a schedule that depends on it."""
-        if config.precision == "fp16" and device.type != "cuda":
-            raise ConfigError("training.precision = 'fp16' needs a GPU; use 'bf16' or 'fp32' on the CPU")
+        refuse_precision(config.precision, device)
         refuse_extra_state(module, config.strategy)
         self.module, self.task, self.config, self.device, self.faults = module, task, config, device, faults
         self._weigh = weigher(task)
@@ -176,8 +175,9 @@ class TrainingStep:
         self.sync.step = step
         self._commit = self.awaits_commit = None
         before = read_module_state(self._holders) if self._holders else {}
+        passes = tf32_products()(self._forward_backward) if self.config.precision == "tf32" else self._forward_backward
         try:
-            losses, weight = self._forward_backward(batch, step, flags)
+            losses, weight = passes(batch, step, flags)
             self.sync.finish(self.module)
             norm = self._measure_norm()
             loss_sum, grad_norm = self._read(batch, flags, losses, norm)

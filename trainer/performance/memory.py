@@ -83,7 +83,7 @@ def rank_bytes(
 ) -> RankBytes:
     """Return what each rank needs, if ``sharing`` ranks hold one copy together, for passes of this many samples.
     ``precision``, ``gather_precision``: as in ``training``."""
-    share = HALF if precision != "fp32" else 1.0
+    share = HALF if precision in ("bf16", "fp16") else 1.0
     return RankBytes(
         parameters=math.ceil(model.parameters / sharing),
         gradients=math.ceil(model.trained / sharing),
@@ -98,7 +98,7 @@ def zero_rank_bytes(model: ModelBytes, stage: int, ranks: int, samples: int = 0,
     uses it: the model itself, and DeepSpeed's copy, which is whole up to stage 2; this rank's part of what is updated,
     of the gradients and of the moments. Its buckets, whole gradients of a pass with stage 1, and what stage 3 gathers
     at once are not counted."""
-    share = HALF if precision != "fp32" else 1.0
+    share = HALF if precision in ("bf16", "fp16") else 1.0
     part = math.ceil(model.trained / ranks)
     return RankBytes(
         parameters=model.parameters + (model.parameters if stage < 3 else math.ceil(model.parameters / ranks)) + part,

@@ -90,6 +90,11 @@ def layouts(config: DistributedTrainingConfig, facts: TuningContext) -> list[Set
     return found
 
 
+def precisions(config: DistributedTrainingConfig, facts: TuningContext) -> list[Settings]:
+    """Return the other precisions; TF32 only where there is a GPU, as no other device has it."""
+    return _other("precision", "fp32", *(["tf32"] if facts.has_gpu else []), "bf16", "fp16")(config, facts)
+
+
 def thread_counts(config: DistributedTrainingConfig, facts: TuningContext) -> list[Settings]:
     """Return half and twice the threads, and a fair share of the cores: threads without a core of their own wait for
     each other."""
@@ -143,7 +148,7 @@ def groups(facts: TuningContext) -> list[SettingsGroup]:
     and so what all others are worth. Compiling comes last, because nothing else can take so much of the budget."""
     return [
         SettingsGroup(name="layout", options=layouts, changes_numbers=facts.batch_matters),
-        SettingsGroup(name="precision", options=_other("precision", "fp32", "bf16", "fp16"), changes_numbers=True),
+        SettingsGroup(name="precision", options=precisions, changes_numbers=True),
         SettingsGroup(name="threads", options=thread_counts),
         SettingsGroup(name="device", options=places),
         SettingsGroup(name="input", options=depths),

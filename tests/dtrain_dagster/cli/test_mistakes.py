@@ -50,7 +50,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     ((*TRAIN, "--set", "training.epohcs=3"), "did you mean training.epochs?"),
     ((*TRAIN, "--set", "epochs=3"), "did you mean training.epochs?"),
     ((*TRAIN, "--set", "training"), "write it as dotted.key=value"),
-    ((*TRAIN, "--set", "training.precision=fp8"), "'fp32', 'bf16' or 'fp16'"),
+    ((*TRAIN, "--set", "training.precision=fp8"), "'fp32', 'tf32', 'bf16' or 'fp16'"),
     ((*TRAIN, "--name", "../x"), "--name '../x'"),
     ((*TRAIN, "--backend", "mpi"), "there is no backend 'mpi'"),
     ((*TRAIN, "--backend", "horovod", "--set", "training.encryption=required"), "unencrypted"),
