@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -25,11 +25,14 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from trainer.comm.launcher_env import RankFacts
 from trainer.config import DistributedTrainingConfig
 from trainer.data.batches import digest_array, move_to
-from trainer.data.loader import PlannedStep, TrainingData
+from trainer.data.loader import PlannedStep, TrainingData, copies_to
 from trainer.data.sampler import micro_batch_seed
 from trainer.data.torch_loader import LoaderRequest, ReadOptions, WorkerPool
 from trainer.errors import ConfigError
 from trainer.runtime.nested import leaves_of
+
+if TYPE_CHECKING:
+    from trainer.data.device_copies import DeviceCopies
 
 _PROBED, _PROBED_WELL = 4, 32
 """Samples whose content goes into a dataset's name, and into that of a split that scores are compared on."""
@@ -229,7 +232,7 @@ class DatasetData(TrainingData):
             options = replace(self.options["train"], num_workers=0, prefetch_factor=None)
             pins = options.pin_memory and device.type == "cuda"
             self._pools["train"] = WorkerPool(self._reader, replace(options, pin_memory=pins), rank=0, patience=0.0)
-        return DatasetReader(self._pools["train"], self.refuse_other_length)
+        return DatasetReader(self._pools["train"], self.refuse_other_length, copies_to(device))
 
     def refuse_other_length(self) -> None:
         """Raise `ConfigError` if the training dataset has another length than at the beginning."""
@@ -254,13 +257,16 @@ class DatasetReader:
     pool: WorkerPool
     before_epoch: Callable[[], object]
     """Called before the first batch of (the rest of) an epoch; it may raise."""
+    copies: DeviceCopies | None = None
+    """What copies them to the device while that computes; None: the step copies them itself."""
 
     @property
     def order_device(self) -> None:
         """None: it wants positions."""
 
     def read(self, steps: Iterator[PlannedStep]) -> Iterator[Sequence[Any]]:
-        """Yield the micro-batches of each step, as the collate function makes them."""
+        """Yield the micro-batches of each step, as the collate function makes them. With copies to a device, the
+        next step is read before a step is yielded."""
         self.before_epoch()
         counts: deque[int] = deque()
 
@@ -272,8 +278,8 @@ class DatasetReader:
                     yield _Order("train", seed, part.positions)
 
         coming = self.pool.read(orders())
-        for first in coming:
-            yield [first, *islice(coming, counts.popleft() - 1)]
+        read = ([first, *islice(coming, counts.popleft() - 1)] for first in coming)
+        yield from read if self.copies is None else self.copies.ahead(read)
 
     def close(self) -> None:
         """The workers stay for the next reader."""

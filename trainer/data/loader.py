@@ -7,7 +7,7 @@ ways:
 - On a CPU, samples are gathered from the memory map by the step itself. A thread that does it ahead shares the rank's
   core, and every hand-over between the two costs more than the gather (`batches_ahead`).
 - Where the data fit into the GPU's memory and are kept there (`fits_on_device`), a batch is one kernel.
-- Else a thread gathers into pinned memory, and copies batches in a stream of its own while the GPU computes.
+- Else a thread gathers, and copies batches to the GPU while that computes (`trainer.data.device_copies`).
 
 The two ways of a GPU have not been run on a GPU yet.
 """
@@ -35,8 +35,10 @@ from trainer.runtime.packages import load
 from trainer.runtime.step_timer import StepTimer
 
 if TYPE_CHECKING:
+    from trainer.data.device_copies import DeviceCopies
     from trainer.data.device_order import DeviceOrder
 
+CUDA_COPIES, COPIES = "trainer.data.device_copies:CudaCopyStream", "trainer.data.device_copies:DeviceCopies"
 DEVICE_ORDER, PLACES = "trainer.data.device_order:DeviceOrder", "trainer.data.device_order:Places"
 PLANNED = 1 << 13
 """Samples of this rank that are worked out together, about."""
@@ -154,6 +156,14 @@ def fits_on_device(data_bytes: int, free_bytes: int) -> bool:
     return data_bytes <= RESIDENT_SHARE * free_bytes
 
 
+def copies_to(device: torch.device) -> DeviceCopies | None:
+    """Return what copies batches to a GPU while that computes; None for another device."""
+    if device.type != "cuda":
+        return None
+    made: DeviceCopies = load(COPIES)(load(CUDA_COPIES)(device))
+    return made
+
+
 class BatchLoader:
     """The batches of one rank in one world."""
 
@@ -232,7 +242,7 @@ class ArrayReader:
         self._pool = (
             ThreadPoolExecutor(1, thread_name_prefix="gather", initializer=self._settle_thread) if self.ahead else None
         )
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and not resident else None
+        self.copies = None if resident else copies_to(device)
 
     def read(self, steps: Iterator[PlannedStep]) -> Iterator[Sequence[Any]]:
         """Yield the pairs (inputs, targets) of the micro-batches of each step."""
@@ -258,8 +268,8 @@ class ArrayReader:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
-    def _gather(self, step: PlannedStep) -> tuple[list[tuple[Tensor, Tensor]], Any]:
-        """Return the data of a step, and the event that ends their copy to the device; None where there is none."""
+    def _gather(self, step: PlannedStep) -> tuple[Any, list[int]]:
+        """Return the data of a step, or their copy under way, and the samples of each micro-batch."""
         if self.data.device.type == "cpu":
             for first, last in step.ahead:
                 self.data.will_need("train", first, last)
@@ -269,22 +279,13 @@ class ArrayReader:
             inputs, target = self.data.samples_on_device("train", mine[0] if len(mine) == 1 else torch.cat(mine))
         else:
             inputs, target = self.data.samples("train", parts[0] if len(parts) == 1 else np.concatenate(parts))
-        copied = None
-        if self._stream is not None:
-            with torch.cuda.stream(self._stream):
-                inputs, target = (part.pin_memory().to(self.device, non_blocking=True) for part in (inputs, target))
-                copied = self._stream.record_event()
-        if len(parts) == 1:
-            return [(inputs, target)], copied
-        sizes = [len(positions) for positions in parts]
-        return list(zip(inputs.split(sizes), target.split(sizes), strict=True)), copied
+        data = inputs, target
+        return (data if self.copies is None else self.copies.start(data)), [len(positions) for positions in parts]
 
-    def _take(self, found: tuple[list[tuple[Tensor, Tensor]], Any]) -> list[tuple[Tensor, Tensor]]:
+    def _take(self, found: tuple[Any, list[int]]) -> list[tuple[Tensor, Tensor]]:
         """Return a gathered step, on whose copy the computing stream waits from now on."""
-        parts, copied = found
-        if copied is not None:
-            computing = torch.cuda.current_stream(self.device)
-            computing.wait_event(copied)
-            for part in parts[0]:
-                part.record_stream(computing)  # of their memory, which those of the other micro-batches share
-        return parts
+        data, sizes = found
+        inputs, target = data if self.copies is None else self.copies.take(data)
+        if len(sizes) == 1:
+            return [(inputs, target)]
+        return list(zip(inputs.split(sizes), target.split(sizes), strict=True))
