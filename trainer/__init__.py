@@ -19,16 +19,19 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 _HOMES = {
     **dict.fromkeys(("DistributedConfig", "FitResult", "Trainer", "TrainingFailedError"), "trainer.fit"),
     **dict.fromkeys(("HorovodTrainer", "PyTorchDDPTrainer"), "trainer.adapters.torch_trainers"),
+    **dict.fromkeys(("Callback", "Run"), "trainer.engine.callbacks"),
     "RayTrainer": "trainer.adapters.ray_trainer",
     "TensorFlowDistributedTrainer": "trainer.adapters.keras_trainer",
 }
 """The public names, and the modules that they are of."""
 __all__ = [
+    "Callback",
     "DistributedConfig",
     "FitResult",
     "HorovodTrainer",
     "PyTorchDDPTrainer",
     "RayTrainer",
+    "Run",
     "TensorFlowDistributedTrainer",
     "Trainer",
     "TrainingFailedError",

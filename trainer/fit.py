@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -49,6 +49,7 @@ from trainer.data.dataset_data import DatasetData
 from trainer.data.loader import TrainingData
 from trainer.data.sampler import steps_left
 from trainer.data.torch_loader import LoaderRequest, read_request
+from trainer.engine.callbacks import check_callbacks
 from trainer.engine.module_state import refuse_extra_state
 from trainer.engine.problem import Problem
 from trainer.engine.reports import Watch
@@ -162,6 +163,7 @@ class Trainer:
         metrics: Mapping[str, Callable[[Any, Any], Tensor] | Measure] | None = None,
         optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         lr_scheduler: Callable[..., Any] | None = None,
+        callbacks: Sequence[Any] = (),
         run_dir: str | os.PathLike[str] | None = None,
         name: str | None = None,
         tracking: TrackingConfig | Mapping[str, Any] | None = None,
@@ -180,7 +182,8 @@ class Trainer:
         ``optimizer``: a function from the model to a torch optimizer; None: AdamW by the settings. ``lr_scheduler``: a
         function from the optimizer, and ``total_steps`` if it has an argument of that name, to a scheduler of torch,
         which moves on with each step, or to a function from the step to a factor; None: the schedule of the settings,
-        as a multiple of the optimizer's own rates.
+        as a multiple of the optimizer's own rates. ``callbacks``: objects with some of the methods of
+        `trainer.Callback`.
 
         ``run_dir``: where everything is written, a path or any fsspec address; a training goes on from the checkpoint
         that it finds there (None: a new folder below ``runs``). ``name``: of the data's content, to which checkpoints
@@ -192,6 +195,7 @@ class Trainer:
         if task is not None and metrics:
             raise ConfigError("give metrics as the method metrics(model, batch) of the task")
         check_model(model)
+        self._callbacks = tuple(callbacks)
         self.model, self._recipe = model, OptimizerRecipe(optimizer, lr_scheduler)
         self.config = settings_of(config, DistributedConfig, "config", DistributedTrainingConfig)
         self._loss, self._task, self._metrics = loss, task, dict(metrics or {})
@@ -249,7 +253,9 @@ class Trainer:
         refuse_extra_state(self.model, config.strategy)
         is_tried = RUN_DIR in os.environ  # where this node's job was ordered
         try_task(self.model, task, data, config, thorough=not is_tried)
-        return config, _GivenProblem(self.model, data, task, try_optimizer(self.model, self._recipe, config))
+        check_callbacks(self._callbacks, config)
+        recipe = try_optimizer(self.model, self._recipe, config)
+        return config, _GivenProblem(self.model, data, task, recipe, self._callbacks)
 
     def _prepare(self, given: Mapping[str, Dataset[Any] | DataLoader[Any] | None]) -> tuple[JobConfig, _GivenProblem]:
         """Return the job and its problem, which were tried, with the job written to its run directory. Where the script
@@ -386,6 +392,7 @@ class _GivenProblem:
     data: DatasetData
     task: Task
     recipe: OptimizerRecipe = USUAL
+    callbacks: Sequence[Any] = ()
 
     @property
     def recipe_names(self) -> dict[str, Any]:
@@ -437,6 +444,7 @@ class _GivenProblem:
             module=module,
             judge=TaskJudge(self.task, data),
             recipe=self.recipe,
+            callbacks=self.callbacks,
             identity=(data.dataset_id, model, shapes, loss),
             description={"model": model, "loss": loss},
             valid_name=self.data.name_split("valid"),

@@ -32,6 +32,7 @@ from trainer.documents.events import (
     EndEvent,
     EvaluationEvent,
     EventError,
+    FiguresEvent,
     LinkEvent,
     MembershipEvent,
     StepEvent,
@@ -47,6 +48,9 @@ LATEST_WINDOWS = 20
 """The number of the newest windows in the breakdown per rank."""
 NEWS, MARKS = 60, 200
 ALL_NODES = "nodes"
+LOGGED = "logged "
+"""What the tracks of figures begin with that the training code has logged."""
+MOST_FIGURES = 50
 """The track of the mean over nodes. It has no rates: nodes that share a machine would be counted twice."""
 MEANS = ("busy", "memory")
 TOGETHER_SECONDS, FRESH_SECONDS = 1.0, 10.0
@@ -227,6 +231,12 @@ class PerformanceDashboard:
             best = min([*kept, made], key=lambda item: item.loss)
             latest = [*kept, made][-POINTS:]
             self.evaluations = latest if best.step >= latest[0].step else [best, *latest]
+
+    def _take_figures(self, item: dict[str, Any]) -> None:
+        found = read_event(FiguresEvent, item)
+        for name, value in found.figures.items():
+            if f"{LOGGED}{name}" in self.tracks or sum(each.startswith(LOGGED) for each in self.tracks) < MOST_FIGURES:
+                self._add(f"{LOGGED}{name}", "step", {"step": found.step, "time": found.time, "value": value})
 
     def _take_node(self, item: dict[str, Any]) -> None:
         node = int(item["node_id"])

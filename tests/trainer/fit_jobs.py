@@ -9,17 +9,21 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 from harness.waiting import until
 from harness.worlds import Run, free_port, launched
-from trainer import DistributedConfig, Trainer
+from trainer import Callback, DistributedConfig, Trainer
+from trainer import Run as TrainingRun
 from trainer.config import TrackingConfig
 
 SAMPLES, CLASSES, BATCH = 150, 3, 10
@@ -120,8 +124,52 @@ def network(seed: int = 0, norm: bool = False) -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 8), *([nn.BatchNorm1d(8)] if norm else []), nn.Tanh(), nn.Linear(8, CLASSES))
 
 
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+
+
+class Right:
+    """The share of samples in their class, of a whole split."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.right = self.seen = 0
+
+    def update(self, outputs: Tensor, target: Tensor) -> None:
+        self.right += int((outputs.argmax(1) == target).sum())
+        self.seen += len(target)
+
+    def compute(self) -> float:
+        assert self.seen in (3, 40), "each sample once"
+        return self.right / self.seen
+
+
+class Average(Callback):
+    """A moving average of the weights, whose sum is told at the end."""
+
+    def on_start(self, run: TrainingRun) -> None:
+        self.averaged = AveragedModel(run.model, avg_fn=lambda kept, new, _: 0.8 * kept + 0.2 * new)
+
+    def on_world(self, run: TrainingRun) -> None:
+        run.log("ranks", run.world_size)
+
+    def on_step(self, run: TrainingRun) -> None:
+        self.averaged.update_parameters(run.model)
+
+    def on_end(self, run: TrainingRun) -> None:
+        run.log("average", sum(float(each.double().sum()) for each in self.averaged.parameters()))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.averaged.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.averaged.load_state_dict(state)
+
+
 def fit(run_dir: Path, data: str = "shaken", workers: int = 0, **settings: Any) -> None:
-    """What a script does: train, and write what `fit` has returned beside its run directory."""
+    """What a script does: train with parts of its own, and write what `fit` has returned beside its run directory."""
     rank = int(os.environ.get("RANK", "0"))
     torch.manual_seed(rank)  # ranks begin with different weights: those of rank 0 count
     kinds: dict[str, Any] = {
@@ -130,14 +178,18 @@ def fit(run_dir: Path, data: str = "shaken", workers: int = 0, **settings: Any) 
         "hanging": lambda: Hanging(rank, str(run_dir.parent)),
         "own": lambda: points(seed=rank),
     }
-    config = DistributedConfig(**{**SETTINGS, **settings})
+    config = DistributedConfig(**{**SETTINGS, "monitor": "right", "mode": "max", **settings})
     # As in a script: ranks that were forked by a server would have another one start their workers.
     context = "fork" if workers else None
     loader = DataLoader(
         kinds[data](), batch_size=BATCH, num_workers=workers, shuffle=True, multiprocessing_context=context
     )
     model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, CLASSES)) if rank else network()
-    result = Trainer(model, config, run_dir=run_dir, tracking=QUIET).fit(loader, points(40, 1))
+    trainer = Trainer(
+        model, config, metrics={"right": Right()}, optimizer=momentum, lr_scheduler=partial(OneCycleLR, max_lr=0.5),
+        callbacks=[Average()], run_dir=run_dir, tracking=QUIET,
+    )  # fmt: skip
+    result = trainer.fit(loader, points(40, 1))
     Path(f"{run_dir}-rank{rank}.json").write_text(json.dumps({"steps": result.steps, "test": dict(result.test)}))
 
 

@@ -14,6 +14,7 @@ from fit_jobs import Scripts
 
 from harness.worlds import assert_same_training
 from trainer.exit_codes import EVICTED
+from trainer.rundir import RunDir
 
 pytestmark = pytest.mark.slow
 Begin = Callable[..., Scripts]
@@ -44,13 +45,27 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Scripts:
     return scripts
 
 
+def logged(scripts: Scripts, name: str) -> list[float]:
+    """A figure that a callback has logged."""
+    found = [item["figures"] for item in RunDir(str(scripts.run_dir)).events("figures")]
+    return [figures[name] for figures in found if name in figures]
+
+
+def assert_same(one: Scripts, whole: Scripts) -> None:
+    """Weights and samples, the best by a measure of the whole split, and the state of a callback are the same."""
+    assert_same_training(one, whole)
+    assert one.result()["best_score"] == whole.result()["best_score"]
+    averages = [logged(each, "average")[-1] for each in (one, whole)]
+    assert averages[0] == pytest.approx(averages[1], rel=1e-5)
+
+
 def test_worlds_of_any_size_train_the_same_with_and_without_workers(begin: Begin, whole: Scripts) -> None:
     """Each sample is read with noise, which is the same whichever rank and whichever worker reads it."""
     pair, three = begin("pair").start(2, workers=1), begin("three").start(3)
     assert pair.wait() == [0, 0], pair.log()
     assert three.wait() == [0, 0, 0], three.log()
-    assert_same_training(pair, whole)
-    assert_same_training(three, whole)
+    assert_same(pair, whole)
+    assert_same(three, whole)
     assert pair.result()["world_size"] == 2
 
 
@@ -61,7 +76,7 @@ def test_what_is_resumed_after_a_kill_equals_bit_for_bit(begin: Begin, whole: Sc
     assert scripts.start(faults=(fault,), workers=workers).wait() == [KILLED], scripts.log()
     assert scripts.start(workers=workers).wait() == [0], scripts.log()
     assert scripts.result()["weights_sha256"] == whole.result()["weights_sha256"]
-    assert scripts.result()["consumed"] == whole.result()["consumed"]
+    assert_same(scripts, whole)
 
 
 def test_sigterm_to_a_rank_and_its_workers_ends_with_a_checkpoint(begin: Begin, whole: Scripts) -> None:
@@ -95,7 +110,8 @@ def test_a_node_is_killed_and_the_others_go_on(begin: Begin, whole: Scripts) -> 
     fault = {"kind": "kill", "at": "backward", "step": 4, "node": 1}
     scripts = begin("run").start(3, faults=(fault,), launch=True, workers=1)
     assert scripts.wait() == [0, KILLED, 0], scripts.log()
-    assert_same_training(scripts, whole)
+    assert_same(scripts, whole)
+    assert logged(scripts, "ranks") == [3, 2]
     assert scripts.result()["world_size"] == 2
 
 

@@ -81,6 +81,15 @@ class EvaluationEvent(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FiguresEvent(Event):
+    """The training code has logged figures of its own, by name."""
+
+    kind: ClassVar[str] = "figures"
+    step: int
+    figures: Mapping[str, float | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FinishEvent(Event):
     """A stage of the finish begins (`FinishStage`): what follows a training's last step."""
 

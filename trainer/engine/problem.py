@@ -61,6 +61,8 @@ class Problem:
     """The samples that are evaluated at once, while memory suffices."""
     recipe: OptimizerRecipe = USUAL
     """How its optimizer is made."""
+    callbacks: Sequence[Any] = ()
+    """See `trainer.engine.callbacks`."""
     valid_name: str = ""
     """The name of the validation samples, where that of the dataset does not cover them."""
     valid_collate: Callable[..., Any] | None = None

@@ -17,6 +17,7 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.comm.group import GroupError
 from trainer.comm.world import World
 from trainer.engine.budget import COMMIT_SECONDS
+from trainer.engine.callbacks import Callbacks
 from trainer.engine.out_of_memory import limit_evaluation
 from trainer.engine.participant import Participant
 from trainer.engine.state import Progress
@@ -45,6 +46,7 @@ class Session:
             self.rundir, self.config.keep_checkpoints, self.problem.fingerprint, self._note_checkpoint, parts
         )
         self.state.progress.measure, self.state.progress.settings = measure, asdict(self.config)
+        self.callbacks = Callbacks(self.problem.callbacks, self)
         self.saved_step = 0
         self.best_saved_step = 0
         """The step of the best checkpoint that is known to be in storage."""
@@ -158,4 +160,6 @@ class Session:
             self.best_saved_step = fields["step"]
         if kind == "checkpoint":
             self.budget.measured(fields["seconds"])
+            if self.world.rank == 0:
+                self.callbacks.note_checkpoint(str(fields["path"]))
         self.reports.emit(kind, **fields)

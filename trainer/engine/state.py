@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from trainer.checkpoint.manager import CheckpointError, check_fits
 from trainer.comm.state_passing import pass_state
 from trainer.comm.world import World
+from trainer.config import ConfigError
 from trainer.data.coverage import EpochCoverage, add
 from trainer.differences import describe_difference, list_differences
 from trainer.engine.identity import MONITORED
@@ -23,6 +24,7 @@ from trainer.engine.module_state import (
     require_plain_state,
 )
 from trainer.engine.step import TrainingStep
+from trainer.runtime.nested import find_odd_part
 
 
 @dataclass(slots=True)
@@ -128,6 +130,16 @@ def _changes_of_measure(saved: dict[str, Any], now: Progress) -> list[str]:
     return [name for name, value in now.measure.items() if before.get(name, value) != value]
 
 
+def _plain_state(name: str, owner: Any) -> Any:
+    """Return the state of something of the caller's. Raise `ConfigError` for one that a checkpoint could not keep."""
+    state = owner.state_dict()
+    if (odd := find_odd_part(state)) is not None:
+        raise ConfigError(
+            f"{name}.state_dict() has a {type(odd).__name__}, and a checkpoint holds tensors and plain values only"
+        )
+    return state
+
+
 class Loaded(NamedTuple):
     """A checkpoint that was read, with the present settings."""
 
@@ -165,6 +177,8 @@ class TrainingState:
 
     def __init__(self, step: TrainingStep) -> None:
         self.step, self.module, self.progress = step, step.module, Progress()
+        self.attached: Mapping[str, Any] = {}
+        """What of the caller's has a state of its own, by name."""
         self.first_forms = buffer_forms(self.module)
         """The shapes and types of the buffers of the model as it was made: some grow with what they have seen."""
 
@@ -202,6 +216,8 @@ class TrainingState:
             state["grown"] = grown
         if self.best is not None and not best_is_saved:
             state["best"] = self.best
+        if self.attached:
+            state["attached"] = {name: _plain_state(name, each) for name, each in self.attached.items()}
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -212,6 +228,9 @@ class TrainingState:
             raise CheckpointError(f"the checkpoint cannot be continued: {why}")
         progress = read_progress(state["progress"])
         self._take(state)
+        for name, each in self.attached.items():
+            if name in state.get("attached", {}):
+                each.load_state_dict(state["attached"][name])
         self.progress = progress
         if self.best is None and self.progress.best_step == self.progress.step > 0:
             self.keep_best()

@@ -155,6 +155,7 @@ class DistributedTrainer:
         parts, measure = problem.describe(self.config), problem.digest_measure(self.config)  # of the model as made
         workload = Workload(self.config, problem, sampler, participant.device, participant.faults)
         session = self._session = Session(participant, workload, parts, measure)
+        session.callbacks.call("start")
         if session.elastic is None:
             session.world.barrier()  # one rank may take minutes to unpack the data or to make its model
             session.reports.wait_until_open()
@@ -189,16 +190,20 @@ class DistributedTrainer:
         session = self.session
         while True:
             try:
+                session.callbacks.note_world(session.world.generation)
                 self._catch_up()
                 if not session.is_over:
                     epoch, offset = session.position
                     batches = session.workload.loader.batches(epoch, offset, session.progress.step)
                     self.train_epoch(batches, epoch)
                     continue
+                session.callbacks.end()
                 if self._profiler is not None:
                     self._profiler.close(session.progress.step)
                 give_back_freed_memory()
-                return load(END)(session)
+                result: dict[str, Any] = load(END)(session)
+                session.callbacks.deliver()
+                return result
             except BudgetSpent as spent:
                 session.save_at_end(spent.agreed)
                 raise
@@ -270,6 +275,7 @@ class DistributedTrainer:
             self._leaves = bool(flags.leaving)
             progress.commit(epoch, batch.samples, result.digest)
             self._pending_flags = result
+            session.callbacks.call("step")
             watchdog.progress(progress.step)
             if profiler is not None:
                 profiler.step(progress.step)
@@ -361,6 +367,7 @@ class DistributedTrainer:
             "eta_seconds": seconds * (total_steps - step),
         }
         session.recent_steps.append(fields)
+        session.callbacks.run.report()
         if session.world.rank == 0:
             reports.emit("step", **fields)
             if measured is not None:
@@ -422,7 +429,9 @@ class DistributedTrainer:
             self._tell_unjudged(result)
         score, config = result.figure(self.config.monitor), self.config
         session.step.scheduled.note_evaluation(score)
-        if progress.note_evaluation(result.loss, score, config.mode, config.early_stopping_patience):
+        is_best = progress.note_evaluation(result.loss, score, config.mode, config.early_stopping_patience)
+        session.callbacks.note_evaluation({"loss": result.loss, **result.metrics}, is_best)
+        if is_best:
             session.state.keep_best()
             session.save(is_best=True)
 

@@ -17,6 +17,7 @@ from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig
 from trainer.data.loader import BatchLoader
 from trainer.data.sampler import SMALLEST, Sampler
+from trainer.engine.callbacks import name_stateful
 from trainer.engine.module_state import share_module_state
 from trainer.engine.problem import Problem, refuse_differences
 from trainer.engine.state import Entry, Loaded, Progress, TrainingState
@@ -102,6 +103,7 @@ class Workload:
         """The steps at the end of the training: those that are done, and those that are left from there."""
         self.step = make_step(problem.module, problem.task, config, device, faults, problem.recipe, self.total_steps)
         self.state = make_state(self.step)
+        self.state.attached = name_stateful(problem.callbacks)
         self.communication = CommunicationProfiler(self.step.world, self.step.timer)
         self._loader: BatchLoader | None = None  # made with the first world: it may hold much of a GPU's memory
 

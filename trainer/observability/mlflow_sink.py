@@ -248,7 +248,7 @@ def is_shown(name: str) -> bool:
     """Return whether a scalar of this name becomes a metric: `CURVES`, and the figures of each split that are not
     `DETAILS`. Pure."""
     split, _, figure = name.partition("/")
-    return name in CURVES or (split in ("valid", "test") and figure not in DETAILS)
+    return name in CURVES or split == "logged" or (split in ("valid", "test") and figure not in DETAILS)
 
 
 def figures_of_test(evaluation: Mapping[str, Any]) -> dict[str, float]:

@@ -17,6 +17,8 @@ from trainer.storage.base import Storage
 TENSORBOARD, _WITHOUT_TENSORFLOW = "tensorboard", "tensorboard.compat.notf"
 UPLOAD_SECONDS, LONGEST_UPLOAD_SECONDS = 60.0, 600.0
 
+LOGGED = "logged/"
+"""What the curves of figures begin with that the training code has logged."""
 TRAIN = ("loss", "learning_rate", "grad_norm", "samples_per_second", "step_seconds")
 NODE = (
     "gpu_utilization", "gpu_memory_percent", "samples_per_second", "loss", "cpu_percent", "memory_percent",
@@ -77,6 +79,8 @@ class Scalars:
                 self.step = item["step"]
                 values = {"loss": item["loss"], **(item.get("metrics") or {})}
                 rows += [(self.step, f"{item['split']}/{name}", value, at) for name, value in values.items()]
+            elif item["kind"] == "figures":
+                rows += [(item["step"], f"{LOGGED}{name}", value, at) for name, value in item["figures"].items()]
             elif item["kind"] == "node":
                 self._nodes[item["node_id"]] = item
                 sampled = at

@@ -25,7 +25,7 @@ function matching(track) {
   if (!track.endsWith("*")) return [track];
   const prefix = track.slice(0, -1);
   return Object.keys(job.tracks).filter(name => name.startsWith(prefix))
-    .sort((a, b) => Number(a.slice(prefix.length)) - Number(b.slice(prefix.length)));
+    .sort((a, b) => a.slice(prefix.length).localeCompare(b.slice(prefix.length), "en", { numeric: true }));
 }
 
 const nodeOf = name => Number((/^node (\d+)/.exec(name) || [0, 0])[1]);
@@ -36,15 +36,16 @@ function lineTraces(panel) {
   for (const line of panel.lines) {
     for (const name of matching(line.track)) {
       const rows = rowsOf(name).filter(row => row[line.column] !== undefined);
-      const isNode = line.track.endsWith("*");
+      const isNode = line.track === "node *";
+      const label = line.label || (isNode || !line.track.endsWith("*") ? name : name.slice(line.track.length - 1));
       const colour = isNode ? nodeColour(nodeOf(name)) : panel.x === "time" ? css("--ink") : COLOURS[theme()][number++];
       if (!rows.length) continue;
       traces.push({
-        type: "scatter", name: line.label || name, legendgroup: name, showlegend: line.dash === "solid",
+        type: "scatter", name: label, legendgroup: name, showlegend: line.dash === "solid",
         x: rows.map(row => panel.x === "time" ? local(row.time) : row.step), y: rows.map(row => row[line.column]),
         customdata: rows.map(row => clock(row.time)), yaxis: line.right ? "y2" : "y",
         mode: line.marker || rows.length === 1 ? "lines+markers" : "lines", line: { color: colour, width: 1.6, dash: line.dash },
-        hovertemplate: `${escaped(line.label || name)}: %{y:.4~g} (%{customdata})<extra></extra>`,
+        hovertemplate: `${escaped(label)}: %{y:.4~g} (%{customdata})<extra></extra>`,
       });
     }
   }
