@@ -1,13 +1,15 @@
 """A stand-in for CUDA graphs on a CPU: torch's operations are recorded one by one, and replayed on the same memory.
 
 Like a graph, a replay runs none of the Python that was recorded, reads its inputs where they were, and writes its
-results there. What a recording does while it is made is undone: a graph does nothing then.
+results there. What a recording does while it is made is undone: a graph does nothing then. Recordings of one pool
+overwrite each other's memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -52,10 +54,15 @@ class Replays:
 
     def __init__(self) -> None:
         self.replayed = 0
+        self.made: list[tuple[object, list[Tensor]]] = []
+        """The pool of each recording, and what is in it."""
         self.fails: Exception | None = None
         """The error of a recording, where it fails."""
 
-    def record(self, work: Callable[[], object]) -> Callable[[], object]:
+    def new_pool(self) -> object:
+        return object()
+
+    def record(self, work: Callable[[], object], pool: object) -> Callable[[], object]:
         log, random = _Log(), torch.get_rng_state()
         with log:
             work()
@@ -66,9 +73,20 @@ class Replays:
         if self.fails is not None:
             raise self.fails
 
+        mine_made = [
+            each
+            for *_, result in log.operations
+            for each in leaves_of(result)
+            if isinstance(each, Tensor) and each.untyped_storage().data_ptr() in log.made
+        ]
+        self.made.append((pool, mine_made))
+
         def replay() -> None:
             self.replayed += 1
             with torch.no_grad():
+                others = [made for its_pool, made in self.made if its_pool is pool and made is not mine_made]
+                for each in chain.from_iterable(others):
+                    each.fill_(77)
                 for func, args, kwargs, result in log.operations:
                     found = func(*args, **kwargs)
                     for mine, new in zip(leaves_of(result), leaves_of(found), strict=True):

@@ -36,7 +36,11 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 class Recorder(Protocol):
     """The interface of what records the work on a device."""
 
-    def record(self, work: Callable[[], object]) -> Callable[[], object]:
+    def new_pool(self) -> Any:
+        """Return a pool of memory for recordings, none of which needs what it left there when it runs again."""
+        ...
+
+    def record(self, work: Callable[[], object], pool: Any) -> Callable[[], object]:
         """Return a function that repeats what ``work`` submits to the device, on the same memory. Nothing of it is done
         now. Raise RuntimeError where it cannot be recorded."""
         ...
@@ -52,16 +56,28 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        current = torch.cuda.current_stream(device)
+        if current != torch.cuda.default_stream(device):
+            return  # such as that of another step of this thread, which goes on with it
         stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
+        stream.wait_stream(current)
         torch.cuda.set_stream(stream)
 
-    def record(self, work: Callable[[], object]) -> Callable[[], object]:
+    def new_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def record(self, work: Callable[[], object], pool: Any) -> Callable[[], object]:
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(self._device)
-        # Other threads may go on with their own work on the GPU, such as the communication thread.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            work()
+        # Within a caller's own autocast, weights that were cast before would not be cast by replays, and those that are
+        # cast in the recording would be used after it.
+        torch.clear_autocast_cache()
+        try:
+            # Other threads may go on with their own work on the GPU, such as the communication thread.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                work()
+        finally:
+            torch.clear_autocast_cache()
         return graph.replay
 
     @contextmanager
@@ -94,10 +110,12 @@ class _Recording:
 
 class GraphedCall:
     """One piece of work, called with data of several shapes. The first `EAGER_CALLS` with each shape run as usual, and
-    later ones replay a recording of that shape."""
+    later ones replay a recording of that shape. All recordings share memory, of which each replay leaves only its
+    output, until that is copied: so a small last batch takes no more than a full one."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        self._pool: Any = None
         self._calls: dict[Hashable, int] = {}
         self._recordings: dict[Hashable, _Recording] = {}
 
@@ -123,6 +141,7 @@ class GraphedCall:
         """Forget all recordings: something that they read or write is elsewhere now."""
         self._calls.clear()
         self._recordings.clear()
+        self._pool = None  # torch takes none again whose recordings are all gone
 
     @property
     def count(self) -> int:
@@ -132,11 +151,15 @@ class GraphedCall:
     def _record(self, work: Work, data: Any) -> _Recording:
         own = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, data)
         found: list[tuple[Tensor | None, Any]] = []
+        if self._pool is None:
+            self._pool = self._recorder.new_pool()
         try:
-            replay = self._recorder.record(lambda: found.append(work(own)))
+            replay = self._recorder.record(lambda: found.append(work(own)), self._pool)
         except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
+            # What ends a recording may fail in turn, and hide that memory ran out within it.
+            for cause in (error, error.__context__):
+                if cause is not None and is_out_of_memory(cause):
+                    raise cause from None
             raise RecordingError(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
         return _Recording(list(_tensors(own)), *found[-1], replay)
 

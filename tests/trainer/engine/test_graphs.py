@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.batches import Batch, Samples
-from trainer.engine.graphs import EAGER_CALLS, MOST_SHAPES, GraphedCall, StepGraphs, find_obstacle, shape_of
+from trainer.engine.graphs import (
+    EAGER_CALLS,
+    MOST_SHAPES,
+    CudaRecorder,
+    GraphedCall,
+    StepGraphs,
+    find_obstacle,
+    shape_of,
+)
 from trainer.engine.module_state import digest_state_dict
 from trainer.engine.out_of_memory import MicroBatchLimit
 from trainer.engine.step import TrainingStep
@@ -104,6 +112,21 @@ def test_each_shape_is_recorded_by_itself_and_too_many_are_not() -> None:
     for size in range(4, 6 + MOST_SHAPES):
         assert train(usual, sizes=(size,)) == pytest.approx(train(recorded, sizes=(size,)), rel=1e-5)
     assert counts(recorded) == (MOST_SHAPES, 1)
+
+
+def test_recordings_of_all_shapes_share_memory_and_the_next_ones_have_their_own() -> None:
+    """Replays in any order, each of which overwrites what the others have left."""
+    usual, recorded = step_of(TrainingStep, net()), step_of(Recorded, net())
+    for _ in range(EAGER_CALLS + 1):
+        for sizes in ((4,), (8,), (8, 4), (6,)):
+            assert train(usual, 1, sizes=sizes) == train(recorded, 1, sizes=sizes)
+    assert counts(recorded) == (3, 1)
+    pools = [id(pool) for pool, _ in recorded.recorder.made]
+    assert len(pools) == 4
+    assert len(set(pools)) == 2, "of the passes and of the update"
+    recorded.adopt(ALONE)
+    train(recorded)
+    assert not {id(pool) for pool, _ in recorded.recorder.made[4:]} & set(pools)
 
 
 def test_a_step_that_is_not_committed_leaves_the_weights_and_the_next_one_goes_on() -> None:
@@ -320,6 +343,37 @@ def test_memory_that_runs_out_in_a_recording_is_answered_as_anywhere() -> None:
     recorded.recorder.fails = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     with pytest.raises(torch.OutOfMemoryError):
         train(recorded)
+
+
+def test_memory_that_runs_out_is_seen_behind_the_error_of_ending_the_recording() -> None:
+    recorded = step_of(Recorded, net(), cuda_graphs="on")
+    recorded.recorder.fails = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    recorded.recorder.fails.__context__ = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    with pytest.raises(torch.OutOfMemoryError):
+        train(recorded)
+
+
+def test_steps_of_one_thread_are_recorded_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd remembers the stream of a step's first passes: a second recorder must not lead the first elsewhere."""
+    default, made, now = object(), [], [object()]
+    now[0] = default
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.after = None
+            made.append(self)
+
+        def wait_stream(self, other: object) -> None:
+            self.after = other
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: now[0])
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda _: default)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: now.__setitem__(0, stream))
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    CudaRecorder(torch.device("cuda", 0)), CudaRecorder(torch.device("cuda", 0))
+    [stream] = made
+    assert now == [stream]
+    assert stream.after is default
 
 
 def test_computing_activations_twice_ends_recordings() -> None:
