@@ -72,9 +72,12 @@ ui: setup  ## the pages of Dagster, the dashboard and MLflow: it prints three li
 TEST_WORKERS ?= 4
 # Folders or files of tests; all by default.
 TESTS ?=
+# Images of CI often forbid Python to write bytecode. Hundreds of processes of one run would each compile the same modules.
+COMPILE := python -m compileall -q trainer dtrain_dagster harness
 
 test: setup  ## the tests (browser tests want Chromium: installed where that is possible); out/tests.json has their figures
 	@command -v chromium >/dev/null || ./tests/install_chromium.sh
+	@$(COMPILE)
 	@python docs/generate_reference.py
 	@python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --repeat-alone \
 	  --cpu-budget 2 --results=out/tests.json -m "not long" $(TESTS)
@@ -83,7 +86,8 @@ test-all: test test-engines  ## the tests, those of frameworks, then the long on
 	@python -m pytest -o faulthandler_timeout=3300 --hypothesis-profile thorough --results=out/tests-long.json -m "long or hypothesis"
 
 test-fast: setup  ## the cheap ones of the tests, in one to two minutes: no world of processes, no server, no browser
-	@python -m pytest -n $(TEST_WORKERS) --dist loadfile --fast $(TESTS)
+	@$(COMPILE)
+	@python -m pytest -n logical --maxprocesses $(TEST_WORKERS) --dist loadfile --fast $(TESTS)
 
 KUBE_CACHE := $${DTRAIN_TEST_CACHE:-$$HOME/.cache/dtrain-tests}/kubernetes-1.20.2/bin
 

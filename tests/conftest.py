@@ -85,13 +85,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Collecting makes millions of objects that live to the end: Python's garbage collector would look through them
-    again and again."""
+    again and again. And test files with their assertions rewritten are kept for the next run, which takes longer than
+    to import them; only what tests start obeys an image that forbids bytecode."""
+    forbidden, sys.dont_write_bytecode = sys.dont_write_bytecode, False
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
+        sys.dont_write_bytecode = forbidden
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
