@@ -14,7 +14,7 @@ from typing import Any
 
 from dtrain_dagster.dashboard.job_board import OpenJob
 from dtrain_dagster.dashboard.job_links import Places
-from dtrain_dagster.dashboard.series import ALL_NODES, LOGGED
+from dtrain_dagster.dashboard.series import ALL_NODES, JUDGED, LOGGED
 from dtrain_dagster.monitoring.windows import SEGMENTS
 from dtrain_dagster.settings.tiers import Tier
 from trainer.rundir import RunDir
@@ -75,8 +75,13 @@ PANELS = (
         lines=(ChartLine("steps", "samples_per_second", "all nodes"), ChartLine(EACH_NODE, "samples_per_second")),
     ),
     Panel(
-        key="logged", section="Training", title="Figures of the training's own", unit="", optional=True,
-        about="What the training code has logged by name.", lines=(ChartLine(f"{LOGGED}*", "value"),),
+        key="metrics", section="Training", title="Validation metrics", unit="", optional=True,
+        about="Metrics and measures beside the loss, at each evaluation.",
+        lines=(ChartLine(f"{JUDGED}*", "value", marker=True),),
+    ),
+    Panel(
+        key="logged", section="Training", title="Logged figures", unit="", optional=True,
+        about="What callbacks have logged, by name.", lines=(ChartLine(f"{LOGGED}*", "value"),),
     ),
     Panel(
         key="breakdown", section="Where the time goes", title="A step, by what it was spent on", unit="ms per step",

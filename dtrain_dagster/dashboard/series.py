@@ -48,8 +48,8 @@ LATEST_WINDOWS = 20
 """The number of the newest windows in the breakdown per rank."""
 NEWS, MARKS = 60, 200
 ALL_NODES = "nodes"
-LOGGED = "logged "
-"""What the tracks of figures begin with that the training code has logged."""
+LOGGED, JUDGED = "logged ", "judged "
+"""What the tracks of figures begin with that callbacks have logged, and those of metrics of evaluations."""
 MOST_FIGURES = 50
 """The track of the mean over nodes. It has no rates: nodes that share a machine would be counted twice."""
 MEANS = ("busy", "memory")
@@ -222,6 +222,7 @@ class PerformanceDashboard:
         found = read_event(EvaluationEvent, item)
         if found.split != "valid":
             return
+        self._add_named(JUDGED, found.metrics or {}, found)
         self._add("evaluations", "step", {"step": found.step, "time": found.time, "loss": found.loss})
         if found.step is not None and is_number(found.loss):
             mean = self._loss_sum / self._loss_count if self._loss_count else None
@@ -234,9 +235,13 @@ class PerformanceDashboard:
 
     def _take_figures(self, item: dict[str, Any]) -> None:
         found = read_event(FiguresEvent, item)
-        for name, value in found.figures.items():
-            if f"{LOGGED}{name}" in self.tracks or sum(each.startswith(LOGGED) for each in self.tracks) < MOST_FIGURES:
-                self._add(f"{LOGGED}{name}", "step", {"step": found.step, "time": found.time, "value": value})
+        self._add_named(LOGGED, found.figures, found)
+
+    def _add_named(self, prefix: str, figures: Mapping[str, float | None], of: EvaluationEvent | FiguresEvent) -> None:
+        """Add figures by name, each to a track of its own, up to `MOST_FIGURES` of them."""
+        for name, value in figures.items():
+            if f"{prefix}{name}" in self.tracks or sum(each.startswith(prefix) for each in self.tracks) < MOST_FIGURES:
+                self._add(f"{prefix}{name}", "step", {"step": of.step, "time": of.time, "value": value})
 
     def _take_node(self, item: dict[str, Any]) -> None:
         node = int(item["node_id"])

@@ -28,6 +28,7 @@ function matching(track) {
     .sort((a, b) => a.slice(prefix.length).localeCompare(b.slice(prefix.length), "en", { numeric: true }));
 }
 
+const isNamed = panel => panel.lines.some(line => line.track.endsWith("*") && line.track !== "node *" && panel.kind === "lines");
 const nodeOf = name => Number((/^node (\d+)/.exec(name) || [0, 0])[1]);
 
 function lineTraces(panel) {
@@ -168,7 +169,7 @@ function layoutOf(panel, traces) {
     font: { family: "inherit", size: 12, color: css("--muted") }, margin: { l: 44, r: 10, t: 6, b: 26 },
     hovermode: ["heatmap", "links", "timeline"].includes(panel.kind) || traces.length > MANY ? "closest" : "x unified",
     hoverlabel: { bgcolor: css("--card"), bordercolor: css("--border"), font: { color: css("--ink"), size: 12 } },
-    showlegend: traces.length > 1 && traces.length <= MANY && panel.kind !== "timeline" && !panel.right_unit,
+    showlegend: (traces.length > 1 || isNamed(panel)) && traces.length <= MANY && panel.kind !== "timeline" && !panel.right_unit,
     legend: ["stack", "ranks"].includes(panel.kind)
       ? { x: 1.01, y: 0.5, yanchor: "middle", traceorder: "reversed", font: { size: 11 } }
       : { orientation: "h", x: 0, y: 1, yanchor: "bottom", font: { size: 11 } },

@@ -122,7 +122,7 @@ def test_what_cannot_be_understood_takes_nothing_else_away():
 
 
 def test_every_column_that_a_panel_names_is_recorded():
-    judged = event("evaluation", START + 9, split="valid", loss=1.0, step=9)
+    judged = event("evaluation", START + 9, split="valid", loss=1.0, step=9, metrics={"0": 0.5})
     logged = event("figures", START + 9, step=9, figures={"0": 0.5})
     board = folded([*told(3, gpus=True), judged, logged])
     names = {name: set().union(*(row.keys() for row in track.rows)) for name, track in board.tracks.items()}
