@@ -16,6 +16,7 @@ import random
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -109,12 +110,12 @@ class _Recording:
 
 
 class GraphedCall:
-    """One piece of work, called with data of several shapes. The first `EAGER_CALLS` with each shape run as usual, and
-    later ones replay a recording of that shape. All recordings share memory, of which each replay leaves only its
+    """One piece of work, called with data of several shapes. The first ``eager_calls`` with each shape run as usual,
+    and later ones replay a recording of that shape. All recordings share memory, of which each replay leaves only its
     output, until that is copied: so a small last batch takes no more than a full one."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, eager_calls: int = EAGER_CALLS) -> None:
+        self._recorder, self._eager_calls = recorder, eager_calls
         self._pool: Any = None
         self._calls: dict[Hashable, int] = {}
         self._recordings: dict[Hashable, _Recording] = {}
@@ -128,7 +129,7 @@ class GraphedCall:
             if shape not in self._calls and len(self._calls) >= MOST_SHAPES:
                 return work(data)
             self._calls[shape] = self._calls.get(shape, 0) + 1
-            if self._calls[shape] <= EAGER_CALLS:
+            if self._calls[shape] <= self._eager_calls:
                 return work(data)
             recording = self._recordings[shape] = self._record(work, data)
         else:
@@ -219,8 +220,47 @@ def _python_state(module: nn.Module) -> dict[str, Any]:
     return found
 
 
+class _Evaluated:
+    """The forward passes of a model that evaluates. Those of full batches, which the first one is, are replayed."""
+
+    def __init__(self, module: nn.Module, recorder: Recorder, refuse: Callable[[str], object]) -> None:
+        """``refuse`` is called with the reason why they cannot be replayed."""
+        self._module, self._recorder, self._tell_refused = module, recorder, refuse
+        self._usual: Callable[..., Any] = module.forward
+        self._call = GraphedCall(recorder, eager_calls=0)
+        self._full, self._eager_calls, self._is_refused = "", 0, False
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        shape = shape_of(inputs)
+        self._full = self._full or shape
+        is_plain = not (named or self._module.training or torch.is_grad_enabled())
+        is_cast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+        if self._is_refused or shape != self._full or is_cast or not is_plain:
+            return self._usual(*inputs, **named)
+        if self._eager_calls < EAGER_CALLS:
+            self._eager_calls += 1
+            outputs = self._usual(*inputs)
+            if not isinstance(outputs, Tensor):
+                self._refuse("its outputs are no single tensor")
+            return outputs
+        try:
+            if not self._call.count:
+                self._refuse(find_obstacle(self._module, inputs, partial(self._usual, *inputs), self._recorder))
+            if not self._is_refused:
+                return self._call(lambda given: (self._usual(*given), None), inputs)[0]
+        except (RecordingError, torch.OutOfMemoryError) as error:
+            self._refuse(str(error).splitlines()[0])
+        return self._usual(*inputs)
+
+    def _refuse(self, why: str) -> None:
+        self._is_refused = bool(why)
+        if why:
+            self._tell_refused(why)
+
+
 class StepGraphs:
-    """The two graphs of a step, on one model and its optimizer. They are used once `examine` has found no obstacle."""
+    """The two graphs of a step, on one model and its optimizer. They are used once `examine` has found no obstacle; so
+    is a third one, of the forward pass, while the model evaluates."""
 
     def __init__(self, recorder: Recorder, tell: Callable[[str], object], is_required: bool) -> None:
         """``tell`` is called once with the reason why a model trains without graphs; with ``is_required`` that is a
@@ -230,6 +270,27 @@ class StepGraphs:
         self.is_used: bool | None = None
         """Whether passes are replayed; None until that is known."""
         self._passes, self._updates = GraphedCall(recorder), GraphedCall(recorder)
+        self._may_evaluate = True
+
+    @contextmanager
+    def evaluating(self, module: nn.Module) -> Iterator[None]:
+        """Replay the passes of a model that evaluates full batches, until the block ends. Weights may not move in it,
+        nor does it leave recordings, which are memory, behind."""
+        if not self.is_used or not self._may_evaluate:
+            yield
+            return
+        before = vars(module).get("forward")
+        module.forward = _Evaluated(module, self._recorder, self._refuse_evaluation)
+        try:
+            yield
+        finally:
+            del module.forward
+            if before is not None:
+                module.forward = before
+
+    def _refuse_evaluation(self, why: str) -> None:
+        self._may_evaluate = False
+        self._tell(f"evaluations run without CUDA graphs: {why}")
 
     def examine(self, module: nn.Module, data: Any, run: Callable[[], object]) -> None:
         """Find out whether this model's passes can be replayed; see `find_obstacle`."""

@@ -86,12 +86,14 @@ class Session:
 
     def judge_request(self, before_batch: Callable[[], object] = lambda: None) -> JudgeRequest:
         """Return what a judge needs to know of this training."""
+        graphs = self.step.graphs
         request: JudgeRequest = load("trainer.evaluation.judge:JudgeRequest")(
             model=self.state.module,
             world=self.world,
             device=self.device,
             batch_size=self.evaluation_batch,
             before_batch=before_batch,
+            **({} if graphs is None else {"replaying": graphs.evaluating}),
         )
         return request
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,13 +81,16 @@ class JudgeRequest:
     batch_size: int
     before_batch: Callable[[], object] = lambda: None
     """Called before each batch; it may raise, to end the judgement."""
+    replaying: Callable[[nn.Module], AbstractContextManager[Any]] = lambda _: nullcontext()
+    """Returns a context in which the passes of a model that evaluates may be replayed."""
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Have the model evaluate, and leave it in its mode."""
         was_training = self.model.training
         self.model.eval()
-        yield
+        with self.replaying(self.model):
+            yield
         self.model.train(was_training)
 
     def score(self, scorer: Scorer, data: TrainingData, split: str, keeps: bool = False) -> SplitScores:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,12 @@ from replays import Replays
 from steps import Squared
 from thread_worlds import ALONE, CPU, at_once, thread_worlds
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.batches import Batch, Samples
+from trainer.data.dataset_data import DatasetData
 from trainer.engine.graphs import (
     EAGER_CALLS,
     MOST_SHAPES,
@@ -31,7 +34,11 @@ from trainer.engine.module_state import digest_state_dict
 from trainer.engine.out_of_memory import MicroBatchLimit
 from trainer.engine.step import TrainingStep
 from trainer.engine.step_result import NonFiniteError, StepFlags
+from trainer.evaluation.evaluate import JudgeRequest
+from trainer.evaluation.judge import TaskJudge
+from trainer.fit import Trainer
 from trainer.model.task import SupervisedTask
+from trainer.rundir import RunDir
 from trainer.runtime.fault_injection import Faults
 
 NOTHING = StepFlags()
@@ -406,3 +413,132 @@ def test_a_machine_without_a_gpu_refuses_graphs_that_are_required_and_trains_oth
     with pytest.raises(ConfigError, match="cuda_graphs = 'on' needs a GPU; use 'auto'"):
         step_of(TrainingStep, net(), cuda_graphs="on")
     assert step_of(TrainingStep, net()).graphs is None
+
+
+def graphs_in_use() -> tuple[StepGraphs, Replays, list[str]]:
+    recorder, said = Replays(), list[str]()
+    graphs = StepGraphs(recorder, said.append, False)
+    graphs.refuse("")
+    return graphs, recorder, said
+
+
+def judged(model: nn.Module, graphs: StepGraphs | None) -> Any:
+    """The judgement on seven full batches and a smaller one."""
+    made = torch.Generator().manual_seed(3)
+    split = TensorDataset(torch.randn(7 * 8 + 5, 3, 2, generator=made), torch.randn(7 * 8 + 5, generator=made))
+    more = {} if graphs is None else {"replaying": graphs.evaluating}
+    request = JudgeRequest(model=model, world=ALONE, device=CPU, batch_size=8, **more)
+    return TaskJudge(SupervisedTask(Squared()), DatasetData(split, valid=split)).validate(request)
+
+
+def test_an_evaluation_replays_its_full_batches_and_leaves_the_model_as_it_was() -> None:
+    graphs, recorder, said = graphs_in_use()
+    module = net().train()
+    for number in range(1, 3):
+        assert judged(module, graphs) == judged(module, None)
+        assert recorder.replayed == number * (7 - EAGER_CALLS)
+        assert module.training
+        assert "forward" not in vars(module)
+        with torch.no_grad():
+            module[1].weight.mul_(2)  # as an update does
+    assert said == []
+    assert graphs.recordings == (0, 0)
+
+
+def test_replays_of_an_evaluation_see_weights_that_change_in_place_and_no_pass_with_gradients_is_replayed() -> None:
+    graphs, recorder, _ = graphs_in_use()
+    module, inputs = net().eval(), torch.randn(4, 3, 2)
+    with graphs.evaluating(module), torch.no_grad():
+        for _ in range(EAGER_CALLS + 2):
+            module[1].weight.mul_(1.5)
+            assert torch.equal(module(inputs), twin_of(module)(inputs))
+        assert recorder.replayed == 2
+        with torch.enable_grad():
+            module(inputs).sum().backward()
+        module.train()
+        module(inputs)
+    assert recorder.replayed == 2
+    assert module[1].weight.grad is not None
+
+
+def twin_of(module: nn.Module) -> nn.Module:
+    """The same model, whose passes run as usual."""
+    usual = net().eval()
+    usual.load_state_dict(module.state_dict())
+    return usual
+
+
+class Both(nn.Module):
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return inputs + 1, inputs + 2
+
+
+@pytest.mark.parametrize(("make", "why"), [(Item, "a pass waits for the GPU"), (Counter, "a pass changes passes")])
+def test_an_evaluation_that_a_replay_would_change_runs_as_usual_and_says_so_once(make: Any, why: str) -> None:
+    graphs, recorder, said = graphs_in_use()
+    module = make()
+    for _ in range(2):
+        assert judged(module, graphs) == judged(module, None)
+    assert recorder.replayed == 0
+    [told] = said
+    assert told.startswith(f"evaluations run without CUDA graphs: {why}")
+
+
+def test_outputs_that_are_no_tensor_are_not_replayed() -> None:
+    graphs, recorder, said = graphs_in_use()
+    module = Both().eval()
+    with graphs.evaluating(module), torch.no_grad():
+        for _ in range(EAGER_CALLS + 2):
+            assert isinstance(module(torch.randn(4, 3, 2)), tuple)
+    assert (recorder.replayed, said) == (0, ["evaluations run without CUDA graphs: its outputs are no single tensor"])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("not permitted"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_an_evaluation_whose_recording_fails_goes_on_as_usual(error: Exception) -> None:
+    graphs, recorder, said = graphs_in_use()
+    recorder.fails = error
+    module = net()
+    assert judged(module, graphs) == judged(module, None)
+    assert len(said) == 1
+    assert str(error) in said[0]
+
+
+def test_steps_that_are_not_recorded_leave_evaluations_alone() -> None:
+    graphs, recorder, _ = graphs_in_use()
+    graphs.refuse("it has hooks")
+    judged(net(), graphs)
+    assert recorder.replayed == 0
+
+
+def test_a_training_evaluates_by_replays_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorders: list[Replays] = []
+
+    def make_graphs(step: TrainingStep) -> StepGraphs | None:
+        recorders.append(Replays())
+        return StepGraphs(recorders[-1], print, False)
+
+    made = torch.Generator().manual_seed(3)
+    data = TensorDataset(torch.randn(80, 3, 2, generator=made), torch.randn(80, 1, generator=made))
+    found = []
+    for name in ("usual", "recorded"):
+        if name == "recorded":
+            monkeypatch.setattr(TrainingStep, "_make_graphs", make_graphs)
+        settings = DistributedTrainingConfig(
+            world_size=1,
+            batch_size_per_gpu=8,
+            epochs=2,
+            clip_norm=None,
+            warmup_steps=0,
+            schedule="constant",
+            learning_rate=2.0**-9,  # exact in float32, in which a recording has it
+        )
+        trainer = Trainer(net(0.0), settings, loss=nn.MSELoss(), run_dir=tmp_path / name, progress=False)
+        result = trainer.fit(data, valid=data)
+        events = list(RunDir(str(tmp_path / name)).events())
+        losses = [item["loss"] for item in events if item["kind"] == "evaluation"]
+        found.append((losses, dict(result.test), digest_state_dict(result.model.state_dict())))
+    assert found[0] == found[1]
+    assert len(found[0][0]) == 2
+    [recorder] = recorders
+    steps, batches = 10, 10
+    assert recorder.replayed == (2 * steps - EAGER_CALLS) + (steps - EAGER_CALLS) + 3 * (batches - EAGER_CALLS)
