@@ -229,6 +229,8 @@ class DistributedTrainingConfig:
     """Whether weights of one dimension, those of norms and biases, decay as well."""
     clip_norm: float | None = Field(default=1.0, gt=0)
     """Largest 2-norm of the gradient; None does not clip."""
+    clip_value: float | None = Field(default=None, gt=0)
+    """Largest absolute value of each element of the gradient, instead of ``clip_norm``, which then is None."""
 
     eval_frequency: int | None = Field(default=None, ge=1)
     """Optimizer steps between evaluations on the validation split; None: at the end of each epoch."""
@@ -336,6 +338,15 @@ class DistributedTrainingConfig:
     def is_sharded(self) -> bool:
         """Whether ranks hold rows of the parameters, and not all of them."""
         return self.strategy in SHARDED
+
+    @model_validator(mode="after")
+    def _clips_once(self) -> DistributedTrainingConfig:
+        if self.clip_value is not None and self.clip_norm is not None:
+            raise ValueError(
+                f"training.clip_value = {self.clip_value} clips instead of clip_norm = {self.clip_norm}: set clip_norm "
+                "to None (null)"
+            )
+        return self
 
     @model_validator(mode="after")
     def _loss_falls(self) -> DistributedTrainingConfig:
@@ -460,7 +471,9 @@ def parse_job(
         *path, last = key.split(".")
         node = data
         for part in path:
-            node = node.setdefault(part, {})
+            if node.get(part) is None:  # such as of an optimizer, where a job has none of its own
+                node[part] = {}
+            node = node[part]
             if not isinstance(node, dict):
                 raise ConfigError(f"--set {redact(override)!r}: {part!r} is not a section of {source}")
         try:

@@ -122,6 +122,16 @@ class TrainingOptions(PlanOptions):
     windows, student_t."""
     loss_args: dict[str, Any] = {}
     """Arguments of the loss's factory, by name."""
+    optimizer: str = ""
+    """A class such as torch.optim:SGD, or a function of your own, as for the model. Left empty: AdamW by
+    learning_rate."""
+    optimizer_args: dict[str, Any] = {}
+    """Arguments of the optimizer's class, by name."""
+    lr_scheduler: str = ""
+    """A scheduler such as torch.optim.lr_scheduler:OneCycleLR, or a function of your own. Left empty: warm-up, then
+    half a cosine."""
+    lr_scheduler_args: dict[str, Any] = {}
+    """Arguments of the scheduler, by name; "$total_steps" stands for the number of all steps."""
     epochs: int = _of_training("epochs")
     """Passes over the training split."""
     batch_size_per_gpu: int = _of_training("batch_size_per_gpu")
@@ -294,6 +304,9 @@ def job_on(
         "loss": {"factory": config.loss, "args": config.loss_args},
         "training": training,
     }
+    for part in ("optimizer", "lr_scheduler"):
+        if factory := getattr(config, part):
+            sections[part] = {"factory": factory, "args": getattr(config, f"{part}_args")}
     place = {"job_id": "plan", "run_dir": f"{project.jobs_uri}/plan"}
     job = job_config(sections, **place)
     if not config.settings_file:

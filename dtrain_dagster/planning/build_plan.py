@@ -124,6 +124,8 @@ def pace_mark(job: JobConfig, processes_per_node: int, script: str = "") -> str:
         schedule="constant",
         min_lr_fraction=0.0,
         weight_decay=0.0,
+        monitor="loss",
+        mode="min",
     )
     return fingerprint(replace(job, training=training), 0, processes_per_node, script)
 

@@ -32,7 +32,7 @@ from trainer.isolation.runner import RehearsalError, UnsureRehearsalError, rehea
 from trainer.model.allowed_factories import modules_of_settings, refuse_foreign_factories, refuse_other_kinds
 from trainer.performance.memory import ModelBytes
 from trainer.secrets.redaction import redact
-from trainer.spec import OWN, WINDOWS, DataSpec, RowSpec
+from trainer.spec import OWN, ROWS, WINDOWS, DataSpec, RowSpec
 from trainer.storage.open import open_storage
 from trainer.strategies import PACKAGES, require_package
 
@@ -103,6 +103,7 @@ def check_job(
         if not samples.get(split):
             how = "choose other split dates" if data.kind == WINDOWS else "build it with other fractions"
             raise ConfigError(f"{job.dataset.uri}: the {split} split has no samples; {how}")
+    _refuse_unknown_monitor(job, data.kind)
     Sampler(
         samples=samples["train"],
         global_batch_size=config.global_batch_size,
@@ -128,6 +129,17 @@ def check_job(
     except UnsureRehearsalError as error:
         model, said = error.model, (f"model and loss could not be tried out here; the nodes try them first: {error}",)
     return check_memory(Checked(said, model), config, room, prices)
+
+
+def _refuse_unknown_monitor(job: JobConfig, kind: str) -> None:
+    """Raise `ConfigError` for a figure that no validation measures; of a dataset of the user's own, who tries its task
+    does."""
+    known = {"loss", *FIGURES.get(kind, (job.training.monitor,))}
+    if job.training.monitor not in known:
+        raise ConfigError(
+            f"training.monitor = {job.training.monitor!r} is not measured of such data: choose one of "
+            f"{', '.join(sorted(known))}"
+        )
 
 
 def check_memory(
@@ -163,6 +175,10 @@ def memory_of(planned: PlannedJob, checked: Checked) -> tuple[TooSmall, tuple[st
         return why_too_small(model, planned.job.training, there)
 
     return too_small, checked.sentences
+
+
+FIGURES = {WINDOWS: ("mse_to_zero", "nll", "pinball", "coverage_90"), ROWS: ("accuracy", "squared_error")}
+"""What the validation split may be judged by beside the loss, by the kind of data; the loss says which of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

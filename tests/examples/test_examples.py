@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import math
 import os
 import re
 import shutil
@@ -10,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from dagster import AssetKey, DagsterInstance
 
 from tests.docs.blocks import ROOT, Part, script_of
@@ -75,3 +78,28 @@ def test_a_language_model_as_a_graph(tmp_path: Path) -> None:
     page = Page(made.asset_materialization.metadata)
     assert float(page["test_bits_per_byte"]) < 5
     assert str(page["curves"]).startswith("![Training curves]")
+
+
+RECIPES = ("one_cycle", "best_by_f1", "averaged", "clipped_by_value", "mixup", "smoothed", "phases")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a few steps each."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    recipes = importlib.import_module("recipes")
+    assert {recipe.__name__ for recipe in recipes.RECIPES} | {"averaged"} == set(RECIPES)
+    settings = recipes.SETTINGS | {"max_steps": 6, "eval_frequency": 3, "threads_per_rank": 1}
+    monkeypatch.setattr(recipes, "SETTINGS", settings)
+    found = getattr(recipes, name)()
+    result = found[0] if isinstance(found, tuple) else found
+    assert result.steps == 6
+    assert math.isfinite(result.test["loss"])
+    if name == "best_by_f1":
+        assert 0 < result.best_score <= 1
+    if name == "averaged":
+        average = found[1]
+        assert any(
+            not torch.equal(mine, theirs)
+            for mine, theirs in zip(average.parameters(), result.model.parameters(), strict=True)
+        )

@@ -66,6 +66,10 @@ class ZeroStep(TrainingStep):
         recipe: OptimizerRecipe = USUAL,
         total_steps: int = 0,
     ) -> None:
+        if config.clip_value is not None:
+            raise ConfigError(
+                "training.clip_value: DeepSpeed clips by the norm only: use clip_norm, or another strategy"
+            )
         self._engine: ZeroEngine | None = None
         self._norm = math.nan
         super().__init__(module, task, config, device, faults, recipe, total_steps)

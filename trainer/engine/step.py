@@ -223,6 +223,7 @@ class TrainingStep:
             factor = (self.config.clip_norm / (self._norm_here + _EPSILON)).clamp(max=1.0)
             for gradient in self._gradients():
                 gradient.mul_(factor)
+        self._clip_values()
         self.optimizer.step()
         return None, None
 
@@ -424,6 +425,13 @@ class TrainingStep:
         elif limit is not None and grad_norm + _EPSILON > limit:  # else every gradient would be multiplied by one
             for gradient in self._gradients():
                 gradient.mul_(limit / (grad_norm + _EPSILON))
+        else:
+            self._clip_values()
+
+    def _clip_values(self) -> None:
+        if (limit := self.config.clip_value) is not None:
+            for gradient in self._gradients():
+                gradient.clamp_(-limit, limit)
 
     def _gradients(self) -> list[Tensor]:
         found = self.sync.flat_gradients()

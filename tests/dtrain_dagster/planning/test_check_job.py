@@ -59,6 +59,13 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "own_parts")
 
 
+def test_a_named_optimizer_is_rehearsed_and_what_it_keeps_is_counted(dataset: Path) -> None:
+    job = job_of(dataset, optimizer={"factory": "torch.optim:SGD", "args": {"lr": 0.1, "momentum": 0.9}})
+    model = check_job(job, ranks=1).model
+    assert model is not None
+    assert model.moments == 1.0
+
+
 def job_of(dataset: Path, **sections: Any) -> JobConfig:
     document = {"job_id": "j", "run_dir": "/tmp/none", "dataset": {"uri": str(dataset)}, **sections}
     return parse_job(json.dumps(document))
@@ -70,6 +77,14 @@ def job_of(dataset: Path, **sections: Any) -> JobConfig:
     [
         ({"model": {"factory": "tcn", "args": {"channel": 8}}}, r"model.args = .*'channel'.*accepts: channels"),
         ({"model": {"factory": "own_parts:make"}, "loss": {"factory": "own_parts:Frozen"}}, "training step.*grad"),
+        (
+            {"optimizer": {"factory": "torch.optim:Adafactor"}, "training": {"strategy": "fsdp"}},
+            r"leaves each rank rows of every parameter, and .*Adafactor",
+        ),
+        (
+            {"training": {"monitor": "f1", "mode": "max"}},
+            "'f1' is not measured of such data: choose one of .*mse_",
+        ),
     ],
 )
 @pytest.mark.usefixtures("own")

@@ -58,6 +58,20 @@ def test_clipping_bounds_the_gradient_and_tells_its_norm_from_before() -> None:
     assert float(clipped.norm()) == pytest.approx(0.01, rel=1e-3)
 
 
+def test_elements_are_clipped_by_their_value_after_the_sum() -> None:
+    net = model()
+    step_of(net, clip_value=0.05)(batch(8, 8), 0, 0.0, NOTHING)
+    plain = model()
+    step_of(plain)(batch(8, 8), 0, 0.0, NOTHING)
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert float(theirs.grad.abs().max()) > 0.05
+        torch.testing.assert_close(mine.grad, theirs.grad.clamp(-0.05, 0.05), rtol=0, atol=0)
+    with pytest.raises(ConfigError, match="clips instead of clip_norm = 1.0: set clip_norm to None"):
+        DistributedTrainingConfig(clip_value=0.5)
+
+
 def test_dropout_belongs_to_the_micro_batch_and_the_step() -> None:
     def loss(at: int) -> float:
         torch.manual_seed(torch.seed())  # whatever happened before must not matter
