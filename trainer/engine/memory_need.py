@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ from trainer.config import DistributedTrainingConfig
 from trainer.data.loader import TrainingData
 from trainer.engine.interruptions import GPUTooSmall, OutOfMemoryError
 from trainer.engine.out_of_memory import is_out_of_memory
+from trainer.engine.precision import tf32_products
 from trainer.engine.session import Session
 from trainer.engine.step import TrainingStep
 from trainer.model.sizes import model_bytes
@@ -32,6 +34,8 @@ from trainer.runtime.nested import leaves_of
 
 SAFETY = 0.05
 """The share by which a pass may take more than was measured, as the memory of an allocator lies in pieces."""
+WORTH = 0.9
+"""The share of a pass's memory below which another precision is worth naming."""
 _GPU_WORDS = ("CUDA", "CUBLAS", "CUDNN", "HIP")
 _log = logging.getLogger(__name__)
 
@@ -52,6 +56,9 @@ class MemoryNeed:
     """(samples, bytes at the peak) of the passes that were possible, in ascending order."""
     failed: int | None = None
     """The smallest number of samples for which memory ran out while this was measured."""
+    in_bf16: tuple[int, float] | None = None
+    """Of a pass in bf16 with as many samples as the largest one that was measured: bytes, and its seconds ÷ those in
+    the precision of the training. None: it was not measured."""
 
     state_bytes: int = 0
     """Of what is held: parameters, their gradients and moments, where each rank holds all of them."""
@@ -178,12 +185,15 @@ def measure_memory(step: TrainingStep, data: TrainingData, wanted: int) -> Memor
     _free(device)
     total, room = _memory_of(device)
     measured: list[tuple[int, int]] = []
-    failed = None
+    failed = in_bf16 = None
+
+    def pass_of(samples: int) -> Callable[[], None]:
+        positions = np.arange(min(samples, data.count("train")))
+        return partial(step.run_alone, data.read("train", positions, device), len(positions))
+
     for samples in sorted({1 << power for power in range(wanted.bit_length()) if 1 << power <= wanted} | {wanted}):
         try:
-            positions = np.arange(min(samples, data.count("train")))
-            given = data.read("train", positions, device), len(positions)
-            taken = _peak_of(partial(step.run_alone, *given), device)
+            taken = _peak_of(pass_of(samples), device)
         except Exception as error:
             if is_out_of_memory(error):
                 failed = samples
@@ -194,6 +204,9 @@ def measure_memory(step: TrainingStep, data: TrainingData, wanted: int) -> Memor
         finally:
             _free(device)
         measured.append((samples, taken))
+    if measured and step.config.precision in ("fp32", "tf32"):
+        run = pass_of(measured[-1][0])
+        in_bf16 = _compare_bf16(tf32_products()(run) if step.config.precision == "tf32" else run, device)
     model = model_bytes(step.module, moments=step.scheduled.recipe.moments)
     room = max([room, *(taken for _, taken in measured)])  # what is freed may lie in pieces that the limit counts
     return MemoryNeed(
@@ -203,6 +216,7 @@ def measure_memory(step: TrainingStep, data: TrainingData, wanted: int) -> Memor
         wanted=wanted,
         measured=tuple(measured),
         failed=failed,
+        in_bf16=in_bf16,
         state_bytes=rank_bytes(model, 1).held,
         gathered_bytes=model.gathered(),
         ranks=step.world.world_size,
@@ -256,8 +270,12 @@ def _ways(need: MemoryNeed, config: DistributedTrainingConfig, where: str) -> li
     if not config.is_sharded and need.fits < need.wanted and (ranks := need.sharing_ranks) is not None:
         each = format_bytes(need.shared_bytes(ranks) or 0)
         ways.append(f'training.strategy = "fsdp": on {ranks} ranks that share the model it takes {each} each')
-    if config.precision in ("fp32", "tf32"):
-        ways.append('training.precision = "bf16", which keeps about half of the activations\' bytes')
+    if need.in_bf16 is not None and need.in_bf16[0] < WORTH * need.measured[-1][1]:
+        (samples, usual), (taken, times) = need.measured[-1], need.in_bf16
+        ways.append(
+            f'training.precision = "bf16", in which a pass with {samples} at once takes {format_bytes(taken)} instead '
+            f"of {format_bytes(usual)}, and {times:.2g} times the time"
+        )
     all_bytes = need.device_bytes(need.wanted)
     if all_bytes is not None and need.fits < need.wanted:
         kind = "a GPU" if need.device == "cuda" else "nodes"
@@ -273,6 +291,32 @@ def _ways(need: MemoryNeed, config: DistributedTrainingConfig, where: str) -> li
         ways.append("fewer ranks on each host (--procs-per-node, DTRAIN_PROCESSES_PER_NODE), which share its memory")
     ways.append("a smaller model")
     return ways
+
+
+def _compare_bf16(run: Callable[[], None], device: torch.device) -> tuple[int, float] | None:
+    """Return the bytes of a pass in bf16, and its seconds ÷ those without; None where it fails."""
+
+    def in_bf16() -> None:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            run()
+
+    try:
+        taken = _peak_of(in_bf16, device)
+        return taken, _seconds_of(in_bf16, device) / _seconds_of(run, device)
+    except Exception as error:
+        _log.info("a pass in bf16 could not be measured: %s", error)
+        return None
+    finally:
+        _free(device)
+
+
+def _seconds_of(run: Callable[[], None], device: torch.device) -> float:
+    """Return how long this takes, once it has run before."""
+    began = time.monotonic()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.monotonic() - began
 
 
 def _free(device: torch.device) -> None:

@@ -8,10 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from steps import step_of
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from trainer.checkpoint.manager import LATEST
 from trainer.config import DistributedTrainingConfig
-from trainer.engine.memory_need import MemoryNeed, explain_need, is_gpu_out_of_memory, may_move_to_cpu
+from trainer.data.dataset_data import DatasetData
+from trainer.engine.memory_need import (
+    MemoryNeed,
+    explain_need,
+    is_gpu_out_of_memory,
+    may_move_to_cpu,
+    measure_memory,
+)
 from trainer.engine.out_of_memory import MicroBatchLimit, limit_evaluation
 from trainer.evaluation.evaluate import EVAL_BATCH
 from trainer.exit_codes import DONE, FAILED
@@ -43,7 +53,7 @@ def test_the_ways_out_are_named_with_their_settings_and_figures() -> None:
     assert "a pass takes 300 MiB with 1 sample at once and 500 MiB with 2 samples at once" in told
     assert "the GPU has 1e+03 MiB free" in told or "the GPU has 1000 MiB free" in told
     assert "training.micro_batch_floor = 3, as at most 3 of 8 samples fit at once" in told
-    assert 'training.precision = "bf16"' in told
+    assert "bf16" not in told, "nobody has measured it"
     assert 'training.backend = "gloo"' in told
     assert "a GPU with 17.5 GiB for 8 samples at once, instead of 16 GiB" in told
     none = explain_need(need(), DistributedTrainingConfig(precision="bf16"))
@@ -54,6 +64,48 @@ def test_the_ways_out_are_named_with_their_settings_and_figures() -> None:
     assert "start the job again" in host, "all of it would have fitted"
     assert "backend" not in host
     assert "DTRAIN_PROCESSES_PER_NODE" in host
+
+
+def test_bf16_is_named_where_it_was_measured_to_take_less_with_its_time() -> None:
+    measured = ((1, 300 * MIB), (2, 500 * MIB))
+    told = explain_need(need(measured=measured, in_bf16=(300 * MIB, 1.73)), DistributedTrainingConfig())
+    words = (
+        'training.precision = "bf16", in which a pass with 2 at once takes 300 MiB instead of 500 MiB, and 1.7 times'
+    )
+    assert words in told
+    same = explain_need(need(measured=measured, in_bf16=(480 * MIB, 0.5)), DistributedTrainingConfig())
+    assert "bf16" not in same
+
+
+class Wide(nn.Module):
+    """A model whose activations are most of what a pass takes, and count how it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.kinds = nn.Linear(2, 512), nn.Linear(512, 1), list[torch.dtype]()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        self.kinds.append(hidden.dtype)
+        return self.last(hidden.tanh().tanh())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_pass_in_bf16_is_measured_beside_the_largest_that_is_possible(precision: str) -> None:
+    module, rows = Wide(), torch.randn(64, 2)
+    step = step_of(module, precision=precision, batch_size_per_gpu=64)
+    found = measure_memory(step, DatasetData(TensorDataset(rows, rows[:, 0])), 64)
+    sizes = [size for size, _ in found.measured]
+    assert sizes == [1, 2, 4, 8, 16, 32, 64]
+    if precision == "bf16":
+        assert found.in_bf16 is None
+        assert module.kinds == [torch.bfloat16] * len(sizes)
+        return
+    assert found.in_bf16 is not None
+    taken, times = found.in_bf16
+    assert 0.3 < taken / found.measured[-1][1] < 0.8
+    assert times > 0
+    assert module.kinds == [*[torch.float32] * len(sizes), torch.bfloat16, torch.bfloat16, torch.float32]
 
 
 def test_it_is_said_on_how_many_ranks_a_shared_model_would_fit() -> None:
