@@ -19,6 +19,7 @@ from dtrain_dagster.resources import build_resources
 from dtrain_dagster.sensors.watched_clusters import watched_clusters
 from dtrain_dagster.settings.environment import Settings, SettingsError
 from dtrain_dagster.support.graph_names import GraphNames
+from trainer.config import OptimizerConfig
 
 FEATURES = dg.AssetKey(["team", "features"])
 
@@ -133,6 +134,12 @@ def test_jobs_of_two_graphs_that_train_the_same_have_other_ids(tmp_path: Path) -
     assert two.fingerprint == f"two-{stock.fingerprint}"
     assert one.on_nodes(job, 1).fingerprint == one.fingerprint
     assert len({stock.pace, one.pace, two.pace}) == 3, "nor do they share a probe, which one of them may end"
+    options = TrainingOptions(optimizer="torch.optim:SGD", optimizer_args={"lr": 0.1}, lr_scheduler="")
+    other = job_on(1, options, cluster, resources["project"], dataset)
+    assert other.optimizer == OptimizerConfig(factory="torch.optim:SGD", args={"lr": 0.1})
+    assert other.lr_scheduler is None
+    sized = size_up_job(other, dataset.samples, price, "dedicated", 1, 1, cluster.traits, names=GraphNames(""))
+    assert sized.fingerprint != stock.fingerprint, "another optimizer is another training"
 
 
 def test_where_a_graph_begins_counts_as_stated() -> None:

@@ -78,8 +78,8 @@ def _refuse_idle_settings(recipe: OptimizerRecipe, config: DistributedTrainingCo
         for name in names:
             if (value := getattr(config, name)) != getattr(usual, name):
                 raise ConfigError(
-                    f"training.{name} = {value!r} has no effect with an {part} of your own: leave it out, and set it "
-                    f"where the {part} is made"
+                    f"training.{name} = {value!r} has no effect with an {part} of your own: leave it out (or set it to "
+                    f"{getattr(usual, name)!r}), and give the {part} its own"
                 )
 
 

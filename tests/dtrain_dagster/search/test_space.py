@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from dtrain_dagster.search.check_space import check_space, extremes, job_of_trial
 from dtrain_dagster.search.space import Choices, Range, SpaceError, parse_space
 from harness.small_job import write_dataset
-from trainer.config import ConfigError, DatasetRef, FactoryConfig, JobConfig
+from trainer.config import ConfigError, DatasetRef, FactoryConfig, JobConfig, OptimizerConfig
 
 RATE = {"training.learning_rate": {"low": 1e-4, "high": 1e-1, "log": True}}
 MODELS: dict[str, Any] = {
@@ -150,6 +151,16 @@ class TestWhatIsDrawn:
         space = parse_space({"model.factory": ["tcn", "lstm"]})
         assert job_of_trial(base, space, {"model.factory": "tcn"}).model.args == {"dropout": 0.5}
         assert job_of_trial(base, space, {"model.factory": "lstm"}).model.args == {}
+
+    def test_arguments_of_an_optimizer_are_varied_where_the_job_has_one(self) -> None:
+        space = parse_space({"optimizer.args.lr": {"low": 1e-3, "high": 1e-1, "log": True}})
+        with pytest.raises(SpaceError, match="the job has no optimizer of its own; give it one"):
+            check_space(space, BASE)
+        base = replace(BASE, optimizer=OptimizerConfig(factory="torch.optim:SGD", args={"lr": 0.01, "momentum": 0.9}))
+        assert check_space(space, base) == []
+        job = job_of_trial(base, space, {"optimizer.args.lr": 0.02})
+        assert job.optimizer is not None
+        assert job.optimizer.args == {"lr": 0.02, "momentum": 0.9}
 
     def test_the_ends_of_each_model_are_tried(self) -> None:
         found = extremes(parse_space({**MODELS, **RATE}))
