@@ -1,9 +1,9 @@
 """The GPU memory that a sample takes, and the samples that fit, from what the nodes measured. Pure.
 
 A process holds weights, gradients and the two moments of Adam, which do not grow with the batch, and activations, which
-do. What else it holds (the driver's context, the allocator's reserve, what ranks that share a model gather of it) is
-counted with the activations, so a sample seems larger than it is, and a recommended batch is rather too small than too
-large.
+do. Where it has told what it holds between steps, data on the GPU among it, that does not grow either. What else it
+holds (the driver's context, the allocator's reserve, what ranks that share a model gather of it) is counted with the
+activations, so a sample seems larger than it is, and a recommended batch is rather too small than too large.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ class GPUMemory:
     used: int
     total: int
     state: float
-    """Bytes that do not grow with the batch."""
+    """Bytes of weights, gradients and moments."""
     batch: int
     """Samples of a micro-batch."""
     ranks: int
     """Ranks that share the GPU."""
     sharing: int = 1
     """Ranks that hold one copy of the model together."""
+    fixed: float = 0.0
+    """Bytes beside ``state`` that were measured between steps, such as data on the GPU."""
 
     @property
     def fraction(self) -> float:
@@ -45,11 +47,11 @@ class GPUMemory:
     @property
     def bytes_per_sample(self) -> float:
         """Return the bytes that a sample of the micro-batch takes."""
-        return (self.used - self.state) / (self.batch * self.ranks)
+        return (self.used - self.state - self.fixed) / (self.batch * self.ranks)
 
     def batch_at(self, target: float = MEMORY_TARGET) -> int:
         """Return the batch that fills this share of the memory; never smaller than now."""
-        room = (target * self.total - self.state) / (self.bytes_per_sample * self.ranks)
+        room = (target * self.total - self.state - self.fixed) / (self.bytes_per_sample * self.ranks)
         return max(self.batch, int(min(room, MOST * self.batch)) // MULTIPLE * MULTIPLE)
 
     def used_with(self, sharing: int) -> float:
@@ -81,10 +83,13 @@ def gpu_memory(
     parameters = int(world[-1].facts.get("parameters_bytes") or 0)
     sharing = sharing_of(world[-1], str(training.get("strategy") or "ddp"))
     state = ranks * rank_bytes(ModelBytes(parameters=parameters, trained=parameters), sharing).held
+    most = 0.9 * used
+    held = min(most, ranks * int(world[-1].facts.get("held_bytes") or 0))
     return GPUMemory(
         used=used,
         total=int(gpu["memory_total_bytes"]),
-        state=min(state, 0.9 * used),
+        state=min(state, most),
+        fixed=max(0.0, held - state),
         batch=int(batch),
         ranks=ranks,
         sharing=sharing,

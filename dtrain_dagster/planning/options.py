@@ -359,10 +359,11 @@ def _batch_words(memory: GPUMemory, training: Mapping[str, Any]) -> str:
     how to keep both."""
     ranks, steps = int(training.get("world_size") or 1), int(training.get("gradient_accumulation_steps") or 1)
     batch = memory.batch_at()
+    fixed = f" and {format_bytes(memory.fixed)} for what else is held between steps" if memory.fixed else ""
     now, then = (size * steps * ranks for size in (memory.batch, batch))
     words = (
         f"GPU memory is {memory.fraction:.0%} full at most, {format_bytes(memory.used)} of "
-        f"{format_bytes(memory.total)}: {format_bytes(memory.state)} for weights, gradients and moments, "
+        f"{format_bytes(memory.total)}: {format_bytes(memory.state)} for weights, gradients and moments{fixed}, "
         f"{memory.bytes_per_sample / 2**20:.3g} MiB for each of {memory.batch} samples. {batch} of them would fill "
         f"{MEMORY_TARGET:.0%}. The global batch grows from {now} to {then} samples, there are {then / now:.3g} times "
         "fewer steps"

@@ -133,7 +133,8 @@ class CommunicationProfiler:
     def report(
         self, window: TimingWindow, samples_at_once: int, micro_batches: int, parameters_bytes: int
     ) -> dict[str, Any]:
-        """Return the fields of the ``timing`` event of a window, of this world and of its work.
+        """Return the fields of the ``timing`` event of a window, of this world and of its work. To be called between
+        two steps: on a GPU, what this process holds there then is told as ``held_bytes``.
 
         ``samples_at_once``: the most samples that this rank puts through its model at once. ``micro_batches``: of a
         step, over all ranks. ``parameters_bytes``: the size of the parameters that are trained.
@@ -146,7 +147,12 @@ class CommunicationProfiler:
             "local_samples_per_micro_batch": samples_at_once,
             "micro_batches": micro_batches,
             "parameters_bytes": parameters_bytes,
+            **self._held(),
         }
+
+    def _held(self) -> dict[str, int]:
+        device = self.world.device
+        return {"held_bytes": torch.cuda.memory_allocated(device)} if device.type == "cuda" else {}
 
     def probe(self, step: int) -> dict[str, Any] | None:
         """Probe the links at the end of a window, if that is due; return a ``link`` event's fields, or None. A

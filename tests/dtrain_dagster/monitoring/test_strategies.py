@@ -205,6 +205,25 @@ def test_a_batch_for_memory_that_is_not_used(used: float, expected: int | None):
         assert size == pytest.approx(128 * 0.85 / used, rel=0.03)
 
 
+def test_what_ranks_have_measured_to_hold_between_steps_does_not_grow_with_the_batch():
+    gpu = {"memory_used_bytes": 8e9, "memory_total_bytes": 16e9}
+    events = [*Simulation(windows=8).events(), event("node", 0, 1, node_id=10, gpus=[gpu])]
+
+    def memory(**facts: Any) -> GPUMemory:
+        told = [{**item, **facts} if item["kind"] == "timing" else item for item in events]
+        found = gpu_memory(settled(windows(told)), told, TRAINING)
+        assert isinstance(found, GPUMemory)
+        return found
+
+    usual, less, more = memory(), memory(held_bytes=1), memory(held_bytes=int(6e9))
+    assert (usual.fixed, less) == (0, usual), "weights, gradients and moments are held in any case"
+    assert more.state + more.fixed == 6e9
+    assert more.state == usual.state
+    assert more.bytes_per_sample == 2e9 / 128
+    assert more.batch_at(0.85) == (13.6e9 - 6e9) * 128 / 2e9 // 8 * 8 > usual.batch_at(0.85)
+    assert memory(held_bytes=int(16e9)).fixed < 8e9, "of a process that has ended"
+
+
 def test_a_batch_grows_with_what_grows_with_it_only():
     memory = GPUMemory(used=500, total=1000, state=300.0, batch=100, ranks=1)
     assert memory.bytes_per_sample == 2

@@ -13,6 +13,7 @@ import torch
 from harness.worlds import Job
 from trainer.comm.group import Collective
 from trainer.comm.static_rendezvous import join_world
+from trainer.comm.world import RankFacts, World
 from trainer.config import DistributedTrainingConfig
 from trainer.observability.comm_profiler import (
     EAGER_WINDOWS,
@@ -232,6 +233,16 @@ def test_ranks_exchange_at_each_report_at_first_then_once_a_second_and_at_the_en
     assert profiler.is_due(EAGER_WINDOWS + lasts + MOST_STEPS, is_last=False), "before steps would be dropped"
     assert not profiler.is_due(EAGER_WINDOWS + lasts + MOST_STEPS - 1, is_last=False)
     assert not CommunicationProfiler(profiler.world, StepTimer(False, CPU)).is_due(1, is_last=True)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_what_a_gpu_holds_between_steps_is_told(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device(kind)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda where: 5_000 if where == device else 0)
+    profiler = CommunicationProfiler(World(RankFacts(), device, "gloo"), StepTimer(False, CPU))
+    found = profiler.report(window([[0.1]]), samples_at_once=8, micro_batches=2, parameters_bytes=400)
+    assert found.get("held_bytes") == (5_000 if kind == "cuda" else None)
+    assert found["parameters_bytes"] == 400
 
 
 PLANTED = 0.4
