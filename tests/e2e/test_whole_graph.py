@@ -101,11 +101,11 @@ def test_sensors_and_schedule_are_there_and_stand_as_meant(graph: WholeGraph) ->
 
 @in_a_browser
 def test_it_is_watched_while_it_trains(graph: WholeGraph, page: BrowserPage) -> None:
+    wait_for(lambda: graph.dagster.observations("trained_checkpoint"), 150, "live progress")
     page.goto(f"{graph.dagster.url}/runs/{graph.run_id()}")
     page.get_by_text("trained_checkpoint").first.wait_for()
-    wait_for(lambda: graph.dagster.observations("trained_checkpoint"), 150, "live progress")
     shot(page, "run")
-    page.goto("about:blank")  # it is drawn anew with each event
+    page.goto("about:blank")  # it is drawn anew with each event, which takes as much of a core as a rank
 
 
 def test_it_makes_a_champion(finished: WholeGraph) -> None:
