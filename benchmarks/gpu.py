@@ -44,6 +44,7 @@ BATCH, WARM_STEPS = 768, 20
 TRAININGS: Mapping[str, Mapping[str, Any]] = {
     "fp32": {},
     "fp32_again": {},
+    "tf32": {"precision": "tf32"},
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16"},
     "data_in_host_memory": {"data_on_device": False},

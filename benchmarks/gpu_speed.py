@@ -2,10 +2,13 @@
 
 A bare loop is the same model, loss, batch, clipping and AdamW on the same data, written in a few lines, without ranks,
 checkpoints and reports: run operation by operation (``eager``), through `torch.compile` (``compiled``), or as one CUDA
-graph (``captured``). Sides take turns in each round, in one process. Of a training, the seconds of a step are the
-median over its ``step`` events after the first `WARM_STEPS`.
+graph (``captured``); with ``workers``, batches come from torch's DataLoader, else all data are on the device. Sides
+take turns in each round, in one process. Of a training, the seconds of a step are the median over its ``step`` events
+after the first `WARM_STEPS`. Language and images are a caller's own dataset, whose batches are copied to a GPU while it
+computes; ``workers`` reads them in other processes.
 
     step_ms     milliseconds of a step, the median over rounds, by side
+    input_ms    milliseconds of a step that a training waited for its batch, by its settings
     share       the time of the fastest bare loop ÷ that of the training, by its settings
     peak_mib    the most memory that was allocated, by side
     busy_share  the part of a traced stretch of the training during which the GPU computed
@@ -16,10 +19,12 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -30,10 +35,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.host import note
 from trainer.config import DatasetRef, FactoryConfig, JobConfig, TrackingConfig
+from trainer.engine.precision import tf32_products
 from trainer.engine.problem import maker_of
 from trainer.engine.run_job import train_job
 from trainer.fit import DistributedConfig, Trainer
@@ -42,6 +48,8 @@ from trainer.rundir import RunDir
 from trainer.spec import WINDOWS
 
 WARM_STEPS, ROUNDS, CLIP, RATE, EPSILON = 20, 2, 1.0, 1e-4, 1e-6
+WORKERS = "workers"
+"""The name of the sides whose batches are read by processes of torch's DataLoader."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +144,13 @@ def image_losses(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
     return functional.cross_entropy(model(images).float(), labels, reduction="none")
 
 
+def loader_of(case: Case) -> DataLoader[Any]:
+    """Return a loader of a case's data, with worker processes."""
+    data, pins = TensorDataset(*(each.cpu() for each in case.data)), case.data[0].is_cuda
+    options: dict[str, Any] = {"shuffle": True, "drop_last": True, "persistent_workers": True}
+    return DataLoader(data, case.batch, num_workers=4, pin_memory=pins, **options)
+
+
 class BareLoop:
     """A training loop of a few lines."""
 
@@ -150,6 +165,7 @@ class BareLoop:
         self.loss = torch.compile(lambda batch: losses(self.module, batch)) if how == "compiled" else self._plain
         self.positions = torch.zeros(case.batch, dtype=torch.int64, device=device)
         self.graph: Any = None
+        self.batches = self._read(loader_of(case)) if how == WORKERS else None
         if how == "captured":
             self._capture()
 
@@ -167,9 +183,17 @@ class BareLoop:
         with torch.cuda.graph(self.graph):
             self._work()
 
+    def _read(self, loader: DataLoader[Any]) -> Iterator[tuple[Tensor, ...]]:
+        while True:
+            for batch in loader:
+                yield tuple(each.to(self.device, non_blocking=True) for each in batch)
+
     def _work(self) -> None:
         self.optimizer.zero_grad(set_to_none=self.graph is None)
-        batch = tuple(each.index_select(0, self.positions) for each in self.case.data)
+        if self.batches is None:
+            batch = tuple(each.index_select(0, self.positions) for each in self.case.data)
+        else:
+            batch = next(self.batches)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.case.precision == "bf16"):
             loss = self.loss(batch).mean()
         loss.backward()
@@ -178,6 +202,10 @@ class BareLoop:
 
     def run(self, steps: int) -> float:
         """Return the seconds of a step, over so many of them."""
+        with tf32_products() if self.case.precision == "tf32" else nullcontext():
+            return self._run(steps)
+
+    def _run(self, steps: int) -> float:
         count = len(self.case.data[0])
         order = torch.randperm(count, device=self.device)
         wait_for(self.device)
@@ -199,13 +227,14 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def seconds_of(rundir: RunDir) -> tuple[float, float]:
-    """Return the seconds of a step (median), and those from the last step to the end."""
+def seconds_of(rundir: RunDir) -> tuple[float, float, float]:
+    """Return the seconds of a step (median), those of it that waited for a batch, and those from the last step to the
+    end."""
     events = list(rundir.events())
     steps = [item for item in events if item["kind"] == "step"]
-    return statistics.median([item["step_seconds"] for item in steps][WARM_STEPS:]), events[-1]["time"] - steps[-1][
-        "time"
-    ]
+    step = statistics.median([item["step_seconds"] for item in steps][WARM_STEPS:])
+    waits = [max(item["segments"]["input"]) for item in events if item["kind"] == "timing"]
+    return step, statistics.median(waits) if waits else math.nan, events[-1]["time"] - steps[-1]["time"]
 
 
 def settings_of(case: Case, name: str) -> dict[str, Any]:
@@ -227,7 +256,7 @@ def settings_of(case: Case, name: str) -> dict[str, Any]:
 
 def train_case(case: Case, name: str, folder: Path) -> RunDir:
     """Train a case by its own dataset, and return the run directory."""
-    data = TensorDataset(*(each.cpu() for each in case.data))
+    data = loader_of(case) if name == WORKERS else TensorDataset(*(each.cpu() for each in case.data))
     run_dir = str(folder / f"{case.name}-{name}-{time.monotonic_ns()}")
     torch.manual_seed(0)
     config = DistributedConfig(**settings_of(case, name))
@@ -242,6 +271,7 @@ def compare(
     found: dict[str, list[float]] = {}
     peaks: dict[str, int] = {}
     failed: dict[str, str] = {}
+    waits: dict[str, float] = {}
     ends: dict[str, float] = {}
 
     def take(side: str, work: Callable[[], float]) -> None:
@@ -267,7 +297,7 @@ def compare(
 
     def ours(name: str) -> float:
         torch.compiler.reset()
-        step, ends[name] = seconds_of(train(case, name, folder))
+        step, waits[name], ends[name] = seconds_of(train(case, name, folder))
         return step
 
     for _ in range(rounds):
@@ -280,6 +310,7 @@ def compare(
     return {
         "batch": case.batch,
         "step_ms": {side: round(1000 * value, 3) for side, value in middle.items()},
+        "input_ms": {name: round(1000 * value, 3) for name, value in waits.items()},
         "share": {
             side.removeprefix("ours "): round(fastest / value, 3)
             for side, value in middle.items()
@@ -313,7 +344,7 @@ def price_case(dataset: DatasetRef, batch: int, steps: int, device: torch.device
         data=windows,
         batch=batch,
         steps=steps,
-        ours={"eager": {}, **graphs},
+        ours={"eager": {}, **({"tf32": {"precision": "tf32"}} if graphs else {}), **graphs},
         sides=("eager", "captured") if device.type == "cuda" else ("eager",),
     )
 
@@ -369,10 +400,15 @@ def other_cases(device: torch.device, tiny: bool) -> list[Case]:
         losses=image_losses,
         data=pictures,
         batch=image_batch,
-        ours={"eager": {}, **graphs},
-        sides=("eager",) if tiny else ("eager", "captured"),
+        ours={"eager": {}, WORKERS: {}, **graphs},
+        sides=("eager", WORKERS) if tiny else ("eager", "captured", WORKERS),
     )
-    return [language, vision]
+    # In float32, of which only matrix products are in TF32; a CPU has none.
+    products = [
+        replace(language, name=f"gpt-{precision}", precision=precision, ours={"eager": {}}, sides=("eager",))
+        for precision in ("fp32", "tf32")
+    ]
+    return [language, vision, *(products if device.type == "cuda" else [])]
 
 
 def busy_share(rundir: RunDir) -> float | None:
