@@ -275,12 +275,12 @@ class ZeroEngine:
         }
 
     def set_moments(self, state: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Take over the state of torch's AdamW; parameters that it lacks begin with zeros."""
+        """Take over the state of torch's AdamW; parameters that it lacks begin with zeros. Called before the first step
+        in any case: DeepSpeed looks for the moments once, after the step of the first group, when the others have
+        none yet."""
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
         updates = max((float(of_one["step"]) for of_one in state.values()), default=0.0)
-        if not updates:
-            return
         inner, stage = self._zero.optimizer, self.config.zero_stage
         groups = inner.param_groups
         parts = self._zero.fp32_partitioned_groups_flat if stage == 3 else [p for it in groups for p in it["params"]]
