@@ -213,18 +213,20 @@ class DatasetData(TrainingData):
 
     def read(self, split: str, positions: NDArray[np.int64], device: torch.device) -> Any:
         """Return the samples at these positions as one batch on the device, read in this process."""
-        with _own_random_state():
-            return move_to(self._reader[_Order(split, int(positions[0]), positions)], device)
+        return move_to(self._read_here(_Order(split, int(positions[0]), positions)), device)
 
     def read_each(self, split: str, parts: Sequence[NDArray[np.int64]], device: torch.device) -> Iterator[Any]:
         """Yield what `read` returns for each of these positions, read by workers where the caller's loader has some."""
-        pool = self._pools.get(split)
-        if pool is None or len(parts) < _WORTH_WORKERS:
-            for positions in parts:
-                yield self.read(split, positions, device)
-            return
-        for data in pool.read(_Order(split, int(positions[0]), positions) for positions in parts):
+        pool, copies = self._pools.get(split), copies_to(device)
+        orders = (_Order(split, int(positions[0]), positions) for positions in parts)
+        by_workers = pool if len(parts) >= _WORTH_WORKERS else None
+        read = map(self._read_here, orders) if by_workers is None else by_workers.read(orders)
+        for data in read if copies is None else copies.ahead(read):
             yield move_to(data, device)
+
+    def _read_here(self, order: _Order) -> Any:
+        with _own_random_state():
+            return self._reader[order]
 
     def make_reader(self, device: torch.device, prefetch_batches: int | None) -> DatasetReader:
         """Return the reader of training samples. Its worker processes are those of the reader before it."""

@@ -268,6 +268,25 @@ def test_a_dataset_gives_the_same_batches_by_copies_beside_the_computation(worke
 
 
 @pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_evaluation_gets_its_batches_by_the_same_copies(
+    workers: int, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ReadOptions(num_workers=workers, multiprocessing_context="fork" if workers else None)
+    data = DatasetData(Numbers(), valid=Numbers(), options={"valid": options})
+    if workers:
+        data.start_workers(DistributedTrainingConfig(world_size=1, batch_size_per_gpu=4), RankFacts())
+    parts, device = [np.arange(start, start + 8) for start in range(0, 48, 8)], TwoStreams(early)
+    try:
+        usual = [sum(float(part.double().sum()) for part in batch) for batch in data.read_each("valid", parts, CPU)]
+        monkeypatch.setattr("trainer.data.dataset_data.copies_to", lambda _: DeviceCopies(device))
+        assert total_of(data.read_each("valid", parts, CPU), device) == usual
+    finally:
+        data.close()
+    assert device.made == 2 * len(parts)
+
+
+@pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_arrays_give_the_same_batches_by_the_same_copies(ahead: int, early: bool, dataset: Path, cache: Path) -> None:
     def batches(device: TwoStreams | None) -> list[Any]:
