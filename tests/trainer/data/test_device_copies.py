@@ -212,10 +212,14 @@ def test_what_is_no_plain_tensor_of_the_host_stays_and_structures_are_those_of_b
 class Numbers(Dataset[Any]):
     """Samples that tell their position, and are changed by chance."""
 
+    reads = 0
+    """In this process."""
+
     def __len__(self) -> int:
         return 50
 
     def __getitem__(self, position: int) -> tuple[Tensor, Tensor]:
+        self.reads += 1
         return torch.full((2, 2), float(position)) + torch.rand(1).round(), torch.tensor(position)
 
 
@@ -273,7 +277,8 @@ def test_an_evaluation_gets_its_batches_by_the_same_copies(
     workers: int, early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ReadOptions(num_workers=workers, multiprocessing_context="fork" if workers else None)
-    data = DatasetData(Numbers(), valid=Numbers(), options={"valid": options})
+    split = Numbers()
+    data = DatasetData(Numbers(), valid=split, options={"valid": options})
     if workers:
         data.start_workers(DistributedTrainingConfig(world_size=1, batch_size_per_gpu=4), RankFacts())
     parts, device = [np.arange(start, start + 8) for start in range(0, 48, 8)], TwoStreams(early)
@@ -284,6 +289,7 @@ def test_an_evaluation_gets_its_batches_by_the_same_copies(
     finally:
         data.close()
     assert device.made == 2 * len(parts)
+    assert split.reads == (0 if workers else 2 * 48)
 
 
 @pytest.mark.parametrize("early", [True, False])
