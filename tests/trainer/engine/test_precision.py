@@ -12,7 +12,7 @@ from steps import step_of
 from thread_worlds import ALONE
 from torch import Tensor, nn
 
-from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
+from trainer.config import ConfigError, DatasetRef, DistributedTrainingConfig, JobConfig
 from trainer.data.batches import Batch, Samples
 from trainer.engine.memory_need import may_move_to_cpu
 from trainer.engine.own_model import OwnModel
@@ -124,6 +124,18 @@ def test_a_loop_of_the_callers_is_refused_before_it_reads_data(tmp_path: Path) -
     own = OwnModel(model(), job, ALONE, Faults({}, 0))
     with pytest.raises(ConfigError, match="'tf32' needs a GPU"):
         own.train_epoch([])
+
+
+def test_an_epoch_of_a_callers_model_computes_in_tf32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, looking = settings(), Looking()
+    training = DistributedTrainingConfig(world_size=1, precision="tf32")
+    job = JobConfig(job_id="own", run_dir=str(tmp_path), dataset=DatasetRef(uri="none"), training=training)
+    own = OwnModel(looking, job, ALONE, Faults({}, 0))
+    prepared = torch.optim.SGD(looking.parameters(), lr=0.1), nn.MSELoss(reduction="none")
+    monkeypatch.setattr(own, "_prepare", lambda: prepared)
+    own.train_epoch([(torch.randn(4, 3, 2), torch.randn(4, 1))])
+    assert looking.seen == [("high", "tf32")] * 2
+    assert settings() == before
 
 
 def test_memory_is_that_of_float32() -> None:
