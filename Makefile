@@ -32,7 +32,7 @@ PORT ?= 3000
 # Dagster's console without its debug events.
 QUIET := {"loggers": {"console": {"config": {"log_level": "INFO"}}}}
 
-.PHONY: help setup run ui test test-all test-fast kube slurm ray test-engines bench lint format train dashboard tensorboard mlflow docs clean lock sbom audit release
+.PHONY: help setup browser run ui test test-all test-fast kube slurm ray test-engines bench lint format train dashboard tensorboard mlflow docs clean lock sbom audit release
 
 help:  ## list what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,14 +75,16 @@ TESTS ?=
 # Images of CI often forbid Python to write bytecode. Hundreds of processes of one run would each compile the same modules.
 COMPILE := python -m compileall -q trainer dtrain_dagster harness
 
-test: setup  ## the tests (browser tests want Chromium: installed where that is possible); out/tests.json has their figures
+browser:
 	@command -v chromium >/dev/null || ./tests/install_chromium.sh
+
+test: setup browser  ## the tests (browser tests want Chromium: installed where that is possible); out/tests.json has their figures
 	@$(COMPILE)
 	@python docs/generate_reference.py
 	@python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --repeat-alone \
-	  --cpu-budget 2 --results=out/tests.json -m "not long" $(TESTS)
+	  --cpu-budget 2 --results=out/tests.json -m "not long and not lint" $(TESTS)
 
-test-all: test test-engines  ## the tests, those of frameworks, then the long ones: repetitions of proofs, loads of minutes, many examples of Hypothesis
+test-all: lint test test-engines  ## lint, the tests, those of frameworks, then the long ones: repetitions of proofs, loads of minutes, many examples of Hypothesis
 	@python -m pytest -o faulthandler_timeout=3300 --hypothesis-profile thorough --results=out/tests-long.json -m "long or hypothesis"
 
 test-fast: setup  ## the cheap ones of the tests, in one to two minutes: no world of processes, no server, no browser
@@ -139,8 +141,12 @@ bench: setup  ## benchmarks with options that make them short, one after the oth
 	@code=0; $(foreach name,$(BENCH),echo "python -m benchmarks.$(name) $(BENCH_$(name))" >&2; \
 	  python -m benchmarks.$(name) $(BENCH_$(name)) || code=1;) exit $$code
 
-lint: setup  ## ruff, mypy, and the walls between rooms (.importlinter)
+# The tests of this part that ask about files and not about behaviour: the site, the locks, Bicep, names of variables.
+LINTED = $$(grep -rl --include='test_*.py' '^pytestmark = .*mark\.lint' tests)
+
+lint: setup browser  ## ruff, mypy, the walls between rooms (.importlinter); the site, the locks, Bicep (tests marked `lint`)
 	@ruff check . && ruff format --check . && mypy && lint-imports --no-logo
+	@python -m pytest -n0 -m lint $(LINTED)
 
 format: setup  ## let ruff put the code into shape
 	@ruff check --fix . && ruff format .

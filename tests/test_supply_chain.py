@@ -15,6 +15,7 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+pytestmark = pytest.mark.lint
 ROOT = Path(__file__).parents[1]
 OWN = ("requirements.lock", "requirements-torch.lock", "requirements-cuda.lock")
 IMAGES = ("deploy/azure/requirements-nodes.lock", "deploy/azure/requirements-serving.lock")

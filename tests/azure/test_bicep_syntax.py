@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.lint
 AZURE = Path(__file__).parents[2] / "deploy" / "azure"
 FILES = sorted(AZURE.rglob("*.bicep"))
 FUNCTIONS = {

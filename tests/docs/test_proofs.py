@@ -14,24 +14,28 @@ PAGE = ROOT / "docs" / "proofs.md"
 _TEST = re.compile(r"`(tests/[\w/]+\.py)`")
 
 
-def is_long(node: ast.AST) -> bool:
-    """Say whether an expression names the marker `long`, other than for single values of a parameter."""
+COMMANDS = {"long": "make test-all", "lint": "make lint"}
+"""Marker of what `make test` leaves out → what runs it."""
+
+
+def has(node: ast.AST, marker: str) -> bool:
+    """Say whether an expression names the marker, other than for single values of a parameter."""
     text = ast.unparse(node)
-    return "mark.long" in text and "pytest.param" not in text
+    return f"mark.{marker}" in text and "pytest.param" not in text
 
 
-def has_quick_test(path: Path) -> bool:
-    """Say whether `make test` runs a test of this file."""
+def has_test_without(marker: str, path: Path) -> bool:
+    """Say whether this file has a test without the marker."""
     module = ast.parse(path.read_text())
     marks = [
         node.value
         for node in module.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
     ]
-    if any(is_long(value) for value in marks):
+    if any(has(value, marker) for value in marks):
         return False
     tests = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
-    return any(not any(is_long(decorator) for decorator in test.decorator_list) for test in tests)
+    return any(not any(has(decorator, marker) for decorator in test.decorator_list) for test in tests)
 
 
 def read_rows() -> list[str]:
@@ -43,8 +47,9 @@ def test_each_file_that_the_page_names_exists():
     assert not missing
 
 
+@pytest.mark.parametrize("marker", COMMANDS)
 @pytest.mark.parametrize("row", read_rows(), ids=lambda row: row[2:50])
-def test_a_row_says_where_only_make_test_all_runs_its_test(row: str):
+def test_a_row_says_where_make_test_runs_nothing_of_its_test(row: str, marker: str):
     named = [name for name in _TEST.findall(row) if name.split("/")[-1].startswith("test_")]
-    long = [name for name in named if not has_quick_test(ROOT / name)]
-    assert not long or "make test-all" in row, f"{', '.join(long)}: long only"
+    only = [name for name in named if not has_test_without(marker, ROOT / name)]
+    assert not only or COMMANDS[marker] in row, f"{', '.join(only)}: {marker} only"

@@ -13,6 +13,8 @@ import pytest
 from tests.docs.blocks import REFERENCE
 from tests.e2e.chromium import CHROMIUM, chromium
 
+pytestmark = pytest.mark.lint
+
 
 class Targets(HTMLParser):
     """What a page links to and loads, and the anchors that it has."""

@@ -14,6 +14,7 @@ import pytest
 from dtrain_dagster.settings.variables import INTERNAL
 from tests.docs.blocks import REFERENCE, ROOT
 
+pytestmark = pytest.mark.lint
 _NAME = re.compile(r"[A-Z][A-Z0-9]+(_[A-Z0-9]+)*")
 _PLACE = re.compile(r"environ|\benv\b|variables|getenv")
 """What an expression is called that holds variables of the environment."""
