@@ -184,6 +184,9 @@ def find_obstacle(module: nn.Module, data: Any, run: Callable[[], object], recor
         hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
         if any(hooks):
             return f"{_called(name, part)} has hooks, which a replay would not call"
+        for own, parameter in part.named_parameters(recurse=False):
+            if parameter._backward_hooks:
+                return f"the parameter {own} of {_called(name, part)} has hooks, which a replay would not call"
     run()  # what a model makes in its first pass is no sign of more in each
     before = _python_state(module)
     try:

@@ -294,6 +294,12 @@ def hooked() -> nn.Module:
     return module
 
 
+def hooked_parameter() -> nn.Module:
+    module = net()
+    module[1].weight.register_hook(lambda gradient: gradient)
+    return module
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -305,6 +311,7 @@ def hooked() -> nn.Module:
         (Collects, "a pass changes all"),
         (Draws, "a pass changes Python's random numbers"),
         (DrawsByNumpy, "a pass changes NumPy's random numbers"),
+        (hooked_parameter, r"the parameter weight of the module 1 \(Linear\) has hooks"),
         (hooked, r"the module 1 \(Linear\) has hooks, which a replay would not call"),
     ],
 )
