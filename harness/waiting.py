@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+_LONGEST_PAUSE = 1.0
+
 
 def until(
     true: Callable[[], Any],
@@ -15,12 +17,15 @@ def until(
     pause: float = 0.02,
 ) -> Any:
     """Wait until something is true, and return it. Fail when the time is over, or at once when it cannot come any more.
-    ``what`` is waited for, or says what there is instead; ``pause``: seconds between two looks."""
-    end = time.monotonic() + seconds
+    ``what`` is waited for, or says what there is instead; ``pause``: seconds between two looks, at least, for a look
+    that asks a service takes much longer than that, and would keep it busy with nothing else."""
+    end = (begun := time.monotonic()) + seconds
     while not (found := true()):
-        is_late = time.monotonic() >= end
+        looked = time.monotonic()
+        is_late = looked >= end
         if is_late or not can_come():
             why = f"waited {seconds:.0f} s in vain" if is_late else "it cannot come any more"
             raise AssertionError(f"{why}: {what() if callable(what) else what}")
-        time.sleep(pause)
+        time.sleep(max(pause, min(2 * (looked - begun), _LONGEST_PAUSE)))
+        begun = time.monotonic()
     return found
