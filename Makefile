@@ -32,7 +32,7 @@ PORT ?= 3000
 # Dagster's console without its debug events.
 QUIET := {"loggers": {"console": {"config": {"log_level": "INFO"}}}}
 
-.PHONY: help setup browser run ui test test-all test-fast kube slurm ray test-engines bench lint format train dashboard tensorboard mlflow docs clean lock sbom audit release
+.PHONY: help setup browser run ui test test-all test-fast kube slurm ray test-engines test-torch bench lint format train dashboard tensorboard mlflow docs clean lock sbom audit release
 
 help:  ## list what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,7 +84,8 @@ test: setup browser  ## the tests (browser tests want Chromium: installed where 
 	@python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --repeat-alone \
 	  --cpu-budget 2 --results=out/tests.json -m "not long and not lint" $(TESTS)
 
-test-all: lint test test-engines  ## lint, the tests, those of frameworks, then the long ones: repetitions of proofs, loads of minutes, many examples of Hypothesis
+test-all: lint test test-engines  ## lint, the tests, those of frameworks and of other versions of torch, then the long ones: repetitions of proofs, loads of minutes, many examples of Hypothesis
+	@for version in $(OTHER_TORCH); do $(MAKE) test-torch VERSION=$$version; done
 	@python -m pytest -o faulthandler_timeout=3300 --hypothesis-profile thorough --results=out/tests-long.json -m "long or hypothesis"
 
 test-fast: setup  ## the cheap ones of the tests, in one to two minutes: no world of processes, no server, no browser
@@ -118,6 +119,15 @@ $(ENGINES)/.ready: pyproject.toml tools/frameworks/build_horovod.sh | setup
 
 test-engines: $(ENGINES)/.ready  ## scripts under Horovod, DeepSpeed, Ray Train and TensorFlow (Linux; g++, cmake; builds Horovod once)
 	@PATH="$(CURDIR)/$(ENGINES)/bin:$$PATH" $(ENGINES)/bin/python -m pytest -n0 --results=out/tests-frameworks.json tests/frameworks tests/azure/test_frameworks.py
+
+# The ends of the range in pyproject.toml.
+OTHER_TORCH ?= 2.11.0 2.14.1
+VERSION ?=
+test-torch: setup  ## the trainer's tests with another torch (VERSION=2.14.1), in an environment over this one
+	@test -n "$(VERSION)" || { echo "which? make test-torch VERSION=2.14.1"; exit 2; }
+	@./tools/torch_environment.sh $(BIN)/python $(VENV)/torch-$(VERSION) "$(VERSION)"
+	@PATH="$(CURDIR)/$(VENV)/torch-$(VERSION)/bin:$$PATH" $(VENV)/torch-$(VERSION)/bin/python -m pytest -n 2 -m "not long" \
+	  --results=out/tests-torch-$(VERSION).json tests/trainer
 
 # Options with which a benchmark takes minutes at most. Without them it is as docs quote it.
 BENCH_azure_faults := --runs 4

@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from trainer.errors import ConfigError
-from trainer.runtime.packages import is_installed
+from trainer.runtime.packages import installed_version, is_installed
 
 Strategy = Literal["ddp", "fsdp", "hsdp", "horovod", "deepspeed"]
 SHARDED = ("fsdp", "hsdp")
 """The strategies with which a rank holds rows of the parameters, and not all of them."""
+SHARDED_NEED = (2, 13)
+"""The first version of torch that they work with."""
 PLAIN: Mapping[str, Any] = {"strategy": "ddp", "gather_precision": "fp32", "cpu_offload": False, "zero_stage": 1}
 """The settings of a training as any process can try it, without the parts that belong to another strategy."""
 PACKAGES = {"horovod": "horovod.torch", "deepspeed": "deepspeed"}
@@ -94,7 +96,14 @@ def _explain_encryption(config: Any, asked: str) -> str:
 
 
 def require_package(strategy: str) -> None:
-    """Raise `ConfigError` if this process's Python lacks the package that a strategy needs. Nothing is imported."""
+    """Raise `ConfigError` if this process's Python lacks what a strategy needs: a package, or a version of torch.
+    Nothing is imported."""
+    if strategy in SHARDED and (found := installed_version("torch")) < SHARDED_NEED:
+        least, here = (".".join(map(str, version)) for version in (SHARDED_NEED, found))
+        raise ConfigError(
+            f"training.strategy = {strategy!r} needs torch {least} or later, whose FSDP2 also sums what some ranks do not "
+            f"use, and {here} is installed: install a later one on all nodes, or set training.strategy = 'ddp'"
+        )
     name = PACKAGES.get(strategy)
     if name is not None and not is_installed(name):
         raise ConfigError(

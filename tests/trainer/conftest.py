@@ -15,6 +15,19 @@ from market import Market
 
 from harness.elastic_nodes import QUICK, Nodes
 from harness.worlds import Job, build
+from trainer.runtime.packages import installed_version
+from trainer.strategies import SHARDED_NEED
+
+OF_FSDP = ("fsdp", "hsdp", "test_sharding.py", "test_sharded_training.py", "with_another_strategy", "gathers_at_once")
+"""What the names of tests contain that need FSDP2 as it is since `SHARDED_NEED`."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if installed_version("torch") < SHARDED_NEED:
+        skip = pytest.mark.skip(reason=f"FSDP2 of torch before {SHARDED_NEED} is refused")
+        for item in items:
+            if "tests/trainer" in item.nodeid and any(word in item.nodeid for word in OF_FSDP):
+                item.add_marker(skip)
 
 
 @pytest.fixture(scope="session")

@@ -223,10 +223,13 @@ def test_who_is_asked_to_leave_after_it_has_voted_says_so_in_the_next_step(new_j
 
 def test_when_all_are_killed_a_new_launch_goes_on_from_the_checkpoint(begin: Callable[..., Nodes], whole: Job) -> None:
     nodes = begin()
-    until = {"seconds": 60.0, "until": str(nodes.job.run_dir / LATEST)}  # a checkpoint is written
+    go = nodes.job.run_dir.parent / "go"
+    until = {"seconds": 60.0, "until": str(go)}
     pauses = tuple(fault("sleep", "forward", 16, node, **until) for node in range(3))
     kills = tuple(fault("kill", "forward", 17, node) for node in range(3))
     nodes.start(faults=pauses + kills)
+    nodes.until(lambda: (nodes.job.rundir.read_json(LATEST) or {"step": None})["step"])  # before, it only fences
+    go.touch()
     assert nodes.wait() == [KILLED] * 3, nodes.log()
     kept = (nodes.job.rundir.read_json(LATEST) or {})["step"]
     assert kept >= 5

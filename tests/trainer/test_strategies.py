@@ -67,3 +67,14 @@ def test_a_missing_package_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPat
     for package, remedy in (("horovod", "it is built"), ("deepspeed", "pip install")):
         with pytest.raises(ConfigError, match=f"'{package}', which is not installed: {remedy}.*; or set .* 'ddp'"):
             require_package(package)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+def test_an_older_torch_is_refused_by_name_where_rows_are_divided(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_package("ddp")
+    monkeypatch.setattr("trainer.strategies.installed_version", lambda package: (2, 12))
+    require_package("ddp")
+    with pytest.raises(ConfigError, match=rf"'{strategy}' needs torch 2.13 or later.*2.12 is installed.*'ddp'"):
+        require_package(strategy)

@@ -42,7 +42,6 @@ from trainer.engine.session import Session
 from trainer.engine.state import Entry
 from trainer.engine.step_result import StepFlags, StepResult
 from trainer.engine.workload import Workload, make_sampler, needs_evaluation
-from trainer.model.optimizer_check import try_optimizer
 from trainer.model.optimizers import recipe_for
 from trainer.model.task import mean_of
 from trainer.observability.reporter import StepWindow
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
 OWN_MODEL = "trainer.engine.own_model:OwnModel"
 WARM_START = "trainer.engine.warm_start:begin_from"
 END = "trainer.engine.finalize:finalize"
+TRY_OPTIMIZER = "trainer.model.optimizer_check:try_optimizer"
 """What only some trainings need, or the end of one."""
 
 
@@ -150,7 +150,9 @@ class DistributedTrainer:
         torch.manual_seed(self.config.seed)
         problem = maker.make(self.job, data, participant.device)
         recipe = recipe_for(self.job.optimizer, self.job.lr_scheduler, problem.recipe)
-        problem = replace(problem, recipe=try_optimizer(problem.module, recipe, self.config))
+        if not recipe.is_usual:
+            recipe = load(TRY_OPTIMIZER)(problem.module, recipe, self.config)
+        problem = replace(problem, recipe=recipe)
         missing = self._begin_from(problem.module)
         parts, measure = problem.describe(self.config), problem.digest_measure(self.config)  # of the model as made
         workload = Workload(self.config, problem, sampler, participant.device, participant.faults)

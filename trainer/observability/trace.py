@@ -255,7 +255,7 @@ def top_operations(profile: torch.profiler.profile, on_gpu: bool) -> list[dict[s
     own: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     for event in profile.events():
         # Kernels have entries of their own besides.
-        if event.device_type == torch.autograd.DeviceType.CPU and not event.is_python_function:
+        if event.device_type == torch.autograd.DeviceType.CPU and not _is_python(event):
             microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
             own[event.key][0] += microseconds / 1e6
             own[event.key][1] += 1
@@ -265,3 +265,12 @@ def top_operations(profile: torch.profiler.profile, on_gpu: bool) -> list[dict[s
         {"name": name[:200], "self_seconds": round(seconds, 9), "share": round(seconds / total, 6), "calls": calls}
         for seconds, name, calls in rows[:TOP]
     ]
+
+
+def _is_python(event: Any) -> bool:
+    """Return whether an event is a call of a Python function, which torch before 2.12 tells by its name alone."""
+    told = getattr(event, "is_python_function", None)
+    return bool(_PYTHON.search(event.key) if told is None else told)
+
+
+_PYTHON = re.compile(r"\(\d+\): |^nn\.Module: |^<built-in ")

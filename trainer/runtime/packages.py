@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 from typing import Any
 
@@ -11,6 +12,13 @@ def load(name: str) -> Any:
     """Return what is called ``module:name``, whose module is imported now: for tables of what few processes need."""
     module, _, found = name.partition(":")
     return getattr(importlib.import_module(module), found)
+
+
+def installed_version(package: str) -> tuple[int, int]:
+    """Return the first two numbers of the version of an installed package. Raise
+    `importlib.metadata.PackageNotFoundError` where it is not installed."""
+    major, minor, *_ = importlib.metadata.version(package).split(".")
+    return int(major), int(minor)
 
 
 def is_installed(module: str) -> bool:

@@ -68,7 +68,7 @@ def test_elements_are_clipped_by_their_value_after_the_sum() -> None:
         assert theirs.grad is not None
         assert float(theirs.grad.abs().max()) > 0.05
         torch.testing.assert_close(mine.grad, theirs.grad.clamp(-0.05, 0.05), rtol=0, atol=0)
-    with pytest.raises(ConfigError, match="clips instead of clip_norm = 1.0: set clip_norm to None"):
+    with pytest.raises(ConfigError, match=r"clips instead of clip_norm = 1\.0: set clip_norm to None"):
         DistributedTrainingConfig(clip_value=0.5)
 
 

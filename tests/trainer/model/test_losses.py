@@ -102,7 +102,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_density(
     """
     loss, random = StudentTLoss(SPEC, *nu), torch.Generator().manual_seed(seed)
     outputs = wide * torch.randn(16, 3, generator=random)
-    outputs[:2, 1] = torch.tensor([8.0, -8.0])
+    outputs[:2, 1] = torch.tensor([8.001, -8.001])  # at 8 itself versions of torch differ in clamp's gradient
     target, share = 0.04 * torch.randn(16, generator=random), torch.rand(16, generator=random)
     expected, gradient = exact_loss_and_gradient(loss, outputs, target, share)
     digits = 8 * torch.finfo(torch.float32).eps
