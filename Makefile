@@ -121,8 +121,7 @@ test-engines: $(ENGINES)/.ready  ## scripts under Horovod, DeepSpeed, Ray Train 
 	@PATH="$(CURDIR)/$(ENGINES)/bin:$$PATH" $(ENGINES)/bin/python -m pytest -n0 --results=out/tests-frameworks.json tests/frameworks tests/azure/test_frameworks.py
 
 # The ends of the range in pyproject.toml.
-OTHER_TORCH ?= 2.11.0 2.14.1
-VERSION ?=
+OTHER_TORCH := 2.11.0 2.14.1
 test-torch: setup  ## the trainer's tests with another torch (VERSION=2.14.1), in an environment over this one
 	@test -n "$(VERSION)" || { echo "which? make test-torch VERSION=2.14.1"; exit 2; }
 	@./tools/torch_environment.sh $(BIN)/python $(VENV)/torch-$(VERSION) "$(VERSION)"

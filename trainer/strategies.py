@@ -101,8 +101,8 @@ def require_package(strategy: str) -> None:
     if strategy in SHARDED and (found := installed_version("torch")) < SHARDED_NEED:
         least, here = (".".join(map(str, version)) for version in (SHARDED_NEED, found))
         raise ConfigError(
-            f"training.strategy = {strategy!r} needs torch {least} or later, whose FSDP2 also sums what some ranks do not "
-            f"use, and {here} is installed: install a later one on all nodes, or set training.strategy = 'ddp'"
+            f"training.strategy = {strategy!r} needs torch {least} or later, whose FSDP2 also sums what some ranks do "
+            f"not use, and {here} is installed: install a later one on all nodes, or set training.strategy = 'ddp'"
         )
     name = PACKAGES.get(strategy)
     if name is not None and not is_installed(name):
