@@ -47,7 +47,7 @@ from trainer.config import (
 )
 from trainer.data.dataset_data import DatasetData
 from trainer.data.loader import TrainingData
-from trainer.data.sampler import steps_left
+from trainer.data.sampler import steps_left, steps_of
 from trainer.data.torch_loader import LoaderRequest, read_request
 from trainer.engine.callbacks import check_callbacks
 from trainer.engine.module_state import refuse_extra_state
@@ -254,7 +254,7 @@ class Trainer:
         is_tried = RUN_DIR in os.environ  # where this node's job was ordered
         try_task(self.model, task, data, config, thorough=not is_tried)
         check_callbacks(self._callbacks, config)
-        recipe = try_optimizer(self.model, self._recipe, config)
+        recipe = self._try_optimizer(self._recipe, config, data)
         return config, _GivenProblem(self.model, data, task, recipe, self._callbacks)
 
     def _prepare(self, given: Mapping[str, Dataset[Any] | DataLoader[Any] | None]) -> tuple[JobConfig, _GivenProblem]:
@@ -266,7 +266,8 @@ class Trainer:
             job = self._job(config, problem, number)
             problem.refuse_other_checkpoints(job)
             samples = {split: data.count(split) for split in ("train", "valid", "test")}
-            recipe = try_optimizer(self.model, recipe_for(job.optimizer, job.lr_scheduler, self._recipe), job.training)
+            recipe = recipe_for(job.optimizer, job.lr_scheduler, self._recipe)
+            recipe = self._try_optimizer(recipe, job.training, data)
             model = asdict(model_bytes(self.model, moments=recipe.moments))
             described = {"job": asdict(job), "samples": samples, "model": model}
             Path(describe).write_text(json.dumps(described))
@@ -283,6 +284,14 @@ class Trainer:
         if _launcher_facts().rank == 0:
             rundir.write_job(job)
         return job, problem
+
+    def _try_optimizer(
+        self, recipe: OptimizerRecipe, config: DistributedTrainingConfig, data: DatasetData
+    ) -> OptimizerRecipe:
+        if recipe.is_usual:
+            return recipe
+        steps = steps_of(config, data.count("train"))
+        return try_optimizer(self.model, recipe, config, steps, data.count("valid") > 0)
 
     def _watch(self, line: ProgressLine) -> Watch | None:
         """Return what is called with each event of this process; None: nothing is."""

@@ -22,7 +22,7 @@ from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings.environment import MOST_NODES
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.graph_names import GraphNames
-from trainer.config import DistributedTrainingConfig, JobConfig, parse_job
+from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig, parse_job
 from trainer.data.manifest import kind_of
 from trainer.model.allowed_factories import STOCK, modules_of_settings, refuse_foreign_factories, usual_parts
 from trainer.rundir import resolve_start
@@ -307,6 +307,8 @@ def job_on(
     for part in ("optimizer", "lr_scheduler"):
         if factory := getattr(config, part):
             sections[part] = {"factory": factory, "args": getattr(config, f"{part}_args")}
+        elif given := getattr(config, f"{part}_args"):
+            raise ConfigError(f"{part}_args = {given!r} belongs to an {part}, and none is named: set {part} too")
     place = {"job_id": "plan", "run_dir": f"{project.jobs_uri}/plan"}
     job = job_config(sections, **place)
     if not config.settings_file:

@@ -63,10 +63,9 @@ class ScriptJob:
 def steps_of(training: DistributedTrainingConfig, samples: int) -> int:
     """Return the optimizer steps of a training on so many samples. Raise `ConfigError` if they cannot feed its
     ranks."""
-    from trainer.data.sampler import steps_per_epoch  # numpy, which the code location does not need to load
+    from trainer.data import sampler  # numpy, which the code location does not need to load
 
-    steps = training.epochs * steps_per_epoch(samples, training.global_batch_size, training.micro_batches)
-    return steps if training.max_steps is None else min(steps, training.max_steps)
+    return sampler.steps_of(training, samples)
 
 
 def describe_script(

@@ -27,7 +27,7 @@ from dtrain_dagster.support.user_sources import StagingError, resolve_user_sourc
 from trainer.comm.encryption import refuse_nccl, refuse_own_connections
 from trainer.config import PARTS, ConfigError, DistributedTrainingConfig, JobConfig
 from trainer.data.manifest import DatasetError, describe, kind_of, load_manifest
-from trainer.data.sampler import Sampler
+from trainer.data.sampler import Sampler, steps_of
 from trainer.isolation.runner import RehearsalError, UnsureRehearsalError, rehearse
 from trainer.model.allowed_factories import modules_of_settings, refuse_foreign_factories, refuse_other_kinds
 from trainer.performance.memory import ModelBytes
@@ -123,7 +123,8 @@ def check_job(
         sources = resolve_user_sources(part.factory for part in parts)
         with tempfile.TemporaryDirectory(prefix="dtrain-check-") as folder:
             stage_files(sources.files, Path(folder))
-            model = rehearse(job, data.spec, modules_of_settings(), [Path(folder)])
+            steps = steps_of(config, samples["train"])
+            model = rehearse(job, data.spec, steps, modules_of_settings(), [Path(folder)])
     except (StagingError, RehearsalError) as error:
         raise ConfigError(str(error)) from None
     except UnsureRehearsalError as error:

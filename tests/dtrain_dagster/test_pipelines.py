@@ -19,7 +19,7 @@ from dtrain_dagster.resources import build_resources
 from dtrain_dagster.sensors.watched_clusters import watched_clusters
 from dtrain_dagster.settings.environment import Settings, SettingsError
 from dtrain_dagster.support.graph_names import GraphNames
-from trainer.config import OptimizerConfig
+from trainer.config import ConfigError, OptimizerConfig
 
 FEATURES = dg.AssetKey(["team", "features"])
 
@@ -138,6 +138,8 @@ def test_jobs_of_two_graphs_that_train_the_same_have_other_ids(tmp_path: Path) -
     other = job_on(1, options, cluster, resources["project"], dataset)
     assert other.optimizer == OptimizerConfig(factory="torch.optim:SGD", args={"lr": 0.1})
     assert other.lr_scheduler is None
+    with pytest.raises(ConfigError, match="optimizer_args = .* and none is named: set optimizer too"):
+        job_on(1, TrainingOptions(optimizer_args={"lr": 0.1}), cluster, resources["project"], dataset)
     sized = size_up_job(other, dataset.samples, price, "dedicated", 1, 1, cluster.traits, names=GraphNames(""))
     assert sized.fingerprint != stock.fingerprint, "another optimizer is another training"
 

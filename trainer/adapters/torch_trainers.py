@@ -182,8 +182,18 @@ def optimizer_like(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callab
 
     def make(module: nn.Module) -> torch.optim.Optimizer:
         own = dict(module.named_parameters())
-        return copy.deepcopy(optimizer, {id(parameter): own[names[id(parameter)]] for parameter in known})
+        known_as = {id(parameter): own[names[id(parameter)]] for parameter in known}
+        made = copy.deepcopy(optimizer, known_as)
+        for name in vars(optimizer).keys() - vars(made).keys():  # a class's own attributes, which torch does not copy
+            setattr(made, name, copy.deepcopy(vars(optimizer)[name], known_as))
+        return made
 
+    mine, copied = vars(optimizer), vars(make(model))
+    if lost := [name for name, value in mine.items() if isinstance(value, dict) and len(value) != len(copied[name])]:
+        raise ConfigError(
+            f"a copy of the {type(optimizer).__name__} would lack what it has in {', '.join(lost)}, such as hooks: "
+            "give trainer.Trainer(…, optimizer=…) a function that makes it"
+        )
     return make
 
 

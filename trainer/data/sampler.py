@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.config import ConfigError
+from trainer.config import ConfigError, DistributedTrainingConfig
 
 _ROUNDS = 6
 MIXING = ((0x9E3779B97F4A7C15, 29), (0xBF58476D1CE4E5B9, 32))
@@ -148,6 +148,12 @@ def steps_per_epoch(samples: int, global_batch_size: int, micro_batches: int) ->
         )
     full, rest = divmod(samples, global_batch_size)
     return full + (rest >= SMALLEST * micro_batches or full == 0)
+
+
+def steps_of(training: DistributedTrainingConfig, samples: int) -> int:
+    """Return the optimizer steps of a whole training on so many samples. Raise as `steps_per_epoch` does."""
+    steps = training.epochs * steps_per_epoch(samples, training.global_batch_size, training.micro_batches)
+    return steps if training.max_steps is None else min(steps, training.max_steps)
 
 
 def steps_left(samples: int, offset: int, global_batch_size: int, micro_batches: int) -> int:

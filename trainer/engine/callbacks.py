@@ -32,7 +32,7 @@ class Run:
         self._session = session
         self._logged: dict[str, float | None] = {}
         self._names: set[str] = set()
-        self.figures: Mapping[str, float] = {}
+        self.metrics: Mapping[str, float] = {}
         """``loss``, metrics and measures of the latest evaluation on the validation split, equal on all ranks."""
         self.is_best = False
         """Whether that evaluation was the best so far."""
@@ -97,7 +97,8 @@ class Run:
 
 class Callback:
     """A base of callbacks, whose methods do nothing. All are called on every rank, in the training's own thread, and
-    must do the same on all of them where they change the model or the optimizer."""
+    must do the same on all of them where they change the model or the optimizer. In the next collective the others wait
+    for who takes longer, at most ``collective_timeout_seconds``; after an evaluation ``solo_timeout_seconds``."""
 
     def on_start(self, run: Run) -> None:
         """Called once per process, when the model is made. Its weights, and the state of this callback, may yet come
@@ -149,7 +150,7 @@ class Callbacks:
 
     def note_evaluation(self, figures: Mapping[str, float], is_best: bool) -> None:
         """Call ``on_evaluation``, and report what it logs."""
-        self.run.figures, self.run.is_best = dict(figures), is_best
+        self.run.metrics, self.run.is_best = dict(figures), is_best
         self.call("evaluation")
         self.run.report()
 

@@ -17,6 +17,7 @@ from trainer.config import ConfigError, FactoryConfig, JobConfig, parse_job
 from trainer.data.dataset_data import DatasetData
 from trainer.data.loader import TrainingData
 from trainer.data.manifest import SPLITS, DatasetError
+from trainer.data.sampler import steps_of
 from trainer.engine.problem import Problem
 from trainer.engine.task_check import check_model, check_task, try_task
 from trainer.evaluation.judge import TaskJudge
@@ -104,7 +105,9 @@ def describe_own_job(path: str) -> None:
     maker, cpu = OwnProblemMaker(), torch.device("cpu")
     data = maker.open_data(job, cpu)
     module = maker.make(job, data, cpu).module
-    recipe = try_optimizer(module, recipe_for(job.optimizer, job.lr_scheduler), job.training)
+    steps = steps_of(job.training, data.count("train"))
+    recipe = recipe_for(job.optimizer, job.lr_scheduler)
+    recipe = try_optimizer(module, recipe, job.training, steps, data.count("valid") > 0)
     samples, model = {split: data.count(split) for split in SPLITS}, asdict(model_bytes(module, moments=recipe.moments))
     print(json.dumps({"dataset_id": data.dataset_id, "samples": samples, "model": model}))  # noqa: T201
 

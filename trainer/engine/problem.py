@@ -92,11 +92,11 @@ class Problem:
         }
 
 
-def refuse_differences(identities: Sequence[tuple[str, int, str]]) -> None:
+def refuse_differences(identities: Sequence[tuple[str, int, str, str]]) -> None:
     """Raise `ConfigError`, which names both, unless all ranks train the same. ``identities``: of each rank, its
-    dataset's id, the number of its training samples and the fingerprint of its problem. Pure."""
-    for rank, (dataset_id, samples, fingerprint) in enumerate(identities):
-        first_id, first_samples, first_fingerprint = identities[0]
+    dataset's id, the number of its training samples, the fingerprint of its problem and that of its optimizer. Pure."""
+    for rank, (dataset_id, samples, fingerprint, optimizer) in enumerate(identities):
+        first_id, first_samples, first_fingerprint, first_optimizer = identities[0]
         if (dataset_id, samples) != (first_id, first_samples):
             raise ConfigError(
                 f"rank {rank} trains on {dataset_id} with {samples} samples, and rank 0 on {first_id} with "
@@ -107,6 +107,11 @@ def refuse_differences(identities: Sequence[tuple[str, int, str]]) -> None:
         if fingerprint != first_fingerprint:
             raise ConfigError(
                 f"rank {rank} has a different model or loss than rank 0: all ranks must create the same ones"
+            )
+        if optimizer != first_optimizer:
+            raise ConfigError(
+                f"rank {rank} has another optimizer or scheduler than rank 0, or other options of them: all ranks must "
+                "create the same ones"
             )
 
 

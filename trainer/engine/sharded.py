@@ -205,7 +205,8 @@ class ShardedState(TrainingState):
         if is_best and not entry.is_fresh:
             self.keep_best()  # the others have just found these weights to be the best
         self.progress = progress
-        if any(
+        # Who has missed an evaluation has missed what a scheduler learned of it, too.
+        if len({item.evaluated for item in holdings}) > 1 or any(
             item.is_fresh or (item.size, item.place) != (plan.size, plan.place_of(rank))
             for rank, item in enumerate(holdings)
         ):

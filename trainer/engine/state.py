@@ -98,7 +98,7 @@ def describe_changes(state: dict[str, Any], now: Progress) -> list[str]:
     versions saved neither, or settings that are none now. Pure."""
     saved = state["progress"]
     before = {name: value for name, value in saved.get("settings", {}).items() if name in now.settings}
-    settings = list_differences(before, now.settings) if before else {}
+    settings = list_differences(before, {name: now.settings[name] for name in before}) if before else {}
     changed = _changes_of_measure(saved, now)
     told = [describe_difference(f"training.{name}", *values) for name, values in settings.items()]
     return told + ([f"{' and '.join(changed)} changed: the best score begins anew"] if changed else [])

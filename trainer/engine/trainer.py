@@ -39,9 +39,9 @@ from trainer.engine.recovery import (
 )
 from trainer.engine.reports import RankReports, Watch
 from trainer.engine.session import Session
-from trainer.engine.state import Entry
+from trainer.engine.state import Entry, Progress
 from trainer.engine.step_result import StepFlags, StepResult
-from trainer.engine.workload import Workload, make_sampler, needs_evaluation
+from trainer.engine.workload import Workload, count_steps, make_sampler, needs_evaluation
 from trainer.model.optimizers import recipe_for
 from trainer.model.task import mean_of
 from trainer.observability.reporter import StepWindow
@@ -151,7 +151,8 @@ class DistributedTrainer:
         problem = maker.make(self.job, data, participant.device)
         recipe = recipe_for(self.job.optimizer, self.job.lr_scheduler, problem.recipe)
         if not recipe.is_usual:
-            recipe = load(TRY_OPTIMIZER)(problem.module, recipe, self.config)
+            steps = count_steps(self.config, sampler, Progress())
+            recipe = load(TRY_OPTIMIZER)(problem.module, recipe, self.config, steps, data.count("valid") > 0)
         problem = replace(problem, recipe=recipe)
         missing = self._begin_from(problem.module)
         parts, measure = problem.describe(self.config), problem.digest_measure(self.config)  # of the model as made
@@ -433,6 +434,8 @@ class DistributedTrainer:
         session.step.scheduled.note_evaluation(score)
         is_best = progress.note_evaluation(result.loss, score, config.mode, config.early_stopping_patience)
         session.callbacks.note_evaluation({"loss": result.loss, **result.metrics}, is_best)
+        if session.problem.callbacks:
+            session.world.barrier()  # which has patience
         if is_best:
             session.state.keep_best()
             session.save(is_best=True)

@@ -121,7 +121,8 @@ class Workload:
         `trainer.config.ConfigError` if its ranks do not train the same."""
         problem = self.problem
         # A newcomer knows of no probe.
-        mine = self.communication.probe_at, (problem.data.dataset_id, problem.data.count("train"), problem.fingerprint)
+        own = problem.data.dataset_id, problem.data.count("train"), problem.fingerprint, self.step.scheduled.digest
+        mine = self.communication.probe_at, own
         found = world.all_gather_object(mine)
         refuse_differences([identity for _, identity in found])
         taken = self.state.enter(world, entry or Entry(), read)

@@ -15,7 +15,7 @@ from trainer.config import ConfigError
 from trainer.data.loader import TrainingData
 from trainer.documents.schemas import FinishStage
 from trainer.evaluation.evaluate import Evaluation, JudgeRequest, Scores
-from trainer.evaluation.measures import KeptOutputs, measure_together
+from trainer.evaluation.measures import RESERVED, KeptOutputs, measure_together
 from trainer.model.task import RememberedModel, SupervisedTask, Task, mean_of, measures_of, per_sample, weigher
 from trainer.rundir import EVALUATION, RunDir
 
@@ -100,8 +100,6 @@ def measured_by(task: Task) -> Callable[..., tuple[Any, ...]]:
     return found
 
 
-RESERVED = ("loss", "samples")
-"""Names of figures in reports that no metric may have."""
 _WEIGHT = ""
 """The name under which the weights of samples are summed, which no metric has."""
 

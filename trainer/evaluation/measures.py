@@ -14,11 +14,13 @@ from torch import Tensor
 from trainer.comm.state_passing import pass_state
 from trainer.config import ConfigError
 from trainer.model.task import Measure
-from trainer.runtime.nested import leaves_of, map_leaves
+from trainer.runtime.nested import find_odd_part, leaves_of, map_leaves
 
 if TYPE_CHECKING:
     from trainer.comm.world import World
 
+RESERVED = ("loss", "samples")
+"""Names of figures in reports that no metric may have."""
 MOST_KEPT = 1 << 30
 """The most bytes of outputs of a split that a rank keeps until they are measured."""
 
@@ -55,6 +57,7 @@ def measure_together(measures: Mapping[str, Measure], kept: KeptOutputs, world: 
     except ConfigError as error:
         told[0] = str(error)
     for rank in ranks:
+        world.barrier()  # which has the patience for what rank 0 does alone
         passed = pass_state(world, rank, [0], lambda: {"batches": kept.batches})
         try:
             if passed is not None and not told[0]:
@@ -68,6 +71,7 @@ def measure_together(measures: Mapping[str, Measure], kept: KeptOutputs, world: 
             told[0] = str(error)
         for measure in measures.values():
             measure.reset()
+    world.barrier()
     why, figures = world.all_gather_object(told)[0]
     if why:
         raise ConfigError(why)
@@ -88,12 +92,16 @@ def figures_of(measures: Mapping[str, Measure]) -> dict[str, float]:
             {f"{name}_{key}": each for key, each in value.items()} if isinstance(value, Mapping) else {name: value}
         )
         for called, each in several.items():
-            number = each.item() if isinstance(each, Tensor) and each.numel() == 1 else each
+            number = each.item() if getattr(each, "size", None) == 1 or _is_single(each) else each
             if isinstance(number, bool) or not isinstance(number, int | float):
                 shape = f" of shape {tuple(each.shape)}" if isinstance(each, Tensor) else ""
                 raise ConfigError(
                     f"the measure {name!r} computed a {type(each).__name__}{shape}, and must give one number, or some "
                     "by name (such as average='macro' instead of one for each class)"
+                )
+            if called in RESERVED:
+                raise ConfigError(
+                    f"a measure is named {called!r}, which every report already uses: give it another name"
                 )
             found[called] = float(number)
     return found
@@ -102,6 +110,11 @@ def figures_of(measures: Mapping[str, Measure]) -> dict[str, float]:
 def try_measures(measures: Mapping[str, Measure], given: tuple[Any, ...]) -> list[str]:
     """Try measures on a few samples, and return the names of their figures; of one that cannot be computed of so few
     its own. Raise `ConfigError` as `measure_together` does."""
+    if (odd := find_odd_part(given)) is not None:
+        raise ConfigError(
+            f"measures are given a {type(odd).__name__}, and get tensors and plain values, in dictionaries, lists and "
+            "tuples, which ranks can send: let the task's method measured return these"
+        )
     for measure in measures.values():
         measure.reset()
     _update(measures, [map_leaves(_on_cpu, given)])
@@ -126,6 +139,10 @@ def _update(measures: Mapping[str, Measure], batches: Iterable[Any]) -> None:
                 raise ConfigError(
                     f"the measure {name!r} could not be updated: {type(error).__name__}: {error}"
                 ) from error
+
+
+def _is_single(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def _on_cpu(value: Any) -> Any:

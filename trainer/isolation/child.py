@@ -48,10 +48,10 @@ def _rehearsal(order: dict[str, Any], windows: Any) -> dict[str, Any]:
     from trainer.model.optimizer_check import try_optimizer
     from trainer.model.optimizers import recipe_for
 
-    (job, spec), modules = _parts_of(order), tuple(order["modules"])
+    (job, spec, steps), modules = _parts_of(order), tuple(order["modules"])
     losses, module, found = training_step(job.model, job.loss, spec, windows, modules)
     recipe = recipe_for(job.optimizer, job.lr_scheduler, modules=modules)
-    found = replace(found, moments=try_optimizer(module, recipe, job.training).moments)
+    found = replace(found, moments=try_optimizer(module, recipe, job.training, steps).moments)
     return {"loss": losses.double().numpy()} | _columns(found, len(windows))
 
 
@@ -59,12 +59,12 @@ def _count(order: dict[str, Any], windows: Any) -> dict[str, Any]:
     """Return the bytes of the model that a job names, which is built without its memory."""
     from trainer.model.build import count_bytes
 
-    job, spec = _parts_of(order)
+    job, spec, _ = _parts_of(order)
     return _columns(count_bytes(job.model, job.loss, spec, tuple(order["modules"])), len(windows))
 
 
 def _parts_of(order: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the job, and what describes its data."""
+    """Return the job, what describes its data, and its number of steps."""
     from pydantic import TypeAdapter
 
     from trainer.config import parse_job
@@ -73,7 +73,7 @@ def _parts_of(order: dict[str, Any]) -> tuple[Any, ...]:
     document = json.loads((Path(order["model"]) / "rehearsal.json").read_text())
     description: Any = KINDS[document["kind"]].spec
     spec = TypeAdapter(description).validate_python(document["spec"])
-    return parse_job(document["job"], is_stored=True), spec
+    return parse_job(document["job"], is_stored=True), spec, int(document["steps"])
 
 
 def _columns(found: Any, count: int) -> dict[str, Any]:

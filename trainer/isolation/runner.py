@@ -181,17 +181,17 @@ def kill_session(process: subprocess.Popen[bytes]) -> None:
 
 
 def rehearse(
-    job: JobConfig, spec: DataSpec | RowSpec, modules: tuple[str, ...] = (), path: Sequence[Path] = ()
+    job: JobConfig, spec: DataSpec | RowSpec, steps: int, modules: tuple[str, ...] = (), path: Sequence[Path] = ()
 ) -> ModelBytes:
     """Build the loss, the model and the optimizer of a job, do one training step on random samples of the dataset's
     scale, and return the bytes of the model.
 
-    ``modules``: those that their factories may be of; ``path``: the
+    ``steps``: of the training; ``modules``: those that their factories may be of; ``path``: the
     folders in which they are found. Raise `RehearsalError` where the training could not work on any node, and
     `UnsureRehearsalError` where that cannot be said from here.
     """
     kind, inputs = random_inputs(spec)
-    document = {"kind": kind, "job": job.to_json(), "spec": asdict(spec)}
+    document = {"kind": kind, "job": job.to_json(), "steps": steps, "spec": asdict(spec)}
     try:
         return _ask("rehearsal", document, inputs, modules, path)
     except IsolationError as error:

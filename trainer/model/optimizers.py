@@ -10,7 +10,9 @@ undivided training, ranks that hold rows, and DeepSpeed read the same checkpoint
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -23,9 +25,10 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from trainer.config import SCRIPT, ConfigError, DistributedTrainingConfig, FactoryConfig, OptimizerConfig
-from trainer.model.allowed_factories import TORCH_MODULES, modules_of_settings
+from trainer.model.allowed_factories import TORCH_MODULES, is_module_allowed, modules_of_settings
 from trainer.model.factories import find_factory
 from trainer.performance.memory import MOMENTS
+from trainer.runtime.nested import map_leaves
 
 TOTAL_STEPS = "$total_steps"
 """An argument of a scheduler in ``job.json`` that stands for the number of all steps."""
@@ -72,6 +75,11 @@ def recipe_for(
         elif config is not None:
             allowed = modules_of_settings() if modules is None else modules
             found = find_factory(part, config.factory, {}, (*allowed, *TORCH_MODULES))
+            kinds = Optimizer if part == "optimizer" else LRScheduler
+            if not is_module_allowed(found.__module__, allowed) and not (
+                inspect.isclass(found) and issubclass(found, kinds)
+            ):
+                raise ConfigError(f"{part}.factory = {config.factory!r} is no {kinds.__name__} of torch")
             made[part] = partial(make, found, config)
     return OptimizerRecipe(**made)
 
@@ -97,7 +105,7 @@ def _make_by_name(factory: Callable[..., Any], config: OptimizerConfig, module: 
 def _schedule_by_name(
     factory: Callable[..., Any], config: FactoryConfig, optimizer: Optimizer, total_steps: int
 ) -> Any:
-    args = {name: total_steps if value == TOTAL_STEPS else value for name, value in config.args.items()}
+    args = map_leaves(lambda leaf: total_steps if leaf == TOTAL_STEPS else leaf, config.args)
     return _called("lr_scheduler", replace(config, args=args), factory, optimizer)
 
 
@@ -128,6 +136,9 @@ class ScheduledOptimizer:
         self._place = {id(parameter): place for place, parameter in enumerate(self.parameters)}
         self.optimizer = self._make_adamw() if recipe.optimizer is None else _made(recipe.optimizer, module)
         self._require_own_parameters()
+        for group in self.optimizer.param_groups if recipe.optimizer is not None else ():
+            if tensors := sorted(name for name, value in group.items() if isinstance(value, Tensor)):
+                raise ConfigError(f"the optimizer's {tensors[0]} is a tensor, which others may hold: give a number")
         self._bases = [float(group["lr"]) if "lr" in group else None for group in self.optimizer.param_groups]
         self.scheduler = self._make_scheduler(total_steps)
         self._first = self._options()
@@ -140,17 +151,24 @@ class ScheduledOptimizer:
         """The class of the optimizer."""
         return f"{type(self.optimizer).__module__}.{type(self.optimizer).__qualname__}"
 
+    @property
+    def digest(self) -> str:
+        """Return sixteen hex digits over how both were made, which all ranks must do alike."""
+        whole = [self.kind, [group["params"] for group in self.options()["param_groups"]], self._first]
+        return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
     def set_rate(self, rate: float) -> None:
         """Prepare a step whose learning rate by the settings is this. An optimizer of the caller's has its own rates,
         which follow the schedule of the settings; a scheduler has set them already."""
-        groups = self.optimizer.param_groups
+        groups, self.rate = self.optimizer.param_groups, rate
         if self.scheduler is None and self.recipe.optimizer is None:
             for group in groups:
                 if self._recorded_on is None:
                     group["lr"] = rate
                 else:
                     group["lr"].fill_(rate)  # where the recorded update reads it
-        elif self.scheduler is None:
+            return
+        if self.scheduler is None:
             for group, base in zip(groups, self._bases, strict=True):
                 if base is not None:
                     group["lr"] = base * (rate / self.config.learning_rate)
@@ -192,11 +210,15 @@ class ScheduledOptimizer:
         state = {at: dict(tensors[place]) for at, place in enumerate(order) if place in tensors}
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         for parameter, kept in self.optimizer.state.items():
+            saved_values = tensors.get(self._place[id(parameter)], {})
             # A fused kernel walks through weights and moments as they lie in memory, and a file has them row by row.
+            # torch has turned them into the type of the weights, which may hold less.
             for name, value in kept.items():
                 if isinstance(value, Tensor):
+                    saved_value = saved_values.get(name, value)
                     like = parameter if value.shape == parameter.shape else value
-                    kept[name] = torch.empty_like(like, dtype=value.dtype, device=value.device).copy_(value)
+                    made = torch.empty_like(like, dtype=saved_value.dtype, device=value.device)
+                    kept[name] = made.copy_(saved_value)
         saved = (options or {}).get("schedule")
         if saved is not None and not self.recipe.is_usual:
             self._load_options(saved)
@@ -213,6 +235,9 @@ class ScheduledOptimizer:
         before, now = saved["first"]["scheduler"], self._first["scheduler"]
         if (before is None) != (now is None):
             return f"it was trained with{'out' if before is None else ''} a scheduler of its own: {remedy}"
+        kinds = saved["first"].get("scheduler_kind", ""), self._first["scheduler_kind"]
+        if kinds[0] != kinds[1]:
+            return f"it was trained with {kinds[0]}, and the scheduler is {kinds[1]} now: {remedy}"
         if before is not None and (odd := sorted(key for key in {*before, *now} if before.get(key) != now.get(key))):
             return (
                 f"its scheduler began otherwise ({', '.join(odd)}), and goes on from its own state: keep epochs, "
@@ -269,7 +294,8 @@ class ScheduledOptimizer:
         """Return a copy of the options of the groups, and of the state of the scheduler; None without one."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        return copy.deepcopy({"groups": groups, "scheduler": scheduler})
+        kind = "" if self.scheduler is None else type(self.scheduler).__qualname__
+        return copy.deepcopy({"groups": groups, "scheduler": scheduler, "scheduler_kind": kind})
 
     def _load_options(self, saved: Mapping[str, Any]) -> None:
         """Take over what has changed since the optimizer was made, such as rates that a scheduler has set. What the

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import ConfigError
+from trainer.runtime.nested import map_leaves
 
 
 @runtime_checkable
@@ -130,10 +131,10 @@ class RememberedModel:
         self._known: tuple[Any, Any] | None = None
 
     def __call__(self, inputs: Any) -> Any:
-        """Return the outputs for these inputs."""
+        """Return the outputs for these inputs, in memory of their own: a loss may change what it is given."""
         if self._known is None or self._known[0] is not inputs:
             self._known = inputs, self._model(inputs)
-        return self._known[1]
+        return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self._known[1])
 
 
 def weigher(task: Task) -> Weigh | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -42,8 +43,9 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def find_odd_part(value: Any) -> Any | None:
-    """Return the part of a value that is neither a tensor nor plain, None where there is none."""
-    if isinstance(value, dict):
+    """Return the part of a value that is neither a tensor nor plain, as `torch.load` takes it with ``weights_only``;
+    None where there is none."""
+    if type(value) in (dict, OrderedDict, Counter):
         parts: Sequence[Any] = [*value, *value.values()]
     elif type(value) in (list, tuple):
         parts = value

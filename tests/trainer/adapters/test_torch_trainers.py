@@ -92,6 +92,10 @@ def test_optimizers_that_train_otherwise_are_refused() -> None:
     model = network()
     with pytest.raises(ConfigError, match="Adagrad keeps something already"):
         PyTorchDDPTrainer(model, optimizer=torch.optim.Adagrad(model.parameters()))
+    hooked = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooked.register_step_post_hook(lambda *given: None)
+    with pytest.raises(ConfigError, match="_optimizer_step_post_hooks, such as hooks"):
+        PyTorchDDPTrainer(model, optimizer=hooked)
     plain = settings_of_optimizer(torch.optim.Adam([weight], lr=0.5))
     assert (plain["learning_rate"], plain["weight_decay"], plain["schedule"]) == (0.5, 0.0, "constant")
     assert plain["decay_norms_and_biases"], "as the optimizer that was given does"

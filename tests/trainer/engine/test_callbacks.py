@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ class Told(Callback):
         run.log("step", run.step)
 
     def on_evaluation(self, run: Run) -> None:
-        self._note("evaluation", run.step, run.is_best, sorted(run.figures))
+        self._note("evaluation", run.step, run.is_best, sorted(run.metrics))
         run.log("seen", 7)
 
     def on_checkpoint(self, run: Run) -> None:
@@ -169,6 +170,10 @@ def test_what_is_no_callback_is_refused_by_name(given: Any, settings: dict[str, 
 def test_a_state_that_no_checkpoint_could_keep_ends_the_training(fit: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match=r"Unplain.state_dict\(\) has a lock"):
         fit(Unplain())
+    broken = Unplain()
+    broken.state_dict = lambda: {"seen": defaultdict(list)}  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="has a defaultdict"):
+        fit(broken)
 
 
 @pytest.mark.parametrize(

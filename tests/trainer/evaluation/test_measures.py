@@ -140,6 +140,21 @@ def test_loss_metrics_and_measures_share_a_pass() -> None:
     assert model.calls == -(-SAMPLES // 5)
 
 
+def test_a_loss_that_changes_its_inputs_changes_nothing_else() -> None:
+    def mean(outputs: Tensor, target: Tensor) -> Tensor:
+        return outputs.mean(1)
+
+    def greedy(outputs: Tensor, target: Tensor) -> Tensor:
+        outputs.sub_(outputs.max(1, keepdim=True).values)
+        return nn.functional.cross_entropy(outputs, target, reduction="none")
+
+    figures = [
+        evaluate_task(SupervisedTask(loss, {"mean": mean}), data(), "valid", request(ALONE, Net())).metrics["mean"]
+        for loss in (greedy, nn.CrossEntropyLoss())
+    ]
+    assert figures[0] == figures[1]
+
+
 def test_outputs_beyond_the_limit_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measures, "MOST_KEPT", 300)
     with pytest.raises(ConfigError, match=r"outputs of a split for measures.*method measured\(model, batch\)"):
@@ -170,6 +185,7 @@ def test_a_task_of_ones_own_says_what_is_measured() -> None:
         ({"monitor": "f1", "mode": "max"}, {"recall": Recall()}, "choose one of loss, recall_rate"),
         ({}, {"recall": Vector()}, "must give one number, or some by name"),
         ({}, {"recall": Broken()}, "could not be updated"),
+        ({}, {"samples": Vector()}, "must give one number"),
         ({}, {"recall": Recall(), "recall_rate": lambda outputs, target: target}, "two metrics are named 'recall"),
     ],
 )  # fmt: skip

@@ -4,6 +4,7 @@ world, and what is refused by name (R of any training)."""
 from __future__ import annotations
 
 import io
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from trainer.checkpoint.manager import CheckpointError
 from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig, parse_job
 from trainer.data.batches import Batch, Samples
+from trainer.engine.problem import refuse_differences
 from trainer.engine.state import Entry, TrainingState
 from trainer.engine.step_result import StepFlags
 from trainer.engine.workload import kinds_of
@@ -238,6 +240,51 @@ def test_a_schedule_that_follows_evaluations_is_told_of_them() -> None:
     assert other.train(range(3, 4)).step.scheduled.rate == 0.01, "the state of the schedule is a part of a checkpoint"
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_who_has_missed_an_evaluation_gets_what_a_schedule_learned_of_it(strategy: str) -> None:
+    recipe = OptimizerRecipe(two_groups, partial(ReduceLROnPlateau, patience=0, factor=0.5))
+
+    def work(world: World) -> float:
+        training = Training(recipe, strategy, world).train(range(2))
+        if world.rank == 1:  # before rank 0 is told, a node is lost
+            for loss in (1.0, 2.0):
+                training.step.scheduled.note_evaluation(loss)
+            training.state.progress.evaluated_step = 2
+        training.enter(world, Entry(has_state=True, is_fresh=False, source=1))
+        training.train(range(2, 3))
+        return training.step.scheduled.rate
+
+    assert on_ranks(2, work) == [0.01, 0.01]
+
+
+def test_ranks_with_other_optimizers_are_told_apart() -> None:
+    def digest(recipe: OptimizerRecipe) -> str:
+        return ScheduledOptimizer(Net(), recipe, DistributedTrainingConfig(), STEPS).digest
+
+    made = [digest(recipe) for recipe in RECIPES.values()]
+    assert made == [digest(recipe) for recipe in RECIPES.values()]
+    other = OptimizerRecipe(lambda model: SGD(model.parameters(), lr=0.06), RECIPES["nothing to keep"].lr_scheduler)
+    assert len({*made, digest(other)}) == len(RECIPES) + 1
+    same = ("d", 9, "f", made[0])
+    refuse_differences([same, same])
+    with pytest.raises(ConfigError, match="rank 1 has another optimizer or scheduler than rank 0"):
+        refuse_differences([same, ("d", 9, "f", made[1])])
+
+
+def test_what_an_optimizer_keeps_stays_of_its_type() -> None:
+    net, other = Net().to(torch.bfloat16), Net().to(torch.bfloat16)
+    config = DistributedTrainingConfig()
+    one, two = (ScheduledOptimizer(each, USUAL, config, STEPS) for each in (net, other))
+    kept = {
+        place: {"step": torch.tensor(1.0), "exp_avg": torch.full(tuple(each.shape), 1 / 3), "exp_avg_sq": each.detach()}
+        for place, each in enumerate(net.parameters())
+    }
+    one.load(kept, None)
+    two.load(one.tensors(), one.options())
+    assert all(state["exp_avg"].dtype is torch.float32 for state in two.tensors().values())
+    assert float(two.tensors()[0]["exp_avg"][0, 0]) == torch.tensor(1 / 3).item()
+
+
 def test_norms_and_biases_do_not_decay_by_default() -> None:
     model = Net()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -280,17 +327,42 @@ class Rowwise(Optimizer):
 class Normed(Rowwise):
     """Divides by the norm of the whole parameter, as LAMB and Muon do."""
 
+    def __init__(self, params: Any, rate: float = 0.1) -> None:
+        super().__init__(params)
+        self.rate = rate
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for each in group["params"]:
-                each.sub_(0.1 * each.grad / (each.grad.norm() + 1e-6))
+                each.sub_(self.rate * each.grad / (each.grad.norm() + 1e-6))
 
 
 class WithThread(Rowwise):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["closure"] = self.step
+
+
+class Hidden(SGD):
+    """Counts steps where no checkpoint looks."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.count
+        return super().step()
+
+
+class Defaults(Rowwise):
+    """Keeps a dictionary that a checkpoint cannot be read with."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                self.state[each]["seen"] = defaultdict(list)
 
 
 class Extra(SGD):
@@ -311,6 +383,16 @@ REFUSED: list[tuple[Any, Any, dict[str, Any], str]] = [
     (None, partial(LinearLR, total_iters=3), {"warmup_steps": 3}, "training.warmup_steps = 3 has no effect"),
     (two_groups, None, {"strategy": "deepspeed"}, "'deepspeed' trains with AdamW"),
     (lambda model: Rowwise(model.parameters()), None, {"strategy": "fsdp"}, "'rows' of another shape.*element by el"),
+    (lambda model: Normed(model.parameters(), 1e-7), None, {"strategy": "hsdp"}, "rows of body.0.weight otherwise"),
+    (
+        lambda model: SGD([{"params": [each], "lr": each.numel() / 100} for each in model.parameters()]),
+        None, {"strategy": "fsdp"}, "has other groups, or other options",
+    ),
+    (lambda model: Hidden(model.parameters(), lr=0.1), None, {}, "otherwise once its state_dict.. was saved"),
+    (two_groups, partial(OneCycleLR, max_lr=0.1, total_steps=4), {}, "scheduler fails after 4 of 6 steps.*total_steps"),
+    (two_groups, partial(ReduceLROnPlateau, mode="max"), {}, "'max'. follows training.monitor = 'loss', of which"),
+    (lambda model: SGD(model.parameters(), lr=torch.tensor(0.1)), None, {}, "optimizer's lr is a tensor"),
+    (lambda model: Defaults(model.parameters()), None, {}, "has a defaultdict, and a checkpoint holds"),
     (lambda model: Normed(model.parameters()), None, {"strategy": "hsdp"}, "rows of body.0.weight otherwise"),
 ]  # fmt: skip
 
@@ -320,17 +402,17 @@ def test_what_cannot_be_trained_with_is_refused_by_name(
     optimizer: Any, scheduler: Any, settings: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        try_optimizer(Net(), OptimizerRecipe(optimizer, scheduler), DistributedTrainingConfig(**settings))
+        try_optimizer(Net(), OptimizerRecipe(optimizer, scheduler), DistributedTrainingConfig(**settings), STEPS)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_is_usual_is_not_refused_and_leaves_the_model(name: str, strategy: str) -> None:
     model = Net()
-    try_optimizer(model, RECIPES[name], DistributedTrainingConfig(strategy=strategy))  # type: ignore[arg-type]
+    try_optimizer(model, RECIPES[name], DistributedTrainingConfig(strategy=strategy), STEPS)  # type: ignore[arg-type]
     torch.testing.assert_close(dict(model.named_parameters()), dict(Net().named_parameters()))
     if strategy == "ddp":  # whole updates
-        try_optimizer(model, OptimizerRecipe(lambda net: Normed(net.parameters())), DistributedTrainingConfig())
+        try_optimizer(model, OptimizerRecipe(lambda net: Normed(net.parameters())), DistributedTrainingConfig(), STEPS)
 
 
 @pytest.mark.parametrize(
@@ -383,6 +465,12 @@ def test_a_job_names_optimizer_groups_and_scheduler() -> None:
             "args": {"max_lr": 0.1, "total_steps": "$total_steps"},
         },
     )
+    several = {"factory": "torch.optim.lr_scheduler:MultiStepLR", "args": {"milestones": [3, "$total_steps"]}}
+    named = job_of(optimizer={"factory": "torch.optim:SGD"}, lr_scheduler=several)
+    milestones = ScheduledOptimizer(
+        Net(), recipe_for(named.optimizer, named.lr_scheduler), named.training, 40
+    ).scheduler
+    assert sorted(milestones.milestones) == [3, 40]
     model = Net()
     made = ScheduledOptimizer(model, recipe_for(job.optimizer, job.lr_scheduler), job.training, 40)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -400,6 +488,11 @@ def test_a_job_names_optimizer_groups_and_scheduler() -> None:
         ({"lr_scheduler": {"factory": "OneCycle"}}, "lr_scheduler.factory = 'OneCycle' is not written as"),
         ({"optimizer": {"factory": "torch.optim:SGDD"}}, "has no attribute 'SGDD'"),
         (
+            {"optimizer": {"factory": "torch.optim.optimizer:register_optimizer_step_pre_hook"}},
+            "is no Optimizer of torch",
+        ),
+        ({"lr_scheduler": {"factory": "torch.optim:SGD"}}, "is no LRScheduler of torch"),
+        (
             {"optimizer": {"factory": "torch.optim:SGD", "groups": [{"match": "tail.*"}]}},
             r"no parameter of the model \(left\) is called 'tail",
         ),
@@ -409,4 +502,4 @@ def test_a_job_names_optimizer_groups_and_scheduler() -> None:
 def test_names_that_lead_nowhere_are_refused(parts: dict[str, Any], words: str) -> None:
     job = job_of(**parts)
     with pytest.raises(ConfigError, match=words):
-        try_optimizer(Net(), recipe_for(job.optimizer, job.lr_scheduler), job.training)
+        try_optimizer(Net(), recipe_for(job.optimizer, job.lr_scheduler), job.training, STEPS)
