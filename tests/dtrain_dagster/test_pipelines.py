@@ -138,7 +138,7 @@ def test_jobs_of_two_graphs_that_train_the_same_have_other_ids(tmp_path: Path) -
     other = job_on(1, options, cluster, resources["project"], dataset)
     assert other.optimizer == OptimizerConfig(factory="torch.optim:SGD", args={"lr": 0.1})
     assert other.lr_scheduler is None
-    with pytest.raises(ConfigError, match="optimizer_args = .* and none is named: set optimizer too"):
+    with pytest.raises(ConfigError, match=r"optimizer_args = .* and none is named: set optimizer too"):
         job_on(1, TrainingOptions(optimizer_args={"lr": 0.1}), cluster, resources["project"], dataset)
     sized = size_up_job(other, dataset.samples, price, "dedicated", 1, 1, cluster.traits, names=GraphNames(""))
     assert sized.fingerprint != stock.fingerprint, "another optimizer is another training"
