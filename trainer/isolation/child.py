@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +44,9 @@ def _rehearsal(order: dict[str, Any], windows: Any) -> dict[str, Any]:
     """Build the loss and the model that a job names, as a rank does, and return the losses of a training step, and the
     bytes of the model."""
     from trainer.model.build import training_step
-    from trainer.model.optimizer_check import try_optimizer
-    from trainer.model.optimizers import recipe_for
 
-    (job, spec, steps), modules = _parts_of(order), tuple(order["modules"])
-    losses, module, found = training_step(job.model, job.loss, spec, windows, modules)
-    recipe = recipe_for(job.optimizer, job.lr_scheduler, modules=modules)
-    found = replace(found, moments=try_optimizer(module, recipe, job.training, steps).moments)
+    job, spec, steps = _parts_of(order)
+    losses, found = training_step(job, spec, windows, steps, tuple(order["modules"]))
     return {"loss": losses.double().numpy()} | _columns(found, len(windows))
 
 

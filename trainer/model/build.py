@@ -17,9 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trainer.config import ConfigError, FactoryConfig
+from trainer.config import ConfigError, FactoryConfig, JobConfig
 from trainer.model import losses, rows, stock
 from trainer.model.factories import build_from_factory
+from trainer.model.optimizer_check import try_optimizer
+from trainer.model.optimizers import recipe_for
 from trainer.model.sizes import model_bytes, sample_bytes
 from trainer.performance.memory import ModelBytes
 from trainer.spec import LEAST_STEP, ROWS, WINDOWS, DataSpec, RowSpec
@@ -140,12 +142,13 @@ def mean_targets(spec: DataSpec | RowSpec, count: int) -> Tensor:
 
 
 def training_step(
-    model: FactoryConfig, loss: FactoryConfig, spec: Any, inputs: NDArray[Any], modules: Modules
-) -> tuple[Tensor, nn.Module, ModelBytes]:
-    """Build the loss and the model as a rank does, do a pass forward and backward, and return the losses (B,), the
-    model and its bytes, with those of a sample where it does a pass quickly and can do one of half as many."""
-    criterion: Any = build_loss(loss, spec, modules)
-    module = build_model(model, spec, int(criterion.outputs), modules)
+    job: JobConfig, spec: Any, inputs: NDArray[Any], steps: int, modules: Modules
+) -> tuple[Tensor, ModelBytes]:
+    """Build the loss, the model and the optimizer as a rank does, do a pass forward and backward, and return the losses
+    (B,) and the bytes of the model, with those of a sample where it does a pass quickly and can do one of half as many.
+    ``steps``: of the whole training."""
+    criterion: Any = build_loss(job.loss, spec, modules)
+    module = build_model(job.model, spec, int(criterion.outputs), modules)
     given = torch.from_numpy(np.array(inputs)).float()
 
     def run(samples: int) -> Tensor:
@@ -159,7 +162,8 @@ def training_step(
     if time.monotonic() - began < QUICK_SECONDS:
         with suppress(Exception):  # such as of a layer that wants a batch of a certain size
             sample = sample_bytes(run, len(given) // 2, len(given))
-    return found, module, model_bytes(module, sample)
+    recipe = try_optimizer(module, recipe_for(job.optimizer, job.lr_scheduler, modules=modules), job.training, steps)
+    return found, model_bytes(module, sample, recipe.moments)
 
 
 def count_bytes(model: FactoryConfig, loss: FactoryConfig, spec: Any, modules: Modules) -> ModelBytes:

@@ -128,7 +128,7 @@ def test_a_step_refuses_it_as_the_user_wrote_it(dataset: Path, sections: dict[st
 
     job, spec = job_of(dataset, **sections), describe(read_dataset_manifest(open_storage(str(dataset))))
     with pytest.raises(ConfigError, match=words):
-        training_step(job.model, job.loss, spec, random_inputs(spec)[1], ("own_parts",))
+        training_step(job, spec, random_inputs(spec)[1], 10, ("own_parts",))
 
 
 @pytest.mark.long
