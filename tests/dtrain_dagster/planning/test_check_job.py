@@ -59,6 +59,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "own_parts")
 
 
+@pytest.mark.slow
 def test_a_named_optimizer_is_rehearsed_and_what_it_keeps_is_counted(dataset: Path) -> None:
     job = job_of(dataset, optimizer={"factory": "torch.optim:SGD", "args": {"lr": 0.1, "momentum": 0.9}})
     model = check_job(job, ranks=1).model
