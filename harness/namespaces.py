@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -51,6 +52,8 @@ class Hosts:
                     _do(f"ip -n {name} addr add {address}/24 dev eth0")
                 _do(f"ip -n {name} link set lo up")
                 _do(f"ip -n {name} link set eth0 up")
+            for name in self.names:
+                _wait_until_up(name)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError | NoNamespacesError):
@@ -113,6 +116,7 @@ class Hosts:
     def restore(self, host: int) -> None:
         """Bring the link of a host up again."""
         _do(f"ip -n {self._switch} link set port{host} up")
+        _wait_until_up(self.names[host])
 
     def limit(self, rate: str) -> None:
         """Limit the rate at which each host sends and receives to one of `RATES`."""
@@ -127,7 +131,17 @@ class Hosts:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
-def _do(command: str) -> None:
+def _do(command: str) -> str:
     done = subprocess.run(command.split(), capture_output=True, text=True)
     if done.returncode:
         raise NoNamespacesError(f"{command}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _wait_until_up(name: str) -> None:
+    """Wait until the kernel says of a host's link that it is up, which it does some time after it was set so."""
+    end = time.monotonic() + 30
+    while "state UP" not in _do(f"ip -n {name} -o link show eth0"):
+        if time.monotonic() > end:
+            raise NoNamespacesError(f"the link of {name} does not come up")
+        time.sleep(0.02)
