@@ -124,7 +124,9 @@ test-engines: $(ENGINES)/.ready  ## scripts under Horovod, DeepSpeed, Ray Train 
 OTHER_TORCH := 2.11.0 2.14.1
 test-torch: setup  ## the trainer's tests with another torch (VERSION=2.14.1), in an environment over this one
 	@test -n "$(VERSION)" || { echo "which? make test-torch VERSION=2.14.1"; exit 2; }
-	@./tools/torch_environment.sh $(BIN)/python $(VENV)/torch-$(VERSION) "$(VERSION)"
+	@./tools/layered_environment.sh $(BIN)/python $(VENV)/torch-$(VERSION)
+	@$(VENV)/torch-$(VERSION)/bin/python -m pip --disable-pip-version-check install --quiet \
+	  $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") "torch==$(VERSION)"
 	@PATH="$(CURDIR)/$(VENV)/torch-$(VERSION)/bin:$$PATH" $(VENV)/torch-$(VERSION)/bin/python -m pytest -n 2 -m "not long" \
 	  --results=out/tests-torch-$(VERSION).json tests/trainer
 

@@ -12,9 +12,18 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.dataclasses import dataclass
 
 from trainer.documents.factory_arguments import check_arguments
@@ -28,6 +37,15 @@ from trainer.strategies import SHARDED, Strategy, explain_strategy
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 """The pattern of a job's name, which is a folder of its run directory and a part of its name on clusters."""
 T = TypeVar("T")
+
+
+def _checked(args: dict[str, Any]) -> dict[str, Any]:
+    check_arguments(args)
+    return args
+
+
+Arguments = Annotated[dict[str, Any], AfterValidator(_checked)]
+"""Keyword arguments of a factory: plain data, see `trainer.documents.factory_arguments`."""
 _log = logging.getLogger(__name__)
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 FACTORY = "factory"
@@ -89,7 +107,7 @@ class DatasetRef:
     user's own makes the datasets on each node (`trainer.engine.own_problem`)."""
     dataset_id: str | None = None
     """Expected content id. Training refuses a folder whose manifest says another."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: Arguments = Field(default_factory=dict)
     """Keyword arguments of that function. Plain data only: see `trainer.documents.factory_arguments`."""
 
     @property
@@ -97,12 +115,6 @@ class DatasetRef:
         """The ``package.module:function`` that makes the datasets; None for a folder or a script."""
         kind, _, name = self.uri.partition(":")
         return name if kind == FACTORY else None
-
-    @field_validator("args")
-    @classmethod
-    def _are_data(cls, args: dict[str, Any]) -> dict[str, Any]:
-        check_arguments(args)
-        return args
 
 
 @checked_settings()
@@ -112,14 +124,8 @@ class FactoryConfig:
 
     factory: str = Field(max_length=500)
     """A user's own only where ``DTRAIN_FACTORY_MODULES`` allows its module (`trainer.model.allowed_factories`)."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: Arguments = Field(default_factory=dict)
     """Plain data only: see `trainer.documents.factory_arguments`."""
-
-    @field_validator("args")
-    @classmethod
-    def _are_data(cls, args: dict[str, Any]) -> dict[str, Any]:
-        check_arguments(args)
-        return args
 
 
 @checked_settings("training.tls")
@@ -142,14 +148,8 @@ class ParameterGroup:
 
     match: str
     """A pattern of their names, such as ``*.bias`` or ``encoder.*``. A parameter belongs to the first group it fits."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: Arguments = Field(default_factory=dict)
     """The group's options, such as ``{"weight_decay": 0}``."""
-
-    @field_validator("args")
-    @classmethod
-    def _are_data(cls, args: dict[str, Any]) -> dict[str, Any]:
-        check_arguments(args)
-        return args
 
 
 @checked_settings("optimizer")

@@ -186,7 +186,8 @@ def test_sigterm_to_one_rank_ends_all_in_order_and_the_job_goes_on_from_there(ne
     job.sections["model"] = {"factory": "user_parts:Slow"}
     job.start(2).signal_when(lambda: len(job.losses()) >= 3)
     found = [policies_of_gloo(process.pid) for process in job.processes.values()]
-    assert found == ([{os.SCHED_BATCH}] * 2 if installed_version("torch") >= (2, 13) else found)  # older: no names
+    if installed_version("torch") >= (2, 13):  # in 2.11 these threads have no names to be found by
+        assert found == [{os.SCHED_BATCH}] * 2
     job.signal(signal.SIGTERM, 1)
     assert job.wait(30) == [143, 143], job.log()
     stopped = job.result()

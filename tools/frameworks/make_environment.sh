@@ -4,10 +4,7 @@
 set -euo pipefail
 here=$(cd "$(dirname "$0")/../.." && pwd)
 base=$1 folder=$2
-site() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
-test -x "$folder/bin/python" || "$base" -m venv "$folder"
-# As a site and not as a path: what the base has by files of its own (.pth), such as this project itself, is found, too.
-echo "import site; site.addsitedir('$(site "$base")')" >"$(site "$folder/bin/python")/base.pth"
+"$here/tools/layered_environment.sh" "$base" "$folder"
 pip=("$folder/bin/python" -m pip --disable-pip-version-check)
 "${pip[@]}" install --quiet wheel setuptools
 readarray -t wanted < <("$base" -c '

@@ -268,7 +268,8 @@ def top_operations(profile: torch.profiler.profile, on_gpu: bool) -> list[dict[s
 
 
 def _is_python(event: Any) -> bool:
-    """Return whether an event is a call of a Python function, which torch before 2.12 tells by its name alone."""
+    """Return whether an event is a call of a Python function, which older versions of torch tell by its name
+    alone."""
     told = getattr(event, "is_python_function", None)
     return bool(_PYTHON.search(event.key) if told is None else told)
 

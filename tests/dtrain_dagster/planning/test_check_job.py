@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.planning.check_job import check_job, check_strategy
+from dtrain_dagster.planning.check_job import FIGURES, check_job, check_strategy
 from harness.small_job import write_dataset
 from trainer.config import ConfigError, DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, parse_job
 from trainer.data.manifest import DatasetError, describe, read_dataset_manifest
+from trainer.evaluation.window_report import PROPER_SCORES
 from trainer.isolation.runner import random_inputs
+from trainer.spec import WINDOWS
 from trainer.storage.open import open_storage
 
 OWN = '''
@@ -57,6 +59,10 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_parts.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "own_parts")
+
+
+def test_the_figures_of_windows_are_those_that_are_judged() -> None:
+    assert set(FIGURES[WINDOWS]) == {"mse_to_zero", *PROPER_SCORES}
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 """Optimizers and schedulers of a caller's own: the same training at any number of ranks and after every change of the
-world, and what is refused by name (R of any training)."""
+world, and what is refused by name."""
 
 from __future__ import annotations
 
@@ -127,8 +127,6 @@ def plain(recipe: OptimizerRecipe) -> dict[str, Tensor]:
     assert recipe.optimizer is not None
     assert recipe.lr_scheduler is not None
     optimizer = recipe.optimizer(model)
-    scheduler = ScheduledOptimizer(model, recipe, DistributedTrainingConfig(), STEPS).scheduler
-    scheduler = type(scheduler)  # only its class: the loop makes its own
     made: Any = recipe.lr_scheduler
     try:
         made = made(optimizer, total_steps=STEPS)
