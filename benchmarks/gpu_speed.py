@@ -42,6 +42,7 @@ from trainer.config import DatasetRef, FactoryConfig, JobConfig, TrackingConfig
 from trainer.engine.precision import tf32_products
 from trainer.engine.problem import maker_of
 from trainer.engine.run_job import train_job
+from trainer.engine.step_result import carry_out
 from trainer.fit import DistributedConfig, Trainer
 from trainer.model.allowed_factories import usual_parts
 from trainer.rundir import RunDir
@@ -365,7 +366,7 @@ def train_prices(dataset: DatasetRef, case: Case, name: str, folder: Path) -> Ru
     rundir = RunDir(job.run_dir)
     rundir.make()
     rundir.write_job(job)
-    code, result = train_job(job, maker_of(job))
+    code, result = carry_out(train_job(job, maker_of(job)))
     if code or result.get("status") != "succeeded":
         raise RuntimeError(result.get("error") or f"exit code {code}")
     return rundir

@@ -54,6 +54,7 @@ from trainer.engine.module_state import refuse_extra_state
 from trainer.engine.problem import Problem
 from trainer.engine.reports import Watch
 from trainer.engine.run_job import INTERRUPTED, leave_process, train_job
+from trainer.engine.step_result import Steps, carry_out
 from trainer.engine.task_check import check_model, check_task, choose_usual_loss, try_task
 from trainer.evaluation.judge import TaskJudge
 from trainer.exit_codes import DONE, EVICTED, UNUSABLE
@@ -216,8 +217,12 @@ class Trainer:
         training ends otherwise than well, and KeyboardInterrupt where a person ends it. A process that was told to end
         (SIGTERM) leaves with its exit code (SystemExit), and so does one that a cluster has started, however it
         ends."""
+        return carry_out(self.steps({"train": train, "valid": valid, "test": test}))
+
+    def steps(self, given: Mapping[str, Dataset[Any] | DataLoader[Any] | None]) -> Steps[FitResult]:
+        """Yield the steps of the training that `fit` carries out on these splits, and return its result."""
         try:
-            job, problem = self._prepare({"train": train, "valid": valid, "test": test})
+            job, problem = self._prepare(given)
         except ConfigError as error:
             if describe := os.environ.get(DESCRIBE):
                 Path(describe).write_text(json.dumps({"error": str(error)}))
@@ -234,7 +239,7 @@ class Trainer:
             except Exception as error:
                 failure = error
             with record_presence(job, os.environ) as leaving:
-                leaving.code, result = train_job(job, problem, self._watch(line), failure)
+                leaving.code, result = yield from train_job(job, problem, self._watch(line), failure)
         finally:
             line.close()
             problem.data.close()

@@ -9,6 +9,7 @@ from benchmarks.frameworks.protocol import Case, Turns
 from benchmarks.frameworks.workload import LOSS, Workload
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig
 from trainer.engine.step import Batch
+from trainer.engine.step_result import Steps
 from trainer.engine.trainer import DistributedTrainer
 
 NEVER = 10**9
@@ -24,9 +25,9 @@ class Trainer(DistributedTrainer):
 
     turns: Turns
 
-    def train_epoch(self, dataloader: Iterable[Batch], epoch: int = 0) -> dict[str, float]:
-        """Train an epoch, in turns."""
-        return super().train_epoch(self._in_turns(dataloader), epoch)
+    def epoch_steps(self, dataloader: Iterable[Batch], epoch: int) -> Steps[dict[str, float]]:
+        """Yield the steps of an epoch, in turns."""
+        return super().epoch_steps(self._in_turns(dataloader), epoch)
 
     def _in_turns(self, dataloader: Iterable[Batch]) -> Iterator[Batch]:
         for batch in dataloader:

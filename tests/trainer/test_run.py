@@ -19,6 +19,7 @@ from disturbances import fill_disk, work_alone
 from harness.worlds import Job
 from trainer.checkpoint.manager import BEST, LATEST
 from trainer.engine.reports import RankReports
+from trainer.engine.step_result import Steps
 from trainer.engine.trainer import DistributedTrainer
 from trainer.parallel.buckets import WAITING
 from trainer.runtime.packages import installed_version
@@ -88,19 +89,19 @@ def test_the_time_of_reports_and_between_epochs_is_part_of_steps(
     new_job: NewJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both are slowed down: what no step has, no bill can explain."""
-    emit, train_epoch = RankReports.emit, DistributedTrainer.train_epoch
+    emit, epoch_steps = RankReports.emit, DistributedTrainer.epoch_steps
 
     def emit_slowly(self: RankReports, kind: Any, **fields: Any) -> None:
         time.sleep(0.02 if kind == "step" else 0.0)
         emit(self, kind, **fields)
 
-    def train_epoch_and_pause(self: DistributedTrainer, *given: Any) -> dict[str, float]:
-        made = train_epoch(self, *given)
+    def epoch_and_pause(self: DistributedTrainer, *given: Any) -> Steps[dict[str, float]]:
+        made = yield from epoch_steps(self, *given)
         time.sleep(1.0)
         return made
 
     monkeypatch.setattr(RankReports, "emit", emit_slowly)
-    monkeypatch.setattr(DistributedTrainer, "train_epoch", train_epoch_and_pause)
+    monkeypatch.setattr(DistributedTrainer, "epoch_steps", epoch_and_pause)
     job = new_job(world_size=1, eval_frequency=30)
     assert job.run_here() == 0, job.result()
     others = sum(item["steps"] * item["segments"]["other"][0] for item in job.events("timing"))

@@ -22,7 +22,7 @@ from trainer.engine.interruptions import BudgetSpent, GPUTooSmall, JobOver, OutO
 from trainer.engine.problem import ProblemMaker
 from trainer.engine.reports import Watch
 from trainer.engine.result import write_result
-from trainer.engine.step_result import NonFiniteError
+from trainer.engine.step_result import NonFiniteError, Steps, carry_out
 from trainer.engine.trainer import DistributedTrainer
 from trainer.errors import DamagedError, NoGenerationError, WorkerHungError
 from trainer.exit_codes import BUDGET, DONE, EVICTED, FAILED, LOST, UNUSABLE
@@ -35,27 +35,28 @@ INTERRUPTED = "KeyboardInterrupt: the training was interrupted"
 
 def run_job(job: JobConfig) -> int:
     """Train the job that its configuration describes as `train_job` does, and return the exit code."""
-    return train_job(job)[0]
+    return carry_out(train_job(job))[0]
 
 
 def train_job(
     job: JobConfig, maker: ProblemMaker | None = None, watch: Watch | None = None, failure: Exception | None = None
-) -> tuple[int, dict[str, Any]]:
-    """Train the job in this process, write how it ended to ``result.json``, and return the exit code and this rank's
-    result. ``maker`` makes what is trained; None: what the job's configuration describes. ``watch`` is called with each
-    event that this process reports. ``failure``: what has failed already; the job then ends with that. Where its GPU
-    has too little memory and the job leaves the choice of the device open, it goes on on the CPU from the latest
-    checkpoint or with the state of its peers."""
+) -> Steps[tuple[int, dict[str, Any]]]:
+    """Yield the steps of a job in this process, write how it ended to ``result.json``, and return the exit code and
+    this rank's result. ``maker`` makes what is trained; None: what the job's configuration describes. ``watch`` is
+    called with each event that this process reports. ``failure``: what has failed already; the job then ends with that.
+    Where its GPU has too little memory and the job leaves the choice of the device open, it goes on on the CPU from the
+    latest checkpoint or with the state of its peers."""
     trainer = DistributedTrainer(job, maker, watch)
     try:
-        code, result = _run(trainer, failure)
+        code, result = yield from _run(trainer, failure)
     except GPUTooSmall as moved:
         print(moved, file=sys.stderr, flush=True)  # noqa: T201 - the log of the node
         fields = {"samples": job.training.batch_size_per_gpu, "activation_checkpointing": False, "device": "cpu"}
         trainer.reports.emit("out_of_memory", step=trainer.steps_done, **fields)
         trainer.close(tracking_seconds=5.0)
         os.environ["DTRAIN_INCARNATION"] = "2"  # faults are injected into the first only
-        return train_job(replace(job, training=replace(job.training, backend="gloo")), maker, watch)
+        moved_job = replace(job, training=replace(job.training, backend="gloo"))
+        return (yield from train_job(moved_job, maker, watch))
     if "error" in result:
         result["error"] = redact(result["error"])  # a client's error may contain the address that it was given
         if (facts := trainer.facts) is not None:
@@ -78,7 +79,7 @@ def train_job(
     return code, result
 
 
-def _run(trainer: DistributedTrainer, failure: Exception | None) -> tuple[int, dict[str, Any]]:
+def _run(trainer: DistributedTrainer, failure: Exception | None) -> Steps[tuple[int, dict[str, Any]]]:
     """Return (exit code, result); raise `GPUTooSmall` alone. ``everybody`` in it says that all ranks have
     ended together, so that the job has ended."""
     try:
@@ -86,7 +87,7 @@ def _run(trainer: DistributedTrainer, failure: Exception | None) -> tuple[int, d
         if failure is not None:
             raise failure
         trainer.setup()
-        return DONE, trainer.train()
+        return DONE, (yield from trainer.steps())
     except Stopped as stopped:
         return EVICTED, {"status": "stopped", "steps": trainer.steps_done, "everybody": stopped.everybody}
     except BudgetSpent:

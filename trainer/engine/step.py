@@ -136,6 +136,11 @@ class TrainingStep:
             sync.is_in_place = True
         sync.wrap(self.module)
 
+    def begin_epoch(self) -> None:
+        """Prepare the steps of (the rest of) an epoch. Raise as `check_parameters` does."""
+        self.module.train()
+        self.check_parameters()
+
     def check_parameters(self) -> None:
         """Raise `ConfigError` if the model has unfrozen parameters, whose gradients nothing would sum or clear."""
         known = set(map(id, self.parameters))

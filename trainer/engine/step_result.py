@@ -1,14 +1,25 @@
-"""What ranks tell each other when they commit a step, and how a step ended. `trainer.engine.step` makes them."""
+"""A step that is due, what ranks tell each other when they commit it, and how it ended.
+
+A training is a generator of steps that are due (`Steps`): whoever drives it carries them out, at once (`carry_out`) or
+in the body of a loop of the caller's own (`trainer.loop`), and sends their results, or throws what they raised.
+"""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Generator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from trainer.data.batches import Batch
+
+if TYPE_CHECKING:
+    from trainer.engine.step import TrainingStep
+
+_T = TypeVar("_T")
 
 
 class NonFiniteError(RuntimeError):
@@ -55,6 +66,43 @@ class StepResult:
     flags: StepFlags
     digest: int
     """The digest of all samples of the global batch, see `trainer.data.coverage`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DueStep:
+    """A step that is to be carried out on all ranks."""
+
+    step: TrainingStep
+    """What carries it out."""
+    batch: Batch
+    number: int
+    """From 0, over all epochs."""
+    epoch: int
+    learning_rate: float
+    """That of the settings."""
+    flags: StepFlags
+    """What this rank tells the others with it."""
+
+
+Steps = Generator[DueStep, StepResult, _T]
+"""A training, which yields each step that is due, is sent its result, and returns a result of its own."""
+
+
+def carry_out(steps: Steps[_T]) -> _T:
+    """Carry out each step as it becomes due, and return what the training returns. What a step raises is thrown into
+    the training, which goes on or raises it."""
+    try:
+        due = next(steps)
+        while True:
+            try:
+                result = due.step(due.batch, due.number, due.learning_rate, due.flags)
+            except BaseException as error:
+                due = steps.throw(error)
+            else:
+                due = steps.send(result)
+    except StopIteration as end:
+        found: _T = end.value
+        return found
 
 
 def count_step(batch: Batch, flags: StepFlags, broken: bool, without: list[int]) -> Tensor:

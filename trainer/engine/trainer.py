@@ -40,7 +40,7 @@ from trainer.engine.recovery import (
 from trainer.engine.reports import RankReports, Watch
 from trainer.engine.session import Session
 from trainer.engine.state import Entry, Progress
-from trainer.engine.step_result import StepFlags, StepResult
+from trainer.engine.step_result import DueStep, StepFlags, StepResult, Steps, carry_out
 from trainer.engine.workload import Workload, count_steps, make_sampler, needs_evaluation
 from trainer.model.optimizers import recipe_for
 from trainer.model.task import mean_of
@@ -187,9 +187,13 @@ class DistributedTrainer:
         return None
 
     def train(self) -> dict[str, Any]:
-        """Train to the end, through losses of nodes, and return the fields of ``result.json``. Raise `Stopped` when
-        asked to end, `trainer.comm.group.GroupError` when a node is lost in a world that cannot regroup, `GPUTooSmall`
-        or `OutOfMemoryError` (`trainer.engine.interruptions`) where memory does not suffice."""
+        """Carry out all `steps`, and return the fields of ``result.json``."""
+        return carry_out(self.steps())
+
+    def steps(self) -> Steps[dict[str, Any]]:
+        """Yield each step to the end, through losses of nodes, and return the fields of ``result.json``. Raise
+        `Stopped` when asked to end, `trainer.comm.group.GroupError` when a node is lost in a world that cannot regroup,
+        `GPUTooSmall` or `OutOfMemoryError` (`trainer.engine.interruptions`) where memory does not suffice."""
         session = self.session
         while True:
             try:
@@ -198,7 +202,7 @@ class DistributedTrainer:
                 if not session.is_over:
                     epoch, offset = session.position
                     batches = session.workload.loader.batches(epoch, offset, session.progress.step)
-                    self.train_epoch(batches, epoch)
+                    yield from self.epoch_steps(batches, epoch)
                     continue
                 session.callbacks.end()
                 if self._profiler is not None:
@@ -235,7 +239,7 @@ class DistributedTrainer:
         if self._own_model is not None:
             totals = self._own_model.train_epoch(dataloader)
         else:
-            totals = self._train_batches(dataloader, epoch)
+            totals = carry_out(self.epoch_steps(dataloader, epoch))
         return self.synchronize_metrics(totals)
 
     def synchronize_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -259,21 +263,18 @@ class DistributedTrainer:
         if self._participant is not None:
             self._participant.close()
 
-    # Helpers of the methods above, in the order of their use.
-
-    def _train_batches(self, dataloader: Iterable[Batch], epoch: int) -> dict[str, float]:
-        """Train on these batches, and return the sum of this rank's losses, and its samples."""
+    def epoch_steps(self, dataloader: Iterable[Batch], epoch: int) -> Steps[dict[str, float]]:
+        """Yield the step of each of these batches, and return the sum of this rank's losses, and its samples."""
         session, config, watchdog, profiler = self.session, self.config, self.reports.watchdog, self._profiler
         step, progress, total_steps = session.step, session.progress, session.total_steps
-        step.module.train()
-        step.check_parameters()
+        step.begin_epoch()
         step.timer.mark("other")
         watchdog.progress(progress.step)
         totals = {"loss_sum": 0.0, "weight": 0.0, "samples": 0.0}
         for batch in dataloader:
             rate = learning_rate(config, progress.step, total_steps)
             flags = self._collect_flags()
-            result = step(batch, progress.step, rate, flags)
+            result = yield DueStep(step, batch, progress.step, epoch, rate, flags)
             rate = step.scheduled.rate
             self._leaves = bool(flags.leaving)
             progress.commit(epoch, batch.samples, result.digest)
@@ -305,6 +306,8 @@ class DistributedTrainer:
                 break
         self.reports.end_phase("training")
         return totals
+
+    # Helpers of the methods above, in the order of their use.
 
     def _collect_flags(self) -> StepFlags:
         """Return the flags that this rank sends in the next step."""

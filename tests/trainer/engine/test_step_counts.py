@@ -25,7 +25,7 @@ from trainer.data.batches import Batch
 from trainer.data.loader import BatchLoader
 from trainer.data.sampler import Sampler
 from trainer.data.shards import DataShardManager
-from trainer.engine.step_result import StepFlags
+from trainer.engine.step_result import StepFlags, Steps
 from trainer.engine.trainer import DistributedTrainer
 from trainer.model.build import build_loss, build_model
 from trainer.runtime.fault_injection import Faults
@@ -73,8 +73,8 @@ class Counting(DistributedTrainer):
         self.counted: list[Any] = []
         self._with = with_
 
-    def train_epoch(self, dataloader: Iterable[Batch], epoch: int = 0) -> dict[str, float]:
-        return super().train_epoch(self._between(dataloader), epoch)
+    def epoch_steps(self, dataloader: Iterable[Batch], epoch: int) -> Steps[dict[str, float]]:
+        return super().epoch_steps(self._between(dataloader), epoch)
 
     def _between(self, dataloader: Iterable[Batch]) -> Iterator[Batch]:
         batches = iter(dataloader)

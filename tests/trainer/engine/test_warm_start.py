@@ -17,6 +17,7 @@ from torch import nn
 from tests.kinds import build_table
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig, parse_job
 from trainer.engine.run_job import train_job
+from trainer.engine.step_result import carry_out
 from trainer.engine.warm_start import begin_from
 from trainer.exit_codes import DONE, UNUSABLE
 from trainer.rundir import RunDir, resolve_start
@@ -105,7 +106,7 @@ def train(folder: Path, uri: str, **training: Any) -> tuple[int, dict[str, Any]]
         "job_id": "warm", "run_dir": str(folder), "dataset": {"uri": uri}, "tracking": {"tensorboard": False},
         "model": {"factory": "mlp"}, "loss": {"factory": "cross_entropy"}, "training": settings | training,
     }  # fmt: skip
-    return train_job(parse_job(json.dumps(document)))
+    return carry_out(train_job(parse_job(json.dumps(document))))
 
 
 def test_a_job_begins_where_another_one_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
