@@ -15,6 +15,10 @@ OWN = "own"
 """The kind of a dataset that a function of the user's own makes on each node."""
 REGRESSION, BINARY, MULTICLASS = "regression", "binary", "multiclass"
 """The tasks of a table."""
+RAW_TYPES = ("number", "integer", "boolean", "string", "datetime")
+"""The types of a table's columns as people have them."""
+DATE_NUMBERS, DATE_CATEGORIES = ("year", "day"), ("month", "weekday", "hour")
+"""The parts of a date beside its time since 1970: those stored as numbers, and those stored as categories."""
 LEAST_STEP = 1e-3
 """The difference of two numbers of a table, in deviations of their column, that no part may lose by rounding."""
 
@@ -45,6 +49,17 @@ class DataSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RawColumn:
+    """A column of a table as people have it, which a registered model takes by its name."""
+
+    name: str
+    type: str
+    """One of `RAW_TYPES`."""
+    missing: bool
+    """Whether a row may lack its value: some row of the table did."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RowSpec:
     """The columns and scales of one table, from its manifest; every model and loss factory for rows gets it.
 
@@ -71,6 +86,12 @@ class RowSpec:
     target_mean: float
     target_std: float
     """Standard deviation of the target over the training split; 1 for classes."""
+    raw: tuple[RawColumn, ...] = ()
+    """The columns of the table that stored columns are made of; () for a dataset of an older version."""
+    sources: tuple[str, ...] = ()
+    """The name in ``raw`` of the column that each stored column is made of; () as above."""
+    parts: tuple[str, ...] = ()
+    """The part of a date that each stored column is; "" for the column itself, of a date the days since 1970."""
 
     @property
     def inputs(self) -> int:
@@ -85,6 +106,7 @@ def row_spec_of(manifest: Mapping[str, Any]) -> RowSpec:
     norm, columns = manifest["normalisation"], manifest["columns"]
     features = [column for column in columns if column["role"] == "feature"]
     [target] = [column["name"] for column in columns if column["role"] == "target"]
+    raw = tuple(RawColumn(**column) for column in manifest.get("inputs", ()))
     return RowSpec(
         dataset_id=manifest["dataset_id"],
         features=tuple(column["name"] for column in features),
@@ -97,6 +119,9 @@ def row_spec_of(manifest: Mapping[str, Any]) -> RowSpec:
         classes=tuple(manifest["classes"]),
         target_mean=norm["target"]["mean"],
         target_std=norm["target"]["std"],
+        raw=raw,
+        sources=tuple(column.get("of", column["name"]) for column in features) if raw else (),
+        parts=tuple(column.get("part", "") for column in features) if raw else (),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,20 +25,23 @@ from dtrain_dagster.data.table_columns import (
     CategoryColumn,
     NumberColumn,
     TargetColumn,
+    TargetCopy,
+    check_name,
     class_name,
+    date_parts,
     numbers_of,
     texts_of,
 )
 from dtrain_dagster.data.table_file import Table, files_of, open_table
 from trainer.data.manifest import SPLITS, STANDARDISED
-from trainer.spec import REGRESSION, ROWS
+from trainer.spec import DATE_CATEGORIES, DATE_NUMBERS, REGRESSION, ROWS
 
 if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
     from numpy.typing import NDArray
 
-CODE_VERSION = 2
+CODE_VERSION = 3
 """The version of the builder. Raise it when the same table would give other rows."""
 LEAST_ROWS, FEW_ROWS = 2, 30
 """The rows of a split below which it is refused, and below which its size is told."""
@@ -145,7 +148,11 @@ class _Builder:
     numbers: dict[str, NumberColumn] = field(default_factory=dict)
     categories: dict[str, CategoryColumn] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
-    """Features, in the order of the table."""
+    """Features, in the order of the table: each date is followed by its parts."""
+    parts: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Features that are the part of a date: the column of the table, and which part."""
+    copies: dict[str, TargetCopy] = field(default_factory=dict)
+    """Of each column of the table, whether it is the target."""
     split_of: dict[str, int] = field(default_factory=dict)
     """The place in `SPLITS` that each value of ``split_by`` names; empty where it names none."""
     groups: int = 0
@@ -161,7 +168,7 @@ class _Builder:
         self._learn()
         task, classes = self._judge_target()
         refuse(self.problems)
-        kept = [name for name in self.names if name not in self.excluded]
+        kept = [name for name in self.names if name not in self.excluded and self._has_use(name)]
         if not kept:
             raise DataError(f"no column varies over the training split: {', '.join(self.excluded)}")
         shards = self._write(kept, task, classes)
@@ -174,6 +181,7 @@ class _Builder:
             "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "task": task,
             "classes": [class_name(value) for value in classes],
+            "inputs": [self._input(name) for name in kept if name not in self.parts],
             "columns": [*map(self._column, kept), {"name": self.params.target, "type": "number", "role": "target"}],
             "normalisation": self._normalisation(kept, task),
             "params": asdict(self.params),
@@ -197,6 +205,10 @@ class _Builder:
         for name, said in self.table.problems.items():
             if name not in params.drop:
                 self.problems += said
+        if params.target in params.drop:
+            self.problems.append(
+                f"--drop {params.target}: that is the column to predict: drop another, or predict it not"
+            )
         if params.target not in kinds or (params.split_by or params.target) not in kinds:
             refuse(self.problems)
         self.target = TargetColumn(params.target, is_text=kinds[params.target] == "category")
@@ -211,13 +223,48 @@ class _Builder:
             self.names.append(name)
             if name in self.table.problems:
                 continue
+            self.copies[name] = TargetCopy()
             if kind in ("number", "date"):
                 self.numbers[name] = NumberColumn(name)
             else:
                 self.categories[name] = CategoryColumn(name)
+            if kind == "date":
+                self._choose_parts(name)
         if not self.names:
             self.problems.append("the table has no column besides the target to learn from")
             refuse(self.problems)
+
+    def _choose_parts(self, date: str) -> None:
+        """Add the parts of a date to the features."""
+        for part in (*DATE_NUMBERS, *DATE_CATEGORIES):
+            name = f"{date}.{part}"
+            if name in self.table.kinds:
+                self.problems.append(f"the column {name!r} has the name of a part of the date {date!r}: rename it")
+                continue
+            try:
+                check_name(name)
+            except DataError as error:
+                self.problems.append(str(error))
+            self.names.append(name)
+            self.parts[name] = date, part
+            if part in DATE_NUMBERS:
+                self.numbers[name] = NumberColumn(name)
+            else:
+                self.categories[name] = CategoryColumn(name)
+
+    def _columns_in(self, batch: pa.RecordBatch) -> Callable[[str], pa.Array]:
+        """Return what gives the column of a feature: of the table, or a part of a date."""
+        of_date: dict[str, dict[str, pa.Array]] = {}
+
+        def column(name: str) -> pa.Array:
+            if name not in self.parts:
+                return batch.column(name)
+            date, part = self.parts[name]
+            if date not in of_date:
+                of_date[date] = date_parts(batch.column(date))
+            return of_date[date][part]
+
+        return column
 
     def _read_splits(self) -> None:
         """Find out whether ``split_by`` names splits. Names that are mixed with others are a problem."""
@@ -249,18 +296,40 @@ class _Builder:
         """Learn what the columns hold, some rows at a time, and note what is wrong with them."""
         by, every = self.params.split_by, max(1, self.table.rows // MOST_SAMPLED)
         target = [] if self.params.target in self.table.problems or self.target.problem else [self.params.target]
-        columns = [*self.numbers, *self.categories, *target, *([by] if by else [])]
+        columns = [*self._of_table([*self.numbers, *self.categories]), *target, *([by] if by else [])]
         for first, batch in self.table.batches(columns) if columns else ():
-            is_train = self._splits(first, batch) == 0
+            is_train, column = self._splits(first, batch) == 0, self._columns_in(batch)
             for name, number in self.numbers.items():
-                number.learn(batch.column(name), is_train, first, every)
+                number.learn(column(name), is_train, first, every)
             for name, category in self.categories.items():
-                category.learn(texts_of(batch.column(name)), is_train)
+                category.learn(texts_of(column(name)), is_train)
             for name in target:
                 self.target.learn(batch.column(name), is_train, first, every)
+                self._compare_with_target(batch)
         for name in self.names:
             if name not in self.table.problems:
                 self._judge_column(name)
+
+    def _compare_with_target(self, batch: pa.RecordBatch) -> None:
+        def values(name: str) -> list[Any]:
+            column = batch.column(name)
+            return texts_of(column) if self.table.kinds[name] == "category" else numbers_of(column).tolist()
+
+        copies = {name: copy for name, copy in self.copies.items() if copy.is_same or copy.is_renamed}
+        target = values(self.params.target) if copies else []
+        for name, copy in copies.items():
+            copy.learn(values(name), target)
+
+    def _of_table(self, names: Sequence[str]) -> list[str]:
+        """Return the columns of the table that features are made of."""
+        return list(dict.fromkeys(self.parts[name][0] if name in self.parts else name for name in names))
+
+    def _has_use(self, name: str) -> bool:
+        """Return whether a part of a date says more than that."""
+        if name not in self.parts:
+            return True
+        varies = self.categories[name].varies if name in self.categories else bool(self.numbers[name].std)
+        return varies and self.parts[name][0] not in self.excluded
 
     def _judge_target(self) -> tuple[str, list[Any]]:
         """Return the task, and the values of the classes in the order of their codes. What is wrong is noted."""
@@ -274,6 +343,19 @@ class _Builder:
     def _judge_column(self, name: str) -> None:
         """Note why a column is left out, or is a problem."""
         leave = f"leave it out (--drop {name})"
+        if name in self.parts:
+            return
+        copy = self.copies[name]
+        if copy.is_same:
+            self.problems.append(f"the column {name!r} is the target {self.params.target!r} in each row: {leave}")
+        elif copy.is_renamed and len(copy.meant) > 1:
+            self.notes.append(
+                f"{name} says the target {self.params.target} in other words, one value for each of its own: if it is "
+                f"not known before, {leave}"
+            )
+        like_id = (
+            f"{name} has another value in nearly every row, as an identifier does: if it measures nothing, {leave}"
+        )
         if name in self.categories:
             category = self.categories[name]
             if is_nameless(name) and category.values:
@@ -282,6 +364,10 @@ class _Builder:
                 self.problems.append(f"the column {name!r} {category.problem}, or {leave}")
             elif not category.values:
                 self.excluded[name] = "has no value in the training split"
+            elif not category.varies:
+                self.excluded[name] = "does not vary over the training split"
+            elif category.is_like_id:
+                self.notes.append(like_id)
             return
         number = self.numbers[name]
         if name in self.table.index:
@@ -306,6 +392,8 @@ class _Builder:
             self.notes.append(
                 f"{name} counts the rows in their order: if it measures nothing, leave it out (--drop {name})"
             )
+        elif self.table.types[name] == "integer" and number.is_like_id:
+            self.notes.append(like_id)
 
     def _splits(self, first: int, batch: pa.RecordBatch) -> NDArray[np.int64]:
         import numpy as np
@@ -334,11 +422,18 @@ class _Builder:
             if count < FEW_ROWS:
                 self.notes.append(f"the {split} split has {count} rows: its figures are little more than chance")
 
+    def _input(self, name: str) -> dict[str, Any]:
+        """Return what is kept of a column of the table."""
+        missing = (self.categories[name] if name in self.categories else self.numbers[name]).missing > 0
+        return {"name": name, "type": self.table.types[name], "missing": missing}
+
     def _column(self, name: str) -> dict[str, Any]:
         entry: dict[str, Any] = {"name": name, "role": "feature"}
+        if name in self.parts:
+            entry |= dict(zip(("of", "part"), self.parts[name], strict=True))
         if name in self.categories:
             return entry | {"type": "category", "values": self.categories[name].ordered()}
-        unit = {"unit": DATE_UNIT} if self.table.kinds[name] == "date" else {}
+        unit = {"unit": DATE_UNIT} if self.table.kinds.get(name) == "date" else {}
         return entry | {"type": "number", "missing": self.numbers[name].missing > 0} | unit
 
     def _normalisation(self, kept: Sequence[str], task: str) -> dict[str, Any]:
@@ -366,14 +461,15 @@ class _Builder:
         code_of_class = {value: code for code, value in enumerate(classes)}
         writers = [TableShards(self.folder, split, schema, self.params.shard_rows) for split in SPLITS]
         by = [self.params.split_by] if self.params.split_by else []
-        for first, batch in self.table.batches([*kept, self.params.target, *by]):
+        for first, batch in self.table.batches([*self._of_table(kept), self.params.target, *by]):
             arrays: list[NDArray[Any]] = []
+            column_of = self._columns_in(batch)
             for name in kept:
                 if name in codes:
-                    found = [codes[name].get(value, 0) for value in texts_of(batch.column(name))]
+                    found = [codes[name].get(value, 0) for value in texts_of(column_of(name))]
                     arrays.append(np.array(found, dtype=np.int32))
                     continue
-                values = numbers_of(batch.column(name))
+                values = numbers_of(column_of(name))
                 arrays.append(self.numbers[name].standardise(values))
                 if np.isinf(arrays[-1]).any():
                     row = int(np.flatnonzero(np.isinf(arrays[-1]))[0])

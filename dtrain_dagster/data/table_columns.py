@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.ticker_rows import Moments
 from trainer.data.manifest import MOST_CLASSES
-from trainer.spec import BINARY, MULTICLASS, REGRESSION
+from trainer.model.raw_rows import date_category, date_number
+from trainer.spec import BINARY, DATE_CATEGORIES, DATE_NUMBERS, MULTICLASS, REGRESSION
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,6 +35,8 @@ MOST_SAMPLED = 4096
 MERGED_SHARE = 0.02
 """The share of different numbers that may become the same. Of a smooth column hardly one does, as single precision has
 some 10 million numbers within a deviation of the mean; with logarithms of a deviation of 3, one in a hundred."""
+ID_SHARE, ID_ROWS = 0.95, 20
+"""The share of different values of a column that looks like an identifier, and the rows that it has at least."""
 DATE_UNIT = "days since 1970-01-01"
 """What a date counts as; one with a zone in UTC."""
 _UNITS = {"s": 86_400, "ms": 86_400_000, "us": 86_400_000_000, "ns": 86_400_000_000_000}
@@ -59,6 +62,46 @@ def kind_of_column(field: pa.Field) -> Kind:
         f"the column {field.name!r} has the type {field.type}, which is neither a number nor text: leave it out "
         f"(--drop {field.name}), or convert it before"
     )
+
+
+def raw_type(field: pa.Field) -> str:
+    """Return the type of a column as people have it, one of `trainer.spec.RAW_TYPES`; "" where it has no value at all.
+    Raise `DataError` as `kind_of_column` does."""
+    import pyarrow as pa
+
+    kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+    found = kind_of_column(field)
+    is_whole = pa.types.is_integer(kind) and not pa.types.is_uint64(kind)  # of which a signature has the type
+    if found == "number":
+        return "boolean" if pa.types.is_boolean(kind) else "integer" if is_whole else "number"
+    return {"category": "string", "date": "datetime"}.get(found, "")
+
+
+def joined_type(before: str, also: str) -> str:
+    """Return the type of a column that has these in two files: a number, where they differ. Pure."""
+    return before or also if before == also or not before or not also else "number"
+
+
+def date_parts(column: pa.Array) -> dict[str, pa.Array]:
+    """Return the parts of dates (`trainer.spec`) as columns of their own: numbers, and categories as text."""
+    import pyarrow as pa
+
+    dates = dates_of(column)
+    numbers = {part: pa.array(date_number(dates, part)) for part in DATE_NUMBERS}
+    return numbers | {part: pa.array(date_category(dates, part), pa.string()) for part in DATE_CATEGORIES}
+
+
+def dates_of(column: pa.Array) -> NDArray[np.datetime64]:
+    """Return dates (n,), one with a zone in UTC, NaT where they are missing."""
+    import numpy as np
+    import pyarrow as pa
+
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    values, gone = exact_numbers(column)
+    unit = "D" if pa.types.is_date32(kind) else "ms" if pa.types.is_date64(kind) else kind.unit
+    dates = values.astype(f"datetime64[{unit}]")
+    dates[gone] = np.datetime64("NaT")
+    return dates
 
 
 def check_name(name: str) -> None:
@@ -177,6 +220,15 @@ class NumberColumn:
         )
 
     @property
+    def is_like_id(self) -> bool:
+        """Return whether it has another whole number in nearly every row, as an identifier does. Of those that were
+        sampled all may differ by chance, unless the range has room for as many."""
+        sampled = sum(map(len, self.numbers))
+        has_room = self.high - self.low + 1 >= ID_SHARE * self.moments.count
+        is_whole = has_room and all(value == int(value) for value in self.different)
+        return is_whole and is_like_id(len(self.different), sampled)
+
+    @property
     def mean(self) -> float:
         """Return the mean over the training split, 0 where it has no number."""
         return float(self.moments.mean)
@@ -222,23 +274,66 @@ class CategoryColumn:
     values: set[str] = field(default_factory=set)
     problem: str = ""
     """Why the column cannot be used; further rows are then not looked at."""
+    missing: int = 0
+    """Rows without a value, in any split."""
+    trained: int = 0
+    """Rows of the training split, and those of them with a value."""
+    filled: int = 0
 
     def learn(self, values: Sequence[Any], is_train: NDArray[np.bool_]) -> None:
         """Add some rows."""
         if self.problem:
             return
-        self.values |= {value for value, train in zip(values, is_train, strict=True) if train and value}
+        known = [value for value, train in zip(values, is_train, strict=True) if train and value]
+        self.missing += sum(not value for value in values)
+        self.trained, self.filled = self.trained + int(is_train.sum()), self.filled + len(known)
+        self.values.update(known)
         if len(self.values) > MOST_VALUES:
-            self.problem = f"has more than {MOST_VALUES} values, each of which would be an input: group its values"
+            like = ", and another in nearly every row, as an identifier does" if self.is_like_id else ""
+            self.problem = f"has more than {MOST_VALUES} values{like}, each of which would be an input: group them"
         elif odd := [value for value in self.values if len(value) > 200 or not value.isprintable()]:
             self.problem = (
                 f"has the value {odd[0][:80]!r}, which is longer than 200 characters or not printable: it is no "
                 "category"
             )
 
+    @property
+    def varies(self) -> bool:
+        """Return whether it tells rows of the training split apart."""
+        return len(self.values) > 1 or (bool(self.values) and self.filled < self.trained)
+
+    @property
+    def is_like_id(self) -> bool:
+        """Return whether it has another value in nearly every row, as an identifier does."""
+        return is_like_id(len(self.values), self.filled)
+
     def ordered(self) -> list[str]:
         """Return the values in the order of their codes, which begin at 1."""
         return sorted(self.values)
+
+
+@dataclass(slots=True)
+class TargetCopy:
+    """Whether a column is the target once more, as it is or in other words."""
+
+    is_same: bool = True
+    """Whether it has the target's value in each row."""
+    is_renamed: bool = True
+    """Whether each of its few values goes with one value of the target, and that with no other."""
+    meant: dict[Any, Any] = field(default_factory=dict)
+
+    def learn(self, values: Sequence[Any], target: Sequence[Any]) -> None:
+        """Add some rows."""
+        self.is_same = self.is_same and all(value == other for value, other in zip(values, target, strict=True))
+        if not self.is_renamed:
+            return
+        for value, other in zip(values, target, strict=True):
+            if value != value or self.meant.setdefault(value, other) != other or len(self.meant) > FEW_VALUES:
+                break
+        else:
+            self.is_renamed = len(set(self.meant.values())) == len(self.meant)
+            return
+        self.is_renamed = False
 
 
 @dataclass(slots=True)
@@ -321,6 +416,11 @@ class TargetColumn:
                 "more rows of it, or leave it out"
             )
         return task, classes
+
+
+def is_like_id(different: int, rows: int) -> bool:
+    """Return whether so many different values are those of an identifier. Pure."""
+    return rows >= ID_ROWS and different >= ID_SHARE * rows
 
 
 def class_name(value: Any) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.price_columns import may_count_rows
 from dtrain_dagster.data.price_file import opened, opened_database
-from dtrain_dagster.data.table_columns import Kind, check_name, kind_of_column
+from dtrain_dagster.data.table_columns import Kind, check_name, joined_type, kind_of_column, raw_type
 
 if TYPE_CHECKING:
     import duckdb
@@ -53,6 +53,8 @@ class Table:
     files: Sequence[Path]
     kinds: dict[str, Kind]
     """What each column is, in the order of the first file; without those that are left out."""
+    types: dict[str, str]
+    """The type of each column as people have it, one of `trainer.spec.RAW_TYPES`."""
     rows: int
     index: dict[str, str]
     """Columns that are the index of a pandas table, or may be: why they are left out, "" for those that have to be
@@ -124,6 +126,7 @@ def open_table(files: Sequence[Path], scratch: Path) -> Table:
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise DataError(f"{files[0]} has two columns with the name {twice[0]!r}: rename one, or leave it out")
     kinds: dict[str, Kind] = {}
+    types: dict[str, str] = {}
     for path, schema in zip(files, schemas, strict=True):
         if sorted(schema.names) != sorted(names):
             odd = sorted(set(schema.names) ^ set(names)) or sorted(schema.names)
@@ -140,6 +143,7 @@ def open_table(files: Sequence[Path], scratch: Path) -> Table:
                     raise DataError(
                         f"the column {name!r} is a {kind} in {path}, and a {before} in an earlier file: convert one"
                     )
+                types[name] = joined_type(types.get(name, ""), raw_type(field))
             except DataError as error:
                 if str(error) not in problems[name]:
                     problems[name].append(str(error))
@@ -147,7 +151,7 @@ def open_table(files: Sequence[Path], scratch: Path) -> Table:
     left = {name: _PANDAS for name in index if isinstance(name, str) and name in kinds}
     left |= {name: "" for name in names if name not in left and may_count_rows(name)}
     found = {name: said for name, said in problems.items() if said}
-    return Table(read, {name: kinds[name] for name in names}, rows, left, found)
+    return Table(read, {name: kinds[name] for name in names}, types, rows, left, found)
 
 
 def _convert_csv(path: Path, target: Path, scratch: Path, problems: dict[str, list[str]]) -> None:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import psutil
 
@@ -40,7 +40,11 @@ from trainer.secrets.azure_token import credential
 
 if TYPE_CHECKING:
     import numpy as np
+    import pandas as pd
     from numpy.typing import NDArray
+
+    Samples: TypeAlias = NDArray[Any] | pd.DataFrame
+    """Windows, or rows of a table, as `smoke_test.as_registered` gives them."""
 
 
 ENDPOINT_TOLERANCE = 1e-4
@@ -87,7 +91,7 @@ class ScoringEndpoint:
     is_local: bool = False
     """Whether it was started here, see `server.scoring_server`."""
 
-    def predict(self, windows: NDArray[Any]) -> list[Any]:
+    def predict(self, windows: Samples) -> list[Any]:
         """Return the rows for windows (n, window, features). Raise `ServingError` if it refuses, `AnswerError` for
         another shape."""
         status, body = self.post(windows)
@@ -95,19 +99,18 @@ class ScoringEndpoint:
             raise ServingError(f"{redact(self.url)} refused the request ({status}): {_words(body)}")
         return parse_predictions(body)
 
-    def post(self, windows: NDArray[Any], authorised: bool = True) -> tuple[int, bytes]:
+    def post(self, windows: Samples, authorised: bool = True) -> tuple[int, bytes]:
         """Send one request; return (status, body). Raise `ServingError` where nothing answers, and for an answer that
         does not end in time or is too long."""
         import requests
         from urllib3.exceptions import HTTPError
 
-        name = "inputs" if self.dialect == "mlflow" else "input_data"
         headers = {"Content-Type": "application/json", **self.public_headers, **(self.headers() if authorised else {})}
         deadline, body = time.monotonic() + self.timeout_seconds, b""
         try:
             with requests.Session() as session:
                 session.trust_env = not self.is_local  # a proxy of the environment is not for this machine
-                content = json.dumps({name: windows.tolist()})
+                content = json.dumps(_payload(windows, self.dialect))
                 with session.post(
                     self.url, content, headers=headers, timeout=self.timeout_seconds, stream=True
                 ) as answer:
@@ -263,7 +266,7 @@ def check_endpoint(
     )
 
 
-def _ask(endpoint: ScoringEndpoint, windows: NDArray[Any], patience_seconds: float) -> tuple[int, bytes]:
+def _ask(endpoint: ScoringEndpoint, windows: Samples, patience_seconds: float) -> tuple[int, bytes]:
     """Return the first answer that is not ``come back later``, or the last of those."""
 
     def ask() -> tuple[int, bytes]:
@@ -287,9 +290,10 @@ def _one_by_one(
 ) -> float:
     """Note whether windows give the same alone; return the median seconds of a request with one window."""
     seconds, odd = [], None
-    for number, window in enumerate(sample.windows[:_SINGLES]):
+    for number in range(min(_SINGLES, len(sample.windows))):
+        window = sample.windows[number : number + 1]
         began = time.monotonic()
-        rows = endpoint.predict(window[None])
+        rows = endpoint.predict(window)
         seconds.append(time.monotonic() - began)
         try:
             alone = as_columns(rows, 1)
@@ -304,13 +308,44 @@ def _one_by_one(
     return statistics.median(seconds)
 
 
-def _refusals(endpoint: ScoringEndpoint, windows: NDArray[Any], note: Callable[[str, bool, str], bool]) -> None:
-    broken = windows[:1].copy()
-    broken.flat[0] = float("inf")  # a row may lack a number, so NaN may be a right value
-    wrong = {"inputs of a wrong shape": windows[:1, 1:], "a value that is not finite": broken}
+def _refusals(endpoint: ScoringEndpoint, windows: Samples, note: Callable[[str, bool, str], bool]) -> None:
+    wrong = _wrong(windows)
     statuses = {what: endpoint.post(value)[0] for what, value in wrong.items()}
     taken = [what for what, status in statuses.items() if status < 400]
     note("refusal", not taken, f"it answers {' and '.join(taken)}" if taken else f"status {[*statuses.values()]}")
+
+
+def _wrong(windows: Samples) -> dict[str, Samples]:
+    """Return inputs that a server has to refuse, and what is wrong with each. A row may lack a number, so not every
+    value that is not a number is wrong."""
+    import numpy as np
+
+    if isinstance(windows, np.ndarray):
+        broken = windows[:1].copy()
+        broken.flat[0] = float("inf")
+        return {"inputs of a wrong shape": windows[:1, 1:], "a value that is not finite": broken}
+    wrong: dict[str, Samples] = {"values without the names of columns": np.zeros((1, windows.shape[1] + 1))}
+    for name, kind in windows.dtypes.items():
+        if kind.kind == "f":
+            return wrong | {"a value that is not finite": windows[:1].assign(**{str(name): np.inf})}
+    return wrong
+
+
+def _payload(windows: Samples, dialect: str) -> dict[str, Any]:
+    """Return a request's content: a tensor, or the columns of a table by name."""
+    import numpy as np
+
+    if isinstance(windows, np.ndarray):
+        return {"inputs" if dialect == "mlflow" else "input_data": windows.tolist()}
+    plain = windows.assign(
+        **{
+            str(name): windows[name].dt.strftime("%Y-%m-%dT%H:%M:%S.%f")
+            for name, kind in windows.dtypes.items()
+            if kind.kind == "M"
+        }
+    )
+    table = plain.astype(object).where(windows.notna(), None).to_dict("split")
+    return {"dataframe_split" if dialect == "mlflow" else "input_data": table}
 
 
 def _words(body: bytes) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry.run_model import load_run_model, ordered_job
-from dtrain_dagster.registry.smoke_test import AnswerError, read_predictions
+from dtrain_dagster.registry.smoke_test import AnswerError, as_registered, read_predictions
 from trainer.data.sampler import spread_positions
 from trainer.evaluation.gate import Gate
 from trainer.evaluation.row_scores import RowScoring
@@ -141,8 +141,12 @@ def _compare_rows(
     model = load_run_model(rundir, order)
     data = RowData(model.job.dataset.uri, cache_dir, own["dataset_id"])
     positions = spread_positions(data.count("test"), MAX_WINDOWS)
+
+    def ask(rows: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
+        return champion.predict(as_registered(data.spec, rows) if "inputs" in its else rows)
+
     try:
-        other = answers(champion.predict, data, positions)
+        other = answers(ask, data, positions)
     except IsolationError as error:
         return _incomparable(version, f"it gave no forecasts of these rows: {error}")
     mine = answers(model.predict, data, positions)
@@ -165,11 +169,32 @@ def _compare_rows(
 
 
 def input_difference(own: Mapping[str, Any], its: Mapping[str, Any]) -> str:
-    """Return why two models cannot take the same windows or rows or forecast different things; "" where they agree."""
-    for name in ("window", "features", "target", "horizon", "task", "categories", "classes"):
+    """Return why two models cannot take the same windows or rows or forecast different things; "" where they agree. Two
+    models of tables take rows by the names of the columns: the candidate's have to be those that the champion needs."""
+    by_name = bool(own.get("inputs")) and bool(its.get("inputs"))
+    what = ("features", "categories") if not by_name else ()
+    for name in ("window", *what, "target", "horizon", "task", "classes"):
         if own.get(name) != its.get(name):
             return f"its {name} is {its.get(name)!r}, not {own.get(name)!r}"
+    known = {column["name"]: column for column in own["inputs"]} if by_name else {}
+    for column in its["inputs"] if by_name else ():
+        mine = known.get(column["name"], {})
+        if not mine and not column["missing"]:
+            return f"it needs the column {column['name']!r}, which these rows do not have"
+        if mine and not _is_taken(mine, column):
+            return f"its column {column['name']!r} is a {_told(column)}, and here a {_told(mine)}"
     return ""
+
+
+def _is_taken(given: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
+    """Return whether a model that asks for one column takes another. Pure."""
+    if given["missing"] and not asked["missing"] and asked["type"] != "string":
+        return False
+    return given["type"] == asked["type"] or (given["type"], asked["type"]) == ("integer", "number")
+
+
+def _told(column: Mapping[str, Any]) -> str:
+    return f"{column['type']} that may be missing" if column["missing"] else column["type"]
 
 
 def _incomparable(version: str, why: str) -> Comparison:

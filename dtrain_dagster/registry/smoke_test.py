@@ -12,11 +12,13 @@ from dtrain_dagster.registry.run_model import RunModel, load_run_model
 from trainer.data.sampler import spread_positions
 from trainer.documents.arrays import ArraysError, read_arrays
 from trainer.errors import DamagedError
+from trainer.model.raw_rows import raw_columns
 from trainer.rundir import PREDICTIONS, RunDir
-from trainer.spec import REGRESSION, RowSpec
+from trainer.spec import REGRESSION, DataSpec, RowSpec
 
 if TYPE_CHECKING:
     import numpy as np
+    import pandas as pd
     from numpy.typing import NDArray
 
     from trainer.data.row_data import RowData
@@ -39,8 +41,8 @@ class AnswerError(ValueError):
 class Sample:
     """Windows of the test split, spread over it, with the answers that a server of the model must give."""
 
-    windows: NDArray[Any]
-    """Raw features, (n, window, features) float32, or rows of a table, (n, columns) float64."""
+    windows: NDArray[Any] | pd.DataFrame
+    """Raw features, (n, window, features) float32, or rows of a table, as `as_registered` gives them."""
     expected: Mapping[str, NDArray[np.float64]]
     """Column → (n,), from the run directory's weights, computed here."""
     trained: Mapping[str, NDArray[Any]]
@@ -85,7 +87,7 @@ def load_sample(run_dir: str, cache_dir: str | None = None, rows: int = 32, orde
     renamed = {"prediction" if name == "mu" and "mu" not in expected else name: trained[name] for name in trained}
     known = {name: renamed[name][positions] for name in expected if name in renamed}
     return Sample(
-        windows=windows,
+        windows=as_registered(own.spec, windows),
         expected=expected,
         trained={name: values for name, values in known.items() if np.isfinite(values).all()},
         units={"prediction": own.spec.target_std} if getattr(own.spec, "task", "") == REGRESSION else {},
@@ -103,13 +105,23 @@ def open_data(own: RunModel, cache_dir: str | None) -> RowData | DataShardManage
 
 def inputs_at(data: RowData | DataShardManager, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """Return the samples at these positions of the test split, 0 … count - 1: what ``predictions.npz`` calls their
-    rows, and themselves as a registered model takes them, windows float32 or rows float64."""
+    rows, and themselves: windows float32, or rows float64 as the weights of a run directory take them."""
     from trainer.data.shards import DataShardManager
 
     if isinstance(data, DataShardManager):
         rows = data.end_rows("test", positions)
         return rows, data.gather(rows)[0].numpy()
     return positions, data.original("test", positions)
+
+
+def as_registered(spec: DataSpec | RowSpec, samples: NDArray[Any]) -> NDArray[Any] | pd.DataFrame:
+    """Return samples of `inputs_at` as a registered model takes them: rows of a table as people have them, by the names
+    of its columns; windows, and rows of a dataset of an older version, as they are."""
+    import pandas as pd
+
+    if not isinstance(spec, RowSpec) or not spec.raw:
+        return samples
+    return pd.DataFrame(raw_columns(spec, samples))
 
 
 def read_predictions(rundir: RunDir, names: Sequence[str]) -> dict[str, NDArray[Any]]:

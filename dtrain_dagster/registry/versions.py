@@ -11,14 +11,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.registry.run_model import RunModel
-from dtrain_dagster.registry.smoke_test import inputs_at, open_data
+from dtrain_dagster.registry.smoke_test import as_registered, inputs_at, open_data
 from dtrain_dagster.support.formatting import in_markdown
 from dtrain_dagster.support.secrets import redact
 from dtrain_dagster.support.user_code import stage_for_serving
@@ -185,23 +185,34 @@ def save_pyfunc(own: RunModel, folder: Path, scratch: Path, run_id: str, cache_d
         artifacts={"model": str(files)},
         code_paths=list(code.paths),
         pip_requirements=list(code.requirements),  # given, so that nothing is imported to find out
-        signature=_signature(inputs, own.predict(inputs)),
-        input_example=inputs,
+        signature=_signature(own.spec, inputs, own.predict(inputs)),
+        input_example=as_registered(own.spec, inputs),
         metadata=_metadata(own.spec, data.manifest),
         mlflow_model=Model(artifact_path=MODEL_PATH, run_id=run_id),
     )
 
 
-def _signature(inputs: NDArray[Any], columns: Iterable[str]) -> ModelSignature:
-    """Return the signature: a tensor in, named columns out."""
+_TYPES = {"number": "double", "integer": "long", "boolean": "boolean", "string": "string", "datetime": "datetime"}
+"""MLflow's names for the types of a table's columns."""
+
+
+def _signature(spec: DataSpec | RowSpec, inputs: NDArray[Any], columns: Iterable[str]) -> ModelSignature:
+    """Return the signature: named columns out; a tensor in, or the columns of a table by name. A whole number that may
+    be missing is a double, as pandas reads it."""
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema, TensorSpec
 
-    shape = (-1, *inputs.shape[1:])
-    return ModelSignature(
-        inputs=Schema([TensorSpec(inputs.dtype, shape)]),
-        outputs=Schema([ColSpec("double", name) for name in columns]),
-    )
+    taken: list[Any] = [TensorSpec(inputs.dtype, (-1, *inputs.shape[1:]))]
+    if isinstance(spec, RowSpec) and spec.raw:
+        taken = [
+            ColSpec(
+                "double" if column.missing and column.type == "integer" else _TYPES[column.type],
+                column.name,
+                required=not column.missing,
+            )
+            for column in spec.raw
+        ]
+    return ModelSignature(inputs=Schema(taken), outputs=Schema([ColSpec("double", name) for name in columns]))
 
 
 def _metadata(spec: DataSpec | RowSpec, manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,6 +225,7 @@ def _metadata(spec: DataSpec | RowSpec, manifest: Mapping[str, Any]) -> dict[str
                 name: list(values) for name, values in zip(spec.features, spec.categories, strict=True) if values
             },
             "units": {column["name"]: column["unit"] for column in manifest["columns"] if "unit" in column},
+            "inputs": [asdict(column) for column in spec.raw],
             "target": spec.target,
             "task": spec.task,
             "classes": list(spec.classes),

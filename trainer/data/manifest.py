@@ -21,9 +21,12 @@ from trainer.documents.schemas import many, mapping, obj, record, text, whole
 from trainer.errors import DamagedError
 from trainer.spec import (
     BINARY,
+    DATE_CATEGORIES,
+    DATE_NUMBERS,
     KINDS,
     LANGUAGE_MODEL,
     MULTICLASS,
+    RAW_TYPES,
     REGRESSION,
     ROWS,
     WINDOWS,
@@ -199,6 +202,7 @@ def check_rows(manifest: Mapping[str, Any]) -> None:
             raise ValueError(f"{column['name']!r}: missing is neither true nor false")
         _check_moments(manifest["normalisation"]["features"][column["name"]])
     _check_moments(manifest["normalisation"]["target"])
+    _check_inputs(manifest)
     _check_row_shards(manifest)
 
 
@@ -231,6 +235,29 @@ def _is_name(value: object) -> bool:
 def _check_moments(figures: Mapping[str, Any]) -> None:
     if not math.isfinite(figures["mean"]) or not math.isfinite(figures["std"]) or figures["std"] <= 0:
         raise ValueError("normalisation: every mean must be a number, every std a number above zero")
+
+
+def _check_inputs(manifest: Mapping[str, Any]) -> None:
+    """Raise ValueError where the columns of the table do not fit those that are stored. Older manifests have none."""
+    if "inputs" not in manifest:
+        return
+    types = {column["name"]: column["type"] for column in manifest["inputs"]}
+    for column in manifest["inputs"]:
+        fits = _is_name(column["name"]) and column["type"] in RAW_TYPES and isinstance(column["missing"], bool)
+        if not fits or set(column) != {"name", "type", "missing"}:
+            raise ValueError(
+                f"inputs: {str(column)[:80]} is no column with a name, a type and whether it may be missing"
+            )
+    features = [column for column in manifest["columns"] if column["role"] == "feature"]
+    if len(types) < len(manifest["inputs"]) or {column.get("of", column["name"]) for column in features} != set(types):
+        raise ValueError("inputs must be distinct, and those of which the stored columns are made")
+    for column in features:
+        kind, part = types[column.get("of", column["name"])], column.get("part", "")
+        is_category = kind == "string" or part in DATE_CATEGORIES
+        if part not in ("", *DATE_NUMBERS, *DATE_CATEGORIES) or (part and kind != "datetime"):
+            raise ValueError(f"{column['name']!r} is the part {str(part)[:40]!r} of a {kind}, which has none such")
+        if is_category != (column["type"] == "category"):
+            raise ValueError(f"{column['name']!r} is stored as a {column['type']}, and is made of a {kind}")
 
 
 def _check_row_shards(manifest: Mapping[str, Any]) -> None:

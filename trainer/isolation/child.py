@@ -19,7 +19,7 @@ def main(order_file: str) -> None:
     import numpy as np
     import torch
 
-    windows = np.load(order["windows"], mmap_mode="r", allow_pickle=False)
+    windows = _given(order["windows"])
     torch.set_num_threads(order["threads"])
     if order["kind"] != "mlflow":  # which brings a `trainer` of its own
         sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -29,6 +29,19 @@ def main(order_file: str) -> None:
     answers = ask(order, windows)
     with open(order["answers"], "wb") as file:
         np.savez(file, **answers)
+
+
+def _given(path: str) -> Any:
+    """Return the input of an order: an array, or a table of named columns."""
+    import numpy as np
+
+    with open(path, "rb") as file:
+        is_table = file.read(4) == b"PAR1"
+    if not is_table:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    import pandas as pd
+
+    return pd.read_parquet(path)
 
 
 def _job(order: dict[str, Any], windows: Any) -> dict[str, Any]:
@@ -86,8 +99,13 @@ def _mlflow(order: dict[str, Any], windows: Any) -> dict[str, Any]:
     import numpy as np
 
     model = mlflow.pyfunc.load_model(order["model"])
-    [kind] = model.metadata.get_input_schema().numpy_types()  # of an older version: single precision
-    frame = model.predict(np.array(windows, dtype=kind))
+    schema = model.metadata.get_input_schema()
+    if schema.is_tensor_spec():
+        [kind] = schema.numpy_types()  # of an older version: single precision
+        frame = model.predict(np.array(windows, dtype=kind))
+    else:  # a whole number of these rows may be missing in others
+        doubles = [column.name for column in schema.inputs if column.type.name == "double" and column.name in windows]
+        frame = model.predict(windows.astype(dict.fromkeys(doubles, "float64")))
     return {str(name): frame[name].to_numpy() for name in frame.columns}
 
 

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import psutil
@@ -30,6 +30,9 @@ from trainer.documents.arrays import ArraysError, read_arrays
 from trainer.performance.memory import MOMENTS, ModelBytes
 from trainer.runtime.scratch import scratch_folder
 from trainer.spec import ROWS, WINDOWS, DataSpec, RowSpec
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _COLUMNS = 64
 """The most columns of an answer."""
@@ -77,14 +80,19 @@ class Isolated:
     memory_bytes: int = field(default_factory=lambda: max(2 << 30, psutil.virtual_memory().total // 2))
     threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
 
-    def predict(self, windows: NDArray[Any]) -> dict[str, NDArray[np.float64]]:
-        """Return named columns (n,) for windows (n, window, features), or rows (n, columns).
+    def predict(self, windows: NDArray[Any] | pd.DataFrame) -> dict[str, NDArray[np.float64]]:
+        """Return named columns (n,) for windows (n, window, features), or rows (n, columns); of what MLflow has packed,
+        also for rows of a table by the names of its columns.
 
         Raise `IsolationError` if the model does not answer, takes too much time or memory, or gives anything else.
         """
         with scratch_folder("isolated") as scratch:
-            given, answers, said = (scratch / each for each in ("windows.npy", "answers.npz", "said.txt"))
-            np.save(given, np.asarray(windows))
+            given, answers, said = (scratch / each for each in ("windows", "answers.npz", "said.txt"))
+            if isinstance(windows, np.ndarray):
+                with open(given, "wb") as file:
+                    np.save(file, windows)
+            else:
+                windows.to_parquet(given)
             (scratch / "home").mkdir()
             order = {
                 "kind": self.kind,

@@ -15,13 +15,15 @@ import numpy as np
 import pandas as pd
 from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import PythonModel
+from numpy.typing import NDArray
 
 from trainer.model.saved_model import load_saved_model
+from trainer.spec import RowSpec
 
 
 class ForecastModel(PythonModel):
-    """A model that takes raw feature windows (n, window, features) float32 and returns one row of named columns per
-    window."""
+    """A model that takes raw feature windows (n, window, features) float32, or rows of a table by the names of its
+    columns, and returns one row of named columns for each."""
 
     def load_context(self, context: Any) -> None:
         """Load the model of the folder that MLflow names."""
@@ -30,12 +32,34 @@ class ForecastModel(PythonModel):
         modules = tuple(json.loads(allowed.read_text())["modules"]) if allowed.exists() else ()
         self.saved = load_saved_model(lambda name: (folder / name).read_bytes(), modules)
 
-    def predict(self, context: Any, model_input: np.ndarray, params: dict[str, Any] | None = None) -> pd.DataFrame:
-        """Return one row of named columns per window. Raise MlflowException for input of another shape."""
+    def predict(
+        self, context: Any, model_input: np.ndarray | pd.DataFrame, params: dict[str, Any] | None = None
+    ) -> pd.DataFrame:
+        """Return one row of named columns per window or row. Raise MlflowException for input of another shape, or with
+        values that no training row could have."""
         try:
+            spec = self.saved.spec
+            if isinstance(model_input, pd.DataFrame) and isinstance(spec, RowSpec):
+                return pd.DataFrame(self.saved.predict_columns(columns_of(model_input, spec)))
             return pd.DataFrame(self.saved.predict(model_input))
         except ValueError as error:  # the caller's input is at fault: say so instead of ``unexpected error``
             raise MlflowException.invalid_parameter_value(str(error)) from error
+
+
+def columns_of(frame: pd.DataFrame, spec: RowSpec) -> dict[str, NDArray[Any]]:
+    """Return the columns of a table that the model takes, as `trainer.model.raw_rows` has them."""
+    found: dict[str, NDArray[Any]] = {}
+    for column in spec.raw:
+        if column.name not in frame:
+            continue
+        values = frame[column.name]
+        if column.type == "datetime":
+            found[column.name] = pd.to_datetime(values).to_numpy("datetime64[us]")
+        elif column.type == "string":
+            found[column.name] = values.astype(object).where(values.notna(), None).to_numpy()
+        else:
+            found[column.name] = values.to_numpy(np.float64, na_value=np.nan)
+    return found
 
 
 mlflow.models.set_model(ForecastModel())

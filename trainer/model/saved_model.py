@@ -13,7 +13,7 @@ import hashlib
 import io
 import json
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from trainer.config import FactoryConfig
 from trainer.documents.factory_arguments import is_correction
 from trainer.model.build import KINDS, build_loss, build_model
 from trainer.model.losses import gives_predictive
+from trainer.model.raw_rows import stored_rows
 from trainer.setting_errors import describe_errors
 from trainer.spec import WINDOWS, DataSpec, RowSpec
 
@@ -73,6 +74,12 @@ class SavedModel:
         given = _stored_rows(spec, samples) if isinstance(spec, RowSpec) else _checked_windows(spec, samples)
         batches = [self._batch(torch.from_numpy(given[at : at + BATCH])) for at in range(0, len(given), BATCH)]
         return {name: np.concatenate([batch[name] for batch in batches] or [np.empty(0)]) for name in self.columns}
+
+    def predict_columns(self, columns: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.float64]]:
+        """Return the same for rows of a table as people have them, see `trainer.model.raw_rows.stored_rows`, which says
+        what is raised."""
+        assert isinstance(self.spec, RowSpec)
+        return self.predict(stored_rows(self.spec, columns))
 
     def _batch(self, samples: Tensor) -> dict[str, NDArray[np.float64]]:
         criterion: Any = self.criterion

@@ -309,3 +309,106 @@ print(json.dumps([peak, sum(made.manifest["samples"].values())]))
         assert rows == groups * 50_000
         peaks.append(peak)
     assert peaks[1] - peaks[0] < 60 << 20, "of 122 MB more of numbers"
+
+
+def dated(rows: int = 400) -> pd.DataFrame:
+    """Rows with a date by the hour, a number, and a target that follows from the day of the week."""
+    random = np.random.default_rng(2)
+    seen = pd.Timestamp("2019-11-20") + pd.to_timedelta(random.integers(0, 24 * 900, rows), unit="h")
+    return pd.DataFrame({"seen": seen, "x": random.normal(size=rows), "y": seen.day_of_week + random.normal(size=rows)})
+
+
+def test_a_date_is_kept_in_parts(tmp_path: Path) -> None:
+    made = build_table(tmp_path, "y", dated())
+    columns = {column["name"]: column for column in made.manifest["columns"]}
+    assert list(columns) == [
+        "seen", "seen.year", "seen.day", "seen.month", "seen.weekday", "seen.hour", "x", "y",
+    ]  # fmt: skip
+    assert columns["seen.weekday"] == {
+        "name": "seen.weekday", "role": "feature", "type": "category", "of": "seen", "part": "weekday",
+        "values": list("1234567"),
+    }  # fmt: skip
+    assert made.manifest["inputs"] == [
+        {"name": "seen", "type": "datetime", "missing": False},
+        {"name": "x", "type": "number", "missing": False},
+    ]
+    found = pd.concat(original_rows(made).values()).sort_values("x")
+    given = dated().sort_values("x")["seen"].dt
+    assert found["seen.weekday"].to_numpy() == pytest.approx(given.day_of_week.to_numpy() + 1)
+    assert found["seen.year"].to_numpy() == pytest.approx(given.year.to_numpy(), abs=1e-3)
+    assert found["seen.day"].to_numpy() == pytest.approx(given.day.to_numpy(), abs=1e-3)
+    hours = [int(columns["seen.hour"]["values"][int(code) - 1]) for code in found["seen.hour"]]
+    assert hours == given.hour.tolist()
+
+
+def test_parts_that_say_nothing_more_are_left_out_without_a_word(tmp_path: Path) -> None:
+    frame = dated().assign(seen=lambda rows: rows["seen"].dt.normalize(), since=pd.Timestamp("2020-05-05"))
+    made = build_table(tmp_path, "y", frame)
+    names = [column["name"] for column in made.manifest["columns"]]
+    assert "seen.month" in names
+    assert "seen.hour" not in names, "each time is midnight"
+    assert made.manifest["excluded"] == {"since": "does not vary over the training split"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        (
+            {"order_id": np.random.default_rng(3).permutation(400) + 10_000},
+            "order_id has another value in nearly",
+        ),
+        ({"token": [f"t{row}" for row in range(400)]}, "token has another value in nearly every row, as an identifier"),
+        ({"word": np.where(np.arange(400) % 3 > 1, "a", "b")}, "word says the target again in other words"),
+        ({"hits": np.random.default_rng(3).integers(0, 300, 400)}, ""),
+        ({"cents": np.random.default_rng(3).normal(size=400)}, ""),
+        ({"word": np.where(np.arange(400) % 2, "a", "b")}, ""),
+    ],
+)
+def test_what_should_be_no_feature_is_told(tmp_path: Path, changes: dict[str, Any], note: str) -> None:
+    frame = dated()[["x"]].assign(bought=np.where(np.arange(400) % 3 > 1, "yes", "no"), **changes)
+    notes = "\n".join(build_table(tmp_path, "bought", frame).manifest["notes"])
+    if note:
+        assert note.replace("target again", "target bought") in notes
+    else:
+        assert not notes
+
+
+@pytest.mark.parametrize(
+    ("frame", "params", "message"),
+    [
+        (dated().assign(copy=lambda rows: rows["y"]), {}, "the column 'copy' is the target 'y' in each row"),
+        (dated().assign(**{"seen.day": 1.0}), {}, "'seen.day' has the name of a part of the date 'seen': rename it"),
+        (dated().assign(token=[f"t{row}" for row in range(400)], big=1), {"drop": ("y",)}, "--drop y: that is the"),
+        (
+            pd.DataFrame({"y": np.arange(3000) % 7 + 0.5, "key": [f"k{row}" for row in range(3000)]}),
+            {},
+            "'key' has more than 1000 values, and another in nearly every row, as an identifier",
+        ),
+    ],
+)
+def test_a_table_that_would_teach_nothing_is_refused(
+    tmp_path: Path, frame: pd.DataFrame, params: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "table.parquet"
+    frame.to_parquet(path)
+    with pytest.raises(DataError, match=re.escape(message)):
+        build_rows(str(path), str(tmp_path), RowParams(target="y", **params))
+
+
+def test_preparation_is_fitted_on_the_training_rows_alone(tmp_path: Path) -> None:
+    """Other rows of validation and test change neither a mean, nor a value of a category, nor a part of a date."""
+    frame = dated().assign(word="a", split=np.array(["train", "train", "valid", "test"])[np.arange(400) % 4])
+    frame.loc[::3, "word"] = "b"
+    other = frame.copy()
+    held = other["split"] != "train"
+    other.loc[held, "x"] *= 1000
+    other.loc[held, "word"] = "c"
+    other.loc[held, "seen"] += pd.Timedelta(days=5000)
+    parts = []
+    for number, given in enumerate((frame, other)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        manifest = build_table(folder, "y", given, split_by="split").manifest
+        parts.append({name: manifest[name] for name in ("normalisation", "columns", "inputs", "excluded")})
+    parts[0]["normalisation"]["target"] = parts[1]["normalisation"]["target"]
+    assert parts[0] == parts[1]

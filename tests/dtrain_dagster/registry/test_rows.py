@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dtrain_dagster import registry
-from dtrain_dagster.registry.smoke_test import compare_answers, load_sample
+from dtrain_dagster.registry.smoke_test import as_registered, compare_answers, load_sample
 from harness.tables import copy_tables
 from tests.abuse.websites import served
 from tests.kinds import build_table, table
@@ -79,7 +79,8 @@ def test_a_registered_model_of_rows_answers_as_it_did(tmp_path: Path, classes: T
     assert f"{checked.rows} rows of prediction, probability_0, probability_1" in str(checked.figures()["schema"])
     assert "compared: prediction" in str(checked.figures()["equality"])
     assert checked.max_relative_difference_to_training == 0
-    found = loaded.predict(RowData(classes.dataset, Path(cache)).original("test", np.arange(5)))
+    data = RowData(classes.dataset, Path(cache))
+    found = loaded.predict(as_registered(data.spec, data.original("test", np.arange(5))))
     assert np.allclose(found["probability_0"] + found["probability_1"], 1)
     assert loaded.metadata.metadata["categories"] == {"colour": ["blue", "green", "red"]}
     assert loaded.metadata.metadata["classes"] == ["no", "yes"]

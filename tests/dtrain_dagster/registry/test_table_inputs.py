@@ -1,0 +1,122 @@
+"""From a CSV file as people have it to a registered model that takes its rows: dates, categories, booleans, whole
+numbers and missing values, by the names of the columns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from dtrain_dagster import registry
+from dtrain_dagster.data.rows import RowParams, build_rows
+from dtrain_dagster.registry.promotion import input_difference
+from harness.tables import copy_tables
+from tests.abuse.websites import served
+from tests.dtrain_dagster.registry.test_rows import trained
+from trainer.rundir import RunDir
+
+ROWS = 600
+
+
+def visits() -> pd.DataFrame:
+    """Rows with their split, of which the target follows from all columns but one."""
+    random = np.random.default_rng(1)
+    seen = pd.Timestamp("2021-03-01") + pd.to_timedelta(random.integers(0, 700 * 24, ROWS), unit="h")
+    frame = pd.DataFrame({
+        "seen": pd.Series(seen).where(random.random(ROWS) > 0.1),
+        "age": pd.Series(random.integers(18, 90, ROWS)).where(random.random(ROWS) > 0.2).astype("Int64"),
+        "calls": random.integers(0, 9, ROWS),
+        "income": random.lognormal(10, 0.4, ROWS),
+        "member": random.random(ROWS) > 0.5,
+        "region": pd.Series(random.choice(["north", "south", "west"], ROWS)).where(random.random(ROWS) > 0.1),
+        "split": np.array(["train", "train", "train", "valid", "test"])[np.arange(ROWS) % 5],
+    })  # fmt: skip
+    score = frame["calls"] - 4 + 2 * frame["member"] + (frame["region"] == "south") + (frame["age"] > 60).fillna(False)
+    frame["bought"] = np.where(score + random.normal(0, 0.5, ROWS) > 1, "yes", "no")
+    frame.loc[frame["split"] == "test", "region"] = "abroad"  # no training row has it
+    return frame
+
+
+@pytest.mark.slow
+def test_a_registered_model_takes_the_rows_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mlflow
+    from mlflow.exceptions import MlflowException
+    from mlflow.pyfunc import scoring_server
+
+    monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "visits.csv"
+    visits().to_csv(file, index=False)
+    made = build_rows(str(file), str(tmp_path), RowParams(target="bought", split_by="split", missing="mean"))
+    run = trained(tmp_path, made.uri, "mlp", "logistic", epochs=4, learning_rate=3e-3)
+    copy_tables(tmp_path / "mlflow.db")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    models = registry.MLflowRegistry(uri)
+    version = models.register_model(run, "visits", {}, "# card", cache_dir=str(tmp_path / "cache"))
+    mlflow.set_tracking_uri(uri)
+    loaded = mlflow.pyfunc.load_model(version.uri)
+    said = {column.name: (column.type.name, column.required) for column in loaded.metadata.signature.inputs}
+    assert said == {
+        "seen": ("datetime", False), "age": ("double", False), "calls": ("long", True), "income": ("double", True),
+        "member": ("boolean", True), "region": ("string", False),
+    }  # fmt: skip
+    example = loaded.input_example
+    assert list(example.columns) == list(said)
+
+    rows = pd.read_csv(file, parse_dates=["seen"])
+    rows = rows[rows["split"] == "test"].reset_index(drop=True)
+    judged = np.load(RunDir(run).storage.path("predictions.npz"))
+    found = loaded.predict(rows)
+    assert found["prediction"].tolist() == judged["mu"].tolist()
+    told = np.where(judged["target"] == 1, found["probability_1"], found["probability_0"])
+    assert -np.log(told) == pytest.approx(judged["loss"], rel=1e-4, abs=1e-5), "the trainer's own evaluation"
+
+    order = ["region", "income", "calls", "member", "age", "seen"]
+    pd.testing.assert_frame_equal(loaded.predict(rows[order]), found)
+    plain = loaded.predict(rows.drop(columns=["age", "region"]))
+    blank = loaded.predict(rows.assign(age=np.nan, region=None))
+    pd.testing.assert_frame_equal(plain, blank)
+    with pytest.raises(MlflowException, match=r"missing inputs \['calls'\]"):
+        loaded.predict(rows.drop(columns="calls"))
+    with pytest.raises(MlflowException, match="income holds a value that is missing"):
+        loaded.predict(rows.assign(income=np.nan))
+
+    with served(scoring_server.init(loaded)) as port:
+        endpoint = registry.ScoringEndpoint(url=f"http://127.0.0.1:{port}/invocations", is_local=True)
+        checked = registry.check_endpoint(endpoint, run, cache_dir=str(tmp_path / "cache"))
+    assert checked.passed, checked.message
+    models.promote(version, registry.choose_alias(registry.Gate(True, ()), None))
+    again = trained(tmp_path, made.uri, "linear", "logistic", "again")
+    second = models.register_model(again, "visits", {}, "# card", cache_dir=str(tmp_path / "cache"))
+    compared = models.judge_champion(again, second, cache_dir=str(tmp_path / "cache"))
+    assert compared is not None
+    assert compared.note == ""
+    assert compared.champion == pytest.approx((RunDir(run).read_json("evaluation.json") or {})["model"]["log_loss"])
+
+
+def inputs(**changes: Any) -> dict[str, Any]:
+    columns = {"x": {"type": "number", "missing": False}, "word": {"type": "string", "missing": False}}
+    columns |= changes
+    given = [{"name": name, **column} for name, column in columns.items() if column]
+    return {"task": "binary", "target": "y", "classes": ["a", "b"], "inputs": given}
+
+
+@pytest.mark.parametrize(
+    ("own", "its", "message"),
+    [
+        (inputs(), inputs(), ""),
+        (inputs(x={"type": "integer", "missing": False}), inputs(), ""),
+        (inputs(z={"type": "number", "missing": False}), inputs(), ""),
+        (inputs(), inputs(z={"type": "number", "missing": True}), ""),
+        (inputs(), inputs(z={"type": "number", "missing": False}), "it needs the column 'z'"),
+        (inputs(x={"type": "number", "missing": True}), inputs(), "its column 'x' is a number, and here a number that"),
+        (inputs(x={"type": "datetime", "missing": False}), inputs(), "its column 'x' is a number, and here a datetime"),
+        (inputs(), inputs() | {"classes": ["a", "c"]}, "its classes is"),
+    ],
+)
+def test_models_of_tables_are_compared_where_the_champion_can_take_the_rows(own: Any, its: Any, message: str) -> None:
+    found = input_difference(own, its)
+    assert found.startswith(message)
+    assert bool(found) == bool(message)
