@@ -2,9 +2,9 @@
 nor dollars. Of clouds it knows how their storage, secrets and MLflow servers are reached.
 
 Each package's docstring says what belongs in it. This one itself holds what belongs to none: the entry points
-(`__main__`, `run`, `fit`), the public names for a user's own parts (`losses`, `task`, `spec`), and the contract with
-the orchestrator (`config`, `errors`, `exit_codes`, `rundir`). Importing a package is cheap: torch is imported by the
-modules that compute, never by the contract, `documents`, `secrets` or `storage`, which the orchestrator reads too.
+(`__main__`, `run`, `fit`, `loop`), the public names for a user's own parts (`losses`, `task`, `spec`), and the contract
+with the orchestrator (`config`, `errors`, `exit_codes`, `rundir`). Importing a package is cheap: torch is imported by
+the modules that compute, never by the contract, `documents`, `secrets` or `storage`, which the orchestrator reads too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 _HOMES = {
     **dict.fromkeys(("DistributedConfig", "FitResult", "Trainer", "TrainingFailedError"), "trainer.fit"),
+    "Loop": "trainer.loop",
     **dict.fromkeys(("HorovodTrainer", "PyTorchDDPTrainer"), "trainer.adapters.torch_trainers"),
     **dict.fromkeys(("Callback", "Run"), "trainer.engine.callbacks"),
     "RayTrainer": "trainer.adapters.ray_trainer",
@@ -29,6 +30,7 @@ __all__ = [
     "DistributedConfig",
     "FitResult",
     "HorovodTrainer",
+    "Loop",
     "PyTorchDDPTrainer",
     "RayTrainer",
     "Run",

@@ -247,7 +247,7 @@ class Trainer:
 
     def try_problem(
         self, given: Mapping[str, Dataset[Any] | DataLoader[Any] | None]
-    ) -> tuple[DistributedTrainingConfig, _GivenProblem]:
+    ) -> tuple[DistributedTrainingConfig, GivenProblem]:
         """Return the settings and what is trained, tried on the first samples. Raise `ConfigError` for what cannot be
         used."""
         requests = {split: read_request(part, split) for split, part in given.items() if part is not None}
@@ -260,9 +260,9 @@ class Trainer:
         try_task(self.model, task, data, config, thorough=not is_tried)
         check_callbacks(self._callbacks, config)
         recipe = self._try_optimizer(self._recipe, config, data)
-        return config, _GivenProblem(self.model, data, task, recipe, self._callbacks)
+        return config, GivenProblem(self.model, data, task, recipe, self._callbacks)
 
-    def _prepare(self, given: Mapping[str, Dataset[Any] | DataLoader[Any] | None]) -> tuple[JobConfig, _GivenProblem]:
+    def _prepare(self, given: Mapping[str, Dataset[Any] | DataLoader[Any] | None]) -> tuple[JobConfig, GivenProblem]:
         """Return the job and its problem, which were tried, with the job written to its run directory. Where the script
         is only described, write its description and leave (SystemExit). Raise `ConfigError` for what cannot be used."""
         config, problem = self.try_problem(given)
@@ -318,7 +318,7 @@ class Trainer:
                 _log.warning("%s", note)
         return config if request.batch_size is None else replace(config, batch_size_per_gpu=request.batch_size)
 
-    def _job(self, config: DistributedTrainingConfig, problem: _GivenProblem, number: int) -> JobConfig:
+    def _job(self, config: DistributedTrainingConfig, problem: GivenProblem, number: int) -> JobConfig:
         run_dir = str(self._given_run_dir or new_run_dir(type(self.model).__name__, _launcher_facts(), number)).rstrip(
             "/"
         )
@@ -399,7 +399,7 @@ def best_accuracy_in(run_dir: str | None) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _GivenProblem:
+class GivenProblem:
     """Makes the problem that a caller has given as objects."""
 
     model: nn.Module

@@ -200,8 +200,9 @@ def be_script(environment: Mapping[str, str], log: str, run_dir: str, options: M
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ.update(environment)
+    script = options.get("script", fit)
     try:
-        fit(Path(run_dir), **options)
+        script(Path(run_dir), **{name: value for name, value in options.items() if name != "script"})
     except Exception:
         traceback.print_exc()
         sys.exit(1)

@@ -50,6 +50,12 @@ class Run:
         return self._session.world.world_size
 
     @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        device: torch.device = self._session.device
+        return device
+
+    @property
     def step(self) -> int:
         """The optimizer steps done."""
         return self._session.progress.step

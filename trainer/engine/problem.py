@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -35,6 +35,7 @@ from trainer.spec import OWN, ROWS, WINDOWS
 from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
+    from trainer.engine.step import TrainingStep
     from trainer.evaluation.judge import Judge
 
 MAKERS = {
@@ -63,6 +64,10 @@ class Problem:
     """How its optimizer is made."""
     callbacks: Sequence[Any] = ()
     """See `trainer.engine.callbacks`."""
+    attached: Mapping[str, Any] = field(default_factory=dict)
+    """What else of the caller's has a state, by name: it has ``state_dict`` and ``load_state_dict``."""
+    make_step: Callable[..., TrainingStep] | None = None
+    """What makes its steps; None: as its strategy has them."""
     valid_name: str = ""
     """The name of the validation samples, where that of the dataset does not cover them."""
     valid_collate: Callable[..., Any] | None = None

@@ -69,7 +69,8 @@ class Progress:
             self.evaluations_without_improvement = 0
             return True
         self.evaluations_without_improvement += 1
-        self.early_stopped = patience is not None and self.evaluations_without_improvement >= patience
+        waited = self.evaluations_without_improvement
+        self.early_stopped = self.early_stopped or (patience is not None and waited >= patience)
         return False
 
     def position(self, count: int) -> tuple[int, int]:

@@ -53,7 +53,7 @@ STRATEGIES: Mapping[str, Mapping[str, str]] = {
 `GradientSynchronizer`. They are loaded when a training needs them."""
 _COMMIT = "commit of the step"
 _log = logging.getLogger(__name__)
-_EPSILON = 1e-6
+EPSILON = 1e-6
 
 
 def class_of(strategy: str, part: str, usual: Any) -> Any:
@@ -225,7 +225,7 @@ class TrainingStep:
 
     def _clip_and_update(self, _: Any) -> tuple[None, None]:
         if self.config.clip_norm is not None:
-            factor = (self.config.clip_norm / (self._norm_here + _EPSILON)).clamp(max=1.0)
+            factor = (self.config.clip_norm / (self._norm_here + EPSILON)).clamp(max=1.0)
             for gradient in self._gradients():
                 gradient.mul_(factor)
         self._clip_values()
@@ -427,9 +427,9 @@ class TrainingStep:
         limit = self.config.clip_norm
         if self.graphs is not None and not self.scaler.is_enabled():
             self._norm_here.copy_(norm)  # `update` clips
-        elif limit is not None and grad_norm + _EPSILON > limit:  # else every gradient would be multiplied by one
+        elif limit is not None and grad_norm + EPSILON > limit:  # else every gradient would be multiplied by one
             for gradient in self._gradients():
-                gradient.mul_(limit / (grad_norm + _EPSILON))
+                gradient.mul_(limit / (grad_norm + EPSILON))
         else:
             self._clip_values()
 
@@ -461,13 +461,13 @@ class TrainingStep:
         else:
             broken = not (math.isfinite(loss_sum) and is_finite)
             counts = self.world.all_reduce(count_step(batch, flags, broken, self.sync.missing_flags()), _COMMIT)
-        broken_on, leaving, regroup, cut_off, budget, samples, digest, *without = counts.tolist()
+        broken_on, leaving, regroup, cut_off, budget, ending, samples, digest, *without = counts.tolist()
         if broken_on or not is_finite:  # what was summed is the same on all ranks
             return None
         if samples != batch.samples:
             raise RuntimeError(f"the ranks used {samples} samples of a batch of {batch.samples}: they disagree")
         self.sync.drop_unused(without)
-        return StepResult(loss_sum, weight, grad_norm, StepFlags(leaving, regroup, cut_off, budget), digest)
+        return StepResult(loss_sum, weight, grad_norm, StepFlags(leaving, regroup, cut_off, budget, ending), digest)
 
     def take_whole(self) -> None:
         """Let the module hold the present weights: it always does where a rank has all of them."""

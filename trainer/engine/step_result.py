@@ -7,17 +7,14 @@ in the body of a loop of the caller's own (`trainer.loop`), and sends their resu
 from __future__ import annotations
 
 from array import array
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from trainer.data.batches import Batch
-
-if TYPE_CHECKING:
-    from trainer.engine.step import TrainingStep
 
 _T = TypeVar("_T")
 
@@ -53,6 +50,8 @@ class StepFlags:
     """Ranks that do not reach all others."""
     budget: int = 0
     """Ranks that see the budget spent; only rank 0 looks."""
+    ending: int = 0
+    """Ranks whose loop has asked for the training to end after this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +71,8 @@ class StepResult:
 class DueStep:
     """A step that is to be carried out on all ranks."""
 
-    step: TrainingStep
-    """What carries it out."""
+    step: Callable[[Batch, int, float, StepFlags], StepResult]
+    """What carries it out, a `trainer.engine.step.TrainingStep`."""
     batch: Batch
     number: int
     """From 0, over all epochs."""
@@ -107,6 +106,6 @@ def carry_out(steps: Steps[_T]) -> _T:
 
 def count_step(batch: Batch, flags: StepFlags, broken: bool, without: list[int]) -> Tensor:
     """Return what ranks sum when they commit a step. ``without``: see `GradientSynchronizer.missing_flags`."""
-    counted = (flags.leaving, flags.regroup, flags.cut_off, flags.budget)
+    counted = (flags.leaving, flags.regroup, flags.cut_off, flags.budget, flags.ending)
     counts = array("q", (broken, *counted, batch.local_samples, batch.digest, *without))
     return torch.frombuffer(counts, dtype=torch.int64)  # torch.tensor takes three times as long

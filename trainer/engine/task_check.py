@@ -25,6 +25,7 @@ from trainer.data.batches import move_to
 from trainer.data.loader import TrainingData
 from trainer.data.manifest import SPLITS
 from trainer.data.sampler import spread_positions
+from trainer.evaluation.evaluate import evaluation_mode
 from trainer.evaluation.judge import TaskScorer, measured_by
 from trainer.evaluation.measures import try_measures
 from trainer.model.sizes import model_bytes
@@ -133,6 +134,17 @@ def try_task(
             _refuse_other_mean(model, task, data, batch_size, device)
     if thorough:
         _try_as_it_trains(model, task, data, config)
+
+
+def try_scores(model: nn.Module, task: Task, data: TrainingData, config: DistributedTrainingConfig) -> None:
+    """Try what evaluates in a loop of the caller's own, on the first samples of the splits that are evaluated. Raise
+    as `try_task`."""
+    with _trial_of(model) as device:
+        for split in SPLITS[1:]:
+            if count := min(_TRIED, config.batch_size_per_gpu, data.count(split)):
+                batch = data.read(split, np.arange(count, dtype=np.int64), device)
+                figures = TaskScorer(task, model).figures(batch, count)
+                _refuse_unknown_monitor(config, [name for name in figures if name])
 
 
 def _refuse_unknown_monitor(config: DistributedTrainingConfig, names: Sequence[str]) -> None:
@@ -374,18 +386,14 @@ def choose_usual_loss(model: nn.Module, data: TrainingData) -> Callable[[Any, An
 def _trial_of(model: nn.Module) -> Iterator[torch.device]:
     """Let the model be tried in the block, without gradients and as in an evaluation; yield its device. What torch only
     warns of, where a loss broadcasts, is an error."""
-    was_training = model.training
-    model.eval()
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        with evaluation_mode(model), torch.no_grad(), warnings.catch_warnings():
             warnings.filterwarnings("error", _OF_SHAPES, UserWarning)
             yield next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     except UserWarning as error:
         if _OF_SHAPES not in str(error):
             raise
         raise ConfigError(f"the loss compares outputs and targets of different shapes: {error}") from error
-    finally:
-        model.train(was_training)
 
 
 def _first_positions(data: TrainingData) -> NDArray[np.int64]:

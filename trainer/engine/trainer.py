@@ -279,6 +279,7 @@ class DistributedTrainer:
             self._leaves = bool(flags.leaving)
             progress.commit(epoch, batch.samples, result.digest)
             self._pending_flags = result
+            progress.early_stopped = progress.early_stopped or bool(result.flags.ending)
             session.callbacks.call("step")
             watchdog.progress(progress.step)
             if profiler is not None:

@@ -63,7 +63,7 @@ def needs_evaluation(config: DistributedTrainingConfig, samples: int, progress: 
     steps, else at the end of each epoch of ``samples`` samples, and at the end. Pure."""
     step, frequency = progress.step, config.eval_frequency
     is_due = step % frequency == 0 if frequency else progress.position(samples)[1] == 0
-    return step > progress.evaluated_step and (is_due or step == total_steps)
+    return step > progress.evaluated_step and (is_due or step == total_steps or progress.early_stopped)
 
 
 def load_package(strategy: str, device: torch.device) -> None:
@@ -98,12 +98,13 @@ class Workload:
         self.config, self.problem, self.device, self.faults = config, problem, device, faults
         self.data, self.sampler = problem.data, sampler
         load_package(config.strategy, device)
-        make_step, make_state = kinds_of(config.strategy)
+        usual_step, make_state = kinds_of(config.strategy)
+        make_step = problem.make_step or usual_step
         self.total_steps = count_steps(config, sampler, Progress())
         """The steps at the end of the training: those that are done, and those that are left from there."""
         self.step = make_step(problem.module, problem.task, config, device, faults, problem.recipe, self.total_steps)
         self.state = make_state(self.step)
-        self.state.attached = name_stateful(problem.callbacks)
+        self.state.attached = {**name_stateful(problem.callbacks), **problem.attached}
         self.communication = CommunicationProfiler(self.step.world, self.step.timer)
         self._loader: BatchLoader | None = None  # made with the first world: it may hold much of a GPU's memory
 

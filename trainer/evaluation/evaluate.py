@@ -71,6 +71,18 @@ class SharedWork:
         return self.sum(whole)
 
 
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Have a model evaluate in the block, and leave each of its modules in its mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgeRequest:
     """What a judgement needs of the training that asks for it."""
@@ -87,11 +99,8 @@ class JudgeRequest:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Have the model evaluate, and leave it in its mode."""
-        was_training = self.model.training
-        self.model.eval()
-        with self.replaying(self.model):
+        with evaluation_mode(self.model), self.replaying(self.model):
             yield
-        self.model.train(was_training)
 
     def score(self, scorer: Scorer, data: TrainingData, split: str, keeps: bool = False) -> SplitScores:
         """Return what `score_split` gives for the model. A collective."""

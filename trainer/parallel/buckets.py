@@ -62,11 +62,13 @@ class Buckets:
         parameters: Sequence[nn.Parameter],
         hand_over: Callable[[Bucket], CollectiveResult],
         in_place: bool = False,
+        at_end: bool = False,
     ) -> None:
+        """``at_end``: gradients are collected when all backward passes are over, however many buckets there are."""
         self._hand_over = hand_over
         parts = divide(list(reversed(parameters)))  # about the order in which a backward pass comes to them
         self.buckets = [Bucket(number, part, number == len(parts) - 1) for number, part in enumerate(parts)]
-        self._at_end = len(parts) == 1 and not in_place
+        self._at_end = at_end or (len(parts) == 1 and not in_place)
         hooked = [] if self._at_end else self.buckets
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket, place))

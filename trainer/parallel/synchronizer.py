@@ -120,9 +120,16 @@ class GradientSynchronizer(GradientSync):
     """
 
     def __init__(
-        self, world: World, faults: Faults, timer: StepTimer, config: DistributedTrainingConfig | None = None
+        self,
+        world: World,
+        faults: Faults,
+        timer: StepTimer,
+        config: DistributedTrainingConfig | None = None,
+        at_end: bool = False,
     ) -> None:
+        """``at_end``: gradients are summed after the backward passes, not while they compute."""
         super().__init__(world, faults, timer)
+        self._at_end = at_end
         self.config = config or DistributedTrainingConfig()
         self._hook: CommHook
         self.buckets: Buckets | None = None
@@ -148,7 +155,8 @@ class GradientSynchronizer(GradientSync):
         self._hook = CommHook()
         if (name := self.config.communication) != "allreduce":
             self._hook = load("trainer.parallel.compression:make_comm_hook")(name, nodes, self.config.topk_fraction)
-        self.buckets, self._is_overlapped = Buckets(parameters, self._sum_bucket, self.is_in_place), True
+        self.buckets = Buckets(parameters, self._sum_bucket, self.is_in_place, self._at_end)
+        self._is_overlapped = True
 
     def unwrap(self) -> None:
         """Remove the hooks from the module, if it was wrapped."""

@@ -1,0 +1,168 @@
+"""The optimizers of a loop of the caller's own: each with the sums of its gradients over ranks, and what takes its
+steps back. The step that they belong to is `trainer.engine.loop_step`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.comm.world import World
+from trainer.config import DistributedTrainingConfig
+from trainer.model.optimizers import OptimizerRecipe, ScheduledOptimizer
+from trainer.parallel.buckets import gradient_norm
+from trainer.parallel.synchronizer import GradientSynchronizer
+from trainer.runtime.fault_injection import Faults
+from trainer.runtime.nested import map_leaves
+from trainer.runtime.step_timer import StepTimer
+
+
+class _Parameters(nn.Module):
+    """The parameters of an optimizer, in the order of its groups."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__()
+        self.held = nn.ParameterList(each for group in optimizer.param_groups for each in group["params"])
+
+
+class LoopOptimizer:
+    """One of the optimizers of a loop, with the sums of its gradients over ranks."""
+
+    def __init__(self, optimizer: Optimizer, scheduler: Any, config: DistributedTrainingConfig) -> None:
+        self.config, self.holder = config, _Parameters(optimizer)
+        recipe = OptimizerRecipe(lambda _: optimizer, None if scheduler is None else lambda _: scheduler)
+        self.scheduled = ScheduledOptimizer(self.holder, recipe, config, 0)
+        self.sync: GradientSynchronizer | None = None
+        self._summed: list[bool] = []
+        """Which parameters were trained when the group was formed."""
+        self.norm = 0.0
+        """The norm of the gradients, before clipping."""
+        self.is_summed = False
+        self._options: dict[str, Any] = {}
+        self._kept: tuple[list[Tensor], dict[int, Any]] | None = None
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.scheduled.optimizer
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.holder.held)
+
+    def adopt(self, world: World, faults: Faults, timer: StepTimer) -> None:
+        """Sum gradients over the ranks of a world from now on. A collective."""
+        if self.sync is not None:
+            self.sync.unwrap()
+        config = replace(self.config, timing=False)
+        self.sync = GradientSynchronizer(world, faults, timer, config=config, at_end=True)
+        self.sync.wrap(self.holder)
+        self._summed = self._trained()
+
+    def begin(self, step: int) -> None:
+        """Prepare a step: without gradients, and what a schedule changes kept."""
+        assert self.sync is not None
+        self.sync.step = step
+        self._options, self._kept = self.scheduled.options(), None
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        assert self.sync is not None
+        self.sync.clear(self.parameters)
+        self.is_summed, self.norm = False, 0.0
+
+    def sum_gradients(self) -> None:
+        """Let the gradients be the sums over ranks, once. A collective."""
+        if self.is_summed:
+            return
+        assert self.sync is not None
+        if self._trained() != self._summed:  # some were frozen or unfrozen
+            self.adopt(self.sync.world, self.sync.faults, self.sync.timer)
+        self.sync.require_sync(True)
+        self.sync.finish(self.holder)
+        self.norm = gradient_norm(self.gradients(), self.sync.world.device).item()
+        self.is_summed = True
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients that there are."""
+        return [each.grad for each in self.parameters if each.grad is not None]
+
+    def keep(self) -> None:
+        """Keep what an update changes, unless that was done in this step."""
+        if self._kept is None:
+            self._kept = [each.detach().clone() for each in self.parameters], _copied(self.scheduled.tensors())
+
+    def put_back(self) -> None:
+        """Be as before the step."""
+        if self._kept is not None:
+            values, tensors = self._kept
+            with torch.no_grad():
+                for parameter, value in zip(self.parameters, values, strict=True):
+                    parameter.copy_(value)
+            self.scheduled.load(tensors, self._options)
+        elif self.scheduled.options() != self._options:
+            self.scheduled.load(self.scheduled.tensors(), self._options)
+        self.clear()
+
+    def _trained(self) -> list[bool]:
+        return [each.requires_grad for each in self.holder.held]
+
+
+class LoopOptimizers:
+    """All optimizers of a loop, as a training sees its one."""
+
+    def __init__(self, parts: Sequence[LoopOptimizer]) -> None:
+        self.parts = parts
+        self.recipe = parts[0].scheduled.recipe
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The first one."""
+        return self.parts[0].optimizer
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the first group of the first one."""
+        return float(self.optimizer.param_groups[0].get("lr", 0.0))
+
+    @property
+    def digest(self) -> str:
+        return "-".join(part.scheduled.digest for part in self.parts)
+
+    def set_rate(self, rate: float) -> None:
+        """The caller's optimizers have rates of their own."""
+
+    def note_evaluation(self, score: float) -> None:
+        """The caller moves schedules on."""
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return the state of each, whose tensors are the live ones."""
+        return [{"state": each.scheduled.tensors(), **each.scheduled.options()} for each in self.parts]
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what `state_dict` has returned."""
+        for part, state in zip(self.parts, states, strict=True):
+            part.scheduled.load(state["state"], state)
+
+    def explain_misfit(self, states: Any) -> str:
+        """Return why these states cannot be taken over, "" where they can."""
+        if not isinstance(states, list):
+            return "it was trained with Trainer.fit, and this is a loop of its own: train under another name"
+        if len(states) != len(self.parts):
+            return f"it was trained with {len(states)} optimizers, and there are {len(self.parts)} now"
+        whys = (part.scheduled.explain_misfit(state) for part, state in zip(self.parts, states, strict=True))
+        return next(filter(None, whys), "")
+
+
+def _copied(state: dict[int, Any]) -> dict[int, Any]:
+    """Return a copy of tensors in dictionaries."""
+    return {
+        place: map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else copy.copy(leaf), held)
+        for place, held in state.items()
+    }
