@@ -16,18 +16,25 @@ from typing import Any
 
 import click
 
-from dtrain_dagster.cli.common import Refusal, refuses, say
+from dtrain_dagster.cli.common import Refusal, console, refuses, say
 from dtrain_dagster.cli.job_names import complete_files
+from dtrain_dagster.cli.screen import plain_table
+from dtrain_dagster.data.errors import refuse
+from dtrain_dagster.data.row_splits import RowParams
+from dtrain_dagster.data.rows import TableReport, examine_rows
 from dtrain_dagster.data.table_file import files_of as files_of_table
 from dtrain_dagster.data.table_file import open_table
 from dtrain_dagster.settings.home import make_home
 from dtrain_dagster.settings.home_search import DEFAULT
 from dtrain_dagster.support.graph_names import checked_names
+from trainer.printable import visible
 from trainer.runtime.scratch import scratch_folder
 
 EXAMPLE = "example"
 EXAMPLE_TABLE, EXAMPLE_TARGET = "data/tumours.parquet", "diagnosis"
 """Where the table that comes with a project lies in it, and its column to predict."""
+SMALL_TABLE = 20_000
+"""Rows of a table below which a project begins with small batches."""
 OURS = ("trainer", "dtrain_dagster", "dagster", "dtrain")
 """Names of packages that a project cannot have."""
 
@@ -44,11 +51,16 @@ OURS = ("trainer", "dtrain_dagster", "dagster", "dtrain")
     "comes with the project.  [default: the bundled stock prices]",
 )
 @click.option("--target", metavar="COLUMN", help="The column of FILE to predict.")
+@click.option("--drop", multiple=True, metavar="COLUMN", help="A column of FILE that is left out. May be repeated.")
 @refuses
-def init(folder: Path, name: str | None, own_model: bool, table: str | None, target: str | None) -> None:
+def init(
+    folder: Path, name: str | None, own_model: bool, table: str | None, target: str | None, drop: tuple[str, ...]
+) -> None:
     """Make a project of your own in FOLDER, by default in this one.
 
-    It has a graph that runs as it is, a workflow for CI, and a README. Nothing is overwritten.
+    It has a graph that runs as it is, a workflow for CI, and a README. Nothing is overwritten. A table of your own is
+    looked through first: the types of its columns, missing values, identifiers, classes. Identifiers are left out, and
+    missing numbers count as the mean, with an input that says so; the definitions have both.
 
     \b
     Examples:
@@ -62,7 +74,7 @@ def init(folder: Path, name: str | None, own_model: bool, table: str | None, tar
     except ValueError as error:
         raise Refusal(f"{error}" if name else f"{error} (the folder's name; --name gives another)") from None
     project = NewProject(
-        name=chosen, requirement=_installed(), table=_table_of(folder, table, target), own_model=own_model
+        name=chosen, requirement=_installed(), table=_table_of(folder, table, target, drop), own_model=own_model
     )
     files = files_of(project)
     _write_project(folder, project, files)
@@ -77,11 +89,13 @@ def _installed() -> Requirement:
     return requirement_of(found.version, json.loads(origin) if origin else None)
 
 
-def _table_of(folder: Path, table: str | None, target: str | None) -> Table | None:
-    """Return the table that the options name, which is there and has the column. Raise `Refusal` otherwise."""
+def _table_of(folder: Path, table: str | None, target: str | None, drop: tuple[str, ...]) -> Table | None:
+    """Return the table that the options name, of which a dataset can be built. Raise `Refusal` for one that has no such
+    column, and `DataError` for what cannot be used."""
     if table is None or table == EXAMPLE:
-        if target is not None:
-            raise click.UsageError("--target needs --table FILE", click.get_current_context())
+        for option, given in (("--target", target), ("--drop", drop)):
+            if given:
+                raise click.UsageError(f"{option} needs --table FILE", click.get_current_context())
         return Table(path=Path(EXAMPLE_TABLE), target=EXAMPLE_TARGET) if table else None
     if target is None:
         raise click.UsageError("--table FILE needs --target COLUMN", click.get_current_context())
@@ -89,7 +103,44 @@ def _table_of(folder: Path, table: str | None, target: str | None) -> Table | No
     columns = _columns_of(path)
     if target not in columns:
         raise Refusal(f"--target {target}: {path} has no such column; it has {', '.join(columns)}")
-    return Table(path=path.relative_to(folder) if path.is_relative_to(folder) else path, target=target)
+    report, drop = _examined(path, target, drop)
+    has_gaps = any(column.missing for column in report.columns if column.type not in ("string", ""))
+    return Table(
+        path=path.relative_to(folder) if path.is_relative_to(folder) else path,
+        target=target,
+        drop=drop,
+        missing="mean" if has_gaps else "refuse",
+        rows=report.rows,
+    )
+
+
+def _examined(path: Path, target: str, drop: tuple[str, ...]) -> tuple[TableReport, tuple[str, ...]]:
+    """Print what a table holds; return that, and the columns that are left out: those that were named, and identifiers.
+    Raise `DataError` for problems, with their remedies."""
+    report = examine_rows(str(path), RowParams(target=target, drop=drop, missing="mean"))
+    if like_id := tuple(column.name for column in report.columns if column.is_like_id):
+        drop = *drop, *like_id
+        report = examine_rows(str(path), RowParams(target=target, drop=drop, missing="mean"))
+    refuse(report.problems, str(path))
+    say_report(report, like_id)
+    return report, drop
+
+
+def say_report(report: TableReport, like_id: tuple[str, ...]) -> None:
+    """Print a line for each column of a table, its target, and what is to be noted."""
+    from rich.text import Text
+
+    table = plain_table("COLUMN", "TYPE", "MISSING", "", right=("MISSING",))
+    for column in report.columns:
+        why = "an identifier, another value in nearly every row" if column.name in like_id else column.remark
+        told = why if why in ("", "target") else f"left out: {why}"
+        gaps = f"{column.missing:,}" if column.missing else "–"
+        table.add_row(Text(visible(column.name)), column.type or "empty", gaps, told)
+    console().print(table, highlight=False)
+    counts = ", ".join(f"{name} {count:,}" for name, count in report.classes.items())
+    say(f"{report.rows:,} rows; {report.task}" + (f", in the training split {counts}" if counts else ""))
+    for note in report.notes:
+        say(f"note: {note}", err=True)
 
 
 def _columns_of(path: Path) -> list[str]:
@@ -147,6 +198,24 @@ class Table:
     """Of a Parquet file, or of a folder of them: seen from the project's folder if it lies there, absolute if not."""
     target: str
     """The column to predict."""
+    drop: tuple[str, ...] = ()
+    """Columns that are left out."""
+    missing: str = "refuse"
+    """As `RowParams` has it."""
+    rows: int = 0
+    """0: not known; few."""
+
+    @property
+    def params(self) -> str:
+        """The arguments of `RowParams` beside the target, as code."""
+        names = ", ".join(json.dumps(name) for name in self.drop)
+        drop = f", drop=({names}{',' if len(self.drop) == 1 else ''})" if self.drop else ""
+        return drop + (f", missing={json.dumps(self.missing)}" if self.missing != "refuse" else "")
+
+    @property
+    def batch(self) -> int:
+        """Rows of a micro-batch: more of a table of many, whose epochs would take long."""
+        return 16 if self.rows < SMALL_TABLE else 256
 
     @property
     def expression(self) -> str:

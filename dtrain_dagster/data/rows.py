@@ -6,22 +6,28 @@ of the training split, classes), the second writes the shards. So the table may 
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.build_once import FinishedDataset, TableShards, build_once, digest_files, id_of
 from dtrain_dagster.data.errors import DataError, refuse
 from dtrain_dagster.data.price_columns import is_nameless
+from dtrain_dagster.data.row_splits import (
+    MOST_NAMES,
+    SPLIT_NAMES,
+    RowParams,
+    hashed_shares,
+    numbered_shares,
+    splits_of,
+)
 from dtrain_dagster.data.table_columns import (
     DATE_UNIT,
     MOST_SAMPLED,
-    TASKS,
     CategoryColumn,
     NumberColumn,
     TargetColumn,
@@ -34,6 +40,7 @@ from dtrain_dagster.data.table_columns import (
 )
 from dtrain_dagster.data.table_file import Table, files_of, open_table
 from trainer.data.manifest import SPLITS, STANDARDISED
+from trainer.runtime.scratch import scratch_folder
 from trainer.spec import DATE_CATEGORIES, DATE_NUMBERS, REGRESSION, ROWS
 
 if TYPE_CHECKING:
@@ -45,50 +52,6 @@ CODE_VERSION = 3
 """The version of the builder. Raise it when the same table would give other rows."""
 LEAST_ROWS, FEW_ROWS = 2, 30
 """The rows of a split below which it is refused, and below which its size is told."""
-SPLIT_NAMES = {
-    "train": "train", "training": "train",
-    "valid": "valid", "val": "valid", "validation": "valid", "dev": "valid", "development": "valid",
-    "test": "test", "testing": "test", "holdout": "test", "hold-out": "test", "hold_out": "test",
-}  # fmt: skip
-"""The names of splits, in small letters."""
-MOST_NAMES = 10
-"""The most different values of a column that names splits. One with more says whose rows stay together."""
-_SCALE = 2.0**-64
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowParams:
-    """The parameters of a dataset besides its table."""
-
-    target: str
-    task: Literal["regression", "binary", "multiclass"] | None = None
-    """None: by the target's values."""
-    drop: tuple[str, ...] = ()
-    """Columns that are left out."""
-    split_by: str | None = None
-    """A column that says the split of each row (by a name of `SPLIT_NAMES`), or whose equal values stay together; it is
-    no feature. None: each row by itself."""
-    valid_fraction: float = 0.1
-    test_fraction: float = 0.1
-    missing: Literal["refuse", "mean"] = "refuse"
-    """Numbers that are missing: refused, or counted as the mean, with a further input that says so."""
-    seed: int = 0
-    """Of the division of rows among the splits."""
-    shard_rows: int = 1 << 20
-    """Rows of one shard, about."""
-
-    def __post_init__(self) -> None:
-        if self.task is not None and self.task not in TASKS:
-            raise DataError(f"task = {self.task!r}: must be one of {', '.join(TASKS)}")
-        check_fractions(self.valid_fraction, self.test_fraction)
-
-
-def check_fractions(valid: float, test: float) -> None:
-    """Raise `DataError` for shares of the validation and test split that leave nothing."""
-    if not (0 < valid < 1 and 0 < test < 1 and valid + test < 1):
-        raise DataError(
-            f"valid_fraction = {valid} and test_fraction = {test}: each lies between 0 and 1, and their sum below 1"
-        )
 
 
 def build_rows(source: str, storage_uri: str, params: RowParams) -> FinishedDataset:
@@ -108,32 +71,41 @@ def build_rows(source: str, storage_uri: str, params: RowParams) -> FinishedData
     return build_once(storage_uri, dataset_id, write)
 
 
-def hashed_shares(values: Sequence[str], seed: int) -> NDArray[np.float64]:
-    """Return a number in [0, 1) for each value, the same for equal values. Pure."""
-    import numpy as np
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ColumnReport:
+    """What a column of a table holds."""
 
-    digests = (hashlib.sha256(f"{seed}/{value}".encode()).digest()[:8] for value in values)
-    return np.array([int.from_bytes(digest, "little") for digest in digests], dtype=np.float64) * _SCALE
-
-
-def numbered_shares(first: int, count: int, seed: int) -> NDArray[np.float64]:
-    """Return a number in [0, 1) for each of the rows first … first + count - 1 (splitmix64 of their numbers). Pure."""
-    import numpy as np
-
-    with np.errstate(over="ignore"):
-        mixed = np.arange(first, first + count, dtype=np.uint64) + np.uint64(seed) * np.uint64(0xD1B54A32D192ED03)
-        mixed = (mixed + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (mixed ^ (mixed >> np.uint64(31))).astype(np.float64) * _SCALE
+    name: str
+    type: str
+    """One of `trainer.spec.RAW_TYPES`; "" for one without any value."""
+    missing: int
+    """Rows without a value."""
+    remark: str
+    """What it is for, or why it is left out."""
+    is_like_id: bool
+    """Whether it has another value in nearly every row."""
 
 
-def splits_of(shares: NDArray[np.float64], valid: float, test: float) -> NDArray[np.int64]:
-    """Return the place in `SPLITS` of rows with these shares, for these fractions of validation and test. Pure."""
-    import numpy as np
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableReport:
+    """What a table holds, and what becomes of it with some parameters."""
 
-    is_valid = shares >= 1 - valid - test
-    return np.where(shares >= 1 - test, 2, is_valid.astype(np.int64))
+    rows: int
+    task: str
+    """"" where there is a problem with the target."""
+    classes: Mapping[str, int]
+    """The rows of the training split of each class; none of a target that is a number."""
+    columns: Sequence[ColumnReport]
+    notes: Sequence[str]
+    problems: Sequence[str]
+    """Why no dataset can be built, each with the remedy."""
+
+
+def examine_rows(source: str, params: RowParams) -> TableReport:
+    """Return what a table holds, of which nothing is built. Raise `DataError` for one that cannot be read, or has no
+    such columns as are named."""
+    with scratch_folder("table") as scratch:
+        return _Builder(open_table(files_of(Path(source)), scratch), params, scratch).report()
 
 
 @dataclass(slots=True)
@@ -158,6 +130,8 @@ class _Builder:
     groups: int = 0
     """The different values of ``split_by``, counted up to `MOST_NAMES`."""
     target: TargetColumn = field(default_factory=lambda: TargetColumn(""))
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+    """Rows of each split."""
     excluded: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -191,6 +165,40 @@ class _Builder:
             "shards": shards,
         }
 
+    def report(self) -> TableReport:
+        """Return what the table holds."""
+        self._choose_columns()
+        self._read_splits()
+        self._learn()
+        task, classes = self._judge_target()
+        try:
+            self._judge_splits(self.counts)
+        except DataError as error:
+            self.problems.append(str(error))
+        columns = [self._report(name) for name in self.table.kinds]
+        return TableReport(
+            rows=self.table.rows,
+            task=task,
+            classes={class_name(value): self.target.counts[value] for value in classes},
+            columns=columns,
+            notes=self.notes,
+            problems=self.problems,
+        )
+
+    def _report(self, name: str) -> ColumnReport:
+        params, found = self.params, self.numbers.get(name) or self.categories.get(name)
+        remark = self.excluded.get(name, "")
+        for role, given in (("target", (params.target,)), ("--split-by", (params.split_by,)), ("--drop", params.drop)):
+            remark = role if name in given else remark
+        is_whole = isinstance(found, CategoryColumn) or self.table.types.get(name) == "integer"
+        return ColumnReport(
+            name=name,
+            type=self.table.types.get(name, ""),
+            missing=found.missing if found else 0,
+            remark=remark,
+            is_like_id=found is not None and not remark and is_whole and found.is_like_id,
+        )
+
     def _choose_columns(self) -> None:
         """Find out what the columns are for. Raise `DataError` where the target is not there, since nothing else can be
         judged without it."""
@@ -206,9 +214,7 @@ class _Builder:
             if name not in params.drop:
                 self.problems += said
         if params.target in params.drop:
-            self.problems.append(
-                f"--drop {params.target}: that is the column to predict: drop another, or predict it not"
-            )
+            self.problems.append(f"--drop {params.target}: that is the target: leave the option out")
         if params.target not in kinds or (params.split_by or params.target) not in kinds:
             refuse(self.problems)
         self.target = TargetColumn(params.target, is_text=kinds[params.target] == "category")
@@ -298,7 +304,10 @@ class _Builder:
         target = [] if self.params.target in self.table.problems or self.target.problem else [self.params.target]
         columns = [*self._of_table([*self.numbers, *self.categories]), *target, *([by] if by else [])]
         for first, batch in self.table.batches(columns) if columns else ():
-            is_train, column = self._splits(first, batch) == 0, self._columns_in(batch)
+            splits, column = self._splits(first, batch), self._columns_in(batch)
+            is_train = splits == 0
+            for place, split in enumerate(SPLITS):
+                self.counts[split] += int((splits == place).sum())
             for name, number in self.numbers.items():
                 number.learn(column(name), is_train, first, every)
             for name, category in self.categories.items():
