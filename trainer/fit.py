@@ -28,7 +28,6 @@ from pydantic_core import ArgsKwargs
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from trainer.checkpoint.manager import CheckpointManager
 from trainer.comm.descriptors import raise_descriptor_limit
 from trainer.comm.group import has_abandoned_groups
 from trainer.comm.launcher_env import RankFacts, rank_facts
@@ -39,27 +38,24 @@ from trainer.config import (
     DistributedTrainingConfig,
     FactoryConfig,
     JobConfig,
-    OptimizerConfig,
     TrackingConfig,
     checked_settings,
     parse_job,
     settings_of,
 )
 from trainer.data.dataset_data import DatasetData
-from trainer.data.loader import TrainingData
-from trainer.data.sampler import steps_left, steps_of
+from trainer.data.sampler import steps_of
 from trainer.data.torch_loader import LoaderRequest, read_request
 from trainer.engine.callbacks import check_callbacks
+from trainer.engine.given_problem import GivenProblem
 from trainer.engine.module_state import refuse_extra_state
-from trainer.engine.problem import Problem
 from trainer.engine.reports import Watch
 from trainer.engine.run_job import INTERRUPTED, leave_process, train_job
 from trainer.engine.step_result import Steps, carry_out
 from trainer.engine.task_check import check_model, check_task, choose_usual_loss, try_task
-from trainer.evaluation.judge import TaskJudge
 from trainer.exit_codes import DONE, EVICTED, UNUSABLE
 from trainer.model.optimizer_check import try_optimizer
-from trainer.model.optimizers import USUAL, OptimizerRecipe, recipe_for
+from trainer.model.optimizers import OptimizerRecipe, recipe_for
 from trainer.model.sizes import model_bytes
 from trainer.model.task import Measure, SupervisedTask, Task
 from trainer.observability.node_presence import record_presence
@@ -396,79 +392,6 @@ def best_accuracy_in(run_dir: str | None) -> float:
     if not (measured := [accuracy for accuracy in found if accuracy is not None]):
         raise ValueError("no accuracy was measured: give metrics={'accuracy': …}, and fit(train, valid)")
     return max(measured)
-
-
-@dataclass(frozen=True, slots=True)
-class GivenProblem:
-    """Makes the problem that a caller has given as objects."""
-
-    model: nn.Module
-    data: DatasetData
-    task: Task
-    recipe: OptimizerRecipe = USUAL
-    callbacks: Sequence[Any] = ()
-
-    @property
-    def recipe_names(self) -> dict[str, Any]:
-        """What a job says of the optimizer and the scheduler: that they are the script's."""
-        made = self.recipe
-        names: dict[str, Any] = {}
-        if made.optimizer is not None:
-            names["optimizer"] = OptimizerConfig(factory=SCRIPT, args=_name_of(made.optimizer))
-        if made.lr_scheduler is not None:
-            names["lr_scheduler"] = FactoryConfig(factory=SCRIPT, args=_name_of(made.lr_scheduler))
-        return names
-
-    @property
-    def model_name(self) -> dict[str, str]:
-        """The class of the model."""
-        return {"class": type(self.model).__qualname__}
-
-    @property
-    def task_name(self) -> dict[str, str]:
-        """The class of the task; of a loss, its class or its name."""
-        part = self.task.given if isinstance(self.task, SupervisedTask) else self.task
-        return _name_of(part)
-
-    def refuse_other_checkpoints(self, job: JobConfig) -> None:
-        """Raise `ConfigError` if the run directory has checkpoints, and they are of another training."""
-        if job.training.resume:
-            made, rundir = self.make(job, self.data, torch.device("cpu")), RunDir(job.run_dir)
-            parts = made.describe(job.training)
-            manager = CheckpointManager(rundir, job.training.keep_checkpoints, made.fingerprint, parts=parts)
-            if (position := manager.refuse_others()) is not None:
-                samples = self.data.count("train")
-                plan = job.training
-                steps_left(samples, position[1] % samples, plan.global_batch_size, plan.micro_batches)
-
-    def open_data(self, job: JobConfig, device: torch.device) -> TrainingData:
-        return self.data
-
-    def make(self, job: JobConfig, data: TrainingData, device: torch.device) -> Problem:
-        module = self.model.to(device)
-        for part in (self.task, *([self.task.criterion] if isinstance(self.task, SupervisedTask) else [])):
-            if isinstance(part, nn.Module):
-                part.to(device)
-        shapes = [[name, list(item.shape)] for name, item in module.state_dict().items() if isinstance(item, Tensor)]
-        model = {"factory": SCRIPT, "args": self.model_name}
-        loss = {"factory": SCRIPT, "args": self.task_name}
-        return Problem(
-            data=data,
-            task=self.task,
-            module=module,
-            judge=TaskJudge(self.task, data),
-            recipe=self.recipe,
-            callbacks=self.callbacks,
-            identity=(data.dataset_id, model, shapes, loss),
-            description={"model": model, "loss": loss},
-            valid_name=self.data.name_split("valid"),
-            valid_collate=self.data.collate_of("valid"),
-            evaluation_batch=job.training.batch_size_per_gpu,
-        )
-
-
-def _name_of(part: Any) -> dict[str, str]:
-    return {"class": getattr(part, "__qualname__", type(part).__qualname__)}
 
 
 def _ordered_job(data: DatasetData, number: int) -> JobConfig:

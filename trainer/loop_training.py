@@ -18,11 +18,12 @@ from trainer.data.dataset_data import DatasetData
 from trainer.data.loader import TrainingData
 from trainer.data.torch_loader import read_request
 from trainer.engine.callbacks import check_callbacks, name_stateful
+from trainer.engine.given_problem import GivenProblem
 from trainer.engine.loop_step import LoopParts, LoopStep
 from trainer.engine.module_state import refuse_extra_state
 from trainer.engine.problem import Problem
 from trainer.engine.task_check import try_scores
-from trainer.fit import GivenProblem, Trainer
+from trainer.fit import Trainer
 
 Score = Callable[[Any], Tensor | Mapping[str, Tensor]]
 """Returns the loss of each sample of a micro-batch, (n,), or ``loss`` and further figures, each (n,), by name."""

@@ -8,13 +8,18 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from harness.waiting import until
 from harness.worlds import Job, run_torchrun
 from trainer.config import ConfigError, parse_job
+from trainer.data.shards import DataShardManager
 from trainer.engine.reports import RankReports
 from trainer.run import DistributedTrainer
 from trainer.rundir import RunDir
@@ -24,10 +29,9 @@ SCRIPT = ROOT / "examples" / "torchrun_script.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [pytest.param((), marks=pytest.mark.long), ("--own-loop",)])
-def test_two_ranks_learn_and_end_with_equal_weights(new_job: Callable[..., Job], more: tuple[str, ...]) -> None:
-    job = new_job(world_size=2, batch_size_per_gpu=64, clip_norm=None)
-    code, said = run_torchrun(job, [str(SCRIPT)], *more, PYTHONPATH=str(ROOT))
+def test_two_ranks_learn_and_end_with_equal_weights(new_job: Callable[..., Job]) -> None:
+    job = new_job(world_size=2, batch_size_per_gpu=64, epochs=2)
+    code, said = run_torchrun(job, [str(SCRIPT)], PYTHONPATH=str(ROOT))
     assert code == 0, said
     weights = re.findall(r"rank \d: sha256 of the weights (\w{64})", said)
     assert len(weights) == 2, said
@@ -48,30 +52,52 @@ def test_each_step_says_which_one_has_to_come_first(new_job: Callable[..., Job])
     trainer.close()
 
 
-def test_in_a_world_of_one_the_documents_order_works(new_job: Callable[..., Job]) -> None:
-    trainer = DistributedTrainer(parse_job(new_job(batch_size_per_gpu=4).write().read_text()))
+def windows(job: Job) -> DataLoader[Any]:
+    shards = DataShardManager(str(job.dataset))
+    rows = torch.from_numpy(shards.end_rows("train", np.arange(200)))
+    return DataLoader(TensorDataset(*shards.gather(rows)), batch_size=25, shuffle=True)
+
+
+def begun(job: Job) -> DistributedTrainer:
+    trainer = DistributedTrainer(parse_job(job.write().read_text()))
     trainer.initialize_distributed(world_size=1, rank=0)
+    return trainer
+
+
+def test_in_a_world_of_one_the_documents_order_works(new_job: Callable[..., Job]) -> None:
+    """A caller's own model has what a job has: checkpoints, from which it goes on, and a report."""
+    job = new_job(world_size=2, batch_size_per_gpu=25, epochs=3, checkpoint_frequency=4)
+    loader, trainer = windows(job), begun(job)
     try:
-        model = trainer.setup_data_parallel(torch.nn.Linear(5, 3))
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        found = trainer.train_epoch([(torch.ones(4, 5), torch.zeros(4)), (torch.zeros(2, 5), torch.ones(2))])
-        assert found["samples"] == 6
-        assert found["loss"] == pytest.approx(found["loss_sum"] / 6)
-        assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+        model = trainer.setup_data_parallel(nn.Sequential(nn.Flatten(), nn.LazyLinear(3)))
+        found = [trainer.train_epoch(loader, epoch) for epoch in range(2)]
+        assert [each["samples"] for each in found] == [200, 200]
+        assert found[1]["loss"] == pytest.approx(found[1]["loss_sum"] / 200)
+        assert found[1]["loss"] < found[0]["loss"]
         assert trainer.synchronize_metrics({"seen": 2.0}) == {"seen": 2.0}
+        until(lambda: trainer.session.checkpoints.committed_step() == 8, lambda: None)
     finally:
         trainer.close()
-
-
-def test_a_model_of_ones_own_is_refused_where_it_would_have_to_regroup(
-    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DTRAIN_LAUNCH", "1")
-    trainer = DistributedTrainer(parse_job(new_job().write().read_text()))
-    trainer.initialize_distributed()
+    again = begun(job)
     try:
-        with pytest.raises(ConfigError, match=r"training\.regroup = false"):
-            trainer.setup_data_parallel(torch.nn.Linear(1, 1))
+        model = again.setup_data_parallel(nn.Sequential(nn.Flatten(), nn.LazyLinear(3)))
+        assert again.train_epoch(loader, 2)["loss"] < found[1]["loss"]
+        assert again.steps_done == 12
+        assert isinstance(model, nn.Sequential)
+        assert RunDir(str(job.run_dir)).read_json("result.json")["status"] == "succeeded"  # type: ignore[index]
+        with pytest.raises(ConfigError, match=r"epochs = 3: all of them are done"):
+            again.train_epoch(loader, 3)
+    finally:
+        again.close()
+
+
+def test_a_loader_of_another_batch_size_is_refused(new_job: Callable[..., Job]) -> None:
+    job = new_job(batch_size_per_gpu=4)
+    trainer = begun(job)
+    try:
+        trainer.setup_data_parallel(nn.Sequential(nn.Flatten(), nn.LazyLinear(3)))
+        with pytest.raises(ConfigError, match="batch_size=25, and training.batch_size_per_gpu = 4"):
+            trainer.train_epoch(windows(job))
     finally:
         trainer.close()
 

@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -51,10 +52,9 @@ from trainer.runtime.host_memory import give_back_freed_memory
 from trainer.runtime.packages import load
 
 if TYPE_CHECKING:
-    from trainer.engine.own_model import OwnModel
     from trainer.evaluation.evaluate import Evaluation
 
-OWN_MODEL = "trainer.engine.own_model:OwnModel"
+OF_LOADER = "trainer.engine.given_problem:problem_of_loader"
 WARM_START = "trainer.engine.warm_start:begin_from"
 END = "trainer.engine.finalize:finalize"
 TRY_OPTIMIZER = "trainer.model.optimizer_check:try_optimizer"
@@ -65,7 +65,8 @@ class DistributedTrainer:
     """A trainer of one job in this process, together with its peers.
 
     It trains either the job as it is configured: `initialize_distributed`, `setup`, `train`, `close`. Or a caller's own
-    model: `initialize_distributed`, `setup_data_parallel`, then `train_epoch` or the caller's own loop, `close`.
+    model on a loader of their own: `initialize_distributed`, `setup_data_parallel`, `train_epoch` for each epoch of the
+    settings, `close`. A script has `trainer.Trainer` for that, and a loop of its own `trainer.Loop`.
     """
 
     def __init__(self, job: JobConfig, maker: ProblemMaker | None = None, watch: Watch | None = None) -> None:
@@ -77,7 +78,10 @@ class DistributedTrainer:
         self.reports = RankReports(job, self.rundir, watch)
         self._participant: Participant | None = None
         self._session: Session | None = None
-        self._own_model: OwnModel | None = None
+        self._own_model: nn.Module | None = None
+        self._own_steps: Steps[dict[str, Any]] | None = None
+        self._due: DueStep | None = None
+        """The next step of a caller's own model."""
         self._profiler: StepProfiler | None = None
         self._cut_off = 0
         self._leaves = False
@@ -125,19 +129,10 @@ class DistributedTrainer:
         self.reports.end_phase("startup")
 
     def setup_data_parallel(self, model: nn.Module) -> nn.Module:
-        """Return the model on this rank's device, with the weights of rank 0; its gradients are summed over ranks in
-        each backward pass through its outputs. From then on `train_epoch` or the caller's own loop trains it. A
-        collective."""
-        participant = self.participant
-        if participant.elastic is not None:
-            raise ConfigError(
-                "a model of your own cannot regroup: leave DTRAIN_LAUNCH out of the environment, or set "
-                "training.regroup = false"
-            )
-        self.reports.wait_until_open()
-        own: OwnModel = load(OWN_MODEL)(model, self.job, participant.world, participant.faults)
-        self._own_model = own
-        return own.model
+        """Return the model, on this rank's device. `train_epoch` trains it with the job's loss, optimizer and settings;
+        it begins with the weights of rank 0, or with those of the latest checkpoint."""
+        self._own_model = model.to(self.participant.device)
+        return self._own_model
 
     def setup(self) -> None:
         """Make the data, the model and the optimizer, join the first generation, and load the checkpoint, if there is
@@ -233,14 +228,42 @@ class DistributedTrainer:
     def train_epoch(self, dataloader: Iterable[Any], epoch: int = 0) -> dict[str, float]:
         """Train on the batches of (the rest of) an epoch, and return the mean loss over them and all ranks.
 
-        After `setup_data_parallel` these are pairs of inputs and targets, as many on each rank, and the model is the
-        caller's; after `setup` they are the `Batch`es of a loader, and the model is the job's.
+        After `setup_data_parallel` the model is the caller's, and the loader one of pairs (inputs, target), the same on
+        all ranks: which samples are whose is the trainer's decision, through losses of nodes. After `setup` they are
+        the `Batch`es of a loader, and the model is the job's.
         """
-        if self._own_model is not None:
-            totals = self._own_model.train_epoch(dataloader)
-        else:
-            totals = carry_out(self.epoch_steps(dataloader, epoch))
-        return self.synchronize_metrics(totals)
+        if self._own_model is None:
+            return self.synchronize_metrics(carry_out(self.epoch_steps(dataloader, epoch)))
+        if self._own_steps is None:
+            self.maker = load(OF_LOADER)(self.job, self._own_model, dataloader)
+            self.setup()
+            self._own_steps = self.steps()
+            self._due = next(self._own_steps, None)
+        return self._train_own(epoch, self._own_steps)
+
+    def _train_own(self, epoch: int, steps: Steps[dict[str, Any]]) -> dict[str, float]:
+        """Carry out the steps of a caller's own model to the end of an epoch, and return `synchronize_metrics` of their
+        sums. Raise `ConfigError` after the last epoch."""
+        if self._due is None:
+            raise ConfigError(f"training.epochs = {self.config.epochs}: all of them are done")
+        totals = {"loss_sum": 0.0, "weight": 0.0, "samples": 0.0}
+        found: dict[str, float] = {}
+        while (due := self._due) is not None and due.epoch <= epoch:
+            self._due = None
+            try:
+                result = due.step(due.batch, due.number, due.learning_rate, due.flags)
+            except Exception as error:
+                self._due = steps.throw(error)
+                continue
+            for name, value in (
+                ("loss_sum", result.loss_sum), ("weight", result.weight), ("samples", due.batch.local_samples),
+            ):  # fmt: skip
+                totals[name] += value
+            if due.number + 1 >= self.session.total_steps:  # at the end other ranks may leave
+                found = self.synchronize_metrics(totals)
+            with suppress(StopIteration):
+                self._due = steps.send(result)
+        return found or self.synchronize_metrics(totals)
 
     def synchronize_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the sums over ranks; with ``loss_sum`` and ``weight``, or ``samples``, among them, also their ratio as

@@ -100,16 +100,6 @@ class Buckets:
             for bucket in self.buckets:
                 bucket.missing = set(range(len(bucket.parameters)))
 
-    def take_as_they_are(self) -> None:
-        """Start from the gradients that the caller has left, instead of `clear`. They stay out of the buffers until
-        `finish`: if the pass fails, sums under way must not touch what the caller then does to gradients."""
-        for bucket in self.buckets:
-            bucket.used.clear()
-            for place, parameter in enumerate(bucket.parameters):
-                if parameter.grad is not None:
-                    bucket.used.add(place)
-                    parameter.grad = parameter.grad.clone()
-
     def finish(self) -> None:
         """End the backward pass, hand over the remaining buckets, and return when all are summed."""
         with traced(WAITING):

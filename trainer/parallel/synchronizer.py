@@ -23,7 +23,6 @@ from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig
 from trainer.parallel.buckets import Bucket, Buckets, divide
 from trainer.runtime.fault_injection import Faults
-from trainer.runtime.nested import leaves_of
 from trainer.runtime.packages import load
 from trainer.runtime.step_timer import StepTimer
 
@@ -138,8 +137,6 @@ class GradientSynchronizer(GradientSync):
         write is overwritten by their next run."""
         self._is_overlapped = False
         """Whether buckets are summed during the backward pass."""
-        self._pass = -1
-        """Autograd's number of the latest backward pass, for `sum_each_pass`."""
 
     def wrap(self, module: nn.Module) -> None:
         """Sum the gradients of each later backward pass through this module over ranks. Its parameters must be equal on
@@ -231,40 +228,6 @@ class GradientSynchronizer(GradientSync):
         """Drop the gradients that no rank has, see `Buckets.drop_unused`."""
         if self.buckets is not None and self._is_overlapped:
             self.buckets.drop_unused(ranks_without, self.world.world_size)
-
-    def sum_each_pass(self, model: nn.Module, module: nn.Module) -> None:
-        """Sum in each backward pass, for a loop that calls ``model`` (in place of the wrapped module) and none of these
-        methods: each pass through its outputs adds the sum over ranks to gradients that are equal on all of them."""
-        if self.world.group is None:
-            return
-
-        def mind(_: nn.Module, __: Any, outputs: Any) -> None:
-            for output in leaves_of(outputs):
-                if isinstance(output, Tensor) and output.requires_grad:
-                    output.register_hook(begin)
-
-        def begin(_: Tensor) -> None:
-            # This comes before any parameter's gradient, in the outermost pass, whose end is waited for.
-            number = torch._C._current_graph_task_id()
-            if number != self._pass:
-                self._pass = number
-                self._begin_pass(module)
-                torch.autograd.Variable._execution_engine.queue_callback(end)
-
-        def end() -> None:
-            self.finish(module)
-            if without := self.missing_flags():
-                self.drop_unused(self.world.all_reduce(torch.tensor(without)).tolist())
-
-        model.register_forward_hook(mind)
-
-    def _begin_pass(self, module: nn.Module) -> None:
-        if self.buckets is not None:
-            self.buckets.begin()
-            self.buckets.take_as_they_are()
-        for parameter in module.parameters():
-            if self.world.rank > 0 and parameter.requires_grad and parameter.grad is not None:
-                parameter.grad.zero_()  # what was summed before counts once
 
     def _sum_bucket(self, bucket: Bucket) -> CollectiveResult:
         """Submit the sum of a bucket, on the thread of autograd, in the same order on all ranks."""

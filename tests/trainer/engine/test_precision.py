@@ -4,7 +4,6 @@ for one that has, and read torch's own settings."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +11,14 @@ from steps import step_of
 from thread_worlds import ALONE
 from torch import Tensor, nn
 
-from trainer.config import ConfigError, DatasetRef, DistributedTrainingConfig, JobConfig
+from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.batches import Batch, Samples
+from trainer.engine.loop_step import LoopParts, LoopStep
 from trainer.engine.memory_need import may_move_to_cpu
-from trainer.engine.own_model import OwnModel
 from trainer.engine.precision import refuse_precision, tf32_products
 from trainer.engine.step_result import StepFlags
+from trainer.model.optimizers import USUAL
+from trainer.model.task import SupervisedTask
 from trainer.performance.memory import ModelBytes, rank_bytes, zero_rank_bytes
 from trainer.runtime.fault_injection import Faults
 from trainer.tuning.search_space import TuningContext, groups
@@ -114,28 +115,25 @@ def test_both_interfaces_of_torch_can_be_read_in_tf32() -> None:
         assert torch.backends.cuda.matmul.allow_tf32
 
 
-def test_a_loop_of_the_callers_is_refused_before_it_reads_data(tmp_path: Path) -> None:
-    job = JobConfig(
-        job_id="own",
-        run_dir=str(tmp_path),
-        dataset={"uri": str(tmp_path / "nothing"), "dataset_id": "none"},  # type: ignore[arg-type]
-        training=DistributedTrainingConfig(world_size=1, precision="tf32"),
-    )
-    own = OwnModel(model(), job, ALONE, Faults({}, 0))
-    with pytest.raises(ConfigError, match="'tf32' needs a GPU"):
-        own.train_epoch([])
-
-
-def test_an_epoch_of_a_callers_model_computes_in_tf32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_of_the_callers_own_computes_in_tf32_within_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.engine.step.refuse_precision", lambda *_: None)
     before, looking = settings(), Looking()
-    training = DistributedTrainingConfig(world_size=1, precision="tf32")
-    job = JobConfig(job_id="own", run_dir=str(tmp_path), dataset=DatasetRef(uri="none"), training=training)
-    own = OwnModel(looking, job, ALONE, Faults({}, 0))
-    prepared = torch.optim.SGD(looking.parameters(), lr=0.1), nn.MSELoss(reduction="none")
-    monkeypatch.setattr(own, "_prepare", lambda: prepared)
-    own.train_epoch([(torch.randn(4, 3, 2), torch.randn(4, 1))])
-    assert looking.seen == [("high", "tf32")] * 2
-    assert settings() == before
+    parts = LoopParts(optimizers=[torch.optim.SGD(looking.parameters(), lr=0.1)], schedulers=[None])
+    config = DistributedTrainingConfig(world_size=1, precision="tf32")
+    task = SupervisedTask(nn.MSELoss())
+    step = LoopStep(looking, task, config, torch.device("cpu"), Faults({}, 0), USUAL, 0, parts=parts)
+    step.adopt(ALONE)
+    for number in (0, 1):
+        step.begin(batch(4), number, NOTHING)
+        [(inputs, _)] = step.micro_batches()
+        step.backward(looking(inputs).squeeze(1))
+        if number:
+            step.discard(ArithmeticError())
+        else:
+            step.take_optimizer_step(step.optimizers[0])
+            step.complete()
+        assert settings() == before
+    assert looking.seen == [("high", "tf32")] * 4
 
 
 def test_memory_is_that_of_float32() -> None:
