@@ -21,6 +21,7 @@ _HOMES = {
     "Loop": "trainer.loop",
     **dict.fromkeys(("HorovodTrainer", "PyTorchDDPTrainer"), "trainer.adapters.torch_trainers"),
     **dict.fromkeys(("Callback", "Run"), "trainer.engine.callbacks"),
+    "Stream": "trainer.data.stream",
     "RayTrainer": "trainer.adapters.ray_trainer",
     "TensorFlowDistributedTrainer": "trainer.adapters.keras_trainer",
 }
@@ -34,6 +35,7 @@ __all__ = [
     "PyTorchDDPTrainer",
     "RayTrainer",
     "Run",
+    "Stream",
     "TensorFlowDistributedTrainer",
     "Trainer",
     "TrainingFailedError",

@@ -44,15 +44,17 @@ from trainer.config import (
     settings_of,
 )
 from trainer.data.dataset_data import DatasetData
-from trainer.data.sampler import steps_of
+from trainer.data.stream_data import data_of_requests
 from trainer.data.torch_loader import LoaderRequest, read_request
 from trainer.engine.callbacks import check_callbacks
 from trainer.engine.given_problem import GivenProblem
 from trainer.engine.module_state import refuse_extra_state
 from trainer.engine.reports import Watch
 from trainer.engine.run_job import INTERRUPTED, leave_process, train_job
+from trainer.engine.state import Progress
 from trainer.engine.step_result import Steps, carry_out
 from trainer.engine.task_check import check_model, check_task, choose_usual_loss, try_task
+from trainer.engine.workload import count_steps, make_sampler, most_samples
 from trainer.exit_codes import DONE, EVICTED, UNUSABLE
 from trainer.model.optimizer_check import try_optimizer
 from trainer.model.optimizers import OptimizerRecipe, recipe_for
@@ -199,20 +201,32 @@ class Trainer:
         self._given_run_dir, self._name = run_dir, name
         self._tracking = settings_of(tracking, TrackingConfig, "tracking")
         self._shows_progress = sys.stderr.isatty() if progress is None else progress
+        self._weights_and_lengths: tuple[Any, Any] = None, None
 
     def fit(
         self,
         train: Dataset[Any] | DataLoader[Any],
         valid: Dataset[Any] | DataLoader[Any] | None = None,
         test: Dataset[Any] | DataLoader[Any] | None = None,
+        *,
+        sample_weights: Any = None,
+        lengths: Any = None,
     ) -> FitResult:
         """Train on ``train``, choose the weights by ``valid``, judge them on ``test``, and return the result.
 
-        Datasets are map-style; of a loader its dataset, batch size, collate function and workers are used
-        (`trainer.data.torch_loader`). Raise `ConfigError` for what cannot be used, `TrainingFailedError` where the
+        Datasets are map-style, and ``train`` may be a `trainer.Stream`; of a loader its dataset, batch size, collate
+        function and workers are used (`trainer.data.torch_loader`).
+
+        ``sample_weights`` (n,): training samples are drawn with replacement, each as often as its weight says, of any
+        scale; an epoch has n draws. ``lengths`` (n,): those of like length come into one global batch, so that a
+        collate function pads little; each is used once per epoch. Both are for datasets of n samples, and with neither
+        their order is a permutation.
+
+        Raise `ConfigError` for what cannot be used, `TrainingFailedError` where the
         training ends otherwise than well, and KeyboardInterrupt where a person ends it. A process that was told to end
         (SIGTERM) leaves with its exit code (SystemExit), and so does one that a cluster has started, however it
         ends."""
+        self._weights_and_lengths = sample_weights, lengths
         return carry_out(self.steps({"train": train, "valid": valid, "test": test}))
 
     def steps(self, given: Mapping[str, Dataset[Any] | DataLoader[Any] | None]) -> Steps[FitResult]:
@@ -246,9 +260,8 @@ class Trainer:
     ) -> tuple[DistributedTrainingConfig, GivenProblem]:
         """Return the settings and what is trained, tried on the first samples. Raise `ConfigError` for what cannot be
         used."""
-        requests = {split: read_request(part, split) for split, part in given.items() if part is not None}
-        data = DatasetData.of_requests(requests, self._name)
-        config = self._config_for(requests["train"], data)
+        request, data = self._read_given(given)
+        config = self._config_for(request, data)
         task = self._choose_task(data)
         check_task(task)
         refuse_extra_state(self.model, config.strategy)
@@ -258,6 +271,13 @@ class Trainer:
         recipe = self._try_optimizer(self._recipe, config, data)
         return config, GivenProblem(self.model, data, task, recipe, self._callbacks)
 
+    def _read_given(
+        self, given: Mapping[str, Dataset[Any] | DataLoader[Any] | None]
+    ) -> tuple[LoaderRequest, DatasetData]:
+        """Return what the training loader asks for, and the data of all splits."""
+        requests = {split: read_request(part, split) for split, part in given.items() if part is not None}
+        return requests["train"], data_of_requests(requests, self._name, *self._weights_and_lengths)
+
     def _prepare(self, given: Mapping[str, Dataset[Any] | DataLoader[Any] | None]) -> tuple[JobConfig, GivenProblem]:
         """Return the job and its problem, which were tried, with the job written to its run directory. Where the script
         is only described, write its description and leave (SystemExit). Raise `ConfigError` for what cannot be used."""
@@ -266,7 +286,8 @@ class Trainer:
         if describe := os.environ.get(DESCRIBE):
             job = self._job(config, problem, number)
             problem.refuse_other_checkpoints(job)
-            samples = {split: data.count(split) for split in ("train", "valid", "test")}
+            samples = {split: data.count(split) for split in ("valid", "test")}
+            samples |= {"train": most_samples(job.training, data)}
             recipe = recipe_for(job.optimizer, job.lr_scheduler, self._recipe)
             recipe = self._try_optimizer(recipe, job.training, data)
             model = asdict(model_bytes(self.model, moments=recipe.moments))
@@ -289,9 +310,10 @@ class Trainer:
     def _try_optimizer(
         self, recipe: OptimizerRecipe, config: DistributedTrainingConfig, data: DatasetData
     ) -> OptimizerRecipe:
+        sampler = make_sampler(config, data, 0, 1)
         if recipe.is_usual:
             return recipe
-        steps = steps_of(config, data.count("train"))
+        steps = count_steps(config, sampler, Progress())
         return try_optimizer(self.model, recipe, config, steps, data.count("valid") > 0)
 
     def _watch(self, line: ProgressLine) -> Watch | None:

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
-from trainer.data.dataset_data import DatasetData
 from trainer.data.loader import TrainingData
-from trainer.data.torch_loader import read_request
 from trainer.engine.callbacks import check_callbacks, name_stateful
 from trainer.engine.given_problem import GivenProblem
 from trainer.engine.loop_step import LoopParts, LoopStep
@@ -77,9 +75,10 @@ class LoopTrainer(Trainer):
         self, given: Mapping[str, Dataset[Any] | DataLoader[Any] | None]
     ) -> tuple[DistributedTrainingConfig, GivenProblem]:
         """Return the settings and what is trained. Raise `ConfigError` for what cannot be used."""
-        requests = {split: read_request(part, split) for split, part in given.items() if part is not None}
-        data = DatasetData.of_requests(requests, self._name)
-        config = self._config_for(requests["train"], data)
+        request, data = self._read_given(given)
+        if data.substreams:
+            raise ConfigError("a Loop takes no Stream: Trainer.fit does; here give a map-style dataset")
+        config = self._config_for(request, data)
         _refuse_settings(config)
         if self._score is None and (data.count("valid") or data.count("test")):
             raise ConfigError("loop.batches(train, valid) needs score=…, which evaluates a micro-batch of it")

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.runtime.nested import map_leaves
+from trainer.data.coverage import SAMPLES, StreamPlace
+from trainer.runtime.nested import leaves_of, map_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,18 @@ class Batch:
     """Those of this rank."""
     digest: int
     """The digest of this rank's samples, see `trainer.data.coverage`."""
+    kind: str = SAMPLES
+    """What the digest is of."""
+    place: StreamPlace | None = None
+    """Where a stream is after this batch; None for samples with positions."""
+    stand_in: Samples | None = None
+    """What a rank computes whose sub-streams have ended, while others have samples: its result counts for nothing, but
+    ranks sum gradients together."""
+
+    @property
+    def passes(self) -> tuple[Samples, ...]:
+        """Return what goes through the model: this rank's samples, or what stands in for them."""
+        return self.micro_batches if self.stand_in is None else (self.stand_in,)
 
     @property
     def local_samples(self) -> int:
@@ -118,3 +131,22 @@ def digest_array(value: Tensor | np.ndarray[Any, Any]) -> str:
         flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         content += flat.view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(content).hexdigest()[:16]
+
+
+def update_digest(digest: Any, sample: Any, takes_bytes: bool = False) -> bool:
+    """Add the content of a sample to a digest of `hashlib`, as far as its parts have bytes, and return whether any has.
+    ``takes_bytes``: whether those of the type `bytes` count."""
+    has_content = False
+    for part in leaves_of(sample):
+        if isinstance(part, Tensor) and part.layout is torch.strided:
+            part = part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        if isinstance(part, np.ndarray | np.generic) and not part.dtype.hasobject:
+            digest.update(np.ascontiguousarray(part).tobytes())
+        elif isinstance(part, str | int | float | bool):
+            digest.update(repr(part).encode())
+        elif takes_bytes and isinstance(part, bytes):
+            digest.update(part)
+        else:
+            continue
+        has_content = True
+    return has_content

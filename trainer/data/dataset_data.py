@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
@@ -19,17 +17,17 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from trainer.comm.launcher_env import RankFacts
 from trainer.config import DistributedTrainingConfig
-from trainer.data.batches import digest_array, move_to
+from trainer.data.batches import digest_array, move_to, update_digest
+from trainer.data.drawing import choose_drawing
 from trainer.data.loader import PlannedStep, TrainingData, copies_to
+from trainer.data.random_state import own_random_state, seed_all
 from trainer.data.sampler import micro_batch_seed
-from trainer.data.torch_loader import LoaderRequest, ReadOptions, WorkerPool
+from trainer.data.torch_loader import ReadOptions, WorkerPool, explain_iterable
 from trainer.errors import ConfigError
-from trainer.runtime.nested import leaves_of
 
 if TYPE_CHECKING:
     from trainer.data.device_copies import DeviceCopies
@@ -74,7 +72,7 @@ class _Read(Dataset[Any]):
         if order.split in self._tensors:
             index = torch.from_numpy(order.positions)
             return tuple(tensor[index] for tensor in self._tensors[order.split])
-        _seed_all(order.seed)
+        seed_all(order.seed)
         dataset, positions = self.datasets[order.split], order.positions.tolist()
         many = getattr(dataset, "__getitems__", None)
         samples = many(positions) if callable(many) else [dataset[position] for position in positions]
@@ -93,25 +91,6 @@ class _Read(Dataset[Any]):
         """Set what a caller's ``worker_init_fn`` sets in its dataset."""
         first = None if name in _OWN else next(iter(self.datasets.values()))
         object.__setattr__(self if first is None else first, name, value)
-
-
-def _seed_all(seed: int) -> None:
-    """Seed the random states that transformations of samples draw from, in this process."""
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-
-
-@contextmanager
-def _own_random_state() -> Iterator[None]:
-    """Leave the random states of this process as they were when the block ends."""
-    state = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(state[0])
-        random.setstate(state[1])
-        np.random.set_state(state[2])
 
 
 @dataclass(slots=True)
@@ -143,16 +122,12 @@ class DatasetData(TrainingData):
         self._reader = _Read(datasets, self.options)
         self.name = self.name or _name_of(self.train)
 
-    @classmethod
-    def of_requests(cls, by_split: Mapping[str, LoaderRequest], name: str | None = None) -> DatasetData:
-        """Return the data of a training from the requests for its splits. Each loader's samples are read as it says;
-        those of a dataset that was given without one, as the training loader says."""
-        usual = by_split["train"].options
-        datasets = {split: request.dataset for split, request in by_split.items()}
-        options = {
-            split: usual if request.batch_size is None else request.options for split, request in by_split.items()
-        }
-        return cls(datasets["train"], datasets.get("valid"), datasets.get("test"), options=options, name=name)
+    def draw_by(self, sample_weights: Any, lengths: Any) -> None:
+        """Draw training samples by these weights, or with those of like length together; None: as usual. Raise
+        `ConfigError` for what cannot be used. Its name tells this order from others."""
+        self.drawing = choose_drawing(self.count("train"), sample_weights, lengths)
+        if self.drawing is not None:
+            self.name = f"{self.name}-{self.drawing.name}"
 
     @property
     def dataset_id(self) -> str:
@@ -202,10 +177,22 @@ class DatasetData(TrainingData):
                 options = replace(options, pin_memory=pins, prefetch_factor=prefetch)
             else:
                 options = replace(options, pin_memory=False)
-            reader = _Read({split: self._reader.datasets[split] for split in splits}, self.options)
-            pool = WorkerPool(reader, options, facts.rank, patience)
+            pool = self.pool_of(splits, options, facts.rank, patience)
             self._pools |= dict.fromkeys(splits, pool)
             pool.start()
+
+    def pool_of(self, splits: list[str], options: ReadOptions, rank: int, patience: float) -> WorkerPool:
+        """Return the workers of some splits, or what reads them in this process; see `WorkerPool`."""
+        reader = _Read({split: self._reader.datasets[split] for split in splits}, self.options)
+        return WorkerPool(reader, options, rank, patience)
+
+    def training_pool(self, device: torch.device) -> WorkerPool:
+        """Return the workers of the training samples. They are those of the reader before."""
+        if "train" not in self._pools:
+            options = replace(self.options["train"], num_workers=0, prefetch_factor=None)
+            pins = options.pin_memory and device.type == "cuda"
+            self._pools["train"] = self.pool_of(["train"], replace(options, pin_memory=pins), rank=0, patience=0.0)
+        return self._pools["train"]
 
     def _is_worth_workers(self, split: str, config: DistributedTrainingConfig) -> bool:
         batches = self.count(split) // (config.batch_size_per_gpu * config.world_size)
@@ -225,16 +212,12 @@ class DatasetData(TrainingData):
             yield move_to(data, device)
 
     def _read_here(self, order: _Order) -> Any:
-        with _own_random_state():
+        with own_random_state():
             return self._reader[order]
 
     def make_reader(self, device: torch.device, prefetch_batches: int | None) -> DatasetReader:
         """Return the reader of training samples. Its worker processes are those of the reader before it."""
-        if "train" not in self._pools:
-            options = replace(self.options["train"], num_workers=0, prefetch_factor=None)
-            pins = options.pin_memory and device.type == "cuda"
-            self._pools["train"] = WorkerPool(self._reader, replace(options, pin_memory=pins), rank=0, patience=0.0)
-        return DatasetReader(self._pools["train"], self.refuse_other_length, copies_to(device))
+        return DatasetReader(self.training_pool(device), self.refuse_other_length, copies_to(device))
 
     def refuse_other_length(self) -> None:
         """Raise `ConfigError` if the training dataset has another length than at the beginning."""
@@ -291,10 +274,7 @@ def _check(dataset: Dataset[Any], split: str) -> None:
     """Raise `ConfigError` for a dataset that cannot be read by position."""
     name = type(dataset).__name__
     if isinstance(dataset, torch.utils.data.IterableDataset):
-        raise ConfigError(
-            f"the {split} dataset {name} is iterable: its samples have no positions, so they cannot be dealt to nodes "
-            "that come and go, nor be used exactly once. Give a map-style dataset (__getitem__ and __len__)"
-        )
+        raise ConfigError(explain_iterable(f"the {split} dataset {name} is iterable", split))
     if not hasattr(dataset, "__getitem__") or not isinstance(dataset, Sized):
         raise ConfigError(f"the {split} dataset {name} needs __getitem__ and __len__")
 
@@ -305,14 +285,8 @@ def _name_of(dataset: Any, probed: int = _PROBED) -> str:
     count = len(dataset)
     kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
     digest = hashlib.sha256(f"{kind}/{count}".encode())
-    with _own_random_state():
+    with own_random_state():
         for position in np.unique(np.linspace(0, count - 1, min(count, probed)).astype(np.int64)).tolist():
-            _seed_all(position)
-            for part in leaves_of(dataset[position]):
-                if isinstance(part, Tensor) and part.layout is torch.strided:
-                    part = part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-                if isinstance(part, np.ndarray | np.generic) and not part.dtype.hasobject:
-                    digest.update(np.ascontiguousarray(part).tobytes())
-                elif isinstance(part, str | int | float | bool):
-                    digest.update(repr(part).encode())
+            seed_all(position)
+            update_digest(digest, dataset[position])
     return f"{type(dataset).__qualname__.lower().strip('<>')}-{digest.hexdigest()[:16]}"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.data.batches import Batch, Samples, move_to
-from trainer.data.coverage import add, digests
-from trainer.data.sampler import MicroBatch, Sampler
+from trainer.data.coverage import DRAWS, add, digests
+from trainer.data.sampler import Drawing, MicroBatch, Sampler
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.packages import load
 from trainer.runtime.step_timer import StepTimer
@@ -44,6 +44,8 @@ PLANNED = 1 << 13
 """Samples of this rank that are worked out together, about."""
 PLANNED_PLACES = 1 << 10
 """Steps that are worked out together where samples are places in an order on the device."""
+MANY = 1 << 40
+"""What is counted of a stream: more than any batch."""
 RESIDENT_SHARE = 0.25
 """The share of a GPU's free memory that the data may take: the model, its gradients and activations come after it."""
 
@@ -83,8 +85,32 @@ class Reader(Protocol):
         ...
 
 
+class Loader(Protocol):
+    """The interface of what gives the batches of one rank in one world."""
+
+    def batches(self, epoch: int, offset: int, step: int) -> Iterator[Batch]:
+        """Yield the batches of an epoch from position ``offset`` of it on. ``step``: the optimizer steps that are done
+        by then, over all epochs."""
+        ...
+
+    def close(self) -> None:
+        """End what reads ahead."""
+        ...
+
+
 class TrainingData(ABC):
     """A dataset with the splits ``train``, ``valid`` and ``test``, of which the last two may be empty."""
+
+    drawing: Drawing | None = None
+    """The order of the training samples, where it is another one than a permutation."""
+    substreams: int = 0
+    """Of training samples that are a stream, the number of its sub-streams: then nobody knows how many samples there
+    are, and `count` says `MANY`."""
+
+    @property
+    def attached(self) -> Mapping[str, Any]:
+        """What of it has a state that checkpoints keep, by name."""
+        return {}
 
     @property
     @abstractmethod
@@ -186,7 +212,7 @@ class BatchLoader:
                 Samples(part.number, len(part.positions), move_to(data, self.device), part.place, part.positions)
                 for part, data in zip(wanted.parts, read, strict=True)
             )
-            yield Batch(wanted.samples, micro_batches, wanted.digest)
+            yield Batch(wanted.samples, micro_batches, wanted.digest, self.sampler.kind)
 
     def close(self) -> None:
         """End what reads ahead."""
@@ -195,15 +221,19 @@ class BatchLoader:
     def _plan(self, epoch: int, offset: int, step: int, planned: deque[PlannedStep]) -> Iterator[PlannedStep]:
         """Yield the steps from a position of the epoch on, which are dealt some at once; each goes into ``planned``."""
         sampler = self.sampler
-        if self.reader.order_device is not None and sampler.shuffle_block is None:
+        if self.reader.order_device is not None and sampler.shuffle_block is None and sampler.drawing is None:
             yield from self._plan_on_device(self.reader.order_device, epoch, offset, step, planned)
             return
         for numbers in sampler.together(offset, PLANNED):
             dealt = sampler.steps(epoch, offset, numbers)
-            positions = np.concatenate([part.positions for _, parts in dealt for part in parts])
+            if sampler.kind == DRAWS:  # one sample may be drawn twice, but each draw is made once
+                cut = [each for cuts in sampler.cuts(offset, numbers) for each in cuts]
+                counted = np.concatenate([np.arange(start, stop, dtype=np.int64) for *_, start, stop in cut])
+            else:
+                counted = np.concatenate([part.positions for _, parts in dealt for part in parts])
             lengths = [sum(len(part.positions) for part in parts) for _, parts in dealt]
             starts = np.concatenate([[0], np.cumsum(lengths[:-1])]).astype(np.int64)
-            for number, (samples, parts), used in zip(numbers, dealt, digests(positions, starts), strict=True):
+            for number, (samples, parts), used in zip(numbers, dealt, digests(counted, starts), strict=True):
                 ahead = sampler.ahead(epoch, offset, number, is_first=not number)
                 planned.append(PlannedStep(step + number, sampler.seed, samples, parts, used, ahead))
                 yield planned[-1]

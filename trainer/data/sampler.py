@@ -13,15 +13,17 @@ one group is read, and the blocks of the next one are known long before they are
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import heapq
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.data.coverage import SAMPLES, STREAM
 
 _ROUNDS = 6
 MIXING = ((0x9E3779B97F4A7C15, 29), (0xBF58476D1CE4E5B9, 32))
@@ -134,6 +136,24 @@ def spread_positions(count: int, most: int = MOST_JUDGED) -> NDArray[np.int64]:
     return np.arange(count) if count <= most else np.arange(most) * count // most
 
 
+class Drawing(Protocol):
+    """The interface of an order of samples."""
+
+    @property
+    def name(self) -> str:
+        """What tells this order from others of the same samples."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """What is proven of an epoch: `trainer.data.coverage.SAMPLES` or `DRAWS`."""
+        ...
+
+    def samples(self, places: NDArray[np.int64], seed: int, epoch: int, global_batch_size: int) -> NDArray[np.int64]:
+        """Return the samples at these places (n,) in the order of an epoch."""
+        ...
+
+
 SMALLEST = 2
 """Samples that each micro-batch of a step has at least where the data allows it: BatchNorm trains on no fewer."""
 
@@ -148,6 +168,17 @@ def steps_per_epoch(samples: int, global_batch_size: int, micro_batches: int) ->
         )
     full, rest = divmod(samples, global_batch_size)
     return full + (rest >= SMALLEST * micro_batches or full == 0)
+
+
+def longest_stream(training: DistributedTrainingConfig) -> int:
+    """Return the samples that a training draws at most from a stream, whose length nobody knows. Raise `ConfigError`
+    where nothing says when it ends."""
+    if training.max_steps is None:
+        raise ConfigError(
+            "a stream has no length, so training.max_steps has to say how long the training is at most, and what the "
+            "schedule of the learning rate is for: set it"
+        )
+    return training.max_steps * training.global_batch_size
 
 
 def steps_of(training: DistributedTrainingConfig, samples: int) -> int:
@@ -167,6 +198,12 @@ def steps_left(samples: int, offset: int, global_batch_size: int, micro_batches:
             "the previous batch until the next epoch, or use fewer micro-batches"
         )
     return steps_per_epoch(left, global_batch_size, micro_batches)
+
+
+def cut_evenly(size: int, at_most: int | None, at_least: int) -> list[tuple[int, int]]:
+    """Return [start, stop) of the parts in which a micro-batch of this size goes through the model. Pure."""
+    count = 1 if at_most is None else max(1, min(-(-size // at_most), size // at_least))
+    return list(pairwise(size * edge // count for edge in range(count + 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +234,15 @@ class Sampler:
     """The most samples that go through the model at once: a micro-batch of more is cut evenly; None cuts none."""
     at_least: int = 1
     """The fewest samples that go through the model at once, which comes before `at_most`."""
+    drawing: Drawing | None = None
+    """The order of an epoch, where it is another one than a permutation."""
 
     def __post_init__(self) -> None:
+        if self.drawing is not None and self.shuffle_block is not None:
+            raise ConfigError(
+                "training.shuffle_block reads samples block by block, and sample_weights and lengths want them in "
+                "another order: leave it out"
+            )
         steps_per_epoch(self.samples, self.global_batch_size, self.micro_batches)
         if self.world_size > self.micro_batches:
             raise ConfigError(
@@ -262,10 +306,7 @@ class Sampler:
     def _cut(self, first: int, last: int, part: int) -> list[tuple[int, int]]:
         """Return the positions [start, stop) of each part of a micro-batch of the global batch [first, last)."""
         begin, end = (first + (last - first) * edge // self.micro_batches for edge in (part, part + 1))
-        size = end - begin
-        count = 1 if self.at_most is None else max(1, min(-(-size // self.at_most), size // self.at_least))
-        edges = [begin + size * edge // count for edge in range(count + 1)]
-        return list(pairwise(edges))
+        return [(begin + start, begin + stop) for start, stop in cut_evenly(end - begin, self.at_most, self.at_least)]
 
     def together(self, offset: int, planned: int) -> Iterator[range]:
         """Yield the numbers of all steps from a position of an epoch on, as many at once as hold about ``planned``
@@ -284,11 +325,77 @@ class Sampler:
         from_here = first // order.group * order.group if is_first else first + order.group
         return order.blocks(from_here, last + order.group)
 
+    @property
+    def kind(self) -> str:
+        """What is proven of an epoch (`trainer.data.coverage`)."""
+        return SAMPLES if self.drawing is None else self.drawing.kind
+
     def order(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the samples at these places in the order of an epoch, as positions within the split."""
+        if self.drawing is not None:
+            return self.drawing.samples(positions, self.seed, epoch, self.global_batch_size)
         if self.shuffle_block is None:
             return permute(positions, self.samples, self.seed, epoch)
         return BlockOrder(self.samples, self.shuffle_block, self.seed, epoch).samples(positions)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamSampler(Sampler):
+    """A sampler of a stream of numbered sub-streams. Micro-batch m of a step consists of samples of the sub-streams k
+    with k modulo the number of micro-batches = m: so a sub-stream is read by one rank at a time, and which one that is
+    follows the micro-batch. ``samples``: those that the training draws at most."""
+
+    substreams: int
+
+    def __post_init__(self) -> None:
+        Sampler.__post_init__(self)
+        if self.shuffle_block is not None:
+            raise ConfigError(
+                "training.shuffle_block wants samples with positions, which a stream has not: leave it out"
+            )
+        if self.substreams % self.micro_batches:
+            raise ConfigError(
+                f"the stream has {self.substreams} sub-streams, and a global batch {self.micro_batches} micro-batches "
+                "(training.world_size x training.gradient_accumulation_steps): each micro-batch draws from as many "
+                f"sub-streams, so give Stream(…, count=…) a multiple of {self.micro_batches}"
+            )
+
+    @property
+    def kind(self) -> str:
+        """What is proven of a pass."""
+        return STREAM
+
+    def steps_to_do(self, epoch: int, offset: int, epochs: int) -> int:
+        """Return the most steps that there may be to the end of ``epochs`` passes."""
+        return 0 if epoch >= epochs else self.samples // self.global_batch_size
+
+    @property
+    def wanted(self) -> int:
+        """The samples of a micro-batch, while there are enough."""
+        return self.global_batch_size // self.micro_batches
+
+    @property
+    def numbers(self) -> range:
+        """This rank's micro-batches, by their numbers."""
+        return range(self.rank, self.micro_batches, self.world_size)
+
+    def substreams_of(self, number: int) -> range:
+        """Return the sub-streams of a micro-batch."""
+        return range(number, self.substreams, self.micro_batches)
+
+
+def order_of_draws(drawn: Mapping[int, int], has: Callable[[int, int], bool]) -> Iterator[tuple[int, int]]:
+    """Yield (sub-stream, sample of it) in the order in which a micro-batch draws them: of the sub-streams that have not
+    ended the one of which the fewest samples are drawn, the lowest number first. So the order follows from the numbers
+    of samples drawn alone. ``drawn``: these numbers; ``has``: whether a sub-stream has a sample, from 0."""
+    waiting = sorted((count, number) for number, count in drawn.items())  # which is a heap
+    while waiting:
+        sample, number = waiting[0]
+        if has(number, sample):
+            yield number, sample
+            heapq.heapreplace(waiting, (sample + 1, number))
+        else:
+            heapq.heappop(waiting)
 
 
 def micro_batch_seed(seed: int, step: int, number: int, part: int = 0) -> int:

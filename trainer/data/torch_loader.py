@@ -34,6 +34,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from trainer.data.stream import Stream
 from trainer.errors import ConfigError, WorkerHungError
 from trainer.runtime.parent_death import die_with
 
@@ -81,29 +82,32 @@ def read_request(given: Dataset[Any] | DataLoader[Any], split: str) -> LoaderReq
     if not isinstance(given, DataLoader):
         return LoaderRequest(given, None, ReadOptions(), ())
     what = f"the {split} loader"
-    if isinstance(given.dataset, IterableDataset):
-        raise ConfigError(
-            f"{what} reads {type(given.dataset).__name__}, an iterable dataset: its samples have no positions, so they "
-            "cannot be dealt to nodes that come and go, nor be used exactly once. Give a map-style dataset "
-            "(__getitem__ and __len__)"
-        )
+    is_stream = split == "train" and isinstance(given.dataset, Stream)
+    if isinstance(given.dataset, IterableDataset) and not is_stream:
+        raise ConfigError(explain_iterable(f"{what} reads {type(given.dataset).__name__}, an iterable dataset", split))
     if given.batch_size is None or type(given.batch_sampler) is not BatchSampler:
         raise ConfigError(
             f"{what} has a batch_sampler of its own ({type(given.batch_sampler).__name__}): the trainer decides "
             "which samples form a batch, the same ones at any number of nodes. Give batch_size instead"
         )
     sampler = given.sampler
-    if type(sampler) not in _UNDERSTOOD:
+    if type(sampler) not in _UNDERSTOOD and not is_stream:
         raise ConfigError(
             f"{what} has the sampler {type(sampler).__name__}: the trainer decides the order of samples, and uses "
-            "each once per epoch. Leave the sampler out; to weight samples, multiply their losses"
+            "each once per epoch. Leave the sampler out; fit(…, sample_weights=…) draws by weights, fit(…, lengths=…) "
+            "puts samples of like length together"
         )
     if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(sampler.data_source)):
         raise ConfigError(
             f"{what} draws {sampler.num_samples} samples with replacement or in part, and the trainer uses each sample "
-            "once per epoch: leave replacement and num_samples out"
+            "once per epoch: leave replacement and num_samples out; fit(…, sample_weights=…) draws with replacement"
         )
     notes = list[str]()
+    if is_stream and given.num_workers > 1:
+        notes.append(
+            f"the training loader has {given.num_workers} workers; a stream is read by one on each rank, since a "
+            "sub-stream is read in order"
+        )
     if split == "train":
         if isinstance(sampler, SequentialSampler):
             notes.append("the training loader does not shuffle; the trainer does, by training.seed and epoch")
@@ -119,6 +123,20 @@ def read_request(given: Dataset[Any] | DataLoader[Any], split: str) -> LoaderReq
         multiprocessing_context=given.multiprocessing_context,
     )
     return LoaderRequest(given.dataset, given.batch_size, options, tuple(notes))
+
+
+def explain_iterable(what: str, split: str) -> str:
+    """Return why an iterable dataset is no dataset of a split, and the remedy. ``what``: which it is."""
+    if split == "train":
+        return (
+            f"{what}: its samples have no positions, so they cannot be dealt to nodes that come and go, nor be used "
+            "exactly once. Give trainer.Stream(make_substream, count=…), where make_substream(number, count) returns "
+            "the iterable of a part, or a map-style dataset (__getitem__ and __len__)"
+        )
+    return (
+        f"{what}: what is judged on needs positions, since ranks share it. Read it into a list, as in "
+        f"{split}=list(dataset), or give another map-style dataset (__getitem__ and __len__)"
+    )
 
 
 def _begin_worker(parent: int | None, own: Callable[[int], None] | None, worker: int) -> None:

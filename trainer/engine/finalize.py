@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from trainer.engine.module_state import digest_state_dict
 from trainer.engine.recovery import best_pointer
 from trainer.engine.result import write_result
 from trainer.engine.session import Session
+from trainer.engine.workload import most_samples
 from trainer.rundir import MODEL, WEIGHTS
 
 
@@ -98,7 +98,7 @@ def _result(session: Session, weights_sha256: str, report: dict[str, Any], best:
     return {
         "status": "succeeded",
         "steps": progress.step,
-        "epochs": progress.epochs(session.problem.data.count("train")),
+        "epochs": progress.epochs(session.workload.sampler.samples),
         "early_stopped": progress.early_stopped,
         "best_step": progress.best_step,
         "best_valid_loss": progress.best_loss if math.isfinite(progress.best_loss) else None,
@@ -109,8 +109,8 @@ def _result(session: Session, weights_sha256: str, report: dict[str, Any], best:
         "device": session.device.type,
         "open_traffic": session.world.open_traffic,
         "samples_seen": progress.samples_seen,
-        "train_samples": session.problem.data.count("train"),
-        "consumed": [asdict(item) for item in progress.consumed],
+        "train_samples": most_samples(session.config, session.problem.data),
+        "consumed": [item.record() for item in progress.consumed],
         "train_seconds": session.reports.seconds["training"],
         "phase_seconds": session.reports.seconds,
         "weights_sha256": weights_sha256,

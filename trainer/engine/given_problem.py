@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,12 @@ from trainer.data.dataset_data import DatasetData
 from trainer.data.loader import TrainingData
 from trainer.data.sampler import steps_left
 from trainer.data.shards import DataShardManager
+from trainer.data.stream_data import data_of_requests
 from trainer.data.torch_loader import read_request
 from trainer.engine.problem import Problem, refuse_without_script
 from trainer.engine.task_check import check_model, check_task, try_task
-from trainer.evaluation.judge import TaskJudge
+from trainer.evaluation.judge import Judge, TaskJudge
+from trainer.evaluation.program_judge import ProgramJudge
 from trainer.model.build import build_loss
 from trainer.model.optimizers import USUAL, OptimizerRecipe
 from trainer.model.task import SupervisedTask, Task
@@ -37,7 +40,7 @@ def problem_of_loader(job: JobConfig, model: nn.Module, loader: DataLoader) -> G
     size = job.training.batch_size_per_gpu
     if request.batch_size not in (None, size):
         raise ConfigError(f"the loader has batch_size={request.batch_size}, and training.batch_size_per_gpu = {size}")
-    data = DatasetData.of_requests({"train": request})
+    data = data_of_requests({"train": request})
     shards = DataShardManager(job.dataset.uri, expected_id=job.dataset.dataset_id)
     task = SupervisedTask(build_loss(job.loss, shards.spec))
     check_task(task)
@@ -83,7 +86,7 @@ class GivenProblem:
             made, rundir = self.make(job, self.data, torch.device("cpu")), RunDir(job.run_dir)
             parts = made.describe(job.training)
             manager = CheckpointManager(rundir, job.training.keep_checkpoints, made.fingerprint, parts=parts)
-            if (position := manager.refuse_others()) is not None:
+            if (position := manager.refuse_others()) is not None and not self.data.substreams:
                 samples = self.data.count("train")
                 plan = job.training
                 steps_left(samples, position[1] % samples, plan.global_batch_size, plan.micro_batches)
@@ -92,6 +95,9 @@ class GivenProblem:
         return self.data
 
     def make(self, job: JobConfig, data: TrainingData, device: torch.device) -> Problem:
+        judge: Judge = TaskJudge(self.task, data)
+        if job.tracking.registered_model is not None:  # a copy, before a strategy takes the model apart
+            judge = ProgramJudge(TaskJudge(self.task, data), copy.deepcopy(self.model).cpu())
         module = self.model.to(device)
         for part in (self.task, *([self.task.criterion] if isinstance(self.task, SupervisedTask) else [])):
             if isinstance(part, nn.Module):
@@ -103,7 +109,7 @@ class GivenProblem:
             data=data,
             task=self.task,
             module=module,
-            judge=TaskJudge(self.task, data),
+            judge=judge,
             recipe=self.recipe,
             callbacks=self.callbacks,
             identity=(data.dataset_id, model, shapes, loss),

@@ -161,7 +161,8 @@ def explain_end(session: Session, error: Exception, is_world_fixed: bool) -> Exc
             "`dtrain train`"
         )
     return OutOfMemoryError(
-        f"{what} ({str(error).splitlines()[0]}){together}; {explain_need(need, config)}", need.facts()
+        f"{what} ({(str(error) or type(error).__name__).splitlines()[0]}){together}; {explain_need(need, config)}",
+        need.facts(),
     )
 
 

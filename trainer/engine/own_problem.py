@@ -17,9 +17,12 @@ from trainer.config import ConfigError, FactoryConfig, JobConfig, parse_job
 from trainer.data.dataset_data import DatasetData
 from trainer.data.loader import TrainingData
 from trainer.data.manifest import SPLITS, DatasetError
-from trainer.data.sampler import steps_of
+from trainer.data.stream_data import data_of
+from trainer.data.torch_loader import ReadOptions
 from trainer.engine.problem import Problem
+from trainer.engine.state import Progress
 from trainer.engine.task_check import check_model, check_task, try_task
+from trainer.engine.workload import count_steps, make_sampler, most_samples
 from trainer.evaluation.judge import TaskJudge
 from trainer.model.factories import build_from_factory
 from trainer.model.optimizer_check import try_optimizer
@@ -35,28 +38,36 @@ OWN_LOSSES: dict[str, Callable[[], nn.Module]] = {
 """The stock losses for datasets of the user's own."""
 
 
+_FURTHER = ("sample_weights", "lengths", "collate_fn")
+"""What a function of datasets may return beside them."""
+
+
 class OwnProblemMaker:
     """Makes the problem of a job on datasets of the user's own."""
 
     def open_data(self, job: JobConfig, device: torch.device) -> DatasetData:
-        """Return the datasets that the function of a job makes: it returns a map-style dataset for training, or a
-        mapping with some of ``train``, ``valid`` and ``test``. Raise `ConfigError` where it is not allowed, fails or
-        returns something else, and `DatasetError` where they are not those that the job expects."""
+        """Return the datasets that the function of a job makes: it returns a map-style dataset or a `trainer.Stream`
+        for training, or a mapping with some of ``train``, ``valid`` and ``test``, and of ``sample_weights``,
+        ``lengths`` and ``collate_fn``, as `trainer.Trainer.fit` and torch's loaders have them. Raise `ConfigError`
+        where it is not allowed, fails or returns something else, and `DatasetError` where they are not those that the
+        job expects."""
         assert job.dataset.factory is not None
         made = build_from_factory("dataset", FactoryConfig(factory=job.dataset.factory, args=job.dataset.args), {})
         where = f"dataset.factory = {job.dataset.factory!r}"
         if not isinstance(made, Mapping):
             made = {"train": made}
-        if unknown := sorted(set(map(str, made)) - set(SPLITS)):
+        known = *SPLITS, *_FURTHER
+        if unknown := sorted(set(map(str, made)) - set(known)):
             raise ConfigError(
-                f"{where} returned a mapping with the unknown key {unknown[0]!r}; known keys are {', '.join(SPLITS)}"
+                f"{where} returned a mapping with the unknown key {unknown[0]!r}; known keys are {', '.join(known)}"
             )
         if not isinstance(made.get("train"), Dataset) and not hasattr(made.get("train"), "__getitem__"):
             raise ConfigError(
                 f"{where} returned no training dataset but a {type(made.get('train')).__name__}: return a map-style "
                 'dataset (__getitem__ and __len__), or {"train": …, "valid": …, "test": …}'
             )
-        data = DatasetData(train=made["train"], valid=made.get("valid"), test=made.get("test"))
+        options = dict.fromkeys(SPLITS, ReadOptions(collate_fn=made.get("collate_fn")))
+        data = data_of(made, options, sample_weights=made.get("sample_weights"), lengths=made.get("lengths"))
         expected = job.dataset.dataset_id
         if expected is not None and data.dataset_id != expected:
             raise DatasetError(
@@ -105,10 +116,11 @@ def describe_own_job(path: str) -> None:
     maker, cpu = OwnProblemMaker(), torch.device("cpu")
     data = maker.open_data(job, cpu)
     module = maker.make(job, data, cpu).module
-    steps = steps_of(job.training, data.count("train"))
+    steps = count_steps(job.training, make_sampler(job.training, data, 0, 1), Progress())
     recipe = recipe_for(job.optimizer, job.lr_scheduler)
     recipe = try_optimizer(module, recipe, job.training, steps, data.count("valid") > 0)
-    samples, model = {split: data.count(split) for split in SPLITS}, asdict(model_bytes(module, moments=recipe.moments))
+    samples = {split: data.count(split) for split in SPLITS} | {"train": most_samples(job.training, data)}
+    model = asdict(model_bytes(module, moments=recipe.moments))
     print(json.dumps({"dataset_id": data.dataset_id, "samples": samples, "model": model}))  # noqa: T201
 
 

@@ -12,7 +12,7 @@ from trainer.checkpoint.manager import CheckpointError, check_fits
 from trainer.comm.state_passing import pass_state
 from trainer.comm.world import World
 from trainer.config import ConfigError
-from trainer.data.coverage import EpochCoverage, add
+from trainer.data.coverage import SAMPLES, STREAM, EpochCoverage, StreamPlace, add
 from trainer.differences import describe_difference, list_differences
 from trainer.engine.identity import MONITORED
 from trainer.engine.module_state import (
@@ -50,13 +50,20 @@ class Progress:
     settings: dict[str, Any] = field(default_factory=dict)
     """The settings of the training (`trainer.config.DistributedTrainingConfig`)."""
 
-    def commit(self, epoch: int, samples: int, digest: int) -> None:
-        """Count a step as done, in which all ranks together used this many samples, with this digest."""
+    def commit(
+        self, epoch: int, samples: int, digest: int, kind: str = SAMPLES, place: StreamPlace | None = None
+    ) -> None:
+        """Count a step as done, in which all ranks together used this many samples, with this digest. ``kind``: what it
+        is of; ``place``: where a stream is now."""
         self.step += 1
         self.samples_seen += samples
         if not self.consumed or self.consumed[-1].epoch != epoch:
-            self.consumed.append(EpochCoverage(epoch))
+            if len(self.consumed) > 1:  # what it drew of a stream is what the first pass drew
+                self.consumed[-1].drawn = self.consumed[-1].ended = None
+            self.consumed.append(EpochCoverage(epoch, kind=kind))
         last = self.consumed[-1]
+        if place is not None:
+            last.drawn, last.ended = place.drawn, place.ended
         last.samples += samples
         last.digest = add(last.digest, digest)
 
@@ -79,12 +86,14 @@ class Progress:
         if not self.consumed:
             return 0, 0
         last = self.consumed[-1]
-        return (last.epoch, last.samples) if last.samples < count else (last.epoch + 1, 0)
+        is_whole = last.is_whole_pass if last.kind == STREAM else last.samples >= count
+        return (last.epoch + 1, 0) if is_whole else (last.epoch, last.samples)
 
     def epochs(self, count: int) -> float:
-        """Return the epochs that are done, with the part of the present one."""
+        """Return the epochs that are done, with the part of the present one; of a stream, whose length nobody knows,
+        the whole ones."""
         epoch, offset = self.position(count)
-        return epoch + offset / count
+        return epoch + (0 if self.consumed and self.consumed[-1].kind == STREAM else offset / count)
 
 
 def read_progress(saved: dict[str, Any]) -> Progress:

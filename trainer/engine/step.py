@@ -239,29 +239,30 @@ class TrainingStep:
         sums: list[Tensor] = []
         weight, total = self._weigh_batch(batch)
         share = torch.zeros((), device=self.device)
-        work = list(batch.micro_batches)
-        real = len(work)
-        # Where passes are collectives, all ranks make equally many, the last ones with a share of 0.
+        work, real = list(batch.passes), len(batch.micro_batches)
+        # Where passes are collectives, all ranks make equally many, the last ones with a share of 0; so does a rank
+        # whose part of a stream has ended.
         most = sync.passes(batch.samples, self._micro_batches, self.limit.max_samples)
-        work += [work[-1]] * (most - real)
+        work += [work[-1]] * (most - len(work))
         self.timer.mark("other")
         graphs = self._graphs_of_passes(batch)
         for place, part in enumerate(work):
             self._seed(micro_batch_seed(self.config.seed, step, part.number, part.place))
             self.faults.reach("forward", step)
-            if graphs is not None:
-                share = self._share_of(total()) if place == 0 else share
-                self.faults.reach("backward", step)
-                sync.require_sync(False)
-                sums.append(self._pass_by(graphs, part, share))
-                continue
             if place == real:
                 share, held = torch.zeros_like(share), read_module_state(self._holders)
+            if graphs is not None:
+                share = self._share_of(total()) if place == 0 and real else share
+                self.faults.reach("backward", step)
+                sync.require_sync(False)
+                loss = self._pass_by(graphs, part, share)
+                sums.append(loss if place < real else torch.zeros_like(loss))
+                continue
             sync.begin_forward()
             loss = self._losses(self.loss, part.count, part.data).sum()
-            if place < real:
-                sums.append(loss.detach())
-            if place == 0:
+            if place < real or not real:
+                sums.append(loss.detach() if real else torch.zeros_like(loss.detach()))
+            if place == 0 and real:
                 share = self._share_of(total())
             self.timer.mark("forward")
             self.faults.reach("backward", step)
@@ -294,7 +295,7 @@ class TrainingStep:
         graphs = self.graphs
         if graphs is None:
             return None
-        first = batch.micro_batches[0]
+        first = batch.passes[0]
         graphs.examine(self.module, first.data, partial(self.run_alone, first.data, first.count))
         is_overlapped = self.sync.overlaps and self.config.cuda_graphs == "auto"
         return graphs if graphs.is_used and not is_overlapped else None
@@ -322,7 +323,7 @@ class TrainingStep:
             per_sample(self._weigh(part.data), part.count, "the loss", summed=True).double().sum()
             for part in batch.micro_batches
         ]
-        mine = torch.stack(found).sum().cpu()
+        mine = torch.stack(found).sum().cpu() if found else torch.zeros((), dtype=torch.float64)
         if self.world.group is None:
             return mine.item(), mine.item
         total = self.world.group.submit("weights of the samples", partial(summed, mine.clone()), mine.nbytes)

@@ -140,7 +140,7 @@ class DistributedTrainer:
         participant, reports = self.participant, self.reports
         maker = self.maker or maker_of(self.job)
         data = maker.open_data(self.job, participant.device)
-        sampler = make_sampler(self.config, data.count("train"), 0, participant.world.world_size)
+        sampler = make_sampler(self.config, data, 0, participant.world.world_size)
         reports.end_phase("data")
         torch.manual_seed(self.config.seed)
         problem = maker.make(self.job, data, participant.device)
@@ -289,18 +289,19 @@ class DistributedTrainer:
     def epoch_steps(self, dataloader: Iterable[Batch], epoch: int) -> Steps[dict[str, float]]:
         """Yield the step of each of these batches, and return the sum of this rank's losses, and its samples."""
         session, config, watchdog, profiler = self.session, self.config, self.reports.watchdog, self._profiler
-        step, progress, total_steps = session.step, session.progress, session.total_steps
+        step, progress, planned = session.step, session.progress, session.total_steps
         step.begin_epoch()
         step.timer.mark("other")
         watchdog.progress(progress.step)
         totals = {"loss_sum": 0.0, "weight": 0.0, "samples": 0.0}
         for batch in dataloader:
-            rate = learning_rate(config, progress.step, total_steps)
+            rate = learning_rate(config, progress.step, planned)
             flags = self._collect_flags()
             result = yield DueStep(step, batch, progress.step, epoch, rate, flags)
             rate = step.scheduled.rate
             self._leaves = bool(flags.leaving)
-            progress.commit(epoch, batch.samples, result.digest)
+            progress.commit(epoch, batch.samples, result.digest, batch.kind, batch.place)
+            total_steps = session.total_steps  # fewer, where a stream has ended
             self._pending_flags = result
             progress.early_stopped = progress.early_stopped or bool(result.flags.ending)
             session.callbacks.call("step")

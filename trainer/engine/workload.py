@@ -8,15 +8,16 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from trainer.comm.world import World
-from trainer.config import DistributedTrainingConfig
-from trainer.data.loader import BatchLoader
-from trainer.data.sampler import SMALLEST, Sampler
+from trainer.config import ConfigError, DistributedTrainingConfig
+from trainer.data.loader import BatchLoader, Loader, TrainingData
+from trainer.data.sampler import SMALLEST, Sampler, StreamSampler, longest_stream
 from trainer.engine.callbacks import name_stateful
 from trainer.engine.module_state import share_module_state
 from trainer.engine.problem import Problem, refuse_differences
@@ -24,23 +25,34 @@ from trainer.engine.state import Entry, Loaded, Progress, TrainingState
 from trainer.engine.step import TrainingStep, class_of
 from trainer.observability.comm_profiler import CommunicationProfiler
 from trainer.runtime.fault_injection import Faults
+from trainer.runtime.packages import load
 from trainer.strategies import PACKAGES, require_package
 
+STREAM_LOADER = "trainer.data.stream_data:StreamLoader"
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def make_sampler(
     config: DistributedTrainingConfig,
-    samples: int,
+    data: TrainingData,
     rank: int,
     world_size: int,
     at_most: int | None = None,
     at_least: int = 1,
 ) -> Sampler:
-    """Return the sampler of a rank in a world of this size, for ``samples`` training samples, of which ``at_most`` and
-    ``at_least`` so many go through the model at once. Raise `trainer.config.ConfigError` where none is possible."""
-    return Sampler(
-        samples=samples,
+    """Return the sampler of a rank in a world of this size, for the training samples of this data, of which ``at_most``
+    and ``at_least`` so many go through the model at once. Raise `trainer.config.ConfigError` where none is possible."""
+    if data.substreams:
+        if config.strategy not in ("ddp", "horovod"):
+            raise ConfigError(
+                f"training.strategy = {config.strategy!r} wants equally many passes on all ranks, and sub-streams of a "
+                "stream end at different times: set it to 'ddp'"
+            )
+        make: Callable[..., Sampler] = partial(StreamSampler, substreams=data.substreams)
+    else:
+        make = partial(Sampler, drawing=data.drawing)
+    return make(
+        samples=most_samples(config, data),
         global_batch_size=config.global_batch_size,
         micro_batches=config.micro_batches,
         seed=config.seed,
@@ -50,6 +62,12 @@ def make_sampler(
         at_most=at_most,
         at_least=at_least,
     )
+
+
+def most_samples(config: DistributedTrainingConfig, data: TrainingData) -> int:
+    """Return the number of training samples; of a stream those that a training draws at most. Raise `ConfigError` for a
+    stream of which nothing says when training ends."""
+    return longest_stream(config) if data.substreams else data.count("train")
 
 
 def count_steps(config: DistributedTrainingConfig, sampler: Sampler, progress: Progress) -> int:
@@ -100,16 +118,20 @@ class Workload:
         load_package(config.strategy, device)
         usual_step, make_state = kinds_of(config.strategy)
         make_step = problem.make_step or usual_step
-        self.total_steps = count_steps(config, sampler, Progress())
-        """The steps at the end of the training: those that are done, and those that are left from there."""
-        self.step = make_step(problem.module, problem.task, config, device, faults, problem.recipe, self.total_steps)
+        steps = count_steps(config, sampler, Progress())
+        self.step = make_step(problem.module, problem.task, config, device, faults, problem.recipe, steps)
         self.state = make_state(self.step)
-        self.state.attached = {**name_stateful(problem.callbacks), **problem.attached}
+        self.state.attached = {**name_stateful(problem.callbacks), **problem.attached, **self.data.attached}
         self.communication = CommunicationProfiler(self.step.world, self.step.timer)
-        self._loader: BatchLoader | None = None  # made with the first world: it may hold much of a GPU's memory
+        self._loader: Loader | None = None  # made with the first world: it may hold much of a GPU's memory
 
     @property
-    def loader(self) -> BatchLoader:
+    def total_steps(self) -> int:
+        """The steps at the end of the training: those that are done, and those that are left from there."""
+        return count_steps(self.config, self.sampler, self.state.progress)
+
+    @property
+    def loader(self) -> Loader:
         """Return the loader of this rank's batches in the present world. Raise RuntimeError before the first one."""
         if self._loader is None:
             raise RuntimeError("no world was entered yet")
@@ -134,11 +156,14 @@ class Workload:
 
     def load_for(self, world: World) -> None:
         """Load this rank's batches of a world from now on, in parts as large as memory allows."""
-        count, at_most = self.data.count("train"), self.step.limit.max_samples
+        at_most = self.step.limit.max_samples
         at_least = SMALLEST if any(isinstance(part, BATCH_NORMS) for part in self.state.module.modules()) else 1
-        self.sampler = make_sampler(self.config, count, world.rank, world.world_size, at_most, at_least)
-        self.total_steps = count_steps(self.config, self.sampler, self.state.progress)
+        self.sampler = make_sampler(self.config, self.data, world.rank, world.world_size, at_most, at_least)
         self._end_loader()
+        if isinstance(self.sampler, StreamSampler):
+            make = load(STREAM_LOADER)
+            self._loader = make(self.data, self.config, self.sampler, world, self.state, self.faults, self.step.timer)
+            return
         reader = self.data.make_reader(self.device, self.config.prefetch_batches)
         self._loader = BatchLoader(reader, self.sampler, self.device, self.faults, self.step.timer)
 

@@ -69,7 +69,12 @@ class TuningTrial:
         maker = maker_of(job)
         # Each trial has its own data, because their place is a setting too; nodes map the same memory.
         data = maker.open_data(job, self.device)
-        sampler = make_sampler(self.config, data.count("train"), world.rank, world.world_size)
+        if data.substreams:
+            raise ConfigError(
+                "tuning reads the same samples with each setting, and the dataset is a stream: tune on a map-style "
+                "dataset of some of its samples"
+            )
+        sampler = make_sampler(self.config, data, world.rank, world.world_size)
         torch.manual_seed(self.config.seed)
         problem = maker.make(job, data, self.device)
         self.workload = Workload(self.config, problem, sampler, self.device, faults)
@@ -95,7 +100,7 @@ class TuningTrial:
                 batch = replace(batch, samples=batch.local_samples)
             done = state.progress.step
             result = workload.step(batch, done, learning_rate(self.config, done, self.total_steps), StepFlags())
-            state.progress.commit(done // workload.sampler.steps_per_epoch, batch.samples, result.digest)
+            state.progress.commit(done // workload.sampler.steps_per_epoch, batch.samples, result.digest, batch.kind)
             workload.communication.add(batch.local_samples)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
