@@ -398,6 +398,8 @@ class TrackingConfig:
     """The name of the run; None: the job's id."""
     tags: dict[str, str] = Field(default_factory=dict)
     """Further tags of the run."""
+    registered_model: str | None = Field(default=None, pattern=r"^[^/:]+$")
+    """The name in MLflow's registry under which the model is registered once it is trained; None: it is not."""
 
 
 @checked_settings()
