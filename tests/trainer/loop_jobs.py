@@ -1,23 +1,23 @@
-"""Loops of a caller's own: one optimizer with a schedule and an average of weights, a GAN, a contrastive loss."""
+"""Loops of a caller's own: one with a schedule and an average of weights, and those of the examples."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from fit_jobs import QUIET, SETTINGS, Shaken, network, points
-from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, normalize
+from fit_jobs import QUIET, SAMPLES, SETTINGS, Shaken, network, points
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
+from examples.own_loops import ring, train_contrastive, train_gan, train_policy
 from trainer import Loop
-
-CONFIG = {name: value for name, value in SETTINGS.items() if name != "batch_size_per_gpu"}
 
 
 def loader() -> DataLoader[Any]:
@@ -30,7 +30,7 @@ def rank_seed() -> int:
 
 
 def new_loop(run_dir: Path, **given: Any) -> Loop:
-    return Loop(CONFIG, run_dir=run_dir, tracking=QUIET, progress=False, **given)
+    return Loop(SETTINGS, run_dir=run_dir, tracking=QUIET, progress=False, **given)
 
 
 class Counter:
@@ -77,46 +77,18 @@ def classify(run_dir: Path) -> None:
     assert set(loop.result.test) >= {"loss", "right"}
 
 
-def gan(run_dir: Path) -> None:
-    """Two optimizers, of which the first steps twice in a batch."""
-    torch.manual_seed(rank_seed())
-    generator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
-    critic = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1), nn.Flatten(0))
-    g_opt = torch.optim.Adam(generator.parameters(), lr=1e-2, betas=(0.5, 0.9))
-    d_opt = torch.optim.Adam(critic.parameters(), lr=1e-2, betas=(0.5, 0.9))
+def follow(train: Callable[..., Any], data: Any, run_dir: Path) -> None:
+    """One of the examples' loops, from the same weights everywhere."""
+    torch.manual_seed(0)
     loop = new_loop(run_dir)
-    generator, critic, g_opt, d_opt = loop.setup(generator, critic, g_opt, d_opt)
-
-    def judged(given: Tensor, real: bool) -> Tensor:
-        found = critic(given)
-        return binary_cross_entropy_with_logits(found, torch.full_like(found, float(real)), reduction="none")
-
-    for batch in loop.batches(loader()):
-        with batch:
-            for _ in range(2):
-                for inputs, _ in batch:
-                    made = generator(torch.randn_like(inputs)).detach()
-                    loop.backward(judged(inputs, True) + judged(made, False))
-                d_opt.step()
-            for inputs, _ in batch:
-                loop.backward(judged(generator(torch.randn_like(inputs)), True))
-            g_opt.step()
-            loop.log("critic", next(critic.parameters()).detach().abs().sum())
+    train(loop, data)
+    assert loop.result is not None
+    assert loop.result.steps == 9
 
 
-def contrast(run_dir: Path) -> None:
-    """A loss of each row against the rows of all ranks."""
-    model = network(rank_seed())
-    loop = new_loop(run_dir)
-    model, optimizer = loop.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    for batch in loop.batches(loader()):
-        with batch:
-            mine = [normalize(model(inputs)) for inputs, _ in batch]
-            everything, own = loop.gather(mine), loop.own_rows()
-            assert len(everything) == batch.samples
-            shifted = normalize(everything + 0.1 * everything.roll(1, 1))
-            loop.backward(cross_entropy(torch.cat(mine) @ shifted.T / 0.2, own, reduction="none"))
-            optimizer.step()
-
-
-LOOPS: dict[str, Callable[[Path], None]] = {"classify": classify, "gan": gan, "contrast": contrast}
+LOOPS: dict[str, Callable[[Path], None]] = {
+    "classify": classify,
+    "gan": partial(follow, train_gan, ring(SAMPLES)),
+    "contrastive": partial(follow, train_contrastive, ring(SAMPLES)),
+    "policy": partial(follow, train_policy, SAMPLES),
+}
