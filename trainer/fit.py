@@ -63,6 +63,7 @@ from trainer.model.task import Measure, SupervisedTask, Task
 from trainer.observability.node_presence import record_presence
 from trainer.observability.progress_line import ProgressLine
 from trainer.rundir import SCRIPT_FOLDER, RunDir, resolve_start
+from trainer.runtime.packages import load
 from trainer.strategies import ENGINES, require_package, settings_of_backend
 
 RUN_DIR = "DTRAIN_RUN_DIR"
@@ -142,6 +143,8 @@ class FitResult:
     """``loss`` and metrics on the test split; on the validation split where there is no test split. None for a metric
     that is no finite number."""
     train_seconds: float
+    model_version: str | None = None
+    """``NAME version N`` on rank 0, where this process has registered the model."""
 
 
 class Trainer:
@@ -166,6 +169,7 @@ class Trainer:
         run_dir: str | os.PathLike[str] | None = None,
         name: str | None = None,
         tracking: TrackingConfig | Mapping[str, Any] | None = None,
+        registry: bool | str = False,
         progress: bool | None = None,
     ) -> None:
         """``config``: a `DistributedConfig`, or a mapping of its settings; ``tracking`` alike.
@@ -186,7 +190,9 @@ class Trainer:
 
         ``run_dir``: where everything is written, a path or any fsspec address; a training goes on from the checkpoint
         that it finds there (None: a new folder below ``runs``). ``name``: of the data's content, to which checkpoints
-        belong (None: from the data). ``progress``: whether rank 0 shows a line of progress (None: on a terminal).
+        belong (None: from the data). ``registry``: the name under which MLflow registers the trained model, or True for
+        that of its class (`trainer.evaluation.program_judge`). ``progress``: whether rank 0 shows a line of progress
+        (None: on a terminal).
 
         Raise `ConfigError` for what cannot be used."""
         if loss is not None and task is not None:
@@ -200,6 +206,10 @@ class Trainer:
         self._loss, self._task, self._metrics = loss, task, dict(metrics or {})
         self._given_run_dir, self._name = run_dir, name
         self._tracking = settings_of(tracking, TrackingConfig, "tracking")
+        if registry:
+            name_there = type(model).__name__.lower() if registry is True else registry
+            others = {**asdict(self._tracking), "registered_model": name_there}
+            self._tracking = settings_of(others, TrackingConfig, "tracking")
         self._shows_progress = sys.stderr.isatty() if progress is None else progress
         self._weights_and_lengths: tuple[Any, Any] = None, None
 
@@ -285,6 +295,7 @@ class Trainer:
         data, number = problem.data, next(_FITS)
         if describe := os.environ.get(DESCRIBE):
             job = self._job(config, problem, number)
+            self._try_registration(job, problem)
             problem.refuse_other_checkpoints(job)
             samples = {split: data.count(split) for split in ("valid", "test")}
             samples |= {"train": most_samples(job.training, data)}
@@ -299,6 +310,7 @@ class Trainer:
         if number > 1 and _launcher_facts().world_size > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
             raise ConfigError("several ranks can call fit a second time only under torchrun, whose store they share")
         job = self._job(config, problem, number)
+        self._try_registration(job, problem)
         require_package(job.training.strategy)
         rundir = RunDir(job.run_dir)
         rundir.make()
@@ -343,6 +355,17 @@ class Trainer:
         names = problem.model_name, problem.task_name
         return make_job(run_dir, config, problem.data.dataset_id, *names, self._tracking, **problem.recipe_names)
 
+    def _try_registration(self, job: JobConfig, problem: GivenProblem) -> None:
+        """Raise `ConfigError` where the model is to be registered and cannot be."""
+        if job.tracking.registered_model is None:
+            return
+        if job.tracking.mlflow_tracking_uri is None and DESCRIBE not in os.environ:  # `dtrain` brings its own
+            raise ConfigError(
+                "registry: no MLflow is named that could register the model: give tracking={'mlflow_tracking_uri': "
+                "'sqlite:///mlflow.db'} or a server's address, or start the script by `dtrain train --script`"
+            )
+        load("trainer.evaluation.program_judge:try_program")(self.model, problem.task, problem.data)
+
     def _choose_task(self, data: DatasetData) -> Task:
         if self._task is not None:
             return self._task
@@ -357,7 +380,25 @@ class Trainer:
             raise failure_of(result.get("error") or f"the training ended with exit code {code}", code, rundir.uri)
         if "DTRAIN_LAUNCH" in os.environ:
             atexit.register(_leave_at_once)
-        return FitResult(model=self.model.cpu(), run_dir=rundir.uri, **figures_of(result))
+        return FitResult(
+            model=self.model.cpu(), run_dir=rundir.uri, model_version=_register(rundir), **figures_of(result)
+        )
+
+
+def _register(rundir: RunDir) -> str | None:
+    """Register the model of a training that nobody orchestrates, and return its version; None: it is not to be, or
+    could not be, which is told. The training has ended well, whatever becomes of that."""
+    if RUN_DIR in os.environ or _launcher_facts().rank != 0:
+        return None
+    job = rundir.read_job()
+    if job.tracking.registered_model is None:
+        return None
+    try:
+        version: str = load("trainer.observability.program_registry:register_here")(job, rundir)
+    except ValueError as error:
+        _log.warning("%s", f"{rundir.uri}: the model is not registered: {error}")
+        return None
+    return version
 
 
 def make_job(

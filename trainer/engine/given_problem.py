@@ -24,11 +24,11 @@ from trainer.data.torch_loader import read_request
 from trainer.engine.problem import Problem, refuse_without_script
 from trainer.engine.task_check import check_model, check_task, try_task
 from trainer.evaluation.judge import Judge, TaskJudge
-from trainer.evaluation.program_judge import ProgramJudge
 from trainer.model.build import build_loss
 from trainer.model.optimizers import USUAL, OptimizerRecipe
 from trainer.model.task import SupervisedTask, Task
 from trainer.rundir import RunDir
+from trainer.runtime.packages import load
 
 
 def problem_of_loader(job: JobConfig, model: nn.Module, loader: DataLoader) -> GivenProblem:
@@ -97,7 +97,7 @@ class GivenProblem:
     def make(self, job: JobConfig, data: TrainingData, device: torch.device) -> Problem:
         judge: Judge = TaskJudge(self.task, data)
         if job.tracking.registered_model is not None:  # a copy, before a strategy takes the model apart
-            judge = ProgramJudge(TaskJudge(self.task, data), copy.deepcopy(self.model).cpu())
+            judge = load("trainer.evaluation.program_judge:ProgramJudge")(judge, copy.deepcopy(self.model).cpu())
         module = self.model.to(device)
         for part in (self.task, *([self.task.criterion] if isinstance(self.task, SupervisedTask) else [])):
             if isinstance(part, nn.Module):

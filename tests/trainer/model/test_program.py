@@ -23,6 +23,9 @@ from trainer.model.program import (
 )
 
 
+pytestmark = pytest.mark.slow  # to export one takes seconds in a new process
+
+
 class Mixed(nn.Module):
     """Parts that behave otherwise while they train, and a buffer that no state dict has."""
 
