@@ -1,7 +1,6 @@
 """Registration: the checkpoint becomes a version, a real scoring server proves it, and a gate promotes it."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -17,8 +16,8 @@ from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.data.sharding import BuiltDataset
-from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_registration, order_of
-from dtrain_dagster.jobs.progress import REGISTRATION, code_version
+from dtrain_dagster.jobs.orders import order_of
+from dtrain_dagster.jobs.progress import code_version
 from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
 from dtrain_dagster.reports.small_pictures import small_ranks
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
@@ -27,8 +26,8 @@ from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.graph_names import GraphNames
 from dtrain_dagster.support.page_entries import fit_page
 from dtrain_dagster.support.secrets import SecretError
-from trainer.evaluation.gate import POINT_RULE, RULE, gate, score_of
-from trainer.rundir import EVALUATION, RESULT, RunDir
+from trainer.evaluation.gate import POINT_RULE, RULE, score_of
+from trainer.rundir import RESULT, RunDir
 
 if TYPE_CHECKING:
     from dtrain_dagster.registry import EndpointCheck, Gate, RegisteredModel, TrainingProvenance
@@ -72,46 +71,24 @@ def build_registered_model(pipeline: Pipeline) -> dg.AssetsDefinition:
     ):  # no annotation, see assets.common
         """Register the trained model as a version, check it with a scoring server, and give it an alias."""
         cluster, project = cluster_resource(context, names), project_resource(context, names)
-        manifest, job = sharded_dataset.manifest(), trained_checkpoint
         # Here, not above: these load MLflow.
-        from dtrain_dagster import registry
+        from dtrain_dagster.registry.registration import register_job
 
-        rundir = RunDir(job.run_dir)
-        order = order_of(project.home, rundir)  # nodes write the run directory: it must agree with the order
-        plan = plan_of(rundir, cost_estimate)
-        result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
-        provenance = provenance_of(context, cluster, project, job, plan)
-        ordered = registry.ordered_job(rundir, order)
-        # A node wrote the evaluation: what the gate reads follows from the model and the dataset.
-        evaluation = registry.judge_again(rundir, order, evaluation, project.cache_dir)
-        verdict = gate(evaluation)
-        card = registry.model_card(project.model_name, ordered, result, evaluation, manifest, provenance, verdict)
-        models = cluster.registry(project, context.run.run_id)
-        model = models.register_model(
+        job, rundir = trained_checkpoint, RunDir(trained_checkpoint.run_dir)
+        provenance = provenance_of(context, cluster, project, job, plan_of(rundir, cost_estimate))
+        found = register_job(
+            cluster.registry(project, context.run.run_id),
+            project.home,
             job.run_dir,
             project.model_name,
-            provenance.tags(),
-            card,
+            provenance,
             experiment=project.experiment,
             cache_dir=project.cache_dir,
-            order=order,
+            told=context.log.info,
         )
-        digests = {name: model.tags[name] for name in (*MODEL_DIGESTS, registry.PACKED_TAG) if name in model.tags}
-        if order is not None:
-            keep_registration(
-                Path(project.home), order.job.job_id, {"name": model.name, "version": model.version, **digests}
-            )
-            order = order_of(project.home, rundir)  # from here on, its files must be those that were registered
-        context.log.info(f"{model.name} version {model.version}; asking a scoring server for its numbers")
-        serving = models.check_serving(job.run_dir, model, cache_dir=project.cache_dir, order=order)
-        # A model that cannot be served must not become champion, however good it is.
-        champion = models.judge_champion(job.run_dir, model, cache_dir=project.cache_dir, order=order)
-        served = verdict if serving.passed else registry.Gate(False, (f"serving failed: {serving.message}",))
-        decision = registry.choose_alias(served, champion)
-        replaced = models.promote(model, decision)
-        context.log.info(f"{decision.alias}: {decision.reason}")
+        model, decision, evaluation = found.model, found.decision, found.evaluation
+        result = read_finished(rundir, RESULT)
         worth, decided = worth_line(evaluation, provenance.cost_usd_total), decision.reason.partition(", because")[0]
-        rundir.write_json(REGISTRATION, {"name": model.name, "version": model.version, "alias": decision.alias})
         return dg.MaterializeResult(
             value={"name": model.name, "version": model.version, "uri": model.uri, "run_dir": job.run_dir},
             data_version=dg.DataVersion(result["weights_sha256"]),
@@ -126,14 +103,14 @@ def build_registered_model(pipeline: Pipeline) -> dg.AssetsDefinition:
                     **links(**mlflow_pages(project.mlflow_url, model)),
                     "model": model.name,
                     "reason": decision.reason,
-                    "replaced_champion": replaced or "none",
+                    "replaced_champion": found.replaced or "none",
                     "uri": model.uri,
                     "mlflow_run_id": model.run_id,
-                    "model_card": dg.MarkdownMetadataValue(card),
-                    "tags": dg.JsonMetadataValue({**model.tags, **digests}),
+                    "model_card": dg.MarkdownMetadataValue(found.card),
+                    "tags": dg.JsonMetadataValue({**model.tags, **found.digests}),
                 }
             ),
-            check_results=check_results(verdict, evaluation, serving),
+            check_results=check_results(found.verdict, evaluation, found.serving),
         )
 
     return registered_model
@@ -192,7 +169,9 @@ def provenance_of(
     )
 
 
-def check_results(verdict: "Gate", evaluation: dict[str, Any], serving: "EndpointCheck") -> list[dg.AssetCheckResult]:
+def check_results(
+    verdict: "Gate", evaluation: Mapping[str, Any], serving: "EndpointCheck"
+) -> list[dg.AssetCheckResult]:
     """Return both blocking checks of a version: the gate's, and that of a real server's answers."""
     score = score_of(evaluation)
     figure = {f"test_{score}": evaluation["model"][score]} if score else {"test_score": "not judged"}

@@ -32,6 +32,7 @@ from dtrain_dagster.cli.job_options import (
     try_to_keep_script,
     with_reachable_data,
 )
+from dtrain_dagster.cli.register import try_to_register
 from dtrain_dagster.cli.screen import pairs_table
 from dtrain_dagster.cli.start import (
     dataset_name,
@@ -323,6 +324,8 @@ def _train(settings: Settings, order: Order, changes: Sequence[str], detach: boo
     if status.state == "succeeded" and command is None:
         console().print(pairs_table(priced_summary(settings, rundir)), highlight=False)
     try_to_record_end(settings, cluster, project, tracked, rundir)
+    if status.state == "succeeded" and not try_to_register(settings, cluster, project, job, rundir, order.nodes):
+        raise SystemExit(1)
     finish(settings, rundir, status, order.again)
 
 

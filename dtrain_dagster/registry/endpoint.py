@@ -24,6 +24,8 @@ import psutil
 
 from dtrain_dagster.clusters.azure_ml.client import words
 from dtrain_dagster.jobs.orders import Order
+from dtrain_dagster.registry.run_model import ordered_job
+from dtrain_dagster.registry.script_model import load_script_model, script_sample
 from dtrain_dagster.registry.smoke_test import (
     AnswerError,
     Sample,
@@ -34,6 +36,7 @@ from dtrain_dagster.registry.smoke_test import (
 )
 from dtrain_dagster.support.secrets import IDENTITY, check_token, redact, resolve
 from trainer.isolation.runner import clean_environment, kill_session, limit_command
+from trainer.rundir import RunDir
 from trainer.runtime.retry import RetryPolicy
 from trainer.runtime.scratch import scratch_folder
 from trainer.secrets.azure_token import credential
@@ -53,6 +56,7 @@ float32 on another processor, with other kernels."""
 ANSWER_BYTES = 64 << 20
 """The greatest size of an answer: the server may run a model's own code, which may never end it."""
 SCORING_SCOPE = "https://ml.azure.com/.default"
+_INFINITE = "a value that is not finite"
 _SINGLES = 5
 """The number of windows that are sent once more, one by one."""
 _BUSY = (408, 424, 429, 502, 503, 504)
@@ -227,7 +231,12 @@ def check_endpoint(
     ``patience_seconds``: how long a busy or not yet ready endpoint is asked again. A fault of the endpoint is a
     finding; only a fault of the run directory raises (`RunModelError`, `AnswerError`).
     """
-    sample = load_sample(run_dir, cache_dir, rows, order)
+    is_of_script = ordered_job(RunDir(run_dir), order).is_of_script
+    sample = (
+        script_sample(load_script_model(RunDir(run_dir), order))
+        if is_of_script
+        else load_sample(run_dir, cache_dir, rows, order)
+    )
     findings: list[Finding] = []
     status: int | None = None
 
@@ -251,7 +260,7 @@ def check_endpoint(
         note("schema", True, f"{len(sample.windows)} rows of {', '.join(served)}")
         note("equality", found.passed, f"it {found.message}")
         latency = _one_by_one(endpoint, sample, served, note)
-        _refusals(endpoint, sample.windows, note)
+        _refusals(endpoint, sample, note)
         if endpoint.headers():
             open_to, _ = endpoint.post(sample.windows[:1], authorised=False)
             note("authorisation", open_to in (401, 403), f"status {open_to} without credentials")
@@ -308,8 +317,10 @@ def _one_by_one(
     return statistics.median(seconds)
 
 
-def _refusals(endpoint: ScoringEndpoint, windows: Samples, note: Callable[[str, bool, str], bool]) -> None:
-    wrong = _wrong(windows)
+def _refusals(endpoint: ScoringEndpoint, sample: Sample, note: Callable[[str, bool, str], bool]) -> None:
+    wrong = _wrong(sample.windows)
+    if sample.takes_infinite:
+        wrong.pop(_INFINITE, None)
     statuses = {what: endpoint.post(value)[0] for what, value in wrong.items()}
     taken = [what for what, status in statuses.items() if status < 400]
     note("refusal", not taken, f"it answers {' and '.join(taken)}" if taken else f"status {[*statuses.values()]}")
@@ -321,13 +332,16 @@ def _wrong(windows: Samples) -> dict[str, Samples]:
     import numpy as np
 
     if isinstance(windows, np.ndarray):
-        broken = windows[:1].copy()
+        broken = windows[:1].astype(np.float64)
         broken.flat[0] = float("inf")
-        return {"inputs of a wrong shape": windows[:1, 1:], "a value that is not finite": broken}
+        return {
+            "inputs of a wrong shape": windows[:1, 1:] if windows.ndim > 1 else windows[:1, None],
+            _INFINITE: broken,
+        }
     wrong: dict[str, Samples] = {"values without the names of columns": np.zeros((1, windows.shape[1] + 1))}
     for name, kind in windows.dtypes.items():
         if kind.kind == "f":
-            return wrong | {"a value that is not finite": windows[:1].assign(**{str(name): np.inf})}
+            return wrong | {_INFINITE: windows[:1].assign(**{str(name): np.inf})}
     return wrong
 
 

@@ -38,7 +38,13 @@ if TYPE_CHECKING:
 DESCRIPTION, WEIGHTS = "model.json", "weights.pt"
 FACTORIES = "factories.json"
 """The file beside a packed model that lists the modules its factories may come from (`trainer.model.mlflow_model`)."""
-MOST_BYTES = {DESCRIPTION: 1 << 20, WEIGHTS: 16 << 30}
+MOST_BYTES = {
+    DESCRIPTION: 1 << 20,
+    WEIGHTS: 16 << 30,
+    "program.json": 1 << 20,
+    "example.npz": 1 << 30,
+    "program.pt2": 16 << 30,
+}
 ASK_SECONDS = 300.0
 _FOLDER = "model"
 _BLOCK = 1 << 20
@@ -147,7 +153,7 @@ def load_run_model(rundir: RunDir, order: Order | None = None) -> RunModel:
     unchanged since it was registered. Nothing of it is imported or unpickled. Raise `RunModelError` for a model that
     fails a check."""
     job = ordered_job(rundir, order)
-    text, weights = _read(rundir.storage, DESCRIPTION), _keep(rundir.storage, WEIGHTS)
+    text, weights = read(rundir.storage, DESCRIPTION), keep(rundir.storage, WEIGHTS)
     description = _parsed(text, rundir)
     try:
         spec = _described(job)
@@ -209,12 +215,13 @@ def refuse_change(where: str, found: Mapping[str, str], registered: Mapping[str,
             )
 
 
-def _read(storage: Storage, name: str) -> bytes:
+def read(storage: Storage, name: str) -> bytes:
+    """Return a file of the model. Raise `RunModelError` where it is missing or no regular file."""
     with _told(storage, name) as path:
         return storage.read_bounded(path, MOST_BYTES[name])
 
 
-def _keep(storage: Storage, name: str) -> KeptFile:
+def keep(storage: Storage, name: str) -> KeptFile:
     """Return a file of any size up to its bound, never held in memory as a whole."""
     with _told(storage, name) as path, storage.open(path) as file:
         return KeptFile(file, f"{storage.uri}/{path}", MOST_BYTES[name])

@@ -49,6 +49,8 @@ class Sample:
     """The columns that training itself wrote for these windows; empty for a loss that gives raw outputs."""
     units: Mapping[str, float] = field(default_factory=dict)
     """What differences of a column are measured by, where that is not its root mean square."""
+    takes_infinite: bool = False
+    """Whether the model takes values that are not finite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.registry.run_model import RunModel
+from dtrain_dagster.registry.script_model import ScriptModel
 from dtrain_dagster.registry.smoke_test import as_registered, inputs_at, open_data
 from dtrain_dagster.support.formatting import in_markdown
 from dtrain_dagster.support.secrets import redact
@@ -116,14 +117,18 @@ def job_tags(
     rundir: RunDir, result: Mapping[str, Any], evaluation: Mapping[str, Any], job: JobConfig
 ) -> dict[str, str]:
     """Return the facts of a run directory as tags of the version. ``job``: as it was ordered."""
-    manifest = load_manifest(open_storage(job.dataset.uri))
+    of_script = {"script": job.dataset.uri.partition(":")[2], "model": job.model.args.get("class")}
+    of_script |= {"loss": job.loss.args.get("class")}
+    dataset_id = job.dataset.dataset_id
+    if not job.is_of_script:
+        of_script, dataset_id = {}, load_manifest(open_storage(job.dataset.uri))["dataset_id"]
     history = generations(rundir.storage)
     sizes = [len(item.members) for item in history] or [result["world_size"]]
     modes = dict.fromkeys("parameter server" if item.topology == "star" else "all-reduce" for item in history)
     training, how = job.training, ", ".join(modes) or "all-reduce"
     values = {
         JOB_TAG: job.job_id,
-        "dataset_id": manifest["dataset_id"],
+        "dataset_id": dataset_id,
         "model": job.model.factory,
         "loss": job.loss.factory,
         "world_size": result["world_size"],
@@ -136,7 +141,8 @@ def job_tags(
         "run_dir": rundir.uri,
         "best_valid_loss": result.get("best_valid_loss"),
         "test_nll": evaluation["model"].get("nll"),
-        "test_loss": evaluation["model"]["loss"],
+        "test_loss": evaluation["model"].get("loss"),
+        **of_script,
     }
     return {name: f"{value:.6f}" if isinstance(value, float) else str(value) for name, value in values.items() if value}
 
@@ -163,9 +169,12 @@ def tracking_run(client: MlflowClient, rundir: RunDir, tracking_uri: str, experi
     return run.info.run_id
 
 
-def save_pyfunc(own: RunModel, folder: Path, scratch: Path, run_id: str, cache_dir: str | None) -> None:
+def save_pyfunc(own: RunModel | ScriptModel, folder: Path, scratch: Path, run_id: str, cache_dir: str | None) -> None:
     """Write the MLflow model: `trainer/model/mlflow_model.py` as code, the job's two files as artifacts, real
-    inputs as the example."""
+    inputs as the example. Of a script, see `trainer.observability.program_registry.pack_program`."""
+    if isinstance(own, ScriptModel):
+        _save_program(own, folder, scratch, run_id)
+        return
     import mlflow.pyfunc
     import numpy as np
     from mlflow.models import Model
@@ -190,6 +199,15 @@ def save_pyfunc(own: RunModel, folder: Path, scratch: Path, run_id: str, cache_d
         metadata=_metadata(own.spec, data.manifest),
         mlflow_model=Model(artifact_path=MODEL_PATH, run_id=run_id),
     )
+
+
+def _save_program(own: ScriptModel, folder: Path, scratch: Path, run_id: str) -> None:
+    from trainer.observability.program_registry import pack_program, program_metadata
+
+    files = scratch / "files"
+    files.mkdir()
+    own.write(files)
+    pack_program(files, folder, scratch, own.found, program_metadata(own.job), run_id)
 
 
 _TYPES = {"number": "double", "integer": "long", "boolean": "boolean", "string": "string", "datetime": "datetime"}

@@ -25,7 +25,8 @@ def main(order_file: str) -> None:
         sys.path.insert(0, str(Path(__file__).parents[2]))
         import trainer.model.saved_model  # noqa: F401 - before the model's code, which may hold a `numpy`
     sys.path[:0] = order["path"]
-    ask = {"mlflow": _mlflow, "job": _job, "rehearsal": _rehearsal, "count": _count}[order["kind"]]
+    kinds = {"mlflow": _mlflow, "job": _job, "program": _program, "rehearsal": _rehearsal, "count": _count}
+    ask = kinds[order["kind"]]
     answers = ask(order, windows)
     with open(order["answers"], "wb") as file:
         np.savez(file, **answers)
@@ -51,6 +52,14 @@ def _job(order: dict[str, Any], windows: Any) -> dict[str, Any]:
     folder = Path(order["model"])
     saved = load_saved_model(lambda name: (folder / name).read_bytes(), tuple(order["modules"]))
     return saved.predict(windows)
+
+
+def _program(order: dict[str, Any], windows: Any) -> dict[str, Any]:
+    """Return the answers of a program that a script's training has written."""
+    from trainer.model.program import load_saved_program
+
+    folder = Path(order["model"])
+    return load_saved_program(lambda name: (folder / name).read_bytes()).predict(windows)
 
 
 def _rehearsal(order: dict[str, Any], windows: Any) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from trainer.spec import ROWS, WINDOWS, DataSpec, RowSpec
 if TYPE_CHECKING:
     import pandas as pd
 
-_COLUMNS = 64
+_COLUMNS = 1024
 """The most columns of an answer."""
 _SAID = 2000
 """The characters of a child's message that are shown."""
@@ -70,7 +70,7 @@ class Isolated:
 
     folder: Path
     """``model.json`` and ``weights.pt``, what MLflow has packed, or ``rehearsal.json``."""
-    kind: Literal["job", "mlflow", "rehearsal", "count"] = "job"
+    kind: Literal["job", "mlflow", "program", "rehearsal", "count"] = "job"
     modules: tuple[str, ...] = ()
     """Modules of which the factories of a job may be."""
     path: tuple[Path, ...] = ()

@@ -1,0 +1,70 @@
+"""What `dtrain train` does for a model that is to be registered, once its training has ended well."""
+
+from __future__ import annotations
+
+from dtrain_dagster.cli.common import say
+from dtrain_dagster.cli.facts import price_of_cluster
+from dtrain_dagster.costs.prices import PriceError
+from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.jobs.progress import code_version
+from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
+from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.settings.tiers import tier_of
+from dtrain_dagster.support.formatting import dollars
+from dtrain_dagster.support.secrets import redact
+from trainer.config import JobConfig
+from trainer.rundir import RunDir
+
+
+def try_to_register(
+    settings: Settings,
+    cluster: GPUClusterResource,
+    project: ProjectResource,
+    job: JobConfig,
+    rundir: RunDir,
+    nodes: int,
+) -> bool:
+    """Register the model of a training that has succeeded, as the assets do; say under which version and alias, or why
+    it is not. Return whether it is, or was not to be."""
+    name = job.tracking.registered_model
+    if name is None:
+        return True
+    from dtrain_dagster.registry.registration import register_job  # not above: MLflow
+    from dtrain_dagster.registry.versions import TrainingProvenance
+
+    tier = tier_of(settings.tiers[0])
+    usage = cluster.manager().node_usage(job.job_id)
+    took, sku = sum_launches(usage), ", ".join(sorted({interval.sku for interval in usage}))
+    try:
+        total: float | None = CostTracker(settings.cluster_name, usage, tier).total_usd
+        in_words = f"{dollars(total or 0.0)} ({sku}: {price_of_cluster(settings)})"
+    except PriceError as error:
+        total, in_words = None, f"cost not known: {error}"
+    made = TrainingProvenance(
+        nodes=nodes,
+        node_hours=took.node_hours,
+        launches=max(1, took.launches),
+        train_seconds=read_phase_totals(rundir, rundir.events()).get("training"),
+        cost_usd=in_words,
+        cost_usd_total=total,
+        sku=sku,
+        code_version=code_version(),
+        dagster_run_id="",
+    )
+    try:
+        found = register_job(
+            cluster.registry(project),
+            str(settings.home),
+            rundir.uri,
+            name,
+            made,
+            experiment=job.tracking.mlflow_experiment,
+            cache_dir=project.cache_dir,
+        )
+    except (ValueError, RuntimeError, OSError) as error:
+        say(f"the model is not registered: {redact(str(error))}", err=True)
+        return False
+    say(f"registered: {found.model.name} version {found.model.version}, alias {found.decision.alias}", err=True)
+    say(f"  {found.decision.reason}", err=True)
+    return True

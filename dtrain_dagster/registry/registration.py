@@ -1,0 +1,134 @@
+"""A finished training becomes a version in the registry with an alias: the one way for Dagster's asset and the command.
+
+What each step does belongs to the other modules of this room; what is shown of it, to the callers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_registration, order_of
+from dtrain_dagster.jobs.progress import REGISTRATION
+from dtrain_dagster.registry.base import Registry
+from dtrain_dagster.registry.evaluated import judge_again
+from dtrain_dagster.registry.packed import PACKED_TAG
+from dtrain_dagster.registry.promotion import AliasDecision, choose_alias
+from dtrain_dagster.registry.run_model import ordered_job
+from dtrain_dagster.registry.versions import RegisteredModel, TrainingProvenance, model_card, read_succeeded
+from dtrain_dagster.support.formatting import in_markdown
+from trainer.config import JobConfig
+from trainer.data.manifest import load_manifest
+from trainer.evaluation.gate import Gate, gate
+from trainer.rundir import RunDir
+from trainer.storage.open import open_storage
+
+if TYPE_CHECKING:
+    from dtrain_dagster.registry.endpoint import EndpointCheck
+
+NO_GATE = (
+    "a script brings no baselines for the gate to compare its model with: look at its figures, and give the alias "
+    "champion in MLflow yourself"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Registration:
+    """A version, and how it came by its alias."""
+
+    model: RegisteredModel
+    verdict: Gate
+    evaluation: Mapping[str, Any]
+    """The figures that the verdict rests on."""
+    serving: EndpointCheck
+    decision: AliasDecision
+    replaced: str | None
+    """The version that was champion before."""
+    card: str
+    digests: Mapping[str, str]
+    """Of the files that were registered."""
+
+
+def register_job(
+    models: Registry,
+    home: str,
+    run_dir: str,
+    name: str,
+    made: TrainingProvenance,
+    *,
+    experiment: str,
+    cache_dir: str | None = None,
+    told: Callable[[str], object] = lambda sentence: None,
+) -> Registration:
+    """Register the model of a job that succeeded under this name, have a real server answer for it, and give it its
+    alias: champion where the gate passes, the server answers with its numbers and it beats the champion on the same
+    samples. The model of a script, which no gate can judge, is always a challenger. Raise `RegistryError`,
+    `run_model.RunModelError`, `evaluated.EvaluationError` and `smoke_test.AnswerError` as their modules say."""
+    rundir = RunDir(run_dir)
+    order = order_of(home, rundir)  # nodes write the run directory: it must agree with the order
+    job = ordered_job(rundir, order)
+    result, evaluation = read_succeeded(rundir)
+    if job.is_of_script:
+        verdict = Gate(False, (NO_GATE,))
+        card = script_card(name, job, result, evaluation, made)
+    else:
+        # A node wrote the evaluation: what the gate reads follows from the model and the dataset.
+        evaluation = judge_again(rundir, order, evaluation, cache_dir)
+        verdict = gate(evaluation)
+        manifest = load_manifest(open_storage(job.dataset.uri))
+        card = model_card(name, job, result, evaluation, manifest, made, verdict)
+    model = models.register_model(
+        run_dir, name, made.tags(), card, experiment=experiment, cache_dir=cache_dir, order=order
+    )
+    names = (*MODEL_DIGESTS, "program_sha256", "example_sha256", PACKED_TAG)
+    digests = {key: model.tags[key] for key in names if key in model.tags}
+    if order is not None:
+        keep_registration(Path(home), order.job.job_id, {"name": model.name, "version": model.version, **digests})
+        order = order_of(home, rundir)  # from here on, its files must be those that were registered
+    told(f"{model.name} version {model.version}; asking a scoring server for its numbers")
+    serving = models.check_serving(run_dir, model, cache_dir=cache_dir, order=order)
+    # A model that cannot be served must not become champion, however good it is.
+    if serving.passed and job.is_of_script:
+        decision = AliasDecision(alias="challenger", reason=NO_GATE)
+    else:
+        champion = models.judge_champion(run_dir, model, cache_dir=cache_dir, order=order) if serving.passed else None
+        served = verdict if serving.passed else Gate(False, (f"serving failed: {serving.message}",))
+        decision = choose_alias(served, champion)
+    replaced = models.promote(model, decision)
+    told(f"{decision.alias}: {decision.reason}")
+    rundir.write_json(REGISTRATION, {"name": model.name, "version": model.version, "alias": decision.alias})
+    return Registration(
+        model=model,
+        verdict=verdict,
+        evaluation=evaluation,
+        serving=serving,
+        decision=decision,
+        replaced=replaced,
+        card=card,
+        digests=digests,
+    )
+
+
+def script_card(
+    name: str, job: JobConfig, result: Mapping[str, Any], evaluation: Mapping[str, Any], made: TrainingProvenance
+) -> str:
+    """Return the card of a script's model in Markdown."""
+    figures = evaluation.get("model") or {}
+    rows = [f"| {in_markdown(key, 100)} | {in_markdown(figures[key], 40)} |" for key in sorted(figures)]
+    took = f"{made.node_hours:.4f} node-hours on {made.nodes} node(s){f' ({made.sku})' if made.sku else ''}"
+    lines = [
+        f"# {name}",
+        f"The model `{in_markdown(job.model.args.get('class', ''), 200)}` of the script "
+        f"`{in_markdown(job.dataset.uri.partition(':')[2], 200)}`, as a program of torch: it takes samples as the "
+        "script's dataset gives them, and returns its outputs as they are.",
+        "## How good it is",
+        f"Not judged: {NO_GATE}.",
+        "\n".join([f"| {evaluation.get('split', 'no')} split | |", "| --- | --- |", *rows]),
+        *(f"- {in_markdown(note)}" for note in evaluation.get("notes") or ()),
+        "## How it was made",
+        f"{result['steps']} steps on {result['world_size']} ranks; {took}; {made.cost_usd}; code {made.code_version}; "
+        f"data `{in_markdown(job.dataset.dataset_id, 200)}`; job `{job.job_id}`.",
+    ]
+    return "\n\n".join(lines) + "\n"

@@ -1,0 +1,136 @@
+"""The model of a script becomes a version as others do: with its data, hours and dollars, a server that answers, and
+no alias by luck. What nodes have changed is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from dtrain_dagster.jobs.orders import keep_order, order_of
+from dtrain_dagster.registry import MLflowRegistry, RunModelError, TrainingProvenance
+from dtrain_dagster.registry.registration import NO_GATE, register_job
+from dtrain_dagster.registry.script_model import load_script_model
+from harness.tables import copy_tables
+from trainer import Trainer
+from trainer.rundir import RunDir
+
+pytestmark = pytest.mark.slow
+MADE = TrainingProvenance(
+    nodes=2, node_hours=0.25, cost_usd="$0.50", cost_usd_total=0.5, code_version="abc", dagster_run_id="", sku="NC6"
+)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.embedding(words).mean(1))
+
+
+def texts(rows: int, seed: int) -> TensorDataset:
+    words = torch.randint(0, 50, (rows, 6), generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(words, (words.sum(1) > 150).long())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory whose job was ordered from the home beside it."""
+    folder = tmp_path_factory.mktemp("script")
+    copy_tables(folder / "mlflow.db")
+    tracking = {"mlflow_tracking_uri": f"sqlite:///{folder}/mlflow.db", "tensorboard": False}
+    config = {"epochs": 2, "batch_size_per_gpu": 16}
+    trainer = Trainer(
+        Net(), config, loss=nn.CrossEntropyLoss(), tracking=tracking, registry="here", run_dir=folder / "job"
+    )
+    trainer.fit(texts(200, 0), texts(40, 1), texts(40, 2))
+    keep_order(folder / "home", RunDir(str(folder / "job")).read_job(), None)
+    return folder
+
+
+@pytest.fixture
+def folder(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it, whose files a test may change."""
+    home, run = tmp_path / "home", tmp_path / "job"
+    shutil.copytree(trained / "job", run)
+    document = json.loads((run / "job.json").read_text())
+    (run / "job.json").write_text(json.dumps(document | {"run_dir": str(run)}))
+    keep_order(home, RunDir(str(run)).read_job(), None)
+    return tmp_path
+
+
+def test_a_script_is_registered_as_others_are(folder: Path) -> None:
+    copy_tables(folder / "mlflow.db")
+    uri, told = f"sqlite:///{folder}/mlflow.db", list[str]()
+    rundir = RunDir(str(folder / "job"))
+    (folder / "job" / "tracking.json").unlink()  # its run is in the other MLflow
+    found = register_job(
+        MLflowRegistry(uri), str(folder / "home"), rundir.uri, "texts", MADE, experiment="e", told=told.append
+    )
+    assert found.serving.passed, found.serving.message
+    assert found.serving.rows == 32
+    assert {item.name for item in found.serving.findings} >= {"answers", "schema", "equality", "one_by_one", "refusal"}
+    assert (found.decision.alias, found.decision.reason) == ("challenger", NO_GATE)
+    assert not found.verdict.passed
+    version = mlflow.MlflowClient(uri).get_model_version("texts", "1")
+    job = rundir.read_job()
+    expected = {"nodes": "2", "node_hours": "0.250000", "cost_usd": "$0.50", "code_version": "abc", "sku": "NC6"}
+    expected |= {"dataset_id": job.dataset.dataset_id, "model": "Net", "loss": "CrossEntropyLoss", "job_id": job.job_id}
+    assert expected.items() <= version.tags.items()
+    assert "0.2500 node-hours on 2 node(s) (NC6)" in found.card
+    mlflow.set_tracking_uri(uri)
+    loaded = mlflow.pyfunc.load_model("models:/texts@challenger")
+    [taken] = loaded.metadata.signature.inputs.inputs
+    assert (str(taken.type), taken.shape) == ("int64", (-1, 6))
+    with np.load(folder / "job/model/example.npz") as example:
+        np.testing.assert_allclose(loaded.predict(example["inputs"]).to_numpy(), example["outputs"], rtol=1e-5)
+    assert rundir.read_json("registration.json") == {"name": "texts", "version": "1", "alias": "challenger"}
+    again = register_job(MLflowRegistry(uri), str(folder / "home"), rundir.uri, "texts", MADE, experiment="e")
+    assert (again.model.version, again.model.created) == ("1", False)
+
+
+def changed_program(folder: Path) -> None:
+    path = folder / "program.pt2"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+
+def changed_shape(folder: Path) -> None:
+    text = (folder / "program.json").read_text()
+    (folder / "program.json").write_text(text.replace('"shape": [6]', '"shape": [7]'))
+
+
+def failed_export(folder: Path) -> None:
+    (folder / "program.json").write_text('{"error": "the model cannot be exported"}')
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (changed_program, "program_sha256 is .* it is damaged or was changed"),
+        (changed_shape, "is not of the shape that program.json says"),
+        (failed_export, r"could not be exported \(the model cannot be exported\): train again"),
+        (lambda folder: (folder / "example.npz").unlink(), r"example\.npz is missing"),
+        (lambda folder: (folder / "program.json").write_text("[]"), "could not be exported"),
+    ],
+)
+def test_what_nodes_have_changed_is_not_used(folder: Path, change: Any, message: str) -> None:
+    change(folder / "job" / "model")
+    rundir = RunDir(str(folder / "job"))
+    with pytest.raises(RunModelError, match=message):
+        load_script_model(rundir, order_of(folder / "home", rundir))
+
+
+def test_a_job_of_another_home_is_not_run(folder: Path) -> None:
+    rundir = RunDir(str(folder / "job"))
+    with pytest.raises(RunModelError, match="no such job was ordered from this DTRAIN_HOME"):
+        load_script_model(rundir, order_of(folder / "elsewhere", rundir))
