@@ -108,7 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tapes", type=int, default=200, help="number of tapes")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first tape; each further one has the next")
     parser.add_argument(
-        "--strategy", choices=STRATEGIES, default="ddp", help="of the trainings; hsdp with two ranks on each node"
+        "--strategy",
+        choices=STRATEGIES,
+        default="ddp",
+        help="of the trainings; hsdp: two ranks on each node; loop: a trainer.Loop",
     )
     parser.add_argument("--jobs", type=int, default=2, help="tapes played at a time")
     options = parser.parse_args(arguments)

@@ -52,15 +52,17 @@ class Cluster(Training):
         fault: Fault = "kill",
         hosts: Hosts | None = None,
         machines: Machines | None = None,
+        program: str = "trainer",
     ) -> None:
         """``fault``: what `strike` does to a node; ``hosts``: one for each node, needed for a cut; ``machines``: of a
-        real engine, which sees the parent folder of ``home``, instead of the local cluster."""
+        real engine, which sees the parent folder of ``home``, instead of the local cluster; ``program``: the module
+        that trains."""
         rundir = make_job(home, config)
         manager: LocalClusterManager | EngineClusterManager = LocalClusterManager(home, max_replacements=1000)
         if machines is not None:
             settings = LaunchSettings(engine=machines.kind, cluster_name="recovery", max_replacements=1000)
             manager = EngineClusterManager(home, settings, machines.options(home.parent))
-        super().__init__(manager, rundir, NODES, hosts.local_cluster if hosts else ())
+        super().__init__(manager, rundir, NODES, hosts.local_cluster if hosts else (), program)
         self._fault, self._hosts, self._mended_at = fault, hosts, 0.0
 
     def strike(self, node: int) -> float:

@@ -174,9 +174,7 @@ class Loop:
         if self._steps is not None:
             raise ConfigError("loop.batches goes through all epochs, and is called once: read batch.epoch")
         trainer = LoopTrainer(*self._parts(), score, callbacks=(self, *self._callbacks), **self._given)
-        self._steps = trainer.steps({"train": train, "valid": valid, "test": test})
-        self._go_on(None)
-        return self._each_batch()
+        return self._begin(trainer.steps({"train": train, "valid": valid, "test": test}))
 
     def backward(self, losses: Tensor, retain_graph: bool = False) -> None:
         """Add this rank's part of the gradient of the mean over the global batch. ``losses``: one for each sample of
@@ -290,6 +288,12 @@ class Loop:
         if optimizer not in self._optimizers:
             raise ConfigError("give the optimizer that loop.setup has returned")
         return self.step.optimizers[self._optimizers.index(optimizer)]
+
+    def _begin(self, steps: Steps[Any]) -> Iterator[LoopBatch]:
+        """Begin a training, and yield its batches."""
+        self._steps = steps
+        self._go_on(None)
+        return self._each_batch()
 
     def _each_batch(self) -> Iterator[LoopBatch]:
         try:

@@ -20,6 +20,7 @@ from harness.small_job import write_dataset
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.rundir import RunDir
 
+ROOT = Path(__file__).resolve().parents[2]
 NODES = 2
 STEPS = 300
 PACED = FactoryConfig(factory="paced:tcn", args={"pause_seconds": 0.04})
@@ -56,14 +57,30 @@ class Training:
     """One job of a manager, from its submission to its outcome."""
 
     def __init__(
-        self, manager: GPUClusterManager, rundir: RunDir, nodes: int = NODES, place: Sequence[str] = ()
+        self,
+        manager: GPUClusterManager,
+        rundir: RunDir,
+        nodes: int = NODES,
+        place: Sequence[str] = (),
+        program: str = "trainer",
     ) -> None:
-        """``place``: words before the command, as of `Hosts.local_cluster`."""
+        """``place``: words before the command, as of `Hosts.local_cluster`; ``program``: the module that trains, one of
+        this repository where it is not ``trainer``."""
         self.env = {name: os.environ[name] for name in ("DTRAIN_FACTORY_MODULES",) if name in os.environ}
-        self.manager, self.rundir, self.nodes, self.place = manager, rundir, nodes, place
+        if program != "trainer":
+            self.env["PYTHONPATH"] = str(ROOT)
+        self.manager, self.rundir, self.nodes, self.place, self.program = manager, rundir, nodes, place, program
 
     def submit(self) -> None:
-        command = (*self.place, self.manager.python, "-P", "-m", "trainer", "--config", f"{self.rundir.uri}/job.json")
+        command = (
+            *self.place,
+            self.manager.python,
+            "-P",
+            "-m",
+            self.program,
+            "--config",
+            f"{self.rundir.uri}/job.json",
+        )
         self.manager.submit_job(
             JobSpec(
                 job_id="one",

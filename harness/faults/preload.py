@@ -35,7 +35,7 @@ ENVIRONMENT = {
 }
 _MODULES = (
     "dtrain_dagster.clusters.supervise", "paced", "pyarrow.parquet", "torch._dynamo", "trainer.__main__",
-    "trainer.evaluation.window_baselines", "trainer.engine.trainer",
+    "trainer.evaluation.window_baselines", "trainer.engine.trainer", "harness.faults.loop_rank",
 )  # fmt: skip
 _POLL_SECONDS = 0.05
 
@@ -191,6 +191,9 @@ def _be_node(
             signal.signal(number, signal.SIG_DFL)
         for descriptor in (1, 2):
             os.dup2(pipe, descriptor)
+        import trainer.__main__
+        from harness.faults import loop_rank
+
         if order["namespaces"]:
             from harness.faults import switch
 
@@ -198,9 +201,11 @@ def _be_node(
         os.closerange(3, 1024)  # the pipe's other end, the reaper's, the lock's
         os.environ.clear()
         os.environ.update(environment)
-        from trainer.__main__ import run as train
-
-        code = train(list(command[list(command).index("trainer") + 1 :]))
+        arguments = list(command[list(command).index("trainer") + 1 :])
+        if optimizers := environment.get(loop_rank.OPTIMIZERS):
+            code = loop_rank.run(arguments, int(optimizers))
+        else:
+            code = trainer.__main__.run(arguments)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     except BaseException:

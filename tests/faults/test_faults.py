@@ -53,5 +53,19 @@ def test_a_job_whose_ranks_share_the_model_outlives_it_too(
     assert outcome.happened, "nothing happened: the tape proves nothing"
 
 
+@pytest.mark.parametrize(("strategy", "seed"), [("loop_of_two", 1), pytest.param("loop", 3, marks=pytest.mark.long)])
+def test_a_loop_of_ones_own_outlives_it_with_the_weights_of_fit(
+    tmp_path: Path, strategy: Strategy, seed: int
+) -> None:  # fmt: skip
+    """Of two optimizers, the update of the first is taken back where the batch is not committed."""
+    stage = Stage(tmp_path, strategy)
+    try:
+        outcome, wrong = stage.run(tapes.make(seed))
+    finally:
+        stage.close()
+    assert wrong == [], describe(outcome)
+    assert outcome.happened
+
+
 def test_the_selection_holds_every_kind() -> None:
     assert {fault.kind for seed in QUICK for fault in tapes.make(seed).faults} == set(tapes.KINDS)
