@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from trainer.comm.launcher_env import RankFacts
 from trainer.config import DistributedTrainingConfig
@@ -273,7 +273,8 @@ class DatasetReader:
 def _check(dataset: Dataset[Any], split: str) -> None:
     """Raise `ConfigError` for a dataset that cannot be read by position."""
     name = type(dataset).__name__
-    if isinstance(dataset, torch.utils.data.IterableDataset):
+    is_iterable = isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__")
+    if is_iterable or isinstance(dataset, IterableDataset):
         raise ConfigError(explain_iterable(f"the {split} dataset {name} is iterable", split))
     if not hasattr(dataset, "__getitem__") or not isinstance(dataset, Sized):
         raise ConfigError(f"the {split} dataset {name} needs __getitem__ and __len__")

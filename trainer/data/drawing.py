@@ -25,6 +25,7 @@ class WeightedDrawing:
     does. An epoch has as many draws as there are samples."""
 
     kind = DRAWS
+    depends_on_batch = False
 
     def __init__(self, weights: Any, count: int) -> None:
         """``weights``: of each of ``count`` samples, any scale. Raise `ConfigError` for weights that cannot be used."""
@@ -57,6 +58,7 @@ class LengthDrawing:
     """
 
     kind = SAMPLES
+    depends_on_batch = True
 
     def __init__(self, lengths: Any, count: int) -> None:
         """``lengths``: of each of ``count`` samples. Raise `ConfigError` for lengths that cannot be used."""

@@ -149,6 +149,11 @@ class Drawing(Protocol):
         """What is proven of an epoch: `trainer.data.coverage.SAMPLES` or `DRAWS`."""
         ...
 
+    @property
+    def depends_on_batch(self) -> bool:
+        """Whether the order is another one with global batches of another size."""
+        ...
+
     def samples(self, places: NDArray[np.int64], seed: int, epoch: int, global_batch_size: int) -> NDArray[np.int64]:
         """Return the samples at these places (n,) in the order of an epoch."""
         ...

@@ -122,7 +122,10 @@ class StreamReads(Dataset[tuple[list[Any], Drawn]]):
             del at[number]
         if len(before) > self._kept_orders:
             for number, first in before.popleft().items():
-                self._open[number].forget(first)
+                if number in before[0]:
+                    self._open[number].forget(first)
+                else:  # it has ended, and its samples will not be asked for again
+                    del self._open[number]
         cuts = cut_evenly(len(drawn), order.at_most, order.at_least) if drawn else []
         data = []
         for place, (first, last) in enumerate(cuts):

@@ -82,11 +82,14 @@ class Problem:
         """Return what a checkpoint belongs to, part by part, as JSON: what `fingerprint` covers, and the structure of
         the model, the arguments of the loss and the order of samples. The model must be as it was made."""
         _, model, *_, loss = self.identity
+        order: dict[str, Any] = {"seed": config.seed, "shuffle_block": config.shuffle_block}
+        if self.data.drawing is not None and self.data.drawing.depends_on_batch:
+            order["global_batch_size"] = config.global_batch_size
         return {
             "dataset": self.data.dataset_id,
             "model": {**model, "structure": describe_structure(self.module), "weights": describe_weights(self.module)},
             "loss": {**loss, **describe_loss(self.task)},
-            "training": {"seed": config.seed, "shuffle_block": config.shuffle_block},
+            "training": order,
         }
 
     def digest_measure(self, config: DistributedTrainingConfig) -> dict[str, str]:

@@ -144,7 +144,8 @@ class Workload:
         `trainer.config.ConfigError` if its ranks do not train the same."""
         problem = self.problem
         # A newcomer knows of no probe.
-        own = problem.data.dataset_id, problem.data.count("train"), problem.fingerprint, self.step.scheduled.digest
+        samples = most_samples(self.config, self.data)
+        own = problem.data.dataset_id, samples, problem.fingerprint, self.step.scheduled.digest
         mine = self.communication.probe_at, own
         found = world.all_gather_object(mine)
         refuse_differences([identity for _, identity in found])
