@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset
@@ -91,6 +91,18 @@ class SubStreamEndedError(Exception):
     """A sub-stream has no such sample."""
 
 
+class StreamState(NamedTuple):
+    """A state of a sub-stream, and how to see whether it is put back rightly."""
+
+    read: int
+    """Samples that were read by then."""
+    text: str
+    followed_by: int
+    """Samples that were read right after it."""
+    digest: str
+    """Of those."""
+
+
 @dataclass(slots=True)
 class SubStream:
     """A sub-stream that is being read in one pass. Its latest samples are kept until `forget`, so that a step that is
@@ -102,8 +114,8 @@ class SubStream:
     seed: int
     start: int
     """The sample at which it is opened."""
-    states: Sequence[tuple[int, str]] = ()
-    """Known states of it in this pass, as (samples read by then, state as text)."""
+    states: Sequence[StreamState] = ()
+    """Known states of it in this pass."""
     read: int = 0
     """Samples that were read or left out so far."""
     has_ended: bool = False
@@ -114,29 +126,49 @@ class SubStream:
     """What has ``state_dict``."""
 
     def __post_init__(self) -> None:
+        known = () if self.stream.takes_start else self.states
+        for state in sorted((each for each in known if each.read <= self.start), key=lambda each: -each.read):
+            if self._goes_on_from(state):
+                return
+            _log.warning(
+                "sub-stream %d does not go on as it did where its state was taken (a shuffle buffer that is not in its "
+                "state_dict?): it is read forward instead",
+                self.number,
+            )
+        self._open(None, self.start if self.stream.takes_start else 0)
+
+    def _open(self, state: str | None, read: int) -> None:
+        """Begin to read: after ``read`` samples, where the sub-stream had this state."""
+        self.read, self.has_ended, self._owner = read, False, None
+        self.kept.clear()
         self._seed("open")
-        if self.stream.takes_start:
-            made = self.stream.make(self.number, self.epoch, self.start)
-            self.read = self.start
-        else:
-            made = self.stream.make(self.number, self.epoch)
-        fitting = [each for each in self.states if each[0] <= self.start]
-        read, state = max(fitting, default=(0, None))
-        if self.stream.takes_start:
-            self._iterator = iter(made)
-        elif _has_state(made):
+        made: Any = self.stream.make(self.number, self.epoch, read)
+        if _has_state(made):
             self._owner = made
             if state is not None:
-                made.load_state_dict(_state_of(state))  # type: ignore[attr-defined]
-                self.read = read
-            self._iterator = iter(made)
-        else:
-            self._iterator = iter(made)
-            if _has_state(self._iterator):
-                self._owner = self._iterator
-                if state is not None:
-                    self._owner.load_state_dict(_state_of(state))
-                    self.read = read
+                made.load_state_dict(_state_of(state))
+        self._iterator = iter(made)
+        if self._owner is None and _has_state(self._iterator):
+            self._owner = self._iterator
+            if state is not None:
+                self._owner.load_state_dict(_state_of(state))
+
+    def _goes_on_from(self, state: StreamState) -> bool:
+        """Begin to read at a known state, and return whether the samples that followed it then follow it now."""
+        try:
+            self._open(state.text, state.read)
+            return self.digest(state.read, state.followed_by) == state.digest
+        except SubStreamEndedError:
+            return False
+        except Exception:
+            _log.warning("sub-stream %d does not take its state", self.number, exc_info=True)
+            return False
+
+    def digest(self, first: int, count: int) -> str:
+        """Return a digest of this many samples from one on; "" where one of them has no content that could be compared.
+        Raise `SubStreamEndedError` where there are fewer."""
+        found = [digest_sample(self.get(sample)) for sample in range(first, first + count)]
+        return "" if "" in found else hashlib.sha256("/".join(found).encode()).hexdigest()[:16]
 
     def holds(self, sample: int) -> bool:
         """Return whether a sample is kept, or to come."""
@@ -184,8 +216,8 @@ class SubStream:
         while len(self.kept) > self.read - first:
             self.kept.popleft()
 
-    def state(self) -> tuple[int, str] | None:
-        """Return (samples read by now, its state as text); None where it has none that a checkpoint could keep."""
+    def state(self) -> str | None:
+        """Return its state as text; None where it has none that a checkpoint could keep."""
         if self._owner is None or self.has_ended:
             return None
         try:
@@ -196,11 +228,17 @@ class SubStream:
         except (pickle.PickleError, AttributeError, TypeError, RuntimeError, NotImplementedError) as error:
             _log.info("the state of sub-stream %d cannot be kept: %s", self.number, error)
             return None
-        return self.read, text
+        return text
 
     def _seed(self, what: str) -> None:
         name = f"{self.seed}/{self.epoch}/{self.number}/{what}".encode()
         seed_all(int.from_bytes(hashlib.blake2b(name, digest_size=7).digest(), "big"))
+
+
+def digest_sample(sample: Any) -> str:
+    """Return a digest of the content of a sample; "" where nothing of it has bytes."""
+    digest = hashlib.sha256()
+    return digest.hexdigest()[:16] if update_digest(digest, sample, takes_bytes=True) else ""
 
 
 def _has_state(part: Any) -> bool:
@@ -243,7 +281,7 @@ def try_stream(stream: Stream, seed: int = 0) -> TriedStream:
             first = next(({each: found} for each in range(stream.count) if (found := _first(stream, each, seed))), {})
         if not first:
             raise ConfigError(f"the stream has no samples in any of its {stream.count} sub-streams")
-        digests = {number: [_digest(sample) for sample in samples] for number, samples in first.items()}
+        digests = {number: [digest_sample(sample) for sample in samples] for number, samples in first.items()}
         for number, known in digests.items():
             _refuse_other_samples(stream, number, seed, known)
         _refuse_equal_parts(digests)
@@ -252,9 +290,9 @@ def try_stream(stream: Stream, seed: int = 0) -> TriedStream:
         return TriedStream([each for samples in first.values() for each in samples], whole[:16], keeps_states)
 
 
-def _first(stream: Stream, number: int, seed: int, start: int = 0, states: Sequence[tuple[int, str]] = ()) -> list[Any]:
+def _first(stream: Stream, number: int, seed: int, start: int = 0) -> list[Any]:
     """Return the samples of a sub-stream from ``start`` on, up to the first ones that are tried."""
-    opened, found = SubStream(stream, number, 0, seed, start, states), list[Any]()
+    opened, found = SubStream(stream, number, 0, seed, start), list[Any]()
     try:
         for sample in range(start, _TRIED):
             found.append(opened.get(sample))
@@ -263,22 +301,16 @@ def _first(stream: Stream, number: int, seed: int, start: int = 0, states: Seque
     return found
 
 
-def _digest(sample: Any) -> str:
-    """Return a digest of the content of a sample; "" where nothing of it has bytes."""
-    digest = hashlib.sha256()
-    return digest.hexdigest()[:16] if update_digest(digest, sample, takes_bytes=True) else ""
-
-
 def _refuse_other_samples(stream: Stream, number: int, seed: int, known: list[str]) -> None:
     """Raise `ConfigError` for a sub-stream that gives other samples than these if it is made again."""
-    if [_digest(sample) for sample in _first(stream, number, seed)] != known:
+    if [digest_sample(sample) for sample in _first(stream, number, seed)] != known:
         raise ConfigError(
             f"sub-stream {number} gave other samples when it was made a second time: make_substream({number}, "
             f"{stream.count}) has to return the same samples each time, since another rank reads it on after a lost "
             "node. Return a new iterable with each call, and give generators and shuffles a fixed seed"
         )
     with _another_rank():
-        again = [_digest(sample) for sample in _first(stream, number, seed)]
+        again = [digest_sample(sample) for sample in _first(stream, number, seed)]
     if again != known:
         raise ConfigError(
             f"sub-stream {number} gives other samples on another rank: it divides itself by RANK or WORLD_SIZE, which "
@@ -286,7 +318,7 @@ def _refuse_other_samples(stream: Stream, number: int, seed: int, known: list[st
         )
     if stream.takes_start and len(known) > 1:
         start = len(known) // 2
-        if [_digest(sample) for sample in _first(stream, number, seed, start)] != known[start:]:
+        if [digest_sample(sample) for sample in _first(stream, number, seed, start)] != known[start:]:
             raise ConfigError(
                 f"make_substream({number}, {stream.count}, start={start}) does not begin with sample {start} of the "
                 "sub-stream: leave out its first samples, as many as start says, or leave the argument start out"
@@ -304,22 +336,16 @@ def _refuse_equal_parts(digests: Mapping[int, list[str]]) -> None:
 
 
 def _keeps_state(stream: Stream, number: int, seed: int, known: list[str]) -> bool:
-    """Return whether a sub-stream that gets a state of before goes on as it did. A shuffle whose buffer is no part of
-    its state does not."""
+    """Return whether a sub-stream has states that put it back to where it was, as far as its first samples tell."""
     if stream.takes_start or len(known) < 2:
         return not stream.takes_start
     opened = SubStream(stream, number, 0, seed, 0)
     opened.get(0)
-    if (state := opened.state()) is None:
+    text = opened.state()
+    if text is None or "" in known:
         return False
-    if [_digest(sample) for sample in _first(stream, number, seed, 1, [state])] == known[1:]:
-        return True
-    _log.warning(
-        "sub-stream %d does not go on where its state_dict was taken (a shuffle buffer that is not in it?), so its "
-        "state is not used: it is read forward when training goes on",
-        number,
-    )
-    return False
+    state = StreamState(1, text, len(known) - 1, opened.digest(1, len(known) - 1))
+    return SubStream(stream, number, 0, seed, 1, [state]).read == len(known)
 
 
 @contextmanager

@@ -34,14 +34,14 @@ from trainer.data.dataset_data import DatasetData
 from trainer.data.loader import MANY, copies_to
 from trainer.data.random_state import seed_all
 from trainer.data.sampler import SMALLEST, StreamSampler, cut_evenly, micro_batch_seed, order_of_draws
-from trainer.data.stream import Stream, SubStream, SubStreamEndedError, try_stream
+from trainer.data.stream import Stream, StreamState, SubStream, SubStreamEndedError, try_stream
 from trainer.data.torch_loader import LoaderRequest, ReadOptions, WorkerPool
 from trainer.errors import ConfigError
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.step_timer import StepTimer
 
-States = Mapping[int, list[tuple[int, str]]]
-"""Of each sub-stream, states as (samples read by then, state as text), the newest last."""
+States = Mapping[int, list[StreamState]]
+"""States of each sub-stream, the newest last."""
 _STATES_KEPT = 2
 """States of a sub-stream: where one was taken ahead of what is committed, the one before still fits."""
 _READ_AHEAD = 2
@@ -84,7 +84,7 @@ class Drawn:
     """The samples of each part that goes through the model at once."""
     ended: list[int]
     """Its sub-streams that have ended, and of which all samples are drawn."""
-    states: dict[int, tuple[int, str]]
+    states: dict[int, StreamState]
 
 
 class StreamReads(Dataset[tuple[list[Any], Drawn]]):
@@ -108,7 +108,8 @@ class StreamReads(Dataset[tuple[list[Any], Drawn]]):
         at = self._at[order.number]
         before = self._before[order.number]
         before.append(dict(at))
-        states = self._states_of(at) if order.takes_states else {}
+        taken = {number: self._open[number] for number in at} if order.takes_states else {}
+        texts = {number: (opened.read, opened.state()) for number, opened in taken.items()}
         coming = order_of_draws(at, self._has)
         drawn = list(itertools.islice(coming, order.size))
         rest = list(itertools.islice(coming, SMALLEST))
@@ -117,6 +118,7 @@ class StreamReads(Dataset[tuple[list[Any], Drawn]]):
         samples = [self._open[number].get(sample) for number, sample in drawn]
         for number, sample in drawn:
             at[number] = sample + 1
+        states = {number: found for number, text in texts.items() if (found := self._state_of(number, *text))}
         ended = [number for number in at if self._open[number].ends_at(at[number])]
         for number in ended:
             del at[number]
@@ -159,9 +161,12 @@ class StreamReads(Dataset[tuple[list[Any], Drawn]]):
             return False
         return True
 
-    def _states_of(self, numbers: Mapping[int, int]) -> dict[int, tuple[int, str]]:
-        found = {number: self._open[number].state() for number in numbers}
-        return {number: state for number, state in found.items() if state is not None}
+    def _state_of(self, number: int, read: int, text: str | None) -> StreamState | None:
+        """Return a state with a digest of what was read since; None where it could not be verified."""
+        opened = self._open[number]
+        count = opened.read - read
+        digest = opened.digest(read, count) if count and text is not None else ""
+        return StreamState(read, text, count, digest) if digest and text is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +188,9 @@ class StreamStates:
     where reading on may begin, and not where the training is: without them it takes longer."""
 
     def __init__(self) -> None:
-        self.epoch, self.known = 0, dict[int, list[tuple[int, str]]]()
+        self.epoch, self.known = 0, dict[int, list[StreamState]]()
 
-    def add(self, epoch: int, number: int, state: tuple[int, str]) -> None:
+    def add(self, epoch: int, number: int, state: StreamState) -> None:
         """Keep a state of a sub-stream in this pass."""
         if epoch != self.epoch:
             self.epoch, self.known = epoch, {}
@@ -199,11 +204,15 @@ class StreamStates:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
-        return {"epoch": self.epoch, "known": dict(self.known)}
+        return {
+            "epoch": self.epoch,
+            "known": {number: [tuple(each) for each in held] for number, held in self.known.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` has returned."""
-        self.epoch, self.known = state["epoch"], {number: list(held) for number, held in state["known"].items()}
+        self.epoch = state["epoch"]
+        self.known = {number: [StreamState(*each) for each in held] for number, held in state["known"].items()}
 
 
 class _FirstSamples(Dataset[Any]):
@@ -357,8 +366,8 @@ class StreamLoader:
         if takes_states:
             mine = [[number, *state] for each in drawn for number, state in each.states.items()]
             told: list[list[Any]] = self.world.all_gather_object(mine)
-            for number, read, state in itertools.chain(*told):
-                self.data.states.add(epoch, number, (read, state))
+            for number, *state in itertools.chain(*told):
+                self.data.states.add(epoch, number, StreamState(*state))
         now = (np.asarray(before.drawn) + sums[:count]).tolist()
         place = StreamPlace(now, np.flatnonzero(sums[count:]).tolist())
         if not sums[:count].any():
