@@ -36,6 +36,7 @@ class LoopOptimizer:
 
     def __init__(self, optimizer: Optimizer, scheduler: Any, config: DistributedTrainingConfig) -> None:
         self.config, self.holder = config, _Parameters(optimizer)
+        self.parameters = list(self.holder.held)
         recipe = OptimizerRecipe(lambda _: optimizer, None if scheduler is None else lambda _: scheduler)
         self.scheduled = ScheduledOptimizer(self.holder, recipe, config, 0)
         self.sync: GradientSynchronizer | None = None
@@ -44,16 +45,13 @@ class LoopOptimizer:
         self.norm = 0.0
         """The norm of the gradients, before clipping."""
         self.is_summed = False
-        self._options: dict[str, Any] = {}
+        self._options: list[dict[str, Any]] = []
+        self._schedule: Any = None
         self._kept: tuple[list[Tensor], dict[int, Any]] | None = None
 
     @property
     def optimizer(self) -> Optimizer:
         return self.scheduled.optimizer
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return list(self.holder.held)
 
     def adopt(self, world: World, faults: Faults, timer: StepTimer) -> None:
         """Sum gradients over the ranks of a world from now on. A collective."""
@@ -68,7 +66,10 @@ class LoopOptimizer:
         """Prepare a step: without gradients, and what a schedule changes kept."""
         assert self.sync is not None
         self.sync.step = step
-        self._options, self._kept = self.scheduled.options(), None
+        self._options = [{**group, "params": None} for group in self.optimizer.param_groups]
+        scheduler = self.scheduled.scheduler
+        self._schedule = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
+        self._kept = None
         self.clear()
 
     def clear(self) -> None:
@@ -105,13 +106,15 @@ class LoopOptimizer:
             with torch.no_grad():
                 for parameter, value in zip(self.parameters, values, strict=True):
                     parameter.copy_(value)
-            self.scheduled.load(tensors, self._options)
-        elif self.scheduled.options() != self._options:
-            self.scheduled.load(self.scheduled.tensors(), self._options)
+            self.scheduled.load(tensors, None)
+        for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
+            group.update({name: value for name, value in options.items() if name != "params"})
+        if self._schedule is not None:
+            self.scheduled.scheduler.load_state_dict(self._schedule)
         self.clear()
 
     def _trained(self) -> list[bool]:
-        return [each.requires_grad for each in self.holder.held]
+        return [each.requires_grad for each in self.parameters]
 
 
 class LoopOptimizers:
