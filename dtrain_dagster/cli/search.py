@@ -16,7 +16,7 @@ from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, re
 from dtrain_dagster.cli.facts import price_of_cluster
 from dtrain_dagster.cli.follow import Bar, in_place
 from dtrain_dagster.cli.job_names import LATEST, complete_files, complete_searches, resolve_name
-from dtrain_dagster.cli.job_options import read_file, say_what_is_wrong, with_reachable_data
+from dtrain_dagster.cli.job_options import order_script, read_file, say_what_is_wrong, with_reachable_data
 from dtrain_dagster.cli.json_fields import SEARCH_PLAN, SEARCH_RESULT
 from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.cli.screen import plain_table
@@ -35,6 +35,7 @@ from dtrain_dagster.search.check_space import check_space, shown_values
 from dtrain_dagster.search.kept import kept_result, search_names
 from dtrain_dagster.search.results import summary
 from dtrain_dagster.search.run import SearchRequest, measure_trial, open_search
+from dtrain_dagster.search.script import SearchedScript
 from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
 from dtrain_dagster.search.space import parse_space
 from dtrain_dagster.search.tracking import SearchTracker
@@ -48,11 +49,18 @@ if TYPE_CHECKING:
     from dtrain_dagster.search.settings import SearchSettings
     from dtrain_dagster.search.tracking import SearchTracker
     from dtrain_dagster.search.trials import Trial, TrialSeconds
-    from trainer.config import TrackingConfig
+    from dtrain_dagster.settings.environment import Settings
+    from trainer.config import JobConfig, TrackingConfig
 
 
 @click.command()
 @training_options
+@click.option(
+    "--script",
+    metavar="FILE.PY",
+    shell_complete=complete_files,
+    help="A script that calls Trainer(…).fit(…), instead of --dataset; its arguments come after --.",
+)
 @click.option(
     "--space",
     metavar="FILE",
@@ -119,8 +127,17 @@ if TYPE_CHECKING:
     {**SEARCH_RESULT, **SEARCH_PLAN},
     "Print the result as one JSON document.",
 )
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @refuses
-def search(asked: Asked, space: str | None, show: str | None, as_json: bool, **options: Any) -> None:
+def search(
+    asked: Asked,
+    script: str | None,
+    space: str | None,
+    show: str | None,
+    as_json: bool,
+    arguments: tuple[str, ...],
+    **options: Any,
+) -> None:
     """Search hyperparameters, on as many nodes as there are.
 
     The job that the options describe is varied over the space; each trial is a training on the cluster, which may lose
@@ -137,25 +154,32 @@ def search(asked: Asked, space: str | None, show: str | None, as_json: bool, **o
        "model.args.channels": {"low": 16, "high": 64, "step": 16,
                                "when": {"model.factory": "tcn"}}}
 
+    The space of a script has fields of training, and its arguments as args.NAME: a trial gets --NAME VALUE.
+
     \b
     Examples:
       dtrain search --dataset latest --space space.json --trials 40 --budget 5
+      dtrain search --script train.py --space '{"args.width": [32, 64, 128]}' \\
+        --budget 5 -- --data table.csv
       dtrain search --dataset latest --space space.json --plan
       dtrain search --config job.json --space space.json --nodes 8 \\
         --nodes-per-trial 1-2 --name wide
       dtrain train --config job.json --settings .dtrain/searches/wide/best.json
       dtrain search --show latest --json | jq -r .settings_file
     """
+    if arguments and script is None:
+        raise click.UsageError(f"arguments belong to a --script: {arguments[0]}", click.get_current_context())
     if space is not None:
-        _search(asked, space, as_json, **options)
-    elif show is None or asked != Asked() or options["name"]:
+        _search(asked, None if script is None else (script, arguments), space, as_json, **options)
+    elif show is None or asked != Asked() or options["name"] or script:
         raise click.UsageError("give the --space that is searched", click.get_current_context())
     else:
         _show(show, as_json)
 
 
 def _search(
-    asked: Asked, space: str, as_json: bool, *, trials: int, parallel: int | None, nodes_per_trial: str,
+    asked: Asked, script: tuple[str, tuple[str, ...]] | None, space: str, as_json: bool, *, trials: int,
+    parallel: int | None, nodes_per_trial: str,
     budget: float | None, sampler: str, pruner: str, metric: str, maximise: bool, seed: int,
     any_order: bool, name: str | None, only_plan: bool,
 ) -> None:  # fmt: skip
@@ -178,21 +202,30 @@ def _search(
     cluster, project = cluster_of(settings)
     manager = cluster.manager(tends=True)
     search_name = new_job_id(name, "search")
+    of_script, samples = None, dict[str, int]()
     with asked.in_its_words():
-        job, node_count = asked.job(settings, asked.fields(), search_name)
-        say_what_is_wrong(job, node_count, settings)
-        ranks = least * ranks_of(settings)
-        for sentence in check_space(parsed, job, lambda trial: check_job(trial, ranks).sentences, source):
-            say(sentence, err=True)
+        if script is not None:
+            job, node_count, of_script, samples = _script(settings, asked, *script, search_name)
+            check_space(parsed, job, source=source)
+            of_script.check(job, parsed, source)
+        else:
+            job, node_count = asked.job(settings, asked.fields(), search_name)
+            say_what_is_wrong(job, node_count, settings)
+            ranks = least * ranks_of(settings)
+            for sentence in check_space(parsed, job, lambda trial: check_job(trial, ranks).sentences, source):
+                say(sentence, err=True)
     ensure_importable()
     tracking, job = job.tracking, replace(job, tracking=replace(job.tracking, mlflow_tracking_uri=None))
-    job = replace(job, dataset=replace(job.dataset, dataset_id=data_of(job).dataset_id))  # a part of what is searched
-    job, price = with_reachable_data(job, settings), price_of(cluster.sku)
+    job, price = replace(job, tracking=replace(job.tracking, registered_model=None)), price_of(cluster.sku)
+    if of_script is None:
+        dataset_id = data_of(job).dataset_id  # a part of what is searched
+        job = with_reachable_data(replace(job, dataset=replace(job.dataset, dataset_id=dataset_id)), settings)
+        samples = dict(samples_of(job))
     request = SearchRequest(
-        name=search_name, space=document, settings=wanted, base=job, samples=samples_of(job),
+        name=search_name, space=document, settings=wanted, base=job, samples=samples,
         budget_usd=budget, nodes=node_count, least_nodes=least, most_nodes=most,
         processes_per_node=ranks_of(settings), usd_per_node_hour=price.usd_per_hour(settings.tiers[0]),
-        tier=settings.tiers[0],
+        tier=settings.tiers[0], script=of_script,
     )  # fmt: skip
     tracker = None
     if tracking.mlflow_tracking_uri is not None and not only_plan:
@@ -220,6 +253,24 @@ def _search(
             print_json({"name": search_name, "plan": asdict(found.plan)})
         return
     _run(found, wanted, as_json, tracker, again)
+
+
+def _script(
+    settings: Settings, asked: Asked, script: str, arguments: tuple[str, ...], name: str
+) -> tuple[JobConfig, int, SearchedScript, dict[str, int]]:
+    """Return the training of a script that is varied, its nodes, the script, and the samples of its splits. Raise
+    `Refusal` for options that do not go with it, and `ConfigError` as `order_script` does."""
+    refused = {"config": asked.config, "dataset": asked.dataset, "model": asked.model, "loss": asked.loss}
+    for option, value in refused.items():
+        if value is not None:
+            raise Refusal(f"--{option} cannot be combined with --script: the script has its own model, loss and data")
+    found = order_script(settings, script, arguments, asked.fields(), asked.nodes, name)
+    if not found.samples["valid"]:
+        raise Refusal(f"--script {script}: trials are compared on a validation split: call fit(train, valid)")
+    searched = SearchedScript(
+        path=found.command[1], arguments=arguments, overrides=tuple(asked.fields()), digest=found.digest
+    )
+    return found.job, asked.nodes or settings.nodes, searched, dict(found.samples)
 
 
 def _open_tracker(tracking: TrackingConfig, name: str, metric: str, sign: float) -> SearchTracker:

@@ -17,6 +17,8 @@ OF_CLUSTER = frozenset({
     "threads_per_rank", "checkpoint_frequency", "keep_checkpoints", "monitor_interval_seconds",
 })  # fmt: skip
 """Fields of ``training`` that say where and how a job runs. What is learned does not depend on them."""
+ARGUMENT = "args."
+"""What a field begins with that is an argument of a script (`dtrain_dagster.search.script`)."""
 
 
 def job_of_trial(base: JobConfig, space: Space, values: Mapping[str, Value], source: str = "the search") -> JobConfig:
@@ -29,6 +31,8 @@ def job_of_trial(base: JobConfig, space: Space, values: Mapping[str, Value], sou
         if factory is not None and factory != document[part]["factory"]:  # which `_check_field` has seen
             document[part] = {"factory": factory, "args": {}}
     for field, value in drawn.items():
+        if field.startswith(ARGUMENT):
+            continue
         *path, last = field.split(".")
         node = document
         for name in path:
@@ -94,8 +98,17 @@ def _check_field(parameter: Parameter, base: JobConfig, source: str) -> None:
     if section == "training" and rest in OF_CLUSTER:
         said = f"{field}" if field == parameter.name else f"field = {field}"
         raise SpaceError(f"{where}: {said} says how a job runs, not what it learns; set it for all trials")
+    if section == "args" and rest and "=" not in rest and not any(map(str.isspace, rest)):
+        if not base.is_of_script:
+            raise SpaceError(
+                f"{where}: args are the arguments of a script, and this job has none: name model.args.{rest}"
+            )
+        return
     if section in PARTS and base.is_of_script:
-        raise SpaceError(f"{where}: the model and the loss of a script are the script's own; vary fields of training")
+        raise SpaceError(
+            f"{where}: the {section} of a script is the script's own: vary fields of training, or an argument of the "
+            "script as args.NAME"
+        )
     if section in PARTS and getattr(base, section) is None:
         raise SpaceError(f"{where}: the job has no {section} of its own; give it one that the search can begin from")
     is_argument = rest.startswith("args.") and rest.count(".") == 1 and rest != "args."

@@ -184,7 +184,8 @@ def summary(result: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"best: trial {best['trial']}, {result['metric']} {best['score']:.6g} with {shown_values(best['values'])}"
         )
-        lines.append(f"use it: dtrain train … --settings {result['settings_file']}")
+        use = result.get("command") or f"dtrain train … --settings {result['settings_file']}"
+        lines.append(f"use it: {use}")
     else:
         lines.append("no trial was evaluated: see `dtrain logs` of one for why")
     return lines

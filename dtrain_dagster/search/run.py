@@ -34,6 +34,7 @@ from dtrain_dagster.planning.probe import forecast
 from dtrain_dagster.search.check_space import job_of_trial
 from dtrain_dagster.search.kept import RESULT, SEARCH, kept_search, search_folder
 from dtrain_dagster.search.results import importances, result_document, settings_document, summary
+from dtrain_dagster.search.script import SearchedScript
 from dtrain_dagster.search.settings import Pruner, SearchSettings
 from dtrain_dagster.search.source import TrialSource
 from dtrain_dagster.search.space import SpaceError, parse_space
@@ -80,6 +81,8 @@ class SearchRequest:
     processes_per_node: int = 1
     usd_per_node_hour: float
     tier: Tier = "dedicated"
+    script: SearchedScript | None = None
+    """The script that ``base`` is a training of; None: it has a dataset."""
 
     def __post_init__(self) -> None:
         try:
@@ -104,7 +107,8 @@ class SearchRequest:
         job = json.loads(self.base.to_json())
         kept = {name: job[name] for name in ("dataset", "model", "loss", "training")}
         kept["training"] |= {"max_node_seconds": None}
-        return {"space": dict(self.space), "job": kept, **self.settings.decisive()}
+        of_script = {} if self.script is None else {"script": self.script.described()}
+        return {"space": dict(self.space), "job": kept, **of_script, **self.settings.decisive()}
 
 
 class Search:
@@ -173,8 +177,13 @@ class Search:
         """Return the job of a trial, and how often it is evaluated if it goes to its end."""
         request, job_id = self.request, trial_id(self.request.name, number)
         try:
-            job = job_of_trial(request.base, parse_space(request.space), values, f"trial {number}")
-            job = replace(job, job_id=job_id, run_dir=f"{self._jobs_uri}/{job_id}")
+            space, base = parse_space(request.space), request.base
+            base = replace(base, job_id=job_id, run_dir=f"{self._jobs_uri}/{job_id}")
+            command = None
+            if request.script is None:
+                job = job_of_trial(base, space, values, f"trial {number}")
+            else:
+                job, command = request.script.trial(base, space, values, f"trial {number}")
             of = max(1, trial_sizes(request, job, None).work(request.most_nodes).evaluations)
         except ConfigError as error:
             return FleetJob(job_id=job_id, node_seconds=1.0, problem=f"no training: {error}"), 1
@@ -184,7 +193,7 @@ class Search:
             most_nodes=request.most_nodes,
             node_seconds=max(1.0, usual.evaluation * of + usual.finish),
             startup_seconds=usual.startup,
-            order=JobOrder(job=job),
+            order=JobOrder(job=job, command=command),
         )
         return made, of
 
@@ -245,7 +254,8 @@ class Search:
             "seed": request.settings.seed,
             "budget_usd": self.budget_usd,
             "planned": {"at_most_usd": self.plan.at_most_usd, "expected_usd": self.plan.expected_usd},
-            "settings_file": self.best_file if source.best is not None else None,
+            "settings_file": self.best_file if source.best is not None and request.script is None else None,
+            "command": self._command(source),
             "importance": importances(source.space, source.trials, request.settings.sign),
         }
         return result_document(source.trials, request.settings, self.before_usd, more)
@@ -253,10 +263,15 @@ class Search:
     def _keep(self, source: TrialSource) -> None:
         """Write the result, and the settings of the best trial."""
         self._storage.write(RESULT, json.dumps(self.result(source), indent=1).encode())
-        if source.best is not None:
+        if source.best is not None and self.request.script is None:
             request = self.request
             document = settings_document(request.name, source.space, request.settings, source.best, request.base)
             self._storage.write(BEST, json.dumps(document, indent=2, sort_keys=True).encode())
+
+    def _command(self, source: TrialSource) -> str | None:
+        """Return what trains a script with the best values; None for a job on a dataset, whose settings are a file."""
+        script, best = self.request.script, source.best
+        return None if script is None or best is None else script.words(source.space, best.values)
 
     def _line(self, source: TrialSource, spent_usd: float) -> str:
         """Return how the search stands, for a person."""
@@ -390,10 +405,20 @@ def measure_trial(
     Raise as `dtrain_dagster.planning.probe.run_probe` does."""
     nodes, ranks = request.least_nodes, request.processes_per_node
     sizes = trial_sizes(request, request.base, os.cpu_count() if is_this_machine else None)
-    mark = f"{pace_mark(request.base, ranks)}-w{request.base.training.world_size}-{request.name}"
+    digest, command = ("", None) if request.script is None else (request.script.digest, request.script.command(()))
+    mark = f"{pace_mark(request.base, ranks, digest)}-w{request.base.training.world_size}-{request.name}"
     most = None if request.budget_usd is None else request.budget_usd / request.usd_per_node_hour * 3600
     found = forecast(
-        manager, request.base, sizes, (nodes,), mark, dict(env), LearnedCorrection(), told, left=lambda: most
+        manager,
+        request.base,
+        sizes,
+        (nodes,),
+        mark,
+        dict(env),
+        LearnedCorrection(),
+        told,
+        left=lambda: most,
+        command=command,
     )
     usage = [item for job_id in found.rests_on for item in manager.node_usage(job_id)]
     usd = CostTracker("", usage, request.tier).total_usd

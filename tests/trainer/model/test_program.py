@@ -22,7 +22,6 @@ from trainer.model.program import (
     load_saved_program,
 )
 
-
 pytestmark = pytest.mark.slow  # to export one takes seconds in a new process
 
 
