@@ -32,7 +32,7 @@ PORT ?= 3000
 # Dagster's console without its debug events.
 QUIET := {"loggers": {"console": {"config": {"log_level": "INFO"}}}}
 
-.PHONY: help setup browser run ui test test-all test-fast kube slurm ray test-engines test-torch bench lint format train dashboard tensorboard mlflow docs clean lock sbom audit release
+.PHONY: help setup browser run ui test test-all test-fast kube slurm ray test-engines test-streams test-torch bench lint format train dashboard tensorboard mlflow docs clean lock sbom audit release
 
 help:  ## list what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,7 +84,7 @@ test: setup browser  ## the tests (browser tests want Chromium: installed where 
 	@python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --repeat-alone \
 	  --cpu-budget 2 --results=out/tests.json -m "not long and not lint" $(TESTS)
 
-test-all: lint test test-engines  ## lint, the tests, those of frameworks and of other versions of torch, then the long ones: repetitions of proofs, loads of minutes, many examples of Hypothesis
+test-all: lint test test-engines test-streams  ## lint, the tests, those of frameworks and of other versions of torch, then the long ones: repetitions of proofs, loads of minutes, many examples of Hypothesis
 	@for version in $(OTHER_TORCH); do $(MAKE) test-torch VERSION=$$version; done
 	@python -m pytest -o faulthandler_timeout=3300 --hypothesis-profile thorough --results=out/tests-long.json -m "long or hypothesis"
 
@@ -120,6 +120,12 @@ $(ENGINES)/.ready: pyproject.toml tools/frameworks/build_horovod.sh | setup
 test-engines: $(ENGINES)/.ready  ## scripts under Horovod, DeepSpeed, Ray Train and TensorFlow (Linux; g++, cmake; builds Horovod once)
 	@PATH="$(CURDIR)/$(ENGINES)/bin:$$PATH" $(ENGINES)/bin/python -m pytest -n0 --results=out/tests-frameworks.json tests/frameworks tests/azure/test_frameworks.py
 
+STREAMS := datasets>=5,<6 grain>=0.2.18,<0.3 torchdata>=0.11,<0.12
+test-streams: setup  ## streams of Hugging Face's datasets, Grain and torchdata, in an environment over this one
+	@./tools/layered_environment.sh $(BIN)/python $(VENV)/streams
+	@$(VENV)/streams/bin/python -m pip --disable-pip-version-check install --quiet $(foreach each,$(STREAMS),"$(each)")
+	@$(VENV)/streams/bin/python -m pytest -n0 --results=out/tests-streams.json tests/frameworks/test_streams.py
+
 # The ends of the range in pyproject.toml.
 OTHER_TORCH := 2.11.0 2.14.1
 test-torch: setup  ## the trainer's tests with another torch (VERSION=2.14.1), in an environment over this one
@@ -136,6 +142,7 @@ BENCH_chaos := --tapes 8
 BENCH_control_plane := --nodes 8 32 --rounds 2
 BENCH_diagnosis := --plants 12 --healthy 4 --laptop 1
 BENCH_estimate := --trainings 4
+BENCH_fit := --rounds 2 --ranks 2
 BENCH_fleet := --seeds 2
 BENCH_large_model := --rounds 2
 BENCH_orchestration := --rounds 2 --loads 3 --long 144

@@ -17,6 +17,7 @@ from dagster import AssetKey, DagsterInstance
 
 from tests.docs.blocks import ROOT, Part, script_of
 from tests.page import Page
+from trainer.config import ConfigError
 
 TABLE = Part("examples/table/README.md")
 LANGUAGE_MODEL = Part("examples/language_model/README.md", slice(0, 1))
@@ -43,6 +44,20 @@ def test_digits(tmp_path: Path) -> None:
     found = re.search(r"([\d.]+)% of 250 digits", run(script, tmp_path))
     assert found
     assert float(found[1]) > 93
+
+
+@pytest.mark.slow
+def test_tar_files_as_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, with one pass instead of three."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    streams = importlib.import_module("streams")
+    stream = streams.tar_files(streams.write_digits(str(tmp_path)), streams.decode_digit)
+    assert [len(list(stream.make(number))) for number in range(3)] == [109, 108, 108]
+    result = streams.train(stream, str(tmp_path / "run"), epochs=1, batch_size_per_gpu=4)
+    assert result.samples_seen == 1297
+    assert result.test["accuracy"] > 0.6
+    with pytest.raises(ConfigError, match=r"has 12 sub-streams, and a global batch 5 micro-batches"):
+        streams.train(stream, str(tmp_path / "other"), gradient_accumulation_steps=5)
 
 
 @pytest.mark.slow
