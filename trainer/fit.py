@@ -61,7 +61,7 @@ from trainer.model.optimizers import OptimizerRecipe, recipe_for
 from trainer.model.sizes import model_bytes
 from trainer.model.task import Measure, SupervisedTask, Task
 from trainer.observability.node_presence import record_presence
-from trainer.observability.progress_line import ProgressLine
+from trainer.observability.progress_line import ProgressLine, is_notebook
 from trainer.rundir import SCRIPT_FOLDER, RunDir, resolve_start
 from trainer.runtime.packages import load
 from trainer.strategies import ENGINES, require_package, settings_of_backend
@@ -145,6 +145,9 @@ class FitResult:
     train_seconds: float
     model_version: str | None = None
     """``NAME version N`` on rank 0, where this process has registered the model."""
+    rank: int = 0
+    """Of this process at the end. What follows in the script runs on each rank, of which one has 0, whichever nodes
+    were lost."""
 
 
 class Trainer:
@@ -192,7 +195,7 @@ class Trainer:
         that it finds there (None: a new folder below ``runs``). ``name``: of the data's content, to which checkpoints
         belong (None: from the data). ``registry``: the name under which MLflow registers the trained model, or True for
         that of its class (`trainer.evaluation.program_judge`). ``progress``: whether rank 0 shows a line of progress
-        (None: on a terminal).
+        (None: on a terminal, and in a notebook).
 
         Raise `ConfigError` for what cannot be used."""
         if loss is not None and task is not None:
@@ -210,7 +213,7 @@ class Trainer:
             name_there = type(model).__name__.lower() if registry is True else registry
             others = {**asdict(self._tracking), "registered_model": name_there}
             self._tracking = settings_of(others, TrackingConfig, "tracking")
-        self._shows_progress = sys.stderr.isatty() if progress is None else progress
+        self._shows_progress = (sys.stderr.isatty() or is_notebook()) if progress is None else progress
         self._weights_and_lengths: tuple[Any, Any] = None, None
 
     def fit(
@@ -381,7 +384,11 @@ class Trainer:
         if "DTRAIN_LAUNCH" in os.environ:
             atexit.register(_leave_at_once)
         return FitResult(
-            model=self.model.cpu(), run_dir=rundir.uri, model_version=_register(rundir), **figures_of(result)
+            model=self.model.cpu(),
+            run_dir=rundir.uri,
+            model_version=_register(rundir),
+            rank=result["rank"],
+            **figures_of(result),
         )
 
 

@@ -7,12 +7,14 @@ import json
 import math
 import re
 import signal
+import sys
 import threading
 import uuid
 from collections import UserDict, namedtuple
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fit_jobs
@@ -626,6 +628,23 @@ def test_the_script_of_the_documentation_runs_as_written(tmp_path: Path, monkeyp
     exec(script, names)  # what its reader would paste into a notebook
     assert names["result"].test["accuracy"] > 0.8
     assert Path(names["result"].run_dir, "result.json").is_file()
+
+
+def test_a_notebook_shows_progress_by_itself(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a kernel, whose standard error is no terminal and looks like a failure."""
+    monkeypatch.chdir(tmp_path)
+    assert run(run_dir=None, max_steps=2).rank == 0
+    capsys.readouterr()
+    run(run_dir=None, max_steps=2)
+    assert "step 2/2" not in "".join(capsys.readouterr())
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=object())))
+    run(run_dir=None, max_steps=2)
+    assert "step 2/2" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))  # imported, no notebook
+    run(run_dir=None, max_steps=2)
+    assert "step 2/2" not in "".join(capsys.readouterr())
 
 
 def test_the_line_of_progress() -> None:

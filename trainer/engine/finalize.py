@@ -20,8 +20,8 @@ from trainer.rundir import MODEL, WEIGHTS
 
 
 def finalize(session: Session) -> dict[str, Any]:
-    """Evaluate and write the best model, and return the fields of ``result.json``. This is a collective, which can be
-    done again after a `GroupError`: the state of training is left as it was.
+    """Evaluate and write the best model, and return the fields of ``result.json``, and this process's ``rank``. This is
+    a collective, which can be done again after a `GroupError`: the state of training is left as it was.
 
     Where the cluster releases a node that ends (`trainer.exit_codes.RELEASES_NODES`), ranks other than 0 return
     once they have nothing more to do; rank 0 then writes alone what is left."""
@@ -66,7 +66,7 @@ def finalize(session: Session) -> dict[str, Any]:
         session.budget.close()
     if not is_alone:
         world.barrier()  # until the result is written: if a rank fails, those that are left can still write it
-    return result
+    return {**result, "rank": world.rank}
 
 
 def _begin_stage(session: Session, stage: FinishStage) -> None:

@@ -15,12 +15,19 @@ from typing import Any, TextIO
 from trainer.printable import format_duration
 
 
+def is_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None
+
+
 class ProgressLine:
-    """A line of a terminal that is written anew with each report, by one process."""
+    """A line of a terminal or a notebook that is written anew with each report, by one process."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        """``stream``: where the line goes; None: standard error."""
-        self._stream = stream or sys.stderr
+        """``stream``: where the line goes; None: standard error, in a notebook, where that is shown as a failure,
+        standard output."""
+        self._stream = stream or (sys.stdout if is_notebook() else sys.stderr)
         self._step: Mapping[str, Any] | None = None
         self._valid: float | None = None
         self._width = 0
