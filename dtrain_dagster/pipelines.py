@@ -44,8 +44,8 @@ from trainer.config import DistributedTrainingConfig
 from trainer.setting_errors import explain_unknown
 
 OF_SCRIPT = (
-    "the model of a script is not registered: its class is in the script, where no server finds it. Its weights are in "
-    "the run directory, model/weights.pt"
+    "the model of a script is registered with registry=True (in YAML, registry: true). Its weights are in the run "
+    "directory, model/weights.pt"
 )
 
 
@@ -94,6 +94,7 @@ def build_training_assets(
     *,
     script: str | os.PathLike[str] | None = None,
     arguments: Sequence[str] = (),
+    registry: bool = False,
     model: str | None = None,
     model_args: Mapping[str, Any] | None = None,
     loss: str | None = None,
@@ -111,7 +112,8 @@ def build_training_assets(
     and resources. Several of them, and a team's own definitions, go together with `dagster.Definitions.merge`.
 
     ``dataset``: `Prices`; the folder or id of a dataset; or the asset of this code location that returns such a folder.
-    ``script``: instead, a script that calls `trainer.Trainer.fit`, with its ``arguments``. ``model``, ``loss``: stock
+    ``script``: instead, a script that calls `trainer.Trainer.fit`, with its ``arguments``; its model is registered with
+    ``registry``, as that of a dataset always is. ``model``, ``loss``: stock
     names or ``package.module:factory``. ``training``: fields of `trainer.config.DistributedTrainingConfig`; ``limits``:
     budget_usd, deadline_hours, stop_at_usd, choose_nodes, probe. Launchpads begin with all of these. ``cluster``: as
     the environment has it, where None. ``model_name``, ``experiment``: in MLflow (None: ``name``). ``schedule``: cron
@@ -122,6 +124,8 @@ def build_training_assets(
         raise PipelineError(f"pipeline {name}: give either dataset or script")
     given = {"model": model, "model_args": model_args, "loss": loss, "loss_args": loss_args}
     parts = {key: value for key, value in given.items() if value is not None}
+    if registry and script is None:
+        raise PipelineError(f"pipeline {name}: registry is for a script; the model of a dataset is always registered")
     if script is not None and parts:
         raise PipelineError(f"pipeline {name}: {', '.join(parts)} cannot be combined with script, which has its own")
     try:
@@ -135,7 +139,7 @@ def build_training_assets(
             owners=tuple(owners),
             defaults=defaults,
             deps=tuple(map(dg.AssetKey.from_coercible, deps)),
-            **_source(dataset, script, arguments, defaults),
+            **_source(dataset, script, arguments, registry, defaults),
         )
         return build_graph(pipeline, settings, build_resources(settings, names), schedule)
     except ValueError as error:
@@ -217,14 +221,18 @@ def _plan_options(
 
 
 def _source(
-    dataset: Any, script: str | os.PathLike[str] | None, arguments: Sequence[str], defaults: dict[str, dict[str, Any]]
+    dataset: Any,
+    script: str | os.PathLike[str] | None,
+    arguments: Sequence[str],
+    registry: bool,
+    defaults: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
     """Return the fields of `Pipeline` that say what is trained on; ``defaults`` gets its launchpad's."""
     if script is not None:
         path = _script_path(script)
         if arguments:
             defaults["cost_estimate"]["arguments"] = list(arguments)
-        return {"source": "script", "script": str(path), "unregistered": OF_SCRIPT}
+        return {"source": "script", "script": str(path), "unregistered": "" if registry else OF_SCRIPT}
     if isinstance(dataset, Prices):
         given = {name: value for name, value in asdict(dataset).items() if value is not None}
         source = {"source": given.pop("source")} if "source" in given else {}
@@ -258,10 +266,11 @@ def build_graph(
     elif not of_script:
         assets.append(dataset.build_given_dataset(pipeline))
     assets += [planning.build_cost_estimate(pipeline), training.build_trained_checkpoint(pipeline)]
-    if not of_script:
+    if not pipeline.unregistered:
         assets.append(registry.build_registered_model(pipeline))
-        asset_checks += [checks.build_leakage_checks(pipeline)]
         asset_checks += [registry.build_endpoint_compatible(names)] if settings.endpoint else []
+    if not of_script:
+        asset_checks += [checks.build_leakage_checks(pipeline)]
     assets += [costs.build_cost_breakdown(pipeline), reporting.build_performance_report(pipeline)]
     train = dg.define_asset_job(
         names.unique(TRAIN_JOB),

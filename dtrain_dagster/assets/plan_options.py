@@ -252,12 +252,16 @@ class ScriptTraining:
     cluster: GPUClusterResource
     project: ProjectResource
     script: str
+    registered_model: str | None = None
+    """The name under which its model is registered; None: it is not."""
 
     def on_nodes(self, node_count: int) -> Wanted:
         """Return the training as it would run on ``node_count`` nodes, which the script says."""
         ranks, is_here = node_count * self.cluster.ranks_per_node, self.cluster.traits.is_this_machine
         share = max(1, (os.cpu_count() or 1) // ranks) if is_here else None
-        overrides = self.config.overrides(ranks, self.cluster.threads_per_rank or share)
+        overrides = list(self.config.overrides(ranks, self.cluster.threads_per_rank or share))
+        if self.registered_model is not None:
+            overrides.append(f"tracking.registered_model={json.dumps(self.registered_model)}")
         found = describe_script(
             self.script,
             self.config.arguments,

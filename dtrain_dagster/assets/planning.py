@@ -107,8 +107,9 @@ def _of_script(pipeline: Pipeline) -> dg.AssetsDefinition:
         """Plan a script's training, which is found out by running the script up to its call of fit."""
         cluster = with_nodes_of_run(cluster_resource(context, names), config)
         project = project_resource(context, names)
-        request = ScriptTraining(names, config, cluster, project, pipeline.script)
-        return plan_training(context, config, cluster, project, request)
+        name = None if pipeline.unregistered else project.model_name
+        request = ScriptTraining(names, config, cluster, project, pipeline.script, name)
+        return plan_training(context, config, cluster, project, request, registers=name is not None)
 
     return cost_estimate
 

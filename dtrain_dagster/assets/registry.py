@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 def build_registered_model(pipeline: Pipeline) -> dg.AssetsDefinition:
     """Return the asset `registered_model` of a graph."""
+    return _of_script(pipeline) if pipeline.source == "script" else _of_dataset(pipeline)
+
+
+def _of_dataset(pipeline: Pipeline) -> dg.AssetsDefinition:
     names, key = pipeline.names, pipeline.names.key("registered_model")
     inputs = ("sharded_dataset", "cost_estimate", "trained_checkpoint")
 
@@ -54,13 +58,7 @@ def build_registered_model(pipeline: Pipeline) -> dg.AssetsDefinition:
                 blocking=True,
                 description=f"{RULE[0].upper()}{RULE[1:]}. A point forecast of windows: {POINT_RULE}.",
             ),
-            dg.AssetCheckSpec(
-                "serving_endpoint_answers",
-                asset=key,
-                blocking=True,
-                description="A real MLflow scoring server answers real windows with the numbers of the trained "
-                "weights.",
-            ),
+            _served(key),
         ],
     )
     def registered_model(
@@ -70,50 +68,89 @@ def build_registered_model(pipeline: Pipeline) -> dg.AssetsDefinition:
         trained_checkpoint: FinishedJob,
     ):  # no annotation, see assets.common
         """Register the trained model as a version, check it with a scoring server, and give it an alias."""
-        cluster, project = cluster_resource(context, names), project_resource(context, names)
-        # Here, not above: these load MLflow.
-        from dtrain_dagster.registry.registration import register_job
-
-        job, rundir = trained_checkpoint, RunDir(trained_checkpoint.run_dir)
-        provenance = provenance_of(context, cluster, project, job, plan_of(rundir, cost_estimate))
-        found = register_job(
-            cluster.registry(project, context.run.run_id),
-            project.home,
-            job.run_dir,
-            project.model_name,
-            provenance,
-            experiment=project.experiment,
-            cache_dir=project.cache_dir,
-            told=context.log.info,
-        )
-        model, decision, evaluation = found.model, found.decision, found.evaluation
-        result = read_finished(rundir, RESULT)
-        worth, decided = worth_line(evaluation, provenance.cost_usd_total), decision.reason.partition(", because")[0]
-        return dg.MaterializeResult(
-            value={"name": model.name, "version": model.version, "uri": model.uri, "run_dir": job.run_dir},
-            data_version=dg.DataVersion(result["weights_sha256"]),
-            metadata=fit_page(
-                {
-                    **head_of_page(
-                        f"{model.name} version {model.version} is {decision.alias}: {decided}.",
-                        _ranks(evaluation),
-                        {"version": model.version, "alias": decision.alias, **_test_score(evaluation)},
-                    ),
-                    **({"earned": worth} if worth else {}),
-                    **links(**mlflow_pages(project.mlflow_url, model)),
-                    "model": model.name,
-                    "reason": decision.reason,
-                    "replaced_champion": found.replaced or "none",
-                    "uri": model.uri,
-                    "mlflow_run_id": model.run_id,
-                    "model_card": dg.MarkdownMetadataValue(found.card),
-                    "tags": dg.JsonMetadataValue({**model.tags, **found.digests}),
-                }
-            ),
-            check_results=check_results(found.verdict, evaluation, found.serving),
-        )
+        return register(context, names, cost_estimate, trained_checkpoint)
 
     return registered_model
+
+
+def _of_script(pipeline: Pipeline) -> dg.AssetsDefinition:
+    names, key = pipeline.names, pipeline.names.key("registered_model")
+
+    @dg.asset(
+        **pipeline.asset("registered_model", "registry", inputs=("cost_estimate", "trained_checkpoint")),
+        kinds={"mlflow"},
+        required_resource_keys=names.resources,
+        description=(
+            "The script's model as a version in MLflow's registry, with its data, code, node-hours and dollars, as a "
+            "program that needs nothing of the script. It is a challenger: a script brings no baselines for a gate."
+        ),
+        check_specs=[_served(key)],
+    )
+    def registered_model(
+        context: dg.AssetExecutionContext, cost_estimate: TrainingPlan, trained_checkpoint: FinishedJob
+    ):  # no annotation, see assets.common
+        """Register the trained model as a version, and check it with a scoring server."""
+        return register(context, names, cost_estimate, trained_checkpoint, is_gated=False)
+
+    return registered_model
+
+
+def _served(key: dg.AssetKey) -> dg.AssetCheckSpec:
+    return dg.AssetCheckSpec(
+        "serving_endpoint_answers",
+        asset=key,
+        blocking=True,
+        description="A real MLflow scoring server answers real samples with the numbers of the trained weights.",
+    )
+
+
+def register(
+    context: dg.AssetExecutionContext, names: GraphNames, plan: TrainingPlan, job: FinishedJob, is_gated: bool = True
+) -> dg.MaterializeResult:
+    """Return the version of a finished job, its page and its checks. ``is_gated``: whether the gate is one of them."""
+    cluster, project = cluster_resource(context, names), project_resource(context, names)
+    # Here, not above: these load MLflow.
+    from dtrain_dagster.registry.registration import register_job
+
+    rundir = RunDir(job.run_dir)
+    provenance = provenance_of(context, cluster, project, job, plan_of(rundir, plan))
+    found = register_job(
+        cluster.registry(project, context.run.run_id),
+        project.home,
+        job.run_dir,
+        project.model_name,
+        provenance,
+        experiment=project.experiment,
+        cache_dir=project.cache_dir,
+        told=context.log.info,
+    )
+    model, decision, evaluation = found.model, found.decision, found.evaluation
+    result = read_finished(rundir, RESULT)
+    worth, decided = worth_line(evaluation, provenance.cost_usd_total), decision.reason.partition(", because")[0]
+    results = check_results(found.verdict, evaluation, found.serving)
+    return dg.MaterializeResult(
+        value={"name": model.name, "version": model.version, "uri": model.uri, "run_dir": job.run_dir},
+        data_version=dg.DataVersion(result["weights_sha256"]),
+        metadata=fit_page(
+            {
+                **head_of_page(
+                    f"{model.name} version {model.version} is {decision.alias}: {decided}.",
+                    _ranks(evaluation),
+                    {"version": model.version, "alias": decision.alias, **_test_score(evaluation)},
+                ),
+                **({"earned": worth} if worth else {}),
+                **links(**mlflow_pages(project.mlflow_url, model)),
+                "model": model.name,
+                "reason": decision.reason,
+                "replaced_champion": found.replaced or "none",
+                "uri": model.uri,
+                "mlflow_run_id": model.run_id,
+                "model_card": dg.MarkdownMetadataValue(found.card),
+                "tags": dg.JsonMetadataValue({**model.tags, **found.digests}),
+            }
+        ),
+        check_results=results if is_gated else results[1:],
+    )
 
 
 def mlflow_pages(mlflow_url: str, model: "RegisteredModel") -> dict[str, str]:

@@ -108,6 +108,8 @@ def build_trained_checkpoint(pipeline: Pipeline) -> dg.AssetsDefinition:
                 if choice.action in ("start", "restart"):
                     refuse_dearer_nodes(context, project, plan, got)
                     job = planned_job(plan, choice, cluster, project, context.run.run_id)
+                    if pipeline.source == "script" and not pipeline.unregistered:  # its nodes write what is registered
+                        job.tracking.registered_model = project.model_name
                     job.training.max_node_seconds = (
                         node_seconds(plan, choice, manager, got) or job.training.max_node_seconds
                     )

@@ -39,6 +39,7 @@ class TrainingPipeline(dg.Component, dg.Model, dg.Resolvable):
     script: Annotated[str | None, Field(description="a script that calls Trainer(…).fit(…), from this file")] = None
     arguments: list[str | int | float] = []
     """Of the script's command, each as text: YAML's numbers, and those in quotes, come as numbers."""
+    registry: Annotated[bool, Field(description="whether the model of a script is registered")] = False
     network: Annotated[
         str | None,
         dg.Resolver.default(model_field_name="model", description="tcn, lstm, transformer, or package.module:factory"),
@@ -63,6 +64,7 @@ class TrainingPipeline(dg.Component, dg.Model, dg.Resolvable):
             self._dataset(context),
             script=None if self.script is None else context.path / self.script,
             arguments=list(map(str, self.arguments)),
+            registry=self.registry,
             model=self.network,
             model_args=self.model_args,
             loss=self.loss,

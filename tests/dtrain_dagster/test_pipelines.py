@@ -72,6 +72,16 @@ def test_each_graph_is_whole_under_its_own_prefix(location: dg.Definitions) -> N
     }
 
 
+def test_a_script_whose_model_is_registered_has_the_asset_and_its_check(script: Path) -> None:
+    defs = build_training_assets("vision", script=script, registry=True)
+    dg.Definitions.validate_loadable(defs)
+    assert parents(defs)["vision/registered_model"] == {"vision/cost_estimate", "vision/trained_checkpoint"}
+    keys = defs.resolve_asset_graph().asset_check_keys
+    assert {key.name for key in keys if key.asset_key.path[-1] == "registered_model"} == {"serving_endpoint_answers"}
+    made = defs.resolve_job_def("vision_train").asset_layer.selected_asset_keys
+    assert dg.AssetKey(["vision", "registered_model"]) in made
+
+
 def test_no_name_of_a_graph_meets_another(location: dg.Definitions) -> None:
     dg.Definitions.validate_loadable(location)  # Dagster refuses two jobs, sensors, ops or keys of one name
     graph, repository = location.resolve_asset_graph(), location.get_repository_def()
@@ -200,6 +210,7 @@ def test_one_cause_starts_a_retraining_of_each_graph(tmp_path: Path) -> None:
             "limits.budget is not a setting: did you mean budget_usd",
         ),
         ({"name": "one", "script": "x.py", "model": "tcn"}, "model cannot be combined with script"),
+        ({"name": "one", "dataset": "d", "registry": True}, "registry is for a script"),
     ],
 )
 def test_an_argument_that_cannot_be_used_is_named(arguments: dict[str, object], said: str) -> None:
