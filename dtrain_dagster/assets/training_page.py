@@ -151,7 +151,9 @@ def training_checks(key: dg.AssetKey) -> list[dg.AssetCheckSpec]:
             asset=key,
             blocking=True,
             description="Each sample of the training split was used exactly once per epoch, no matter which nodes "
-            "were lost: the trainer's records of what it consumed match the dataset's own count.",
+            "were lost: the trainer's records of what it consumed match the dataset's own count. Where samples are "
+            "drawn by weights, each draw was made once; of a stream, whose length nobody knows, each sample that was "
+            "drawn from its sub-streams was used once.",
         ),
         dg.AssetCheckSpec(
             "communication_within_limits",
@@ -248,15 +250,22 @@ def _weights_check(result: dict[str, Any]) -> dg.AssetCheckResult:
 def _samples_check(result: dict[str, Any], plan: TrainingPlan) -> dg.AssetCheckResult:
     """Return the check that the trainer's records add up to the number of samples in the dataset's manifest, or to
     that which the script had before the training."""
-    from trainer.data.coverage import find_coverage_errors  # numpy, which the code location does not need to load
+    # numpy, which the code location does not need to load
+    from trainer.data.coverage import STREAM, find_coverage_errors, kind_of_data
 
     own = plan.job.get("script") or load_manifest(open_storage(plan.job["dataset"]["uri"]))
     count, epochs = own["samples"]["train"], result["consumed"]
-    wrong = find_coverage_errors(epochs, count, whole_epochs=int(result["epochs"]))
+    kind = kind_of_data(plan.job["dataset"].get("dataset_id") or "")
+    wrong = find_coverage_errors(epochs, count, int(result["epochs"]), kind)
     return dg.AssetCheckResult(
         check_name="every_sample_used_once",
         passed=not wrong,
-        metadata={"samples": count, "epochs": len(epochs), "wrong": sentences(wrong)},
+        metadata={
+            "samples": sum(item["samples"] for item in epochs) if kind == STREAM else count,
+            "epochs": len(epochs),
+            "counted": kind,
+            "wrong": sentences(wrong),
+        },
     )
 
 

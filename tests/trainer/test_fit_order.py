@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from harness.worlds import assert_same_training
 from trainer import DistributedConfig, FitResult, Stream, Trainer
 from trainer.config import ConfigError, JobConfig, parse_job
-from trainer.data.coverage import find_coverage_errors
+from trainer.data.coverage import find_coverage_errors, kind_of_data
 from trainer.engine.own_problem import OwnProblemMaker, describe_own_job
 from trainer.engine.run_job import run_job
 from trainer.rundir import RunDir
@@ -181,7 +181,7 @@ def test_a_stream_in_one_process_ends_with_its_passes_or_with_max_steps(tmp_path
     short = trained(tmp_path / "steps", data, epochs=9, max_steps=4)
     assert (short.steps, short.samples_seen) == (4, 40)
     found = RunDir(str(tmp_path / "steps")).read_json("result.json")
-    assert find_coverage_errors(found["consumed"], 0, int(found["epochs"])) == []
+    assert find_coverage_errors(found["consumed"], 1000, int(found["epochs"])) == []
     more = trained(tmp_path / "steps", data, epochs=9, max_steps=7)
     assert (more.steps, more.samples_seen) == (7, 70)
     with pytest.raises(ConfigError, match=r"stream-\w+-of-6"):
@@ -231,6 +231,7 @@ def test_weights_and_lengths_in_one_process(tmp_path: Path) -> None:
     assert set(data.read[-100:]) == {59}
     found = RunDir(str(tmp_path / "weights")).read_json("result.json")
     assert [item["kind"] for item in found["consumed"]] == ["draws", "draws"]
+    assert kind_of_data(RunDir(str(tmp_path / "weights")).read_job().dataset.dataset_id or "") == "draws"
     assert find_coverage_errors(found["consumed"], 60, 2) == []
     with pytest.raises(ConfigError, match="weights-"):
         trained(tmp_path / "weights", data, sample_weights=[0.0] * 58 + [1.0, 2.0], epochs=3)

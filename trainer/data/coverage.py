@@ -10,6 +10,7 @@ in the order of the epoch. Samples of a stream have no positions: what is counte
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -53,6 +54,7 @@ def digest_of_all(count: int) -> int:
 SAMPLES, DRAWS, STREAM = "samples", "draws", "stream"
 """What the records of an epoch count: samples, each once; draws with replacement, each once; samples of a stream."""
 _SUBSTREAM_BITS = 40
+_STREAM_NAME, _WEIGHTED_NAME = re.compile(r"-of-\d+$"), re.compile(r"-weights-[0-9a-f]{12}$")
 
 
 def substream_samples(number: int, first: int, count: int) -> NDArray[np.int64]:
@@ -111,16 +113,34 @@ class EpochCoverage:
         return self.kind == STREAM and (self.drawn is None or len(self.ended or ()) == len(self.drawn))
 
 
-def find_coverage_errors(epochs: list[dict[str, Any]], count: int, whole_epochs: int) -> list[str]:
+def kind_of_data(dataset_id: str) -> str:
+    """Return what is counted of training samples with this name."""
+    if _STREAM_NAME.search(dataset_id):
+        return STREAM
+    return DRAWS if _WEIGHTED_NAME.search(dataset_id) else SAMPLES
+
+
+def find_coverage_errors(
+    epochs: list[dict[str, Any]], count: int, whole_epochs: int, kind: str | None = None
+) -> list[str]:
     """Return what is wrong with the records of a training over ``count`` samples that finished ``whole_epochs`` epochs,
     one sentence for each fault, none if every sample (of a split that is drawn from with replacement: every draw) was
     used exactly once per epoch. An epoch that was cut short (by ``max_steps`` or early stopping) is judged by its
     number of samples only, which must not exceed ``count``; of a stream, whose length nobody knows, by what was drawn
-    of each sub-stream. Records count epochs from 0, the sentences from 1. Pure."""
+    of each sub-stream, in all passes together at most ``count``. ``kind``: what is to be counted; None: any. Records
+    count epochs from 0, the sentences from 1. Pure."""
+    kinds = {item.get("kind", SAMPLES) for item in epochs}
+    if len(kinds) > 1 or (kind is not None and kinds - {kind}):
+        return [f"what was recorded are {', '.join(sorted(map(str, kinds)))}, and not {kind or 'of one kind'}"]
     found = {item["epoch"]: item for item in epochs}
     wrong = [f"epoch {epoch + 1}: nothing was recorded" for epoch in range(whole_epochs) if epoch not in found]
-    if any(item.get("kind") == STREAM for item in epochs):
-        wrong += _find_stream_errors(epochs, whole_epochs)
+    if STREAM in kinds:
+        used = sum(item["samples"] for item in epochs)
+        drawn = sum(sum(map(abs, item.get("drawn") or ())) for item in epochs)
+        if max(used, drawn) > count:  # which is not to be counted one by one
+            wrong.append(f"{max(used, drawn)} samples of the stream were used, and all steps have {count}")
+        else:
+            wrong += _find_stream_errors(epochs, whole_epochs)
     else:
         expected = digest_of_all(count)
         for epoch, item in sorted(found.items()):

@@ -98,7 +98,7 @@ class RowData(CachedArrays):
             table = opened.read_row_group(group)
             columns = [table.column(name).to_numpy() for name in spec.features]
             for name, values, categories, missing in zip(
-                spec.features, columns, spec.categories, spec.has_missing, strict=True
+                spec.features, columns, spec.categories, spec.may_miss, strict=True
             ):
                 self._check_column(shard, name, values, len(categories), may_miss=missing or bool(categories))
                 if categories and not (np.equal(np.mod(values, 1), 0) & (values >= 0)).all():

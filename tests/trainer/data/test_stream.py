@@ -22,7 +22,15 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainer import Stream
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.batches import Batch
-from trainer.data.coverage import STREAM, add, find_coverage_errors, split_substream_sample
+from trainer.data.coverage import (
+    DRAWS,
+    SAMPLES,
+    STREAM,
+    add,
+    find_coverage_errors,
+    kind_of_data,
+    split_substream_sample,
+)
 from trainer.data.sampler import order_of_draws
 from trainer.data.stream import StreamState, SubStream, try_stream
 from trainer.data.stream_data import StreamData, StreamLoader
@@ -145,7 +153,7 @@ class Training:
     def errors(self) -> list[str]:
         records = [item.record() for item in self.progress.consumed]
         assert all(item["kind"] == STREAM for item in records)
-        return find_coverage_errors(records, 0, int(self.progress.epochs(0)))
+        return find_coverage_errors(records, 1000, int(self.progress.epochs(0)))
 
 
 def one_rank(lengths: list[int], micro_batches: int, batch: int) -> list[dict[int, list[tuple[int, int]]]]:
@@ -489,20 +497,34 @@ def test_records_of_a_stream_prove_each_sample_once() -> None:
     training.run(2, 1)
     records = [item.record() for item in training.progress.consumed]
     assert [item.get("drawn") for item in records] == [[5, 2, 3, 4], None, None, [1, 1, 1, 1]]
-    assert find_coverage_errors(records, 0, 3) == []
+    assert find_coverage_errors(records, 1000, 3) == []
     wrong = [dict(item) for item in records]
     wrong[1]["digest"] += 1
-    assert find_coverage_errors(wrong, 0, 3) == [
+    assert find_coverage_errors(wrong, 1000, 3) == [
         "pass 2 of the stream: 14 samples were used, but not each exactly once"
     ]
     wrong = [dict(item) for item in records]
     wrong[3]["drawn"] = [2, 1, 1, 0]
-    assert "pass 4 of the stream: 4 samples were used, but not each exactly once" in find_coverage_errors(wrong, 0, 3)
+    assert "pass 4 of the stream: 4 samples were used, but not each exactly once" in find_coverage_errors(
+        wrong, 1000, 3
+    )
     wrong = [dict(item) for item in records]
     wrong[2]["samples"] = 13
-    assert find_coverage_errors(wrong, 0, 3) == ["pass 3 of the stream: 13 samples were used, and 14 were drawn"]
-    assert "had other lengths" in find_coverage_errors(records, 0, 4)[0]
-    assert find_coverage_errors(records[:2], 0, 3) == ["epoch 3: nothing was recorded"]
+    assert find_coverage_errors(wrong, 1000, 3) == ["pass 3 of the stream: 13 samples were used, and 14 were drawn"]
+    [said] = find_coverage_errors(records, 45, 3)
+    assert said == "46 samples of the stream were used, and all steps have 45"
+    for drawn in ([1 << 50, 2, 3, 4], [1 << 50, -(1 << 50), 3, 4]):
+        [said] = find_coverage_errors([{**records[0], "drawn": drawn}], 1000, 1)
+        assert "samples of the stream were used, and all steps have 1000" in said
+    [said] = find_coverage_errors(records, 1000, 3, SAMPLES)
+    assert said == "what was recorded are stream, and not samples"
+    assert "not of one kind" in find_coverage_errors([*records, {"epoch": 7, "samples": 1, "digest": 1}], 1000, 3)[0]
+    assert find_coverage_errors(records, 1000, 3, STREAM) == []
+    names = ["stream-1-of-12", "mine-weights-0123456789ab", "mine-lengths-0123456789ab", "stocks", "kind-of-blue"]
+    assert [kind_of_data(name) for name in names] == [STREAM, DRAWS, SAMPLES, SAMPLES, SAMPLES]
+    assert kind_of_data(training.nodes[0].dataset_id) == STREAM
+    assert "had other lengths" in find_coverage_errors(records, 1000, 4)[0]
+    assert find_coverage_errors(records[:2], 1000, 3) == ["epoch 3: nothing was recorded"]
     sample = int(next(iter(training.rest_of_pass()[0].micro_batches[0].positions.samples)))
     assert split_substream_sample(sample) == (0, 1)
     assert asdict(training.progress)["consumed"][0]["kind"] == STREAM
