@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shutil
@@ -127,3 +128,22 @@ def test_a_release_of_these_packages_is_complete(tmp_path: Path):
             wheel.namelist()
         )
     assert "exists already" in release(repository, "0.2.0", code=2)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("extra", "pandas"), [("", "pandas<3"), ("[azure]", "pandas>=3")])
+def test_the_wheel_resolves_beside_a_teams_project(tmp_path: Path, extra: str, pandas: str):
+    """Beside Lightning, Transformers and either pandas, as pip resolves them; nothing is installed."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--quiet", "--wheel-dir", str(tmp_path), "."], cwd=ROOT, check=True)
+    [wheel] = tmp_path.glob("dtrain-*.whl")
+    report = tmp_path / "report.json"
+    wanted = [f"dtrain{extra} @ {wheel.as_uri()}", "lightning", "transformers", pandas]
+    asked = [*pip, "install", "--dry-run", "--ignore-installed", "--quiet", "--report", str(report), *wanted]
+    done = subprocess.run(asked, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {item["metadata"]["name"].lower(): item["metadata"] for item in json.loads(report.read_text())["install"]}
+    assert {"dtrain", "lightning", "transformers", "torch"} <= found.keys()
+    assert found["pandas"]["version"].startswith("2." if pandas == "pandas<3" else "3.")

@@ -234,6 +234,24 @@ def an_evaluation_without_score(loop: Loop, model: nn.Module, optimizer: Any) ->
     next(loop.batches(points(), points(40, 1)))
 
 
+def more_gradients_after_clipping(loop: Loop, model: nn.Module, optimizer: Any) -> None:
+    for batch in loop.batches(points()):
+        with batch:
+            for part in batch:
+                loop.backward(losses(model, part))
+                loop.clip_gradients(optimizer, 1.0)
+
+
+def a_schedule_outside(loop: Loop, model: nn.Module, optimizer: Any) -> None:
+    scheduler = loop.setup(StepLR(optimizer.optimizer, 3))
+    for batch in loop.batches(points()):
+        with batch:
+            for part in batch:
+                loop.backward(losses(model, part))
+            optimizer.step()
+        scheduler.step()
+
+
 def a_closure(loop: Loop, model: nn.Module, optimizer: Any) -> None:
     for batch in loop.batches(points()):
         with batch:
@@ -249,6 +267,8 @@ def a_closure(loop: Loop, model: nn.Module, optimizer: Any) -> None:
         (too_few_losses, "loop.backward gave shape (9,)"),
         (outside, "belongs into the block"),
         (an_evaluation_without_score, "needs score=…"),
+        (more_gradients_after_clipping, "between loop.clip_gradients and optimizer.step"),
+        (a_schedule_outside, "a scheduler moved on outside"),
         (a_closure, "takes no closure"),
     ],
 )

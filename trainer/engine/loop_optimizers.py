@@ -53,6 +53,12 @@ class LoopOptimizer:
     def optimizer(self) -> Optimizer:
         return self.scheduled.optimizer
 
+    @property
+    def schedule_step(self) -> int | None:
+        """How often its scheduler has moved on; None where it has none."""
+        scheduler = self.scheduled.scheduler
+        return None if scheduler is None else int(scheduler.last_epoch)
+
     def adopt(self, world: World, faults: Faults, timer: StepTimer) -> None:
         """Sum gradients over the ranks of a world from now on. A collective."""
         if self.sync is not None:

@@ -60,6 +60,7 @@ class LoopStep(TrainingStep):
         self._others = {name: each for name, each in self.module.named_parameters() if id(each) not in owned}
         """The parameters that no optimizer has."""
         self._versions: dict[str, int] = {}
+        self._moved: list[int | None] | None = None
         self._around = ExitStack()
         self._batch: Batch | None = None
         self._flags, self._step = StepFlags(), 0
@@ -102,8 +103,12 @@ class LoopStep(TrainingStep):
         self._batch, self._step, self._flags = batch, step, flags
         self._result, self._current, self._passes = None, None, 0
         self._sums, self._norms = [], []
-        if self._versions:
+        if self._moved is not None:
             self._refuse_changes("outside `with batch:`")
+            if self._moved != [part.schedule_step for part in self.optimizers]:
+                raise ConfigError(
+                    "a scheduler moved on outside `with batch:`, where no checkpoint holds it: step it in the block"
+                )
         for part in self.optimizers:
             part.begin(step)
         self._before = read_module_state(self._holders) if self._holders else {}
@@ -128,6 +133,8 @@ class LoopStep(TrainingStep):
         batch = self.batch
         if self._result is not None:
             raise ConfigError("loop.backward after the optimizer's step of this batch: its gradients would be lost")
+        if any(part.is_summed for part in self.optimizers):
+            raise ConfigError("loop.backward between loop.clip_gradients and optimizer.step: add all gradients first")
         count = batch.local_samples if self._current is None else self._current.count
         if not isinstance(losses, Tensor):
             raise ConfigError(f"loop.backward was given a {type(losses).__name__}: give losses, one for each sample")
@@ -235,9 +242,10 @@ class LoopStep(TrainingStep):
         return error if peers is None or peers.error is None else peers.error
 
     def note_versions(self) -> None:
-        """Remember how often the parameters that no optimizer has were changed."""
+        """Remember how often the parameters that no optimizer has were changed, and how far schedules have moved."""
         # The counter by which autograd finds changes in place; there is no public name for it.
         self._versions = {name: each._version for name, each in self._others.items()}
+        self._moved = [part.schedule_step for part in self.optimizers]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the optimizers."""
