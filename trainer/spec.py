@@ -73,7 +73,8 @@ class RowSpec:
     categories: tuple[tuple[str, ...], ...]
     """The values of each column that is a category; () for a number."""
     has_missing: tuple[bool, ...]
-    """Whether a column of numbers may lack some."""
+    """Whether a column of numbers has a further input, which says that a number is missing: some row of the training
+    split lacks one."""
     feature_mean: tuple[float, ...]
     """Mean of each column of numbers over the training split; 0 for a category."""
     feature_std: tuple[float, ...]
@@ -92,6 +93,13 @@ class RowSpec:
     """The name in ``raw`` of the column that each stored column is made of; () as above."""
     parts: tuple[str, ...] = ()
     """The part of a date that each stored column is; "" for the column itself, of a date the days since 1970."""
+
+    @property
+    def may_miss(self) -> tuple[bool, ...]:
+        """Whether a stored column of numbers may lack some: a row of any split does."""
+        gaps = {column.name for column in self.raw if column.missing}
+        sources = self.sources or self.features
+        return tuple(has or name in gaps for has, name in zip(self.has_missing, sources, strict=True))
 
     @property
     def inputs(self) -> int:

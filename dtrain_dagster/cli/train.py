@@ -32,7 +32,7 @@ from dtrain_dagster.cli.job_options import (
     try_to_keep_script,
     with_reachable_data,
 )
-from dtrain_dagster.cli.register import try_to_register
+from dtrain_dagster.cli.register import refuse_unregistrable, try_to_register, unregistered_job
 from dtrain_dagster.cli.screen import pairs_table
 from dtrain_dagster.cli.start import (
     dataset_name,
@@ -201,6 +201,9 @@ def train(
 
     On Azure ML the command that follows a job submits it again if it loses its nodes; with --detach nothing does.
 
+    With tracking.registered_model (or registry= in a script) the model is registered in MLflow at the end; after
+    --detach, the same --name does that once the job has succeeded.
+
     The training is recorded in MLflow (`dtrain ui mlflow`), a continued one in the run in which it began. With
     DTRAIN_COMMAND_TRACKING=off or --set tracking.mlflow_tracking_uri=null this start is not recorded.
 
@@ -215,6 +218,10 @@ def train(
       dtrain train --script my_training.py --nodes 3 -- --width 64
     """
     settings = asked.settings()
+    if not detach and (finished := unregistered_job(settings, name)) is not None:
+        if not try_to_register(settings, *cluster_of(settings), finished, run_dir(settings, finished.job_id)):
+            raise SystemExit(1)
+        return
     if not (script or asked.config or asked.dataset or arguments):
         known = script_to_go_on(settings, name)
         if known is not None:
@@ -297,6 +304,8 @@ def _train(settings: Settings, order: Order, changes: Sequence[str], detach: boo
     source = "dtrain train" if command is None else Path(command[1]).name
     tracked = track(order.job, order.fields, settings, cluster, project, source)
     job = as_begun(with_reachable_data(tracked.job, settings) if command is None else tracked.job, order.runs, changes)
+    if not order.runs:
+        refuse_unregistrable(cluster, project, job)
     if order.runs:
         say(f"job {job_id} is already running, so no new one is started", err=True)
     else:
@@ -324,7 +333,7 @@ def _train(settings: Settings, order: Order, changes: Sequence[str], detach: boo
     if status.state == "succeeded" and command is None:
         console().print(pairs_table(priced_summary(settings, rundir)), highlight=False)
     try_to_record_end(settings, cluster, project, tracked, rundir)
-    if status.state == "succeeded" and not try_to_register(settings, cluster, project, job, rundir, order.nodes):
+    if status.state == "succeeded" and not try_to_register(settings, cluster, project, job, rundir):
         raise SystemExit(1)
     finish(settings, rundir, status, order.again)
 

@@ -395,7 +395,7 @@ class _Builder:
             self.problems.append(f"the column {name!r} {number.problem}, or {leave}")
         elif not number.moments.count:
             self.excluded[name] = "has no value in the training split"
-        elif not number.std and not number.missing:
+        elif not number.std and not number.missing_train:
             self.excluded[name] = "does not vary over the training split"
         elif number.is_in_order:
             self.notes.append(
@@ -443,7 +443,8 @@ class _Builder:
         if name in self.categories:
             return entry | {"type": "category", "values": self.categories[name].ordered()}
         unit = {"unit": DATE_UNIT} if self.table.kinds.get(name) == "date" else {}
-        return entry | {"type": "number", "missing": self.numbers[name].missing > 0} | unit
+        missing = name not in self.parts and self.numbers[name].missing_train > 0  # of a date said once
+        return entry | {"type": "number", "missing": missing} | unit
 
     def _normalisation(self, kept: Sequence[str], task: str) -> dict[str, Any]:
         features = {name: {"mean": 0.0, "std": 1.0} for name in kept}

@@ -168,6 +168,8 @@ class NumberColumn:
     """Of the training split."""
     missing: int = 0
     """Rows without a number, in any split."""
+    missing_train: int = 0
+    """Those of the training split."""
     problem: str = ""
     """Why the column cannot be used; further rows are then not looked at."""
     first_missing: int = -1
@@ -193,6 +195,7 @@ class NumberColumn:
         if gone.any() and not self.missing:
             self.first_missing = first_row + int(np.flatnonzero(gone)[0])
         self.missing += int(gone.sum())
+        self.missing_train += int((gone & is_train).sum())
         large = np.flatnonzero(np.abs(values) > LARGEST)
         if len(large):
             self.problem = (

@@ -131,14 +131,14 @@ def _stored_rows(spec: RowSpec, rows: NDArray[Any]) -> NDArray[np.float32]:
             f"the input has shape {array.shape}; expected (n, {len(spec.features)}): n rows of "
             f"{', '.join(spec.features)}"
         )
-    for column, name, values, missing in zip(array.T, spec.features, spec.categories, spec.has_missing, strict=True):
+    for column, name, values, missing in zip(array.T, spec.features, spec.categories, spec.may_miss, strict=True):
         if values and not np.isin(column, np.arange(len(values) + 1)).all():
             raise ValueError(
                 f"{name} is a category: give the code of its value, from 1 to {len(values)} in the order of the "
                 "dataset's manifest, or 0 for a missing or unknown one"
             )
         if not values and (np.isinf(column).any() or (np.isnan(column).any() and not missing)):
-            raise ValueError(f"{name} holds a value that is missing or infinite, and no training row lacked it")
+            raise ValueError(f"{name} holds a value that is missing or infinite, and no row of the table lacked it")
     with np.errstate(over="ignore"):  # of a category the mean is 0, and the deviation 1
         stored = ((array - np.array(spec.feature_mean)) / np.array(spec.feature_std)).astype(np.float32)
     if np.isinf(stored).any():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import io
 import shutil
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,19 +76,17 @@ def pack_program(
 
     code = scratch / "packed" / "trainer"
     shutil.copytree(Path(trainer.__file__).parent, code, ignore=shutil.ignore_patterns("__pycache__"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of type hints, by which MLflow would guess the signature
-        mlflow.pyfunc.save_model(
-            path=str(folder),
-            python_model=str(code / "model" / "mlflow_program.py"),
-            artifacts={"program": str(files)},
-            code_paths=[str(code)],
-            pip_requirements=_pinned(REQUIREMENTS),
-            signature=_signature(found),
-            input_example=found.inputs[:EXAMPLES],
-            metadata=dict(metadata),
-            mlflow_model=Model(artifact_path=FOLDER, run_id=run_id),
-        )
+    mlflow.pyfunc.save_model(
+        path=str(folder),
+        python_model=str(code / "model" / "mlflow_program.py"),
+        artifacts={"program": str(files)},
+        code_paths=[str(code)],
+        pip_requirements=_pinned(REQUIREMENTS),
+        signature=_signature(found),
+        input_example=found.inputs[:EXAMPLES],
+        metadata=dict(metadata),
+        mlflow_model=Model(artifact_path=FOLDER, run_id=run_id),
+    )
 
 
 def register_here(job: JobConfig, rundir: RunDir) -> str:

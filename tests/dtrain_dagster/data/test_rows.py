@@ -404,11 +404,13 @@ def test_preparation_is_fitted_on_the_training_rows_alone(tmp_path: Path) -> Non
     other.loc[held, "x"] *= 1000
     other.loc[held, "word"] = "c"
     other.loc[held, "seen"] += pd.Timedelta(days=5000)
+    other.loc[other["split"] == "test", "x"] = np.nan  # which the training rows never lack
     parts = []
     for number, given in enumerate((frame, other)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        manifest = build_table(folder, "y", given, split_by="split").manifest
-        parts.append({name: manifest[name] for name in ("normalisation", "columns", "inputs", "excluded")})
+        manifest = build_table(folder, "y", given, split_by="split", missing="mean").manifest
+        parts.append({name: manifest[name] for name in ("normalisation", "columns", "excluded")})
+        assert [column["missing"] for column in manifest["inputs"] if column["name"] == "x"] == [bool(number)]
     parts[0]["normalisation"]["target"] = parts[1]["normalisation"]["target"]
     assert parts[0] == parts[1]
