@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -34,10 +34,14 @@ MORE = {"epochs": 2, "max_steps": 100}
 class Part(IterableDataset[tuple[Tensor, Tensor]]):
     """A sub-stream of points, read with noise, with a state."""
 
+    begun: ClassVar[list[int]] = []
+    """Where it was begun to be read."""
+
     def __init__(self, number: int) -> None:
         self.number, self.at = number, 0
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.begun.append(self.at)
         chance = torch.Generator().manual_seed(self.number)
         inputs = torch.randn(LENGTHS[self.number], 2, generator=chance)
         while self.at < len(inputs):
@@ -171,7 +175,7 @@ def trained(run_dir: Path, data: Any, loss: Any = None, model: nn.Module | None 
 
 def test_a_stream_in_one_process_ends_with_its_passes_or_with_max_steps(tmp_path: Path) -> None:
     data = Stream(lambda number, count: Part(number), len(LENGTHS))
-    result = trained(tmp_path / "passes", data, epochs=1, max_steps=500, valid=points(9))
+    result = trained(tmp_path / "passes", data, epochs=1, max_steps=500, valid=points(9), log_frequency=100)
     assert result.samples_seen == sum(LENGTHS)
     written = RunDir(str(tmp_path / "passes"))
     found = written.read_json("result.json")
@@ -182,7 +186,9 @@ def test_a_stream_in_one_process_ends_with_its_passes_or_with_max_steps(tmp_path
     assert (short.steps, short.samples_seen) == (4, 40)
     found = RunDir(str(tmp_path / "steps")).read_json("result.json")
     assert find_coverage_errors(found["consumed"], 1000, int(found["epochs"])) == []
+    Part.begun.clear()
     more = trained(tmp_path / "steps", data, epochs=9, max_steps=7)
+    assert max(Part.begun) > 1, "from a state in the checkpoint; to be tried, it begins at 0 and at 1"
     assert (more.steps, more.samples_seen) == (7, 70)
     with pytest.raises(ConfigError, match=r"stream-\w+-of-6"):
         trained(tmp_path / "steps", Stream(lambda number, count: Part(number), 6), epochs=9, max_steps=9)

@@ -33,7 +33,7 @@ from trainer.data.coverage import (
 )
 from trainer.data.sampler import order_of_draws
 from trainer.data.stream import StreamState, SubStream, try_stream
-from trainer.data.stream_data import StreamData, StreamLoader
+from trainer.data.stream_data import StreamData, StreamLoader, StreamOrder, StreamReads
 from trainer.data.torch_loader import read_request
 from trainer.engine.state import Progress
 from trainer.engine.workload import make_sampler
@@ -314,6 +314,41 @@ def test_a_newcomer_reads_on_from_a_state_or_from_start_else_forward(caplog: pyt
     assert 60 < read_after_loss(lambda number, count: Odd(number)) <= 60 + tried
 
 
+def test_a_rank_that_is_sent_back_further_than_it_keeps_begins_anew() -> None:
+    reads = StreamReads(Stream(numbers([40]), 1), list, kept_orders=2)
+
+    def read(step: int, start: int | None = None) -> list[int]:
+        told = {} if start is None else {"start": {0: start}, "wanted": frozenset([0])}
+        order = StreamOrder(step, 0, 0, 0, size=4, at_most=None, at_least=1, **told)
+        [samples] = reads[order][0]
+        return [sample for _, sample in samples]
+
+    whole = [read(0, 0), *(read(step) for step in range(1, 6))]
+    assert [sample for each in whole for sample in each] == list(range(24))
+    opened = reads._open[0]
+    assert read(5, 20) == whole[5]
+    assert read(4, 16) == whole[4]
+    assert reads._open[0] is opened
+    assert len(opened.kept) < 16
+    assert read(1, 4) == whole[1]
+    assert reads._open[0] is not opened
+
+
+def test_what_has_ended_is_not_opened_again() -> None:
+    made: list[int] = []
+
+    def make(number: int, count: int) -> list[tuple[int, int]]:
+        made.append(number)
+        return [(number, sample) for sample in range(3 if number == 0 else 30)]
+
+    training = Training(Stream(make, 2), 2, 2)
+    training.run(2, 5)
+    training.nodes = [StreamData(training.stream)]
+    made.clear()
+    training.run(1, 3)
+    assert made == [1]
+
+
 def test_a_state_that_would_lose_samples_is_noticed_when_it_is_put_back(caplog: pytest.LogCaptureFixture) -> None:
     stream = Stream(lambda number, count: Shuffled(number), 2)
     assert try_stream(stream).keeps_states, "its first samples do not tell"
@@ -355,8 +390,9 @@ def test_samples_of_a_sub_stream_are_random_by_their_number_alone() -> None:
     stream = Stream(noise, 2)
     one = SubStream(stream, 1, 0, 7, 0)
     first = [one.get(sample) for sample in range(6)]
-    torch.rand(3), random.random()
     other = SubStream(stream, 1, 0, 7, 4)
+    other.get(3)
+    torch.rand(3), random.random(), np.random.rand()  # as another sub-stream that is read meanwhile
     assert [other.get(sample) for sample in (4, 5)] == first[4:]
     assert SubStream(stream, 1, 1, 7, 0).get(0) != first[0]
     assert SubStream(stream, 0, 0, 7, 0).get(0) != first[0]
