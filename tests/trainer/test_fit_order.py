@@ -126,6 +126,16 @@ def test_a_node_is_lost_and_the_others_draw_the_same_samples(begin: Any, whole: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("at", ["", "backward"])
+def test_ranks_that_share_a_model_make_equally_many_passes(begin: Any, whole: Scripts, at: str) -> None:
+    """Also while the sub-streams of one have ended; and from a checkpoint, where rows of the model were lost."""
+    faults = ({"kind": "kill", "at": at, "step": 13, "node": 1},) if at else ()
+    scripts = begin("run").start(3, faults=faults, launch=bool(at), script=fit, strategy="fsdp")
+    assert scripts.wait() == ([0, KILLED, 0] if at else [0, 0, 0]), scripts.log()
+    assert_same(scripts, whole)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stream_is_resumed_where_it_was_bit_for_bit(begin: Any, whole: Scripts, workers: int) -> None:
     scripts = begin("run")
@@ -199,7 +209,7 @@ def test_a_stream_that_cannot_be_trained_is_refused_before_anything_is_written(t
     for given, said in [
         ({}, "set it"),
         ({"max_steps": 4, "gradient_accumulation_steps": 5}, "a multiple of 5"),
-        ({"max_steps": 4, "strategy": "fsdp"}, "set it to 'ddp'"),
+        ({"max_steps": 4, "strategy": "deepspeed"}, "set it to 'ddp', 'fsdp' or 'hsdp'"),
         ({"max_steps": 4, "valid": data}, r"valid=list\(dataset\)"),
         ({"max_steps": 4, "sample_weights": [1.0]}, "sample_weights are of samples with positions"),
         ({"max_steps": 4, "lengths": [1.0]}, "lengths are of samples with positions"),

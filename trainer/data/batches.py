@@ -50,6 +50,8 @@ class Batch:
     """What the digest is of."""
     place: StreamPlace | None = None
     """Where a stream is after this batch; None for samples with positions."""
+    largest: int | None = None
+    """The samples of its largest micro-batch, on whichever rank; None: the micro-batches are cut evenly."""
     stand_in: Samples | None = None
     """What a rank computes whose sub-streams have ended, while others have samples: its result counts for nothing, but
     ranks sum gradients together."""

@@ -296,8 +296,8 @@ class StreamLoader:
             self.faults.reach("input", number)
             data = next(read)
             drawn = infos.popleft()
-            samples, place = self._agree(epoch, place, drawn, takes_states=self._takes_states(number))
-            yield self._batch(samples, data, drawn, place)
+            counts, place = self._agree(epoch, place, drawn, takes_states=self._takes_states(number))
+            yield self._batch(counts, data, drawn, place)
             if len(place.ended) == len(place.drawn):
                 return
 
@@ -352,9 +352,9 @@ class StreamLoader:
 
     def _agree(
         self, epoch: int, before: StreamPlace, drawn: list[Drawn], takes_states: bool
-    ) -> tuple[int, StreamPlace]:
-        """Return (samples in a step, where the stream is after it), as all ranks together have read it. A
-        collective."""
+    ) -> tuple[NDArray[np.int64], StreamPlace]:
+        """Return (samples of each sub-stream in a step, where the stream is after it), as all ranks together have read
+        it. A collective."""
         count = self.data.substreams
         sums = np.zeros(2 * count, dtype=np.int64)
         for each in drawn:
@@ -377,7 +377,7 @@ class StreamLoader:
                 else f"the stream gave no more samples in pass {epoch + 1}, where it is to go on"
             )
         self._refuse_other_lengths(epoch, place)
-        return int(sums[:count].sum()), place
+        return sums[:count], place
 
     def _refuse_other_lengths(self, epoch: int, place: StreamPlace) -> None:
         """Raise `ConfigError` where a sub-stream ends elsewhere than in the first pass."""
@@ -394,7 +394,7 @@ class StreamLoader:
                     "pass has to give the same samples, in the same or another order"
                 )
 
-    def _batch(self, samples: int, data: list[Any], drawn: list[Drawn], place: StreamPlace) -> Batch:
+    def _batch(self, counts: NDArray[np.int64], data: list[Any], drawn: list[Drawn], place: StreamPlace) -> Batch:
         device, parts = self.world.device, list[Samples]()
         coming = iter(data)
         for each in drawn:
@@ -405,7 +405,8 @@ class StreamLoader:
                 parts.append(Samples(each.number, size, move_to(next(coming), device), part, names))
         used = np.concatenate([each.samples for each in drawn])
         stand_in = None if parts else self._stand_in()
-        return Batch(samples, tuple(parts), digest_samples(used), STREAM, place, stand_in)
+        largest = int(counts.reshape(-1, self.sampler.micro_batches).sum(0).max())
+        return Batch(int(counts.sum()), tuple(parts), digest_samples(used), STREAM, place, largest, stand_in)
 
     def _stand_in(self) -> Samples:
         """Return samples that count for nothing."""

@@ -242,7 +242,8 @@ class TrainingStep:
         work, real = list(batch.passes), len(batch.micro_batches)
         # Where passes are collectives, all ranks make equally many, the last ones with a share of 0; so does a rank
         # whose part of a stream has ended.
-        most = sync.passes(batch.samples, self._micro_batches, self.limit.max_samples)
+        samples = batch.samples if batch.largest is None else batch.largest * self._micro_batches
+        most = sync.passes(samples, self._micro_batches, self.limit.max_samples)
         work += [work[-1]] * (most - len(work))
         self.timer.mark("other")
         graphs = self._graphs_of_passes(batch)

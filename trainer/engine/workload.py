@@ -43,10 +43,10 @@ def make_sampler(
     """Return the sampler of a rank in a world of this size, for the training samples of this data, of which ``at_most``
     and ``at_least`` so many go through the model at once. Raise `trainer.config.ConfigError` where none is possible."""
     if data.substreams:
-        if config.strategy not in ("ddp", "horovod"):
+        if config.strategy == "deepspeed":
             raise ConfigError(
-                f"training.strategy = {config.strategy!r} wants equally many passes on all ranks, and sub-streams of a "
-                "stream end at different times: set it to 'ddp'"
+                "training.strategy = 'deepspeed' does not train on streams, whose ranks end at different times: set it "
+                "to 'ddp', 'fsdp' or 'hsdp'"
             )
         make: Callable[..., Sampler] = partial(StreamSampler, substreams=data.substreams)
     else:

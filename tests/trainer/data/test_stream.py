@@ -146,6 +146,7 @@ class Training:
                 assert len(samples) == part.count == len(part.positions)
                 assert self.is_shuffled or part.positions[0] == f"{samples[0][1]} of sub-stream {samples[0][0]}"
                 used.setdefault(part.number, []).extend(samples)
+        assert first.largest == max(map(len, used.values()))
         assert sum(map(len, used.values())) == first.samples == sum(batch.local_samples for batch in batches)
         self.progress.commit(epoch, first.samples, digest, first.kind, first.place)
         self.batches.append(used)
@@ -489,7 +490,7 @@ def test_settings_that_fit_no_stream_are_refused() -> None:
     for changed, said in [
         ({"max_steps": None}, "a stream has no length, so training.max_steps has to say"),
         ({"world_size": 3}, r"4 sub-streams, and a global batch 3 micro-batches .* count=…\) a multiple of 3"),
-        ({"strategy": "fsdp"}, "training.strategy = 'fsdp' wants equally many passes"),
+        ({"strategy": "deepspeed"}, "training.strategy = 'deepspeed' does not train on streams"),
         ({"shuffle_block": 4}, "training.shuffle_block wants samples with positions"),
     ]:
         with pytest.raises(ConfigError, match=said):
