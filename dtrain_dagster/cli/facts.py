@@ -18,7 +18,7 @@ from dtrain_dagster.cli.common import cluster_of, ranks_of, run_dir
 from dtrain_dagster.clusters.base import ClusterHealth, JobState, JobStatus
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import STAND_IN, price_words
-from dtrain_dagster.costs.worth import worth_line
+from dtrain_dagster.costs.worth import is_judged, worth_line
 from dtrain_dagster.jobs.progress import CLAIM, REGISTRATION
 from dtrain_dagster.jobs.totals import LaunchTotals, launched_usage, sum_launches, sum_presences
 from dtrain_dagster.jobs.view import JobFollower, JobView, last_step
@@ -300,7 +300,7 @@ def summary_lines(rundir: RunDir, totals: LaunchTotals | None = None, price: str
     elif totals is not None and totals.usd is not None:
         paid = totals.usd
         lines.append(("cost", f"{dollars(paid)} ({price})"))
-    if (gate := evaluation.get("gate")) and evaluation["baselines"]:
+    if (gate := evaluation.get("gate")) and is_judged(evaluation):
         lines.append(("gate", "passed" if gate.get("passed") else f"not passed: {'; '.join(gate.get('reasons', ()))}"))
     if worth := worth_line(evaluation, paid):
         lines.append(("earned", worth))
@@ -324,7 +324,7 @@ def price_of_cluster(settings: Settings) -> str:
 def summary_document(settings: Settings, rundir: RunDir) -> dict[str, Any]:
     """Return the result of a finished job for JSON, with the fields of `dtrain_dagster.cli.json_fields.SUMMARY`."""
     result, evaluation = rundir.read_json(RESULT) or {}, rundir.read_json(EVALUATION) or {}
-    gate = evaluation.get("gate") if evaluation.get("baselines") else None
+    gate = evaluation.get("gate") if is_judged(evaluation) else None
     registration = rundir.read_json(REGISTRATION)
     names = ("name", "version", "alias")
     return {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtrain_dagster.support.formatting import dollars
-from trainer.evaluation.gate import is_beyond_chance
+from trainer.evaluation.gate import CHANCE_T, chance_t, is_beyond_chance
 from trainer.spec import REGRESSION, ROWS
 
 NATS = "nats"
@@ -50,10 +50,12 @@ def _gain_of_rows(model: Mapping[str, Any], linear: Mapping[str, Any], is_number
 
 def worth_line(evaluation: Mapping[str, Any], usd: float | None) -> str | None:
     """Return in one line whether the network has earned its dollars (None: not known), in dollars per nat. None where
-    no baseline was judged, as of a script's model."""
-    if not evaluation["baselines"]:
-        return None
+    nothing was compared, as of a script's model without a measure."""
     price = "at a cost that is not known" if usd is None else f"for {dollars(usd)}"
+    if evaluation.get("chance") is not None:
+        return f"{chance_line(evaluation)} {price}"
+    if not is_judged(evaluation):
+        return None
     gain = linear_gain(evaluation)
     if gain is None:
         return f"not compared with a linear model, {price}"
@@ -70,6 +72,19 @@ def worth_line(evaluation: Mapping[str, Any], usd: float | None) -> str | None:
         return f"{over}: {shown} ({why}) {price}"
     each = usd / gain.amount
     return f"{over}: {shown} ({why}) {price}: {f'${each:,.0f}' if each >= 10 else dollars(each)} per nat"
+
+
+def is_judged(evaluation: Mapping[str, Any]) -> bool:
+    """Return whether a report compares its model with anything: baselines, or a measure with shuffled targets. Pure."""
+    return bool(evaluation.get("baselines")) or evaluation.get("chance") is not None
+
+
+def chance_line(evaluation: Mapping[str, Any]) -> str:
+    """Return what the measure that chose the weights says of a model, against shuffled targets. Pure."""
+    found = evaluation["chance"]
+    t = chance_t(found)
+    shown = f"{found['figure']} {found['value']:.4f}, with shuffled targets {found['shuffled']:.4f}"
+    return f"{shown} (t {_signed(t, '.1f')})" if t > CHANCE_T else f"no gain beyond chance ({shown})"
 
 
 def _signed(value: float, form: str) -> str:

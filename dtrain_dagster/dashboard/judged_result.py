@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dtrain_dagster.costs.worth import worth_line
+from dtrain_dagster.costs.worth import is_judged, worth_line
 from trainer.printable import visible
 
 FIGURES = {
@@ -82,8 +82,8 @@ def result_of(evaluation: Mapping[str, Any], usd: float | None) -> JudgedResult 
         for name, figures in entries
     )
     gate = evaluation.get("gate") or {}
-    is_passed = bool(gate.get("passed")) if gate and baselines else None
-    worth = worth_line(evaluation, usd) if baselines else None
+    is_passed = bool(gate.get("passed")) if gate and is_judged(evaluation) else None
+    worth = worth_line(evaluation, usd) if is_judged(evaluation) else None
     notes = [*([f"Worth its cost? {worth[0].upper()}{worth[1:]}."] if worth else []), *evaluation.get("notes", ())]
     return JudgedResult(
         verdict=_verdict(is_passed, gate, evaluation),
@@ -99,7 +99,7 @@ def score_in_row(evaluation: Mapping[str, Any]) -> tuple[str, float | None, bool
     the gate was passed (None where none was asked)."""
     model, gate = evaluation.get("model") or {}, evaluation.get("gate") or {}
     name = next((name for name in FIGURES if _is_number(model.get(name))), None)
-    is_passed = bool(gate.get("passed")) if gate and evaluation.get("baselines") else None
+    is_passed = bool(gate.get("passed")) if gate and is_judged(evaluation) else None
     return (FIGURES[name][0], float(model[name]), is_passed) if name else ("", None, is_passed)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from trainer.data.sampler import spread_positions
 from trainer.evaluation.gate import Gate
 from trainer.evaluation.row_scores import RowScoring
 from trainer.isolation.runner import Isolated, IsolationError
-from trainer.rundir import PREDICTIONS, RunDir
+from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,7 +34,7 @@ CHAMPION_SECONDS = 300.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """The scores of candidate and champion on the same windows or rows; lower is better."""
+    """The scores of candidate and champion on the same windows, rows or samples; lower is better, unless it says so."""
 
     champion_version: str
     metric: str
@@ -45,6 +46,7 @@ class Comparison:
     note: str
     """The reason why they cannot be compared, or a remark on the comparison; may be empty."""
     unit: str = "windows"
+    higher_is_better: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +74,8 @@ def choose_alias(verdict: Gate, champion: Comparison | None) -> AliasDecision:
             reason=f"the gate passed; it was not compared with the {rival}, because {champion.note}",
         )
     # Compared as shown: a difference in the sixth digit is rounding, not skill.
-    better = round(champion.candidate, 5) < round(champion.champion, 5)
+    candidate, other = round(champion.candidate, 5), round(champion.champion, 5)
+    better = candidate > other if champion.higher_is_better else candidate < other
     verb = "beats" if better else "does not beat"
     reason = (
         f"the gate passed; {champion.metric} {champion.candidate:.5f} {verb} the {rival}'s {champion.champion:.5f} on "
@@ -93,10 +96,13 @@ def compare(
     `AnswerError` for predictions of another dataset."""
     from trainer.data.shards import DataShardManager
 
+    rundir = RunDir(run_dir)
+    if ordered_job(rundir, order).is_of_script:
+        return compare_measures(version, *(json.loads((folder / EVALUATION).read_text()) for folder in (own, its)))
     mine, champions = _metadata(own), _metadata(its)
     if difference := input_difference(mine, champions):
         return _incomparable(version, difference)
-    rundir, champion = RunDir(run_dir), Isolated(folder=its, kind="mlflow", seconds=CHAMPION_SECONDS)
+    champion = Isolated(folder=its, kind="mlflow", seconds=CHAMPION_SECONDS)
     if "task" in mine:
         return _compare_rows(rundir, version, mine, champions, champion, cache_dir, order)
     shards = DataShardManager(ordered_job(rundir, order).dataset.uri, cache_dir, mine["dataset_id"])
@@ -124,6 +130,24 @@ def compare(
                 note=overlap_note(champions, shards.manifest["splits"]["test"]["first"]),
             )
     return _incomparable(version, "one forecasts a distribution or a point, and the other does neither")
+
+
+def compare_measures(version: str, own: Mapping[str, Any], its: Mapping[str, Any]) -> Comparison:
+    """Compare the measures that two scripts' reports have of the same test samples. Pure."""
+    mine, champions = own.get("chance") or {}, its.get("chance") or {}
+    for name, why in (("figure", "by another figure"), ("mode", "in another mode"), ("samples", "on other samples")):
+        if mine.get(name) != champions.get(name) or not mine.get(name):
+            return _incomparable(version, f"it was judged {why}")
+    return Comparison(
+        champion_version=version,
+        metric=mine["figure"],
+        candidate=mine["value"],
+        champion=champions["value"],
+        windows=int(own["model"]["samples"]),
+        note="as their trainings reported them",
+        unit="samples",
+        higher_is_better=mine["mode"] == "max",
+    )
 
 
 def _compare_rows(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtrain_dagster.costs.worth import chance_line
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_registration, order_of
 from dtrain_dagster.jobs.progress import REGISTRATION
 from dtrain_dagster.registry.base import Registry
@@ -21,17 +22,12 @@ from dtrain_dagster.registry.versions import RegisteredModel, TrainingProvenance
 from dtrain_dagster.support.formatting import in_markdown
 from trainer.config import JobConfig
 from trainer.data.manifest import load_manifest
-from trainer.evaluation.gate import Gate, gate
+from trainer.evaluation.gate import Gate, gate, judge_by_measure
 from trainer.rundir import RunDir
 from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
     from dtrain_dagster.registry.endpoint import EndpointCheck
-
-NO_GATE = (
-    "a script brings no baselines for the gate to compare its model with: look at its figures, and give the alias "
-    "champion in MLflow yourself"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,15 +60,15 @@ def register_job(
 ) -> Registration:
     """Register the model of a job that succeeded under this name, have a real server answer for it, and give it its
     alias: champion where the gate passes, the server answers with its numbers and it beats the champion on the same
-    samples. The model of a script, which no gate can judge, is always a challenger. Raise `RegistryError`,
+    samples. The model of a script is judged by its measure (`gate.judge_by_measure`). Raise `RegistryError`,
     `run_model.RunModelError`, `evaluated.EvaluationError` and `smoke_test.AnswerError` as their modules say."""
     rundir = RunDir(run_dir)
     order = order_of(home, rundir)  # nodes write the run directory: it must agree with the order
     job = ordered_job(rundir, order)
     result, evaluation = read_succeeded(rundir)
     if job.is_of_script:
-        verdict = Gate(False, (NO_GATE,))
-        card = script_card(name, job, result, evaluation, made)
+        verdict = judge_by_measure(evaluation)
+        card = script_card(name, job, result, evaluation, made, verdict)
     else:
         # A node wrote the evaluation: what the gate reads follows from the model and the dataset.
         evaluation = judge_again(rundir, order, evaluation, cache_dir)
@@ -90,12 +86,11 @@ def register_job(
     told(f"{model.name} version {model.version}; asking a scoring server for its numbers")
     serving = models.check_serving(run_dir, model, cache_dir=cache_dir, order=order)
     # A model that cannot be served must not become champion, however good it is.
-    if serving.passed and job.is_of_script:
-        decision = AliasDecision(alias="challenger", reason=NO_GATE)
-    else:
-        champion = models.judge_champion(run_dir, model, cache_dir=cache_dir, order=order) if serving.passed else None
-        served = verdict if serving.passed else Gate(False, (f"serving failed: {serving.message}",))
-        decision = choose_alias(served, champion)
+    champion = None
+    if serving.passed and verdict.passed:
+        champion = models.judge_champion(run_dir, model, cache_dir=cache_dir, order=order)
+    served = verdict if serving.passed else Gate(False, (f"serving failed: {serving.message}",))
+    decision = choose_alias(served, champion)
     replaced = models.promote(model, decision)
     told(f"{decision.alias}: {decision.reason}")
     rundir.write_json(REGISTRATION, {"name": model.name, "version": model.version, "alias": decision.alias})
@@ -112,7 +107,12 @@ def register_job(
 
 
 def script_card(
-    name: str, job: JobConfig, result: Mapping[str, Any], evaluation: Mapping[str, Any], made: TrainingProvenance
+    name: str,
+    job: JobConfig,
+    result: Mapping[str, Any],
+    evaluation: Mapping[str, Any],
+    made: TrainingProvenance,
+    verdict: Gate,
 ) -> str:
     """Return the card of a script's model in Markdown."""
     figures = evaluation.get("model") or {}
@@ -124,7 +124,7 @@ def script_card(
         f"`{in_markdown(job.dataset.uri.partition(':')[2], 200)}`, as a program of torch: it takes samples as the "
         "script's dataset gives them, and returns its outputs as they are.",
         "## How good it is",
-        f"Not judged: {NO_GATE}.",
+        f"The gate passed: {chance_line(evaluation)}." if verdict.passed else f"Not passed: {verdict.reasons[0]}.",
         "\n".join([f"| {evaluation.get('split', 'no')} split | |", "| --- | --- |", *rows]),
         *(f"- {in_markdown(note)}" for note in evaluation.get("notes") or ()),
         "## How it was made",

@@ -129,6 +129,10 @@ class TrainingData(ABC):
         """Yield what `read` returns for each of these positions, in order, read ahead where that is worth it."""
         return (self.read(split, positions, device) for positions in parts)
 
+    def name_split(self, split: str) -> str:
+        """Return a name that tells the content of a split from another's; "" where there is none."""
+        return ""
+
     @abstractmethod
     def make_reader(self, device: torch.device, prefetch_batches: int | None) -> Reader:
         """Return what reads the training samples of this rank."""

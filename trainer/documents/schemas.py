@@ -394,6 +394,12 @@ DOCUMENTS: Mapping[str, Check] = {
         notes=many(text),
         gate=record(passed=flag, reasons=many(text)),
         calibration=optional(many(_scores)),
+        chance=optional(
+            record(
+                **alike("figure mode samples", text),
+                **alike("value shuffled deviation", number_between()),
+            )
+        ),
         sample=optional(record(temperature=number_between(), **alike("text prompt", optional(text)))),
         **alike("kind task split first_date last_date", optional(text)),
         **alike("windows days", optional(count)),

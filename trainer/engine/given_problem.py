@@ -95,7 +95,7 @@ class GivenProblem:
         return self.data
 
     def make(self, job: JobConfig, data: TrainingData, device: torch.device) -> Problem:
-        judge: Judge = TaskJudge(self.task, data)
+        judge: Judge = TaskJudge(self.task, data, job.training.monitor, job.training.mode)
         if job.tracking.registered_model is not None:  # a copy, before a strategy takes the model apart
             judge = load("trainer.evaluation.program_judge:ProgramJudge")(judge, copy.deepcopy(self.model).cpu())
         module = self.model.to(device)

@@ -100,7 +100,7 @@ class OwnProblemMaker:
             data=data,
             task=task,
             module=module,
-            judge=TaskJudge(task, data),
+            judge=TaskJudge(task, data, job.training.monitor, job.training.mode),
             identity=(data.dataset_id, model, loss),
             description={"kind": OWN, "model": model, "loss": loss},
             valid_name=data.name_split("valid"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +89,37 @@ def gate(report: Mapping[str, Any]) -> Gate:
     if kind == WINDOWS and not COVERAGE_LOW <= coverage <= COVERAGE_HIGH:
         said.append(f"the 90 % interval covers {coverage:.3f}, outside [{COVERAGE_LOW}, {COVERAGE_HIGH}]")
     return Gate(not said and not reasons, (*said, *reasons))
+
+
+def judge_by_measure(report: Mapping[str, Any]) -> Gate:
+    """Judge the report of a model without baselines by the measure that chose its weights: on a test split, against the
+    same outputs with the targets of other samples. A report without such a measure does not pass."""
+    found = report.get("chance")
+    if found is None:
+        return Gate(False, (NO_MEASURE,))
+    if report.get("split") != "test":
+        return Gate(False, ("there is no test split: the weights were chosen by the samples that would judge them",))
+    t = chance_t(found)
+    if t > CHANCE_T:
+        return Gate(True, ())
+    name, value, shuffled = found["figure"], found["value"], found["shuffled"]
+    return Gate(False, (f"{name} {value:.4f} is not better than with shuffled targets ({shuffled:.4f}, t {t:.1f})",))
+
+
+NO_MEASURE = (
+    "a script brings no baselines for the gate to compare its model with, and no measure chose its weights "
+    "(training.monitor): look at its figures, and give the alias champion in MLflow yourself"
+)
+
+
+def chance_t(found: Mapping[str, Any]) -> float:
+    """Return by how many deviations of shuffled targets a figure is better than their mean. ``found``: ``chance`` of a
+    report."""
+    gain = found["value"] - found["shuffled"]
+    gain = gain if found["mode"] == "max" else -gain
+    if found["deviation"]:
+        return float(gain / found["deviation"])
+    return math.copysign(math.inf, gain) if gain else 0.0
 
 
 _NO_SCORE = "the loss gives neither probabilities nor a forecast: there is nothing to compare with the baselines"

@@ -4,7 +4,8 @@ task."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -15,7 +16,8 @@ from trainer.config import ConfigError
 from trainer.data.loader import TrainingData
 from trainer.documents.schemas import FinishStage
 from trainer.evaluation.evaluate import Evaluation, JudgeRequest, Scores
-from trainer.evaluation.measures import RESERVED, KeptOutputs, measure_together
+from trainer.evaluation.gate import judge_by_measure
+from trainer.evaluation.measures import RESERVED, KeptOutputs, measure_by_chance, measure_together
 from trainer.model.task import RememberedModel, SupervisedTask, Task, mean_of, measures_of, per_sample, weigher
 from trainer.rundir import EVALUATION, RunDir
 
@@ -40,6 +42,10 @@ class TaskJudge:
 
     task: Task
     data: TrainingData
+    monitor: str = "loss"
+    """The figure that chooses the weights."""
+    mode: str = "min"
+    """Whether it is best when it is small, or ``max``."""
 
     def validate(self, request: JudgeRequest) -> Evaluation | None:
         """Return the judgement on the validation split; None where it is empty."""
@@ -52,7 +58,8 @@ class TaskJudge:
         split = next((name for name in ("test", "valid") if self.data.count(name)), None)
         report: dict[str, Any] = {"model": {}, "baselines": {}, "notes": ["there is no test or validation split"]}
         if split is not None:
-            found = evaluate_task(self.task, self.data, split, request)
+            by_chance = list[float]()
+            found = evaluate_task(self.task, self.data, split, request, self.monitor, by_chance)
             if not math.isfinite(found.loss):
                 raise ValueError(f"the loss on the {split} split is {found.loss}: {found.why}")
             chosen = ["the weights were chosen on this very split: there is no test split"]
@@ -68,21 +75,47 @@ class TaskJudge:
                 "split": split,
                 "notes": [*(chosen if split == "valid" else []), *notes],
             }
+            if by_chance:
+                report["chance"] = self._chance(found, split, by_chance)
+                verdict = judge_by_measure(report)
+                report["gate"] = {"passed": verdict.passed, "reasons": [*verdict.reasons]}
         begin("report")
         if request.world.rank == 0:
             run_dir.write_json(EVALUATION, report)
         return report
 
+    def _chance(self, found: Evaluation, split: str, by_chance: Sequence[float]) -> dict[str, Any]:
+        """Return what the gate needs to judge the model by a measure (`trainer.evaluation.gate.judge_by_measure`)."""
+        return {
+            "figure": self.monitor,
+            "mode": self.mode,
+            "value": found.figure(self.monitor),
+            "shuffled": statistics.fmean(by_chance),
+            "deviation": statistics.stdev(by_chance),
+            "samples": self.data.name_split(split),
+        }
 
-def evaluate_task(task: Task, data: TrainingData, split: str, request: JudgeRequest) -> Evaluation:
-    """Return the means of loss and metrics over a split, and its measures; a collective."""
+
+def evaluate_task(
+    task: Task,
+    data: TrainingData,
+    split: str,
+    request: JudgeRequest,
+    monitor: str = "",
+    by_chance: list[float] | None = None,
+) -> Evaluation:
+    """Return the means of loss and metrics over a split, and its measures; a collective. ``by_chance`` gets what
+    `measure_by_chance` gives for the figure ``monitor``, where a measure has it."""
     scorer = TaskScorer(task, request.model, KeptOutputs() if measures_of(task) else None)
     found = request.score(scorer.score, data, split)
     totals = {name: values.item() for name, values in found.sums.items()}
     total, weight = totals.pop("loss"), totals.pop(_WEIGHT)
     metrics = {name: value / found.samples for name, value in totals.items()}
     if scorer.kept is not None:
-        metrics |= measure_together(measures_of(task), scorer.kept, request.world)
+        measured = measure_together(measures_of(task), scorer.kept, request.world)
+        metrics |= measured
+        if by_chance is not None and monitor in measured:
+            by_chance += measure_by_chance(measures_of(task), monitor, scorer.kept, request.world)
     if not weight:
         why = "none of its samples count: all are ignored (ignore_index), or weigh 0"
         return replace(found, why=why, has_odd_sample=True).evaluation(math.nan, metrics)

@@ -7,8 +7,10 @@ each sample counts once, and the figure is the same at any number of ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from trainer.comm.state_passing import pass_state
@@ -77,6 +79,49 @@ def measure_together(measures: Mapping[str, Measure], kept: KeptOutputs, world: 
         raise ConfigError(why)
     found: dict[str, float] = figures
     return found
+
+
+SHUFFLES = 20
+"""How often targets are shuffled to tell what a measure is by chance."""
+
+
+def measure_by_chance(measures: Mapping[str, Measure], figure: str, kept: KeptOutputs, world: World) -> list[float]:
+    """Return a figure of one of these measures with the targets of other samples, for `SHUFFLES` orders of all targets
+    of the split, the same on all ranks; empty where what the measure is given is no pair of tensors, or too large for
+    one rank. A collective."""
+    chosen = {name: each for name, each in measures.items() if figure == name or figure.startswith(f"{name}_")}
+    batches = list(kept.batches) if world.rank == 0 else []
+    held = [sum(leaf.nbytes for leaf in leaves_of(kept.batches) if isinstance(leaf, Tensor))]
+    if sum(each for [each] in world.all_gather_object(held)) > MOST_KEPT:
+        return []
+    for rank in range(1, world.world_size):
+        world.barrier()
+        passed = pass_state(world, rank, [0], lambda: {"batches": kept.batches})
+        batches += passed["batches"] if passed is not None else []
+    found: list[float] = []
+    if world.rank == 0 and all(_is_pair(each) for each in batches):
+        outputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        chance = torch.Generator().manual_seed(0)
+        with suppress(ConfigError):
+            for _ in range(SHUFFLES):
+                for measure in chosen.values():
+                    measure.reset()
+                _update(chosen, [(outputs, targets[torch.randperm(len(targets), generator=chance)])])
+                found.append(figures_of(chosen)[figure])
+        for measure in chosen.values():
+            measure.reset()
+    world.barrier()
+    told: list[float] = world.all_gather_object(found)[0]
+    return told
+
+
+def _is_pair(given: Any) -> bool:
+    return (
+        isinstance(given, tuple | list)
+        and len(given) == 2
+        and all(isinstance(part, Tensor) and part.dim() > 0 for part in given)
+        and len(given[0]) == len(given[1])
+    )
 
 
 def figures_of(measures: Mapping[str, Measure]) -> dict[str, float]:

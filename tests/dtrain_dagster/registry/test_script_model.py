@@ -4,6 +4,7 @@ no alias by luck. What nodes have changed is refused."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,59 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.orders import keep_order, order_of
 from dtrain_dagster.registry import MLflowRegistry, RunModelError, TrainingProvenance
-from dtrain_dagster.registry.registration import NO_GATE, register_job
+from dtrain_dagster.registry.promotion import choose_alias, compare_measures
+from dtrain_dagster.registry.registration import register_job
 from dtrain_dagster.registry.script_model import load_script_model
 from harness.tables import copy_tables
 from trainer import Trainer
+from trainer.evaluation.gate import Gate
 from trainer.rundir import RunDir
 
 pytestmark = pytest.mark.slow
 MADE = TrainingProvenance(
     nodes=2, node_hours=0.25, cost_usd="$0.50", cost_usd_total=0.5, code_version="abc", dagster_run_id="", sku="NC6"
 )
+
+
+class Right:
+    """The share of texts in their class."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.right = self.seen = 0
+
+    def update(self, outputs: Tensor, target: Tensor) -> None:
+        self.right += int((outputs.argmax(1) == target).sum())
+        self.seen += len(target)
+
+    def compute(self) -> float:
+        return self.right / self.seen
+
+
+def reported(value: float, samples: str = "these", mode: str = "max") -> dict[str, Any]:
+    chance = {"figure": "right", "mode": mode, "value": value, "shuffled": 0.5, "deviation": 0.1, "samples": samples}
+    return {"model": {"samples": 40}, "chance": chance}
+
+
+@pytest.mark.parametrize(
+    ("own", "its", "alias", "said"),
+    [
+        (reported(0.9), reported(0.8), "champion", "right 0.90000 beats the champion (version 1)'s 0.80000"),
+        (reported(0.8), reported(0.9), "challenger", "does not beat the champion (version 1)'s 0.90000"),
+        (reported(0.2, mode="min"), reported(0.3, mode="min"), "champion", "beats"),
+        (reported(0.9), reported(0.8, "others"), "champion", "because it was judged on other samples"),
+        (reported(0.9), {"model": {}}, "champion", "because it was judged by another figure"),
+    ],
+)
+def test_scripts_are_compared_by_their_measure(own: Any, its: Any, alias: str, said: str) -> None:
+    decision = choose_alias(Gate(True, ()), compare_measures("1", own, its))
+    assert decision.alias == alias
+    assert said in decision.reason
 
 
 class Net(nn.Module):
@@ -49,10 +91,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("script")
     copy_tables(folder / "mlflow.db")
     tracking = {"mlflow_tracking_uri": f"sqlite:///{folder}/mlflow.db", "tensorboard": False}
-    config = {"epochs": 2, "batch_size_per_gpu": 16}
+    config = {"epochs": 8, "batch_size_per_gpu": 16, "learning_rate": 0.05, "monitor": "right", "mode": "max"}
     trainer = Trainer(
-        Net(), config, loss=nn.CrossEntropyLoss(), tracking=tracking, registry="here", run_dir=folder / "job"
-    )
+        Net(), config, loss=nn.CrossEntropyLoss(), metrics={"right": Right()}, tracking=tracking, registry="here",
+        run_dir=folder / "job",
+    )  # fmt: skip
     trainer.fit(texts(200, 0), texts(40, 1), texts(40, 2))
     keep_order(folder / "home", RunDir(str(folder / "job")).read_job(), None)
     return folder
@@ -80,8 +123,10 @@ def test_a_script_is_registered_as_others_are(folder: Path) -> None:
     assert found.serving.passed, found.serving.message
     assert found.serving.rows == 32
     assert {item.name for item in found.serving.findings} >= {"answers", "schema", "equality", "one_by_one", "refusal"}
-    assert (found.decision.alias, found.decision.reason) == ("challenger", NO_GATE)
-    assert not found.verdict.passed
+    assert (found.decision.alias, found.verdict.passed) == ("champion", True), found.decision
+    assert found.decision.reason == "the gate passed, and there is no other champion"
+    assert re.search(r"The gate passed: right 0\.\d+, with shuffled targets 0\.\d+ \(t \d", found.card)
+    assert re.match(r"right 0\.\d+, with shuffled .* for \$0\.50", worth_line(found.evaluation, 0.5) or "")
     version = mlflow.MlflowClient(uri).get_model_version("texts", "1")
     job = rundir.read_job()
     expected = {"nodes": "2", "node_hours": "0.250000", "cost_usd": "$0.50", "code_version": "abc", "sku": "NC6"}
@@ -89,12 +134,12 @@ def test_a_script_is_registered_as_others_are(folder: Path) -> None:
     assert expected.items() <= version.tags.items()
     assert "0.2500 node-hours on 2 node(s) (NC6)" in found.card
     mlflow.set_tracking_uri(uri)
-    loaded = mlflow.pyfunc.load_model("models:/texts@challenger")
+    loaded = mlflow.pyfunc.load_model("models:/texts@champion")
     [taken] = loaded.metadata.signature.inputs.inputs
     assert (str(taken.type), taken.shape) == ("int64", (-1, 6))
     with np.load(folder / "job/model/example.npz") as example:
         np.testing.assert_allclose(loaded.predict(example["inputs"]).to_numpy(), example["outputs"], rtol=1e-5)
-    assert rundir.read_json("registration.json") == {"name": "texts", "version": "1", "alias": "challenger"}
+    assert rundir.read_json("registration.json") == {"name": "texts", "version": "1", "alias": "champion"}
     again = register_job(MLflowRegistry(uri), str(folder / "home"), rundir.uri, "texts", MADE, experiment="e")
     assert (again.model.version, again.model.created) == ("1", False)
 

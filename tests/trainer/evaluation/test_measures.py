@@ -19,8 +19,10 @@ from trainer.engine.state import Progress, read_progress, take_up
 from trainer.engine.task_check import try_task
 from trainer.evaluation import measures
 from trainer.evaluation.evaluate import JudgeRequest
-from trainer.evaluation.judge import evaluate_task
+from trainer.evaluation.gate import chance_t, judge_by_measure
+from trainer.evaluation.judge import TaskJudge, evaluate_task
 from trainer.model.task import Measure, SupervisedTask
+from trainer.rundir import RunDir
 
 SAMPLES = 53
 
@@ -113,6 +115,52 @@ def test_a_measure_that_fails_ends_the_evaluation_on_all_ranks(measure: type[Rec
 
     with thread_worlds((0, 1, 2)) as worlds:
         assert at_once(work, worlds) == ["told"] * 3
+
+
+class Right:
+    """The share of samples in their class."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.right = self.seen = 0
+
+    def update(self, outputs: Tensor, target: Tensor) -> None:
+        self.right += int((outputs.argmax(1) == target).sum())
+        self.seen += len(target)
+
+    def compute(self) -> float:
+        return self.right / self.seen
+
+
+def skilled(world: World, knows: bool) -> dict[str, Any]:
+    """The report of a model that knows the classes, or does not, on samples that are ordered by class."""
+    made, model = torch.Generator().manual_seed(2), nn.Linear(3, 3, bias=False)
+    target = torch.arange(60) // 20
+    model.weight.data = torch.eye(3)
+    inputs = nn.functional.one_hot(target, 3).float() if knows else torch.randn(60, 3, generator=made)
+    inputs[::7] = torch.randn(len(inputs[::7]), 3, generator=made)
+    samples = TensorDataset(inputs, target)
+    task = SupervisedTask(nn.CrossEntropyLoss(), {"right": Right()})
+    judge = TaskJudge(task, DatasetData(train=samples, test=samples), "right", "max")
+    return judge.report(request(world, model), RunDir("memory://chance"), lambda _: None)
+
+
+@pytest.mark.parametrize(("knows", "passed"), [(True, True), (False, False)])
+def test_the_gate_judges_a_measure_against_shuffled_targets(knows: bool, passed: bool) -> None:
+    """At any number of ranks the same, though the samples of a batch are of one class."""
+    alone = skilled(ALONE, knows)
+    assert alone["gate"]["passed"] is passed, alone
+    assert (alone["chance"]["value"] > 0.8) == knows
+    assert 0.2 < alone["chance"]["shuffled"] < 0.45
+    assert judge_by_measure(alone).passed is passed
+    assert judge_by_measure({**alone, "split": "valid"}).reasons[0].startswith("there is no test split")
+    assert not judge_by_measure({"model": {}}).passed
+    least = {**alone["chance"], "mode": "min"}
+    assert chance_t(least) == -chance_t(alone["chance"])
+    with thread_worlds((0, 1)) as worlds:
+        assert at_once(lambda world: skilled(world, knows), worlds) == [alone] * 2
 
 
 def test_an_evaluation_that_was_interrupted_counts_no_sample_twice() -> None:
