@@ -60,13 +60,14 @@ def stream() -> Stream:
     return Stream(lambda number, count: Part(number), len(LENGTHS))
 
 
-def fit(run_dir: Path, workers: int = 0, **settings: Any) -> FitResult:
-    """What a script does."""
+def fit(run_dir: Path, workers: int = 0, norm: bool = False, **settings: Any) -> FitResult:
+    """What a script does. ``norm``: with BatchNorm, and with weights of the classes."""
     settings = {**SETTINGS, **MORE, **settings}
     loader = DataLoader(
         stream(), batch_size=BATCH // 2, num_workers=workers, multiprocessing_context="fork" if workers else None
     )
-    trainer = Trainer(network(), DistributedConfig(**settings), run_dir=run_dir, tracking=QUIET)
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 2.0])) if norm else None
+    trainer = Trainer(network(norm=norm), DistributedConfig(**settings), loss=loss, run_dir=run_dir, tracking=QUIET)
     return trainer.fit(loader, points(40, 1))
 
 
@@ -123,6 +124,20 @@ def test_a_node_is_lost_and_the_others_draw_the_same_samples(begin: Any, whole: 
     assert scripts.wait() == [0, KILLED, 0], scripts.log()
     assert_same(scripts, whole)
     assert scripts.result()["world_size"] == 2
+
+
+@pytest.mark.slow
+def test_a_rank_without_samples_changes_neither_running_statistics_nor_the_mean(begin: Any) -> None:
+    """The mean is by weights. Rank 0, whose running statistics count, has nothing left long before the end."""
+    alone, three = begin("alone").start(script=fit, norm=True, epochs=1), begin("three")
+    assert alone.wait() == [0], alone.log()
+    assert three.start(3, script=fit, norm=True, epochs=1).wait() == [0, 0, 0], three.log()
+    assert losses(three) == pytest.approx(losses(alone), rel=1e-4)
+    mine, theirs = three.weights(), alone.weights()
+    counted = [name for name in mine if name.endswith("num_batches_tracked")]
+    assert [int(mine[name]) for name in counted] == [sum(-(-sum(LENGTHS[part::6]) // 5) for part in (0, 3))]
+    for name in ("0.weight", "1.weight", "1.bias", "3.weight", "3.bias"):  # the gradient of 0.bias is noise
+        assert torch.allclose(mine[name], theirs[name], atol=1e-5), name
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -194,6 +194,18 @@ def test_each_sample_is_used_once_whoever_comes_and_goes(
     for part in range(micro_batches):  # BatchNorm trains on two samples and more
         sizes = [len(step[part]) for step in whole if part in step]
         assert batch == 1 or sum(lengths[part::micro_batches]) < 2 or min(sizes) > 1
+
+
+def test_another_batch_in_the_middle_of_a_pass_uses_each_sample_once() -> None:
+    lengths = [9, 4, 7, 0, 12, 3, 8, 8, 1, 5, 2, 6]
+    training = Training(Stream(numbers(lengths), 12), 2, 3)
+    for world_size, batch, ranks in [(2, 3, 2), (4, 2, 3), (3, 5, 1), (6, 1, 4), (1, 4, 1)]:
+        training.config = replace(training.config, world_size=world_size, batch_size_per_gpu=batch)
+        training.run(ranks, 2 if world_size > 1 else 1000, lost=world_size == 4)
+    used = Counter(sample for step in training.batches for part in step.values() for sample in part)
+    assert used == {(number, sample): 1 for number, length in enumerate(lengths) for sample in range(length)}
+    assert training.progress.position(0) == (1, 0)
+    assert training.errors() == []
 
 
 def test_a_second_pass_is_as_the_first_and_another_one_is_refused() -> None:
