@@ -12,10 +12,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.data.rows import RowParams, build_rows, hashed_shares, numbered_shares, splits_of
+from dtrain_dagster.data.row_splits import hashed_shares, numbered_shares, splits_of
+from dtrain_dagster.data.rows import RowParams, build_rows
+from dtrain_dagster.data.table_columns import NumberColumn
 from tests.kinds import WORDS, build_table, original_rows, stored_rows, table
 
 
@@ -414,3 +417,13 @@ def test_preparation_is_fitted_on_the_training_rows_alone(tmp_path: Path) -> Non
         assert [column["missing"] for column in manifest["inputs"] if column["name"] == "x"] == [bool(number)]
     parts[0]["normalisation"]["target"] = parts[1]["normalisation"]["target"]
     assert parts[0] == parts[1]
+
+
+@pytest.mark.parametrize(("rows", "like_id"), [(58_000, True), (200_000, False)])
+def test_numbers_whose_range_has_no_room_for_one_each_are_no_identifier(rows: int, like_id: bool) -> None:
+    """Of those that were sampled nearly all differ in both cases."""
+    column, random = NumberColumn("n"), np.random.default_rng(0)
+    values = random.permutation(rows) if like_id else random.integers(0, 100_000, rows)
+    column.learn(pa.array(values), np.ones(rows, dtype=bool), 0, rows // 2000)
+    assert len(column.different) >= 0.95 * sum(map(len, column.numbers))
+    assert column.is_like_id == like_id
