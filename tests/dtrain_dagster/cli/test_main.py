@@ -118,7 +118,7 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         for name in names
     }
     assert options == {
-        "init": ["--name", "--own-model", "--table", "--target", "folder"],
+        "init": ["--drop", "--name", "--own-model", "--table", "--target", "folder"],
         "data": [
             *("--drop", "--json", "--missing", "--seed", "--split-by", "--target", "--task", "--test-fraction"),
             *("--valid-fraction", "source"),
@@ -134,7 +134,18 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         "search": [
             *("--any-order", "--budget", "--config", "--dataset", "--epochs", "--json", "--loss", "--maximise"),
             *("--metric", "--model", "--name", "--nodes", "--nodes-per-trial", "--parallel", "--plan"),
-            *("--procs-per-node", "--pruner", "--sampler", "--seed", "--set", "--show", "--space", "--trials"),
+            *(
+                "--procs-per-node",
+                "--pruner",
+                "--sampler",
+                "--script",
+                "--seed",
+                "--set",
+                "--show",
+                "--space",
+                "--trials",
+            ),
+            "arguments",
         ],
         "launch": ["--detach", "--engine", "--master-port", "--name", "--nodes", "--procs-per-node", "command"],
         "fleet": ["--check", "file"],
