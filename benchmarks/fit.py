@@ -46,6 +46,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 from benchmarks.host import is_busy, note, options_of, tell
 from benchmarks.throughput import interval
+from harness.accuracy import Accuracy
 from trainer import DistributedConfig, Loop, Trainer
 from trainer.runtime.host_memory import keep_freed_memory
 
@@ -117,32 +118,12 @@ def parts_of(batch: Any) -> tuple[Tensor, Tensor]:
     return (batch["values"], batch["class"]) if isinstance(batch, dict) else (batch[0], batch[1])
 
 
-class Right:
-    """The share of samples in their class, by the protocol of torchmetrics."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget all."""
-        self.right = self.seen = 0
-
-    def update(self, outputs: Tensor, target: Tensor) -> None:
-        """Count a batch."""
-        self.right += int((outputs.argmax(1) == target).sum())
-        self.seen += len(target)
-
-    def compute(self) -> float:
-        """Return the share."""
-        return self.right / self.seen
-
-
 class TimedTask:
     """The cross entropy, with the times at which it is asked for in training."""
 
     def __init__(self, measured: bool = False) -> None:
         self.times: list[float] = []
-        self.measures = {"right": Right()} if measured else {}
+        self.measures = {"right": Accuracy()} if measured else {}
 
     def loss(self, model: Callable[[Any], Tensor], batch: Any) -> Tensor:
         """Return one loss per sample."""

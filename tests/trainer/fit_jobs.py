@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
+from harness.accuracy import Accuracy
 from harness.waiting import until
 from harness.worlds import Run, free_port, launched
 from trainer import Callback, DistributedConfig, Trainer
@@ -128,22 +129,12 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
 
 
-class Right:
+class Right(Accuracy):
     """The share of samples in their class, of a whole split."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.right = self.seen = 0
-
-    def update(self, outputs: Tensor, target: Tensor) -> None:
-        self.right += int((outputs.argmax(1) == target).sum())
-        self.seen += len(target)
 
     def compute(self) -> float:
         assert self.seen in (3, 40), "each sample once"
-        return self.right / self.seen
+        return super().compute()
 
 
 class Average(Callback):

@@ -22,6 +22,7 @@ from dtrain_dagster.registry import MLflowRegistry, RunModelError, TrainingProve
 from dtrain_dagster.registry.promotion import choose_alias, compare_measures
 from dtrain_dagster.registry.registration import register_job
 from dtrain_dagster.registry.script_model import load_script_model
+from harness.accuracy import Accuracy
 from harness.tables import copy_tables
 from trainer import Trainer
 from trainer.evaluation.gate import Gate
@@ -31,23 +32,6 @@ pytestmark = pytest.mark.slow
 MADE = TrainingProvenance(
     nodes=2, node_hours=0.25, cost_usd="$0.50", cost_usd_total=0.5, code_version="abc", dagster_run_id="", sku="NC6"
 )
-
-
-class Right:
-    """The share of texts in their class."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.right = self.seen = 0
-
-    def update(self, outputs: Tensor, target: Tensor) -> None:
-        self.right += int((outputs.argmax(1) == target).sum())
-        self.seen += len(target)
-
-    def compute(self) -> float:
-        return self.right / self.seen
 
 
 def reported(value: float, samples: str = "these", mode: str = "max") -> dict[str, Any]:
@@ -93,7 +77,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tracking = {"mlflow_tracking_uri": f"sqlite:///{folder}/mlflow.db", "tensorboard": False}
     config = {"epochs": 8, "batch_size_per_gpu": 16, "learning_rate": 0.05, "monitor": "right", "mode": "max"}
     trainer = Trainer(
-        Net(), config, loss=nn.CrossEntropyLoss(), metrics={"right": Right()}, tracking=tracking, registry="here",
+        Net(), config, loss=nn.CrossEntropyLoss(), metrics={"right": Accuracy()}, tracking=tracking, registry="here",
         run_dir=folder / "job",
     )  # fmt: skip
     trainer.fit(texts(200, 0), texts(40, 1), texts(40, 2))

@@ -11,6 +11,7 @@ from thread_worlds import ALONE, CPU, at_once, thread_worlds
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from harness.accuracy import Accuracy
 from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.dataset_data import DatasetData
@@ -117,23 +118,6 @@ def test_a_measure_that_fails_ends_the_evaluation_on_all_ranks(measure: type[Rec
         assert at_once(work, worlds) == ["told"] * 3
 
 
-class Right:
-    """The share of samples in their class."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.right = self.seen = 0
-
-    def update(self, outputs: Tensor, target: Tensor) -> None:
-        self.right += int((outputs.argmax(1) == target).sum())
-        self.seen += len(target)
-
-    def compute(self) -> float:
-        return self.right / self.seen
-
-
 def skilled(world: World, knows: bool) -> dict[str, Any]:
     """The report of a model that knows the classes, or does not, on samples that are ordered by class."""
     made, model = torch.Generator().manual_seed(2), nn.Linear(3, 3, bias=False)
@@ -142,7 +126,7 @@ def skilled(world: World, knows: bool) -> dict[str, Any]:
     inputs = nn.functional.one_hot(target, 3).float() if knows else torch.randn(60, 3, generator=made)
     inputs[::7] = torch.randn(len(inputs[::7]), 3, generator=made)
     samples = TensorDataset(inputs, target)
-    task = SupervisedTask(nn.CrossEntropyLoss(), {"right": Right()})
+    task = SupervisedTask(nn.CrossEntropyLoss(), {"right": Accuracy()})
     judge = TaskJudge(task, DatasetData(train=samples, test=samples), "right", "max")
     return judge.report(request(world, model), RunDir("memory://chance"), lambda _: None)
 
