@@ -168,5 +168,5 @@ def test_two_ranks_exchange_their_gradients_and_one_line_and_nothing_else(datase
 
     [one, other] = on_two_ranks(work)
     gradients = ("all-reduce of gradient bucket 0", sum(parameter.nbytes for parameter in models[0].parameters()))
-    line = ("commit of the step", 8 * (7 + len(list(models[0].parameters()))))
+    line = ("commit of the step", 8 * (8 + len(list(models[0].parameters()))))
     assert one == other == 3 * [gradients, line]
