@@ -25,15 +25,13 @@ from dtrain_dagster.data.table_columns import (
     MOST_SAMPLED,
     CategoryColumn,
     NumberColumn,
-    TargetColumn,
-    TargetCopy,
     check_name,
-    class_name,
     date_parts,
     numbers_of,
     texts_of,
 )
 from dtrain_dagster.data.table_file import Table
+from dtrain_dagster.data.target_column import TargetColumn, TargetCopy, class_name
 from trainer.data.manifest import SPLITS
 from trainer.spec import DATE_CATEGORIES, DATE_NUMBERS
 

@@ -20,11 +20,11 @@ from dtrain_dagster.data.row_splits import (
     RowParams,
 )
 from dtrain_dagster.data.table_columns import (
-    class_name,
     numbers_of,
     texts_of,
 )
 from dtrain_dagster.data.table_file import files_of, open_table
+from dtrain_dagster.data.target_column import class_name
 from trainer.data.manifest import SPLITS, STANDARDISED
 from trainer.runtime.scratch import scratch_folder
 from trainer.spec import REGRESSION, ROWS

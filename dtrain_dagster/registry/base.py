@@ -22,6 +22,7 @@ from dtrain_dagster.registry.endpoint import (
     check_endpoint,
     scoring_server,
 )
+from dtrain_dagster.registry.mlflow_files import save_pyfunc
 from dtrain_dagster.registry.packed import PACKED_TAG, PackedError, folder_digest
 from dtrain_dagster.registry.promotion import AliasDecision, Comparison, compare
 from dtrain_dagster.registry.run_model import load_run_model, ordered_job
@@ -36,7 +37,6 @@ from dtrain_dagster.registry.versions import (
     open_client,
     read_succeeded,
     registering,
-    save_pyfunc,
     tracking_run,
 )
 from dtrain_dagster.support.secrets import redact
