@@ -1,8 +1,8 @@
 """`Stream`: training samples without positions, as numbered sub-streams, each of which is read in its own order.
 
 What a caller gives, how a sub-stream is opened at one of its samples, and what is tried of it before a training belong
-here. Which sub-stream a sample of a micro-batch is of is `trainer.data.sampler`; reading them is
-`trainer.data.stream_data`.
+here. Which sub-stream a sample of a micro-batch is of is `trainer.data.stream_sampler`; reading them is
+`trainer.data.stream_reads`.
 """
 
 from __future__ import annotations

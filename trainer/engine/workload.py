@@ -17,7 +17,8 @@ from torch import nn
 from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.loader import BatchLoader, Loader, TrainingData
-from trainer.data.sampler import SMALLEST, Sampler, StreamSampler, longest_stream
+from trainer.data.sampler import SMALLEST, Sampler
+from trainer.data.stream_sampler import StreamSampler, longest_stream
 from trainer.engine.callbacks import name_stateful
 from trainer.engine.module_state import share_module_state
 from trainer.engine.problem import Problem, refuse_differences

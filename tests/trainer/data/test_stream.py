@@ -31,9 +31,10 @@ from trainer.data.coverage import (
     kind_of_data,
     split_substream_sample,
 )
-from trainer.data.sampler import order_of_draws
 from trainer.data.stream import StreamState, SubStream, try_stream
-from trainer.data.stream_data import StreamData, StreamLoader, StreamOrder, StreamReads
+from trainer.data.stream_data import StreamData, StreamLoader
+from trainer.data.stream_reads import StreamOrder, StreamReads
+from trainer.data.stream_sampler import order_of_draws
 from trainer.data.torch_loader import read_request
 from trainer.engine.state import Progress
 from trainer.engine.workload import make_sampler
