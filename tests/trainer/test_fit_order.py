@@ -198,6 +198,7 @@ def trained(run_dir: Path, data: Any, loss: Any = None, model: nn.Module | None 
     return Trainer(model or network(), config, loss=loss, run_dir=run_dir, tracking=QUIET).fit(data, **splits)
 
 
+@pytest.mark.slow
 def test_a_stream_in_one_process_ends_with_its_passes_or_with_max_steps(tmp_path: Path) -> None:
     data = Stream(lambda number, count: Part(number), len(LENGTHS))
     result = trained(tmp_path / "passes", data, epochs=1, max_steps=500, valid=points(9), log_frequency=100)
