@@ -99,7 +99,8 @@ class _FirstSamples(Dataset[Any]):
         self._samples = samples
 
     def __getitem__(self, position: int) -> Any:
-        return self._samples[position % len(self._samples)]
+        # Positions at even distances in `MANY` are other samples, too.
+        return self._samples[(position + (position >> 36)) % len(self._samples)]
 
     def __len__(self) -> int:
         return MANY

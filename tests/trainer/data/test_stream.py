@@ -31,6 +31,7 @@ from trainer.data.coverage import (
     kind_of_data,
     split_substream_sample,
 )
+from trainer.data.sampler import spread_positions
 from trainer.data.stream import StreamState, SubStream, try_stream
 from trainer.data.stream_data import StreamData, StreamLoader
 from trainer.data.stream_reads import StreamOrder, StreamReads
@@ -495,6 +496,14 @@ def test_empty_sub_streams_and_samples_without_content_are_none_of_these() -> No
 def test_what_makes_no_stream_is_refused(arguments: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Stream(*arguments)
+
+
+def test_samples_on_which_a_model_is_tried_are_not_all_the_same() -> None:
+    for length in (4, 5, 16):
+        data = StreamData(Stream(numbers([length] * 4), 4))
+        for positions in (np.arange(16), spread_positions(data.count("train"), 16)):
+            found = data.read("train", positions, CPU)
+            assert len(set(zip(*(part.tolist() for part in found), strict=True))) > 8
 
 
 def test_settings_that_fit_no_stream_are_refused() -> None:
