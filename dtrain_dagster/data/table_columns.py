@@ -33,6 +33,12 @@ MERGED_SHARE = 0.02
 some 10 million numbers within a deviation of the mean; with logarithms of a deviation of 3, one in a hundred."""
 ID_SHARE, ID_ROWS = 0.95, 20
 """The share of different values of a column that looks like an identifier, and the rows that it has at least."""
+NOTHING = frozenset((
+    None, "", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A",
+    "NA", "NULL", "NaN", "None", "n/a", "nan", "null",
+))  # fmt: skip
+"""What is no value of a category: the words that pandas reads from a CSV file as missing. It would do so with the rows
+that a model is asked about, too."""
 DATE_UNIT = "days since 1970-01-01"
 """What a date counts as; one with a zone in UTC."""
 _UNITS = {"s": 86_400, "ms": 86_400_000, "us": 86_400_000_000, "ns": 86_400_000_000_000}
@@ -283,8 +289,8 @@ class CategoryColumn:
         """Add some rows."""
         if self.problem:
             return
-        known = [value for value, train in zip(values, is_train, strict=True) if train and value]
-        self.missing += sum(not value for value in values)
+        known = [value for value, train in zip(values, is_train, strict=True) if train and value not in NOTHING]
+        self.missing += sum(value in NOTHING for value in values)
         self.trained, self.filled = self.trained + int(is_train.sum()), self.filled + len(known)
         self.values.update(known)
         if len(self.values) > MOST_VALUES:

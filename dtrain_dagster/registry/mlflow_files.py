@@ -17,7 +17,7 @@ from dtrain_dagster.registry.script_model import ScriptModel
 from dtrain_dagster.registry.smoke_test import as_registered, inputs_at, open_data
 from dtrain_dagster.registry.versions import MODEL_PATH
 from dtrain_dagster.support.user_code import stage_for_serving
-from trainer.spec import DataSpec, RowSpec
+from trainer.spec import DataSpec, RawColumn, RowSpec
 
 if TYPE_CHECKING:
     from mlflow.models import ModelSignature
@@ -65,27 +65,29 @@ def _save_program(own: ScriptModel, folder: Path, scratch: Path, run_id: str) ->
     pack_program(files, folder, scratch, own.found, program_metadata(own.job), run_id)
 
 
-_TYPES = {"number": "double", "integer": "long", "boolean": "boolean", "string": "string", "datetime": "datetime"}
+_TYPES = {"number": "double", "integer": "long", "string": "string", "datetime": "datetime"}
 """MLflow's names for the types of a table's columns."""
 
 
 def _signature(spec: DataSpec | RowSpec, inputs: NDArray[Any], columns: Iterable[str]) -> ModelSignature:
-    """Return the signature: named columns out; a tensor in, or the columns of a table by name. A whole number that may
-    be missing is a double, as pandas reads it."""
+    """Return the signature: named columns out; a tensor in, or the columns of a table by name."""
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema, TensorSpec
 
     taken: list[Any] = [TensorSpec(inputs.dtype, (-1, *inputs.shape[1:]))]
     if isinstance(spec, RowSpec) and spec.raw:
-        taken = [
-            ColSpec(
-                "double" if column.missing and column.type == "integer" else _TYPES[column.type],
-                column.name,
-                required=not column.missing,
-            )
-            for column in spec.raw
-        ]
+        taken = [ColSpec(_type_of(column), column.name, required=not column.missing) for column in spec.raw]
     return ModelSignature(inputs=Schema(taken), outputs=Schema([ColSpec("double", name) for name in columns]))
+
+
+def _type_of(column: RawColumn) -> Any:
+    """Return MLflow's type of a column. A whole number that may be missing is a double, as pandas reads it. A boolean
+    is any value, which the model checks itself: of a null in a request MLflow's server would make False."""
+    from mlflow.types.schema import AnyType
+
+    if column.type == "boolean":
+        return AnyType()
+    return "double" if column.missing and column.type == "integer" else _TYPES[column.type]
 
 
 def _metadata(spec: DataSpec | RowSpec, manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def _mlflow(order: dict[str, Any], windows: Any) -> dict[str, Any]:
         [kind] = schema.numpy_types()  # of an older version: single precision
         frame = model.predict(np.array(windows, dtype=kind))
     else:  # a whole number of these rows may be missing in others
-        doubles = [column.name for column in schema.inputs if column.type.name == "double" and column.name in windows]
+        doubles = [item.name for item in schema.inputs if str(item.type) == "DataType.double" and item.name in windows]
         frame = model.predict(windows.astype(dict.fromkeys(doubles, "float64")))
     return {str(name): frame[name].to_numpy() for name in frame.columns}
 

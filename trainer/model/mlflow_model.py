@@ -58,7 +58,10 @@ def columns_of(frame: pd.DataFrame, spec: RowSpec) -> dict[str, NDArray[Any]]:
         elif column.type == "string":
             found[column.name] = values.astype(object).where(values.notna(), None).to_numpy()
         else:
-            found[column.name] = values.to_numpy(np.float64, na_value=np.nan)
+            try:
+                found[column.name] = values.to_numpy(np.float64, na_value=np.nan)
+            except (TypeError, ValueError):
+                raise ValueError(f"the column {column.name!r} holds {values.dtype}, and is a {column.type}") from None
     return found
 
 

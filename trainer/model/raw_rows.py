@@ -67,12 +67,17 @@ def stored_rows(spec: RowSpec, columns: Mapping[str, NDArray[Any]]) -> NDArray[n
         if values:
             texts = date_category(column, part) if part else column
             codes = {value: code for code, value in enumerate(values, 1)}
-            stored[:, place] = [codes.get(text, 0) for text in texts]
+            stored[:, place] = [_code(codes, text) for text in texts]
         elif raw[name].type == "datetime":
             stored[:, place] = date_number(column, part) if part else date_days(column)
         else:
             stored[:, place] = column
     return stored
+
+
+def _code(codes: Mapping[str, int], text: Any) -> int:
+    """Return the code of a value; without the spaces around it, as cells of a CSV file are read, where it has none."""
+    return codes.get(text) or (codes.get(text.strip(), 0) if isinstance(text, str) else 0)
 
 
 def raw_columns(spec: RowSpec, rows: NDArray[np.float64]) -> dict[str, NDArray[Any]]:
@@ -140,15 +145,13 @@ def _fits(
 
 def _typed(column: RawColumn, values: NDArray[Any]) -> NDArray[Any]:
     """Return the values of a column as its type has them. Raise ValueError for those of another type."""
-    kind = np.asarray(values).dtype.kind
-    if column.type == "datetime":
-        fits = kind == "M"
-    elif column.type == "string":
-        fits = kind in "OU"
-    else:
-        if kind == "O":  # booleans of which some are missing
+    if column.type == "boolean":
+        if values.dtype.kind == "O":
             values = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
-        fits = kind in "biufO"
-    if not fits:
+        if odd := [value for value in values.tolist() if value not in (0, 1) and value == value]:
+            raise ValueError(f"the column {column.name!r} holds {odd[0]!r}, and is true or false")
+        return values
+    kinds = {"datetime": "M", "string": "OU"}.get(column.type, "biuf")
+    if values.dtype.kind not in kinds:
         raise ValueError(f"the column {column.name!r} holds {values.dtype}, and is a {column.type}: convert it")
     return values

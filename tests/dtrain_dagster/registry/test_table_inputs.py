@@ -31,12 +31,13 @@ def visits() -> pd.DataFrame:
         "calls": random.integers(0, 9, ROWS),
         "income": random.lognormal(10, 0.4, ROWS),
         "member": random.random(ROWS) > 0.5,
-        "region": pd.Series(random.choice(["north", "south", "west"], ROWS)).where(random.random(ROWS) > 0.1),
+        "insured": pd.Series(random.random(ROWS) > 0.5).where(random.random(ROWS) > 0.2),
+        "region": pd.Series(random.choice(["north", "south", "None"], ROWS)).where(random.random(ROWS) > 0.1),
         "split": np.array(["train", "train", "train", "valid", "test"])[np.arange(ROWS) % 5],
     })  # fmt: skip
     score = frame["calls"] - 4 + 2 * frame["member"] + (frame["region"] == "south") + (frame["age"] > 60).fillna(False)
     frame["bought"] = np.where(score + random.normal(0, 0.5, ROWS) > 1, "yes", "no")
-    frame.loc[frame["split"] == "test", "region"] = "abroad"  # no training row has it
+    frame.loc[frame.index % 15 == 4, "region"] = "abroad"  # no training row has it
     return frame
 
 
@@ -57,10 +58,12 @@ def test_a_registered_model_takes_the_rows_of_the_file(tmp_path: Path, monkeypat
     version = models.register_model(run, "visits", {}, "# card", cache_dir=str(tmp_path / "cache"))
     mlflow.set_tracking_uri(uri)
     loaded = mlflow.pyfunc.load_model(version.uri)
-    said = {column.name: (column.type.name, column.required) for column in loaded.metadata.signature.inputs}
+    said = {
+        column["name"]: (column["type"], column["required"]) for column in loaded.metadata.signature.inputs.to_dict()
+    }
     assert said == {
         "seen": ("datetime", False), "age": ("double", False), "calls": ("long", True), "income": ("double", True),
-        "member": ("boolean", True), "region": ("string", False),
+        "member": ("any", True), "insured": ("any", False), "region": ("string", False),
     }  # fmt: skip
     example = loaded.input_example
     assert list(example.columns) == list(said)
@@ -73,13 +76,21 @@ def test_a_registered_model_takes_the_rows_of_the_file(tmp_path: Path, monkeypat
     told = np.where(judged["target"] == 1, found["probability_1"], found["probability_0"])
     assert -np.log(told) == pytest.approx(judged["loss"], rel=1e-4, abs=1e-5), "the trainer's own evaluation"
 
-    order = ["region", "income", "calls", "member", "age", "seen"]
+    order = ["insured", "region", "income", "calls", "member", "age", "seen"]
     pd.testing.assert_frame_equal(loaded.predict(rows[order]), found)
     plain = loaded.predict(rows.drop(columns=["age", "region"]))
     blank = loaded.predict(rows.assign(age=np.nan, region=None))
     pd.testing.assert_frame_equal(plain, blank)
+    spaced = loaded.predict(rows.assign(region=" " + rows["region"] + " "))
+    pd.testing.assert_frame_equal(spaced, found)  # as the file's cells were read
     with pytest.raises(MlflowException, match=r"missing inputs \['calls'\]"):
         loaded.predict(rows.drop(columns="calls"))
+    with pytest.raises(MlflowException, match="member holds a value that is missing"):
+        loaded.predict(rows.assign(member=None))
+    with pytest.raises(MlflowException, match=r"the column 'member' holds 2\.0, and is true or false"):
+        loaded.predict(rows.assign(member=2))
+    with pytest.raises(MlflowException, match=r"the column 'insured' holds .*, and is a boolean"):
+        loaded.predict(rows.assign(insured="yes"))
     with pytest.raises(MlflowException, match="income holds a value that is missing"):
         loaded.predict(rows.assign(income=np.nan))
 
