@@ -108,7 +108,7 @@ Training = DistributedTrainingConfig
          "certificate?"),
         (lambda: TLSConfig(key="b", ca="c"), "training.tls.certificate is missing"),
         (lambda: TrackingConfig(xyz=1), "tracking.xyz is not a setting: choose from tensorboard, mlflow_tracking_uri, "
-         "mlflow_experiment, mlflow_run_name, tags"),
+         "mlflow_experiment, mlflow_run_name, tags, registered_model"),
         (lambda: DatasetRef(url="x"), "dataset.url is not a setting: did you mean uri?"),
         (lambda: FactoryConfig(factory=3), "factory = 3: it should be a valid string"),
         (lambda: JobConfig(**LEAST, training={"epohcs": 1}), "training.epohcs is not a setting: did you mean epochs?"),

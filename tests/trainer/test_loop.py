@@ -117,7 +117,7 @@ def test_a_loop_that_is_left_has_failed_and_can_be_resumed(tmp_path: Path, how: 
     counted = Counting()
     resumed = loop_until(99, [counted]).result
     assert resumed is not None
-    assert counted.steps[0] in (3, 4, 5), "one of the last checkpoints, which are written in the background"
+    assert counted.steps[0] in (1, 2, 3, 4, 5), "after the last checkpoint that was written, in the background"
     assert counted.steps == list(range(counted.steps[0], resumed.steps + 1))
 
 
