@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from fit_jobs import BATCH, QUIET, SETTINGS, Scripts, network, points
+from fit_jobs import BATCH, QUIET, SETTINGS, Scripts, be_script, network, points
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from harness.worlds import assert_same_training
+from harness.worlds import assert_same_training, launched
 from trainer import DistributedConfig, FitResult, Stream, Trainer
 from trainer.config import ConfigError, JobConfig, parse_job
 from trainer.data.coverage import find_coverage_errors, kind_of_data
@@ -29,6 +29,19 @@ KILLED = -signal.SIGKILL
 LENGTHS = [21, 13, 1, 25, 9, 18, 0, 31, 12, 2, 14, 5]
 """Of the sub-streams: some end long before others, and a sample that is left of one micro-batch joins the last."""
 MORE = {"epochs": 2, "max_steps": 100}
+
+
+class Nodes(Scripts):
+    """Ranks of which one comes again."""
+
+    def until_lost(self, rank: int) -> None:
+        self.wait_for(60.0, rank)
+
+    def start_again(self, rank: int, world: int, **options: Any) -> None:
+        """Start it as the next incarnation of its node."""
+        environment = launched(rank, world, 1) | {"DTRAIN_LAUNCH": "1", "DTRAIN_INCARNATION": "2"}
+        log = self.run_dir.parent / f"{self.run_dir.name}-{rank}-again.log"
+        self.fork(rank, be_script, environment, str(log), str(self.run_dir), options)
 
 
 class Part(IterableDataset[tuple[Tensor, Tensor]]):
@@ -72,12 +85,12 @@ def fit(run_dir: Path, workers: int = 0, norm: bool = False, **settings: Any) ->
 
 
 @pytest.fixture
-def begin(tmp_path: Path) -> Iterator[Callable[[str], Scripts]]:
+def begin(tmp_path: Path) -> Iterator[Callable[[str], Nodes]]:
     """Makes launches of a script; none of their processes outlives the test."""
-    made: list[Scripts] = []
+    made: list[Nodes] = []
 
-    def make(name: str) -> Scripts:
-        made.append(Scripts(tmp_path / name))
+    def make(name: str) -> Nodes:
+        made.append(Nodes(tmp_path / name))
         return made[-1]
 
     yield make
@@ -124,6 +137,23 @@ def test_a_node_is_lost_and_the_others_draw_the_same_samples(begin: Any, whole: 
     assert scripts.wait() == [0, KILLED, 0], scripts.log()
     assert_same(scripts, whole)
     assert scripts.result()["world_size"] == 2
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_node_that_comes_reads_on_where_the_others_are(begin: Any) -> None:
+    """It takes sub-streams over in the middle of a pass, after others had them."""
+    options = {"script": fit, "epochs": 30, "max_steps": 1000, "log_frequency": 20, "checkpoint_frequency": 20}
+    alone, scripts = begin("alone").start(**options), begin("run")
+    assert alone.wait() == [0], alone.log()
+    fault = {"kind": "kill", "at": "backward", "step": 4, "node": 1}
+    scripts.start(3, faults=(fault,), launch=True, **options)
+    scripts.until_lost(1)
+    scripts.start_again(1, 3, **options)
+    assert scripts.wait() == [0, 0, 0], scripts.log()
+    assert_same_training(scripts, alone)
+    sizes = [event["world_size"] for event in RunDir(str(scripts.run_dir)).events("membership")]
+    assert sizes == [3, 2, 3]
 
 
 @pytest.mark.slow
