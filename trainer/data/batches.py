@@ -137,7 +137,7 @@ def digest_array(value: Tensor | np.ndarray[Any, Any]) -> str:
 
 def update_digest(digest: Any, sample: Any, takes_bytes: bool = False) -> bool:
     """Add the content of a sample to a digest of `hashlib`, as far as its parts have bytes, and return whether any has.
-    ``takes_bytes``: whether those of the type `bytes` count."""
+    ``takes_bytes``: whether `bytes` count, and what has them."""
     has_content = False
     for part in leaves_of(sample):
         if isinstance(part, Tensor) and part.layout is torch.strided:
@@ -148,6 +148,8 @@ def update_digest(digest: Any, sample: Any, takes_bytes: bool = False) -> bool:
             digest.update(repr(part).encode())
         elif takes_bytes and isinstance(part, bytes):
             digest.update(part)
+        elif takes_bytes and callable(getattr(part, "tobytes", None)):  # an image of PIL
+            digest.update(part.tobytes())
         else:
             continue
         has_content = True

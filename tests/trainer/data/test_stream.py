@@ -32,7 +32,7 @@ from trainer.data.coverage import (
     split_substream_sample,
 )
 from trainer.data.sampler import spread_positions
-from trainer.data.stream import StreamState, SubStream, try_stream
+from trainer.data.stream import StreamState, SubStream, digest_sample, try_stream
 from trainer.data.stream_data import StreamData, StreamLoader
 from trainer.data.stream_reads import StreamOrder, StreamReads
 from trainer.data.stream_sampler import order_of_draws
@@ -504,6 +504,17 @@ def test_samples_on_which_a_model_is_tried_are_not_all_the_same() -> None:
         for positions in (np.arange(16), spread_positions(data.count("train"), 16)):
             found = data.read("train", positions, CPU)
             assert len(set(zip(*(part.tolist() for part in found), strict=True))) > 8
+
+
+def test_a_sample_is_known_by_its_content_where_it_has_some() -> None:
+    class Image:
+        def tobytes(self) -> bytes:
+            return b"pixels"
+
+    same = [digest_sample(each) for each in (b"pixels", {"image": Image()}, [memoryview(b"pixels")])]
+    assert len({*same, digest_sample(b"others"), digest_sample("pixels")}) == 3
+    assert digest_sample({"odd": object()}) == ""
+    assert digest_sample((object(), 1)) == digest_sample(1) != digest_sample(torch.tensor(1))
 
 
 def test_settings_that_fit_no_stream_are_refused() -> None:
