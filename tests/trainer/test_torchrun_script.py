@@ -97,7 +97,7 @@ def test_a_loader_of_another_batch_size_is_refused(new_job: Callable[..., Job]) 
     trainer = begun(job)
     try:
         trainer.setup_data_parallel(nn.Sequential(nn.Flatten(), nn.LazyLinear(3)))
-        with pytest.raises(ConfigError, match="batch_size=25, and training.batch_size_per_gpu = 4"):
+        with pytest.raises(ConfigError, match=r"batch_size=25, and training\.batch_size_per_gpu = 4"):
             trainer.train_epoch(windows(job))
     finally:
         trainer.close()
