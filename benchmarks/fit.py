@@ -5,15 +5,16 @@ Run `python -m benchmarks.fit`. All train the same model on the same dataset in 
 in each round, in random order: gloo and one thread per rank on a CPU, with the same batch, workers, collate function,
 loss and optimizer, without clipping. The plain loop has DDP, DataLoader and DistributedSampler, keeps its workers
 between epochs, and has malloc set as the trainer sets it. The trainer is as it is, with reports, monitor and
-TensorBoard; none saves checkpoints meanwhile. Time counts on rank 0 from the end of the first epoch to the last batch,
-read where all call the same loss: pauses between epochs are in it, start and end are not.
+TensorBoard; none saves checkpoints meanwhile but those of the best weights. Time counts on rank 0 from the end of the
+first epoch to the last batch, read where all call the same loss: pauses between epochs count, start and end do not.
 
     tensors_adamw     rows of tensors (64 numbers, 10 classes), no workers, fused AdamW
     tensors_sgd       the same with SGD with momentum
     python_adamw      a dataset with work in Python for each sample, two workers per rank
     dictionary_sgd    samples that a collate function of one's own makes into a mapping, no workers
     measure_adamw     rows of tensors, and after each epoch the share of right classes of a whole split of 1,024, held
-                      against torchmetrics' protocol; the plain loop sums its counts over ranks, as one does by hand
+                      against torchmetrics' protocol, by which the best weights are kept and saved; the plain loop sums
+                      its counts over ranks, and saves with torch.save, as one does by hand
 
     min_vs_plain   the lowest median over rounds of samples per second of `fit` divided by that of the plain loop, over
                    all cases and numbers of ranks; above 1 `fit` is faster
@@ -207,8 +208,9 @@ def train_with_loop(case: Case, run_dir: Path) -> list[float]:
     return task.times
 
 
-def train_plainly(case: Case) -> list[float]:
+def train_plainly(case: Case, folder: Path) -> list[float]:
     """Train with the loop of torch's tutorial; the times of this rank's batches."""
+    best = -1.0
     data, options = make_data(case)
     task, model = TimedTask(), DistributedDataParallel(make_model())
     optimizer = make_optimizer(case, model)
@@ -235,6 +237,11 @@ def train_plainly(case: Case) -> list[float]:
                     counted[2] += len(target)
             dist.all_reduce(counted)
             model.train()
+            if counted[1] / counted[2] > best:
+                best = float(counted[1] / counted[2])
+                if dist.get_rank() == 0:
+                    state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+                    torch.save(state, folder / "best.pt")
     return task.times
 
 
@@ -256,7 +263,7 @@ def be_rank(names: Sequence[str], rounds: int, folder: Path) -> None:
                 elif contender == "loop":
                     times = train_with_loop(case, run_dir)
                 else:
-                    times = train_plainly(case)
+                    times = train_plainly(case, folder)
                 found.setdefault(name, {}).setdefault(contender, []).append(pace(times, SAMPLES[case.data], ranks))
         if rank == 0:
             latest = {name: round(each["fit"][-1] / each["plain"][-1], 3) for name, each in found.items()}
