@@ -89,6 +89,15 @@ class WrappedOptimizer:
         """Forget the gradients, as each batch and each step of this optimizer does by itself."""
         self._loop._part_of(self).clear()
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group before `Loop.batches`. Raise `ConfigError` later, when what sums and keeps them is made."""
+        if self._loop._steps is not None:
+            raise ConfigError(
+                "optimizer.add_param_group after loop.batches: give all groups before, frozen by requires_grad = False "
+                "as long as they are not to be trained"
+            )
+        self.optimizer.add_param_group(param_group)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)
 
@@ -129,6 +138,7 @@ class Loop:
         self._due: DueStep | None = None
         self._step: LoopStep | None = None
         self._run: Run | None = None
+        self._failed: BaseException | None = None
         self.result: FitResult | None = None
         """How the training ended; None until it has."""
 
@@ -149,6 +159,8 @@ class Loop:
     def register(self, **parts: Any) -> None:
         """Have further objects kept in checkpoints and given to nodes that join, by name: they have ``state_dict`` and
         ``load_state_dict``. Their state is copied before each batch, so that a discarded one changes nothing."""
+        if self._steps is not None:
+            raise ConfigError("call loop.register before loop.batches, which loads their states")
         for name, part in parts.items():
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 raise ConfigError(
@@ -302,6 +314,11 @@ class Loop:
                 yield batch
                 if not batch.was_entered:
                     raise ConfigError("what trains on a batch belongs into a block: `with batch:`")
+            if self.result is None:  # the caller has caught what ended it
+                raise LoopLeftError(
+                    f"the training has failed and cannot go on: {type(self._failed).__name__}: {self._failed}. What a "
+                    "block raises ends it; to leave out a sample, do so in the block, on all ranks alike"
+                ) from self._failed
         except GeneratorExit:
             self._give_up(LoopLeftError("the loop was left before its end: loop.stop() ends a training well"))
             raise
@@ -311,7 +328,7 @@ class Loop:
 
     def _give_up(self, error: BaseException) -> None:
         """End the training where the loop was left before its end."""
-        steps, self._due = self._steps, None
+        steps, self._due, self._failed = self._steps, None, error
         if steps is not None and self.result is None:
             try:
                 steps.throw(error)
@@ -348,7 +365,10 @@ class Loop:
         thrown = step.discard(failed)
         try:
             self._go_on(lambda steps: steps.throw(thrown))
-        except Exception as ended:
+        except BaseException as ended:
+            self._failed = thrown
+            if not isinstance(ended, Exception):
+                raise
             if thrown is error and not isinstance(error, GroupError | NonFiniteError) and not is_out_of_memory(error):
                 return False  # the caller's own, which says more
             raise ended from thrown

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from fit_jobs import QUIET, SAMPLES, SETTINGS, Shaken, network, points
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
@@ -77,6 +77,34 @@ def classify(run_dir: Path) -> None:
     assert set(loop.result.test) >= {"loss", "right"}
 
 
+class TwoHeads(nn.Module):
+    """A body, and a head for even and one for odd steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = nn.Linear(2, 8), nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
+
+    def forward(self, inputs: Tensor, step: int) -> Tensor:
+        found: Tensor = self.heads[step % 2](self.body(inputs).tanh())
+        return found
+
+
+def phases(run_dir: Path) -> None:
+    """The body is frozen, then trained, then frozen again; the head that is not in use must not decay."""
+    torch.manual_seed(rank_seed())
+    model = TwoHeads()
+    loop = new_loop(run_dir)
+    model, optimizer = loop.setup(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1))
+    for batch in loop.batches(loader()):
+        with batch:
+            model.body.requires_grad_(3 <= batch.step < 6)
+            for inputs, target in batch:
+                loop.backward(cross_entropy(model(inputs, batch.step), target, reduction="none"))
+            optimizer.step()
+    assert loop.result is not None
+    assert loop.result.steps == 9
+
+
 def follow(train: Callable[..., Any], data: Any, run_dir: Path) -> None:
     """One of the examples' loops, from the same weights everywhere."""
     torch.manual_seed(0)
@@ -88,6 +116,7 @@ def follow(train: Callable[..., Any], data: Any, run_dir: Path) -> None:
 
 LOOPS: dict[str, Callable[[Path], None]] = {
     "classify": classify,
+    "phases": phases,
     "gan": partial(follow, train_gan, ring(SAMPLES)),
     "contrastive": partial(follow, train_contrastive, ring(SAMPLES)),
     "policy": partial(follow, train_policy, SAMPLES),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import torch
 from fit_jobs import QUIET, points
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ChainedScheduler, StepLR
 
 from trainer import Callback, Loop, Run, Trainer
 from trainer.config import ConfigError
-from trainer.fit import DESCRIBE
+from trainer.fit import DESCRIBE, TrainingFailedError
+from trainer.loop import LoopLeftError
 from trainer.rundir import RunDir
 
 CONFIG: dict[str, Any] = {
@@ -258,9 +260,58 @@ def a_closure(loop: Loop, model: nn.Module, optimizer: Any) -> None:
             optimizer.step(lambda: 0.0)
 
 
+def a_group_too_late(loop: Loop, model: nn.Module, optimizer: Any) -> None:
+    for batch in loop.batches(points()):
+        with batch:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def a_state_too_late(loop: Loop, model: nn.Module, optimizer: Any) -> None:
+    for _ in loop.batches(points()):
+        loop.register(order=torch.utils.data.RandomSampler(range(3)))
+
+
+def a_clip_after_the_step(loop: Loop, model: nn.Module, optimizer: Any) -> None:
+    for batch in loop.batches(points()):
+        with batch:
+            for part in batch:
+                loop.backward(losses(model, part))
+            optimizer.step()
+            loop.clip_gradients(optimizer, 1.0)
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("where", ["outside", "before"])
+def test_an_own_parameter_changes_only_after_the_step(tmp_path: Path, where: str, several: bool) -> None:
+    """As the clipped weights of a critic do: what is changed before, a discarded step would change twice."""
+    loop, model, optimizer = made(tmp_path, several_steps=several)
+
+    def change() -> None:
+        with torch.no_grad():
+            model[0].weight.clamp_(-0.1, 0.1)
+
+    def go() -> None:
+        for batch in loop.batches(points()):
+            with batch:
+                for part in batch:
+                    loop.backward(losses(model, part))
+                if where == "before" and batch.step == 2:
+                    change()
+                optimizer.step()
+                change()
+            if where == "outside" and batch.step == 2:
+                change()
+
+    with pytest.raises(ConfigError, match=r"0.weight was changed (outside|before).*on_step of a callback"):
+        go()
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
+        (a_group_too_late, "add_param_group after loop.batches"),
+        (a_state_too_late, "call loop.register before loop.batches"),
+        (a_clip_after_the_step, "clip before"),
         (without_a_block, "`with batch:`"),
         (without_a_step, "no optimizer has used the gradients"),
         (two_steps, "after the optimizer's step of this batch"),
@@ -346,3 +397,95 @@ def test_what_is_set_up_must_belong_together(tmp_path: Path) -> None:
         new_loop(tmp_path / "run").register(counter=object())
     with pytest.raises(ConfigError, match="give a Linear to loop"):
         new_loop(tmp_path / "run").register(head=nn.Linear(1, 1))
+
+
+def test_memory_that_runs_out_after_the_commit_makes_no_update_twice(tmp_path: Path) -> None:
+    model, updates = network(), list[int]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: updates.append(1))
+    loop = new_loop(tmp_path / "run")
+    model, wrapped = loop.setup(model, optimizer)
+
+    def go() -> None:
+        for batch in loop.batches(points()):
+            with batch:
+                for part in batch:
+                    loop.backward(losses(model, part))
+                wrapped.step()
+                if batch.step == 2:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(TrainingFailedError, match=r"memory ran out after optimizer\.step"):
+        go()
+    assert len(updates) == 3
+
+
+def test_a_loop_whose_failure_was_caught_does_not_end_as_if_well(tmp_path: Path) -> None:
+    loop, *_ = made(tmp_path)
+
+    def go() -> None:
+        for batch in loop.batches(points()):
+            with suppress(KeyError), batch:
+                raise KeyError("a bad sample")
+
+    with pytest.raises(LoopLeftError, match="cannot go on: KeyError: 'a bad sample'"):
+        go()
+
+
+def test_chained_schedules_move_on(tmp_path: Path) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    both = ChainedScheduler([StepLR(optimizer, 3, 0.5), StepLR(optimizer, 2, 0.1)], optimizer=optimizer)
+    loop = new_loop(tmp_path / "run", config={"epochs": 1})
+    model, wrapped, both = loop.setup(model, optimizer, both)
+    for batch in loop.batches(points(80)):
+        with batch:
+            for part in batch:
+                loop.backward(losses(model, part))
+            wrapped.step()
+            both.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5 * 0.1 * 0.1)
+
+
+def test_clipping_twice_is_clipping_once(tmp_path: Path) -> None:
+    loop, model, optimizer = made(tmp_path)
+    for batch in loop.batches(points()):
+        with batch:
+            for part in batch:
+                loop.backward(100 * losses(model, part))
+            assert loop.clip_gradients(optimizer, 0.5) > 0.5
+            assert loop.clip_gradients(optimizer, 0.5) == pytest.approx(0.5, rel=1e-4)
+            found = nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None])
+            assert found.item() == pytest.approx(0.5, rel=1e-4)
+            optimizer.step()
+
+
+def test_a_batch_may_be_left_without_a_step(tmp_path: Path) -> None:
+    """As reinforcement learning does until there is enough to learn from; each step is reported and timed."""
+    loop, model, optimizer = made(tmp_path, config={"log_frequency": 1})
+    for batch in loop.batches(points()):
+        with batch:
+            if batch.step < 3:
+                continue
+            for part in batch:
+                loop.backward(losses(model, part))
+            optimizer.step()
+    assert loop.result is not None
+    assert loop.result.samples_seen == 2 * len(points())
+
+
+def test_sparse_gradients_are_summed_and_clipped(tmp_path: Path) -> None:
+    weights = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.Embedding(4, 3, sparse=sparse)
+        loop = new_loop(tmp_path / str(sparse))
+        model, optimizer = loop.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in loop.batches(points()):
+            with batch:
+                for _, target in batch:
+                    loop.backward(cross_entropy(model(target), target, reduction="none"))
+                loop.clip_gradients(optimizer, 0.1)
+                optimizer.step()
+        weights.append(model.weight.detach().clone())
+    assert torch.equal(*weights)

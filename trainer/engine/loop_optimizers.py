@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler
 
 from trainer.comm.world import World
 from trainer.config import DistributedTrainingConfig
+from trainer.engine.step import EPSILON
 from trainer.model.optimizers import OptimizerRecipe, ScheduledOptimizer
 from trainer.parallel.buckets import gradient_norm
 from trainer.parallel.synchronizer import GradientSynchronizer
@@ -45,6 +47,7 @@ class LoopOptimizer:
         self.norm = 0.0
         """The norm of the gradients, before clipping."""
         self.is_summed = False
+        self._is_clipped = False
         self._options: list[dict[str, Any]] = []
         self._schedule: Any = None
         self._kept: tuple[list[Tensor], dict[int, Any]] | None = None
@@ -57,14 +60,19 @@ class LoopOptimizer:
     def schedule_step(self) -> int | None:
         """How often its scheduler has moved on; None where it has none."""
         scheduler = self.scheduled.scheduler
-        return None if scheduler is None else int(scheduler.last_epoch)
+        if scheduler is None:
+            return None
+        if isinstance(scheduler, ChainedScheduler):  # which counts nothing itself
+            return sum(int(part["last_epoch"]) for part in scheduler.state_dict()["_schedulers"])
+        return int(scheduler.last_epoch)
 
     def adopt(self, world: World, faults: Faults, timer: StepTimer) -> None:
         """Sum gradients over the ranks of a world from now on. A collective."""
         if self.sync is not None:
             self.sync.unwrap()
-        config = replace(self.config, timing=False)
+        config, step = replace(self.config, timing=False), self.sync.step if self.sync is not None else 0
         self.sync = GradientSynchronizer(world, faults, timer, config=config, at_end=True)
+        self.sync.step = step
         self.sync.wrap(self.holder)
         self._summed = self._trained()
 
@@ -82,15 +90,20 @@ class LoopOptimizer:
         """Forget the gradients."""
         assert self.sync is not None
         self.sync.clear(self.parameters)
-        self.is_summed, self.norm = False, 0.0
+        for each in self.parameters:
+            each.grad = None  # the sums leave out what was frozen when the group was formed
+        self.is_summed, self._is_clipped, self.norm = False, False, 0.0
 
     def sum_gradients(self) -> None:
         """Let the gradients be the sums over ranks, once. A collective."""
         if self.is_summed:
             return
         assert self.sync is not None
+        given = [each.grad if each.requires_grad else None for each in self.parameters]
         if self._trained() != self._summed:  # some were frozen or unfrozen
             self.adopt(self.sync.world, self.sync.faults, self.sync.timer)
+        for each, gradient in zip(self.parameters, given, strict=True):  # which `adopt` has dropped
+            each.grad = gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
         self.sync.require_sync(True)
         self.sync.finish(self.holder)
         self.norm = gradient_norm(self.gradients(), self.sync.world.device).item()
@@ -99,6 +112,24 @@ class LoopOptimizer:
     def gradients(self) -> list[Tensor]:
         """Return the gradients that there are."""
         return [each.grad for each in self.parameters if each.grad is not None]
+
+    def clip(self, max_norm: float | None, clip_value: float | None) -> float:
+        """Clip the sums of gradients, and return the norm that they had."""
+        norm = self.norm
+        if self._is_clipped:  # once before, in this step
+            norm = gradient_norm(self.gradients(), self.parameters[0].device).item()
+        self._is_clipped = True
+        if max_norm is not None and norm + EPSILON > max_norm:
+            for gradient in self.gradients():
+                gradient.mul_(max_norm / (norm + EPSILON))
+        for gradient in self.gradients() if clip_value is not None else ():
+            gradient.clamp_(-clip_value, clip_value)  # type: ignore[operator]
+        return norm
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether its parameters can be put back as they were before this step."""
+        return self._kept is not None
 
     def keep(self) -> None:
         """Keep what an update changes, unless that was done in this step."""

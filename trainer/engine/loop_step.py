@@ -27,8 +27,9 @@ from trainer.data.batches import Batch, Samples
 from trainer.data.sampler import micro_batch_seed
 from trainer.engine.loop_optimizers import LoopOptimizer, LoopOptimizers
 from trainer.engine.module_state import put_module_state, read_module_state
+from trainer.engine.out_of_memory import is_out_of_memory
 from trainer.engine.precision import tf32_products
-from trainer.engine.step import EPSILON, TrainingStep
+from trainer.engine.step import TrainingStep
 from trainer.engine.step_result import StepFlags, StepResult, explain_non_finite
 from trainer.model.task import per_sample
 from trainer.parallel.synchronizer import GradientSync
@@ -56,9 +57,7 @@ class LoopStep(TrainingStep):
         """``given``: as `TrainingStep` takes it."""
         self.parts = parts
         super().__init__(*given)
-        owned = {id(each) for part in self.optimizers for each in part.parameters}
-        self._others = {name: each for name, each in self.module.named_parameters() if id(each) not in owned}
-        """The parameters that no optimizer has."""
+        self._weights = dict(self.module.named_parameters())
         self._versions: dict[str, int] = {}
         self._moved: list[int | None] | None = None
         self._around = ExitStack()
@@ -71,6 +70,8 @@ class LoopStep(TrainingStep):
         self._sums: list[Tensor] = []
         self._norms: list[float] = []
         self._passes = 0
+        self._is_updated = False
+        """Whether the update of a committed step was made, so that it cannot be done again."""
 
     @property
     def batch(self) -> Batch:
@@ -102,15 +103,15 @@ class LoopStep(TrainingStep):
         self.timer.mark("input")
         self._batch, self._step, self._flags = batch, step, flags
         self._result, self._current, self._passes = None, None, 0
-        self._sums, self._norms = [], []
+        self._sums, self._norms, self._is_updated = [], [], False
+        for part in self.optimizers:
+            part.begin(step)
         if self._moved is not None:
             self._refuse_changes("outside `with batch:`")
             if self._moved != [part.schedule_step for part in self.optimizers]:
                 raise ConfigError(
                     "a scheduler moved on outside `with batch:`, where no checkpoint holds it: step it in the block"
                 )
-        for part in self.optimizers:
-            part.begin(step)
         self._before = read_module_state(self._holders) if self._holders else {}
         self._attached = {name: copy.deepcopy(each.state_dict()) for name, each in self.parts.registered.items()}
         self.note_versions()
@@ -169,6 +170,8 @@ class LoopStep(TrainingStep):
 
     def own_rows(self) -> Tensor:
         """Return the places of this rank's samples among those of the global batch (n,), in the order of `gather`."""
+        if self._result is not None:
+            raise ConfigError("loop.own_rows after the optimizer's step of this batch, which is committed: ask before")
         parts = self.batch.micro_batches
         starts, _ = self._places(parts, [part.count for part in parts])
         found = [torch.arange(at, at + part.count) for at, part in zip(starts, parts, strict=True)]
@@ -176,13 +179,10 @@ class LoopStep(TrainingStep):
 
     def clip_gradients(self, part: LoopOptimizer, max_norm: float | None, clip_value: float | None) -> float:
         """Sum the gradients of an optimizer, clip them, and return the norm that they had."""
+        if self._result is not None:
+            raise ConfigError("loop.clip_gradients after the optimizer's step of this batch: clip before")
         part.sum_gradients()
-        if max_norm is not None and part.norm + EPSILON > max_norm:
-            for gradient in part.gradients():
-                gradient.mul_(max_norm / (part.norm + EPSILON))
-        for gradient in part.gradients() if clip_value is not None else ():
-            gradient.clamp_(-clip_value, clip_value)  # type: ignore[operator]
-        return part.norm
+        return part.clip(max_norm, clip_value)
 
     def take_optimizer_step(self, part: LoopOptimizer) -> None:
         """Update with the sums of gradients. With one optimizer this commits the step."""
@@ -196,13 +196,17 @@ class LoopStep(TrainingStep):
         self._norms.append(part.norm)
         if self.parts.steps_several:
             self._agree_on(part)
+            self._refuse_changes("before optimizer.step()")
             part.keep()
         else:
+            assert part.sync is not None
+            self.sync = part.sync  # another one, where parameters were frozen or unfrozen
             self._refuse_changes("before optimizer.step()")
             self._result = self._commit_step(batch)
         self.faults.reach("optimizer", self._step)
         part.optimizer.step()
         part.clear()
+        self._is_updated = self._result is not None
         self.timer.mark("optimizer")
 
     def stop(self) -> None:
@@ -239,12 +243,14 @@ class LoopStep(TrainingStep):
                 each.load_state_dict(self._attached[name])
         self.timer.drop()
         self._end()
+        if self._is_updated:  # what goes on by doing the step again would make its update twice
+            return _explain_late(error) if is_out_of_memory(error) else error
         return error if peers is None or peers.error is None else peers.error
 
     def note_versions(self) -> None:
-        """Remember how often the parameters that no optimizer has were changed, and how far schedules have moved."""
+        """Remember how often parameters were changed, and how far schedules have moved."""
         # The counter by which autograd finds changes in place; there is no public name for it.
-        self._versions = {name: each._version for name, each in self._others.items()}
+        self._versions = {name: each._version for name, each in self._weights.items()}
         self._moved = [part.schedule_step for part in self.optimizers]
 
     def state_dict(self) -> dict[str, Any]:
@@ -309,15 +315,26 @@ class LoopStep(TrainingStep):
         return explain_non_finite(self._step, self.scheduled.rate, norm, self._find_odd(self.batch))
 
     def _refuse_changes(self, when: str) -> None:
-        """Raise `ConfigError` where a parameter that no optimizer has was changed: it could not be taken back."""
-        for name, each in self._others.items():
-            if each._version != self._versions[name]:
+        """Raise `ConfigError` where a parameter was changed that is not kept: that could not be taken back."""
+        kept = {id(each) for part in self.optimizers if part.is_kept for each in part.parameters}
+        for name, each in self._weights.items():
+            if each._version != self._versions[name] and id(each) not in kept:
                 raise ConfigError(f"{name} was changed {when}, and a discarded step could not take it back: {_BY_HAND}")
 
     def _end(self) -> None:
         self._around.close()
         self._batch = self._current = None
         self._sums = []
+
+
+def _explain_late(error: BaseException) -> BaseException:
+    """Return the error of a block in which memory ran out after its step."""
+    late = RuntimeError(
+        f"memory ran out after optimizer.step(), whose batch is committed and cannot be done again in smaller parts: "
+        f"do less after it in the block, or lower training.batch_size_per_gpu ({error})"
+    )
+    late.__cause__ = error
+    return late
 
 
 class _Gather(torch.autograd.Function):

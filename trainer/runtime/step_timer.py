@@ -111,5 +111,7 @@ def durations(marks: Sequence[Mark], moments: Sequence[float]) -> dict[Segment, 
 
 
 def computed_at(marks: Sequence[Mark], moments: Sequence[float]) -> float:
-    """Return when this rank's own part of the backward pass was done; from then on, communication is exposed."""
-    return max(at for mark, at in zip(marks, moments, strict=True) if mark.segment == "backward")
+    """Return when this rank's own part of the backward pass was done; from then on, communication is exposed. Where
+    there was none, as a batch of a caller's own loop may have none, that is from the start."""
+    done = (at for mark, at in zip(marks, moments, strict=True) if mark.segment == "backward")
+    return max(done, default=moments[0])
