@@ -132,6 +132,7 @@ def test_a_loop_of_the_callers_own_computes_in_tf32_within_its_block(monkeypatch
         else:
             step.take_optimizer_step(step.optimizers[0])
             step.complete()
+        step.note_versions()
         assert settings() == before
     assert looking.seen == [("high", "tf32")] * 4
 

@@ -162,9 +162,11 @@ def test_a_loop_of_the_callers_own_gets_sums_over_ranks(several: bool) -> None:
                     if several:
                         step.take_optimizer_step(step.optimizers[0])
                     step.discard(ArithmeticError("of the caller's own"))
+                    step.note_versions()
                     continue
                 step.take_optimizer_step(step.optimizers[0])
                 step.complete()
+                step.note_versions()
         return net.state_dict()
 
     nets = [Choosy() for _ in range(3)]
