@@ -148,7 +148,10 @@ def make_data(case: Case, samples: int | None = None) -> tuple[Dataset[Any], dic
     if case.data == "tensors":
         return TensorDataset(rows, target), {"batch_size": BATCH}
     if case.data == "python":
-        return Worked(rows, target), {"batch_size": BATCH, "num_workers": WORKERS}
+        # Not forked: threads of the trainings before in this process may hold locks that a worker would wait for.
+        return Worked(rows, target), {
+            "batch_size": BATCH, "num_workers": WORKERS, "multiprocessing_context": "forkserver",
+        }  # fmt: skip
     return Named(rows, target), {"batch_size": BATCH, "collate_fn": collate_named}
 
 

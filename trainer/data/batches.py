@@ -71,12 +71,25 @@ def move_to(data: Any, device: torch.device) -> Any:
     """Return the same structure with its tensors on this device, and objects of other kinds as their own ``to`` moves
     them; other parts stay as they are."""
 
+    if isinstance(data, Tensor):
+        return data.to(device, non_blocking=True)
+    if type(data) is dict:
+        return {name: move_to(part, device) for name, part in data.items()}
+    if type(data) in (list, tuple):
+        if all(type(part) in _PLAIN for part in data):  # such as the texts of a batch, of which there may be many
+            return data
+        return type(data)(move_to(part, device) for part in data)
+
     def move(part: Any) -> Any:
         if isinstance(part, Tensor):
             return part.to(device, non_blocking=True)
         return part.to(device) if callable(getattr(part, "to", None)) else part
 
     return map_leaves(move, data)
+
+
+_PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
+"""The types of what is not moved."""
 
 
 _WHOLE = "its batch"
