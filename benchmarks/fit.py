@@ -327,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         paces |= {f"{name}, {ranks} ranks": of_all for name, of_all in found.items()}
     figures = {"rounds": options.rounds, "batch": BATCH, **({"failed": failed} if failed else {}), **conclude(paces)}
     figures |= {"load_before": round(load, 2), **({"busy": True} if is_busy(load) else {})}
-    tell("fit", figures, options.save and not failed)
+    tell("fit", figures, options.save and not failed and not is_busy(load))
     return int(bool(failed))
 
 

@@ -386,16 +386,16 @@ class Trainer:
         return FitResult(
             model=self.model.cpu(),
             run_dir=rundir.uri,
-            model_version=_register(rundir),
+            model_version=_register(rundir, result["rank"]),
             rank=result["rank"],
             **figures_of(result),
         )
 
 
-def _register(rundir: RunDir) -> str | None:
+def _register(rundir: RunDir, rank: int) -> str | None:
     """Register the model of a training that nobody orchestrates, and return its version; None: it is not to be, or
     could not be, which is told. The training has ended well, whatever becomes of that."""
-    if RUN_DIR in os.environ or _launcher_facts().rank != 0:
+    if RUN_DIR in os.environ or rank != 0:
         return None
     job = rundir.read_job()
     if job.tracking.registered_model is None:

@@ -175,9 +175,6 @@ class LoopOptimizers:
     def digest(self) -> str:
         return "-".join(part.scheduled.digest for part in self.parts)
 
-    def set_rate(self, rate: float) -> None:
-        """The caller's optimizers have rates of their own."""
-
     def note_evaluation(self, score: float) -> None:
         """The caller moves schedules on."""
 

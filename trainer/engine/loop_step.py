@@ -80,11 +80,6 @@ class LoopStep(TrainingStep):
             raise ConfigError("this belongs into the block `with batch:` of a loop")
         return self._batch
 
-    @property
-    def is_committed(self) -> bool:
-        """Whether this step is done on all ranks."""
-        return self._result is not None
-
     def begin_epoch(self) -> None:
         """The caller sets the modes of modules."""
 
@@ -106,7 +101,9 @@ class LoopStep(TrainingStep):
         self._sums, self._norms, self._is_updated = [], [], False
         for part in self.optimizers:
             part.begin(step)
-        if self._moved is not None:
+        if self._moved is None:
+            self.note_versions()
+        else:
             self._refuse_changes("outside `with batch:`")
             if self._moved != [part.schedule_step for part in self.optimizers]:
                 raise ConfigError(
@@ -114,7 +111,6 @@ class LoopStep(TrainingStep):
                 )
         self._before = read_module_state(self._holders) if self._holders else {}
         self._attached = {name: copy.deepcopy(each.state_dict()) for name, each in self.parts.registered.items()}
-        self.note_versions()
         if self.config.precision == "tf32":
             self._around.enter_context(tf32_products())
         self._seed(micro_batch_seed(self.config.seed, step, batch.micro_batches[0].number, -1))

@@ -79,8 +79,9 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module, training in modes:  # the whole comes first, then its parts
+            if module.training != training:
+                module.train(training)  # some take back in it what they did to evaluate, such as weights they merged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

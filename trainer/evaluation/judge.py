@@ -75,7 +75,7 @@ class TaskJudge:
                 "split": split,
                 "notes": [*(chosen if split == "valid" else []), *notes],
             }
-            if by_chance:
+            if by_chance and all(map(math.isfinite, (found.figure(self.monitor), *by_chance))):
                 report["chance"] = self._chance(found, split, by_chance)
                 verdict = judge_by_measure(report)
                 report["gate"] = {"passed": verdict.passed, "reasons": [*verdict.reasons]}

@@ -7,7 +7,6 @@ each sample counts once, and the figure is the same at any number of ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,12 +101,14 @@ def measure_by_chance(measures: Mapping[str, Measure], figure: str, kept: KeptOu
     if world.rank == 0 and all(_is_pair(each) for each in batches):
         outputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
         chance = torch.Generator().manual_seed(0)
-        with suppress(ConfigError):
+        try:
             for _ in range(SHUFFLES):
                 for measure in chosen.values():
                     measure.reset()
                 _update(chosen, [(outputs, targets[torch.randperm(len(targets), generator=chance)])])
                 found.append(figures_of(chosen)[figure])
+        except ConfigError:  # it knows these targets only with these outputs
+            found.clear()
         for measure in chosen.values():
             measure.reset()
     world.barrier()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainer.config import ConfigError
 from trainer.data.loader import TrainingData
 from trainer.documents.schemas import FinishStage
-from trainer.evaluation.evaluate import Evaluation, JudgeRequest
+from trainer.evaluation.evaluate import Evaluation, JudgeRequest, evaluation_mode
 from trainer.evaluation.judge import TaskJudge
 from trainer.model.program import (
     DESCRIPTION,
@@ -48,13 +48,12 @@ def try_program(model: nn.Module, task: Task, data: TrainingData) -> None:
         )
     if data.count("train") < _TRIED:
         raise ConfigError(f"{_WHAT}the model is exported with {_TRIED} samples, and there are fewer to train on")
-    modes = {module: module.training for module in model.modules()}
     device = next(model.parameters()).device
     try:
         model.cpu()
         inputs = _inputs_of(data, "train", _TRIED)
-        run = load_program(export_program(model, inputs))
-        with torch.no_grad():
+        with evaluation_mode(model), torch.no_grad():
+            run = load_program(export_program(model, inputs))
             expected, found = model(inputs), run(inputs)
         if not torch.allclose(expected, found, rtol=1e-3, atol=1e-5, equal_nan=True):
             raise ProgramError(
@@ -65,8 +64,6 @@ def try_program(model: nn.Module, task: Task, data: TrainingData) -> None:
         raise ConfigError(f"{_WHAT}{error}") from None
     finally:
         model.to(device)
-        for module, mode in modes.items():
-            module.training = mode
 
 
 @dataclass(frozen=True, slots=True)

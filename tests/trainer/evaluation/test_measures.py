@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -19,7 +20,7 @@ from trainer.engine.identity import MONITORED
 from trainer.engine.state import Progress, read_progress, take_up
 from trainer.engine.task_check import try_task
 from trainer.evaluation import measures
-from trainer.evaluation.evaluate import JudgeRequest
+from trainer.evaluation.evaluate import JudgeRequest, evaluation_mode
 from trainer.evaluation.gate import chance_t, judge_by_measure
 from trainer.evaluation.judge import TaskJudge, evaluate_task
 from trainer.model.task import Measure, SupervisedTask
@@ -259,3 +260,48 @@ def test_another_figure_begins_the_choice_anew() -> None:
         state = {"progress": dict(older), "best": {}}
         take_up(state, Progress(measure={MONITORED: monitored}))
         assert read_progress(state["progress"]).best_score == kept
+
+
+class Merging(nn.Linear):
+    """Merges its weights to evaluate, as adapters of low rank do, and takes that back to train."""
+
+    def train(self, mode: bool = True) -> Merging:
+        if mode != self.training:
+            self.weight.data += -1.0 if mode else 1.0
+        return super().train(mode)
+
+
+def test_an_evaluation_leaves_the_modes_of_modules_by_their_own_method() -> None:
+    model = nn.Sequential(Merging(2, 2), nn.Sequential(nn.Dropout(), Merging(2, 2)))
+    model[1].eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with evaluation_mode(model):
+        assert not any(module.training for module in model.modules())
+        assert not torch.equal(model[0].weight, before["0.weight"])
+    assert [module.training for module in model.modules()] == [True, True, False, False, False]
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[name])
+
+
+@pytest.mark.parametrize("odd", [math.nan, ConfigError("of these targets it knows nothing")])
+def test_a_measure_that_chance_tells_nothing_of_ends_no_training(odd: Any) -> None:
+    """It is no number, or fails with other targets: the report has no such part, and the gate does not pass."""
+
+    class Odd(Accuracy):
+        computed = 0
+
+        def compute(self) -> float:
+            Odd.computed += 1
+            if isinstance(odd, float):
+                return odd
+            if Odd.computed > 3:
+                raise odd
+            return super().compute()
+
+    samples = TensorDataset(torch.randn(20, 4), torch.arange(20) % 3)
+    judge = TaskJudge(
+        SupervisedTask(nn.CrossEntropyLoss(), {"odd": Odd()}), DatasetData(train=samples, test=samples), "odd", "max"
+    )
+    report = judge.report(request(ALONE, Net()), RunDir("memory://odd"), lambda _: None)
+    assert "chance" not in report
+    assert not judge_by_measure(report).passed
