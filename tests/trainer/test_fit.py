@@ -281,6 +281,7 @@ USELESS: list[tuple[dict[str, Any], str]] = [
     ({"metrics": {"accuracy": mean_loss}}, "the metric 'accuracy' gave shape ()"),
     ({"early_stopping_patience": 2}, "training.early_stopping_patience needs a validation split"),
     ({"task": LengthTask(), "loss": mean_loss}, "either loss or task"),
+    ({"task": nn.CrossEntropyLoss()}, "task is a CrossEntropyLoss, which has no method loss(model, batch)"),
     ({"task": LengthTask(), "metrics": {"one": mean_loss}}, "as the method metrics"),
     ({"valid": DataLoader(points(), collate_fn=collate)}, "the first samples of the valid split cannot be evaluated"),
     ({"valid": {0: 1}}, "the first samples of the valid split cannot be evaluated"),
@@ -340,6 +341,16 @@ def test_what_only_looks_wrong_is_trained(run: Run, name: str) -> None:
     given = ACCEPTED[name]()
     assert run(**given).steps
     assert all(each.grad is None for each in network().parameters())
+
+
+def test_sparse_gradients_are_made_dense_on_one_rank_too(run: Run) -> None:
+    def trained(sparse: bool) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, CLASSES, sparse=sparse), nn.Flatten(), nn.Linear(2 * CLASSES, CLASSES))
+        data = TensorDataset(torch.arange(60).view(30, 2) % 9, torch.arange(30) % CLASSES)
+        return run(model=model, data=data, epochs=2, name=f"sparse-{sparse}").model.state_dict()
+
+    torch.testing.assert_close(trained(True), trained(False))
 
 
 def test_settings_may_be_mappings_and_a_misspelt_one_is_refused_by_name(run: Run) -> None:

@@ -112,6 +112,7 @@ class TrainingStep:
             if holds_module_state(item) and not getattr(item, "has_constant_buffers", False)
         }
         """The modules that may have running statistics, by name."""
+        self._no_share = torch.zeros((), device=device)
         self._commit: CollectiveResult | None = None
         self._norm_here = torch.zeros((), device=device)
         """The norm of the gradients of a step, where `update` clips them."""
@@ -238,7 +239,7 @@ class TrainingStep:
         sync = self.sync
         sums: list[Tensor] = []
         weight, total = self._weigh_batch(batch)
-        share = torch.zeros((), device=self.device)
+        share = self._no_share
         work, real = list(batch.passes), len(batch.micro_batches)
         # Where passes are collectives, all ranks make equally many, the last ones with a share of 0; so does a rank
         # whose part of a stream has ended.
@@ -251,7 +252,7 @@ class TrainingStep:
             self._seed(micro_batch_seed(self.config.seed, step, part.number, part.place))
             self.faults.reach("forward", step)
             if place == real:
-                share, held = torch.zeros_like(share), read_module_state(self._holders)
+                share, held = self._no_share, read_module_state(self._holders)
             if graphs is not None:
                 share = self._share_of(total()) if place == 0 and real else share
                 self.faults.reach("backward", step)

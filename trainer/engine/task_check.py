@@ -89,7 +89,13 @@ def check_model(model: Any) -> None:
 
 
 def check_task(task: Task) -> None:
-    """Raise `ConfigError` for a task that has parameters of its own to train, which no optimizer would know."""
+    """Raise `ConfigError` for what is no task, and for one that has parameters of its own to train, which no optimizer
+    would know."""
+    if not callable(getattr(task, "loss", None)):
+        raise ConfigError(
+            f"task is a {type(task).__name__}, which has no method loss(model, batch): give what compares outputs with "
+            "targets as loss"
+        )
     for part in (task, *([task.criterion] if isinstance(task, SupervisedTask) else [])):
         if isinstance(part, nn.Module) and any(parameter.requires_grad for parameter in part.parameters()):
             raise ConfigError(

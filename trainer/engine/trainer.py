@@ -2,8 +2,7 @@
 
 A step, an evaluation or the end may fail at any point because a node is lost. `DistributedTrainer.train` then regroups
 and continues from the furthest survivor's state: everything that the loop does can be done again without harm. The
-state of a training is owned by `trainer.engine.session`; a caller's own model and loop are trained by
-`trainer.engine.own_model`.
+state of a training is owned by `trainer.engine.session`.
 """
 
 from __future__ import annotations

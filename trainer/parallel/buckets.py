@@ -208,6 +208,8 @@ def gradient_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the Euclidean norm of all elements of these tensors together, a scalar: exact to the rounding of its type
     however many there are."""
     if device.type == "cpu":
+        if gradients and sum(map(Tensor.numel, gradients)) <= PIECE:  # in half the time
+            return torch.linalg.vector_norm(torch.cat([each.reshape(-1) for each in gradients]))
         gradients = [
             piece
             for tensor in gradients

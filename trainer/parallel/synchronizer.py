@@ -137,12 +137,14 @@ class GradientSynchronizer(GradientSync):
         write is overwritten by their next run."""
         self._is_overlapped = False
         """Whether buckets are summed during the backward pass."""
+        self._parameters: list[nn.Parameter] = []
+        """Those that are trained, once the module is wrapped."""
 
     def wrap(self, module: nn.Module) -> None:
         """Sum the gradients of each later backward pass through this module over ranks. Its parameters must be equal on
         all ranks already. Waits for the group; raises `GroupError`."""
         group = self.world.group
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        parameters = self._parameters = [each for each in module.parameters() if each.requires_grad]
         if group is None or self.world.topology == "star":
             if self.is_in_place:
                 self.buckets = Buckets(parameters, _not_summed, in_place=True)
@@ -191,14 +193,17 @@ class GradientSynchronizer(GradientSync):
                 self.timer.mark("exposed")
                 return
             self.buckets.drop_unused(self.buckets.missing_flags(), 1)
+        else:
+            for parameter in self._parameters:  # as where there are buckets
+                if (gradient := parameter.grad) is not None and gradient.is_sparse:
+                    parameter.grad = gradient.to_dense()
         self.timer.mark("backward")
         if group is None:
             return
         self.faults.reach("all_reduce", self.step)
-        parameters = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
-        used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int64)
+        used = torch.tensor([parameter.grad is not None for parameter in self._parameters], dtype=torch.int64)
         group.run("which gradients there are", partial(summed, used), used.nbytes)
-        known = [parameter for parameter, count in zip(parameters, used.tolist(), strict=True) if count]
+        known = [parameter for parameter, count in zip(self._parameters, used.tolist(), strict=True) if count]
         for bucket, part in enumerate(divide(known)):
             grads = [torch.zeros_like(item) if item.grad is None else item.grad for item in part]
             flat = torch.cat([grad.reshape(-1) for grad in grads])

@@ -282,5 +282,6 @@ def test_the_norm_for_clipping_is_right_to_rounding_however_large_the_gradient_i
 def test_a_norm_is_of_tensors_of_any_shape_and_none_at_all() -> None:
     across = torch.ones(PIECE, 2).t()  # not contiguous
     assert gradient_norm([across], CPU).item() == pytest.approx((2 * PIECE) ** 0.5)
+    assert gradient_norm([across[:, :4], torch.ones(())], CPU).item() == pytest.approx(3.0)
     assert gradient_norm([], CPU).item() == 0.0
     assert gradient_norm([torch.tensor([1.0, torch.inf])], CPU).isinf()
