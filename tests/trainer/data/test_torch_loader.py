@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, _utils, get_worker_info
 from trainer.comm.launcher_env import RankFacts
 from trainer.config import DistributedTrainingConfig
 from trainer.data.dataset_data import DatasetData
-from trainer.data.torch_loader import ReadOptions, WorkerPool
+from trainer.data.torch_loader import INLINE_BYTES, ReadOptions, WorkerPool
 from trainer.errors import WorkerHungError
 
 pytestmark = pytest.mark.slow
@@ -47,6 +47,16 @@ def _quick_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
 
 
+class Kinds(Dataset[Any]):
+    """Yields a tensor of each kind that is sent in its own way."""
+
+    def __getitems__(self, orders: list[int]) -> list[Any]:
+        large = torch.arange(INLINE_BYTES // 8 + 1)
+        mapping = {"row": torch.arange(6.0).view(2, 3), "one": torch.tensor(7), "array": np.arange(3)}
+        half, across = torch.ones(3, dtype=torch.bfloat16), torch.arange(6).view(2, 3).t()
+        return [(mapping, [large, half, across, torch.tensor([1 + 2j]).conj()])]
+
+
 @contextmanager
 def pool_of(patience: float = 0.0, **options: Any) -> Iterator[WorkerPool]:
     pool = WorkerPool(
@@ -67,6 +77,22 @@ def test_workers_stay() -> None:
         assert len(workers) == 2
         assert os.getpid() not in workers
         assert {pid for _, pid in pool.read(iter(range(4)))} == workers
+
+
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
+def test_small_tensors_come_by_value_and_all_as_they_are(context: str) -> None:
+    pool = WorkerPool(Kinds(), ReadOptions(num_workers=1, multiprocessing_context=context), rank=0, patience=30.0)
+    try:
+        ((mapping, others),) = pool.read(iter([0]))
+    finally:
+        pool.close()
+    expected, others_expected = Kinds().__getitems__([0])[0]
+    torch.testing.assert_close((mapping, others), (expected, others_expected), rtol=0, atol=0)
+    assert [each.stride() for each in others] == [each.stride() for each in others_expected]
+    assert isinstance(mapping["array"], np.ndarray)
+    assert not mapping["row"].is_shared()
+    assert others[0].is_shared()
+    mapping["row"] += 1  # as a model may
 
 
 def test_workers_that_inherit_a_lock_are_told_by_their_rank(capfd: pytest.CaptureFixture[str]) -> None:
