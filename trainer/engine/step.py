@@ -288,7 +288,7 @@ class TrainingStep:
         return torch.full((), 1.0 / whole if whole else 0.0, device=self.device)
 
     def _commit_with_last_bucket(self, batch: Batch, flags: StepFlags, sums: list[Tensor]) -> None:
-        if self.device.type == "cpu":  # a GPU's losses are not there yet
+        if self.device.type == "cpu" and self.world.group is not None:  # a GPU's losses are not there yet
             self.sync.on_last_bucket = partial(self._submit_commit, batch, flags, sums)
 
     def _graphs_of_passes(self, batch: Batch) -> StepGraphs | None:

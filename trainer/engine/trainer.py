@@ -300,7 +300,8 @@ class DistributedTrainer:
             rate = step.scheduled.rate
             self._leaves = bool(flags.leaving)
             progress.commit(epoch, batch.samples, result.digest, batch.kind, batch.place)
-            total_steps = session.total_steps  # fewer, where a stream has ended
+            total_steps = planned if batch.place is None else session.total_steps  # fewer, where a stream has ended
+            mine = batch.local_samples
             self._pending_flags = result
             progress.early_stopped = progress.early_stopped or bool(result.flags.ending)
             session.callbacks.call("step")
@@ -309,10 +310,10 @@ class DistributedTrainer:
                 profiler.step(progress.step)
             totals["loss_sum"] += result.loss_sum
             totals["weight"] += result.weight
-            totals["samples"] += batch.local_samples
-            session.window.add(result.loss_sum, batch.local_samples, result.weight)
-            session.workload.communication.add(batch.local_samples)
-            self._show_on_monitor(epoch, batch.local_samples, rate, result)
+            totals["samples"] += mine
+            session.window.add(result.loss_sum, mine, result.weight)
+            session.workload.communication.add(mine)
+            self._show_on_monitor(epoch, mine, rate, result)
             session.faults.reach("report", progress.step - 1)
             done = progress.step
             is_reported = done % config.log_frequency == 0 or done >= total_steps
