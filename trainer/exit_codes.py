@@ -14,6 +14,9 @@ UNUSABLE = 2
 LOST = 75
 """This process lost its peers, its device or remote storage and could not regroup: starting it again from the latest
 checkpoint helps."""
+UNFIT = 76
+"""This node failed its pre-flight, and none of its ranks was started: another machine helps
+(`trainer.node.preflight`)."""
 BUDGET = 77
 """The node-seconds of the job are spent: starting again helps once the budget is raised (`trainer.engine.budget`)."""
 EVICTED = 143
@@ -25,6 +28,7 @@ MEANINGS = {
     BUDGET: "its budget is spent",
     EVICTED: "stopped by SIGTERM",
     LOST: "lost its peers or its device",
+    UNFIT: "failed its pre-flight",
     FAILED: "failed",
 }
 """The words of messages for each code."""
@@ -32,6 +36,7 @@ REMEDIES = {
     BUDGET: "raise training.max_node_seconds",
     EVICTED: "a checkpoint was written before",
     LOST: "starting again helps",
+    UNFIT: "another machine helps; its log says what failed",
     FAILED: "the same error would occur again; the same is true of any code that is not listed here",
 }
 """The additions of ``--help`` to some of these."""
@@ -42,9 +47,9 @@ process that ends in order does not end the others."""
 
 
 def is_loss(code: int) -> bool:
-    """Return whether a process was killed, was evicted, or lost its peers. Codes above 128 are a shell's form of a
-    signal."""
-    return code < 0 or code == LOST or code > 128
+    """Return whether a process was killed, was evicted, lost its peers, or its node was unfit. Codes above 128 are a
+    shell's form of a signal."""
+    return code < 0 or code in (LOST, UNFIT) or code > 128
 
 
 def describe_exit_codes() -> str:

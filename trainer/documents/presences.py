@@ -40,6 +40,14 @@ class NodePresence:
     """Seconds by which its machine's clock has been set since, negative for back. None of the times includes it."""
     host: str = ""
     """The address under which other nodes reach it, where an engine placed it on a machine of its choice."""
+    preflight: str = ""
+    """What failed of its pre-flight, so that none of its ranks was started; "" where nothing did, or none was made."""
+    preflight_seconds: float = 0.0
+    """How long its pre-flight took, from ``started_at`` on."""
+    kept_since: float | None = None
+    """The time at which its ranks had ended and it stayed for a person to look at; None where it does not."""
+    kept_until: float | None = None
+    """The time until which it stays at most."""
 
     def seconds(self, now: float) -> float:
         """Return the paid seconds so far: until the end, or until ``now``."""

@@ -245,6 +245,10 @@ PRESENCE = record(
     last_seen_at=optional(moment),
     host=text,
     clock_jump_seconds=number_between(),
+    preflight=text,
+    preflight_seconds=number_between(0),
+    kept_since=optional(moment),
+    kept_until=optional(moment),
 )
 """``nodes/l0001-n000-s001.json``"""
 
