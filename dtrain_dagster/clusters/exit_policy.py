@@ -35,6 +35,8 @@ class NodeFacts:
     """The exit codes by local rank, or minus the number of the signal; None for a process that runs."""
     gone_seconds: float | None = None
     """Seconds since nothing of the node is left, children of its processes included; None while something is."""
+    is_taken: bool = False
+    """Whether it was taken away, as by preemption, and nothing has failed."""
 
     @property
     def runs(self) -> bool:
@@ -64,15 +66,23 @@ class ExitDecision:
 
 
 WAIT = ExitDecision(action="wait")
+PREEMPTIONS = 10
+"""Nodes that were taken away and are replaced, for each lost one that is: a cheap market takes often, and it proves
+nothing of the job."""
 
 
 def decide_after_exit(
-    nodes: Sequence[NodeFacts], finished: bool, replacements_left: int, launches_left: int, delay_seconds: float
+    nodes: Sequence[NodeFacts],
+    finished: bool,
+    replacements_left: int,
+    launches_left: int,
+    delay_seconds: float,
+    preemptions_left: int = 0,
 ) -> ExitDecision:
     """Return the action for a job whose processes regroup by themselves.
 
     ``finished``: the result says that the work is done. ``delay_seconds``: the time that a node is gone before another
-    replaces it.
+    replaces it. ``preemptions_left``: how many that were taken away may be replaced, beside those that were lost.
     """
     codes = [code for node in nodes for code in node.codes]
     if any(code is not None and is_failure(code) for code in codes):
@@ -80,13 +90,17 @@ def decide_after_exit(
     if any(node.runs for node in nodes):
         if 0 in codes:  # it had nothing more to do: the others end soon, and no replacement is needed
             return ExitDecision(action="dismiss") if finished else WAIT
-        due = [
-            node.node_id
+        gone = [
+            node
             for node in nodes
             if node.is_lost and node.gone_seconds is not None and node.gone_seconds >= delay_seconds
         ]
-        if due and replacements_left > 0 and any(node.runs and not node.is_lost for node in nodes):
-            return ExitDecision(action="replace", nodes=tuple(due[:replacements_left]))
+        due = [
+            *[node.node_id for node in gone if not node.is_taken][: max(0, replacements_left)],
+            *[node.node_id for node in gone if node.is_taken][: max(0, preemptions_left)],
+        ]
+        if due and any(node.runs and not node.is_lost for node in nodes):
+            return ExitDecision(action="replace", nodes=tuple(sorted(due)))
         return WAIT
     if any(node.gone_seconds is None for node in nodes):
         return WAIT

@@ -30,11 +30,13 @@ from dtrain_dagster.clusters.job_notices import (
     wait_patience_seconds,
 )
 from dtrain_dagster.clusters.notice_claims import notice_addresses
+from dtrain_dagster.clusters.supervision.hosts import Exclusion, HostRecord
 from dtrain_dagster.clusters.supervision.placer import PlacedNode, Placer
 from dtrain_dagster.clusters.supervision.private_files import PrivateFiles
 from dtrain_dagster.clusters.supervision.reaper import Reaper, reap_orphans, supervised
 from dtrain_dagster.clusters.supervision.settle import has_ended, outlives_supervisor, settle_status, supervisor_mark
 from dtrain_dagster.clusters.supervision.supervisor import Supervisor, begin_clock
+from dtrain_dagster.settings.cluster_kinds import cluster_key
 from dtrain_dagster.support.job_lock import acquire
 from trainer.comm.descriptors import raise_descriptor_limit
 from trainer.comm.launch_secret import SecretFile, file_by_hand
@@ -120,6 +122,10 @@ class LocalPlacer:
             if grace <= 0:
                 node.kill()
 
+    def exclusions(self) -> Sequence[Exclusion]:
+        """Return none: its nodes share one machine."""
+        return ()
+
     def collect_logs(self, node_id: int) -> None:
         """Write what the node's processes have printed into its log."""
         node = self.nodes[node_id][0]
@@ -168,10 +174,12 @@ def make_placer(
     from dtrain_dagster.clusters.managers import open_engine
     from dtrain_dagster.clusters.supervision.agent_placer import AgentPlacer
 
-    options = PrivateFiles.beside(secret.path).read_options()
+    files = PrivateFiles.beside(secret.path)
+    options = files.read_options()
     environment = {**os.environ, **launch["env"]}
     engine = open_engine(launch["engine"], options, rundir.uri, str(secret.path), environment)
-    return AgentPlacer(rundir, engine, secret, clock)
+    key = cluster_key(launch["engine"], launch.get("cluster_name", "local"))
+    return AgentPlacer(rundir, engine, secret, clock, HostRecord.of_cluster(files.home, key))
 
 
 def supervise(rundir: RunDir, secret: SecretFile, clock: SteadyClock, resumes: bool, reaper: Reaper) -> int:

@@ -33,6 +33,7 @@ from dtrain_dagster.clusters.supervision.engine import (
     name_job,
     name_launch,
 )
+from dtrain_dagster.clusters.supervision.hosts import HostRecord
 from dtrain_dagster.clusters.supervision.reaper import Reaper, supervised
 from dtrain_dagster.clusters.supervision.supervisor import Supervisor, begin_clock
 from trainer.comm.launch_secret import SecretFile
@@ -43,7 +44,8 @@ from trainer.rundir import LAUNCH, RunDir
 class ProcessEngine:
     """Jobs as processes. Files of ``folder`` steer it: ``down``: it does not answer; ``full``: jobs wait; ``refuse``:
     submissions are refused; ``NAME.ends_at``: a time limit of a job, in Unix seconds; ``NAME.lost``: its machine
-    cannot be reached, is taken for lost, and runs on."""
+    cannot be reached, is taken for lost, and runs on; ``hosts``: names of machines, one per line, each of which has
+    room for one job, the first ones first; ``HOST.flaky``: jobs on this machine are killed as soon as they are seen."""
 
     poll_seconds = 0.3
 
@@ -51,7 +53,7 @@ class ProcessEngine:
         self.folder, self.run_dir, self.secret = folder, run_dir, secret
         folder.mkdir(parents=True, exist_ok=True)
 
-    def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int) -> str:
+    def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int, excluded: Sequence[str] = ()) -> str:
         self._answer()
         if (self.folder / "refuse").exists():
             raise LaunchError("the engine refuses it: set another partition")
@@ -59,7 +61,10 @@ class ProcessEngine:
         with contextlib.suppress(FileExistsError):
             (self.folder / name).mkdir()
             command = agent_command(launch, self.run_dir, self.secret, node_id, incarnation)
-            about = {"node": node_id, "incarnation": incarnation, "at": time.time(), "command": command}
+            about = {
+                "node": node_id, "incarnation": incarnation, "at": time.time(), "command": command,
+                "excluded": list(excluded),
+            }  # fmt: skip
             (self.folder / name / "job.json").write_text(json.dumps(about))
         self._start(name)
         return name
@@ -101,13 +106,24 @@ class ProcessEngine:
         place = self.folder / name
         if (place / "pid").exists() or (place / "cancelled").exists() or (self.folder / "full").exists():
             return
-        command = json.loads((place / "job.json").read_text())["command"]
+        about = json.loads((place / "job.json").read_text())
+        command = about["command"]
+        if (hosts := self.folder / "hosts").exists():
+            free = [host for host in hosts.read_text().split() if host not in {*about["excluded"], *self._used()}]
+            if not free:
+                return
+            (place / "host").write_text(free[0])
         environment = {name: value for name, value in os.environ.items() if not name.startswith("DTRAIN_JOB")}
         shell = (
             f"{shlex.join(command)} > {place}/out 2>&1; echo $? > {place}/code.new; mv {place}/code.new {place}/code"
         )
         process = subprocess.Popen(["/bin/sh", "-c", shell], start_new_session=True, env=environment)
         (place / "pid").write_text(f"{process.pid} {psutil.Process(process.pid).create_time()}")
+
+    def _used(self) -> set[str]:
+        """The machines on which something runs."""
+        found = (path.parent.name for path in self.folder.glob("*/host"))
+        return {(self.folder / name / "host").read_text() for name in found if self._process(name) is not None}
 
     def _process(self, name: str) -> psutil.Process | None:
         with contextlib.suppress(OSError, psutil.Error, ValueError):
@@ -127,6 +143,10 @@ class ProcessEngine:
         if process is not None and is_late:
             self.cancel([name], force=True)
         began = (place / "pid").exists()
+        host = (place / "host").read_text() if (place / "host").exists() else ""
+        if process is not None and host and (self.folder / f"{host}.flaky").exists():
+            for child in process.children(recursive=True):
+                child.kill()
         lost = self.folder / f"{name}.lost"
         is_lost = lost.exists()
         ended = (
@@ -145,6 +165,7 @@ class ProcessEngine:
             started_at=(place / "pid").stat().st_mtime if began else None,
             ended_at=next((one.stat().st_mtime for one in (lost, code) if one.exists()), None),
             ends_at=ends_at,
+            host=host,
         )
 
 
@@ -156,7 +177,7 @@ def main(arguments: Sequence[str]) -> int:
     engine = ProcessEngine(folder / "engine", rundir.uri, str(secret.path))
 
     def work(reaper: Reaper | None) -> int:
-        placer = AgentPlacer(rundir, engine, secret, clock)
+        placer = AgentPlacer(rundir, engine, secret, clock, HostRecord(folder / "hosts.jsonl"))
         print(Supervisor(rundir, placer, clock, reaper, wait_patience_seconds()).run("--resume" in arguments))
         return 0
 

@@ -349,6 +349,8 @@ DOCUMENTS: Mapping[str, Check] = {
         message=text,
         launch=count,
         replacements=count,
+        preemptions=count,
+        excluded_hosts=many(record(host=text, why=text, until=moment)),
         pid=whole(1, 1 << 31),
         started_at=optional(moment),
         ended_at=optional(moment),

@@ -102,11 +102,13 @@ class KubernetesEngine:
         self._pods: dict[str, str] = {}
         """The pod of each Job that was seen, by uid: a Job whose pod is deleted may make another, which is refused."""
 
-    def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int) -> str:
+    def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int, excluded: Sequence[str] = ()) -> str:
         """Create the Job of an incarnation, and return its name; one that is there already is returned, not made twice.
         Raise `KubernetesError` where the cluster refuses it."""
         command = self.command(launch, node_id, incarnation)
-        body = node_object(self.options, launch, node_id, incarnation, command, self._group(launch), self.grace_seconds)
+        body = node_object(
+            self.options, launch, node_id, incarnation, command, self._group(launch), self.grace_seconds, excluded
+        )
         name = body["metadata"]["name"]
         with self._asking(f"submit node {node_id}", pass_over=(409,)):
             self._batch.create_namespaced_job(self._space, body, **_RAW)

@@ -87,9 +87,10 @@ def node_object(
     command: Sequence[str],
     owner_uid: str,
     grace_seconds: float,
+    excluded: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the Job of one incarnation of a node, which runs ``command``. ``owner_uid``: of the ConfigMap of
-    `group_object`. ``grace_seconds``: from SIGTERM to SIGKILL."""
+    `group_object`. ``grace_seconds``: from SIGTERM to SIGKILL. ``excluded``: the machines on which it is not placed."""
     labels = {**_labels(launch), NODE: str(node_id), INCARNATION: str(incarnation)}
     owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": name_launch(launch), "uid": owner_uid}
     annotations = {
@@ -116,7 +117,9 @@ def node_object(
                 "metadata": merge(
                     options.pod_template.get("metadata", {}), {"labels": labels, "annotations": annotations}
                 ),
-                "spec": pod_spec(options, command, grace_seconds, {LAUNCH: name_launch(launch)}),
+                "spec": without_hosts(
+                    pod_spec(options, command, grace_seconds, {LAUNCH: name_launch(launch)}), excluded
+                ),
             },
         },
     }
@@ -182,6 +185,23 @@ def pod_spec(
         preferred = [{"weight": 100, "podAffinityTerm": term}]
         spec["affinity"] = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
     return merge(spec, template)
+
+
+def without_hosts(spec: Mapping[str, Any], excluded: Sequence[str]) -> dict[str, Any]:
+    """Return the specification of a pod that is not placed on these machines, whatever its own affinity allows. By
+    their names, not by a label: the label of the hostname may be another, and may be of several."""
+    if not excluded:
+        return dict(spec)
+    affinity = spec.get("affinity", {})
+    of_nodes = affinity.get("nodeAffinity", {})
+    required = of_nodes.get("requiredDuringSchedulingIgnoredDuringExecution", {})
+    wanted = [{"key": "metadata.name", "operator": "NotIn", "values": [host]} for host in excluded]
+    terms = [  # of which any one is enough
+        {**term, "matchFields": [*term.get("matchFields", []), *wanted]}
+        for term in required.get("nodeSelectorTerms", [{}])
+    ]
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": {**required, "nodeSelectorTerms": terms}}
+    return {**spec, "affinity": {**affinity, "nodeAffinity": {**of_nodes, **required}}}
 
 
 def merge(below: Any, above: Any) -> Any:
@@ -266,7 +286,7 @@ def _without_pod(job: Answer, warnings: Sequence[Answer], now: float, had_one: b
         own = failed is not None and failed.get("reason") == "DeadlineExceeded"
         said = "it ran for longer than the cluster allows" if own else "its pod was deleted"
         at = seconds(failed.get("lastTransitionTime")) if failed is not None else now
-        return {"state": "ended", "lost": not own, "reason": said, "ended_at": at}
+        return {"state": "ended", "lost": not own, "cause": "taken", "reason": said, "ended_at": at}
     if job["spec"].get("suspend"):
         queue = job["metadata"]["labels"].get(QUEUE)
         where = f"waits in Kueue's queue {queue} (kubectl describe workload)" if queue else "the Job is suspended"
@@ -289,6 +309,7 @@ def _of_pod(pod: Answer, job: Answer, warnings: Sequence[Answer], now: float) ->
             "state": "ended",
             "exit_code": _exit_code(ended.get("exitCode")) if ended else None,
             "lost": is_deleted or _is_taken_away(status),
+            "cause": _cause_of(status, ended or {}, is_deleted),
             "reason": _why_ended(status, ended or {}),
             "ended_at": seconds((ended or {}).get("finishedAt")) or now,
         }
@@ -297,7 +318,8 @@ def _of_pod(pod: Answer, job: Answer, warnings: Sequence[Answer], now: float) ->
         gone = (seconds(pod["metadata"]["deletionTimestamp"]) or now) < now
         if not host or unready is not None or gone:
             said = f"machine {host} does not answer" if host else "its pod was deleted before it started"
-            return facts | {"state": "ended", "lost": True, "reason": said, "ended_at": unready or now}
+            cause = "machine" if host else "taken"
+            return facts | {"state": "ended", "lost": True, "cause": cause, "reason": said, "ended_at": unready or now}
     if phase == "Running":
         return facts | {"state": "running", "reason": f"machine {host} does not answer" if unready else ""}
     return {"state": "pending", "host": host, "reason": _why_pending(pod, status, state, warnings)}
@@ -320,6 +342,14 @@ def unanswered_since(pod: Answer) -> float | None:
 def _is_taken_away(status: Answer) -> bool:
     disrupted = (item for item in status.get("conditions") or () if item["type"] == "DisruptionTarget")
     return status.get("reason") in TAKEN_AWAY or any(item["status"] == "True" for item in disrupted)
+
+
+def _cause_of(status: Answer, ended: Answer, is_deleted: bool) -> str:
+    if ended.get("reason") in ("OOMKilled", "StartError", "ContainerCannotRun"):
+        return "program"
+    if status.get("reason") == "NodeLost":
+        return "machine"
+    return "taken" if is_deleted or _is_taken_away(status) else ""
 
 
 def _exit_code(code: int | None) -> int | None:

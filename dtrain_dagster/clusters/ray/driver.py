@@ -20,6 +20,8 @@ from dtrain_dagster.clusters.ray import ACTOR
 
 ADDRESS_VARIABLES = ("DTRAIN_HOST", "DTRAIN_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables of a machine that say at which of its addresses a node is reached; else it is Ray's own."""
+NODE_LABEL = "ray.io/node-id"
+"""The label that each machine has with its id, which is another one once its Ray was started again."""
 ASK_SECONDS = 8.0
 END_CALL_SECONDS = 5.0
 
@@ -68,6 +70,11 @@ def make_actor_class(ray: Any) -> Any:
     return ray.remote(DtrainNode)
 
 
+def host_of(node: Mapping[str, Any]) -> str:
+    """Return what a machine is called: the name that `ray start` was given, which is its address unless it was."""
+    return str(node.get("NodeName") or node.get("NodeManagerAddress") or "")
+
+
 class Driver:
     """One connection to a cluster."""
 
@@ -80,14 +87,18 @@ class Driver:
         self.dashboard = dashboard or (f"http://{joined.dashboard_url}" if joined.dashboard_url else None)
         self.actor_class = make_actor_class(ray)
 
-    def submit(self, name: str, command: Sequence[str], output: str, demand: Mapping[str, float]) -> str:
-        """Create the actor of a node, unless there is or was one of that name."""
+    def submit(
+        self, name: str, command: Sequence[str], output: str, demand: Mapping[str, float], excluded: Sequence[str] = ()
+    ) -> str:
+        """Create the actor of a node, unless there is or was one of that name, on none of the ``excluded`` machines."""
         if not self._actors([("name", "=", name)]):
             resources = dict(demand)
+            ids = [node["NodeID"] for node in self.ray.nodes() if node["Alive"] and host_of(node) in excluded]
+            apart = {"label_selector": {NODE_LABEL: f"!in({','.join(ids)})"}} if ids else {}
             made = self.actor_class.options(
                 name=name, lifetime="detached", namespace=self.namespace, max_restarts=0, max_task_retries=0,
                 max_concurrency=4, num_cpus=resources.pop("CPU", 0), num_gpus=resources.pop("GPU", 0),
-                memory=resources.pop("memory", None), resources=resources, get_if_exists=True,
+                memory=resources.pop("memory", None), resources=resources, get_if_exists=True, **apart,
             ).remote()  # fmt: skip
             made.run.remote(list(command), output)
         return name
@@ -103,7 +114,7 @@ class Driver:
                     {
                         "name": actor.name,
                         "state": actor.state,
-                        "host": nodes.get(actor.node_id, {}).get("NodeManagerAddress", ""),
+                        "host": host_of(nodes.get(actor.node_id, {})),
                         "why": cause.get("error_message", "") if isinstance(cause, dict) else "",
                         "demand": actor.required_resources or {},
                     }

@@ -43,11 +43,13 @@ def read_actor(
         return None
     state: Literal["pending", "running", "ended"] = "running"
     reason, lost = "", False
+    cause: Literal["", "machine", "taken", "program"] = ""
     if actor["state"] in ("DEPENDENCIES_UNREADY", "PENDING_CREATION"):
         state, reason = "pending", explain_waiting(demand, largest)
     elif actor["state"] == "DEAD":
         state, lost = "ended", code is None
         reason = " ".join(str(actor["why"]).split())[:300] if lost else ""
+        cause = _cause_of(reason.lower()) if lost else ""
     return EngineJob(
         id=actor["name"],
         node_id=int(match["node"]),
@@ -57,7 +59,17 @@ def read_actor(
         host=actor["host"],
         exit_code=code if state == "ended" else None,
         lost=lost,
+        cause=cause,
     )
+
+
+def _cause_of(reason: str) -> Literal["", "machine", "taken", "program"]:
+    """Return whose doing the end of an actor was, from Ray's words in lower case."""
+    if "out of memory" in reason or "low on memory" in reason or "oom" in reason.split():
+        return "program"
+    if "node" in reason and ("died" in reason or "terminated" in reason or "unhealthy" in reason):
+        return "machine"
+    return "taken" if "ray.kill" in reason or "preempt" in reason or "drain" in reason else ""
 
 
 def explain_waiting(demand: Mapping[str, float], largest: Sequence[Mapping[str, float]]) -> str:
@@ -111,14 +123,15 @@ class RayEngine:
         self._ended: dict[str, float] = {}
         """When the end of a node was seen first, in Unix seconds: Ray's lists do not say."""
 
-    def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int) -> str:
+    def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int, excluded: Sequence[str] = ()) -> str:
         """Create the actor of an incarnation, and return its name; one that is there already is returned, not made
         twice."""
         name = name_job(launch, node_id, incarnation)
         command = list(self.command(launch, node_id, incarnation))
         self.log_folder.mkdir(parents=True, exist_ok=True)
         output = str(self._output(name))
-        return str(self._ask("submit", name=name, command=command, output=output, demand=self.options.demand()))
+        asked = {"name": name, "command": command, "output": output, "demand": self.options.demand()}
+        return str(self._ask("submit", **asked, excluded=list(excluded)))
 
     def list_jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
         """Return the nodes of a launch that the cluster still knows."""

@@ -37,6 +37,8 @@ _LOST = {
     "TIMEOUT": "it reached its time limit",
 }
 """States in which SLURM has taken a node away, or lost it → in words."""
+_MACHINE = {"BOOT_FAIL", "NODE_FAIL"}
+"""Those in which its machine has failed."""
 REASONS = {
     "AssocGrp": f"the limit of --account in {S}EXTRA is used up: wait, or ask for less",
     "AssocMax": f"the limit of --account in {S}EXTRA is used up: wait, or ask for less",
@@ -159,6 +161,7 @@ def read_job(row: Mapping[str, str], position: tuple[int, int] | None = None) ->
         host="" if host in ("(null)", "N/A") else host,
         exit_code=exit_code_of(state, row["exit_code"]) if stage == "ended" else None,
         lost=stage == "ended" and (state in _LOST or planned),
+        cause=_cause_of(state, planned),
         is_planned=planned,
         submitted_at=submitted,
         started_at=started if stage != "pending" else None,
@@ -166,6 +169,14 @@ def read_job(row: Mapping[str, str], position: tuple[int, int] | None = None) ->
         # While a job completes, its end is no limit any more, but the moment at which it came.
         ends_at=ended if stage == "running" and state != "COMPLETING" and limit is not None else None,
     )
+
+
+def _cause_of(state: str, planned: bool) -> Literal["", "machine", "taken", "program"]:
+    if state == "OUT_OF_MEMORY":
+        return "program"
+    if state in _MACHINE:
+        return "machine"
+    return "taken" if state in _LOST or planned else ""
 
 
 def explain_waiting(reason: str, position: tuple[int, int] | None, starts_at: float | None) -> str:

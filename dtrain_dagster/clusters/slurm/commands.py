@@ -30,13 +30,24 @@ END_SECONDS = 60
 """Seconds before the time limit at which the agent is told that it comes."""
 
 
-def submit(options: SlurmSettings, launch: Mapping[str, Any], node_id: int, incarnation: int, output: str) -> list[str]:
-    """Return the command that submits the script of one incarnation of a node, which it reads from its input."""
+def submit(
+    options: SlurmSettings,
+    launch: Mapping[str, Any],
+    node_id: int,
+    incarnation: int,
+    output: str,
+    excluded: Sequence[str] = (),
+) -> list[str]:
+    """Return the command that submits the script of one incarnation of a node, which it reads from its input.
+    ``excluded``: the machines on which it is not placed, beside those of a person's own ``--exclude``."""
+    own = [word for word in options.extra if word.startswith("--exclude=")]
+    left_out = [*(word.partition("=")[2] for word in own), *excluded]
     chosen = {
         "partition": options.partition,
         "mem": options.memory,
         "time": options.time_limit_minutes,
         "gres": f"gpu:{options.gpus}" if options.gpus else None,
+        "exclude": ",".join(left_out) or None,
     }
     return [
         *("sbatch", "--parsable", "--no-requeue", "--nodes=1", "--ntasks=1", f"--cpus-per-task={options.cpus}"),
@@ -46,7 +57,7 @@ def submit(options: SlurmSettings, launch: Mapping[str, Any], node_id: int, inca
         f"--signal=B:TERM@{END_SECONDS}",
         *(f"--output={output}", "--open-mode=append", "--input=/dev/null"),
         *(f"--{name}={value}" for name, value in chosen.items() if value is not None),
-        *options.extra,
+        *(word for word in options.extra if word not in own),
     ]
 
 

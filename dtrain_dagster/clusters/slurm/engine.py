@@ -68,7 +68,7 @@ class SlurmEngine:
         self._asks_account_at = 0.0
         """When the accounting may be asked again (of `time.monotonic`)."""
 
-    def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int) -> str:
+    def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int, excluded: Sequence[str] = ()) -> str:
         """Submit the job of an incarnation, and return its id. Where SLURM knows a job of this name, or one has run and
         is forgotten, its id is returned, and none is submitted. Raise `SlurmError` where it is refused."""
         name = name_job(launch, node_id, incarnation)
@@ -76,7 +76,7 @@ class SlurmEngine:
         ids = [row["JobID"] for row in rows] or self._ran(name)
         if not ids:
             output = str(self.log_folder / f"slurm-{name}-").replace("%", "%%") + "%j.out"
-            command = commands.submit(self.options, launch, node_id, incarnation, output)
+            command = commands.submit(self.options, launch, node_id, incarnation, output, excluded)
             script = commands.script(self.options, self.command(launch, node_id, incarnation))
             ids = [self.run(command, f"submit node {node_id}", script).strip().partition(";")[0]]
         self._known[ids[-1]] = name

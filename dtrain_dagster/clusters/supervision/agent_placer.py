@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.supervision.engine import Engine, EngineJob, EngineUnreachableError
+from dtrain_dagster.clusters.supervision.hosts import Exclusion, HostEvent, HostRecord
 from dtrain_dagster.clusters.supervision.placer import (
     ABANDON_SECONDS,
     HANDOVER_SECONDS,
     NodeRecord,
     PlacedNode,
     close_presence,
+    find_fault,
     is_successor_due,
     view_node,
 )
@@ -37,6 +39,8 @@ LOOK_SECONDS = 0.2
 """Seconds between two looks at the presences of a small job."""
 LOOK_SECONDS_PER_NODE = 0.005
 """The same for each node of a large one: shared storage answers some hundred requests a second to each client."""
+EXCLUSION_PATIENCE_SECONDS = 60.0
+"""Seconds that a node waits for its place before it may have one on an excluded host, too."""
 LEAVE_SECONDS = 3.0
 """Seconds within which the job of a node that has ended by itself ends too. A job that is cancelled before is told as
 cancelled in the engine's account, though nothing was wrong with it."""
@@ -45,8 +49,11 @@ cancelled in the engine's account, though nothing was wrong with it."""
 class AgentPlacer:
     """Has an engine run the agents of nodes, and follows them by their presences and by the engine's word."""
 
-    def __init__(self, rundir: RunDir, engine: Engine, secret: SecretFile, clock: SteadyClock) -> None:
-        self.rundir, self.engine, self.secret, self.clock = rundir, engine, secret, clock
+    def __init__(
+        self, rundir: RunDir, engine: Engine, secret: SecretFile, clock: SteadyClock, hosts: HostRecord
+    ) -> None:
+        """``hosts``: of the cluster, which all its jobs share."""
+        self.rundir, self.engine, self.secret, self.clock, self.hosts = rundir, engine, secret, clock, hosts
         self.poll_seconds = LOOK_SECONDS
         self.launch: Mapping[str, Any] = {}
         self.nodes: dict[int, NodeRecord] = {}
@@ -79,7 +86,12 @@ class AgentPlacer:
         return set(self.nodes)
 
     def start(self, node_id: int, incarnation: int) -> None:
-        """Submit an incarnation of a node; one that the engine cannot be told of now is submitted in a later look."""
+        """Submit an incarnation of a node; one that the engine cannot be told of now is submitted in a later look. What
+        the end of the one before says of its host is recorded first."""
+        if (before := self.nodes.get(node_id)) is not None:
+            others = [record for key, record in self.nodes.items() if key != node_id]
+            if (fault := find_fault(before, others, self._size, self.launch["job_id"], self._now())) is not None:
+                self._note(fault)
         self.nodes[node_id] = self._submit(NodeRecord(node_id=node_id, incarnation=incarnation, made_at=self._now()))
 
     def look(self) -> Mapping[int, PlacedNode]:
@@ -92,6 +104,14 @@ class AgentPlacer:
                 records[node_id] = self._carry_on(record, is_asked)
         self._hand_over()
         return {node_id: view_node(record, self._size, self._now()) for node_id, record in self.nodes.items()}
+
+    def exclusions(self) -> Sequence[Exclusion]:
+        """Return the hosts on which no node is placed now."""
+        try:
+            return self.hosts.excluded(self._now())
+        except OSError as error:
+            warn_once(f"the record of hosts cannot be read: {error}")
+            return ()
 
     def end(self, node_ids: Iterable[int], grace: float) -> None:
         """Have the engine end these nodes, by force after ``grace`` seconds."""
@@ -157,8 +177,10 @@ class AgentPlacer:
             self.nodes[node_id] = record
 
     def _submit(self, record: NodeRecord) -> NodeRecord:
+        excluded = () if record.is_last_resort else tuple(each.host for each in self.exclusions())
+        record = replace(record, excluded=excluded)
         try:
-            job_id = self.engine.submit(self.launch, record.node_id, record.incarnation)
+            job_id = self.engine.submit(self.launch, record.node_id, record.incarnation, excluded)
         except EngineUnreachableError as error:
             warn_once(f"node {record.node_id} waits to be submitted: {error}")
             return replace(record, reason=str(error))
@@ -220,8 +242,39 @@ class AgentPlacer:
                 self._write_log(record.node_id, str(error))
                 return replace(record, refused=UNUSABLE, reason=str(error), gone_at=now)
         if view_node(record, self._size, self._now()).state == "gone":
-            record = self._close(record, now)
-        return record
+            return self._close(record, now)
+        if record.presence is not None and record.job is not None and record.job.host and not record.is_host_noted:
+            self._note(HostEvent(host=record.job.host, at=self._now(), kind="began", job_id=self.launch["job_id"]))
+            record = replace(record, is_host_noted=True)
+        return self._drop_exclusions(record) if is_asked else record
+
+    def _drop_exclusions(self, record: NodeRecord) -> NodeRecord:
+        """Submit a node that has found no place again, to be placed on any host: a verdict may be wrong, and may leave
+        no other."""
+        job, waited = record.job, self._now() - record.made_at
+        waits = record.presence is None and job is not None and job.state == "pending" and record.force_at is None
+        if job is None or not waits or not record.excluded or waited < EXCLUSION_PATIENCE_SECONDS:
+            return record
+        _say(f"node {record.node_id} finds no place but on {', '.join(record.excluded)}: it may be placed there again")
+        try:
+            self.engine.cancel([job.id], force=True)
+        except EngineUnreachableError as error:
+            warn_once(f"node {record.node_id} cannot be submitted again: {error}")
+            return record
+        again = NodeRecord(
+            node_id=record.node_id, incarnation=record.incarnation + 1, made_at=self._now(), is_last_resort=True
+        )
+        return self._submit(again)
+
+    def _note(self, event: HostEvent) -> None:
+        before = self.exclusions()
+        try:
+            self.hosts.add(event)
+        except OSError as error:  # a full disk must not end the watching
+            warn_once(f"the record of hosts cannot be written: {error}")
+        for found in self.exclusions():
+            if found.host not in {each.host for each in before}:
+                _say(f"host {found.host} is excluded: {found.why}; `dtrain nodes --lift {found.host}` lifts it")
 
     def _end_record(self, record: NodeRecord, now: float) -> NodeRecord:
         """Tell the engine that a node has to end: in order first, by force once its grace is over."""

@@ -37,6 +37,9 @@ class EngineJob:
     lost: bool = False
     """Whether the engine took the node away, or lost it: preempted, evicted, at the end of its time limit, machine not
     there. Such an end is nobody's failure."""
+    cause: Literal["", "machine", "taken", "program"] = ""
+    """Whose doing that end was, where the engine says: its machine failed; the node was taken away, as by preemption, a
+    drain, a time limit or a person; the program failed, as by too much memory."""
     is_planned: bool = False
     """Whether that end was known from the start, as that of a time limit is: it counts for no replacement."""
     submitted_at: float | None = None
@@ -54,10 +57,11 @@ class Engine(Protocol):
     poll_seconds: float
     """Seconds between two calls of `list_jobs`."""
 
-    def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int) -> str:
+    def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int, excluded: Sequence[str] = ()) -> str:
         """Start the agent of one incarnation of a node, and return the id of its job. A job of `name_job` that is there
-        already is returned, and not bought twice. Raise `trainer.node.environment.LaunchError` where the engine refuses
-        it for good, with the setting and the remedy."""
+        already is returned, and not bought twice. ``excluded``: the hosts, as `EngineJob.host` has them, on which it is
+        not placed. Raise `trainer.node.environment.LaunchError` where the engine refuses it for good, with the setting
+        and the remedy."""
         ...
 
     def list_jobs(self, launch: Mapping[str, Any]) -> Sequence[EngineJob]:

@@ -7,15 +7,17 @@ its own presence and the engine say, is told by pure functions, for which `agent
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from dtrain_dagster.clusters.exit_policy import NodeFacts
+from dtrain_dagster.clusters.exit_policy import NodeFacts, describe_exit
 from dtrain_dagster.clusters.supervision.engine import EngineJob
+from dtrain_dagster.clusters.supervision.hosts import Exclusion, HostEvent
 from trainer.documents.presences import NodePresence
-from trainer.exit_codes import EVICTED, LOST
+from trainer.exit_codes import EVICTED, LOST, is_loss
 
 KILLED = -9
 SETTLE_SECONDS = 1.0
@@ -53,6 +55,8 @@ class PlacedNode:
     """The time at which the engine was asked for it, in Unix seconds, while it is pending."""
     host: str = ""
     """The machine that it runs on, as the engine calls it."""
+    is_taken: bool = False
+    """Whether it was taken away, as by preemption or at a time limit, and nothing has failed."""
 
     @property
     def alive(self) -> bool:
@@ -67,7 +71,7 @@ class PlacedNode:
     def facts(self) -> NodeFacts:
         """Return what `clusters.exit_policy` decides from."""
         since = None if self.gone_at is None else time.monotonic() - self.gone_at
-        return NodeFacts(node_id=self.node_id, codes=self.codes, gone_seconds=since)
+        return NodeFacts(node_id=self.node_id, codes=self.codes, gone_seconds=since, is_taken=self.is_taken)
 
 
 class Placer(Protocol):
@@ -107,6 +111,10 @@ class Placer(Protocol):
         """End whatever the nodes of this job may have left behind, for at most that long."""
         ...
 
+    def exclusions(self) -> Sequence[Exclusion]:
+        """Return the hosts on which no node is placed now."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeRecord:
@@ -116,6 +124,12 @@ class NodeRecord:
     incarnation: int
     made_at: float
     """The time at which it was decided on, in Unix seconds."""
+    excluded: tuple[str, ...] = ()
+    """The hosts on which it is not placed."""
+    is_last_resort: bool = False
+    """Whether it is placed wherever there is room, since it found none elsewhere."""
+    is_host_noted: bool = False
+    """Whether its host was recorded."""
     job_id: str | None = None
     """The id of its job; None as long as the engine has not confirmed one."""
     job: EngineJob | None = None
@@ -152,6 +166,7 @@ def view_node(record: NodeRecord, size: int, now: float) -> PlacedNode:
         reason=(job.reason if job else "") or record.reason,
         queued_at=((job.submitted_at if job else None) or record.made_at) if waits else None,
         host=(presence.host if presence else "") or (job.host if job else ""),
+        is_taken=is_gone and job is not None and job.cause == "taken",
     )
 
 
@@ -196,6 +211,29 @@ def close_presence(record: NodeRecord, size: int, now: float) -> NodePresence | 
         ended_at = min(max(seen, job.ended_at), now)
     codes = exit_codes_of(record, size, now) or (KILLED,) * size
     return replace(presence, ended_at=ended_at, exit_codes=codes)
+
+
+def find_fault(
+    record: NodeRecord, others: Iterable[NodeRecord], size: int, job_id: str, now: float
+) -> HostEvent | None:
+    """Return what the end of a node says of its host, None where it says nothing: it was taken away or ended by us, its
+    program failed, or so many others were lost with it that it is not the doing of one machine. ``others``: of the
+    job; ``size``: its ranks."""
+    job, presence = record.job, record.presence
+    started = presence.started_at if presence is not None else job.started_at if job is not None else None
+    if job is None or not job.host or started is None or record.force_at is not None:
+        return None
+    codes = exit_codes_of(record, size, now) or ()
+    is_lost = any(is_loss(code) and code not in (EVICTED, -signal.SIGTERM) for code in codes)
+    if job.cause in ("taken", "program") or not (is_lost or job.cause == "machine"):
+        return None
+    gone = [other.gone_at is not None for other in others]
+    if all(gone) or 2 * (1 + sum(gone)) > 1 + len(gone):
+        return None
+    ended = presence.ended_at or presence.heard_at(now) if presence is not None else job.ended_at or now
+    why = job.reason or ", ".join(dict.fromkeys(map(describe_exit, codes)))
+    seconds = max(0.0, ended - started)
+    return HostEvent(host=job.host, at=now, kind="lost", seconds=seconds, why=why, job_id=job_id)
 
 
 def is_successor_due(record: NodeRecord, lead_seconds: float, now: float) -> bool:

@@ -21,7 +21,7 @@ class PrivateFiles:
     """The private files of one job, in ``<home>/secrets``."""
 
     def __init__(self, home: Path, job_id: str) -> None:
-        self.secret = home / "secrets" / job_id
+        self.home, self.secret = home, home / "secrets" / job_id
 
     @property
     def options(self) -> Path:

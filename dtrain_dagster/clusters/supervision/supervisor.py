@@ -11,11 +11,13 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.exit_policy import (
+    PREEMPTIONS,
     ExitDecision,
     Failure,
     blame,
@@ -66,7 +68,8 @@ class Supervisor:
         self.beat = 0.0
         self.nodes: Mapping[int, PlacedNode] = {}
         """The newest incarnation of each node of this launch, as it was seen last."""
-        self.replacements = self.relaunches = 0
+        self.replacements = self.preemptions = self.relaunches = 0
+        """Nodes that took the place of lost ones, and of ones that were taken away, and launches after the first."""
         self.failure: Failure | None = None
         self._said = ""
         self.wait_seconds, self._told_of_wait = wait_seconds, 0
@@ -119,7 +122,7 @@ class Supervisor:
     def _resume(self) -> None:
         """Go on with the nodes of a supervisor that died; those that it had not come to are started."""
         status = self.rundir.read_json(STATUS) or {}
-        self.replacements = status.get("replacements", 0)
+        self.replacements, self.preemptions = status.get("replacements", 0), status.get("preemptions", 0)
         self.started_at = status.get("started_at") or self.started_at
         found = self.placer.resume_launch(self.launch)
         _say(f"another supervisor continues launch {self.launch['launch']}: nodes {sorted(found)} are there")
@@ -163,6 +166,7 @@ class Supervisor:
                 replacements_left=self.launch["max_replacements"] - self.replacements,
                 launches_left=MAX_RELAUNCHES - self.relaunches,
                 delay_seconds=self.launch["replacement_delay_seconds"],
+                preemptions_left=PREEMPTIONS * self.launch["max_replacements"] - self.preemptions,
             )
         else:
             decision = decide_plainly(facts)
@@ -180,8 +184,9 @@ class Supervisor:
     def _replace(self, lost: Sequence[int]) -> None:
         """Start another node in the place of each lost one. A node that cannot be started counts as lost."""
         for node_id in lost:
-            self.replacements += 1
             before = self.nodes[node_id]
+            self.replacements += not before.is_taken
+            self.preemptions += before.is_taken
             why = f" ({before.reason})" if before.reason else ""
             _say(f"node {node_id} is lost {[*before.codes]}{why}: starting incarnation {before.incarnation + 1}")
             try:
@@ -190,6 +195,7 @@ class Supervisor:
                 _say(f"could not start it: {error}")
                 self.placer.end([node_id], 0.0)
         self.nodes = self.placer.look()
+        self._write_status(self._state(), self._said)
 
     def _relaunch(self, node_count: int) -> None:
         """Start again with this many nodes; the trainer goes on from the latest checkpoint."""
@@ -285,6 +291,8 @@ class Supervisor:
             "message": message,
             "launch": self.launch["launch"],
             "replacements": self.replacements,
+            "preemptions": self.preemptions,
+            "excluded_hosts": [asdict(each) for each in self.placer.exclusions()],
             "pid": os.getpid(),
             "started_at": self.started_at,
             "ended_at": self.clock.now() if state.is_final else None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dtrain_dagster.clusters.exit_policy import (
@@ -116,6 +118,19 @@ def test_no_more_are_replaced_than_may_be():
         "replace",
         (0, 1),
     )
+
+
+def test_nodes_that_were_taken_away_spend_a_budget_of_their_own():
+    nodes = [replace(each, is_taken=each.node_id < 2) for each in facts((KILLED,), (KILLED,), (KILLED,), (RUNS,))]
+
+    def whom(lost: int, taken: int) -> tuple[int, ...]:
+        return decide_after_exit(nodes, False, lost, 3, 0.0, preemptions_left=taken).nodes
+
+    assert whom(1, 2) == (0, 1, 2)
+    assert whom(0, 2) == (0, 1)
+    assert whom(1, 1) == (0, 2)
+    assert whom(1, 0) == (2,)
+    assert decide_after_exit(nodes, False, 0, 3, 0.0, preemptions_left=-1).action == "wait"
 
 
 def test_nothing_is_concluded_while_a_child_of_a_process_is_left():

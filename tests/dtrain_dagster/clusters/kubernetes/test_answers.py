@@ -66,21 +66,26 @@ def test_exit_codes_are_the_programs_or_minus_the_signal(code: int, means: int):
 
 
 @pytest.mark.parametrize(
-    "taken",
+    ("cause", "taken"),
     [
-        pod("Failed", reason="Evicted", message="The node was low on resource: memory."),
-        pod("Failed", ended(137), reason="Terminated", message="Pod was terminated in response to node shutdown."),
-        pod("Failed", ended(143), conditions=[condition("DisruptionTarget", reason="PreemptionByScheduler")]),
-        pod("Failed", ended(143), deleted=AT.format(50)),
-        pod("Running", RUNNING, deleted=AT.format(50)),
-        pod("Running", RUNNING, deleted=LATER, conditions=[condition("Ready", "False")]),
-        pod("Pending", host="", deleted=LATER),
+        ("taken", pod("Failed", reason="Evicted", message="The node was low on resource: memory.")),
+        ("taken", pod("Failed", ended(137), reason="Terminated", message="Pod was terminated by a node shutdown.")),
+        ("taken", pod("Failed", ended(143), conditions=[condition("DisruptionTarget", reason="Preemption")])),
+        ("taken", pod("Failed", ended(143), deleted=AT.format(50))),
+        ("machine", pod("Running", RUNNING, deleted=AT.format(50))),
+        ("machine", pod("Running", RUNNING, deleted=LATER, conditions=[condition("Ready", "False")])),
+        ("taken", pod("Pending", host="", deleted=LATER)),
     ],
     ids=["evicted", "shutdown", "preempted", "deleted", "overdue", "no answer", "never started"],
 )
-def test_a_node_that_was_taken_away_is_lost(taken: Json):
+def test_a_node_that_was_taken_away_is_lost(cause: str, taken: Json):
     seen = read(job(), taken)
-    assert (seen.state, seen.lost) == ("ended", True)
+    assert (seen.state, seen.lost, seen.cause) == ("ended", True, cause)
+
+
+def test_too_much_memory_is_the_programs_doing():
+    assert read(job(), pod("Failed", ended(137, "OOMKilled"))).cause == "program"
+    assert read(job(), pod("Failed", ended(3))).cause == ""
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,41 @@ def test_a_volume_of_the_users_takes_the_place_of_one_of_ours(mount: str):
     }
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("options", [PLAIN, FULL], ids=["plain", "full"])
+def test_a_pod_is_not_placed_on_excluded_machines(options: KubernetesSettings, version: str):
+    made = job(options, excluded=["m1", "m2"])
+    schemas.validate(made, version, strict=True)
+    affinity = made["spec"]["template"]["spec"]["affinity"]
+    assert _fields(affinity) == [["m1", "m2"]]
+    assert {**affinity, "nodeAffinity": None} == {**pod(options)["affinity"], "nodeAffinity": None}
+
+
+def test_each_of_a_templates_own_terms_leaves_out_the_excluded_machines():
+    names = {"matchFields": [{"key": "metadata.name", "operator": "NotIn", "values": ["m0"]}]}
+    zone = {"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]}
+    preferred = [{"weight": 1, "preference": zone}]
+    own = {
+        "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [zone, names]},
+        "preferredDuringSchedulingIgnoredDuringExecution": preferred,
+    }
+    template = {"spec": {"affinity": {"nodeAffinity": own}}}
+    made = job(KubernetesSettings.of({"image": "x", "pod_template": template}), excluded=["m1"])
+    affinity = made["spec"]["template"]["spec"]["affinity"]
+    assert _fields(affinity) == [["m1"], ["m0", "m1"]]
+    first, _ = affinity["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert first["matchExpressions"] == zone["matchExpressions"]
+    assert affinity["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"] == preferred
+
+
+def _fields(affinity: Any) -> list[list[str]]:
+    """The machines that each term leaves out."""
+    terms = affinity["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    fields = [term["matchFields"] for term in terms]
+    assert all((each["key"], each["operator"]) == ("metadata.name", "NotIn") for term in fields for each in term)
+    return [[host for each in term for host in each["values"]] for term in fields]
+
+
 def test_a_machine_is_given_up_after_the_stated_time_only():
     seconds = {item["key"]: item.get("tolerationSeconds") for item in pod(PLAIN)["tolerations"]}
     assert seconds == {"node.kubernetes.io/not-ready": 20, "node.kubernetes.io/unreachable": 20}

@@ -79,6 +79,15 @@ def test_ends_are_told_apart(state: str, raw: str, code: int, lost: bool, planne
     assert state in found.reason or state in ("COMPLETED", "FAILED")
 
 
+@pytest.mark.parametrize(
+    ("state", "cause"),
+    [("COMPLETED", ""), ("FAILED", ""), ("PREEMPTED", "taken"), ("CANCELLED", "taken"), ("TIMEOUT", "taken"),
+     ("NODE_FAIL", "machine"), ("BOOT_FAIL", "machine"), ("OUT_OF_MEMORY", "program")],
+)  # fmt: skip
+def test_an_end_is_the_doing_of_the_machine_of_others_or_of_the_program(state: str, cause: str):
+    assert job(State=state, EndTime="1795521200").cause == cause
+
+
 def test_an_end_in_order_shortly_before_the_limit_is_the_limits():
     assert job(State="FAILED", exit_code=str(143 << 8), EndTime="1795521340").is_planned
     assert not job(State="FAILED", exit_code=str(143 << 8), EndTime="1795521300").is_planned
@@ -148,6 +157,15 @@ def test_a_node_is_one_job_that_nothing_requeues_and_whose_shell_becomes_the_age
     assert "--export=PATH,HOME,USER,LANG" in command, "no more of the submitter's environment"
     text = script(options, ["/usr/bin/python3", "-m", "trainer.node", "/home/a b"])
     assert text == "#!/bin/sh\nmodule load x\nexec /usr/bin/python3 -m trainer.node '/home/a b'\n"
+
+
+def test_machines_are_excluded_beside_those_that_a_person_excludes():
+    options = SlurmSettings(extra=("--account=x", "--exclude=a,b"))
+    command = submit(options, LAUNCH, 1, 3, "out", ["c", "d"])
+    assert [word for word in command if word.startswith(("--exclude", "--account"))] == [
+        "--exclude=a,b,c,d", "--account=x",
+    ]  # fmt: skip
+    assert not [word for word in submit(SlurmSettings(), LAUNCH, 1, 3, "out") if word.startswith("--exclude")]
 
 
 def test_ends_reach_the_agent_first():

@@ -17,8 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
+from dtrain_dagster.clusters.supervision import agent_placer
 from dtrain_dagster.clusters.supervision.agent_placer import AgentPlacer
 from dtrain_dagster.clusters.supervision.engine import EngineJob, name_job
+from dtrain_dagster.clusters.supervision.hosts import HostEvent, HostRecord
 from harness.engines.process_engine import ProcessEngine
 from harness.waiting import until
 from tests.webhook import web_hook
@@ -180,6 +182,21 @@ def test_a_machine_that_is_cut_off_but_reaches_the_storage_makes_way(make_job: C
     assert lost.ended_at <= second.started_at
 
 
+@pytest.mark.slow
+def test_a_host_that_loses_node_after_node_gets_no_more_of_them(make_job: Callable[..., Job]) -> None:
+    job = make_job(SUCCEEDS, nodes=2, max_replacements=2)
+    (job.engine.folder / "hosts").write_text("bad good better")
+    (job.engine.folder / "bad.flaky").touch()
+    job.start()
+    job.file("began-0-3"), job.file("began-1-1")
+    job.wait(lambda: job.status().get("excluded_hosts"), "word of it")
+    (job.folder / "go").touch()
+    status = job.ends()
+    assert (status["state"], status["replacements"]) == ("succeeded", 2), job.said()
+    assert [each["host"] for each in status["excluded_hosts"]] == ["bad"]
+    assert "host bad is excluded: 2 nodes were lost there soon after they began" in job.said()
+
+
 def test_a_failure_ends_the_job_with_the_log_of_its_rank(make_job: Callable[..., Job]) -> None:
     job = make_job(WAITS.replace('"go"', '("go" if RANK else ".")') + "sys.exit('no such column: Close')")
     job.start()
@@ -210,7 +227,7 @@ class ForgetfulEngine:
 
     poll_seconds = 0.0
 
-    def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int) -> str:
+    def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int, excluded: Sequence[str] = ()) -> str:
         return name_job(launch, node_id, incarnation)
 
     def list_jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
@@ -227,13 +244,20 @@ def test_a_node_that_the_engine_forgot_while_nobody_looked_is_lost_unless_it_is_
     rundir = RunDir(str(tmp_path / "run"))
     rundir.make()
     clock = SteadyClock.begin()
-    launch = {"token": "ab" * 24, "launch": 1, "node_count": 2, "processes_per_node": 1, "elastic": True}
+    launch = {
+        "token": "ab" * 24,
+        "launch": 1,
+        "node_count": 2,
+        "processes_per_node": 1,
+        "elastic": True,
+        "job_id": "one",
+    }
     now = clock.now()
     for node_id, silence in ((0, 3600.0), (1, 0.0)):
         rundir.begin_presence(
             NodePresence(node_id=node_id, launch=1, started_at=now - 7200, last_seen_at=now - silence, host="n1")
         )
-    placer = AgentPlacer(rundir, ForgetfulEngine(), SecretFile(tmp_path / "secret"), clock)
+    placer = AgentPlacer(rundir, ForgetfulEngine(), SecretFile(tmp_path / "secret"), clock, HostRecord(tmp_path / "h"))
     assert placer.resume_launch(launch) == {0, 1}
     until(lambda: placer.look()[0].state == "gone", "the loss")
     assert [node.state for node in placer.look().values()] == ["gone", "running"]
@@ -267,19 +291,67 @@ def test_a_job_whose_agent_has_ended_leaves_by_itself_and_is_not_cancelled(tmp_p
     rundir = RunDir(str(tmp_path / "run"))
     rundir.make()
     clock, engine = SteadyClock.begin(), SlowEngine()
-    launch = {"token": "ab" * 24, "launch": 1, "node_count": 2, "processes_per_node": 1, "elastic": True}
+    launch = {
+        "token": "ab" * 24,
+        "launch": 1,
+        "node_count": 2,
+        "processes_per_node": 1,
+        "elastic": True,
+        "job_id": "one",
+    }
     now = clock.now()
     for node_id, end in ((0, {"ended_at": now, "exit_codes": (0,)}), (1, {})):
         rundir.begin_presence(
             NodePresence(node_id=node_id, launch=1, started_at=now - 60, last_seen_at=now, host="n1", **end)
         )
-    placer = AgentPlacer(rundir, engine, SecretFile(tmp_path / "secret"), clock)
+    placer = AgentPlacer(rundir, engine, SecretFile(tmp_path / "secret"), clock, HostRecord(tmp_path / "hosts"))
     placer.resume_launch(launch)
     placer.look()
     engine.ends_at = float("inf")
     placer.sweep(5.0)
     assert engine.cancelled == [1], "the one whose agent runs"
     assert all(job.state == "ended" for job in engine.list_jobs(launch)), "the sweep has waited for both"
+
+
+class FullEngine(ForgetfulEngine):
+    """Its jobs wait for a machine unless they may be placed on the bad one."""
+
+    def __init__(self) -> None:
+        self.excluded: dict[int, Sequence[str]] = {}
+        self.cancelled: list[str] = []
+
+    def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int, excluded: Sequence[str] = ()) -> str:
+        self.excluded[incarnation] = excluded
+        return str(incarnation)
+
+    def list_jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
+        newest = max(self.excluded)
+        state: Any = "pending" if self.excluded[newest] else "running"
+        return [EngineJob(id=str(newest), node_id=0, incarnation=newest, state=state, host="bad" if state else "")]
+
+    def cancel(self, ids: Sequence[str], force: bool) -> None:
+        self.cancelled += ids
+
+
+def test_a_node_that_finds_no_other_place_may_have_one_on_an_excluded_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rundir = RunDir(str(tmp_path / "run"))
+    rundir.make()
+    clock, engine, hosts = SteadyClock.begin(), FullEngine(), HostRecord(tmp_path / "hosts")
+    for host, kind in (("good", "began"), ("bad", "began"), ("bad", "unfit")):
+        hosts.add(HostEvent(host=host, at=clock.now(), kind=kind, why="the disk is full"))  # type: ignore[arg-type]
+    placer = AgentPlacer(rundir, engine, SecretFile(tmp_path / "secret"), clock, hosts)
+    placer.begin_launch({
+        "token": "ab" * 24, "launch": 1, "node_count": 1, "processes_per_node": 1, "elastic": True, "job_id": "one",
+    })  # fmt: skip
+    placer.start(0, 1)
+    until(lambda: placer.look()[0].state == "pending", "its place in the queue")
+    assert engine.excluded == {1: ("bad",)}
+    monkeypatch.setattr(agent_placer, "EXCLUSION_PATIENCE_SECONDS", 0.0)
+    until(lambda: placer.look()[0].state == "running", "a place")
+    assert engine.excluded == {1: ("bad",), 2: ()}
+    assert engine.cancelled == ["1"]
 
 
 def test_an_engine_that_does_not_answer_costs_no_node(make_job: Callable[..., Job]) -> None:

@@ -1,0 +1,139 @@
+"""A bad host does not come back: what counts against a machine, for how long, and how few may be excluded."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtrain_dagster.clusters.supervision import hosts
+from dtrain_dagster.clusters.supervision.engine import EngineJob
+from dtrain_dagster.clusters.supervision.hosts import HostEvent, HostRecord, judge_hosts
+from dtrain_dagster.clusters.supervision.placer import NodeRecord, find_fault
+from trainer.documents.presences import NodePresence
+from trainer.exit_codes import EVICTED, LOST
+
+NOW = 1_800_000_000.0
+HOUR = 3600.0
+
+
+def began(*names: str, at: float = NOW - 100) -> list[HostEvent]:
+    return [HostEvent(host=name, at=at, kind="began") for name in names]
+
+
+def lost(host: str, ago: float = 60.0, seconds: float = 30.0) -> HostEvent:
+    return HostEvent(host=host, at=NOW - ago, kind="lost", seconds=seconds, why="killed")
+
+
+def unfit(host: str, ago: float = 60.0) -> HostEvent:
+    return HostEvent(host=host, at=NOW - ago, kind="unfit", why="the disk is full")
+
+
+TEN = began(*(f"h{number}" for number in range(10)))
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([*TEN], []),
+        ([*TEN, lost("h1")], []),
+        ([*TEN, lost("h1"), lost("h1")], ["h1"]),
+        ([*TEN, lost("h1", seconds=700), lost("h1")], []),
+        ([*TEN, lost("h1", seconds=700), lost("h1", seconds=700), lost("h1")], ["h1"]),
+        ([*TEN, lost("h1", ago=HOUR + 1), lost("h1")], []),
+        ([*TEN, lost("h1"), lost("h2")], []),
+        ([*TEN, unfit("h1")], ["h1"]),
+        ([*TEN, unfit("h1", ago=HOUR + 1)], []),
+        ([*TEN, unfit("h1", ago=90), HostEvent(host="h1", at=NOW - 80, kind="lifted")], []),
+        ([*TEN, unfit("h1", ago=90), HostEvent(host="h1", at=NOW - 80, kind="lifted"), unfit("h1", ago=70)], ["h1"]),
+        ([*TEN, *(lost(f"h{n}") for n in (1, 1, 2, 2, 2)), unfit("h3")], ["h3", "h2"]),
+        ([*began("a", "b"), unfit("a"), unfit("b", ago=30)], ["b"]),
+        ([*began("a"), unfit("a")], []),
+        ([*began("a", "b", at=NOW - 25 * HOUR), *began("a"), unfit("a")], []),
+    ],
+    ids=[
+        "nothing", "once", "twice soon", "one ran long", "three times", "long ago", "two hosts", "unfit", "unfit once",
+        "lifted", "unfit again", "a fifth", "one of two", "the last one", "hosts of yesterday",
+    ],
+)  # fmt: skip
+def test_a_host_is_excluded_for_what_is_its_own_doing(events: list[HostEvent], expected: list[str]) -> None:
+    found = judge_hosts(reversed(events), NOW)
+    assert [each.host for each in found] == expected
+    assert all(NOW < each.until <= NOW + HOUR and each.why for each in found)
+
+
+def record(node: int = 0, **job: Any) -> NodeRecord:
+    """A node that was killed a minute after it began, where nothing else is said."""
+    fields = {"state": "ended", "host": f"h{node}", "exit_code": -9, "ended_at": NOW - 5} | job
+    presence = NodePresence(
+        node_id=node, launch=1, started_at=NOW - 65, ended_at=NOW - 5, exit_codes=fields.pop("codes", (-9,))
+    )
+    made = EngineJob(id=str(node), node_id=node, incarnation=1, **fields)
+    return NodeRecord(node_id=node, incarnation=1, made_at=NOW - 70, job=made, presence=presence, gone_at=1.0)
+
+
+def running(node: int) -> NodeRecord:
+    return replace(record(node, state="running"), gone_at=None)
+
+
+@pytest.mark.parametrize(
+    ("lost_one", "others", "expected"),
+    [
+        (record(), [running(1)], 60.0),
+        (record(codes=(LOST,)), [running(1)], 60.0),
+        (record(codes=(1,), cause="machine"), [running(1)], 60.0),
+        (record(codes=(1,)), [running(1)], None),
+        (record(codes=(EVICTED,)), [running(1)], None),
+        (record(codes=(-signal.SIGTERM,)), [running(1)], None),
+        (record(cause="taken", lost=True), [running(1)], None),
+        (record(cause="program"), [running(1)], None),
+        (record(host=""), [running(1)], None),
+        (replace(record(), force_at=1.0), [running(1)], None),
+        (replace(record(), presence=None), [running(1)], None),
+        (replace(record(started_at=NOW - 8), presence=None), [running(1)], 3.0),
+        (record(), [], None),
+        (record(), [record(1)], None),
+        (record(), [record(1), running(2)], None),
+        (record(), [record(1), running(2), running(3)], 60.0),
+    ],
+    ids=[
+        "killed", "lost its device", "machine failed", "failed", "evicted", "ended", "preempted", "out of memory",
+        "no host", "ended by us", "never began", "before it could speak", "alone", "all", "most", "two of four",
+    ],
+)  # fmt: skip
+def test_only_a_loss_that_others_survived_counts_against_a_host(
+    lost_one: NodeRecord, others: Sequence[NodeRecord], expected: float | None
+) -> None:
+    found = find_fault(lost_one, others, 1, "job", NOW)
+    assert (found.seconds if found else None) == expected
+    assert found is None or (found.kind, found.host, found.at, found.job_id) == ("lost", "h0", NOW, "job")
+
+
+def test_the_record_is_shared_and_forgets_what_no_longer_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = HostRecord.of_cluster(tmp_path, "slurm.local")
+    assert book.excluded(NOW) == []
+    for event in (*TEN, unfit("h1")):
+        book.add(event)
+    with open(book.path, "ab") as file:
+        file.write(b'torn {"\n{"host": 1}\n')
+    assert HostRecord(book.path).events() == [*TEN, unfit("h1")]
+    assert [each.host for each in book.excluded(NOW)] == ["h1"]
+    book.lift("h1", NOW)
+    assert book.excluded(NOW) == []
+    monkeypatch.setattr(hosts, "_KEEP_BYTES", 0)
+    threads = [
+        threading.Thread(target=book.add, args=(HostEvent(host=f"t{n}", at=NOW + 90_000, kind="began"),))
+        for n in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(event.host for event in book.events()) == [f"t{n}" for n in range(8)]
