@@ -43,6 +43,21 @@ STATUS = {
     "presences[].exit_codes": "the exit codes of its processes",
     "studio_url": "its page at the service that runs it",
 }
+NODES = {
+    "nodes": "the nodes that are there, of all jobs that run; of one job all that it had",
+    "nodes[].job": "name of the job",
+    "nodes[].launch": "the launch, counted from 1",
+    "nodes[].node": "the node, counted from 0",
+    "nodes[].incarnation": "1, and one more for each that took the place of a lost one",
+    "nodes[].host": "the address of its machine, where an engine chose it",
+    "nodes[].state": "there, silent, or how it ended",
+    "nodes[].seconds": "for how long it was there",
+    "nodes[].note": "what failed of its pre-flight, or until when it is kept",
+    "excluded_hosts": "the hosts on which no node is placed",
+    "excluded_hosts[].host": "the host, as its engine calls it",
+    "excluded_hosts[].until": "until when",
+    "excluded_hosts[].why": "what happened there",
+}
 LOG_LINE = {
     "time": "the time that the line begins with, as its node wrote it: `2026-11-26 14:25:01.250000`, in the node's own "
     "time zone; null where it begins with none",
@@ -293,6 +308,24 @@ DOCTOR = {
     "lines[].verdict": "ok, warning or missing",
     "lines[].seen": "what was seen",
     "lines[].remedy": "how to fix it, with the command that does; empty where it is ok",
+}
+CEILINGS = {
+    "month": "the calendar month (UTC) of which it is told; null where no ceiling is set",
+    "ceilings": "US dollars of each ceiling; null: no such ceiling",
+    "ceilings.per_hour": "of all that runs at once, in an hour",
+    "ceilings.per_month": "of all jobs in the month",
+    "ceilings.per_person": "of one person's jobs in the month",
+    "ceilings.per_project": "of one project's jobs in the month",
+    "stands": "an item for each ceiling, and for each person and project that has one",
+    "stands[].ceiling": "per_hour, per_month, per_person or per_project",
+    "stands[].whose": "the person or the project; null of the whole home",
+    "stands[].usd": "the ceiling",
+    "stands[].spent_usd": "paid in the month; of per_hour, what running jobs cost in an hour",
+    "stands[].promised_usd": "what running jobs may still cost",
+    "stands[].by": "who has spent and was promised what, the most first, at most five",
+    "stands[].by.*": "US dollars of a person; of per_person and per_hour, of a job",
+    "not_counted": "jobs whose price is not known",
+    "not_counted.*": "why it is not",
 }
 CHECK = {
     "usable": "whether the cluster can be used; where it cannot, the exit code is 2",

@@ -23,6 +23,7 @@ SECTIONS = {
     "See what runs, and what it cost": {
         "jobs": "List the jobs of the cluster, newest first.",
         "status": "Show the state of a job or a fleet, and the result of a training.",
+        "nodes": "Show the nodes that are there, and the hosts that get none.",
         "logs": "Print the output of a job's processes.",
         "cost": "Show what a job or a fleet has cost, and what for.",
         "ui": "Serve pages in a browser, for this machine alone.",

@@ -15,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from dtrain_dagster.clusters.hosts import HostRecord
 from dtrain_dagster.costs.usage import NodeUsage
 from trainer.errors import DamagedError
 from trainer.rundir import RunDir
@@ -298,6 +299,10 @@ class GPUClusterManager(ABC):
         """Return the cluster's own account of a job's nodes beside their presence, as lines for people; none where it
         keeps no account, or cannot be asked now."""
         return []
+
+    def host_record(self) -> HostRecord | None:
+        """Return what happened on the hosts of this cluster; None where it does not choose hosts for its nodes."""
+        return None
 
     @abstractmethod
     def find_orphans(self, live_runs: Collection[str]) -> list[Orphan]:

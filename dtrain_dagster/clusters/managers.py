@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.hosts import HostRecord
 from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
 from dtrain_dagster.clusters.ray.engine import RayEngine
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine, describe_account
@@ -92,6 +93,9 @@ class EngineClusterManager(SupervisedClusterManager):
         if not 1 <= node_count <= MOST_NODES:
             raise ClusterError(f"DTRAIN_NODES={node_count}: the {words} is asked for 1 to {MOST_NODES} nodes")
         _refuse_empty_nodes(processes_per_node)
+
+    def host_record(self) -> HostRecord | None:
+        return HostRecord.of_cluster(self.home, self.settings.cluster_key)
 
     def describe_account(self, job_id: str) -> list[str]:
         if self.settings.engine != "slurm":

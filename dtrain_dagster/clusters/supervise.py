@@ -21,6 +21,7 @@ from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.hosts import Exclusion, HostRecord
 from dtrain_dagster.clusters.job_notices import (
     RETRIES,
     has_end_to_tell,
@@ -30,7 +31,6 @@ from dtrain_dagster.clusters.job_notices import (
     wait_patience_seconds,
 )
 from dtrain_dagster.clusters.notice_claims import notice_addresses
-from dtrain_dagster.clusters.supervision.hosts import Exclusion, HostRecord
 from dtrain_dagster.clusters.supervision.placer import PlacedNode, Placer
 from dtrain_dagster.clusters.supervision.private_files import PrivateFiles
 from dtrain_dagster.clusters.supervision.reaper import Reaper, reap_orphans, supervised

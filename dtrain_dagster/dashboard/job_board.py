@@ -73,6 +73,8 @@ class OpenJob:
         self.dashboard = PerformanceDashboard()
         self.row: JobRow
         self.nodes: list[NodePresence] = []
+        self._excluded: Sequence[Mapping[str, Any]] = ()
+        """The hosts that get no nodes of it, as ``status.json`` has them."""
         self.cost: Cost | None = None
         self._tier = tier
         self._training: Mapping[str, Any] = {}
@@ -101,6 +103,7 @@ class OpenJob:
             if time.monotonic() - self._read_at < refresh_seconds(self.rundir.storage):
                 return self
             status = self.rundir.read_json(STATUS) or {}  # asked first, so that the last round reads everything
+            self._excluded = status.get("excluded_hosts", [])
             if self._end is not None and status == self._end:
                 self._read_at = time.monotonic()
                 return self
@@ -156,7 +159,7 @@ class OpenJob:
             if self._details[0] != self.dashboard.version:
                 self._details = (self.dashboard.version, self.dashboard.details(self._training))
             changes, usd = tuple(self.dashboard.changes_of_nodes), account.lost_usd if account else None
-            loss = tell_losses(changes, self.nodes, self.row.state, now, usd)
+            loss = tell_losses(changes, self.nodes, self.row.state, now, usd, self._excluded)
             return {
                 **self.dashboard.changes(version, token),
                 **self._details[1],

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.exit_policy import describe_exit
@@ -78,10 +79,26 @@ def changes_to_mark(changes: Sequence[Change], state: str) -> list[Change]:
 
 
 def tell_losses(
-    changes: Sequence[Change], nodes: Sequence[NodePresence], state: str, now: float, usd: float | None = None
+    changes: Sequence[Change],
+    nodes: Sequence[NodePresence],
+    state: str,
+    now: float,
+    usd: float | None = None,
+    excluded: Sequence[Mapping[str, Any]] = (),
 ) -> LossNotice | None:
     """Return what the page says of lost nodes; None where none was lost. ``usd``: what losses have cost, None where
-    that is not known yet."""
+    that is not known yet; ``excluded``: the hosts that get no nodes, as ``status.json`` has them."""
+    notice = _tell_losses(changes, nodes, state, now, usd)
+    hosts = [f"Host {each['host']} gets no nodes: {each['why']}." for each in excluded if each["until"] > now]
+    if not hosts or state not in (JobState.RUNNING, JobState.QUEUED):
+        return notice
+    notice = notice or LossNotice(is_open=False, title="Excluded: " + ", ".join(each["host"] for each in excluded))
+    return replace(notice, words=" ".join(filter(None, (notice.words, *hosts))))
+
+
+def _tell_losses(
+    changes: Sequence[Change], nodes: Sequence[NodePresence], state: str, now: float, usd: float | None
+) -> LossNotice | None:
     missing = missing_nodes(changes, nodes, state)
     if missing:
         there = {node.node_id for node in find_latest_presences(nodes) if node.ended_at is None} - missing.keys()

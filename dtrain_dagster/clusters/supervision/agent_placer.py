@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
+from dtrain_dagster.clusters.hosts import Exclusion, HostEvent, HostRecord
 from dtrain_dagster.clusters.supervision.engine import Engine, EngineJob, EngineUnreachableError
-from dtrain_dagster.clusters.supervision.hosts import Exclusion, HostEvent, HostRecord
 from dtrain_dagster.clusters.supervision.placer import (
     ABANDON_SECONDS,
     HANDOVER_SECONDS,

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from dtrain_dagster.clusters.exit_policy import NodeFacts, describe_exit
+from dtrain_dagster.clusters.hosts import Exclusion, HostEvent
 from dtrain_dagster.clusters.supervision.engine import EngineJob
-from dtrain_dagster.clusters.supervision.hosts import Exclusion, HostEvent
 from trainer.documents.presences import NodePresence
 from trainer.exit_codes import EVICTED, LOST, is_loss
 
@@ -223,6 +223,8 @@ def find_fault(
     started = presence.started_at if presence is not None else job.started_at if job is not None else None
     if job is None or not job.host or started is None or record.force_at is not None:
         return None
+    if presence is not None and presence.preflight:
+        return HostEvent(host=job.host, at=now, kind="unfit", why=presence.preflight, job_id=job_id)
     codes = exit_codes_of(record, size, now) or ()
     is_lost = any(is_loss(code) and code not in (EVICTED, -signal.SIGTERM) for code in codes)
     if job.cause in ("taken", "program") or not (is_lost or job.cause == "machine"):

@@ -153,6 +153,7 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         "jobs": ["--fleets", "--json"],
         "status": ["--follow", "--html", "--json", "--trace", "-f", "name"],
         "logs": ["--follow", "--json", "--node", "--tail", "-f", "job_id"],
+        "nodes": ["--json", "--lift", "job"],
         "cost": [
             *("--all", "--csv", "--json", "--refresh", "--region", "--sku", "--spot-history"),
             *("--usage-export", "name"),

@@ -17,10 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
+from dtrain_dagster.clusters.hosts import HostEvent, HostRecord
 from dtrain_dagster.clusters.supervision import agent_placer
 from dtrain_dagster.clusters.supervision.agent_placer import AgentPlacer
 from dtrain_dagster.clusters.supervision.engine import EngineJob, name_job
-from dtrain_dagster.clusters.supervision.hosts import HostEvent, HostRecord
 from harness.engines.process_engine import ProcessEngine
 from harness.waiting import until
 from tests.webhook import web_hook

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.clusters.supervision import hosts
+from dtrain_dagster.clusters import hosts
+from dtrain_dagster.clusters.hosts import HostEvent, HostRecord, judge_hosts
 from dtrain_dagster.clusters.supervision.engine import EngineJob
-from dtrain_dagster.clusters.supervision.hosts import HostEvent, HostRecord, judge_hosts
 from dtrain_dagster.clusters.supervision.placer import NodeRecord, find_fault
 from trainer.documents.presences import NodePresence
-from trainer.exit_codes import EVICTED, LOST
+from trainer.exit_codes import EVICTED, LOST, UNFIT
 
 NOW = 1_800_000_000.0
 HOUR = 3600.0
@@ -77,6 +77,12 @@ def record(node: int = 0, **job: Any) -> NodeRecord:
     return NodeRecord(node_id=node, incarnation=1, made_at=NOW - 70, job=made, presence=presence, gone_at=1.0)
 
 
+def unfit_record() -> NodeRecord:
+    made = record(codes=(UNFIT,))
+    assert made.presence is not None
+    return replace(made, presence=replace(made.presence, preflight="the disk is full"))
+
+
 def running(node: int) -> NodeRecord:
     return replace(record(node, state="running"), gone_at=None)
 
@@ -97,13 +103,14 @@ def running(node: int) -> NodeRecord:
         (replace(record(), presence=None), [running(1)], None),
         (replace(record(started_at=NOW - 8), presence=None), [running(1)], 3.0),
         (record(), [], None),
+        (unfit_record(), [record(1)], 0.0),
         (record(), [record(1)], None),
         (record(), [record(1), running(2)], None),
         (record(), [record(1), running(2), running(3)], 60.0),
     ],
     ids=[
         "killed", "lost its device", "machine failed", "failed", "evicted", "ended", "preempted", "out of memory",
-        "no host", "ended by us", "never began", "before it could speak", "alone", "all", "most", "two of four",
+        "no host", "ended by us", "never began", "before it spoke", "alone", "unfit", "all", "most", "two of four",
     ],
 )  # fmt: skip
 def test_only_a_loss_that_others_survived_counts_against_a_host(
@@ -111,7 +118,8 @@ def test_only_a_loss_that_others_survived_counts_against_a_host(
 ) -> None:
     found = find_fault(lost_one, others, 1, "job", NOW)
     assert (found.seconds if found else None) == expected
-    assert found is None or (found.kind, found.host, found.at, found.job_id) == ("lost", "h0", NOW, "job")
+    kind = "unfit" if expected == 0 else "lost"
+    assert found is None or (found.kind, found.host, found.at, found.job_id) == (kind, "h0", NOW, "job")
 
 
 def test_the_record_is_shared_and_forgets_what_no_longer_counts(
