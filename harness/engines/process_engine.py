@@ -33,7 +33,7 @@ from dtrain_dagster.clusters.supervision.engine import (
     name_job,
     name_launch,
 )
-from dtrain_dagster.clusters.supervision.hosts import HostRecord
+from dtrain_dagster.clusters.hosts import HostRecord
 from dtrain_dagster.clusters.supervision.reaper import Reaper, supervised
 from dtrain_dagster.clusters.supervision.supervisor import Supervisor, begin_clock
 from trainer.comm.launch_secret import SecretFile
