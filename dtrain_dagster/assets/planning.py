@@ -4,12 +4,14 @@ It gathers what is known (launchpad, past runs, a probe) and records what was de
 of `dtrain_dagster.planning`, and the page is `plan_page`.
 """
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 
 import dagster as dg
 
+from dtrain_dagster.assets.ceilings import refuse_excess, wanted_by_run
 from dtrain_dagster.assets.common import hardware_mark, refusing_mistakes
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.plan_options import (
@@ -148,6 +150,12 @@ def plan_training(
         would_fit = remedies(compare_choices(planned, past, limits, too_small), planned, past) if past else []
         raise refuse_plan(context, project, planned, said, would_fit)
 
+    def refuse_ceilings(usd: float) -> None:
+        hourly = planned.node_count * planned.price.usd_per_hour(planned.tier)
+        name = f"the training {planned.fingerprint}"
+        refuse_excess(context, cluster, project, wanted_by_run(context, project, name, hourly, usd))
+
+    refuse_ceilings(0.0)  # before a probe, which costs money as well
     manager = cluster.manager(context.run.run_id)
     if forecast is not None and knows(forecast, count):
         pace = Pace(planned=planned, forecast=with_load(forecast))
@@ -168,6 +176,7 @@ def plan_training(
     estimate = estimate_forecast(forecast, planned.price, planned.tier, planned.node_count)
     if said := explain_excess(estimate, limits):
         raise refuse_plan(context, project, planned, said, remedies(table, planned, forecast))
+    refuse_ceilings(min(estimate.usd.expected, config.stop_at_usd or math.inf))
     context.log.info(explain_choice(table))
     plan = assemble_plan(planned, forecast, estimate, limits, config.stop_at_usd, pace.charges)
     context.log.info(

@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
+from dtrain_dagster.assets.ceilings import promising, wanted_by_run
 from dtrain_dagster.assets.common import (
     LaunchpadOptions,
     best_rows,
@@ -32,6 +34,7 @@ from dtrain_dagster.assets.provisioning import attempts_metadata, leave_queue, p
 from dtrain_dagster.assets.training_page import totals_metadata
 from dtrain_dagster.assets.training_progress import log_of, observe
 from dtrain_dagster.clusters.base import OWNER, ClusterError, GPUClusterManager, JobSpec, JobState
+from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.jobs.program import has_gpus, order_program, processes_of, refuse_program
 from dtrain_dagster.jobs.progress import JOB_TAG, WaitNews, describe_wait, follow_job
 from dtrain_dagster.planning.projection import count_nodes
@@ -133,7 +136,13 @@ def run_program(
     with cancelling_where_asked(context, manager, rundir, job_id):
         rundir.write_json(OWNER, {"dagster_run_id": context.run.run_id})
         context.instance.add_run_tags(context.run.run_id, {JOB_TAG: job_id})
+        hourly = nodes * price_of(got.gpu_type).usd_per_hour(tier)
+        wanted = wanted_by_run(context, project, job_id, hourly, None)
+        runs = job_id in {status.job_id for status in manager.active_jobs()}
         with queueing(context, project, cluster):
+            promise = nullcontext() if runs else promising(context, cluster, project, wanted)
+            with refusing_mistakes(), promise:
+                manager.submit_job(spec)
             follow_program(context, manager, spec, tier, cache(lambda: leave_queue(context, project, got)))
     return dg.MaterializeResult(
         data_version=dg.DataVersion(job_id),
@@ -176,11 +185,9 @@ def program_page(
 def follow_program(
     context: dg.AssetExecutionContext, manager: GPUClusterManager, spec: JobSpec, tier: Tier, has_nodes: Any
 ) -> None:
-    """Start the job unless it runs or has succeeded, and follow it to its end, with an observation every few seconds.
+    """Follow a job that was submitted to its end, with an observation every few seconds.
     ``has_nodes`` is called at each look that finds it on its nodes. Raise `dagster.Failure` if it does not succeed,
     `NoCapacityError` where no nodes came for it."""
-    with refusing_mistakes():
-        manager.submit_job(spec)
     observed_at, wait_news = time.monotonic(), WaitNews()
     for status, _ in follow_job(manager, RunDir(spec.run_dir), spec.job_id):
         if sentence := wait_news.tell(status):

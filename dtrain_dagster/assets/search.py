@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 from pydantic import Field
 
+from dtrain_dagster.assets.ceilings import promising, wanted_by_run
 from dtrain_dagster.assets.common import (
     MOST_ROWS,
     LaunchpadOptions,
@@ -146,7 +147,10 @@ def search_space(
     with refusing_mistakes():
         search = open_search(Path(project.home), request, manager, env, lambda: (expected, 0.0), context.log.info)
         context.log.info(f"search {request.name}: {'; '.join(search.plan.lines)}")
-        source, run_id = follow_search(context, search, project)
+        hourly = request.at_once * request.usd_per_node_hour
+        wanted = wanted_by_run(context, project, request.name, hourly, search.budget_usd, is_group=True)
+        with promising(context, cluster, project, wanted):
+            source, run_id = follow_search(context, search, project)
     return show_search(search, source, plan, pages_of(project, search, source, run_id))
 
 

@@ -2,6 +2,7 @@
 watches."""
 
 import json
+import math
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import dagster as dg
 
+from dtrain_dagster.assets.ceilings import promising, wanted_by_run
 from dtrain_dagster.assets.common import cancelling_where_asked, read_finished
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.planning import refuse_plan
@@ -32,6 +34,7 @@ from dtrain_dagster.jobs.progress import (
     known_jobs,
     start_job,
 )
+from dtrain_dagster.jobs.promises import Wanted
 from dtrain_dagster.planning.build_plan import Limits, explain_excess
 from dtrain_dagster.planning.probe_cost import take_charges
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
@@ -114,10 +117,9 @@ def build_trained_checkpoint(pipeline: Pipeline) -> dg.AssetsDefinition:
                         node_seconds(plan, choice, manager, got) or job.training.max_node_seconds
                     )
                     rundir.write_json(PLAN, asdict(plan) | {PLANNED_FOR: context.asset_key.to_user_string()})
-                    env = cluster.node_env(project)
-                    start_job(
-                        manager, job, plan.node_count, plan.processes_per_node, env, plan.stop_at_usd, plan.command
-                    )
+                    env, size = cluster.node_env(project), (plan.node_count, plan.processes_per_node)
+                    with promising(context, cluster, project, wanted_by_plan(context, project, plan, got, job.job_id)):
+                        start_job(manager, job, *size, env, plan.stop_at_usd, plan.command)
                 elif choice.action == "attach":
                     context.log.info(f"{choice.job_id}: {hand_over_budget(rundir, plan, choice, manager, got)}")
                 with queueing(context, project, cluster):
@@ -156,6 +158,16 @@ def build_trained_checkpoint(pipeline: Pipeline) -> dg.AssetsDefinition:
         return outcome
 
     return trained_checkpoint
+
+
+def wanted_by_plan(
+    context: dg.AssetExecutionContext, project: ProjectResource, plan: TrainingPlan, got: ClusterConfig, job_id: str
+) -> Wanted:
+    """Return the start of a plan on the nodes that were got. It may cost what is expected, or less where it stops at a
+    number of dollars."""
+    hourly = plan.node_count * price_of(got.gpu_type).usd_per_hour(tier_of(got.tier or plan.tier))
+    most = min(plan.estimate.usd.expected, plan.stop_at_usd or math.inf)
+    return wanted_by_run(context, project, job_id, hourly, most)
 
 
 def of_plan(cluster: GPUClusterResource, plan: TrainingPlan) -> GPUClusterResource:

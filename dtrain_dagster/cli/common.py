@@ -15,6 +15,7 @@ from dtrain_dagster.cli.screen import Screen
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.ranks import ranks_per_node
 from dtrain_dagster.clusters.supervision.engine import EngineUnreachableError
+from dtrain_dagster.costs.ceilings import CeilingError
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.fleet.jobs import FleetError
@@ -49,7 +50,7 @@ STORAGE_TROUBLE = (
 EXPECTED_ERRORS = (
     *(ClusterError, EngineUnreachableError, ConfigError, DamagedError, DataError, FleetError, LedgerError, HomeError),
     *(PriceError, SettingsError, SecretError, RegistryError, RunModelError, AnswerError, StorageError, DatasetError),
-    IsolationError,
+    *(IsolationError, CeilingError),
 )
 """The errors that a user can cause, or that a service or a storage reports."""
 

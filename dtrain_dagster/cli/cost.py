@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from dtrain_dagster.cli import json_fields
+from dtrain_dagster.cli.ceilings import OF_CEILINGS, WORD, ceiling_options, ceilings_command
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, read_settings, refuses, run_dir, say
 from dtrain_dagster.cli.fleet import bill_document, bill_of_fleet
 from dtrain_dagster.cli.fleet_screen import ledger_table
@@ -84,10 +85,12 @@ OF_JOBS, OF_PRICES = ("as_csv", "usage_export"), ("skus", "regions", "everywhere
     help="With --refresh, also ask Azure Resource Graph, with your login, for 90 days of Spot prices and for eviction "
     "rates.",
 )
+@ceiling_options
 @json_option(
     json_fields.either(
         json_fields.COST,
         {
+            "of ceilings": json_fields.CEILINGS,
             "of a fleet": json_fields.FLEET_COST,
             "of prices": json_fields.listed(json_fields.PRICE),
             "with --refresh": json_fields.PRICES_REFRESHED,
@@ -105,6 +108,9 @@ def cost(name: str | None, as_json: bool, **options: Any) -> None:
     in DTRAIN_HOME/prices.json, and are used from then on if they are newer than those of the package. If something goes
     wrong, or a price cannot be true, nothing is changed. Delete the file to go back to the prices of the package.
 
+    `dtrain cost ceilings` shows and sets what all jobs of this home may cost. Whatever starts a job then refuses one
+    that would exceed a ceiling, by what was spent and what is promised to running jobs. Nothing that runs is ended.
+
     \b
     Examples:
       dtrain cost latest
@@ -114,13 +120,20 @@ def cost(name: str | None, as_json: bool, **options: Any) -> None:
       dtrain cost --sku Standard_NC24ads_A100_v4
       dtrain cost --region westus2 --region centralus
       dtrain cost --refresh --spot-history
+      dtrain cost ceilings --per-month 500 --per-hour 20
+      dtrain cost ceilings --none
     """
-    foreign = [option for option in (OF_PRICES if name else OF_JOBS) if options.pop(option)]
+    own = OF_CEILINGS if name == WORD else OF_JOBS if name else OF_PRICES
+    foreign = [option for option in (*OF_JOBS, *OF_PRICES, *OF_CEILINGS) if option not in own and options.pop(option)]
     if foreign:
         [option] = [each for each in cost.params if each.name == foreign[0]]
-        why = "is of prices: leave out the name" if name else "needs the name of a job"
+        needs = {**dict.fromkeys(OF_JOBS, "needs the name of a job"), **dict.fromkeys(OF_CEILINGS, "is of ceilings")}
+        why = needs.get(foreign[0], "is of prices: leave out the name")
         raise click.UsageError(f"{option.opts[0]} {why}", click.get_current_context())
     settings = read_settings()
+    if name == WORD:
+        ceilings_command(settings, as_json, options.pop("lifts"), options)
+        return
     if name is None:
         _show_prices(settings, as_json, **options)
         return

@@ -17,14 +17,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dtrain_dagster.cli.ceilings import promising, tell_ceilings, wanted_group
 from dtrain_dagster.cli.common import cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
 from dtrain_dagster.cli.fleet_screen import fleet_screen, fleet_table, headline
 from dtrain_dagster.cli.follow import warn
 from dtrain_dagster.cli.job_names import complete_files
-from dtrain_dagster.cli.job_options import order_script, read_file, say_what_is_wrong, with_reachable_data
+from dtrain_dagster.cli.job_options import (
+    job_of_options,
+    order_script,
+    read_file,
+    say_what_is_wrong,
+    with_reachable_data,
+)
 from dtrain_dagster.cli.start import ended_by_signals, say_that_jobs_go_on, this_command_again
 from dtrain_dagster.cli.tracking import FLEET_TAG, FleetTracker, track
-from dtrain_dagster.cli.train import as_overrides, job_of_options
+from dtrain_dagster.cli.train import as_overrides
 from dtrain_dagster.clusters.azure_ml.sku_chain import chain
 from dtrain_dagster.clusters.notice_text import FLEET, PART_OF
 from dtrain_dagster.costs.estimate import Forecast
@@ -97,11 +104,13 @@ def fleet(file: str, check: bool) -> None:
     expected = jobs_of(wanted, settings, limits, began_at)
     given = {entry.job.job_id: entry.job for entry in records.entries()} if records.is_there() else {}
     tell_what_is_asked(expected, given, limits)
+    start = wanted_group(settings, wanted.name, limits.nodes * limits.usd_per_node_hour, limits.budget_usd)
     if check:
+        tell_ceilings(settings, start)
         return
     expected = tracked_jobs(wanted, expected, settings, cluster, project)
     ensure_importable()
-    with records.sole_orchestrator():
+    with records.sole_orchestrator(), promising(settings, start):
         if records.is_cancelled():
             say(f"fleet {wanted.name} was cancelled before: jobs that had not begun will not run", err=True)
             records.forget_cancellation()

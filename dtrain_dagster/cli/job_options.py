@@ -36,6 +36,7 @@ from dtrain_dagster.jobs.program import describe_needs
 from dtrain_dagster.jobs.script_job import ScriptJob, describe_script, steps_of
 from dtrain_dagster.planning.check_job import Checked, check_job, check_memory, check_strategy, data_of, samples_of
 from dtrain_dagster.planning.memory_fit import room_of
+from dtrain_dagster.planning.tuned_settings import read_tuned
 from dtrain_dagster.settings.engines import engine_gpus
 from dtrain_dagster.settings.environment import Settings
 from trainer.checkpoint.manifest import read_position
@@ -173,6 +174,52 @@ def plan_job(
     )
     job = replace(first, run_dir=f"{settings.jobs_uri}/{first.job_id}", training=training)
     return resolve_start(job), nodes
+
+
+def job_of_options(
+    settings: Settings,
+    config: str | None,
+    dataset: str | None,
+    asked: Sequence[str],
+    nodes: int | None,
+    job_id: str | None = None,
+    settings_file: str | None = None,
+) -> tuple[JobConfig, int]:
+    """Return the job that the options describe, and the number of its nodes. ``asked``: overrides, which come last.
+    Raise as `plan_job` does."""
+    if (config is None) == (dataset is None):
+        context = click.get_current_context()
+        others = (
+            "one of --dataset, --config and --script"
+            if context.info_name == "train"
+            else "either --config or --dataset"
+        )
+        raise click.UsageError(f"give {others}", context)
+    has_own_model = any(field.startswith(("model=", "model.factory=")) for field in asked)
+    text = read_config(config) if config else dataset_config(settings, dataset or "", has_own_model)
+    given = [*([f"job_id={json.dumps(job_id)}"] if job_id else []), *asked]
+    job, node_count = plan_job(text, config or "the command line", given, nodes, settings)
+    if settings_file:
+        own = {"threads_per_rank"} if settings.threads_per_rank else set()  # DTRAIN_THREADS_PER_RANK
+        found = read_tuned(settings_file)
+        tuned, words = found.settings_for(job, stated_fields(asked) | own)
+        for sentence in words:
+            say(f"note: {sentence}", err=True)
+        given += [f"{part}={json.dumps(value)}" for part, value in found.parts_for(job).items()]
+        given += [f"training.{field}={json.dumps(value)}" for field, value in tuned.items()]  # none of them is stated
+        job, node_count = plan_job(text, config or "the command line", given, nodes, settings)
+    return job, node_count
+
+
+def stated_fields(asked: Sequence[str]) -> set[str]:
+    """Return the fields of ``training`` that these overrides set, one by one or as a whole. Pure."""
+    found: set[str] = set()
+    for item in asked:
+        key, _, value = item.partition("=")
+        section, _, name = key.partition(".")
+        if section == "training":
+            found |= {name.partition(".")[0]} if name else set(json.loads(value))
+    return found
 
 
 def as_begun(job: JobConfig, runs: bool = False, changes: Sequence[str] = ()) -> JobConfig:

@@ -9,6 +9,7 @@ from functools import partial
 
 import click
 
+from dtrain_dagster.cli.ceilings import promising, wanted_start
 from dtrain_dagster.cli.common import (
     Refusal,
     cluster_of,
@@ -91,26 +92,27 @@ def launch(
     for note in (FRAMEWORKS[engine].open_ports, describe_needs(kind)):
         if note:
             say(f"note: {note}", err=True)
-    manager.provision_cluster(node_count, cluster.sku)
-    follower = follow_logs(manager, rundir, kind.shares_home)
-    if kind.shares_home:  # of launches before this one; what the cluster says is of this one alone
-        follower.skip_to_end()
-    take_over(rundir)
+    with promising(settings, wanted_start(settings, job_id, node_count)):
+        manager.provision_cluster(node_count, cluster.sku)
+        follower = follow_logs(manager, rundir, kind.shares_home)
+        if kind.shares_home:  # of launches before this one; what the cluster says is of this one alone
+            follower.skip_to_end()
+        take_over(rundir)
 
-    def begin() -> None:
-        note_job(job_id)
-        manager.submit_job(spec)
+        def begin() -> None:
+            note_job(job_id)
+            manager.submit_job(spec)
 
-    show = partial(print_lines, console())
-    status = start_and_follow(
-        settings,
-        manager,
-        job_id,
-        begin,
-        lambda: stream_job(show, manager, job_id, follower),
-        this_command_again(job_id),
-        "run it again",
-        detach=f"dtrain logs --follow {job_id}" if detach else "",
-    )
-    if status is not None:
-        finish(settings, rundir, status)
+        show = partial(print_lines, console())
+        status = start_and_follow(
+            settings,
+            manager,
+            job_id,
+            begin,
+            lambda: stream_job(show, manager, job_id, follower),
+            this_command_again(job_id),
+            "run it again",
+            detach=f"dtrain logs --follow {job_id}" if detach else "",
+        )
+        if status is not None:
+            finish(settings, rundir, status)

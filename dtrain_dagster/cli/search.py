@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dtrain_dagster.cli.ceilings import promising, wanted_group
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, read_settings, refuses, say
 from dtrain_dagster.cli.facts import price_of_cluster
 from dtrain_dagster.cli.follow import Bar, in_place
@@ -230,29 +231,32 @@ def _search(
     tracker = None
     if tracking.mlflow_tracking_uri is not None and not only_plan:
         tracker = _open_tracker(tracking, search_name, metric, wanted.sign)  # before anything is bought
-    say_what_was_got(manager.provision_cluster(least, cluster.sku), cluster.sku)
-    env = cluster.node_env(project)
-    say(f"search {search_name}: the same command with --name {search_name} continues it", err=True)
-    is_here = settings.kind.is_this_machine
+    start = wanted_group(settings, search_name, request.at_once * request.usd_per_node_hour, budget)
+    with promising(settings, start):
+        say_what_was_got(manager.provision_cluster(least, cluster.sku), cluster.sku)
+        env = cluster.node_env(project)
+        say(f"search {search_name}: the same command with --name {search_name} continues it", err=True)
+        is_here = settings.kind.is_this_machine
 
-    def measure() -> tuple[TrialSeconds, float]:
-        return measure_trial(manager, request, env, is_here, lambda sentence: say(sentence, err=True))
+        def measure() -> tuple[TrialSeconds, float]:
+            return measure_trial(manager, request, env, is_here, lambda sentence: say(sentence, err=True))
 
-    again = this_command_again(search_name, dataset_name(job))
+        again = this_command_again(search_name, dataset_name(job))
 
-    def say_that_none_was_begun() -> None:
-        say("the measurement was stopped, and no trial was started; `dtrain jobs` shows what it cost", err=True)
-        say(f"go on: {again}", err=True)
+        def say_that_none_was_begun() -> None:
+            say("the measurement was stopped, and no trial was started; `dtrain jobs` shows what it cost", err=True)
+            say(f"go on: {again}", err=True)
 
-    with ended_by_signals(say_that_none_was_begun):
-        found = open_search(Path(settings.home), request, manager, env, measure)
-    for sentence in (*found.plan.lines, f"dollars: {price_of_cluster(settings)}"):
-        say(sentence, err=True)
-    if only_plan:
-        if as_json:
-            print_json({"name": search_name, "plan": asdict(found.plan)})
-        return
-    _run(found, wanted, as_json, tracker, again)
+        with ended_by_signals(say_that_none_was_begun):
+            found = open_search(Path(settings.home), request, manager, env, measure)
+        for sentence in (*found.plan.lines, f"dollars: {price_of_cluster(settings)}"):
+            say(sentence, err=True)
+        if only_plan:
+            if as_json:
+                print_json({"name": search_name, "plan": asdict(found.plan)})
+            return
+        with promising(settings, replace(start, usd=found.budget_usd)):
+            _run(found, wanted, as_json, tracker, again)
 
 
 def _script(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import wraps
 from pathlib import Path
@@ -22,16 +22,15 @@ from dtrain_dagster.cli.follow import follow_training
 from dtrain_dagster.cli.job_names import complete_datasets, complete_files, complete_jobs
 from dtrain_dagster.cli.job_options import (
     as_begun,
-    dataset_config,
+    job_of_options,
     order_script,
-    plan_job,
-    read_config,
     say_what_is_wrong,
     script_to_go_on,
     total_steps,
     try_to_keep_script,
     with_reachable_data,
 )
+from dtrain_dagster.cli.plan_lines import promising_training
 from dtrain_dagster.cli.register import refuse_unregistrable, try_to_register, unregistered_job
 from dtrain_dagster.cli.screen import pairs_table
 from dtrain_dagster.cli.start import (
@@ -46,7 +45,6 @@ from dtrain_dagster.cli.start import (
 )
 from dtrain_dagster.cli.tracking import track, try_to_record_end
 from dtrain_dagster.jobs.progress import start_job
-from dtrain_dagster.planning.tuned_settings import read_tuned
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.user_sources import ensure_importable
 from trainer.config import ConfigError, JobConfig
@@ -304,30 +302,31 @@ def _train(settings: Settings, order: Order, changes: Sequence[str], detach: boo
     source = "dtrain train" if command is None else Path(command[1]).name
     tracked = track(order.job, order.fields, settings, cluster, project, source)
     job = as_begun(with_reachable_data(tracked.job, settings) if command is None else tracked.job, order.runs, changes)
-    if not order.runs:
-        refuse_unregistrable(cluster, project, job)
-    if order.runs:
-        say(f"job {job_id} is already running, so no new one is started", err=True)
-    else:
-        say_what_was_got(manager.provision_cluster(order.nodes, cluster.sku), cluster.sku)
     if command is None:
         ensure_importable()  # for a manager that sends a user's modules to its nodes
-    take_over(rundir)
+    with ExitStack() as stack:
+        if order.runs:
+            say(f"job {job_id} is already running, so no new one is started", err=True)
+        else:
+            refuse_unregistrable(cluster, project, job)
+            stack.enter_context(promising_training(settings, job, order.nodes))
+            say_what_was_got(manager.provision_cluster(order.nodes, cluster.sku), cluster.sku)
+        take_over(rundir)
 
-    def begin() -> None:
-        start_job(manager, job, order.nodes, ranks, cluster.node_env(project) | tracked.env, command=command)
-        if command is not None and not order.runs:
-            try_to_keep_script(settings, job_id, command, [*order.fields, *changes], order.nodes, ranks)
+        def begin() -> None:
+            start_job(manager, job, order.nodes, ranks, cluster.node_env(project) | tracked.env, command=command)
+            if command is not None and not order.runs:
+                try_to_keep_script(settings, job_id, command, [*order.fields, *changes], order.nodes, ranks)
 
-    status = start_and_follow(
-        settings,
-        manager,
-        job_id,
-        begin,
-        lambda: follow_training(settings, job_id, order.steps if is_new else None),
-        order.again,
-        detach=f"dtrain status {job_id} --follow" if detach else "",
-    )
+        status = start_and_follow(
+            settings,
+            manager,
+            job_id,
+            begin,
+            lambda: follow_training(settings, job_id, order.steps if is_new else None),
+            order.again,
+            detach=f"dtrain status {job_id} --follow" if detach else "",
+        )
     if status is None:
         return
     if status.state == "succeeded" and command is None:
@@ -342,49 +341,3 @@ def as_overrides(model: str | None, loss: str | None, epochs: int | None) -> lis
     """Return the short options as ``--set`` takes them."""
     shortcuts = {"model.factory": model, "loss.factory": loss, "training.epochs": epochs}
     return [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
-
-
-def job_of_options(
-    settings: Settings,
-    config: str | None,
-    dataset: str | None,
-    asked: Sequence[str],
-    nodes: int | None,
-    job_id: str | None = None,
-    settings_file: str | None = None,
-) -> tuple[JobConfig, int]:
-    """Return the job that the options describe, and the number of its nodes. ``asked``: overrides, which come last.
-    Raise as `plan_job` does."""
-    if (config is None) == (dataset is None):
-        context = click.get_current_context()
-        others = (
-            "one of --dataset, --config and --script"
-            if context.info_name == "train"
-            else "either --config or --dataset"
-        )
-        raise click.UsageError(f"give {others}", context)
-    has_own_model = any(field.startswith(("model=", "model.factory=")) for field in asked)
-    text = read_config(config) if config else dataset_config(settings, dataset or "", has_own_model)
-    given = [*([f"job_id={json.dumps(job_id)}"] if job_id else []), *asked]
-    job, node_count = plan_job(text, config or "the command line", given, nodes, settings)
-    if settings_file:
-        own = {"threads_per_rank"} if settings.threads_per_rank else set()  # DTRAIN_THREADS_PER_RANK
-        found = read_tuned(settings_file)
-        tuned, words = found.settings_for(job, stated_fields(asked) | own)
-        for sentence in words:
-            say(f"note: {sentence}", err=True)
-        given += [f"{part}={json.dumps(value)}" for part, value in found.parts_for(job).items()]
-        given += [f"training.{field}={json.dumps(value)}" for field, value in tuned.items()]  # none of them is stated
-        job, node_count = plan_job(text, config or "the command line", given, nodes, settings)
-    return job, node_count
-
-
-def stated_fields(asked: Sequence[str]) -> set[str]:
-    """Return the fields of ``training`` that these overrides set, one by one or as a whole. Pure."""
-    found: set[str] = set()
-    for item in asked:
-        key, _, value = item.partition("=")
-        section, _, name = key.partition(".")
-        if section == "training":
-            found |= {name.partition(".")[0]} if name else set(json.loads(value))
-    return found

@@ -17,6 +17,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
+from dtrain_dagster.cli.ceilings import promising, wanted_start
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, refuses, run_dir, say
 from dtrain_dagster.cli.follow import Bar, in_place
 from dtrain_dagster.cli.job_options import say_what_is_wrong, total_steps, with_reachable_data
@@ -93,38 +94,39 @@ def tune(asked: Asked, seconds: float, out: Path, name: str | None) -> None:
         raise Refusal(f"job {job_id} is there already: choose another --name")
     total_steps(job)  # refuses data that cannot feed the ranks
     job = with_reachable_data(job, settings)
-    say_what_was_got(manager.provision_cluster(node_count, cluster.sku), cluster.sku)
     ensure_importable()
-    rundir.write_job(job)
-    spec = JobSpec(
-        job_id=job_id,
-        run_dir=job.run_dir,
-        command=(
-            *(manager.python, "-m", "trainer.tuning", "--config", f"{job.run_dir}/job.json"),
-            *("--seconds", f"{seconds:g}"),
-        ),
-        node_count=node_count,
-        processes_per_node=ranks_of(settings),
-        env=cluster.node_env(project),
-        master_port=job.training.master_port,
-    )
-    again = this_command_again(dataset=dataset_name(job))
-    try:
-        status = start_and_follow(
-            settings,
-            manager,
-            job_id,
-            lambda: manager.submit_job(spec),
-            lambda: _watch(manager, rundir, job_id),
-            again,
-            "tune again",
+    with promising(settings, wanted_start(settings, job_id, node_count, seconds / 3600)):
+        say_what_was_got(manager.provision_cluster(node_count, cluster.sku), cluster.sku)
+        rundir.write_job(job)
+        spec = JobSpec(
+            job_id=job_id,
+            run_dir=job.run_dir,
+            command=(
+                *(manager.python, "-m", "trainer.tuning", "--config", f"{job.run_dir}/job.json"),
+                *("--seconds", f"{seconds:g}"),
+            ),
+            node_count=node_count,
+            processes_per_node=ranks_of(settings),
+            env=cluster.node_env(project),
+            master_port=job.training.master_port,
         )
-    except SystemExit:  # of Ctrl-C
+        again = this_command_again(dataset=dataset_name(job))
+        try:
+            status = start_and_follow(
+                settings,
+                manager,
+                job_id,
+                lambda: manager.submit_job(spec),
+                lambda: _watch(manager, rundir, job_id),
+                again,
+                "tune again",
+            )
+        except SystemExit:  # of Ctrl-C
+            _deliver(manager, rundir, job_id, out, settings, cluster.sku)
+            raise
         _deliver(manager, rundir, job_id, out, settings, cluster.sku)
-        raise
-    _deliver(manager, rundir, job_id, out, settings, cluster.sku)
-    assert status is not None  # None where a job is left running
-    finish(settings, rundir, status)
+        assert status is not None  # None where a job is left running
+        finish(settings, rundir, status)
 
 
 def _refuse_unwritable(out: Path) -> None:

@@ -348,6 +348,7 @@ class FleetRunner:
                 dict(self.terms.env),
                 stop_at_usd=dollars,
                 command=order.command,
+                part_of=self.records.name,
             )
         except (ClusterError, DamagedError, ConfigError) as error:
             return str(error)

@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -24,6 +24,7 @@ from dtrain_dagster.clusters.base import OWNER, ClusterError, GPUClusterManager,
 from dtrain_dagster.costs.budget import is_spent, write_limit
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.jobs.orders import keep_order
+from dtrain_dagster.jobs.promises import note_start, owner_here
 from dtrain_dagster.jobs.view import JobFollower, JobView, news
 from dtrain_dagster.monitoring.hangs import HangNews
 from dtrain_dagster.support.user_code import digest_sources, digest_user_code, trainer_sources
@@ -191,10 +192,12 @@ def start_job(
     env: dict[str, str],
     stop_at_usd: float | None = None,
     command: tuple[str, ...] | None = None,
+    part_of: str = "",
 ) -> None:
     """Write ``job.json`` and run the trainer on the cluster, or a ``command`` that trains the job. A job that runs
     already is left alone, except for its budget. ``command``: Python, a script, its arguments. ``stop_at_usd``: of what
-    ``max_node_seconds`` was computed. Raise `BudgetSpentError`, and buy nothing, where no budget is left."""
+    ``max_node_seconds`` was computed. ``part_of``: the fleet or search that pays for it. Raise `BudgetSpentError`, and
+    buy nothing, where no budget is left."""
     refuse_foreign_factories(job)
     rundir = RunDir(job.run_dir)
     known, limit = rundir.read_json(JOB), job.training.max_node_seconds
@@ -216,8 +219,22 @@ def start_job(
             f"job {job.job_id} was paid {spent / 3600:.4g} node-hours, its budget is {limit / 3600:.4g} "
             f"(training.{BUDGET} = {limit:g}): raise it to go on"
         )
+    note_job(job.job_id)
+    note_start(manager.home, job.job_id, owner_here(job.tracking.mlflow_experiment), part_of)
+    manager.submit_job(spec_of(manager, job, node_count, processes_per_node, env, command))
+
+
+def spec_of(
+    manager: GPUClusterManager,
+    job: JobConfig,
+    node_count: int,
+    processes_per_node: int,
+    env: Mapping[str, str],
+    command: tuple[str, ...] | None = None,
+) -> JobSpec:
+    """Return what a cluster is asked to run for a training, or for a ``command`` that trains it. Pure."""
     trainer = (manager.python, "-m", "trainer", "--config", f"{job.run_dir}/job.json")
-    spec = JobSpec(
+    return JobSpec(
         job_id=job.job_id,
         run_dir=job.run_dir,
         command=command or trainer,
@@ -225,11 +242,9 @@ def start_job(
         node_count=node_count,
         processes_per_node=processes_per_node,
         master_port=job.training.master_port,
-        env=env | ({"DTRAIN_RUN_DIR": job.run_dir} if command else {}),
+        env={**env, **({"DTRAIN_RUN_DIR": job.run_dir} if command else {})},
         elastic=True,
     )
-    note_job(job.job_id)
-    manager.submit_job(spec)
 
 
 def follow_job(

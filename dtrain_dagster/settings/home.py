@@ -24,7 +24,8 @@ WORK_LOCK = "work.lock"
 """The lock that `make run` holds while it is at work on the home."""
 OURS = (
     MARKER, WORK_LOCK, "storage", "clusters", "orders", "secrets", "cache", "dagster", "audit", "mlartifacts",
-    "mlflow.db", "mlflow.db-*", "mlflow.db.*", "prices.json", "prices.json.*",
+    "mlflow.db", "mlflow.db-*", "mlflow.db.*", "prices.json", "prices.json.*", "ceilings.json", "ceilings.json.*",
+    "spending",
 )  # fmt: skip
 """Patterns of the names that this project writes directly below its home."""
 

@@ -155,8 +155,8 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         "logs": ["--follow", "--json", "--node", "--tail", "-f", "job_id"],
         "nodes": ["--json", "--lift", "job"],
         "cost": [
-            *("--all", "--csv", "--json", "--refresh", "--region", "--sku", "--spot-history"),
-            *("--usage-export", "name"),
+            *("--all", "--csv", "--json", "--none", "--per-hour", "--per-month", "--per-person", "--per-project"),
+            *("--refresh", "--region", "--sku", "--spot-history", "--usage-export", "name"),
         ],
         "ui": [
             *("--all", "--allow-host", "--allow-user", "--host", "--job", "--port", "--read-only", "--token"),

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from dtrain_dagster.cli.job_options import job_of_options
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.search import trial_line, trials_table
-from dtrain_dagster.cli.train import job_of_options
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.search.results import summary

@@ -21,8 +21,8 @@ import torch
 from click.testing import CliRunner
 
 from dtrain_dagster.assets.plan_options import TrainingOptions, job_on
+from dtrain_dagster.cli.job_options import job_of_options, stated_fields
 from dtrain_dagster.cli.main import main
-from dtrain_dagster.cli.train import job_of_options, stated_fields
 from dtrain_dagster.cli.tune import summary
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.progress import fingerprint

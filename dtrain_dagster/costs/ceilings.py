@@ -1,0 +1,264 @@
+"""Ceilings on what a home may spend: dollars per hour, per calendar month (UTC), and in it per person and per project.
+
+They are in ``ceilings.json`` of the home. A start that would exceed one is refused; nothing that runs is ended. What
+has been spent and promised is gathered in `dtrain_dagster.jobs.spending`; what follows from it is decided here. Pure
+but for the file. Amounts are in the units of `dtrain_dagster.costs.money`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Literal
+
+from dtrain_dagster.costs.money import USD, usd
+from dtrain_dagster.support.formatting import dollars
+from trainer.documents.reader import MARK_BYTES, read_document
+from trainer.documents.schemas import matching, optional, record
+from trainer.errors import DamagedError
+from trainer.storage.open import open_storage
+
+CEILINGS = "ceilings.json"
+COMMAND = "dtrain cost ceilings"
+"""The command that sets them."""
+MOST_DOLLARS = 10**9
+MOST_NAMED = 5
+"""Persons or jobs that a refusal names."""
+Kind = Literal["per_hour", "per_month", "per_person", "per_project"]
+KINDS: Mapping[Kind, str] = {
+    "per_hour": "per hour",
+    "per_month": "per month",
+    "per_person": "per person and month",
+    "per_project": "per project and month",
+}
+"""Field of `Ceilings` → its name for people."""
+_WHOSE: Mapping[Kind, str] = {"per_person": "person", "per_project": "project"}
+"""Ceilings that hold for each person or project → the field of `Spending` that names it."""
+_AMOUNT = optional(matching(r"\d{1,10}(\.\d{1,9})?"))
+_SCHEMA = record(**dict.fromkeys(KINDS, _AMOUNT))
+
+
+class CeilingError(ValueError):
+    """A ceiling refuses a start, or cannot be told. The message says which, and the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ceilings:
+    """The ceilings of a home in US dollars; None: no such ceiling."""
+
+    per_hour: Decimal | None = None
+    """All jobs that run at once, per hour."""
+    per_month: Decimal | None = None
+    """All jobs, in a calendar month (UTC)."""
+    per_person: Decimal | None = None
+    """All jobs of one person, in a calendar month."""
+    per_project: Decimal | None = None
+    """All jobs of one project, in a calendar month."""
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, kind) is not None for kind in KINDS)
+
+    def limits(self) -> dict[Kind, int]:
+        """Return the ceilings that are set, in units."""
+        return {kind: units_of(value) for kind in KINDS if (value := getattr(self, kind)) is not None}
+
+
+def read_dollars(text: str) -> Decimal:
+    """Return an amount of US dollars as a person gives it. Raise ValueError where it is none, or not above 0."""
+    try:
+        amount = Decimal(text)
+    except InvalidOperation:
+        raise ValueError(f"{text!r} is no amount of US dollars, such as 500 or 12.50") from None
+    if not amount.is_finite() or not 0 < amount <= MOST_DOLLARS:
+        raise ValueError(f"{text!r} is not above 0 and at most {MOST_DOLLARS:,} US dollars")
+    if amount != round(amount, 9):
+        raise ValueError(f"{text!r} has more than nine decimal places")
+    return amount
+
+
+def units_of(amount: Decimal) -> int:
+    """Return dollars in units."""
+    return int(amount * USD)
+
+
+def read_ceilings(home: Path) -> Ceilings:
+    """Return the ceilings of a home; none are set where there is no file. Raise `CeilingError` where it cannot be
+    read: a ceiling that is not known is not held."""
+    try:
+        found = read_document(open_storage(str(home)), CEILINGS, _SCHEMA, MARK_BYTES) or {}
+    except (DamagedError, OSError) as error:
+        raise CeilingError(
+            f"the ceilings on spending cannot be read, so nothing is started: {error}; write them again: {COMMAND} "
+            "--per-month AMOUNT, or lift them: --none"
+        ) from None
+    return Ceilings(**{kind: None if found.get(kind) is None else Decimal(found[kind]) for kind in KINDS})
+
+
+def write_ceilings(home: Path, ceilings: Ceilings) -> None:
+    """Write the ceilings of a home as a whole; without one, remove the file."""
+    storage = open_storage(str(home))
+    document = {kind: f"{value:f}" for kind in KINDS if (value := getattr(ceilings, kind)) is not None}
+    if document:
+        storage.write(CEILINGS, json.dumps(document, indent=2).encode())
+    else:
+        storage.delete(CEILINGS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spending:
+    """What one job, or a fleet without its jobs, has spent and may still spend. In units."""
+
+    name: str
+    person: str
+    project: str
+    month_units: int = 0
+    """Paid in the month."""
+    promised_units: int = 0
+    """What it may still cost: what is left of its estimate or its hard budget; 0 once it has ended."""
+    hourly_units: int = 0
+    """What its nodes cost in an hour; 0 once it has ended."""
+    unknown: str = ""
+    """Why its cost is not known; then it counts as nothing, and is named."""
+
+    @property
+    def units(self) -> int:
+        """Return what counts against the month."""
+        return self.month_units + self.promised_units
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stand:
+    """How much of one ceiling is used. In units."""
+
+    kind: Kind
+    limit: int
+    whose: str = ""
+    """The person or project of which it is told; "" of the whole home."""
+    spent: int = 0
+    """Paid in the month; of the ceiling per hour, what runs costs in an hour."""
+    promised: int = 0
+    wanted: int = 0
+    """What a start would add."""
+    by: tuple[tuple[str, int], ...] = ()
+    """Who has spent what, the most first."""
+
+    @property
+    def total(self) -> int:
+        """Return all that counts."""
+        return self.spent + self.promised + self.wanted
+
+    @property
+    def share(self) -> float:
+        """Return all that counts as a fraction of the ceiling."""
+        return self.total / self.limit
+
+    @property
+    def is_exceeded(self) -> bool:
+        """Return whether it is too much."""
+        return self.total > self.limit
+
+    @property
+    def title(self) -> str:
+        """Return what the ceiling is called."""
+        return KINDS[self.kind] + (f" ({self.whose})" if self.whose else "")
+
+
+def stands_of(ceilings: Ceilings, spending: Sequence[Spending], wanted: Spending | None = None) -> list[Stand]:
+    """Return how much of each ceiling is used, with a ``wanted`` start, or without one, then of each person and
+    project. A job of the name of the wanted one is continued by it: its promise is replaced, and not added. Pure."""
+    if wanted is not None:
+        spending = [
+            replace(item, promised_units=0, hourly_units=0) if item.name == wanted.name else item for item in spending
+        ]
+    found = list[Stand]()
+    for kind, limit in ceilings.limits().items():
+        if kind == "per_hour":
+            found.append(
+                Stand(
+                    kind=kind,
+                    limit=limit,
+                    spent=sum(item.hourly_units for item in spending),
+                    wanted=wanted.hourly_units if wanted else 0,
+                    by=_most(Counter({f"{item.name} of {item.person}": item.hourly_units for item in spending})),
+                )
+            )
+            continue
+        key = _WHOSE.get(kind, "")
+        told = [wanted] if wanted else spending
+        for name in sorted({getattr(item, key) if key else "" for item in told}) or [""]:
+            own = [item for item in spending if not key or getattr(item, key) == name]
+            by = Counter[str]()
+            for item in own:
+                by[item.name if key == "person" else item.person] += item.units
+            found.append(
+                Stand(
+                    kind=kind,
+                    limit=limit,
+                    whose=name,
+                    spent=sum(item.month_units for item in own),
+                    promised=sum(item.promised_units for item in own),
+                    wanted=wanted.units if wanted else 0,
+                    by=_most(by),
+                )
+            )
+    return found
+
+
+def _most(by: Counter[str]) -> tuple[tuple[str, int], ...]:
+    ordered = sorted(by.items(), key=lambda item: (-item[1], item[0]))
+    return tuple(item for item in ordered if item[1])[:MOST_NAMED]
+
+
+def describe_stand(stand: Stand, month: str) -> str:
+    """Return how much of a ceiling is used, in a sentence without its end. ``month``: such as 2026-11. Pure."""
+    wanted = f", and this start adds {dollars(usd(stand.wanted))}" if stand.wanted else ""
+    head = f"{dollars(usd(stand.limit))} {stand.title}"
+    if stand.kind == "per_hour":
+        return f"{head}: running jobs cost {dollars(usd(stand.spent))} an hour{wanted}"
+    return (
+        f"{head}: {dollars(usd(stand.spent))} spent in {month}, {dollars(usd(stand.promised))} promised to running "
+        f"jobs{wanted}"
+    )
+
+
+def describe_users(stand: Stand) -> str:
+    """Return who has spent what, the most first; "" where nobody has. Pure."""
+    return ", ".join(f"{name} {dollars(usd(units))}" for name, units in stand.by)
+
+
+def explain_excess(stands: Sequence[Stand], spending: Sequence[Spending], month: str) -> str | None:
+    """Return which ceilings a start exceeds, who has spent what, and the remedy; None where it exceeds none. Pure."""
+    over = [stand for stand in stands if stand.is_exceeded]
+    if not over:
+        return None
+    lines = []
+    for stand in over:
+        users = describe_users(stand)
+        lines.append(f"the ceiling of {describe_stand(stand, month)}" + (f"; most by {users}" if users else ""))
+    options = " ".join(f"--{stand.kind.replace('_', '-')} AMOUNT" for stand in over)
+    wait = "wait until a job has ended" if all(stand.kind == "per_hour" for stand in over) else "wait for next month"
+    remedy = f"start something smaller, {wait}, or raise it: {COMMAND} {options}"
+    return "; ".join([*lines, *explain_unknown(spending), remedy])
+
+
+def explain_unknown(spending: Sequence[Spending]) -> list[str]:
+    """Return a sentence for each job whose cost is not known, and does not count. Pure."""
+    return [f"not counted is {item.name}: {item.unknown}" for item in spending if item.unknown]
+
+
+def month_of(now: float) -> tuple[str, float]:
+    """Return the calendar month of a time (UTC), such as ``2026-11``, and its first moment, in Unix seconds."""
+    moment = datetime.fromtimestamp(now, UTC)
+    first = datetime(moment.year, moment.month, 1, tzinfo=UTC)
+    return f"{first:%Y-%m}", first.timestamp()
+
+
+def with_given(ceilings: Ceilings, given: Mapping[str, Decimal | None]) -> Ceilings:
+    """Return the ceilings with those that are given in the place of theirs. Pure."""
+    known = {field.name: getattr(ceilings, field.name) for field in fields(ceilings)}
+    return Ceilings(**known | {name: value for name, value in given.items() if value is not None})

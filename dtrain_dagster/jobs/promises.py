@@ -1,0 +1,181 @@
+"""The promise that each start of a job makes: ``<home>/spending/<job_id>.json``, or ``group~<name>.json`` of a fleet or
+a search.
+
+It says whose the job is, what it is expected to cost, and, once it has ended, what was paid for it in each month, so
+that its run directory is not read again. What follows from all of them is gathered in `dtrain_dagster.jobs.spending`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import getpass
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+
+from dtrain_dagster.costs.ceilings import CeilingError
+from dtrain_dagster.costs.money import HOUR, SECOND, USD, nano_usd
+from trainer.documents.reader import MARK_BYTES, read_document
+from trainer.documents.schemas import make, matching, record_of
+from trainer.errors import DamagedError
+from trainer.storage.open import open_storage
+
+FOLDER = "spending"
+LOCK = ".lock"
+GROUP = "group~"
+"""The beginning of the names of promises of fleets and searches, which no job's id can have."""
+PERSON_TAG = "dtrain/person"
+"""The tag of a Dagster run that names the person whose it is; else it is the user of this machine."""
+USUAL_SECONDS = 3600
+"""What a job of which no estimate is known is promised: so many seconds of its nodes."""
+
+
+_WHOLE = matching(r"\d*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Owner:
+    """Whose a job is."""
+
+    person: str
+    project: str
+    """The MLflow experiment in which it is recorded (DTRAIN_EXPERIMENT)."""
+
+
+def owner_here(experiment: str, tags: Mapping[str, str] | None = None) -> Owner:
+    """Return whose the jobs are that this process starts. ``tags``: of the Dagster run that starts them."""
+    person = (tags or {}).get(PERSON_TAG, "")
+    with suppress(KeyError, OSError):  # a container's user without a name
+        person = person or getpass.getuser()
+    return Owner(person=person or f"user {os.getuid()}", project=experiment)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Promise:
+    """What is known of a job's money, besides its run directory."""
+
+    person: str
+    project: str
+    part_of: str = ""
+    """The fleet or search whose promise covers it."""
+    units: Annotated[str, _WHOLE] = ""
+    """What it may cost in all, as a whole number of the units of `dtrain_dagster.costs.money`; "": not known."""
+    hourly: Annotated[str, _WHOLE] = "0"
+    """What its nodes cost in an hour, in these units."""
+    holder: float | None = None
+    """The start of the process that has begun it (Unix seconds), and ``pid`` its number: while it lives, the promise
+    counts, though nothing runs yet."""
+    pid: int = 0
+    before: int = 0
+    """The number of the launch that was there before."""
+    paid: dict[str, Annotated[str, _WHOLE]] | None = None
+    """Month → units that were paid; None as long as that may change."""
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether the process that made it lives."""
+        with suppress(psutil.Error):
+            return self.holder is not None and abs(psutil.Process(self.pid).create_time() - self.holder) < 1.0
+        return False
+
+
+_SCHEMA = record_of(Promise)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """A start, as far as money is concerned."""
+
+    name: str
+    owner: Owner
+    usd: float | None = None
+    """What it may cost in all: its hard budget, else what is expected; None: not known."""
+    usd_per_hour: float = 0.0
+    """What all of its nodes cost in an hour."""
+    is_group: bool = False
+    """Whether it is a fleet or a search, whose jobs are covered by it."""
+
+    @property
+    def hourly(self) -> int:
+        """Return what its nodes cost in an hour, in units."""
+        return nano_usd(self.usd_per_hour) * HOUR
+
+    @property
+    def units(self) -> int:
+        """Return what it may cost in all, in units; the cost of `USUAL_SECONDS` where that is not known."""
+        if self.usd is None:
+            return nano_usd(self.usd_per_hour) * USUAL_SECONDS * SECOND
+        return round(self.usd * 10**9) * (USD // 10**9)
+
+
+def name_of(wanted: Wanted) -> str:
+    """Return the name of a start's promise."""
+    return f"{GROUP}{wanted.name}" if wanted.is_group else wanted.name
+
+
+def shown_name(name: str) -> str:
+    """Return the name of a job or a group for people; no job has that of a group."""
+    return f"all of {name.removeprefix(GROUP)}" if name.startswith(GROUP) else name
+
+
+class PromiseFiles:
+    """The promises of a home."""
+
+    def __init__(self, home: Path) -> None:
+        self.folder = Path(home) / FOLDER
+        self.storage = open_storage(str(self.folder))
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the one lock of a home's spending."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def all(self) -> dict[str, Promise]:
+        """Return all promises by their names. Raise as `read`."""
+        names = [name.removesuffix(".json") for name in self.storage.list() if name.endswith(".json")]
+        return {name: promise for name in names if (promise := self.read(name)) is not None}
+
+    def read(self, name: str) -> Promise | None:
+        """Return a promise; None where there is none. Raise `CeilingError` where it cannot be read."""
+        try:
+            found = read_document(self.storage, f"{name}.json", _SCHEMA, MARK_BYTES)
+            return None if found is None else make(Promise, found)
+        except (DamagedError, OSError) as error:
+            raise CeilingError(
+                f"what was promised to {name} cannot be read, so nothing is started: {error}; remove the file, and it "
+                "is made again from the job's own records"
+            ) from None
+
+    def try_to_read(self, name: str) -> Promise | None:
+        """Return a promise that is about to be written again; None where it cannot be read."""
+        with suppress(CeilingError):
+            return self.read(name)
+        return None
+
+    def write(self, name: str, promise: Promise | None) -> None:
+        """Write a promise; None: remove it."""
+        if promise is None:
+            self.storage.delete(f"{name}.json")
+        else:
+            self.storage.write(f"{name}.json", json.dumps(asdict(promise)).encode())
+
+
+def note_start(home: Path, job_id: str, owner: Owner, part_of: str = "") -> None:
+    """Note that a job is about to be launched, so that it is read again: one for which nothing was promised is
+    ``owner``'s, and a part of a fleet or a search is covered by the promise of that."""
+    files = PromiseFiles(home)
+    with files.locked():
+        known = files.try_to_read(job_id) or Promise(person=owner.person, project=owner.project)
+        files.write(job_id, replace(known, paid=None, part_of=part_of))

@@ -1,0 +1,126 @@
+"""Ceilings on spending: what a person gives, what is kept, and what a start is refused for."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtrain_dagster.costs.ceilings import (
+    CEILINGS,
+    CeilingError,
+    Ceilings,
+    Spending,
+    explain_excess,
+    month_of,
+    read_ceilings,
+    read_dollars,
+    stands_of,
+    units_of,
+    with_given,
+    write_ceilings,
+)
+from dtrain_dagster.costs.money import USD
+
+
+def spending(name: str, person: str = "anna", project: str = "faces", **amounts: int) -> Spending:
+    units = {f"{key}_units": value * USD for key, value in amounts.items()}
+    return Spending(name=name, person=person, project=project, **units)
+
+
+def refusal(ceilings: Ceilings, found: list[Spending], wanted: Spending) -> str | None:
+    return explain_excess(stands_of(ceilings, found, wanted), found, "2026-11")
+
+
+@pytest.mark.parametrize("text", ["NaN", "inf", "-3", "0", "many", "", "1e12", "0.0000000001", "1_0x"])
+def test_what_is_no_amount_is_refused(text: str):
+    with pytest.raises(ValueError, match=r"US dollars|decimal places"):
+        read_dollars(text)
+
+
+@given(st.decimals(min_value=Decimal("0.01"), max_value=10**9, places=2))
+def test_an_amount_is_kept_to_the_cent(tmp_path_factory: pytest.TempPathFactory, amount: Decimal):
+    home = tmp_path_factory.mktemp("home")
+    write_ceilings(home, Ceilings(per_month=read_dollars(str(amount))))
+    assert read_ceilings(home).per_month == amount
+    assert units_of(amount) == int(amount * 100) * (USD // 100)
+
+
+def test_ceilings_are_kept_lifted_and_added_to(tmp_path: Path):
+    assert not read_ceilings(tmp_path)
+    write_ceilings(tmp_path, with_given(Ceilings(), {"per_month": Decimal(500), "per_hour": None}))
+    write_ceilings(tmp_path, with_given(read_ceilings(tmp_path), {"per_hour": Decimal("2.5")}))
+    assert read_ceilings(tmp_path) == Ceilings(per_month=Decimal(500), per_hour=Decimal("2.5"))
+    write_ceilings(tmp_path, Ceilings())
+    assert not (tmp_path / CEILINGS).exists()
+
+
+@pytest.mark.parametrize("text", ["{", '{"per_month": -5}', '{"per_month": "NaN"}', '{"per_hour": "1e9"}', "[]"])
+def test_ceilings_that_cannot_be_read_are_not_passed_over(tmp_path: Path, text: str):
+    (tmp_path / CEILINGS).write_text(text)
+    with pytest.raises(CeilingError, match="write them again: dtrain cost ceilings"):
+        read_ceilings(tmp_path)
+
+
+def test_what_fits_to_the_cent_may_start_and_a_cent_more_may_not():
+    found = [spending("a", month=300, promised=50), spending("b", person="bob", month=100)]
+    wanted = spending("c", promised=50)
+    assert refusal(Ceilings(per_month=Decimal(500)), found, wanted) is None
+    said = refusal(Ceilings(per_month=Decimal("499.99")), found, wanted)
+    assert said == (
+        "the ceiling of $499.99 per month: $400.00 spent in 2026-11, $50.00 promised to running jobs, and this start "
+        "adds $50.00; most by anna $350.00, bob $100.00; start something smaller, wait for next month, or raise it: "
+        "dtrain cost ceilings --per-month AMOUNT"
+    )
+
+
+def test_only_the_ceiling_of_the_person_and_of_the_project_counts():
+    found = [spending("a", month=90), spending("b", person="bob", project="voices", month=90)]
+    ceilings = Ceilings(per_person=Decimal(100), per_project=Decimal(1000))
+    assert refusal(ceilings, found, spending("c", person="carl", promised=100)) is None
+    said = refusal(ceilings, found, spending("c", person="bob", promised=11))
+    assert said is not None
+    assert "$100.00 per person and month (bob): $90.00 spent" in said
+    assert "most by b $90.00" in said
+    assert "per project" not in said
+    said = refusal(Ceilings(per_project=Decimal(100)), found, spending("c", project="voices", promised=11))
+    assert said is not None
+    assert "per project and month (voices)" in said
+    assert "most by bob $90.00" in said
+
+
+def test_an_hour_costs_what_runs_now_and_the_start():
+    found = [spending("a", hourly=6), spending("b", person="bob", hourly=3), spending("over", month=10_000)]
+    ceilings = Ceilings(per_hour=Decimal(12))
+    assert refusal(ceilings, found, spending("c", hourly=3)) is None
+    said = refusal(ceilings, found, spending("c", hourly=4))
+    assert said is not None
+    assert "running jobs cost $9.00 an hour, and this start adds $4.00; most by a of anna $6.00, b of bob $3.00" in said
+    assert "wait until a job has ended" in said
+
+
+def test_a_job_that_is_continued_is_promised_once():
+    found = [spending("a", month=10, promised=90, hourly=5)]
+    assert (
+        refusal(Ceilings(per_month=Decimal(100), per_hour=Decimal(5)), found, spending("a", promised=90, hourly=5))
+        is None
+    )
+    assert refusal(Ceilings(per_month=Decimal(100)), found, spending("b", promised=1)) is not None
+
+
+def test_five_are_named_and_a_job_without_a_price_by_its_name():
+    found = [spending(f"j{number}", person=f"p{number}", month=number) for number in range(1, 8)]
+    found.append(Spending(name="odd", person="anna", project="faces", unknown="no price of Standard_X"))
+    said = refusal(Ceilings(per_month=Decimal(10)), found, spending("c", promised=1))
+    assert said is not None
+    assert (
+        "most by p7 $7.00, p6 $6.00, p5 $5.00, p4 $4.00, p3 $3.00; not counted is odd: no price of Standard_X" in said
+    )
+
+
+def test_a_month_is_that_of_utc():
+    assert month_of(1_798_761_600.0) == ("2027-01", 1_798_761_600.0)
+    assert month_of(1_798_761_599.0) == ("2026-12", 1_796_083_200.0)

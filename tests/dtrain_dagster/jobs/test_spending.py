@@ -1,0 +1,196 @@
+"""What the jobs of a home have spent and may still spend: from run directories and promises."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtrain_dagster.costs.ceilings import CeilingError, Ceilings, Spending, month_of, write_ceilings
+from dtrain_dagster.costs.money import usd
+from dtrain_dagster.costs.prices import price_of
+from dtrain_dagster.jobs.promises import Owner, PromiseFiles, Wanted, note_start, owner_here
+from dtrain_dagster.jobs.spending import SpendingBook
+from trainer.documents.presences import NodePresence
+from trainer.rundir import LAUNCH, LIMIT, STATUS, RunDir
+
+SKU = "Standard_NC6s_v3"
+HOURLY = price_of(SKU).usd_per_hour("dedicated")
+NOW = 1_795_000_000.0
+"""A moment in the middle of a month."""
+ANNA, BOB = Owner(person="anna", project="faces"), Owner(person="bob", project="voices")
+Job = Callable[..., RunDir]
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> SpendingBook:
+    write_ceilings(tmp_path, Ceilings(per_month=Decimal(100)))
+    return SpendingBook(tmp_path, f"{tmp_path}/storage/jobs")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    def make(
+        name: str, began: float, seconds: float | None, nodes: int = 1, state: str = "running", **more: Any
+    ) -> RunDir:
+        """A job of an engine; ``seconds``: None where its nodes are there still."""
+        rundir = RunDir(f"{tmp_path}/storage/jobs/{name}")
+        launch = {"job_id": name, "launch": 1, "node_count": nodes, "engine": "slurm", "sku": SKU, **more}
+        rundir.write_json(LAUNCH, launch)
+        ended = None if seconds is None else began + seconds
+        for node in range(nodes):
+            seen = NOW if ended is None else ended
+            rundir.write_node(
+                NodePresence(node_id=node, launch=1, incarnation=1, started_at=began, last_seen_at=seen, ended_at=ended)
+            )
+        rundir.write_json(STATUS, {"state": state, "message": "", "started_at": began, "ended_at": ended, "pid": 1})
+        return rundir
+
+    return make
+
+
+def look(book: SpendingBook, wanted: Wanted | None = None) -> dict[str, Spending]:
+    return {item.name: item for item in book.judge(wanted, NOW).spending}
+
+
+def test_what_was_paid_counts_in_the_month_in_which_it_was(book: SpendingBook, job: Job):
+    _, first = month_of(NOW)
+    job("over", first - 7200.0, 3 * 3600.0, nodes=2, state="succeeded")
+    note_start(book.home, "over", ANNA)
+    found = look(book)["over"]
+    assert usd(found.month_units) == pytest.approx(2 * HOURLY), "of three hours on two nodes one was in this month"
+    assert (found.person, found.project) == ("anna", "faces")
+    assert (found.promised_units, found.hourly_units) == (0, 0)
+
+
+def test_a_job_that_has_ended_is_read_once_and_again_when_it_is_continued(book: SpendingBook, job: Job):
+    rundir = job("over", NOW - 7200.0, 3600.0, state="failed")
+    before = look(book)["over"]
+    rundir.storage.delete(LAUNCH)
+    assert look(book)["over"] == before, "nothing of it is read again"
+    job("over", NOW - 7200.0, 7000.0, state="failed")
+    note_start(book.home, "over", ANNA)
+    assert usd(look(book)["over"].month_units) == pytest.approx(HOURLY * 7000 / 3600)
+
+
+def test_a_running_job_counts_with_what_is_left_of_its_estimate(book: SpendingBook, job: Job):
+    with book.promised(Wanted(name="runs", owner=ANNA, usd=10.0, usd_per_hour=2 * HOURLY)):
+        job("runs", NOW - 1800.0, None, nodes=2)
+    found = look(book)["runs"]
+    assert usd(found.month_units) == pytest.approx(HOURLY)
+    assert usd(found.promised_units) == pytest.approx(10 - HOURLY)
+    assert usd(found.hourly_units) == pytest.approx(2 * HOURLY)
+
+
+def test_a_hard_budget_counts_before_an_estimate_and_an_hour_where_there_is_neither(book: SpendingBook, job: Job):
+    rundir = job("runs", NOW - 1800.0, None, nodes=2)
+    assert usd(look(book)["runs"].promised_units) == pytest.approx(2 * HOURLY), "an hour of its nodes"
+    rundir.write_json(LIMIT, {"max_node_seconds": 3600.0 + 360.0})
+    assert usd(look(book)["runs"].promised_units) == pytest.approx(HOURLY / 10)
+
+
+def test_the_promise_of_a_start_that_fails_is_taken_back(book: SpendingBook):
+    seen = []
+
+    def start() -> None:
+        with book.promised(Wanted(name="new", owner=ANNA, usd=10.0, usd_per_hour=1.0)):
+            seen.append(usd(look(book)["new"].promised_units))
+            raise RuntimeError("no nodes")
+
+    with pytest.raises(RuntimeError):
+        start()
+    assert seen == [10.0]
+    assert "new" not in look(book)
+
+
+def test_a_promise_of_a_process_that_is_gone_counts_no_more(book: SpendingBook):
+    files = PromiseFiles(book.home)
+    with book.promised(Wanted(name="new", owner=ANNA, usd=10.0, usd_per_hour=1.0)):
+        held = files.read("new")
+    assert held is not None
+    assert held.is_held
+    files.write("new", type(held)(person="anna", project="faces", units=held.units, pid=held.pid, holder=1.0))
+    assert look(book)["new"].promised_units == 0
+
+
+def test_a_fleet_covers_its_jobs(book: SpendingBook, job: Job):
+    fleet = Wanted(name="night", owner=BOB, usd=50.0, usd_per_hour=3 * HOURLY, is_group=True)
+    with book.promised(fleet):
+        job("night-a", NOW - 3600.0, None)
+        note_start(book.home, "night-a", ANNA, part_of="night")
+        found = look(book)
+        assert usd(found["all of night"].promised_units) == pytest.approx(50 - HOURLY)
+        assert usd(found["all of night"].hourly_units) == pytest.approx(3 * HOURLY)
+        assert usd(found["night-a"].month_units) == pytest.approx(HOURLY)
+        assert found["night-a"].promised_units == found["night-a"].hourly_units == 0
+    assert look(book)["all of night"].promised_units, "its job goes on without it"
+    job("night-a", NOW - 3600.0, 3600.0, state="succeeded")
+    assert look(book)["all of night"].promised_units == 0
+
+
+def test_a_job_without_a_known_price_is_named_and_one_that_cannot_be_read_refuses(book: SpendingBook, job: Job):
+    job("odd", NOW - 3600.0, None, sku="Standard_ND99_v9")
+    assert "Standard_ND99_v9" in look(book)["odd"].unknown
+    rundir = job("torn", NOW - 3600.0, None)
+    rundir.storage.write(LAUNCH, b"{")
+    with pytest.raises(CeilingError, match=r"what job torn has cost cannot be read.*lift the ceilings: dtrain cost"):
+        look(book)
+    write_ceilings(book.home, Ceilings())
+    assert look(book) == {}, "without ceilings nothing is read"
+
+
+def test_a_promise_that_cannot_be_read_refuses_and_is_named(book: SpendingBook):
+    PromiseFiles(book.home).storage.write("torn.json", b'{"person": "anna", "project": "p", "units": "-1"}')
+    with pytest.raises(CeilingError, match="what was promised to torn cannot be read"):
+        look(book)
+
+
+def test_an_order_says_whose_a_job_of_an_older_version_is(book: SpendingBook, job: Job, tmp_path: Path):
+    job("old", NOW - 3600.0, 1800.0, state="succeeded")
+    (tmp_path / "orders").mkdir()
+    tracking = '{"tracking": {"tags": {"mlflow.user": "carl"}, "mlflow_experiment": "faces"}}'
+    (tmp_path / "orders" / "old.json").write_text(tracking)
+    assert (look(book)["old"].person, look(book)["old"].project) == ("carl", "faces")
+
+
+def test_a_run_of_dagster_may_name_its_person():
+    assert owner_here("faces", {"dtrain/person": "dora"}).person == "dora"
+    assert owner_here("faces").person not in ("", "dora")
+
+
+def _try_to_start(home: Path, name: str, barrier: Any, answers: Any) -> None:
+    book = SpendingBook(home, f"{home}/storage/jobs")
+    barrier.wait()
+    try:
+        with book.promised(Wanted(name=name, owner=ANNA, usd=60.0, usd_per_hour=1.0)):
+            answers.put((name, "started"))
+            barrier.wait()
+    except CeilingError as error:
+        answers.put((name, str(error)))
+        barrier.wait()
+
+
+def test_of_two_starts_at_the_same_moment_only_one_fits(book: SpendingBook):
+    context = multiprocessing.get_context("fork")
+    barrier, answers = context.Barrier(2), context.Queue()
+    processes = [
+        context.Process(target=_try_to_start, args=(book.home, name, barrier, answers)) for name in ("one", "two")
+    ]
+    for process in processes:
+        process.start()
+    said = dict(answers.get(timeout=30) for _ in processes)
+    for process in processes:
+        process.join(30)
+    assert sorted(text == "started" for text in said.values()) == [False, True]
+    [refused] = [text for text in said.values() if text != "started"]
+    assert "$60.00 promised to running jobs, and this start adds $60.00" in refused
+
+
+def test_files_are_this_users_alone(book: SpendingBook):
+    note_start(book.home, "a", ANNA)
+    assert os.stat(book.home / "spending").st_mode & 0o077 == 0
