@@ -151,6 +151,7 @@ class GPUClusterResource(dg.ConfigurableResource):
     """Ranks per node, where they are stated; None: see `ranks_per_node`."""
     threads_per_rank: int | None
     max_replacements: int
+    preflight: str = ""
     gpu_type: str
     tier: str
     shared_uri: str
@@ -289,6 +290,8 @@ class GPUClusterResource(dg.ConfigurableResource):
                 threads_per_rank=self.threads_per_rank,
                 max_replacements=self.max_replacements,
                 successor_lead_seconds=self.engine.get("successor_lead_seconds", 0.0),
+                preflight=self.preflight,
+                gpus=self.engine.get("gpus", 0),
             )
             return EngineClusterManager(Path(self.home), settings, self.engine, self.ranks_per_node)
         return LocalClusterManager(
@@ -298,6 +301,7 @@ class GPUClusterResource(dg.ConfigurableResource):
             processes_per_node=self.ranks_per_node,
             threads_per_rank=self.threads_per_rank,
             max_replacements=self.max_replacements,
+            preflight=self.preflight,
         )
 
 
@@ -380,6 +384,7 @@ def build_resources(settings: Settings, names: GraphNames = STOCK_NAMES) -> dict
         processes_per_node=settings.processes_per_node,
         threads_per_rank=settings.threads_per_rank,
         max_replacements=settings.max_replacements,
+        preflight=settings.preflight,
         gpu_type=settings.gpu_type,
         tier=settings.tiers[0],
         shared_uri=settings.shared_uri,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.exit_codes import DONE, EVICTED, FAILED, LOST, MEANINGS, UNUSABLE, is_loss
+from trainer.exit_codes import DONE, EVICTED, FAILED, LOST, MEANINGS, UNFIT, UNUSABLE, is_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,11 @@ class NodeFacts:
         """Return whether a process of the node was killed or evicted, or lost its peers: the rest of the node is then
         useless."""
         return any(code is not None and is_loss(code) for code in self.codes)
+
+    @property
+    def is_unfit(self) -> bool:
+        """Return whether the node failed its pre-flight, so that nothing of it had begun."""
+        return UNFIT in self.codes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +111,9 @@ def decide_after_exit(
         return WAIT
     if finished:
         return ExitDecision(action="succeed")
+    if replacements_left > 0 and all(node.is_unfit for node in nodes):  # other machines may do
+        due = [node.node_id for node in nodes][:replacements_left]
+        return ExitDecision(action="replace", nodes=tuple(due))
     lost_peers = tuple(node.node_id for node in nodes if LOST in node.codes)
     # If all were killed, no process is left to report that a relaunch helps. It does, unless they were told to stop.
     # Those that had left already had nothing more to do, and what the others had is in the last checkpoint.
@@ -137,6 +145,8 @@ def is_failure(code: int) -> bool:
 
 
 def _why(codes: Sequence[int | None], lost_peers: bool) -> str:
+    if codes and all(code == UNFIT for code in codes):
+        return "no node passed its pre-flight"
     if lost_peers:
         return "the nodes could not regroup, and starting them again did not help"
     if all(code == 0 for code in codes):

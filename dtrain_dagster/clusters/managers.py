@@ -46,6 +46,7 @@ class LocalClusterManager(SupervisedClusterManager):
         threads_per_rank: int | None = None,
         max_replacements: int = 6,
         replacement_delay_seconds: float = 1.0,
+        preflight: str = "",
     ) -> None:
         settings = LaunchSettings(
             cluster_name=cluster_name,
@@ -53,6 +54,7 @@ class LocalClusterManager(SupervisedClusterManager):
             threads_per_rank=threads_per_rank,
             max_replacements=max_replacements,
             replacement_delay_seconds=replacement_delay_seconds,
+            preflight=preflight,
         )
         super().__init__(home, settings, processes_per_node)
 

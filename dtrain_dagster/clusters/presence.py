@@ -107,6 +107,8 @@ def usage(
             ended_at=reached(node, now) if node in here and is_here(node, now, stale) else end_of(node),
             launch=node.launch,
             not_billed_seconds=node.clock_jump_seconds,
+            preflight_until=node.started_at + node.preflight_seconds if node.preflight_seconds else None,
+            kept_since=node.kept_since,
         )
         for node in nodes
     ]

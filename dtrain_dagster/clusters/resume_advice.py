@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.clusters.base import OWNER
 from dtrain_dagster.clusters.exit_policy import Failure, describe_exit
+from dtrain_dagster.clusters.presence import find_latest_presences
 from trainer.errors import DamagedError
+from trainer.exit_codes import UNFIT
 from trainer.node.line_log import last_lines
 from trainer.rundir import LOGS, RunDir
 
@@ -108,6 +110,17 @@ def explain_giving_up(
 
     ``ends``: node and exit code of each process. ``cause``: the failure whose log is quoted; None where none failed.
     """
+    unfit = {node_id for node_id, code in ends if code == UNFIT}
+    if unfit:
+        failed = {
+            f"{node.preflight} (node {node.node_id} on {node.host or 'this machine'})": None
+            for node in find_latest_presences(rundir.nodes(skip_damaged=True))
+            if node.node_id in unfit and node.preflight
+        }
+        return (
+            f"{reason}: {'; '.join(failed)}. Repair these machines, have the cluster leave them out, or set "
+            f"DTRAIN_PREFLIGHT=off where a check is wrong. {how_to_go_on(rundir, job_id)}"
+        )
     how = "; ".join(f"node {node_id}: {describe_exit(code)}" for node_id, code in ends if code is not None)
     message = f"{reason} ({how}). {how_to_go_on(rundir, job_id)}"
     return f"{message}; {_end_of_log(rundir, cause.node_id)}" if cause else message

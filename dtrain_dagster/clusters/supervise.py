@@ -44,9 +44,11 @@ from trainer.documents.presences import NodePresence
 from trainer.documents.reader import warn_once
 from trainer.errors import ConfigError
 from trainer.exit_codes import UNUSABLE
-from trainer.node.environment import Seat, choose_port
+from trainer.node.environment import LaunchError, Seat, choose_port
 from trainer.node.line_log import LineLog
 from trainer.node.node_processes import NodeProcesses, Spawn, header_of, make_node, spawn_process
+from trainer.node.preflight import Wanted, judge_node, read_setting
+from trainer.node.preflight_measures import Errand, Measuring, look_lightly
 from trainer.node.processes import descendants, kill_all, marked
 from trainer.rundir import LAUNCH, LOGS, RunDir
 from trainer.runtime.clock import SteadyClock
@@ -79,8 +81,35 @@ class LocalPlacer:
     def begin_launch(self, launch: Mapping[str, Any]) -> None:
         """Choose the port of rank 0, and write a new secret."""
         self.launch, self.nodes = launch, {}
+        self._check_fitness()
         self.port = choose_port(launch["master_port"])
         self.secret.renew()
+
+    def _check_fitness(self) -> None:
+        """Make the pre-flight of this machine, once for all nodes, which share it. Raise `LaunchError` where it is not
+        fit."""
+        setting = self.launch.get("preflight", "")
+        mode, command = read_setting(setting)
+        if mode == "off":
+            return
+        folder = str(self.rundir.storage.local_path())
+        if not setting:
+            found = look_lightly(folder)
+        else:
+            measuring = Measuring(
+                Errand(run_dir=folder, mode=mode, command=command), {**os.environ, **self.launch["env"]}
+            )
+            while not measuring.is_over():
+                time.sleep(self.poll_seconds)
+            found = measuring.result()
+        judged = judge_node(found, Wanted(ranks=1))
+        for words, each in (("failed", judged.failed), ("warning", judged.warned)):
+            for text in each:
+                _say(f"pre-flight {words}: {text}")
+        if judged.failed:
+            raise LaunchError(
+                f"this machine failed its pre-flight: {judged.why}. Repair that, or set DTRAIN_PREFLIGHT=off"
+            )
 
     def resume_launch(self, launch: Mapping[str, Any]) -> set[int]:
         """Raise NotImplementedError: these nodes end with their supervisor."""

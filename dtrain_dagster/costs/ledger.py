@@ -34,8 +34,10 @@ MEANINGS = {
     CostCause.FINISH: "test split, baselines, final weights, result, processes closing",
     CostCause.PROVISIONING: "paid while other nodes of the launch were still being bought",
     CostCause.PROBE: "a short run of this training, which its plan rests on",
+    CostCause.PREFLIGHT: "checks of a node before it joins",
     CostCause.STARTUP: "from a node's start until it trains: process, data, model, joining",
     CostCause.LOST: "steps done again, noticing a loss, regrouping, nodes paid for but dead or frozen",
+    CostCause.KEPT: "a failed node, left in place for a person to look at",
     CostCause.IDLE: "paid after the job's end, or never part of the training",
     CostCause.UNEXPLAINED: "no record says what it was for",
 }
@@ -158,6 +160,24 @@ def _pieces(
     if interval.is_probe:  # its own run directory says what it was spent on
         yield interval.began, interval.ended, {CostCause.PROBE: 1.0}
         return
+    begun = _within(interval.preflight_until, interval, interval.began)
+    left = max(begun, _within(interval.kept_since, interval, interval.ended))
+    if begun > interval.began:
+        yield interval.began, begun, {CostCause.PREFLIGHT: 1.0}
+    if left > begun:
+        yield from _work(replace(interval, began=begun, ended=left), intervals, line, longest)
+    if interval.ended > left:
+        yield left, interval.ended, {CostCause.KEPT: 1.0}
+
+
+def _within(at: int | None, interval: NodeCost, default: int) -> int:
+    return default if at is None else min(max(at, interval.began), interval.ended)
+
+
+def _work(
+    interval: NodeCost, intervals: Sequence[NodeCost], line: Timeline, longest: int
+) -> Iterator[tuple[int, int, Mix]]:
+    """Return the part of a paid interval in which its node started and worked, as `_pieces` does."""
     at = interval.began
     for span in _spans(interval, line):
         began, ended = max(at, span.began), min(interval.ended, span.ended)

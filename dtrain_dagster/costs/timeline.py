@@ -34,8 +34,10 @@ class CostCause(StrEnum):
     FINISH = "finish"
     PROBE = "probe"
     PROVISIONING = "provisioning"
+    PREFLIGHT = "pre-flight"
     STARTUP = "start-up"
     LOST = "lost to a failure"
+    KEPT = "kept for debugging"
     IDLE = "idle"
     UNEXPLAINED = "unexplained"
 

@@ -44,6 +44,10 @@ class NodeCost:
     """Unix time in microseconds, as ``ended``."""
     ended: int
     nano_usd_per_hour: int = 0
+    preflight_until: int | None = None
+    """Until when its pre-flight took, in microseconds; None where none was made."""
+    kept_since: int | None = None
+    """Since when it stayed for a person to look at; None where it did not."""
     is_probe: bool = False
     """Whether the node worked for a probe of the training, and not for the training itself."""
 
@@ -161,6 +165,10 @@ def cut(began: int, ended: int, edges: Sequence[int]) -> Iterable[tuple[int, int
         began, place = end, place + 1
 
 
+def _moment(at: float | None) -> int | None:
+    return microseconds(at) if at is not None and is_finite(at) else None
+
+
 def bill_usage(usage: Iterable[NodeUsage]) -> tuple[list[NodeCost], tuple[str, ...]]:
     """Return the paid intervals, without prices, in order of node and time, and their oddities in words.
 
@@ -182,6 +190,8 @@ def bill_usage(usage: Iterable[NodeUsage]) -> tuple[list[NodeCost], tuple[str, .
             tier=item.tier,
             began=microseconds(item.started_at),
             ended=microseconds(item.ended_at),
+            preflight_until=_moment(item.preflight_until),
+            kept_since=_moment(item.kept_since),
             is_probe=item.is_probe,
         )
         if interval.microseconds:

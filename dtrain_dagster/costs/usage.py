@@ -24,6 +24,10 @@ class NodeUsage:
     not_billed_seconds: float = 0.0
     """Seconds that the node's record has beyond this since its clock was set: negative where it was set back."""
 
+    preflight_until: float | None = None
+    """Until when its pre-flight took, from ``started_at`` on; None where none was made."""
+    kept_since: float | None = None
+    """Since when it stayed for a person to look at, its ranks ended; None where it did not."""
     is_probe: bool = False
     """Whether the node worked for a probe that the training's plan rests on, see `dtrain_dagster.costs.plan`."""
 

@@ -19,7 +19,7 @@ from dtrain_dagster.support.formatting import dollars, format_duration
 
 NEGLIGIBLE = 0.01
 """Share of the estimate below which reasons are merged."""
-STARTING = (CostCause.PROVISIONING, CostCause.STARTUP)
+STARTING = (CostCause.PROVISIONING, CostCause.PREFLIGHT, CostCause.STARTUP)
 
 LOW_GOODPUT = 0.5
 """The share of paid node-time below which the verdict mentions it."""

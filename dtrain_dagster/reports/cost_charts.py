@@ -193,8 +193,10 @@ CAUSE_COLOURS = {
     CostCause.FINISH: "#0969da",
     CostCause.PROBE: "#bf8700",
     CostCause.PROVISIONING: "#d8dee4",
+    CostCause.PREFLIGHT: "#afb8c1",
     CostCause.STARTUP: "#8c959f",
     CostCause.LOST: "#24292f",
+    CostCause.KEPT: "#bc4c00",
     CostCause.IDLE: "#eac54f",
     CostCause.UNEXPLAINED: "#e85aad",
 }

@@ -23,6 +23,7 @@ from dtrain_dagster.settings.tiers import TIERS, Tier, current_tier
 from dtrain_dagster.support.notify import refuse_inline_secret
 from dtrain_dagster.support.secrets import SecretError, check_token, is_reference, redact, refuse_secret, secret_in
 from trainer.model.allowed_factories import parse_modules
+from trainer.node.preflight import read_setting
 from trainer.setting_errors import describe_error, words_of
 
 PREFIX = "DTRAIN_"
@@ -125,6 +126,11 @@ class Settings(EnvironmentSettings):
         default=6,
         ge=0,
         description="Lost nodes that are replaced while a job runs; on Azure ML how often it is submitted again",
+    )
+    preflight: str = Field(
+        default="",
+        description="Checks of a node before it joins: off, quick or full, and a command of your own after a colon, as "
+        "in 'quick: /opt/check-node'; unset: quick, on the local cluster only what costs nothing",
     )
     gpu_type: str = Field(
         default="Standard_NC6s_v3",
@@ -242,6 +248,13 @@ class Settings(EnvironmentSettings):
             raise ValueError("there is no such time zone; give one as America/New_York or UTC") from None
         return name
 
+    @field_validator("preflight")
+    @classmethod
+    def _known_mode(cls, preflight: str) -> str:
+        if preflight:
+            read_setting(preflight)
+        return preflight
+
     @field_validator("tier")
     @classmethod
     def _known_tiers(cls, tier: str) -> str:
@@ -286,6 +299,15 @@ class Settings(EnvironmentSettings):
     def _bought_is_what_can_be(self) -> Settings:
         if self.kind.buys_nodes and "gpu_type" not in self.model_fields_set:
             self.gpu_type = BUYABLE_GPU_TYPE
+        return self
+
+    @model_validator(mode="after")
+    def _pre_flights_have_an_agent(self) -> Settings:
+        if self.preflight and self.kind.buys_nodes:
+            raise ValueError(
+                f"{PREFIX}PREFLIGHT={self.preflight!r} cannot be used with the {self.kind.words}, which checks its "
+                "nodes itself: unset it"
+            )
         return self
 
     @model_validator(mode="after")

@@ -23,7 +23,7 @@ from trainer.comm.own_address import own_address
 from trainer.documents.presences import NodePresence, heartbeat_seconds, stale_seconds
 from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
-from trainer.exit_codes import DONE, EVICTED, FAILED, LOST, UNUSABLE, describe_exit_codes, is_loss
+from trainer.exit_codes import DONE, EVICTED, FAILED, LOST, UNFIT, UNUSABLE, describe_exit_codes, is_loss
 from trainer.node.environment import (
     PEER_GRACE,
     STOP_GRACE,
@@ -34,6 +34,8 @@ from trainer.node.environment import (
 )
 from trainer.node.line_log import LineLog
 from trainer.node.node_processes import NodeProcesses, header_of, make_node, spawn_process
+from trainer.node.preflight import Judgement, Wanted, judge_node, read_setting
+from trainer.node.preflight_measures import Errand, Measuring
 from trainer.rundir import LAUNCH, LOGS, STATUS, RunDir
 from trainer.runtime.clock import SteadyClock
 
@@ -88,7 +90,10 @@ class NodeAgent:
         node: NodeProcesses | None = None
         codes: tuple[int, ...] = (FAILED,) * self.launch["processes_per_node"]
         try:
-            if seat := self._wait_for_seat():
+            self._check_fitness(log)
+            if self.presence.preflight:
+                codes = (UNFIT,) * self.launch["processes_per_node"]
+            elif seat := self._wait_for_seat():
                 node = make_node(self.launch, seat, log)
                 node.start(self.launch, self.clock.variables(), spawn_process, lambda group: None)
                 codes = self._watch(node)
@@ -101,6 +106,37 @@ class NodeAgent:
         self._write(exit_codes=codes, ended_at=self.clock.now())
         log.close()
         return summarize(codes)
+
+    def _check_fitness(self, log: LineLog) -> None:
+        """Make the pre-flight of this node and record it, unless it was switched off, or this node is asked to end."""
+        try:
+            mode, command = read_setting(self.launch.get("preflight", ""))
+        except ValueError as error:
+            raise LaunchError(f"preflight: {error}") from None
+        if mode == "off":
+            return
+        here = self.presence
+        others = self.rundir.nodes(skip_damaged=True)
+        peers = {
+            node.host: None
+            for node in others
+            if (node.launch, node.ended_at) == (here.launch, None) and node.node_id != here.node_id
+            if node.host not in ("", here.host)
+            and self.clock.now() - node.heard_at(self.clock.now()) < stale_seconds(self.rundir.storage)
+        }
+        errand = Errand(run_dir=str(self.rundir.storage.local_path()), mode=mode, command=command, peers=tuple(peers))
+        place = {"NODE_RANK": here.node_id, "DTRAIN_INCARNATION": here.incarnation, "DTRAIN_LAUNCH": here.launch}
+        measuring = Measuring(errand, {**os.environ, **self.launch["env"], **{k: str(v) for k, v in place.items()}})
+        while not measuring.is_over() and not self._rests():
+            pass
+        found = measuring.result()
+        if self.asked:
+            return
+        wanted = Wanted(ranks=self.launch["processes_per_node"], gpus=self.launch.get("gpus", 0))
+        judged = judge_node(found, wanted)
+        seconds = max(0.0, self.clock.now() - here.started_at)
+        self._tell(log, describe_preflight(judged, seconds))
+        self._write(preflight=judged.why, preflight_seconds=seconds)
 
     def _watch(self, node: NodeProcesses) -> tuple[int, ...]:
         """Look at the processes until nothing of the node is left, and return their exit codes."""
@@ -198,15 +234,19 @@ class NodeAgent:
 
     def _give_up(self, log: LineLog, node: NodeProcesses | None, why: str, code: int) -> tuple[int, ...]:
         """Say why the node could not start, end what did start, and return its exit codes."""
-        say(why)
-        pipe = log.open_pipe()
-        os.write(pipe, f"{why}\n".encode())
-        os.close(pipe)
+        self._tell(log, why)
         if node is not None:
             node.kill()
             while not node.look():
                 time.sleep(POLL_SECONDS)
         return (code,) * self.launch["processes_per_node"]
+
+    def _tell(self, log: LineLog, text: str) -> None:
+        """Say something into the engine's log and into the node's."""
+        say(text)
+        pipe = log.open_pipe()
+        os.write(pipe, f"{text}\n".encode())
+        os.close(pipe)
 
     def _header(self) -> str:
         where = "" if self.host.startswith("127.") else f" at {self.host}"
@@ -272,12 +312,22 @@ def run_agent(rundir: RunDir, number: int, node_id: int, incarnation: int, secre
     return NodeAgent(rundir, launch, node_id, incarnation, secret).run()
 
 
+def describe_preflight(judged: Judgement, seconds: float) -> str:
+    """Return the outcome of a pre-flight as lines of a log."""
+    lines = [f"pre-flight: {'failed' if judged.failed else 'passed'} in {seconds:.1f} s"]
+    for words, found in (("failed", judged.failed), ("warning", judged.warned), ("skipped", judged.skipped)):
+        lines += [f"pre-flight {words}: {each}" for each in found]
+    return "\n".join(lines)
+
+
 def summarize(codes: Sequence[int]) -> int:
     """Return the exit code of the agent for those of its ranks: a failure before a loss, and 0 where all ended well."""
     failures = [code for code in codes if code != DONE and not is_loss(code)]
     if failures:
         return failures[0]
     losses = [code for code in codes if code != DONE]
+    if UNFIT in losses:
+        return UNFIT
     return EVICTED if losses and set(losses) <= {EVICTED, -signal.SIGTERM} else LOST if losses else DONE
 
 

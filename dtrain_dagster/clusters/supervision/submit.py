@@ -50,6 +50,11 @@ class LaunchSettings:
     """Seconds that a node is gone before another takes its place."""
     successor_lead_seconds: float = 0.0
     """Seconds before a node's time limit at which its successor is submitted."""
+    preflight: str = ""
+    """What is checked of a node before its ranks start (`trainer.node.preflight.read_setting`); "" as the kind of
+    cluster has it: ``quick`` on nodes of an engine, here only what costs nothing."""
+    gpus: int = 0
+    """GPUs that an engine is asked for with each node."""
 
     @property
     def cluster_key(self) -> str:

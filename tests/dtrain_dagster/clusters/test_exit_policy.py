@@ -16,7 +16,7 @@ from dtrain_dagster.clusters.exit_policy import (
     is_loss,
 )
 
-RUNS, DONE, ERROR, REFUSED, LOST_PEERS, EVICTED, KILLED, TERMINATED = None, 0, 1, 2, 75, 143, -9, -15
+RUNS, DONE, ERROR, REFUSED, LOST_PEERS, UNFIT, EVICTED, KILLED, TERMINATED = None, 0, 1, 2, 75, 76, 143, -9, -15
 
 
 def facts(*nodes: tuple[int | None, ...], gone: float = 60.0, kept: tuple[int, ...] = ()) -> list[NodeFacts]:
@@ -39,6 +39,9 @@ def of(decision: ExitDecision) -> tuple[str, tuple[int, ...]]:
         ([(RUNS,), (KILLED,)], "replace", (1,)),
         ([(RUNS,), (LOST_PEERS,)], "replace", (1,)),
         ([(RUNS,), (EVICTED,)], "replace", (1,)),
+        ([(RUNS,), (UNFIT,)], "replace", (1,)),
+        ([(UNFIT,), (UNFIT,)], "replace", (0, 1)),  # nothing had begun, and other machines may do
+        ([(UNFIT,), (LOST_PEERS,)], "relaunch", (1,)),
         ([(TERMINATED,), (RUNS,)], "replace", (0,)),
         ([(137,), (RUNS,)], "replace", (0,)),  # a shell's words for SIGKILL
         ([(KILLED,), (RUNS,), (LOST_PEERS,)], "replace", (0, 2)),
@@ -176,3 +179,10 @@ def test_every_code_is_an_end_a_loss_or_a_failure():
     for code in range(-64, 256):
         assert (code == 0) + is_loss(code) + is_failure(code) == 1
         assert 0 <= exit_code(code) < 256
+
+
+def test_unfit_nodes_are_replaced_within_the_budget_and_then_the_job_gives_up() -> None:
+    nodes = facts((UNFIT,), (UNFIT,))
+    assert of(decide_after_exit(nodes, False, 1, 3, 0.0)) == ("replace", (0,))
+    decision = decide_after_exit(nodes, False, 0, 3, 0.0)
+    assert (decision.action, decision.reason) == ("give_up", "no node passed its pre-flight")

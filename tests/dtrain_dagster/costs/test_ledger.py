@@ -26,8 +26,15 @@ moments = st.builds(
     lambda around, offset: around + offset, st.sampled_from((SPRING, AUTUMN)), st.floats(-5e4, 5e4, allow_nan=False)
 )
 stays = st.builds(
-    lambda node, start, length, sku, tier, is_probe: NodeUsage(
-        node_id=node, sku=sku, started_at=start, ended_at=start + length, tier=tier, is_probe=is_probe
+    lambda node, start, length, sku, tier, is_probe, checked, kept: NodeUsage(
+        node_id=node,
+        sku=sku,
+        started_at=start,
+        ended_at=start + length,
+        tier=tier,
+        is_probe=is_probe,
+        preflight_until=None if checked is None else start + checked,
+        kept_since=None if kept is None else start + length - kept,
     ),
     st.integers(0, 5),
     st.one_of(moments, st.just(AUTUMN)),
@@ -35,6 +42,8 @@ stays = st.builds(
     st.sampled_from(SKUS),
     st.sampled_from((None, "dedicated", "low_priority", "spot")),
     st.sampled_from((False, False, True)),
+    st.sampled_from((None, None, 2.5, 1e6, float("nan"))),
+    st.sampled_from((None, None, 600.0, 1e6)),
 )
 histories = st.lists(stays, min_size=1, max_size=12).filter(
     lambda usage: not any(item.sku == SKUS[2] and item.tier in ("low_priority", "spot") for item in usage)
@@ -196,6 +205,29 @@ def stay(node: int, started_at: float, ended_at: float) -> NodeUsage:
 
 def seconds_of(found: Ledger) -> dict[str, float]:
     return {str(cause): row.seconds for cause, row in found.causes().items()}
+
+
+def test_pre_flights_and_nodes_that_are_kept_have_causes_of_their_own():
+    """Node 1 fails its pre-flight, and another takes its place; node 0 fails at the end and is kept."""
+    told = [
+        at("membership", 115.0, nodes=[0, 1], joined=[0, 1], step=0, seconds=1.0),
+        at("phase", 116.0, name="startup"),
+        window(126.0, 10, [0, 1], forward=[1.0, 1.0]),
+        at("phase", 126.0, name="training"),
+        at("end", 127.0, status="failed"),
+    ]
+    usage = [
+        NodeUsage(node_id=0, sku=SKUS[0], started_at=100.0, ended_at=188.0, preflight_until=103.0, kept_since=128.0),
+        NodeUsage(node_id=1, sku=SKUS[0], started_at=100.0, ended_at=104.0, preflight_until=104.0),
+        NodeUsage(node_id=1, sku=SKUS[0], started_at=105.0, ended_at=128.0, preflight_until=107.0),
+    ]
+    tracker = CostTracker("local", usage, "dedicated")
+    found = ledger(tracker.nodes, told)
+    seconds = seconds_of(found)
+    assert (seconds["pre-flight"], seconds["kept for debugging"]) == (9.0, 60.0)
+    assert found.units == tracker.total_units
+    assert "idle" not in seconds
+    assert sum(seconds.values()) == 88.0 + 4.0 + 23.0
 
 
 def test_each_second_of_a_run_that_lost_a_node_has_its_cause():

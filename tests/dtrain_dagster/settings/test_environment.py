@@ -39,6 +39,7 @@ def test_environment_is_read(monkeypatch, tmp_path):
         ("DTRAIN_HOME", "/a?b", "that has one): its path holds '?'"),
         ("DTRAIN_NODES", "three", "valid integer"),
         ("DTRAIN_NODES", "0", "greater than or equal to 1"),
+        ("DTRAIN_PREFLIGHT", "/opt/check", "give off, quick, full"),
         ("DTRAIN_CLUSTER", "gke", "'local'"),
         ("DTRAIN_CLUSTER_NAME", "my cluster", "pattern"),
         ("DTRAIN_TIER", "cheap", "must be one or more of dedicated, spot"),

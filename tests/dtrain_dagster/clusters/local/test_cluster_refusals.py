@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dtrain_dagster.clusters.base import ClusterError, JobSpec
+from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState
 from dtrain_dagster.clusters.managers import LocalClusterManager
 
 
@@ -25,6 +26,20 @@ def test_more_processes_than_the_machine_can_carry(cluster):
     assert manager.provision_cluster(2, "Standard_NC6s_v3").max_nodes == 2
     with pytest.raises(ClusterError, match=rf"DTRAIN_NODES=3 x DTRAIN_PROCESSES_PER_NODE={per_node} .* fewer"):
         manager.provision_cluster(3, "Standard_NC6s_v3")
+
+
+def test_a_machine_that_fails_its_pre_flight_starts_no_node(cluster):
+    check = "quick: echo the scratch disk is broken; exit 1"
+    cluster.manager.settings = replace(cluster.manager.settings, preflight=check)
+    cluster.submit("unfit", "(OUT / 'began').touch()")
+    status = cluster.wait("unfit")
+    assert status.state is JobState.FAILED
+    assert "failed its pre-flight: the site's own check: the scratch disk is broken" in status.message
+    assert "DTRAIN_PREFLIGHT=off" in status.message
+    assert not (cluster.folder / "began").exists()
+    cluster.manager.settings = replace(cluster.manager.settings, preflight="off")
+    cluster.submit("unfit", "(OUT / 'began').touch()")
+    assert cluster.wait("unfit").state is JobState.SUCCEEDED
 
 
 def test_a_run_directory_elsewhere(cluster, tmp_path):

@@ -51,7 +51,7 @@ class Job:
             "env": {"DTRAIN_STOP_GRACE_SECONDS": "3", "DTRAIN_PEER_GRACE_SECONDS": "1"},
             "processes_per_node": processes, "threads_per_rank": 1,
             "command": [sys.executable, str(path)], "master_port": None, "engine": "ray",
-            "max_replacements": 3, "replacement_delay_seconds": 0.0, **fields,
+            "max_replacements": 3, "replacement_delay_seconds": 0.0, "preflight": "off", **fields,
         }  # fmt: skip
         self.rundir.write_json("launch.json", self.launch)
         self.engine = ProcessEngine(folder / "engine", self.rundir.uri, "")
@@ -195,6 +195,39 @@ def test_a_host_that_loses_node_after_node_gets_no_more_of_them(make_job: Callab
     assert (status["state"], status["replacements"]) == ("succeeded", 2), job.said()
     assert [each["host"] for each in status["excluded_hosts"]] == ["bad"]
     assert "host bad is excluded: 2 nodes were lost there soon after they began" in job.said()
+
+
+def test_a_node_that_fails_its_pre_flight_is_replaced_before_it_has_ranks(make_job: Callable[..., Job]) -> None:
+    job = make_job(
+        """
+        (OUT / f"began-{RANK}-{INCARNATION}").touch()
+        while not (OUT / "began-1-2").exists():
+            time.sleep(0.02)
+        """,
+        preflight="quick: test $NODE_RANK.$DTRAIN_INCARNATION != 1.1 || { echo its link is down; exit 3; }",
+    )
+    job.start()
+    assert job.ends()["replacements"] == 1
+    assert not (job.folder / "began-1-1").exists()
+    good, bad, better = sorted(job.presences(), key=lambda one: (one.node_id, one.incarnation))
+    assert (bad.preflight, bad.exit_codes) == ("the site's own check: its link is down", (76,))
+    assert (good.preflight, good.exit_codes, better.preflight, better.exit_codes) == ("", (0,), "", (0,))
+    assert bad.ended_at is not None
+    assert bad.preflight_seconds == pytest.approx(bad.ended_at - bad.started_at, abs=1.0)
+    assert 0 < good.preflight_seconds < 30
+    log = (job.folder / "run/logs/node-1.log").read_text()
+    assert "pre-flight failed: the site's own check: its link is down" in log
+    assert "pre-flight: passed in" in log
+
+
+def test_a_job_of_which_no_node_passes_its_pre_flight_says_what_failed(make_job: Callable[..., Job]) -> None:
+    job = make_job("", nodes=1, max_replacements=1, preflight="quick: echo the fan is broken; exit 1")
+    job.start()
+    status = job.ends()
+    assert status["state"] == "failed"
+    assert "no node passed its pre-flight: the site's own check: the fan is broken (node 0 on " in status["message"]
+    assert "DTRAIN_PREFLIGHT=off" in status["message"]
+    assert len(job.presences()) == 2
 
 
 def test_a_failure_ends_the_job_with_the_log_of_its_rank(make_job: Callable[..., Job]) -> None:
