@@ -350,12 +350,9 @@ def _load_gpus(errand: Errand) -> dict[str, Any]:
 def _load_gpu(torch: Any, nvml: Any, number: int, handle: Any) -> dict[str, Any]:
     size = 8192
     with torch.cuda.device(number), torch.no_grad():
-        # Whole numbers this small are exact in bfloat16, and so are their sums in float32.
-        left = (torch.arange(size * size, device="cuda", dtype=torch.int64) % 3 - 1).view(size, size).bfloat16()
-        right = left.t().contiguous()
+        is_right = multiplies_rightly(torch, size, "cuda")
+        left, right = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         out = torch.mm(left, right)
-        small = torch.mm(left[:256].float(), right[:, :256].float())
-        is_right = bool(torch.equal(out[:256, :256], small.bfloat16()))
         torch.cuda.synchronize()
         count, begun = 0, time.perf_counter()
         while time.perf_counter() - begun < GPU_SECONDS:
@@ -385,6 +382,18 @@ def _load_gpu(torch: Any, nvml: Any, number: int, handle: Any) -> dict[str, Any]
         "product_is_right": is_right,
         **width,
     }
+
+
+def multiplies_rightly(torch: Any, size: int, device: str) -> bool:
+    """Return whether a product of bfloat16 matrices on a device is the one that this machine's CPU computes. Of the
+    factors at most 256 terms of each sum are not zero, and each is 1 or -1: bfloat16 holds every partial sum exactly,
+    whatever the order in which a library adds."""
+    place = torch.arange(size, device=device)
+    period = max(1, size // 256)
+    left = (place[:, None] % period == place[None, :] % period).bfloat16()
+    right = ((place[:, None] // period + place[None, :]) % 3 - 1).bfloat16()
+    found = torch.mm(left, right)[-256:].cpu().float()
+    return bool(torch.equal(found, left[-256:].cpu().float() @ right.cpu().float()))
 
 
 def _copy_to_peer(torch: Any, number: int, other: int) -> float:

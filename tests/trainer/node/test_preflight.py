@@ -7,9 +7,12 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
+import torch
 
 from trainer.node.preflight import (
     GIB,
@@ -24,7 +27,16 @@ from trainer.node.preflight import (
     read_setting,
     usual_of,
 )
-from trainer.node.preflight_measures import Errand, Measuring, _look_at_clock, measure, read_output, run_command
+from trainer.node.preflight_measures import (
+    Errand,
+    Measuring,
+    _ask_gpu,
+    _look_at_clock,
+    measure,
+    multiplies_rightly,
+    read_output,
+    run_command,
+)
 
 H100 = Gpu(
     name="NVIDIA H100 80GB HBM3",
@@ -144,6 +156,55 @@ def test_a_measuring_that_ends_early_is_a_failure_only_where_it_hung() -> None:
     assert ended.skipped == ("what follows the GPUs: ImportError: torch",)
     assert read_output(lines + '\n{"done": true}', 0).skipped == ()
     assert read_output("", None).hung
+
+
+class OldGpu:
+    """What NVML says of a GPU from before rows were remapped, which is in trouble."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(pynvml, name)  # so that each name is one of the library's
+        answers: dict[str, Any] = {
+            "nvmlDeviceGetName": b"Tesla V100-PCIE-16GB",
+            "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=16 * GIB, used=9 * GIB),
+            "nvmlDeviceGetTotalEccErrors": 2,
+            "nvmlDeviceGetRetiredPages": [0] * 40,
+            "nvmlDeviceGetCurrentClocksThrottleReasons": pynvml.nvmlClocksThrottleReasonGpuIdle
+            | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown,
+        }
+        if name == "nvmlDeviceGetRemappedRows":
+            return refuse
+        return (lambda *_, **__: answers[name]) if callable(found) and name in answers else found
+
+
+def refuse(*_: object) -> None:
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+
+def test_a_gpu_is_asked_by_nvml_and_what_it_does_not_know_is_skipped() -> None:
+    skipped: list[str] = []
+    told = _ask_gpu(OldGpu(), None, 3, skipped)
+    assert skipped == ["GPU 3, remapped rows: Not Supported"]
+    judged = judge_node(Measured.of({"gpus": [told]}), Wanted())
+    about = "GPU 0 (Tesla V100-PCIE-16GB): "
+    assert judged.failed == [
+        about + "2 uncorrected memory errors",
+        about + "80 retired pages",
+        about + "others hold 9.0 of 16.0 GiB",
+    ]
+    assert judged.warned == [about + "slowed down by heat"]
+
+
+def test_a_product_in_bfloat16_is_compared_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert multiplies_rightly(torch, 512, "cpu")
+    right = torch.mm
+
+    def wrong(*given: Any) -> torch.Tensor:
+        found = right(*given)
+        found[-1, -1] += 1
+        return found
+
+    monkeypatch.setattr(torch, "mm", wrong)
+    assert not multiplies_rightly(torch, 512, "cpu")
 
 
 def test_this_machine_is_measured(tmp_path: Path) -> None:
