@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +21,7 @@ from click.testing import CliRunner
 
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.clusters.base import ClusterError, JobState
+from dtrain_dagster.clusters.hosts import HostEvent
 from dtrain_dagster.clusters.managers import EngineClusterManager
 from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from harness.engines.engine_training import (
@@ -128,6 +130,25 @@ class EngineTrials:
         for agent in agents:
             agent.kill()
         training.run_until(lambda: incarnations(training) == [(0, 1), (1, 1), (1, 2)], "a replacement")
+        assert_same(training, expected)
+
+    def test_a_machine_that_loses_node_after_node_gets_no_more_of_them(
+        self, machines: Machines, training: Training, expected: Outcome
+    ) -> None:
+        training.submit()
+        training.run_until(lambda: training.step() > 20, "a step")
+        bad = next(job.host for job in machines.jobs(training.launch()) if job.node_id == 1)
+        record = training.manager.host_record()
+        assert record is not None
+        for host, kind in ((bad, "lost"), ("another", "began")):  # as an earlier job may have left them
+            record.add(HostEvent(host=host, at=time.time(), kind=kind, seconds=5.0, why="planted"))  # type: ignore[arg-type]
+        for agent in training.processes("--node 1 --incarnation 1"):
+            agent.kill()
+        training.run_until(lambda: incarnations(training) == [(0, 1), (1, 1), (1, 2)], "a replacement")
+        jobs = {(job.node_id, job.incarnation): job.host for job in machines.jobs(training.launch())}
+        assert jobs[1, 2] not in ("", bad)
+        status = training.rundir.read_json("status.json") or {}
+        assert [each["host"] for each in status["excluded_hosts"]] == [bad]
         assert_same(training, expected)
 
     def test_the_control_plane_is_restarted(self, machines: Machines, training: Training, expected: Outcome) -> None:
