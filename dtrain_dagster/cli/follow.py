@@ -16,14 +16,14 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from rich.table import Table
 from rich.text import Text
 
-from dtrain_dagster.cli.common import cluster_of, console, run_dir
+from dtrain_dagster.cli.common import cluster_of, console, run_dir, say
 from dtrain_dagster.cli.facts import SEPARATOR, LeftClock, expect_finish, format_progress
 from dtrain_dagster.cli.json_output import print_json_line
 from dtrain_dagster.cli.screen import plain_table
 from dtrain_dagster.clusters.base import GPUClusterManager, JobStatus
 from dtrain_dagster.dashboard.series import PerformanceDashboard
 from dtrain_dagster.jobs.log_follower import LogFollower, time_in
-from dtrain_dagster.jobs.progress import follow_job
+from dtrain_dagster.jobs.progress import follow_job, words_of_kept
 from trainer.printable import visible
 from trainer.rundir import RunDir
 
@@ -110,8 +110,13 @@ def stream_job(
 ) -> JobStatus:
     """Have ``show`` print the logs, pairs of node and line, as they grow, until the job has ended, and return its
     status."""
+    kept: tuple[str, ...] = ()
     while True:
         status = manager.job_status(job_id)  # asked first, so that the final round reads everything
+        if status.kept and status.kept != kept:
+            kept = status.kept
+            for line in words_of_kept(status):
+                say(visible(line), err=True)
         show(follower.read(node_id, to_the_end=status.state.is_final))
         if status.state.is_final:
             return status

@@ -53,7 +53,7 @@ def print_status(console: Console, facts: JobFacts, rundir: RunDir, now: float, 
         console.print(nodes_table(presences, now, stale))
     studio = (rundir.read_json(LAUNCH) or {}).get("studio_url")
     why = status.message if status.message != status.state.value else ""
-    for line in filter(None, (why, studio)):
+    for line in filter(None, (why, *status.kept, studio)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -66,7 +66,8 @@ def nodes_table(presences: Iterable[NodePresence], now: float, stale: float) -> 
         if node.ended_at is not None:
             codes = ", ".join(map(str, node.exit_codes))
         else:
-            codes = f"silent for {format_duration(silent)}" if silent > stale else "there"
+            here = "there" if node.kept_since is None else "kept"
+            codes = f"silent for {format_duration(silent)}" if silent > stale else here
         span = format_duration(node.seconds(now - node.clock_jump_seconds))
         numbers = (str(number) for number in (node.launch, node.node_id, node.incarnation))
         table.add_row(*numbers, time_of(node.started_at), span, codes)

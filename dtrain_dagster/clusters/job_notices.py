@@ -20,6 +20,7 @@ from dtrain_dagster.clusters.notice_text import (
     PART_OF_NAME,
     JobFigures,
     NoticeKind,
+    describe_kept,
     describe_move,
     is_told,
     kind_of_end,
@@ -38,7 +39,7 @@ MOST_REASON = 600
 """The most characters of the reason for a failure."""
 _RUN_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
-Wanted = Literal["end", "goes_on", "waits"]
+Wanted = Literal["end", "goes_on", "waits", "kept"]
 """What is to be told; of an end, `kind_of_end` says how it is told."""
 
 
@@ -65,6 +66,12 @@ def tell_of_wait(rundir: RunDir, launch: int, retries: RetryPolicy | None = None
     """Tell people that this launch waits for nodes, with the reason of ``status.json``; once, however often it waits.
     It never raises, as `tell_of_end`."""
     _tell_safely(rundir, "waits", launch, retries)
+
+
+def tell_of_kept(rundir: RunDir, launch: int, retries: RetryPolicy | None = None) -> None:
+    """Tell people that the job has failed in this launch, and how to enter the nodes that are kept; once. It never
+    raises, as `tell_of_end`."""
+    _tell_safely(rundir, "kept", launch, retries)
 
 
 def wait_patience_seconds() -> float:
@@ -155,5 +162,6 @@ def _figures(rundir: RunDir, kind: NoticeKind, launch: Mapping[str, Any]) -> Job
         cost=cost,
         reason=reason if state is not JobState.SUCCEEDED else "",
         moved=describe_move(launch) if kind == "goes_on" else "",
+        kept=describe_kept(status.get("kept") or ()),
         links=find_links(rundir, launch),
     )

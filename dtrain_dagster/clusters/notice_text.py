@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.settings.tiers import current_tier, tier_in_words
 from dtrain_dagster.support.formatting import format_duration
 
-NoticeKind = Literal["finished", "failed", "budget", "goes_on", "waits"]
-PART_OF_NAME: Mapping[NoticeKind, str] = {"goes_on": "launch", "waits": "wait"}
+NoticeKind = Literal["finished", "failed", "budget", "goes_on", "waits", "kept"]
+PART_OF_NAME: Mapping[NoticeKind, str] = {"goes_on": "launch", "waits": "wait", "kept": "kept"}
 """What the names of a notice's files have after the launch; the others are an end."""
 
 UNTOLD = ("probe-",)
@@ -20,7 +21,7 @@ PART_OF = "DTRAIN_PART_OF"
 """The variable in a launch's environment that says of what its job is a part; unset for a job that stands alone."""
 FLEET, SEARCH = "fleet", "search"
 _OF_PARTS: Mapping[str, frozenset[NoticeKind]] = {
-    FLEET: frozenset({"finished", "failed", "waits"}),
+    FLEET: frozenset({"finished", "failed", "waits", "kept"}),
     SEARCH: frozenset(),
 }
 """What is told of jobs that are parts: a fleet moves its jobs and gives them budgets all the time, and of a search its
@@ -45,6 +46,8 @@ class JobFigures:
     """Why it failed, was started again, or waits."""
     moved: str = ""
     """Where it goes on, and where it ran before, if that is elsewhere."""
+    kept: Sequence[str] = ()
+    """How to enter the nodes that are left in place."""
     links: tuple[str, ...] = ()
     """Addresses of pages about it."""
 
@@ -72,6 +75,7 @@ def write_notice(kind: NoticeKind, job_id: str, figures: JobFigures) -> tuple[st
         "budget": "was stopped by its budget",
         "goes_on": f"goes on{' elsewhere' if figures.moved else ''}: launch {figures.launch}",
         "waits": "waits for nodes",
+        "kept": "has failed, and its nodes are kept",
     }
     steps = "" if figures.steps is None else f"{figures.steps:,} steps; "
     launches = f" in {figures.launch} launches" if figures.launch > 1 else ""
@@ -83,9 +87,21 @@ def write_notice(kind: NoticeKind, job_id: str, figures: JobFigures) -> tuple[st
     elif kind == "waits":
         so_far = f"so far: {paid}" if figures.node_seconds else ""
         lines = [figures.reason, so_far, f"dtrain status {job_id} --follow", f"dtrain cancel {job_id}"]
+    elif kind == "kept":
+        lines = [figures.reason, *figures.kept, paid, f"dtrain cancel {job_id}"]
     else:
         lines = [figures.reason, paid, f"dtrain logs {job_id}"]
     return f"dtrain: {job_id} {titles[kind]}", "\n".join(filter(None, [*lines, *figures.links]))
+
+
+def describe_kept(kept: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each node that is left in place, as ``status.json`` has them: until when, and how to enter
+    it."""
+    lines = []
+    for node in kept:
+        until = "" if node.get("until") is None else f" until {datetime.fromtimestamp(node['until'], UTC):%H:%M} UTC"
+        lines.append(f"node {node['node_id']} is kept{until}: {node.get('how') or 'its engine tells no way in'}")
+    return lines
 
 
 def place_of(launch: Mapping[str, Any]) -> dict[str, Any]:

@@ -119,6 +119,8 @@ def health(job_id: str, node: NodePresence, now: float, generation: NodeGenerati
     if node.ended_at is not None:
         left = f"left {job_id} with exit codes {', '.join(map(str, node.exit_codes))}"
         return NodeHealth(node_id=node.node_id, healthy=not any(node.exit_codes), message=left)
+    if node.kept_since is not None:
+        return NodeHealth(node_id=node.node_id, healthy=False, message=f"failed in {job_id} and is kept for a person")
     silent = now - node.heard_at(now)
     if silent > STALE_SECONDS:
         return NodeHealth(node_id=node.node_id, healthy=False, message=f"silent for {silent:.0f} s in {job_id}")

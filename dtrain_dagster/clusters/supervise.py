@@ -26,6 +26,7 @@ from dtrain_dagster.clusters.job_notices import (
     RETRIES,
     has_end_to_tell,
     tell_of_end,
+    tell_of_kept,
     tell_of_launch,
     tell_of_wait,
     wait_patience_seconds,
@@ -151,6 +152,10 @@ class LocalPlacer:
             if grace <= 0:
                 node.kill()
 
+    def how_to_enter(self, node_id: int) -> str:
+        """Return nothing: its nodes are processes of this machine, and none is kept."""
+        return ""
+
     def exclusions(self) -> Sequence[Exclusion]:
         """Return none: its nodes share one machine."""
         return ()
@@ -258,8 +263,8 @@ def main(arguments: Sequence[str]) -> int:
             settle_status(rundir, sweeps=False)
 
     work = partial(supervise, rundir, secret, clock, RESUME in arguments)
-    on_launch, on_wait = (partial(tell, rundir, retries=RETRIES) for tell in (tell_of_launch, tell_of_wait))
-    code = supervised(work, supervisor_mark(launch), afterwards, on_launch, on_wait)
+    told = (partial(tell, rundir, retries=RETRIES) for tell in (tell_of_launch, tell_of_wait, tell_of_kept))
+    code = supervised(work, supervisor_mark(launch), afterwards, *told)
     if has_end_to_tell(rundir):
         os.close(lock)  # the job may be started again meanwhile
         tell_of_end(rundir, RETRIES)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dtrain_dagster.clusters.base import JobState
+from dtrain_dagster.clusters.notice_text import describe_kept
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.dashboard.failure import describe_failure
 from dtrain_dagster.dashboard.job_board import CANNOT_READ, cost_so_far
@@ -214,6 +215,8 @@ def verdict_of(
         return Verdict(words=_first_line(status.get("message")) or "somebody cancelled it", tone="wait")
     if row.state == JobState.QUEUED:
         return Verdict(words=_first_line(status.get("message")) or "waits for nodes", tone="wait")
+    if row.running and (kept := describe_kept(status.get("kept") or ())):
+        return Verdict(words="; ".join([*kept, _first_line(status.get("message"))])[:MOST_WORDS], tone="bad")
     if row.running and row.step is None:
         return Verdict(words="waits for its first step")
     if found.cause is SlowdownCause.UNKNOWN:

@@ -193,10 +193,12 @@ def start_job(
     stop_at_usd: float | None = None,
     command: tuple[str, ...] | None = None,
     part_of: str = "",
+    keep_failed_seconds: float = 0.0,
 ) -> None:
     """Write ``job.json`` and run the trainer on the cluster, or a ``command`` that trains the job. A job that runs
     already is left alone, except for its budget. ``command``: Python, a script, its arguments. ``stop_at_usd``: of what
-    ``max_node_seconds`` was computed. ``part_of``: the fleet or search that pays for it. Raise `BudgetSpentError`, and
+    ``max_node_seconds`` was computed. ``part_of``: the fleet or search that pays for it.
+    ``keep_failed_seconds``: how long a node that fails is left in place. Raise `BudgetSpentError`, and
     buy nothing, where no budget is left."""
     refuse_foreign_factories(job)
     rundir = RunDir(job.run_dir)
@@ -221,7 +223,8 @@ def start_job(
         )
     note_job(job.job_id)
     note_start(manager.home, job.job_id, owner_here(job.tracking.mlflow_experiment), part_of)
-    manager.submit_job(spec_of(manager, job, node_count, processes_per_node, env, command))
+    spec = spec_of(manager, job, node_count, processes_per_node, env, command)
+    manager.submit_job(replace(spec, keep_failed_seconds=keep_failed_seconds))
 
 
 def spec_of(
@@ -256,6 +259,7 @@ def follow_job(
     """Yield the job's status and view, again and again, until it has ended; the last one yielded is final. ``take`` is
     called before each with the events that have come since."""
     follower, hang_news = JobFollower(rundir), HangNews()
+    kept: tuple[str, ...] = ()
     note_job(job_id)
     while True:
         status = manager.job_status(job_id)  # asked first, so that the final round reads all events
@@ -264,10 +268,18 @@ def follow_job(
             take(events)
             told += news(events)
         hang = map(visible, hang_news.tell(follower.view.hang, time.time(), status.state.is_final))
+        if status.kept != kept:
+            kept = status.kept
+            told += tuple(map(visible, words_of_kept(status) if kept else ()))
         yield status, replace(follower.view, news=(*dict.fromkeys(told), *hang), nodes_alive=status.nodes_alive)
         if status.state.is_final:
             return
         manager.wait(status)
+
+
+def words_of_kept(status: JobStatus) -> list[str]:
+    """Return what a person is told of a job that has failed and whose nodes are kept. Pure."""
+    return [status.message.partition("\n")[0], *status.kept, f"give them back: dtrain cancel {status.job_id}"]
 
 
 class WaitNews:

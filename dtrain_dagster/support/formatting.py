@@ -4,6 +4,7 @@ import re
 
 from trainer.printable import format_duration as format_duration
 
+_DURATION = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)([smh])")
 _MARKUP = re.compile(r"[\\`*_\[\]<>&|!#~]")
 _MOST = 2000
 """The most characters of one foreign text."""
@@ -14,6 +15,15 @@ def dollars(usd: float) -> str:
     if abs(usd) >= 1000:
         return f"${usd:,.0f}"
     return f"${usd:.2f}" if abs(usd) >= 1 or usd == 0 else f"${usd:.4f}"
+
+
+def seconds_of(text: str) -> float:
+    """Return the seconds of a duration as ``90s``, ``30m`` or ``2h``. Raise ValueError for anything else, or none."""
+    match = _DURATION.fullmatch(text.strip())
+    seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]] if match else 0.0
+    if not seconds:
+        raise ValueError(f"{text!r} is no duration: give a number above 0 with its unit, as 90s, 30m or 2h")
+    return seconds
 
 
 def in_markdown(text: object, most: int = _MOST) -> str:

@@ -97,6 +97,9 @@ class ProcessEngine:
         process = self._process(name)
         assert process is not None
         return process.children()[0]
+    def how_to_enter(self, job: EngineJob, address: str) -> str:
+        return f"enter {job.id}"
+
 
     def _answer(self) -> None:
         if (self.folder / "down").exists():

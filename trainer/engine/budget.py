@@ -17,13 +17,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from trainer.comm.world import RankFacts
 from trainer.config import DistributedTrainingConfig
-from trainer.documents.presences import NodePresence, stale_seconds
+from trainer.documents.paid_time import Paid, limit_of, sum_paid
+from trainer.documents.presences import stale_seconds
 from trainer.engine.result import write_result
 from trainer.exit_codes import BUDGET
 from trainer.observability.reporter import write_last_events
@@ -45,49 +44,10 @@ LAST_EVENTS_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Paid:
-    """The node-seconds paid at a moment, and the number of nodes that are being paid for."""
-
-    node_seconds: float
-    nodes: int
-
-    def after(self, seconds: float) -> float:
-        """Return the node-seconds paid this many seconds later, if no node comes or goes."""
-        return self.node_seconds + self.nodes * max(0.0, seconds)
-
-
-def sum_paid(nodes: Iterable[NodePresence], launch: int, now: float, stale: float) -> Paid:
-    """Return the node-seconds over all nodes of all launches. A node of ``launch``, the present one, counts up to
-    ``now`` if it has not ended and was heard of within ``stale`` seconds; any other without an end counts until it was
-    last heard of."""
-    total, here = 0.0, 0
-    for node in nodes:
-        heard = node.heard_at(now)
-        is_here = node.launch == launch and node.ended_at is None and now - heard < stale
-        here += is_here
-        seen = node.last_seen_at or node.started_at
-        total += node.seconds(seen + max(0.0, now - heard) if is_here else seen)
-    return Paid(total, here)
-
-
 def seconds_to_next_look(left: float, nodes: int) -> float:
     """Return the seconds until the next look: at most a quarter of the way to the end, so that new nodes are
     noticed."""
     return min(LATEST_SECONDS, max(SOONEST_SECONDS, left / (4 * max(1, nodes))))
-
-
-def limit_of(document: Any, default: float) -> float:
-    """Return the node-seconds that ``budget.json`` allows, infinite where it sets no limit; ``default`` where there is
-    no such file. Raise ValueError for one that is damaged."""
-    if document is None:
-        return default
-    found = document.get("max_node_seconds", "missing") if isinstance(document, dict) else "missing"
-    if found is None:
-        return math.inf
-    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
-        raise ValueError(f"max_node_seconds is {found!r}, not a number above 0")
-    return float(found)
 
 
 def begin_budget(

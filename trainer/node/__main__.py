@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import math
 import signal
 import sys
 import time
@@ -21,9 +22,10 @@ import psutil
 from trainer.comm.descriptors import raise_descriptor_limit
 from trainer.comm.own_address import own_address
 from trainer.documents.presences import NodePresence, heartbeat_seconds, stale_seconds
+from trainer.documents.paid_time import limit_of, sum_paid
 from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
-from trainer.exit_codes import DONE, EVICTED, FAILED, LOST, UNFIT, UNUSABLE, describe_exit_codes, is_loss
+from trainer.exit_codes import BUDGET, DONE, EVICTED, FAILED, LOST, UNFIT, UNUSABLE, describe_exit_codes, is_loss
 from trainer.node.environment import (
     PEER_GRACE,
     STOP_GRACE,
@@ -36,7 +38,7 @@ from trainer.node.line_log import LineLog
 from trainer.node.node_processes import NodeProcesses, header_of, make_node, spawn_process
 from trainer.node.preflight import Judgement, Wanted, judge_node, read_setting
 from trainer.node.preflight_measures import Errand, Measuring
-from trainer.rundir import LAUNCH, LOGS, STATUS, RunDir
+from trainer.rundir import JOB, LAUNCH, LIMIT, LOGS, STATUS, RunDir
 from trainer.runtime.clock import SteadyClock
 
 POLL_SECONDS = 0.05
@@ -113,6 +115,7 @@ class NodeAgent:
             mode, command = read_setting(self.launch.get("preflight", ""))
         except ValueError as error:
             raise LaunchError(f"preflight: {error}") from None
+                self._keep(codes)
         if mode == "off":
             return
         here = self.presence
@@ -172,6 +175,37 @@ class NodeAgent:
                 port = choose_port(self.launch["master_port"])
                 self.rundir.storage.create(place, json.dumps({"host": address, "port": port}).encode())
             while (found := self.rundir.read_json(place)) is None:
+    def _keep(self, codes: Sequence[int]) -> None:
+        """Leave a node whose processes failed in place for a person, where the launch asks for that: until its time is
+        over, it is asked to end, or the budget of its job is spent."""
+        seconds = float(self.launch.get("keep_failed_seconds", 0.0))
+        if not seconds or self.asked or not is_worth_keeping(codes, self.launch["elastic"]):
+            return
+        self.hold_seconds = 0.0  # there is nothing left to train on with
+        now = self.clock.now()
+        self._write(exit_codes=tuple(codes), last_seen_at=now, kept_since=now, kept_until=now + seconds)
+        say(f"{self._name()} failed and is kept for {seconds:g} s; its ranks have ended")
+        looked_at = float("-inf")
+        while self.clock.now() < now + seconds and not self._rests():
+            if time.monotonic() - looked_at >= heartbeat_seconds(self.rundir.storage):
+                looked_at = time.monotonic()
+                if self._is_budget_spent():
+                    say("the budget of the job is spent, so this node is not kept any longer")
+                    return
+
+    def _is_budget_spent(self) -> bool:
+        """Return whether the job has been paid for as long as it may be."""
+        try:
+            training = (self.rundir.read_json(JOB) or {}).get("training", {})
+            limit = limit_of(self.rundir.read_json(LIMIT), training.get("max_node_seconds") or math.inf)
+            if limit == math.inf:
+                return False
+            now, stale = self.clock.now(), stale_seconds(self.rundir.storage)
+            return sum_paid(self.rundir.nodes(), self.presence.launch, now, stale).node_seconds >= limit
+        except (OSError, ValueError) as error:  # money goes on only where it is known to be there
+            say(f"what the job was paid cannot be read: {error}")
+            return True
+
                 if self._rests():
                     return None
             address, port = found["host"], found["port"]
@@ -309,7 +343,14 @@ def run_agent(rundir: RunDir, number: int, node_id: int, incarnation: int, secre
     if launch["launch"] != number or not is_wanted(rundir, launch):
         say(f"launch {number} of job {launch['job_id']} is over: nothing is started")
         return LOST
-    return NodeAgent(rundir, launch, node_id, incarnation, secret).run()
+    return NodeAgent(rundir, launch, node_id, incarnation, secret, hold_seconds).run()
+
+
+def is_worth_keeping(codes: Sequence[int], is_elastic: bool) -> bool:
+    """Return whether these exit codes of a node's ranks are of a failure that a person may want to look into: not of an
+    end in order, and not of a loss where another node takes its place."""
+    in_order = (DONE, BUDGET, LOST, UNFIT, EVICTED, -signal.SIGTERM)
+    return any(code not in in_order and not (is_elastic and is_loss(code)) for code in codes)
 
 
 def describe_preflight(judged: Judgement, seconds: float) -> str:

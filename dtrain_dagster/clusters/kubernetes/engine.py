@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.kubernetes.objects import LAUNCH, first_pod, group_object, node_object, read_node
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError, name_launch
-from dtrain_dagster.settings.kubernetes import KubernetesSettings
+from dtrain_dagster.settings.kubernetes import CONTAINER, KubernetesSettings
 from trainer.node.environment import LaunchError
 
 if TYPE_CHECKING:
@@ -165,6 +165,10 @@ class KubernetesEngine:
         with self._asking("look at the namespace"):
             self._batch.list_namespaced_job(self._space, limit=1, **_RAW)
         for group, resource, part, verb in RIGHTS:
+    def how_to_enter(self, job: EngineJob, address: str) -> str:
+        where = f" --context={self.options.context}" if self.options.context else ""
+        return f"kubectl{where} exec -it -n {self._space} job/{job.id} -c {CONTAINER} -- bash"
+
             attributes = {
                 "namespace": self._space,
                 "group": group,

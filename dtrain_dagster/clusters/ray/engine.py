@@ -164,6 +164,9 @@ class RayEngine:
         if self._driver is not None:
             self._driver.kill()
             self._driver.wait()
+    def how_to_enter(self, job: EngineJob, address: str) -> str:
+        return f"ssh {address or job.host}  (Ray itself opens no shell)"
+
             for pipe in (self._driver.stdin, self._driver.stdout):
                 if pipe is not None:
                     with contextlib.suppress(OSError):

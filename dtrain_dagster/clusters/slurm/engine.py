@@ -126,6 +126,10 @@ class SlurmEngine:
     def _ask_account(self, ids: Sequence[str]) -> None:
         """Ask the accounting how these jobs ended. A cluster without one says nothing of them, now and then."""
         if not ids or time.monotonic() < self._asks_account_at:
+    def how_to_enter(self, job: EngineJob, address: str) -> str:
+        shell = f"srun --jobid={job.id} --overlap --pty bash"
+        return f"ssh -t {self.options.host} {shell}" if self.options.host else shell
+
             return
         self._asks_account_at = time.monotonic() + ACCOUNT_SECONDS
         try:

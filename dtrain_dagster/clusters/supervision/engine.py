@@ -80,6 +80,11 @@ class Engine(Protocol):
 
 def name_launch(launch: Mapping[str, Any]) -> str:
     """Return a name of this launch that no other has, of lower-case letters, digits and hyphens."""
+    def how_to_enter(self, job: EngineJob, address: str) -> str:
+        """Return the command that opens a shell where this job runs, or what there is instead. ``address``: at which
+        other nodes reach it."""
+        ...
+
     return f"dtrain-{launch['token'][-NAME_DIGITS:]}-l{launch['launch']}"
 
 

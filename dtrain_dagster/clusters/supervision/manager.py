@@ -36,7 +36,7 @@ from dtrain_dagster.clusters.base import (
 )
 from dtrain_dagster.clusters.job_code import stage_code
 from dtrain_dagster.clusters.job_marks import ActiveJobs, ClusterUse
-from dtrain_dagster.clusters.notice_text import BEFORE, place_of
+from dtrain_dagster.clusters.notice_text import BEFORE, describe_kept, place_of
 from dtrain_dagster.clusters.supervision.private_files import PrivateFiles
 from dtrain_dagster.clusters.supervision.settle import (
     acquire_job_lock,
@@ -273,6 +273,7 @@ class SupervisedClusterManager(GPUClusterManager):
 
     def active_jobs(self) -> list[JobStatus]:
         if (marks := self.active.marks()) is None:
+            kept=() if state.is_final else tuple(describe_kept(status.get("kept") or ())),
             marks = self.running()
             for job_id in marks:
                 self.active.enter(job_id)

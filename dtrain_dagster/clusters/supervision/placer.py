@@ -43,8 +43,9 @@ class PlacedNode:
     incarnation: int
     codes: tuple[int | None, ...]
     """The exit codes by local rank, or minus the number of the signal; None for a process that runs or will run."""
-    state: Literal["pending", "running", "gone"]
-    """``pending``: the engine has not started it yet. ``gone``: nothing of it is left."""
+    state: Literal["pending", "running", "kept", "gone"]
+    """``pending``: the engine has not started it yet. ``kept``: its ranks have ended, and it is left in place for a
+    person. ``gone``: nothing of it is left."""
     gone_at: float | None = None
     """Time of `time.monotonic` at which it was seen that nothing of the node was left; None before."""
     presence: NodePresence | None = None
@@ -111,6 +112,10 @@ class Placer(Protocol):
         """End whatever the nodes of this job may have left behind, for at most that long."""
         ...
 
+    def how_to_enter(self, node_id: int) -> str:
+        """Return the command that opens a shell on a node that is kept, or what there is instead."""
+        ...
+
     def exclusions(self) -> Sequence[Exclusion]:
         """Return the hosts on which no node is placed now."""
         ...
@@ -156,11 +161,14 @@ def view_node(record: NodeRecord, size: int, now: float) -> PlacedNode:
     codes = exit_codes_of(record, size, now)
     is_gone = record.gone_at is not None or codes is not None
     waits = presence is None and (job is None or job.state == "pending")
+    is_kept = not is_gone and presence is not None and presence.kept_since is not None
+    if is_kept and presence is not None:
+        codes = (presence.exit_codes + (KILLED,) * size)[:size]
     return PlacedNode(
         node_id=record.node_id,
         incarnation=record.incarnation,
         codes=codes if codes is not None else (None,) * size,
-        state="gone" if is_gone else "pending" if waits else "running",
+        state="gone" if is_gone else "kept" if is_kept else "pending" if waits else "running",
         gone_at=record.gone_at,
         presence=presence,
         reason=(job.reason if job else "") or record.reason,

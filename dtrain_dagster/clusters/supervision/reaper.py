@@ -49,6 +49,10 @@ class Reaper:
         """Have people told that this launch waits for nodes."""
         self._tell(b"?%d\n" % launch)
 
+    def announce_kept(self, launch: int) -> None:
+        """Have people told that this launch has failed, and that its nodes are kept."""
+        self._tell(b"=%d\n" % launch)
+
     def _tell(self, line: bytes) -> None:
         with contextlib.suppress(BrokenPipeError):  # somebody killed the reaper; the job can do without
             os.write(self._pipe, line)
@@ -60,10 +64,11 @@ def supervised(
     afterwards: Callable[[], None],
     on_launch: Callable[[int], None] = lambda launch: None,
     on_wait: Callable[[int], None] = lambda launch: None,
+    on_kept: Callable[[int], None] = lambda launch: None,
 ) -> int:
     """Do the work in a child; after its end, end all processes that it left and call ``afterwards``. Return the child's
-    exit code, negative for a signal. ``on_launch`` and ``on_wait`` are called on threads of their own with what the
-    child has announced (`Reaper.announce_launch`, `Reaper.announce_wait`).
+    exit code, negative for a signal. ``on_launch``, ``on_wait`` and ``on_kept`` are called on threads of their own
+    with what the child has announced (`Reaper.announce_launch` and those beside it).
 
     ``token``: the mark of the processes of this job, see `trainer.node.processes.MARK`.
     """
@@ -90,7 +95,7 @@ def supervised(
     with os.fdopen(read, "rb") as lines:
         for line in lines:
             sign, told = line[:1], int(line[1:])
-            if announced := {b"!": on_launch, b"?": on_wait}.get(sign):
+            if announced := {b"!": on_launch, b"?": on_wait, b"=": on_kept}.get(sign):
                 threads.append(threading.Thread(target=announced, args=(told,)))
                 threads[-1].start()
             else:

@@ -80,6 +80,7 @@ def describe_launch(spec: JobSpec, folder: Path, rundir: RunDir) -> dict[str, An
         "env": with_package({**_python_path(os.environ), **spec.env}),
         "master_port": spec.master_port,
         "elastic": spec.elastic,
+        **({"keep_failed_seconds": spec.keep_failed_seconds} if spec.keep_failed_seconds else {}),
         "launch": 1 + max((node.launch for node in rundir.nodes()), default=0),
         "token": new_token(folder),
         "submitted_at": time.time(),

@@ -26,7 +26,7 @@ from dtrain_dagster.clusters.exit_policy import (
     exit_code,
     is_failure,
 )
-from dtrain_dagster.clusters.notice_text import BEFORE, place_of
+from dtrain_dagster.clusters.notice_text import BEFORE, describe_kept, place_of
 from dtrain_dagster.clusters.presence import HEARTBEAT_SECONDS
 from dtrain_dagster.clusters.resume_advice import explain_failure, explain_giving_up
 from dtrain_dagster.clusters.supervision.placer import PlacedNode, Placer
@@ -71,6 +71,8 @@ class Supervisor:
         self.replacements = self.preemptions = self.relaunches = 0
         """Nodes that took the place of lost ones, and of ones that were taken away, and launches after the first."""
         self.failure: Failure | None = None
+        self.kept: tuple[Mapping[str, Any], ...] = ()
+        """The nodes that are left in place for a person, as ``status.json`` has them."""
         self._said = ""
         self.wait_seconds, self._told_of_wait = wait_seconds, 0
         """…and the last launch of which they were told."""
@@ -92,6 +94,8 @@ class Supervisor:
         ends = [(node_id, code) for node_id, node in self.nodes.items() for code in node.codes]  # but for our own doing
         self._end_nodes(self.stop_grace)
         if decision is None:
+        if decision is not None and decision.action == "fail":
+            self._keep_failed()
             return self._finish(JobState.CANCELLED, "cancelled", EVICTED)
         for node in self.nodes.values():
             self.placer.collect_logs(node.node_id)
@@ -157,6 +161,34 @@ class Supervisor:
 
     def _decide(self) -> ExitDecision:
         facts = [node.facts() for node in self.nodes.values()]
+    def _keep_failed(self) -> None:
+        """Wait while nodes whose processes failed are left in place for a person, the others ended. The job goes on
+        meanwhile: its nodes are there and are paid for, and a cancellation ends them."""
+        kept = [node for node in self.nodes.values() if node.state == "kept"]
+        if not kept or self.failure is None:
+            return
+        others = [each.node_id for each in self.nodes.values() if each.state in ("pending", "running")]
+        self.placer.end(others, self.stop_grace)
+        self.kept = tuple(
+            {
+                "node_id": node.node_id,
+                "until": node.presence.kept_until if node.presence is not None else None,
+                "how": self.placer.how_to_enter(node.node_id),
+            }
+            for node in kept
+        )
+        message = f"failed: {explain_failure(self.rundir, self.launch, self.failure)}"
+        self._write_status(JobState.RUNNING, message)
+        for line in describe_kept(self.kept):
+            _say(line)
+        if self.reaper:
+            self.reaper.announce_kept(self.launch["launch"])
+        while any(node.state == "kept" for node in self.nodes.values()) and not self.cancelled:
+            self._pause()
+            self.nodes = self.placer.look()
+            self._end_useless()
+        self.kept = ()
+
         elastic = self.launch["elastic"]
         if elastic:
             done = 0 in (code for node in facts for code in node.codes) or not any(node.runs for node in facts)
@@ -233,7 +265,8 @@ class Supervisor:
 
     def _end_useless(self) -> None:
         for node in self.nodes.values():
-            if not node.gone and (not node.alive or (self.launch["elastic"] and node.facts().is_lost)):
+            is_useless = not node.alive or (self.launch["elastic"] and node.facts().is_lost)
+            if is_useless and node.state not in ("kept", "gone"):
                 self.placer.end([node.node_id], self.stop_grace)
 
     def _pause(self) -> None:
@@ -296,6 +329,7 @@ class Supervisor:
             "pid": os.getpid(),
             "started_at": self.started_at,
             "ended_at": self.clock.now() if state.is_final else None,
+            "kept": list(self.kept),
             "stop_grace_seconds": self.stop_grace,
             "exit_code": code,
             "exit_codes": {str(rank): ended for rank, ended in ends if ended is not None},

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from dtrain_dagster.clusters.hosts import HostEvent, HostRecord
+from dtrain_dagster.clusters.notice_text import describe_kept
 from dtrain_dagster.clusters.supervision import agent_placer
 from dtrain_dagster.clusters.supervision.agent_placer import AgentPlacer
 from dtrain_dagster.clusters.supervision.engine import EngineJob, name_job
@@ -27,6 +28,7 @@ from tests.webhook import web_hook
 from trainer.comm.launch_secret import SecretFile
 from trainer.documents.presences import NodePresence
 from trainer.rundir import RunDir
+from trainer.node.__main__ import is_worth_keeping
 from trainer.runtime.clock import SteadyClock
 
 HEAD = """
@@ -232,6 +234,78 @@ def test_a_job_of_which_no_node_passes_its_pre_flight_says_what_failed(make_job:
 
 def test_a_failure_ends_the_job_with_the_log_of_its_rank(make_job: Callable[..., Job]) -> None:
     job = make_job(WAITS.replace('"go"', '("go" if RANK else ".")') + "sys.exit('no such column: Close')")
+FAILS_ON_NODE_1 = """
+    (OUT / f"began-{RANK}").touch()
+    while not (OUT / f"began-{1 - RANK}").exists():
+        time.sleep(0.02)
+    if RANK == 1:
+        sys.exit("the model is not there")
+    time.sleep(600)
+"""
+
+
+def test_a_node_that_failed_is_kept_until_the_job_is_cancelled(make_job: Callable[..., Job]) -> None:
+    job = make_job(FAILS_ON_NODE_1, keep_failed_seconds=600.0)
+    supervisor = job.start()
+    status = job.wait(lambda: job.status() if job.status().get("kept") else None, "a node that is kept")
+    assert status["state"] == "running"
+    assert status["message"].startswith("failed: rank 1 on node 1 failed first")
+    other, kept = job.wait(lambda: job.presences() if job.presences()[0].ended_at else None, "the other node to end")
+    assert (kept.node_id, kept.ended_at, kept.exit_codes) == (1, None, (1,))
+    assert kept.kept_until - kept.kept_since == pytest.approx(600.0)
+    assert other.kept_since is None
+    (line,) = describe_kept(status["kept"])
+    assert line.startswith("node 1 is kept until ")
+    assert line.endswith(f" UTC: enter {job.name(1)}")
+    supervisor.kill()  # the node outlives its supervisor, and the next one finds it kept
+    supervisor.wait()
+    job.start("--resume")
+    again = job.wait(lambda: job.status() if job.status()["pid"] != status["pid"] else None, "another supervisor")
+    job.wait(lambda: job.status().get("kept"), "the node to be found again")
+    os.kill(again["pid"], signal.SIGTERM)
+    status = job.ends()
+    assert (status["state"], status["exit_code"], status["kept"]) == ("failed", 1, [])
+    assert status["message"].startswith("rank 1 on node 1 failed first")
+    kept = job.presences()[1]
+    assert kept.ended_at is not None
+    assert kept.exit_codes == (1,)
+    job.wait(lambda: not job.processes(), "the end of all processes")
+
+
+def test_a_node_is_kept_for_its_time(make_job: Callable[..., Job]) -> None:
+    job = make_job("sys.exit(3)", nodes=1, keep_failed_seconds=1.0)
+    job.start()
+    assert job.ends()["exit_code"] == 3
+    (kept,) = job.presences()
+    assert 1.0 <= kept.ended_at - kept.kept_since < 20.0
+
+
+def test_a_node_is_not_kept_beyond_the_budget_of_its_job(make_job: Callable[..., Job]) -> None:
+    job = make_job("sys.exit(3)", nodes=1, keep_failed_seconds=600.0)
+    job.rundir.write_json("budget.json", {"max_node_seconds": 0.1})
+    job.start()
+    assert job.ends()["exit_code"] == 3
+    assert "the budget of the job is spent" in job.said()
+
+
+@pytest.mark.parametrize(
+    ("codes", "is_elastic", "is_kept"),
+    [
+        ((0, 1), True, True),
+        ((2,), True, True),
+        ((0,), True, False),
+        ((-9,), True, False),  # another node takes its place
+        ((-9,), False, True),
+        ((-15, 1), True, True),
+        ((143, -15), False, False),
+        ((75, 77), False, False),
+        ((76,), False, False),
+    ],
+)
+def test_nodes_are_kept_for_failures_alone(codes: tuple[int, ...], is_elastic: bool, is_kept: bool) -> None:
+    assert is_worth_keeping(codes, is_elastic) is is_kept
+
+
     job.start()
     assert job.ends()["state"] == "failed"
     assert "no such column: Close" in job.status()["message"]

@@ -1,0 +1,57 @@
+"""``--keep-failed``: its durations, and the clusters that cannot keep a node."""
+
+from __future__ import annotations
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from dtrain_dagster.cli.common import Refusal
+from dtrain_dagster.cli.keep import keep_failed_option, refuse_to_keep
+from dtrain_dagster.clusters.base import JobState, JobStatus
+from dtrain_dagster.clusters.notice_text import JobFigures, describe_kept, write_notice
+from dtrain_dagster.jobs.progress import words_of_kept
+from dtrain_dagster.settings.environment import load_settings
+from dtrain_dagster.support.formatting import seconds_of
+
+
+@click.command()
+@keep_failed_option
+def command(keep_failed_seconds: float) -> None:
+    click.echo(keep_failed_seconds)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90.0), ("30m", 1800.0), ("1.5h", 5400.0), (" 2h ", 7200.0)])
+def test_durations(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+    assert CliRunner().invoke(command, ["--keep-failed", text]).output == f"{seconds}\n"
+
+
+@pytest.mark.parametrize("text", ["30", "m", "0m", "-5m", "1d", "30 minutes", "", "nan", "25h"])
+def test_a_bad_duration_is_refused_by_name(text: str) -> None:
+    found = CliRunner().invoke(command, ["--keep-failed", text])
+    assert found.exit_code == 2
+    assert "--keep-failed" in found.output
+    assert "give less" in found.output if text == "25h" else "as 90s, 30m or 2h" in found.output
+
+
+def test_a_cluster_that_cannot_keep_a_node_refuses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refuse_to_keep(load_settings(), 60.0)
+    assert "none is kept: look into " in capsys.readouterr().err
+    refuse_to_keep(load_settings(), 0.0)
+    monkeypatch.setenv("DTRAIN_STORAGE", "az://data/x")
+    with pytest.raises(Refusal, match=r"--keep-failed: .*studio.*slurm, kubernetes or ray"):
+        refuse_to_keep(load_settings(cluster="azure_ml"), 60.0)
+
+
+def test_people_are_told_how_to_enter_a_node_that_is_kept() -> None:
+    kept = describe_kept([{"node_id": 3, "until": 1774746000.0, "how": "srun --jobid=7 --overlap --pty bash"}])
+    assert kept == ["node 3 is kept until 01:00 UTC: srun --jobid=7 --overlap --pty bash"]
+    title, text = write_notice("kept", "one", JobFigures(launch=1, nodes=2, reason="failed: rank 1", kept=kept))
+    assert title == "dtrain: one has failed, and its nodes are kept"
+    assert "failed: rank 1\nnode 3 is kept until" in text
+    assert "dtrain cancel one" in text
+    status = JobStatus(job_id="one", state=JobState.RUNNING, message="failed: rank 1\nthe log", kept=tuple(kept))
+    assert words_of_kept(status) == ["failed: rank 1", *kept, "give them back: dtrain cancel one"]
