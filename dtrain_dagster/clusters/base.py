@@ -128,9 +128,9 @@ class JobSpec:
     script: str = ""
     """The path of a script of this machine that the command runs. Where code is sent to nodes, it goes along with what
     it imports, and is run by its name. Empty for another command."""
-    elastic: bool = False
     keep_failed_seconds: float = 0.0
     """How long a node whose processes failed is left in place for a person; 0: not at all."""
+    elastic: bool = False
     """Whether the command can continue without a node and take in one that comes later, as ``python -m trainer`` does;
     its processes find ``DTRAIN_LAUNCH`` and ``DTRAIN_INCARNATION`` in their environment. If not, any process that fails
     ends the job."""
@@ -147,9 +147,9 @@ class JobStatus:
     nodes_alive: int = 0
     started_at: float | None = None
     ended_at: float | None = None
-    damage: str = ""
     kept: tuple[str, ...] = ()
     """A line for each node that is left in place though the job has failed: until when, and how to enter it."""
+    damage: str = ""
     """The damage of the run directory if it cannot be read; ``state`` is then the one seen from outside."""
     starved: Starved | None = None
     """The wait of a job that has ended because no nodes came; None for any other."""

@@ -88,6 +88,9 @@ class ProcessEngine:
                         if force or child.ppid() == process.pid:
                             child.send_signal(signal.SIGKILL if force else signal.SIGTERM)
 
+    def how_to_enter(self, job: EngineJob, address: str) -> str:
+        return f"enter {job.id}"
+
     def read_log(self, job_id: str) -> str | None:
         path = self.folder / job_id / "out"
         return path.read_text() if path.exists() else None
@@ -97,9 +100,6 @@ class ProcessEngine:
         process = self._process(name)
         assert process is not None
         return process.children()[0]
-    def how_to_enter(self, job: EngineJob, address: str) -> str:
-        return f"enter {job.id}"
-
 
     def _answer(self) -> None:
         if (self.folder / "down").exists():

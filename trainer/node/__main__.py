@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import math
+import os
 import signal
 import sys
 import time
@@ -21,8 +21,8 @@ import psutil
 
 from trainer.comm.descriptors import raise_descriptor_limit
 from trainer.comm.own_address import own_address
-from trainer.documents.presences import NodePresence, heartbeat_seconds, stale_seconds
 from trainer.documents.paid_time import limit_of, sum_paid
+from trainer.documents.presences import NodePresence, heartbeat_seconds, stale_seconds
 from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
 from trainer.exit_codes import BUDGET, DONE, EVICTED, FAILED, LOST, UNFIT, UNUSABLE, describe_exit_codes, is_loss
@@ -99,6 +99,7 @@ class NodeAgent:
                 node = make_node(self.launch, seat, log)
                 node.start(self.launch, self.clock.variables(), spawn_process, lambda group: None)
                 codes = self._watch(node)
+                self._keep(codes)
             else:
                 codes = (EVICTED,) * self.launch["processes_per_node"]
         except LaunchError as error:
@@ -115,7 +116,6 @@ class NodeAgent:
             mode, command = read_setting(self.launch.get("preflight", ""))
         except ValueError as error:
             raise LaunchError(f"preflight: {error}") from None
-                self._keep(codes)
         if mode == "off":
             return
         here = self.presence
@@ -159,22 +159,6 @@ class NodeAgent:
             if time.monotonic() - self._failed_at > self.peer_grace:
                 node.end(self.stop_grace)
 
-    def _wait_for_seat(self) -> Seat | None:
-        """Return the place of this node in its launch once it can have it; None where it was asked to end before."""
-        said = False
-        while self._is_occupied():
-            if not said:
-                say(f"the incarnation before {self._name()} still runs: this one waits for its end")
-                said = True
-            if self._rests():
-                return None
-        address, port = self.host, self.launch["master_port"] or MASTER_PORT
-        if not self.launch["elastic"]:
-            place = f"{RENDEZVOUS}/l{self.launch['launch']:04d}.json"
-            if self.presence.node_id == 0:
-                port = choose_port(self.launch["master_port"])
-                self.rundir.storage.create(place, json.dumps({"host": address, "port": port}).encode())
-            while (found := self.rundir.read_json(place)) is None:
     def _keep(self, codes: Sequence[int]) -> None:
         """Leave a node whose processes failed in place for a person, where the launch asks for that: until its time is
         over, it is asked to end, or the budget of its job is spent."""
@@ -206,6 +190,22 @@ class NodeAgent:
             say(f"what the job was paid cannot be read: {error}")
             return True
 
+    def _wait_for_seat(self) -> Seat | None:
+        """Return the place of this node in its launch once it can have it; None where it was asked to end before."""
+        said = False
+        while self._is_occupied():
+            if not said:
+                say(f"the incarnation before {self._name()} still runs: this one waits for its end")
+                said = True
+            if self._rests():
+                return None
+        address, port = self.host, self.launch["master_port"] or MASTER_PORT
+        if not self.launch["elastic"]:
+            place = f"{RENDEZVOUS}/l{self.launch['launch']:04d}.json"
+            if self.presence.node_id == 0:
+                port = choose_port(self.launch["master_port"])
+                self.rundir.storage.create(place, json.dumps({"host": address, "port": port}).encode())
+            while (found := self.rundir.read_json(place)) is None:
                 if self._rests():
                     return None
             address, port = found["host"], found["port"]

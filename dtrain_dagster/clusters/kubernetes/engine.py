@@ -141,6 +141,10 @@ class KubernetesEngine:
         for name in ids:
             self._delete(name, force)
 
+    def how_to_enter(self, job: EngineJob, address: str) -> str:
+        where = f" --context={self.options.context}" if self.options.context else ""
+        return f"kubectl{where} exec -it -n {self._space} job/{job.id} -c {CONTAINER} -- bash"
+
     def read_log(self, job_id: str) -> str | None:
         """Return what the node printed, at most its last `MAX_LOG_BYTES`; None where nothing is kept."""
         selector = f"job-name={job_id}"
@@ -165,10 +169,6 @@ class KubernetesEngine:
         with self._asking("look at the namespace"):
             self._batch.list_namespaced_job(self._space, limit=1, **_RAW)
         for group, resource, part, verb in RIGHTS:
-    def how_to_enter(self, job: EngineJob, address: str) -> str:
-        where = f" --context={self.options.context}" if self.options.context else ""
-        return f"kubectl{where} exec -it -n {self._space} job/{job.id} -c {CONTAINER} -- bash"
-
             attributes = {
                 "namespace": self._space,
                 "group": group,

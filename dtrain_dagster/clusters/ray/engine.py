@@ -149,6 +149,9 @@ class RayEngine:
         """End these nodes: in order, or at once with ``force``."""
         self._ask("end", names=list(ids), force=force)
 
+    def how_to_enter(self, job: EngineJob, address: str) -> str:
+        return f"ssh {address or job.host}  (Ray itself opens no shell)"
+
     def read_log(self, job_id: str) -> str | None:
         """Return what a node printed, at most its last `MAX_LOG_BYTES`; None where it printed nothing."""
         path = self._output(job_id)
@@ -164,9 +167,6 @@ class RayEngine:
         if self._driver is not None:
             self._driver.kill()
             self._driver.wait()
-    def how_to_enter(self, job: EngineJob, address: str) -> str:
-        return f"ssh {address or job.host}  (Ray itself opens no shell)"
-
             for pipe in (self._driver.stdin, self._driver.stdout):
                 if pipe is not None:
                     with contextlib.suppress(OSError):

@@ -108,6 +108,10 @@ class SlurmEngine:
             with contextlib.suppress(SlurmError):  # one has ended meanwhile
                 self.run(command, "end nodes")
 
+    def how_to_enter(self, job: EngineJob, address: str) -> str:
+        shell = f"srun --jobid={job.id} --overlap --pty bash"
+        return f"ssh -t {self.options.host} {shell}" if self.options.host else shell
+
     def read_log(self, job_id: str) -> str | None:
         """Return what a job printed, at most its last `MAX_LOG_BYTES`; None where there is nothing."""
         path = next(iter(self.log_folder.glob(f"slurm-*-{job_id}.out")), None)
@@ -126,10 +130,6 @@ class SlurmEngine:
     def _ask_account(self, ids: Sequence[str]) -> None:
         """Ask the accounting how these jobs ended. A cluster without one says nothing of them, now and then."""
         if not ids or time.monotonic() < self._asks_account_at:
-    def how_to_enter(self, job: EngineJob, address: str) -> str:
-        shell = f"srun --jobid={job.id} --overlap --pty bash"
-        return f"ssh -t {self.options.host} {shell}" if self.options.host else shell
-
             return
         self._asks_account_at = time.monotonic() + ACCOUNT_SECONDS
         try:

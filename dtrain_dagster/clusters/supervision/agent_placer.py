@@ -113,12 +113,12 @@ class AgentPlacer:
             warn_once(f"the record of hosts cannot be read: {error}")
             return ()
 
-    def end(self, node_ids: Iterable[int], grace: float) -> None:
     def how_to_enter(self, node_id: int) -> str:
         record = self.nodes[node_id]
         address = record.presence.host if record.presence is not None else ""
         return self.engine.how_to_enter(record.job, address) if record.job is not None else ""
 
+    def end(self, node_ids: Iterable[int], grace: float) -> None:
         """Have the engine end these nodes, by force after ``grace`` seconds."""
         now = time.monotonic()
         for node_id in node_ids:

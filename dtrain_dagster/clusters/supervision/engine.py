@@ -73,6 +73,11 @@ class Engine(Protocol):
         machine's answer. Jobs that have ended, or that it does not know, are passed over."""
         ...
 
+    def how_to_enter(self, job: EngineJob, address: str) -> str:
+        """Return the command that opens a shell where this job runs, or what there is instead. ``address``: at which
+        other nodes reach it."""
+        ...
+
     def read_log(self, job_id: str) -> str | None:
         """Return what the agent printed, as far as the engine keeps it; None where it has nothing."""
         ...
@@ -80,11 +85,6 @@ class Engine(Protocol):
 
 def name_launch(launch: Mapping[str, Any]) -> str:
     """Return a name of this launch that no other has, of lower-case letters, digits and hyphens."""
-    def how_to_enter(self, job: EngineJob, address: str) -> str:
-        """Return the command that opens a shell where this job runs, or what there is instead. ``address``: at which
-        other nodes reach it."""
-        ...
-
     return f"dtrain-{launch['token'][-NAME_DIGITS:]}-l{launch['launch']}"
 
 

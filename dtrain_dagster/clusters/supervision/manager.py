@@ -258,6 +258,7 @@ class SupervisedClusterManager(GPUClusterManager):
             nodes_alive=sum(node.ended_at is None for node in newest),
             started_at=status["started_at"],
             ended_at=status["ended_at"],
+            kept=() if state.is_final else tuple(describe_kept(status.get("kept") or ())),
         )
 
     def wait(self, seen: JobStatus) -> None:
@@ -273,7 +274,6 @@ class SupervisedClusterManager(GPUClusterManager):
 
     def active_jobs(self) -> list[JobStatus]:
         if (marks := self.active.marks()) is None:
-            kept=() if state.is_final else tuple(describe_kept(status.get("kept") or ())),
             marks = self.running()
             for job_id in marks:
                 self.active.enter(job_id)

@@ -92,10 +92,10 @@ class Supervisor:
         self._write_status(self._state())
         decision = self._watch()
         ends = [(node_id, code) for node_id, node in self.nodes.items() for code in node.codes]  # but for our own doing
-        self._end_nodes(self.stop_grace)
-        if decision is None:
         if decision is not None and decision.action == "fail":
             self._keep_failed()
+        self._end_nodes(self.stop_grace)
+        if decision is None:
             return self._finish(JobState.CANCELLED, "cancelled", EVICTED)
         for node in self.nodes.values():
             self.placer.collect_logs(node.node_id)
@@ -159,8 +159,6 @@ class Supervisor:
                 return decision
             self._pause()
 
-    def _decide(self) -> ExitDecision:
-        facts = [node.facts() for node in self.nodes.values()]
     def _keep_failed(self) -> None:
         """Wait while nodes whose processes failed are left in place for a person, the others ended. The job goes on
         meanwhile: its nodes are there and are paid for, and a cancellation ends them."""
@@ -189,6 +187,8 @@ class Supervisor:
             self._end_useless()
         self.kept = ()
 
+    def _decide(self) -> ExitDecision:
+        facts = [node.facts() for node in self.nodes.values()]
         elastic = self.launch["elastic"]
         if elastic:
             done = 0 in (code for node in facts for code in node.codes) or not any(node.runs for node in facts)
@@ -325,11 +325,11 @@ class Supervisor:
             "launch": self.launch["launch"],
             "replacements": self.replacements,
             "preemptions": self.preemptions,
+            "kept": list(self.kept),
             "excluded_hosts": [asdict(each) for each in self.placer.exclusions()],
             "pid": os.getpid(),
             "started_at": self.started_at,
             "ended_at": self.clock.now() if state.is_final else None,
-            "kept": list(self.kept),
             "stop_grace_seconds": self.stop_grace,
             "exit_code": code,
             "exit_codes": {str(rank): ended for rank, ended in ends if ended is not None},

@@ -27,8 +27,8 @@ from harness.waiting import until
 from tests.webhook import web_hook
 from trainer.comm.launch_secret import SecretFile
 from trainer.documents.presences import NodePresence
-from trainer.rundir import RunDir
 from trainer.node.__main__ import is_worth_keeping
+from trainer.rundir import RunDir
 from trainer.runtime.clock import SteadyClock
 
 HEAD = """
@@ -232,8 +232,6 @@ def test_a_job_of_which_no_node_passes_its_pre_flight_says_what_failed(make_job:
     assert len(job.presences()) == 2
 
 
-def test_a_failure_ends_the_job_with_the_log_of_its_rank(make_job: Callable[..., Job]) -> None:
-    job = make_job(WAITS.replace('"go"', '("go" if RANK else ".")') + "sys.exit('no such column: Close')")
 FAILS_ON_NODE_1 = """
     (OUT / f"began-{RANK}").touch()
     while not (OUT / f"began-{1 - RANK}").exists():
@@ -306,6 +304,8 @@ def test_nodes_are_kept_for_failures_alone(codes: tuple[int, ...], is_elastic: b
     assert is_worth_keeping(codes, is_elastic) is is_kept
 
 
+def test_a_failure_ends_the_job_with_the_log_of_its_rank(make_job: Callable[..., Job]) -> None:
+    job = make_job(WAITS.replace('"go"', '("go" if RANK else ".")') + "sys.exit('no such column: Close')")
     job.start()
     assert job.ends()["state"] == "failed"
     assert "no such column: Close" in job.status()["message"]
