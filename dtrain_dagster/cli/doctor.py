@@ -87,22 +87,39 @@ def _look(nodes: int | None, as_json: bool) -> tuple[dict[str, Any], str, int, b
     return document, document.get("message", ""), 0, True
 
 
+def examine_without_writing(settings: Settings, nodes: int) -> list[DoctorLine]:
+    """Return what the doctor sees of the settings' cluster that costs nothing and writes nothing."""
+    if settings.cluster == "azure_ml":
+        return _examine(nodes, writes=False)
+    if not settings.kind.has_engine:
+        return [DoctorLine(settings.cluster, "ok", "nodes are processes of this machine")]
+    try:
+        return [DoctorLine(settings.cluster, "ok", str(_answer(settings)["message"]))]
+    except EXPECTED_ERRORS as error:
+        return [DoctorLine(settings.cluster, "missing", str(error))]
+
+
 def _ask_engine(settings: Settings, as_json: bool) -> dict[str, Any]:
     """Return what the engine of a cluster answers, with the fields of `dtrain_dagster.cli.json_fields.CHECK`. As JSON,
     that it cannot be used is an answer as well, with the exit code of a refusal."""
     try:
-        options = read_engine_options(settings.cluster)
-        engine: Any = open_engine(settings.cluster, options, ".", "", os.environ)
-        try:
-            return {"usable": True, **_answer_of(settings.cluster, engine)}
-        finally:
-            if settings.cluster == "ray":
-                engine.close()
+        return {"usable": True, **_answer(settings)}
     except EXPECTED_ERRORS as error:
         if not as_json:
             raise
         print_json({**dict.fromkeys(CHECK), "usable": False, "message": str(error)})
         sys.exit(EXIT_UNUSABLE)
+
+
+def _answer(settings: Settings) -> dict[str, Any]:
+    """Return what the engine of a cluster answers, in its fields. Raise as it does."""
+    options = read_engine_options(settings.cluster)
+    engine: Any = open_engine(settings.cluster, options, ".", "", os.environ)
+    try:
+        return _answer_of(settings.cluster, engine)
+    finally:
+        if settings.cluster == "ray":
+            engine.close()
 
 
 def _answer_of(kind: str, engine: Any) -> dict[str, Any]:
@@ -118,8 +135,9 @@ def _answer_of(kind: str, engine: Any) -> dict[str, Any]:
     return {"message": f"namespace {namespace} takes nodes from this identity", "namespace": namespace}
 
 
-def _examine(nodes: int | None) -> list[DoctorLine]:
-    """Return all lines; a single one where the settings do not say what to look at."""
+def _examine(nodes: int | None, writes: bool = True) -> list[DoctorLine]:
+    """Return all lines; a single one where the settings do not say what to look at. ``writes``: whether storage is
+    tried by a blob."""
     try:
         settings = read_settings(nodes=nodes)
         own: dict[str, Any] = {**read_azure_options(settings)}
@@ -139,7 +157,7 @@ def _examine(nodes: int | None) -> list[DoctorLine]:
     except ImportError as error:
         return [DoctorLine("settings", "missing", str(error), "`pip install 'dtrain[azure]'`")]
     service, size = Service(options), settings.gpu_type
-    return Doctor(service, settings.home, settings.region, size, settings.nodes, ranks).examine()
+    return Doctor(service, settings.home, settings.region, size, settings.nodes, ranks, writes).examine()
 
 
 def lines_document(lines: Sequence[DoctorLine]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from dtrain_dagster.cli.start import new_job_id
 from dtrain_dagster.clusters.azure_ml.gpu_nodes import explain_retired
 from dtrain_dagster.clusters.ranks import explain_idle_gpus, have_gpus, hosts_of
 from dtrain_dagster.costs.prices import alternatives_to, price_of
-from dtrain_dagster.data.publish import publish_dataset
+from dtrain_dagster.data.publish import publish_dataset, published_uri
 from dtrain_dagster.jobs.orders import (
     ScriptOrder,
     environment_anywhere,
@@ -131,16 +131,20 @@ def _latest_dataset(places: Sequence[str]) -> tuple[str, str]:
     return uri, f"{name} ({kind}), built {at:%Y-%m-%d %H:%M} {at:%Z}{instead}"
 
 
-def with_reachable_data(job: JobConfig, settings: Settings) -> JobConfig:
+def with_reachable_data(job: JobConfig, settings: Settings, copies: bool = True) -> JobConfig:
     """Return the job with its dataset where the nodes read it. A dataset of this machine is copied there for nodes
-    elsewhere."""
+    elsewhere, unless nothing is to be written (``copies``)."""
     if job.dataset.factory is not None:  # nodes must make the same
         return replace(job, dataset=replace(job.dataset, dataset_id=data_of(job).dataset_id))
     source = open_storage(job.dataset.uri)
     if open_storage(settings.shared_uri).is_local or not source.is_local:
         return job
-    folder = str(source.local_path())
-    uri, _ = publish_dataset(folder, load_manifest(source)["dataset_id"], settings.shared_uri)
+    folder, dataset_id = str(source.local_path()), load_manifest(source)["dataset_id"]
+    if copies:
+        uri, _ = publish_dataset(folder, dataset_id, settings.shared_uri)
+    else:
+        uri = published_uri(folder, dataset_id, settings.shared_uri)
+        say(f"dataset: {folder} would be copied to {uri}, unless it is there", err=True)
     return replace(job, dataset=replace(job.dataset, uri=uri))
 
 

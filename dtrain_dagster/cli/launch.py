@@ -5,6 +5,7 @@ A training that the trainer knows is `dtrain_dagster.cli.train`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import click
@@ -20,9 +21,11 @@ from dtrain_dagster.cli.common import (
     run_dir,
     say,
 )
+from dtrain_dagster.cli.dry_run import dry_run_option, show_dry_run
 from dtrain_dagster.cli.follow import print_lines, stream_job
 from dtrain_dagster.cli.job_names import complete_files
 from dtrain_dagster.cli.job_options import runnable
+from dtrain_dagster.cli.keep import keep_failed_option, refuse_to_keep
 from dtrain_dagster.cli.start import finish, new_job_id, runs_already, start_and_follow, take_over, this_command_again
 from dtrain_dagster.cli.train import size_options
 from dtrain_dagster.jobs.log_follower import follow_logs
@@ -46,6 +49,8 @@ from trainer.frameworks.catalogue import FRAMEWORKS
     "--master-port", type=click.IntRange(1, 65535), metavar="PORT", help="Port of rank 0.  [default: a free one]"
 )
 @click.option("--detach", is_flag=True, help="Print the name of the job and leave it running.")
+@keep_failed_option
+@dry_run_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=complete_files)
 @refuses
 def launch(
@@ -55,6 +60,8 @@ def launch(
     name: str | None,
     master_port: int | None,
     detach: bool,
+    keep_failed_seconds: float,
+    is_dry: bool,
     command: tuple[str, ...],
 ) -> None:
     """Run a script of your own on N nodes of the cluster.
@@ -74,6 +81,7 @@ def launch(
       dtrain launch --engine deepspeed -- python my_script.py --config zero3.json
       dtrain launch --engine ray --nodes 2 my_ray_train.py
       dtrain launch --detach --name night my_script.py
+      dtrain launch --dry-run --nodes 2 my_script.py
     """
     settings = read_settings(procs_per_node, nodes)
     kind, node_count = settings.kind, nodes or settings.nodes
@@ -83,15 +91,19 @@ def launch(
     manager = cluster.manager(tends=True)
     job_id = new_job_id(name, "launch")
     rundir = run_dir(settings, job_id)
+    refuse_to_keep(settings, keep_failed_seconds)
     spec = order_program(
         manager, kind, job_id, rundir.uri, engine, runnable(command) if kind.is_this_machine else command,
         node_count, processes, cluster.node_env(project), master_port,
     )  # fmt: skip
+    spec = replace(spec, keep_failed_seconds=keep_failed_seconds)
     if runs_already(manager, job_id):
         raise Refusal(f"job {job_id} is already running: `dtrain logs --follow {job_id}` or `dtrain cancel {job_id}`")
     for note in (FRAMEWORKS[engine].open_ports, describe_needs(kind)):
         if note:
             say(f"note: {note}", err=True)
+    if is_dry:
+        show_dry_run(settings, manager, spec, cluster.sku, wanted_start(settings, job_id, node_count))
     with promising(settings, wanted_start(settings, job_id, node_count)):
         manager.provision_cluster(node_count, cluster.sku)
         follower = follow_logs(manager, rundir, kind.shares_home)

@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
+from dtrain_dagster.cli.dry_run import dry_run_option, show_dry_run
 from dtrain_dagster.cli.facts import priced_summary
 from dtrain_dagster.cli.follow import follow_training
 from dtrain_dagster.cli.job_names import complete_datasets, complete_files, complete_jobs
@@ -30,7 +31,8 @@ from dtrain_dagster.cli.job_options import (
     try_to_keep_script,
     with_reachable_data,
 )
-from dtrain_dagster.cli.plan_lines import promising_training
+from dtrain_dagster.cli.keep import keep_failed_option, refuse_to_keep
+from dtrain_dagster.cli.plan_lines import expect, promising_training, wanted_training
 from dtrain_dagster.cli.register import refuse_unregistrable, try_to_register, unregistered_job
 from dtrain_dagster.cli.screen import pairs_table
 from dtrain_dagster.cli.start import (
@@ -44,7 +46,7 @@ from dtrain_dagster.cli.start import (
     this_command_again,
 )
 from dtrain_dagster.cli.tracking import track, try_to_record_end
-from dtrain_dagster.jobs.progress import start_job
+from dtrain_dagster.jobs.progress import spec_of, start_job
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.user_sources import ensure_importable
 from trainer.config import ConfigError, JobConfig
@@ -178,6 +180,8 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
     help="A setting to change when a job continues, such as training.epochs=12. May be repeated.",
 )
 @click.option("--detach", is_flag=True, help="Print the name of the job and leave it running.")
+@keep_failed_option
+@dry_run_option
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @refuses
 def train(
@@ -188,6 +192,8 @@ def train(
     name: str | None,
     changes: tuple[str, ...],
     detach: bool,
+    keep_failed_seconds: float,
+    is_dry: bool,
     arguments: tuple[str, ...],
 ) -> None:
     """Train a model on N nodes, without Dagster.
@@ -205,6 +211,9 @@ def train(
     The training is recorded in MLflow (`dtrain ui mlflow`), a continued one in the run in which it began. With
     DTRAIN_COMMAND_TRACKING=off or --set tracking.mlflow_tracking_uri=null this start is not recorded.
 
+    With --dry-run, what would be submitted is printed as it would be: commands and batch scripts, manifests, the
+    description of computes and jobs; secrets are struck out. The exit code is 2 where the start would be refused.
+
     \b
     Examples:
       dtrain train --dataset latest --nodes 3
@@ -214,9 +223,11 @@ def train(
       dtrain train --dataset latest --settings tuned.json
       dtrain train --dataset latest --nodes 3 --backend horovod
       dtrain train --script my_training.py --nodes 3 -- --width 64
+      dtrain train --dataset latest --nodes 3 --dry-run
     """
     settings = asked.settings()
-    if not detach and (finished := unregistered_job(settings, name)) is not None:
+    refuse_to_keep(settings, keep_failed_seconds)
+    if not (detach or is_dry) and (finished := unregistered_job(settings, name)) is not None:
         if not try_to_register(settings, *cluster_of(settings), finished, run_dir(settings, finished.job_id)):
             raise SystemExit(1)
         return
@@ -252,7 +263,7 @@ def train(
         raise click.UsageError(f"arguments belong to a --script: {arguments[0]}", click.get_current_context())
     else:
         order = _plan(settings, asked, asked.fields(backend), settings_file, name)
-    _train(settings, order, changes, detach)
+    _train(settings, order, changes, detach, is_dry, keep_failed_seconds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -291,9 +302,11 @@ def _runs(settings: Settings, job_id: str) -> bool:
     return runs_already(cluster_of(settings)[0].manager(), job_id)
 
 
-def _train(settings: Settings, order: Order, changes: Sequence[str], detach: bool) -> None:
-    """Run a training on the cluster, follow it, and exit as it ends. ``changes``: see
-    `dtrain_dagster.cli.job_options.as_begun`."""
+def _train(
+    settings: Settings, order: Order, changes: Sequence[str], detach: bool, is_dry: bool, keep_failed_seconds: float
+) -> None:
+    """Run a training on the cluster, follow it, and exit as it ends; or only show what would be submitted.
+    ``changes``: see `dtrain_dagster.cli.job_options.as_begun`."""
     cluster, project = cluster_of(settings)
     manager, job_id, ranks = cluster.manager(tends=True), order.job.job_id, ranks_of(settings)
     rundir, command = run_dir(settings, job_id), order.command
@@ -301,12 +314,23 @@ def _train(settings: Settings, order: Order, changes: Sequence[str], detach: boo
     # of a script without its arguments, in which it may take a token
     source = "dtrain train" if command is None else Path(command[1]).name
     tracked = track(order.job, order.fields, settings, cluster, project, source)
-    job = as_begun(with_reachable_data(tracked.job, settings) if command is None else tracked.job, order.runs, changes)
+    job = tracked.job if command is not None else with_reachable_data(tracked.job, settings, copies=not is_dry)
+    job, env = as_begun(job, order.runs, changes), cluster.node_env(project) | tracked.env
     if command is None:
         ensure_importable()  # for a manager that sends a user's modules to its nodes
+    if is_dry and not order.runs:
+        spec = spec_of(manager, job, order.nodes, ranks, env, command)
+        spec, expected = replace(spec, keep_failed_seconds=keep_failed_seconds), expect(settings, job, order.nodes)
+        for line in expected.lines():
+            say(line, err=True)
+        show_dry_run(settings, manager, spec, cluster.sku, wanted_training(settings, job, expected), job)
     with ExitStack() as stack:
         if order.runs:
             say(f"job {job_id} is already running, so no new one is started", err=True)
+            if keep_failed_seconds:
+                say("--keep-failed counts from its next start on", err=True)
+            if is_dry:
+                return
         else:
             refuse_unregistrable(cluster, project, job)
             stack.enter_context(promising_training(settings, job, order.nodes))
@@ -314,7 +338,8 @@ def _train(settings: Settings, order: Order, changes: Sequence[str], detach: boo
         take_over(rundir)
 
         def begin() -> None:
-            start_job(manager, job, order.nodes, ranks, cluster.node_env(project) | tracked.env, command=command)
+            keep = keep_failed_seconds
+            start_job(manager, job, order.nodes, ranks, env, command=command, keep_failed_seconds=keep)
             if command is not None and not order.runs:
                 try_to_keep_script(settings, job_id, command, [*order.fields, *changes], order.nodes, ranks)
 

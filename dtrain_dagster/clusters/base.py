@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from dtrain_dagster.clusters.hosts import HostRecord
+from dtrain_dagster.clusters.submission import Request
 from dtrain_dagster.costs.usage import NodeUsage
 from trainer.errors import DamagedError
 from trainer.rundir import RunDir
@@ -266,6 +267,12 @@ class GPUClusterManager(ABC):
     def submit_job(self, spec: JobSpec) -> None:
         """Start the job, unless a job of this id runs already or has succeeded: a second submission never buys twice. A
         failed or cancelled job of this id is started again in its run directory, as its next launch."""
+
+    def describe_submission(self, spec: JobSpec, gpu_type: str, job: Mapping[str, Any] | None = None) -> list[Request]:
+        """Return what `provision_cluster` and `submit_job` would ask for now, without asking for it, or writing
+        anything. ``job``: the ``job.json`` that the run directory would have. Raise `ClusterError` where the start
+        would be refused."""
+        raise ClusterError("a start on this kind of cluster cannot be shown beforehand")
 
     @abstractmethod
     def job_status(self, job_id: str) -> JobStatus:

@@ -18,15 +18,18 @@ from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
 from dtrain_dagster.clusters.ray.engine import RayEngine
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine, describe_account
 from dtrain_dagster.clusters.supervision.engine import Engine, agent_command
+from dtrain_dagster.clusters.submission import Request, others_like_first, shell_line
 from dtrain_dagster.clusters.supervision.manager import SupervisedClusterManager
 from dtrain_dagster.clusters.supervision.submit import LaunchSettings
+from dtrain_dagster.clusters.supervision.private_files import PrivateFiles
 from dtrain_dagster.settings.cluster_kinds import KINDS
 from dtrain_dagster.settings.environment import MOST_NODES
 from dtrain_dagster.settings.kubernetes import KubernetesSettings
 from dtrain_dagster.settings.ray import RaySettings
 from dtrain_dagster.settings.slurm import SlurmSettings
-from trainer.node.environment import STOP_GRACE, read_duration
-from trainer.rundir import LOGS
+from trainer.node.environment import STOP_GRACE, Seat, read_duration
+from trainer.node.node_processes import environment_of
+from trainer.rundir import LOGS, RunDir
 
 RANKS_PER_CORE = 8
 """The most processes that this machine is asked to carry, for each of its cores."""
@@ -74,6 +77,20 @@ class LocalClusterManager(SupervisedClusterManager):
     def most_nodes(self) -> int:
         return self._most_ranks // self.processes_per_node
 
+    def describe_launch(self, launch: Mapping[str, Any], rundir: RunDir, files: PrivateFiles) -> list[Request]:
+        per_node, count = launch["processes_per_node"], launch["node_count"]
+        port = launch["master_port"] or "a free port"
+        seat = Seat(node_id=0, master_port=0, secret=str(files.secret))
+        lines = []
+        for local_rank in range(per_node):
+            _, whole = environment_of(launch, seat, local_rank, {}, os.environ)
+            own = {name: value for name, value in whole.items() if os.environ.get(name) != value}
+            lines.append(shell_line(launch["command"], own | {"MASTER_PORT": port}))
+        more = "" if per_node == 1 else f" * {per_node} + LOCAL_RANK"
+        others = others_like_first(count, f"with NODE_RANK, GROUP_RANK = K and RANK = K{more}")
+        title = "node 0: its processes on this machine, with these variables besides those of this shell"
+        return [Request(title=title, form="sh", text="\n".join([*lines, *([others] if others else [])]))]
+
     @property
     def _most_ranks(self) -> int:
         return RANKS_PER_CORE * (os.cpu_count() or 1)
@@ -103,6 +120,11 @@ class EngineClusterManager(SupervisedClusterManager):
         if self.settings.engine != "slurm":
             return []
         return describe_account(self.engine_options or {}, self.rundir(job_id))
+    def describe_launch(self, launch: Mapping[str, Any], rundir: RunDir, files: PrivateFiles) -> list[Request]:
+        options, secret = self.engine_options or {}, str(files.secret)
+        engine = open_engine(self.settings.engine, options, rundir.uri, secret, {**os.environ, **launch["env"]})
+        return list(engine.describe(launch))
+
 
     @property
     def most_nodes(self) -> int:

@@ -16,6 +16,16 @@ PARALLEL = 4
 BLOCK = 1 << 20
 
 
+def published_uri(uri: str, dataset_id: str, shared_uri: str) -> str:
+    """Return the address that a dataset's copy has, whether it was made or not. Raise `DataError` for an id that cannot
+    be part of one."""
+    try:
+        checked_id(dataset_id, f"dataset_id in {uri}/manifest.json")
+    except PlaceError as error:
+        raise DataError(str(error)) from None
+    return f"{shared_uri}/datasets/{dataset_id}"
+
+
 def publish_dataset(uri: str, dataset_id: str, shared_uri: str) -> tuple[str, int]:
     """Copy a dataset's folder from this machine to ``<shared>/datasets/<id>``; return (its address there, bytes
     copied).
@@ -24,12 +34,7 @@ def publish_dataset(uri: str, dataset_id: str, shared_uri: str) -> tuple[str, in
     call has copied are not copied again. Raise `DataError` where a shard differs from its manifest, `DatasetError`
     where the manifest is damaged or another dataset's.
     """
-    try:
-        checked_id(dataset_id, f"dataset_id in {uri}/manifest.json")
-    except PlaceError as error:
-        raise DataError(str(error)) from None
-    source = Path(uri)
-    target = open_storage(f"{shared_uri}/datasets/{dataset_id}")
+    source, target = Path(uri), open_storage(published_uri(uri, dataset_id, shared_uri))
     if target.is_local and target.local_path() == source:
         return uri, 0
     if target.exists("manifest.json"):

@@ -23,7 +23,9 @@ from typing import Any
 
 import psutil
 
+from dtrain_dagster.clusters.hosts import HostRecord
 from dtrain_dagster.clusters.job_notices import RETRIES, tell_of_launch, tell_of_wait, wait_patience_seconds
+from dtrain_dagster.clusters.submission import Request
 from dtrain_dagster.clusters.supervision import supervisor
 from dtrain_dagster.clusters.supervision.agent_placer import AgentPlacer
 from dtrain_dagster.clusters.supervision.engine import (
@@ -33,7 +35,6 @@ from dtrain_dagster.clusters.supervision.engine import (
     name_job,
     name_launch,
 )
-from dtrain_dagster.clusters.hosts import HostRecord
 from dtrain_dagster.clusters.supervision.reaper import Reaper, supervised
 from dtrain_dagster.clusters.supervision.supervisor import Supervisor, begin_clock
 from trainer.comm.launch_secret import SecretFile
@@ -73,6 +74,10 @@ class ProcessEngine:
         self._answer()
         names = sorted(path.name for path in self.folder.glob(f"{name_launch(launch)}-*") if path.is_dir())
         for name in names:
+    def describe(self, launch: Mapping[str, Any]) -> list[Request]:
+        command = agent_command(launch, self.run_dir, self.secret, 0, 1)
+        return [Request(title="node 0", form="sh", text=shlex.join(command))]
+
             self._start(name)
         return [self._look(name) for name in names]
 

@@ -92,8 +92,7 @@ class NodeProcesses:
         environment. ``began`` is called with the process group once it exists. Raise `LaunchError` where the command
         cannot be started, OSError where no process can."""
         for local_rank in range(self.size):
-            place = {**rank_environment(launch, self.seat, local_rank), **variables}
-            environment = merge_environment(os.environ, launch, self.seat, place)
+            rank, environment = environment_of(launch, self.seat, local_rank, variables, os.environ)
             pipe = self.log.open_pipe()
             try:
                 process = spawn(launch["command"], environment, pipe, self.group)
@@ -104,7 +103,7 @@ class NodeProcesses:
                 ) from error
             finally:
                 os.close(pipe)
-            self.processes.append((place["RANK"], process))
+            self.processes.append((rank, process))
             if self.group is None:
                 self.group = process.pid
                 began(self.group)
@@ -143,6 +142,15 @@ class NodeProcesses:
         if group_alive(self.group):
             signal_group(self.group, number)
         signal_all((pid for pid in marked(self.mark) if group_of(pid) != self.group), number)
+
+
+def environment_of(
+    launch: Mapping[str, Any], seat: Seat, local_rank: int, variables: Mapping[str, str], inherited: Mapping[str, str]
+) -> tuple[int, dict[str, str]]:
+    """Return the rank of a process of a node, and its environment. ``variables``: besides those of its place;
+    ``inherited``: of the process that starts it."""
+    place = {**rank_environment(launch, seat, local_rank), **variables}
+    return place["RANK"], merge_environment(inherited, launch, seat, place)
 
 
 def make_node(launch: Mapping[str, Any], seat: Seat, log: LineLog) -> NodeProcesses:

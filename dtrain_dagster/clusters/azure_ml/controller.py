@@ -69,7 +69,7 @@ class JobController:
         while True:
             before, record = self.launches.read()
             if record is None:
-                first = launch_records.first_record(spec, got, spec.env, self.options.cluster_name, self.run_id)
+                first = launch_records.next_launch(None, spec, got, self.options.cluster_name, self.run_id)
                 self._mark(first)
                 if self.launches.compare_and_swap(None, first):
                     return self._put(first, got)
@@ -86,7 +86,7 @@ class JobController:
             before, record = self.launches.read()
             if record is None or not self.records.is_final(record):
                 continue
-            again = launch_records.record_again(record, spec, got, spec.env, self.run_id)
+            again = launch_records.next_launch(record, spec, got, self.options.cluster_name, self.run_id)
             self._mark(again)
             if self.launches.compare_and_swap(before, again):
                 return self._put(again, got)

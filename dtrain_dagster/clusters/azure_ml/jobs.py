@@ -129,26 +129,32 @@ class Jobs:
             time.sleep(min(self.options.poll_seconds, 2.0))
 
     def _create(self, record: Record, rundir: RunDir) -> ServiceJob:
+        home, secret = self._secret_of(record)
+        details = {name: record[name] for name in ("job_id", "launch", "compute", "sku", "tier", "node_count")}
+        with self.described(record, factories_of(rundir)) as (job, _):
+            with contextlib.suppress(FileExistsError):  # of another orchestrator that submits the same launch
+                open_storage(home).create(secret, secrets.token_hex(SECRET_BYTES).encode())
+            with self.audit.operation("job.submit", record["job_name"], **details):
+                made = self.service.call(
+                    f"submit job {record['job_name']}", lambda: self.service.ml.jobs.create_or_update(job)
+                )
+        return _read(made)
+
+    @contextlib.contextmanager
+    def described(self, record: Record, factories: Sequence[str]) -> Iterator[tuple[Any, list[str]]]:
+        """Yield the job of a launch as the client takes it, and the files that are sent along: those of the trainer,
+        and of the modules that ``factories`` name. They lie in a folder of their own within the block."""
         if not self.options.image:
             raise ClusterError(
                 "DTRAIN_AZURE_IMAGE is not set: give the image that nodes run (deploy/azure has a Dockerfile), such as "
                 "registry.azurecr.io/dtrain:1, or an environment of the workspace, such as azureml:dtrain:1"
             )
-        home, secret = self._secret_of(record)
-        with contextlib.suppress(FileExistsError):  # of another orchestrator that submits the same launch
-            open_storage(home).create(secret, secrets.token_hex(SECRET_BYTES).encode())
-        details = {name: record[name] for name in ("job_id", "launch", "compute", "sku", "tier", "node_count")}
         with tempfile.TemporaryDirectory(prefix="dtrain-code-") as folder:
             try:
-                stage_for_nodes(Path(folder), factories_of(rundir), self._script_of(record))
+                files = stage_for_nodes(Path(folder), factories, self._script_of(record))
             except StagingError as error:
                 raise ClusterError(str(error)) from error
-            with self.audit.operation("job.submit", record["job_name"], **details):
-                job = self._describe(record, folder)
-                made = self.service.call(
-                    f"submit job {record['job_name']}", lambda: self.service.ml.jobs.create_or_update(job)
-                )
-        return _read(made)
+            yield self._describe(record, folder), files
 
     def _script_of(self, record: Record) -> str:
         """Return the path of the script that goes along with a launch, "" if there is none. Raise `StagingError` where

@@ -103,6 +103,15 @@ def record_again(record: Record, spec: JobSpec, got: Provisioned, env: Mapping[s
     return {**record, **_asked(spec, got, env, run_id, time.time()), **fields}
 
 
+def next_launch(
+    before: Record | None, spec: JobSpec, got: Provisioned, cluster_name: str, run_id: str | None
+) -> Record:
+    """Return the launch with which a job begins, or is submitted again. ``before``: its record, if it has one."""
+    if before is None:
+        return first_record(spec, got, spec.env, cluster_name, run_id)
+    return record_again(before, spec, got, spec.env, run_id)
+
+
 def next_record(record: Record, got: Provisioned, why: str) -> Record:
     """Return the next launch of a job that has lost this one, on the nodes of ``got``."""
     number, now = record["launch"] + 1, time.time()

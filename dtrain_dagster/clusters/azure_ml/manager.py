@@ -18,9 +18,10 @@ from dtrain_dagster.clusters.azure_ml import orphans as orphanage
 from dtrain_dagster.clusters.azure_ml.client import Service, ServiceError
 from dtrain_dagster.clusters.azure_ml.controller import JobController
 from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_TAG, Jobs, ServiceJob
-from dtrain_dagster.clusters.azure_ml.launch_record import Launches, mark_of, read_mark
+from dtrain_dagster.clusters.azure_ml.launch_record import Launches, mark_of, next_launch, read_mark
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.pools import ANYWHERE, NOT_PROVISIONED, Pools
+from dtrain_dagster.clusters.azure_ml.preview import preview_job, preview_nodes
 from dtrain_dagster.clusters.azure_ml.provision import TIMED_OUT, Provisioned, Provisioner
 from dtrain_dagster.clusters.azure_ml.sku_chain import Attempt, SkuChoice
 from dtrain_dagster.clusters.base import (
@@ -35,7 +36,9 @@ from dtrain_dagster.clusters.base import (
     NodePool,
     Orphan,
 )
+from dtrain_dagster.clusters.job_code import factories_in
 from dtrain_dagster.clusters.job_marks import ActiveJobs, ClusterUse
+from dtrain_dagster.clusters.submission import Request
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.support.secrets import redact
@@ -154,7 +157,18 @@ class AzureMLClusterManager(GPUClusterManager):
             raise ClusterError("; ".join(problems))
         self._state.delete(CLUSTER)
 
-    def submit_job(self, spec: JobSpec) -> None:
+    def describe_submission(self, spec: JobSpec, gpu_type: str, job: Mapping[str, Any] | None = None) -> list[Request]:
+        self._refuse_spec(spec)
+        self.provisioner.require_region()
+        tags = {RUN_TAG: self.dagster_run_id} if self.dagster_run_id else {}
+        got, compute = preview_nodes(self.provisioner, spec.node_count, gpu_type, tags)
+        if spec.script:
+            self.jobs.scripts[spec.job_id] = spec.script
+        record = next_launch(self._record(spec.job_id), spec, got, self.cluster_name, self.dagster_run_id)
+        return [compute, preview_job(self.jobs, record, factories_in(job))]
+
+    def _refuse_spec(self, spec: JobSpec) -> None:
+        """Raise `ClusterError` for a job that cannot be submitted here."""
         expected = f"{self.jobs_uri}/{spec.job_id}"
         if spec.run_dir.rstrip("/") != expected:
             raise ClusterError(f"this cluster keeps job {spec.job_id!r} in {expected}, not in {spec.run_dir}")
@@ -163,6 +177,9 @@ class AzureMLClusterManager(GPUClusterManager):
         if spec.node_count < 1 or spec.processes_per_node < 1:
             raise ClusterError(f"job {spec.job_id!r} asks for {spec.node_count} nodes: it needs one or more")
         refuse_secrets(spec.env)
+
+    def submit_job(self, spec: JobSpec) -> None:
+        self._refuse_spec(spec)
         if spec.script:
             self.jobs.scripts[spec.job_id] = spec.script
         if self._got() is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -97,7 +97,7 @@ class Provisioner:
         Raise `NoCapacityError`, with all attempts, where none is; `ClusterError` for a refusal that no other size
         changes.
         """
-        self._require_own_key()
+        self.require_own_key()
         computes = self.computes()
         for name in [name for name, compute in computes.items() if compute.provisioning_state in BROKEN]:
             _log.warning("deleting %s, which an earlier attempt has left %s", name, "Failed")
@@ -124,11 +124,7 @@ class Provisioner:
 
         for choice in chain(wanted, self.options.chain, self.options.tiers, excluded):
             name = compute_name(self.options.cluster_name, choice)
-            there = len(self.nodes(name)) if name in computes else 0
-            per_node = self.options.processes_per_node
-            refusal = examine(choice, sizes, quotas, node_count, there, per_node)
-            if refusal is None and (shared := explain_shared_gpu(choice.sku, node_count * per_node)):
-                refusal = skip_choice("SharedGpu", shared)
+            refusal = self.examine(choice, computes, sizes, quotas, node_count)
             if refusal is None:
                 outcome = self._get(choice, computes.get(name), node_count, tags or {}, note)
                 if isinstance(outcome, int):
@@ -150,6 +146,22 @@ class Provisioner:
             refusals.append(refusal)
         raise no_capacity(node_count, attempts, refusals)
 
+    def examine(
+        self,
+        choice: SkuChoice,
+        computes: Mapping[str, AmlCompute],
+        sizes: Mapping[str, Size],
+        quotas: Sequence[Quota],
+        node_count: int,
+    ) -> SkuRefusal | None:
+        """Return why a choice cannot be asked for; None where it can."""
+        name, per_node = compute_name(self.options.cluster_name, choice), self.options.processes_per_node
+        there = len(self.nodes(name)) if name in computes else 0
+        refusal = examine(choice, sizes, quotas, node_count, there, per_node)
+        if refusal is None and (shared := explain_shared_gpu(choice.sku, node_count * per_node)):
+            return skip_choice("SharedGpu", shared)
+        return refusal
+
     def _get(
         self, choice: SkuChoice, there: AmlCompute | None, node_count: int, tags: Mapping[str, str], note: Any
     ) -> int | SkuRefusal:
@@ -159,7 +171,7 @@ class Provisioner:
         if there is None and (seen := self.settled(name)) is not None:  # lists lag: it may have been made just now
             there = seen if (seen.tags or {}).get(CLUSTER_TAG) == self.options.cluster_name else None
         for turn in range(WAITS):
-            if there is not None and self._fits(there, choice, node_count):
+            if there is not None and self.fits(there, choice, node_count):
                 if late := self._late_refusal(name, is_new=False):
                     return late
                 note(choice, "reused", "Succeeded")
@@ -177,7 +189,7 @@ class Provisioner:
         assert refusal is not None
         return refusal
 
-    def _fits(self, compute: AmlCompute, choice: SkuChoice, node_count: int) -> bool:
+    def fits(self, compute: AmlCompute, choice: SkuChoice, node_count: int) -> bool:
         """Return whether the compute can be used as it is. Raise `ClusterError` where it is open to the internet and
         must not be."""
         if compute.provisioning_state != "Succeeded":
@@ -386,7 +398,8 @@ class Provisioner:
             "look at the workspace", lambda: self.service.ml.workspaces.get(self.options.workspace)
         )
 
-    def _require_own_key(self) -> None:
+    def require_own_key(self) -> None:
+        """Raise `ClusterError` where a customer-managed key is required, and the workspace has none."""
         if self.options.require_own_key and getattr(self._workspace, "customer_managed_key", None) is None:
             raise ClusterError(
                 f"require_own_key: workspace {self.options.workspace} is encrypted with Microsoft's keys; make one "

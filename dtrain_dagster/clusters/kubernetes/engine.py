@@ -15,7 +15,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.clusters.kubernetes.objects import LAUNCH, first_pod, group_object, node_object, read_node
+from dtrain_dagster.clusters.kubernetes.objects import (
+    LAUNCH,
+    first_pod,
+    group_object,
+    node_object,
+    owned_by,
+    read_node,
+)
+from dtrain_dagster.clusters.submission import Request, as_comment, process_lines, yaml_text
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError, name_launch
 from dtrain_dagster.settings.kubernetes import CONTAINER, KubernetesSettings
 from trainer.node.environment import LaunchError
@@ -105,14 +113,30 @@ class KubernetesEngine:
     def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int, excluded: Sequence[str] = ()) -> str:
         """Create the Job of an incarnation, and return its name; one that is there already is returned, not made twice.
         Raise `KubernetesError` where the cluster refuses it."""
-        command = self.command(launch, node_id, incarnation)
-        body = node_object(
-            self.options, launch, node_id, incarnation, command, self._group(launch), self.grace_seconds, excluded
-        )
+        body = owned_by(self.request(launch, node_id, incarnation, excluded), launch, self._group(launch))
         name = body["metadata"]["name"]
         with self._asking(f"submit node {node_id}", pass_over=(409,)):
             self._batch.create_namespaced_job(self._space, body, **_RAW)
         return str(name)
+
+    def request(
+        self, launch: Mapping[str, Any], node_id: int, incarnation: int, excluded: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Return the Job of an incarnation, but for its owner. Nothing is asked."""
+        command = self.command(launch, node_id, incarnation)
+        return node_object(self.options, launch, node_id, incarnation, command, self.grace_seconds, excluded)
+
+    def describe(self, launch: Mapping[str, Any]) -> list[Request]:
+        """Return the objects of a launch, as `kubectl apply` takes them."""
+        group = group_object(self.options, launch, self.run_dir)
+        owner = as_comment("Each Job also gets this ConfigMap as its owner, by the uid that the cluster gives it.")
+        requests = [Request(title="the launch, which owns its Jobs", form="yaml", text=f"{owner}\n{yaml_text(group)}")]
+        for node_id in range(launch["node_count"]):
+            text = yaml_text(self.request(launch, node_id, 1))
+            if node_id == 0:
+                text = f"{process_lines(launch)}\n{text}"
+            requests.append(Request(title=f"node {node_id}", form="yaml", text=text))
+        return requests
 
     def list_jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
         """Return the nodes of a launch that the cluster still knows. A pod that was made in the place of a deleted one

@@ -85,14 +85,12 @@ def node_object(
     node_id: int,
     incarnation: int,
     command: Sequence[str],
-    owner_uid: str,
     grace_seconds: float,
     excluded: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the Job of one incarnation of a node, which runs ``command``. ``owner_uid``: of the ConfigMap of
-    `group_object`. ``grace_seconds``: from SIGTERM to SIGKILL. ``excluded``: the machines on which it is not placed."""
+    """Return the Job of one incarnation of a node, which runs ``command``, without its owner. ``grace_seconds``: from
+    SIGTERM to SIGKILL. ``excluded``: the machines on which it is not placed."""
     labels = {**_labels(launch), NODE: str(node_id), INCARNATION: str(incarnation)}
-    owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": name_launch(launch), "uid": owner_uid}
     annotations = {
         # A step of all nodes waits for each of them: nobody should be moved for tidiness.
         "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
@@ -105,7 +103,6 @@ def node_object(
             "name": name_job(launch, node_id, incarnation),
             "namespace": options.namespace,
             "labels": {**labels, **({QUEUE: options.queue} if options.queue else {})},
-            "ownerReferences": [owner],
         },
         "spec": {
             "parallelism": 1,
@@ -123,6 +120,12 @@ def node_object(
             },
         },
     }
+
+
+def owned_by(job: Mapping[str, Any], launch: Mapping[str, Any], owner_uid: str) -> dict[str, Any]:
+    """Return a Job with its owner, the ConfigMap of `group_object` that has this uid."""
+    owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": name_launch(launch), "uid": owner_uid}
+    return {**job, "metadata": {**job["metadata"], "ownerReferences": [owner]}}
 
 
 def _labels(launch: Mapping[str, Any]) -> dict[str, str]:

@@ -75,6 +75,24 @@ def host_of(node: Mapping[str, Any]) -> str:
     return str(node.get("NodeName") or node.get("NodeManagerAddress") or "")
 
 
+def actor_options(name: str, namespace: str, demand: Mapping[str, float]) -> dict[str, Any]:
+    """Return the options of the actor of a node, as Ray takes them. ``demand``: by Ray's names of resources. Pure."""
+    resources = dict(demand)
+    return {
+        "name": name,
+        "lifetime": "detached",
+        "namespace": namespace,
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "max_concurrency": 4,
+        "num_cpus": resources.pop("CPU", 0),
+        "num_gpus": resources.pop("GPU", 0),
+        "memory": resources.pop("memory", None),
+        "resources": resources,
+        "get_if_exists": True,
+    }
+
+
 class Driver:
     """One connection to a cluster."""
 
@@ -88,18 +106,15 @@ class Driver:
         self.actor_class = make_actor_class(ray)
 
     def submit(
-        self, name: str, command: Sequence[str], output: str, demand: Mapping[str, float], excluded: Sequence[str] = ()
+        self, options: Mapping[str, Any], command: Sequence[str], output: str, excluded: Sequence[str] = ()
     ) -> str:
-        """Create the actor of a node, unless there is or was one of that name, on none of the ``excluded`` machines."""
+        """Create the actor of a node, unless there is or was one of that name, on none of the ``excluded`` machines.
+        ``options``: of `actor_options`."""
+        name = str(options["name"])
         if not self._actors([("name", "=", name)]):
-            resources = dict(demand)
             ids = [node["NodeID"] for node in self.ray.nodes() if node["Alive"] and host_of(node) in excluded]
             apart = {"label_selector": {NODE_LABEL: f"!in({','.join(ids)})"}} if ids else {}
-            made = self.actor_class.options(
-                name=name, lifetime="detached", namespace=self.namespace, max_restarts=0, max_task_retries=0,
-                max_concurrency=4, num_cpus=resources.pop("CPU", 0), num_gpus=resources.pop("GPU", 0),
-                memory=resources.pop("memory", None), resources=resources, get_if_exists=True, **apart,
-            ).remote()  # fmt: skip
+            made = self.actor_class.options(**options, **apart).remote()
             made.run.remote(list(command), output)
         return name
 

@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.ray import ACTOR
+from dtrain_dagster.clusters.ray.driver import actor_options
+from dtrain_dagster.clusters.submission import Request, json_text, others_like_first, process_lines
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError, name_job, name_launch
 from dtrain_dagster.settings.ray import RaySettings
 from trainer.node.environment import LaunchError
@@ -126,12 +129,24 @@ class RayEngine:
     def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int, excluded: Sequence[str] = ()) -> str:
         """Create the actor of an incarnation, and return its name; one that is there already is returned, not made
         twice."""
-        name = name_job(launch, node_id, incarnation)
-        command = list(self.command(launch, node_id, incarnation))
         self.log_folder.mkdir(parents=True, exist_ok=True)
-        output = str(self._output(name))
-        asked = {"name": name, "command": command, "output": output, "demand": self.options.demand()}
-        return str(self._ask("submit", **asked, excluded=list(excluded)))
+        return str(self._ask("submit", **self.request(launch, node_id, incarnation), excluded=list(excluded)))
+
+    def request(self, launch: Mapping[str, Any], node_id: int, incarnation: int) -> dict[str, Any]:
+        """Return the actor of an incarnation: its options, and what it runs with its output where. Nothing is asked."""
+        name = name_job(launch, node_id, incarnation)
+        return {
+            "options": actor_options(name, self.options.namespace, self.options.demand()),
+            "command": list(self.command(launch, node_id, incarnation)),
+            "output": str(self._output(name)),
+        }
+
+    def describe(self, launch: Mapping[str, Any]) -> list[Request]:
+        """Return the actors of a launch: that of node 0, and how the others differ."""
+        others = others_like_first(launch["node_count"], "with --node K, and -nK- in their names")
+        parts = [json_text({"class": ACTOR, **self.request(launch, 0, 1)}), others, process_lines(launch)]
+        title = f"node 0, a detached actor on the Ray cluster at {self.options.address}"
+        return [Request(title=title, form="json", text="\n".join(filter(None, parts)))]
 
     def list_jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
         """Return the nodes of a launch that the cluster still knows."""

@@ -31,8 +31,10 @@ from dtrain_dagster.clusters.slurm.answers import (
     read_rows,
     remedy_of,
 )
+from dtrain_dagster.clusters.submission import Request, others_like_first, process_lines, shell_line
 from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError, name_job, name_launch
 from dtrain_dagster.settings.slurm import SlurmSettings, read_partition_prices
+from dtrain_dagster.support.secrets import redact
 from trainer.documents.presences import NodePresence
 from trainer.node.environment import LaunchError
 from trainer.node.processes import MARK
@@ -75,12 +77,28 @@ class SlurmEngine:
         rows = read_rows(self.run(commands.list_all(name)))
         ids = [row["JobID"] for row in rows] or self._ran(name)
         if not ids:
-            output = str(self.log_folder / f"slurm-{name}-").replace("%", "%%") + "%j.out"
-            command = commands.submit(self.options, launch, node_id, incarnation, output, excluded)
-            script = commands.script(self.options, self.command(launch, node_id, incarnation))
+            command, script = self.request(launch, node_id, incarnation, excluded)
             ids = [self.run(command, f"submit node {node_id}", script).strip().partition(";")[0]]
         self._known[ids[-1]] = name
         return ids[-1]
+
+    def request(
+        self, launch: Mapping[str, Any], node_id: int, incarnation: int, excluded: Sequence[str] = ()
+    ) -> tuple[list[str], str]:
+        """Return the command that submits an incarnation, and the batch script that it reads. Nothing is asked."""
+        name = name_job(launch, node_id, incarnation)
+        output = str(self.log_folder / f"slurm-{name}-").replace("%", "%%") + "%j.out"
+        command = commands.submit(self.options, launch, node_id, incarnation, output, excluded)
+        return command, commands.script(self.options, self.command(launch, node_id, incarnation))
+
+    def describe(self, launch: Mapping[str, Any]) -> list[Request]:
+        """Return what is submitted for the nodes of a launch: that of node 0, and how the others differ."""
+        command, script = self.request(launch, 0, 1)
+        where = f" on {self.options.host}, over ssh" if self.options.host else ""
+        others = others_like_first(launch["node_count"], "with --node K, and -nK- in their names")
+        text = f"{shell_line(command)} << 'BATCH'\n{redact(script)}BATCH"
+        parts = [text, *([others] if others else []), process_lines(launch)]
+        return [Request(title=f"node 0, submitted{where}", form="sh", text="\n".join(parts))]
 
     def list_jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
         """Return the nodes of a launch that SLURM still knows, as it does for MinJobAge seconds after their end, and

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from dtrain_dagster.clusters.submission import Request
+
 NAME_DIGITS = 24
 """Digits of a launch's token in the names of its jobs: 96 random bits, short enough for a label of Kubernetes."""
 
@@ -62,6 +64,11 @@ class Engine(Protocol):
         already is returned, and not bought twice. ``excluded``: the hosts, as `EngineJob.host` has them, on which it is
         not placed. Raise `trainer.node.environment.LaunchError` where the engine refuses it for good, with the setting
         and the remedy."""
+        ...
+
+    def describe(self, launch: Mapping[str, Any]) -> Sequence[Request]:
+        """Return what `submit` asks the engine for when a launch begins, one node after the other. The engine is not
+        asked."""
         ...
 
     def list_jobs(self, launch: Mapping[str, Any]) -> Sequence[EngineJob]:

@@ -34,9 +34,10 @@ from dtrain_dagster.clusters.base import (
     NodePool,
     Orphan,
 )
-from dtrain_dagster.clusters.job_code import stage_code
+from dtrain_dagster.clusters.job_code import code_of, factories_in, stage_code, with_code
 from dtrain_dagster.clusters.job_marks import ActiveJobs, ClusterUse
 from dtrain_dagster.clusters.notice_text import BEFORE, describe_kept, place_of
+from dtrain_dagster.clusters.submission import DRAWN, Request
 from dtrain_dagster.clusters.supervision.private_files import PrivateFiles
 from dtrain_dagster.clusters.supervision.settle import (
     acquire_job_lock,
@@ -206,6 +207,20 @@ class SupervisedClusterManager(GPUClusterManager):
             self.cancel_job(job_id)
         self.state.delete(CLUSTER)
 
+    def describe_submission(self, spec: JobSpec, gpu_type: str, job: Mapping[str, Any] | None = None) -> list[Request]:
+        self.check_size(spec.node_count, spec.processes_per_node)
+        folder = self._expect_folder(spec)
+        rundir = RunDir(str(folder))
+        launch = self._next_launch(spec, folder, rundir)
+        launch["token"] = launch["token"][: -len(DRAWN)] + DRAWN
+        code = KINDS[self.settings.engine].code
+        staged = code_of(self.home / "code", factories_in(job))[0] if code == "staged" else None
+        return self.describe_launch(with_code(launch, staged, code), rundir, PrivateFiles(self.home, spec.job_id))
+
+    @abstractmethod
+    def describe_launch(self, launch: Mapping[str, Any], rundir: RunDir, files: PrivateFiles) -> list[Request]:
+        """Return what is asked for when this launch begins. ``files``: those that its supervisor would have."""
+
     def submit_job(self, spec: JobSpec) -> None:
         self.check_size(spec.node_count, spec.processes_per_node)
         folder = self._expect_folder(spec)
@@ -373,19 +388,19 @@ class SupervisedClusterManager(GPUClusterManager):
         self.active.enter(spec.job_id)
         self.use.begin(spec.job_id)
         rundir.storage.delete(STATUS)  # from here on, only the new supervisor says how the job stands
-        before = rundir.read_json(LAUNCH)
-        launch = describe_launch(spec, folder, rundir) | asdict(self.settings)
-        if before is not None:
-            launch[BEFORE] = place_of(before)
         code = KINDS[self.settings.engine].code
-        if code == "staged":
-            launch["env"] |= {"PYTHONPATH": stage_code(self.home / "code", rundir)}
-        elif code == "image":  # folders of this machine mean nothing in it
-            launch["env"].pop("PYTHONPATH", None)
+        launch = self._next_launch(spec, folder, rundir)
+        launch = with_code(launch, stage_code(self.home / "code", rundir) if code == "staged" else None, code)
         files = PrivateFiles(self.home, spec.job_id)
         if self.engine_options is not None:
             files.write_options(self.engine_options)
         start_supervisor(launch, rundir, lock, files.secret)
+
+    def _next_launch(self, spec: JobSpec, folder: Path, rundir: RunDir) -> dict[str, Any]:
+        """Return the next launch of a job as in ``launch.json``, but for where its code is."""
+        before = rundir.read_json(LAUNCH)
+        launch = describe_launch(spec, folder, rundir) | asdict(self.settings)
+        return launch if before is None else launch | {BEFORE: place_of(before)}
 
     def _supervise_again(self, rundir: RunDir, lock: int) -> None:
         """Start another supervisor for a job whose nodes outlived theirs. Raise `ClusterError` where it does not

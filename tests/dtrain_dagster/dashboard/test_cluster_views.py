@@ -46,7 +46,7 @@ def test_kubectl_selects_what_the_engine_has_labelled(tmp_path: Path) -> None:
     assert [words[:7] for words in shown] == [where] * 2
     key, value = shown[0][-1].split("=")
     assert name_job(launch, 1, 2).startswith(shown[1][-1]), "events are those of objects of such names"
-    node = node_object(options, launch, 1, 2, ["python"], "uid", 30.0)
+    node = node_object(options, launch, 1, 2, ["python"], 30.0)
     for labelled in (node, node["spec"]["template"], group_object(options, launch, "/x")):
         assert labelled["metadata"]["labels"][key] == value
     elsewhere = cluster_commands(ClusterPlace(kind="slurm", slurm_host="login"), launch, [], runs=True)

@@ -52,8 +52,8 @@ FULL = KubernetesSettings.of({
 
 
 def job(options: KubernetesSettings = PLAIN, **changes: Any) -> dict[str, Any]:
-    given = {"node_id": 1, "incarnation": 2, "command": ["python3"], "owner_uid": "uid-1", "grace_seconds": 20.0}
-    return objects.node_object(options, LAUNCH, **{**given, **changes})
+    given = {"node_id": 1, "incarnation": 2, "command": ["python3"], "grace_seconds": 20.0}
+    return objects.owned_by(objects.node_object(options, LAUNCH, **{**given, **changes}), LAUNCH, "uid-1")
 
 
 def pod(options: KubernetesSettings) -> dict[str, Any]:

@@ -1,0 +1,125 @@
+"""`--dry-run`: what is printed is what the cluster then gets, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dtrain_dagster.cli.main import main
+from harness.small_job import write_dataset
+
+TELL = """
+import json, os
+from pathlib import Path
+Path(__file__).with_name(f"rank{os.environ['RANK']}.json").write_text(json.dumps(dict(os.environ)))
+"""
+DRAWN = {"DTRAIN_JOB_TOKEN", "DTRAIN_LAUNCH_SECRET_FILE", "MASTER_PORT"}
+"""Variables with what is drawn, or struck out."""
+
+
+def dtrain(folder: Path, *words: str, **env: str) -> Result:
+    """A command of a person whose home is in this folder."""
+    own = {"DTRAIN_HOME": str(folder / "home"), "DTRAIN_COMMAND_TRACKING": "off", **env}
+    return CliRunner().invoke(main, words, env=own)
+
+
+def test_a_training_is_shown_with_its_price_and_its_checks_and_leaves_nothing(tmp_path: Path):
+    write_dataset(tmp_path / "walks")
+    words = ("train", "--dataset", str(tmp_path / "walks"), "--nodes", "2", "--name", "night", "--dry-run")
+    done = dtrain(tmp_path, *words, HF_TOKEN="very-secret")
+    assert done.exit_code == 0, done.output
+    assert "price: 2 nodes of Standard_NC6s_v3 (dedicated) at $3.06 are $6.12 per hour (stand-in price" in done.stderr
+    assert "expected: not known" in done.stderr
+    assert "ok: local: nodes are processes of this machine" in done.stderr
+    assert done.stderr.endswith("dry run: nothing was bought, submitted or written\n")
+    assert f"-m trainer --config {tmp_path}/home/storage/jobs/night/job.json" in done.stdout
+    assert "# node 1: the same, with NODE_RANK, GROUP_RANK = K and RANK = K" in done.stdout
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_ceiling_refuses_a_dry_run_as_it_refuses_the_start(tmp_path: Path):
+    write_dataset(tmp_path / "walks")
+    dtrain(tmp_path, "cost", "ceilings", "--per-hour", "5")
+    done = dtrain(tmp_path, "train", "--dataset", str(tmp_path / "walks"), "--nodes", "2", "--dry-run")
+    assert done.exit_code == 2
+    assert "# node 0" in done.stdout, "what would be asked for is shown all the same"
+    assert "refused: the ceiling of $5.00 per hour: running jobs cost $0.00 an hour, and this start" in done.stderr
+
+
+@pytest.mark.slow
+def test_processes_of_this_machine_get_the_command_and_variables_that_were_printed(tmp_path: Path):
+    script = tmp_path / "tell.py"
+    script.write_text(TELL)
+    words = ("--nodes", "2", "--procs-per-node", "2", "--name", "told", str(script))
+    dry = dtrain(tmp_path, "launch", "--dry-run", *words)
+    assert dry.exit_code == 0, dry.output
+    lines = [line for line in dry.stdout.splitlines() if line and not line.startswith("#")]
+    assert dtrain(tmp_path, "launch", *words).exit_code == 0
+    for rank, line in enumerate(lines):
+        [env, *parts] = shlex.split(line)
+        variables = dict(part.split("=", 1) for part in parts[: -len([sys.executable, str(script)])])
+        assert env == "env"
+        assert parts[-2:] == [sys.executable, str(script)]
+        real = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert {name: real.get(name) for name in variables.keys() - DRAWN} == {
+            name: value for name, value in variables.items() if name not in DRAWN
+        }
+        new = {name for name, value in real.items() if os.environ.get(name) != value}
+        assert {name for name in new if name.startswith(("RANK", "WORLD", "LOCAL_", "MASTER", "OMP"))} <= set(variables)
+    assert len(lines) == 2, "of node 0"
+    other = json.loads((tmp_path / "rank3.json").read_text())
+    assert (other["NODE_RANK"], other["RANK"]) == ("1", "3"), "K * 2 + LOCAL_RANK"
+
+
+@pytest.mark.slow
+def test_slurm_gets_the_command_and_the_script_that_were_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_dataset(tmp_path / "home" / "storage" / "datasets" / "walks")
+    (tmp_path / "bin").mkdir()
+    stubs = {
+        "sbatch": f'n=$(ls {tmp_path}/got* 2>/dev/null | wc -l); printf "%s\\n" "$0" "$@" > {tmp_path}/got$n.args; '
+        f"cat > {tmp_path}/got$n.script; echo 4$n",
+        "squeue": "true",
+        "sinfo": "echo slurm 25.11",
+        "scancel": "true",
+        "sacct": "true",
+    }
+    for name, shell in stubs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{shell}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    words = ("train", "--dataset", "walks", "--nodes", "1", "--name", "night", "--set", "training.epochs=1")
+    env = {"DTRAIN_CLUSTER": "slurm", "DTRAIN_SLURM_PARTITION": "gpu", "DTRAIN_SLURM_SETUP": "module load cuda"}
+    dry = dtrain(tmp_path, *words, "--dry-run", **env)
+    assert dry.exit_code == 0, dry.output
+    assert "ok: slurm: slurm 25.11 answers" in dry.stderr
+    assert not (tmp_path / "home" / "storage" / "jobs").exists()
+    assert not (tmp_path / "home" / "secrets").exists()
+    assert not (tmp_path / "home" / "code").exists()
+    line, _, rest = dry.stdout.partition(" << 'BATCH'\n")
+    try:
+        assert dtrain(tmp_path, *words, "--detach", **env).exit_code == 0
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "got0.script").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        time.sleep(0.2)
+        got = (tmp_path / "got0.args").read_text().splitlines()
+        script = (tmp_path / "got0.script").read_text()
+    finally:
+        dtrain(tmp_path, "cancel", "night", **env)
+    printed = shlex.split(line.splitlines()[-1])
+    assert [printed[0], *printed[1:]] == [Path(got[0]).name, *[without_digits(word) for word in got[1:]]]
+    assert rest.partition("BATCH\n")[0] == script
+
+
+def without_digits(word: str) -> str:
+    """What was submitted, with the digits that are drawn as they are printed."""
+    return re.sub(r"dtrain-[0-9a-f]{24}-", f"dtrain-{'0' * 24}-", word)
