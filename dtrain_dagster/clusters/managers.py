@@ -17,11 +17,11 @@ from dtrain_dagster.clusters.hosts import HostRecord
 from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
 from dtrain_dagster.clusters.ray.engine import RayEngine
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine, describe_account
-from dtrain_dagster.clusters.supervision.engine import Engine, agent_command
 from dtrain_dagster.clusters.submission import Request, others_like_first, shell_line
+from dtrain_dagster.clusters.supervision.engine import Engine, agent_command
 from dtrain_dagster.clusters.supervision.manager import SupervisedClusterManager
-from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from dtrain_dagster.clusters.supervision.private_files import PrivateFiles
+from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from dtrain_dagster.settings.cluster_kinds import KINDS
 from dtrain_dagster.settings.environment import MOST_NODES
 from dtrain_dagster.settings.kubernetes import KubernetesSettings
@@ -73,10 +73,6 @@ class LocalClusterManager(SupervisedClusterManager):
                 f"{self._most_ranks} here: set fewer"
             )
 
-    @property
-    def most_nodes(self) -> int:
-        return self._most_ranks // self.processes_per_node
-
     def describe_launch(self, launch: Mapping[str, Any], rundir: RunDir, files: PrivateFiles) -> list[Request]:
         per_node, count = launch["processes_per_node"], launch["node_count"]
         port = launch["master_port"] or "a free port"
@@ -90,6 +86,10 @@ class LocalClusterManager(SupervisedClusterManager):
         others = others_like_first(count, f"with NODE_RANK, GROUP_RANK = K and RANK = K{more}")
         title = "node 0: its processes on this machine, with these variables besides those of this shell"
         return [Request(title=title, form="sh", text="\n".join([*lines, *([others] if others else [])]))]
+
+    @property
+    def most_nodes(self) -> int:
+        return self._most_ranks // self.processes_per_node
 
     @property
     def _most_ranks(self) -> int:
@@ -116,15 +116,15 @@ class EngineClusterManager(SupervisedClusterManager):
     def host_record(self) -> HostRecord | None:
         return HostRecord.of_cluster(self.home, self.settings.cluster_key)
 
-    def describe_account(self, job_id: str) -> list[str]:
-        if self.settings.engine != "slurm":
-            return []
-        return describe_account(self.engine_options or {}, self.rundir(job_id))
     def describe_launch(self, launch: Mapping[str, Any], rundir: RunDir, files: PrivateFiles) -> list[Request]:
         options, secret = self.engine_options or {}, str(files.secret)
         engine = open_engine(self.settings.engine, options, rundir.uri, secret, {**os.environ, **launch["env"]})
         return list(engine.describe(launch))
 
+    def describe_account(self, job_id: str) -> list[str]:
+        if self.settings.engine != "slurm":
+            return []
+        return describe_account(self.engine_options or {}, self.rundir(job_id))
 
     @property
     def most_nodes(self) -> int:

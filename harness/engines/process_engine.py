@@ -70,14 +70,14 @@ class ProcessEngine:
         self._start(name)
         return name
 
-    def list_jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
-        self._answer()
-        names = sorted(path.name for path in self.folder.glob(f"{name_launch(launch)}-*") if path.is_dir())
-        for name in names:
     def describe(self, launch: Mapping[str, Any]) -> list[Request]:
         command = agent_command(launch, self.run_dir, self.secret, 0, 1)
         return [Request(title="node 0", form="sh", text=shlex.join(command))]
 
+    def list_jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
+        self._answer()
+        names = sorted(path.name for path in self.folder.glob(f"{name_launch(launch)}-*") if path.is_dir())
+        for name in names:
             self._start(name)
         return [self._look(name) for name in names]
 
