@@ -343,7 +343,7 @@ def run_agent(rundir: RunDir, number: int, node_id: int, incarnation: int, secre
     if launch["launch"] != number or not is_wanted(rundir, launch):
         say(f"launch {number} of job {launch['job_id']} is over: nothing is started")
         return LOST
-    return NodeAgent(rundir, launch, node_id, incarnation, secret, hold_seconds).run()
+    return NodeAgent(rundir, launch, node_id, incarnation, secret).run()
 
 
 def is_worth_keeping(codes: Sequence[int], is_elastic: bool) -> bool:
