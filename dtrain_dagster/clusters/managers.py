@@ -8,6 +8,7 @@ only its size belongs here.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ from trainer.node.environment import STOP_GRACE, Seat, read_duration
 from trainer.node.node_processes import environment_of
 from trainer.rundir import LOGS, RunDir
 
+HOLD_SECONDS = 10.0
+"""Seconds for which a pod that is told to end trains on until another is there in its place. Clouds that take machines
+away may leave pods no more than 15 s, whatever they ask for."""
 RANKS_PER_CORE = 8
 """The most processes that this machine is asked to carry, for each of its cores."""
 
@@ -143,10 +147,10 @@ def open_engine(
     launch's secret. Raise `ClusterError` for a kind without an engine."""
 
     def command(launch: Mapping[str, Any], node_id: int, incarnation: int) -> Sequence[str]:
-        python = options.get("python")
-        return agent_command(launch, run_dir, secret, node_id, incarnation, **({"python": python} if python else {}))
+        python, hold = options.get("python") or sys.executable, HOLD_SECONDS if kind == "kubernetes" else 0.0
+        return agent_command(launch, run_dir, secret, node_id, incarnation, python, hold)
 
-    grace = read_duration(*STOP_GRACE, environment) + 10.0  # the agent ends its ranks in order within it
+    grace = HOLD_SECONDS + read_duration(*STOP_GRACE, environment) + 10.0  # the agent ends its ranks in order within it
     if kind == "kubernetes":
         return KubernetesEngine(KubernetesSettings.of(options), run_dir, command, grace)
     if kind == "slurm":

@@ -46,7 +46,9 @@ class ProcessEngine:
     """Jobs as processes. Files of ``folder`` steer it: ``down``: it does not answer; ``full``: jobs wait; ``refuse``:
     submissions are refused; ``NAME.ends_at``: a time limit of a job, in Unix seconds; ``NAME.lost``: its machine
     cannot be reached, is taken for lost, and runs on; ``hosts``: names of machines, one per line, each of which has
-    room for one job, the first ones first; ``HOST.flaky``: jobs on this machine are killed as soon as they are seen."""
+    room for one job, the first ones first; ``metadata``: the address of `harness.metadata_service`, of which each
+    job's machine has the job's name; ``hold``: the seconds of the agents' ``--hold``; ``HOST.flaky``: jobs on this
+    machine are killed as soon as they are seen."""
 
     poll_seconds = 0.3
 
@@ -61,7 +63,9 @@ class ProcessEngine:
         name = name_job(launch, node_id, incarnation)
         with contextlib.suppress(FileExistsError):
             (self.folder / name).mkdir()
-            command = agent_command(launch, self.run_dir, self.secret, node_id, incarnation)
+            hold = self.folder / "hold"
+            seconds = float(hold.read_text()) if hold.exists() else 0.0
+            command = agent_command(launch, self.run_dir, self.secret, node_id, incarnation, hold_seconds=seconds)
             about = {
                 "node": node_id, "incarnation": incarnation, "at": time.time(), "command": command,
                 "excluded": list(excluded),
@@ -122,6 +126,8 @@ class ProcessEngine:
                 return
             (place / "host").write_text(free[0])
         environment = {name: value for name, value in os.environ.items() if not name.startswith("DTRAIN_JOB")}
+        if (metadata := self.folder / "metadata").exists():
+            environment["DTRAIN_METADATA_URL"] = f"{metadata.read_text()}/{name}"
         shell = (
             f"{shlex.join(command)} > {place}/out 2>&1; echo $? > {place}/code.new; mv {place}/code.new {place}/code"
         )

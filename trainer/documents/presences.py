@@ -40,6 +40,9 @@ class NodePresence:
     """Seconds by which its machine's clock has been set since, negative for back. None of the times includes it."""
     host: str = ""
     """The address under which other nodes reach it, where an engine placed it on a machine of its choice."""
+    leaves_at: float | None = None
+    """When it leaves at the latest, since its machine will be taken away; None while nothing says so."""
+    leaves_because: str = ""
     preflight: str = ""
     """What failed of its pre-flight, so that none of its ranks was started; "" where nothing did, or none was made."""
     preflight_seconds: float = 0.0

@@ -7,6 +7,7 @@ It decides nothing about other nodes: that is the supervisor's part, which reads
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -38,6 +39,7 @@ from trainer.node.line_log import LineLog
 from trainer.node.node_processes import NodeProcesses, header_of, make_node, spawn_process
 from trainer.node.preflight import Judgement, Wanted, judge_node, read_setting
 from trainer.node.preflight_measures import Errand, Measuring
+from trainer.node.warnings import NodeWarning, begin_watch
 from trainer.rundir import JOB, LAUNCH, LIMIT, LOGS, STATUS, RunDir
 from trainer.runtime.clock import SteadyClock
 
@@ -53,8 +55,17 @@ FINAL = ("succeeded", "failed", "cancelled")
 class NodeAgent:
     """The agent of one incarnation of a node."""
 
-    def __init__(self, rundir: RunDir, launch: Mapping[str, Any], node_id: int, incarnation: int, secret: str) -> None:
-        """``launch``: as in ``launch.json``. ``secret``: the path of the file with the secret of the launch."""
+    def __init__(
+        self,
+        rundir: RunDir,
+        launch: Mapping[str, Any],
+        node_id: int,
+        incarnation: int,
+        secret: str,
+        hold_seconds: float = 0.0,
+    ) -> None:
+        """``launch``: as in ``launch.json``. ``secret``: the path of the file with the secret of the launch.
+        ``hold_seconds``: for how long it trains on after a SIGTERM of its engine, until another node is there."""
         self.rundir, self.launch, self.secret = rundir, launch, secret
         self.clock = SteadyClock.begin()
         self.host = own_address(os.environ)
@@ -70,7 +81,12 @@ class NodeAgent:
         self.peer_grace = read_duration(*PEER_GRACE, launch["env"], os.environ)
         self.stop_grace = read_duration(*STOP_GRACE, launch["env"], os.environ)
         self.asked = False
-        """Whether this node was asked to end."""
+        """Whether this node has to end now."""
+        self.hold_seconds = hold_seconds
+        self._told_at: float | None = None
+        """When it was told that its machine will be taken away, and had time to heed it (`time.monotonic`)."""
+        self._watch_events = begin_watch({**os.environ, **launch["env"]}, self.clock.now)
+        self._looked_at = 0.0
         self.is_given_up = False
         """Whether its record was closed by the supervisor: its engine took it for lost, and another may have its
         place."""
@@ -165,7 +181,6 @@ class NodeAgent:
         seconds = float(self.launch.get("keep_failed_seconds", 0.0))
         if not seconds or self.asked or not is_worth_keeping(codes, self.launch["elastic"]):
             return
-        self.hold_seconds = 0.0  # there is nothing left to train on with
         now = self.clock.now()
         self._write(exit_codes=tuple(codes), last_seen_at=now, kept_since=now, kept_until=now + seconds)
         say(f"{self._name()} failed and is kept for {seconds:g} s; its ranks have ended")
@@ -237,6 +252,9 @@ class NodeAgent:
 
     def _beat(self) -> None:
         """Write now and then that this node is there, and see whether it is wanted still."""
+        if not self.asked and time.monotonic() - self._looked_at >= 4 * POLL_SECONDS:
+            self._looked_at = time.monotonic()
+            self._heed_warnings()
         if time.monotonic() - self._beat_at < heartbeat_seconds(self.rundir.storage):
             return
         self._beat_at = time.monotonic()
@@ -247,6 +265,24 @@ class NodeAgent:
                 self.asked = True
         except (OSError, DamagedError) as error:
             warn_once(f"cannot tell whether this node is still wanted: {error}")
+
+    def _heed_warnings(self) -> None:
+        """Record that this node will be taken away, so that another is ordered in its place, and end it once that one
+        is there, or in time."""
+        warning = self._watch_events.warning if self._watch_events is not None else None
+        if self._told_at is not None and warning is None:
+            told_ago = time.monotonic() - self._told_at
+            warning = NodeWarning("its engine ends it", self.clock.now() - told_ago + self.hold_seconds)
+            here = self.presence
+            with contextlib.suppress(OSError, DamagedError):
+                is_replaced = self.rundir.read_node(here.launch, here.node_id, here.incarnation + 1) is not None
+                self.asked = is_replaced or not is_wanted(self.rundir, self.launch)
+        known, at = self.presence.leaves_at, warning.leaves_at if warning is not None else None
+        if (known is None) != (at is None) or abs((known or 0.0) - (at or 0.0)) > 1.0:
+            why = warning.why if warning is not None else ""
+            say(f"{self._name()} leaves soon: {why}" if why else f"{self._name()} stays: the warning was withdrawn")
+            self._write(leaves_at=at, leaves_because=why)
+        self.asked = self.asked or (at is not None and self.clock.now() >= at)
 
     def _see_whether_given_up(self) -> None:
         """End where this incarnation was given up while its machine could not be reached: the next one waits for no
@@ -291,7 +327,10 @@ class NodeAgent:
         return f"incarnation {here.incarnation} of node {here.node_id} in launch {here.launch}"
 
     def _on_term(self, *_: object) -> None:
-        self.asked = True
+        if self.hold_seconds and self.launch["elastic"] and self._told_at is None:
+            self._told_at, self._looked_at = time.monotonic(), 0.0
+        else:
+            self.asked = True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -308,11 +347,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--node", type=int, required=True, help="number of the node, from 0")
     parser.add_argument("--incarnation", type=int, default=1, help="1, or more in the place of a lost node")
     parser.add_argument("--secret-file", default="", help="file with the secret of the launch, of this user alone")
+    help_text = "train on after SIGTERM for at most that many seconds, until another node has come in its place"
+    parser.add_argument("--hold", type=float, default=0.0, help=help_text)
     options = parser.parse_args(arguments)
     raise_descriptor_limit()
     try:
         rundir = RunDir(options.run_dir)
-        return run_agent(rundir, options.launch, options.node, options.incarnation, options.secret_file)
+        place = (options.launch, options.node, options.incarnation)
+        return run_agent(rundir, *place, options.secret_file, options.hold)
     except (DamagedError, LaunchError) as error:
         say(str(error))
         return UNUSABLE
@@ -330,10 +372,14 @@ def is_wanted(rundir: RunDir, launch: Mapping[str, Any]) -> bool:
     status = rundir.read_json(STATUS) or {}
     if status.get("launch", launch["launch"]) > launch["launch"]:
         return False
+    if status.get("is_ending"):
+        return False
     return status.get("launch") != launch["launch"] or status.get("state") not in FINAL
 
 
-def run_agent(rundir: RunDir, number: int, node_id: int, incarnation: int, secret: str) -> int:
+def run_agent(
+    rundir: RunDir, number: int, node_id: int, incarnation: int, secret: str, hold_seconds: float = 0.0
+) -> int:
     """Run the agent of an incarnation in launch ``number``, and return its exit code. A launch that is over, or another
     one, starts nothing."""
     launch = rundir.read_json(LAUNCH)
@@ -343,7 +389,7 @@ def run_agent(rundir: RunDir, number: int, node_id: int, incarnation: int, secre
     if launch["launch"] != number or not is_wanted(rundir, launch):
         say(f"launch {number} of job {launch['job_id']} is over: nothing is started")
         return LOST
-    return NodeAgent(rundir, launch, node_id, incarnation, secret).run()
+    return NodeAgent(rundir, launch, node_id, incarnation, secret, hold_seconds).run()
 
 
 def is_worth_keeping(codes: Sequence[int], is_elastic: bool) -> bool:

@@ -59,7 +59,8 @@ class AgentPlacer:
         self.nodes: dict[int, NodeRecord] = {}
         """The incarnation of each node that counts: the newest one, but for successors that wait for their turn."""
         self.successors: dict[int, NodeRecord] = {}
-        """Incarnations that take over from one whose time limit is near, by node."""
+        """Incarnations that take over from one whose time limit is near or whose machine will be taken away, by
+        node."""
         self._handed_over: tuple[int, float] | None = None
         """The last node that was told to make way for its successor, and when, in Unix seconds."""
         self._asked_at = float("-inf")
@@ -324,7 +325,8 @@ class AgentPlacer:
             if record.force_at is None and successor is None:
                 lead = float(self.launch.get("successor_lead_seconds", 0.0))
                 if is_successor_due(record, lead, self._now()):
-                    _say(f"the time limit of node {node_id} is near: its successor is submitted")
+                    why = record.presence.leaves_because if record.presence is not None else ""
+                    _say(f"node {node_id} leaves soon ({why or 'time limit'}): its successor is submitted")
                     following = NodeRecord(node_id=node_id, incarnation=record.incarnation + 1, made_at=self._now())
                     try:
                         self.successors[node_id] = self._submit(following)

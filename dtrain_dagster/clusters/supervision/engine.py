@@ -108,13 +108,16 @@ def agent_command(
     node_id: int,
     incarnation: int,
     python: str = sys.executable,
+    hold_seconds: float = 0.0,
 ) -> list[str]:
     """Return the command that an engine runs on a node. ``secret``: the path of the file with the launch's secret.
-    ``python``: the interpreter there."""
+    ``python``: the interpreter there. ``hold_seconds``: for how long it trains on after SIGTERM, until another node is
+    there in its place."""
     path = launch["env"].get("PYTHONPATH")
     return [
         *(["/usr/bin/env", f"PYTHONPATH={path}"] if path else []),
         *(python, "-P", "-m", "trainer.node", run_dir),
         *("--launch", str(launch["launch"]), "--node", str(node_id), "--incarnation", str(incarnation)),
         *(["--secret-file", secret] if secret else []),
+        *(["--hold", f"{hold_seconds:g}"] if hold_seconds else []),
     ]

@@ -174,8 +174,14 @@ def view_node(record: NodeRecord, size: int, now: float) -> PlacedNode:
         reason=(job.reason if job else "") or record.reason,
         queued_at=((job.submitted_at if job else None) or record.made_at) if waits else None,
         host=(presence.host if presence else "") or (job.host if job else ""),
-        is_taken=is_gone and job is not None and job.cause == "taken",
+        is_taken=is_gone and is_taken_away(record),
     )
+
+
+def is_taken_away(record: NodeRecord) -> bool:
+    """Return whether a node was taken away, or left since it was told that it would be: nothing has failed."""
+    is_warned = record.presence is not None and record.presence.leaves_at is not None
+    return is_warned or (record.job is not None and record.job.cause == "taken")
 
 
 def exit_codes_of(record: NodeRecord, size: int, now: float) -> tuple[int, ...] | None:
@@ -187,8 +193,11 @@ def exit_codes_of(record: NodeRecord, size: int, now: float) -> tuple[int, ...] 
         codes = (presence.exit_codes + (KILLED,) * size)[:size]
         if EVICTED not in codes or record.force_at is not None:
             return codes
+        as_lost = tuple(LOST if code == EVICTED else code for code in codes)
+        if presence.leaves_at is not None:
+            return as_lost
         if job is not None and job.state == "ended":
-            return tuple(LOST if code == EVICTED else code for code in codes) if job.lost else codes
+            return as_lost if job.lost else codes
         return codes if now - presence.ended_at > WORD_SECONDS else None  # why it was evicted is not known yet
     if job is not None and job.state == "ended":
         if presence is not None and not record.is_abandoned and now - (job.ended_at or now) < SETTLE_SECONDS:
@@ -235,7 +244,7 @@ def find_fault(
         return HostEvent(host=job.host, at=now, kind="unfit", why=presence.preflight, job_id=job_id)
     codes = exit_codes_of(record, size, now) or ()
     is_lost = any(is_loss(code) and code not in (EVICTED, -signal.SIGTERM) for code in codes)
-    if job.cause in ("taken", "program") or not (is_lost or job.cause == "machine"):
+    if is_taken_away(record) or job.cause == "program" or not (is_lost or job.cause == "machine"):
         return None
     gone = [other.gone_at is not None for other in others]
     if all(gone) or 2 * (1 + sum(gone)) > 1 + len(gone):
@@ -247,9 +256,13 @@ def find_fault(
 
 
 def is_successor_due(record: NodeRecord, lead_seconds: float, now: float) -> bool:
-    """Return whether the successor of a node is to be submitted: its time limit is nearer than ``lead_seconds``, of
-    which at most half the limit counts, or has come."""
+    """Return whether the successor of a node is to be submitted: it is told that its machine will be taken away, or its
+    time limit is nearer than ``lead_seconds``, of which at most half the limit counts, or has come."""
+    if record.presence is not None and record.presence.kept_since is not None:
+        return False
     job = record.job
+    if record.presence is not None and record.presence.leaves_at is not None and record.presence.ended_at is None:
+        return True
     if job is None or record.presence is None:
         return False
     started = job.started_at or record.presence.started_at

@@ -71,6 +71,8 @@ class Supervisor:
         self.replacements = self.preemptions = self.relaunches = 0
         """Nodes that took the place of lost ones, and of ones that were taken away, and launches after the first."""
         self.failure: Failure | None = None
+        self.is_ending = False
+        """Whether all nodes are ended: none trains on for another that comes in its place."""
         self.kept: tuple[Mapping[str, Any], ...] = ()
         """The nodes that are left in place for a person, as ``status.json`` has them."""
         self._said = ""
@@ -291,6 +293,8 @@ class Supervisor:
 
     def _end_nodes(self, grace: float) -> None:
         """SIGTERM to every node, SIGKILL to what is left after ``grace`` seconds. Returns when nothing is left."""
+        self.is_ending = True
+        self._write_status(self._state(), self._said)
         self.nodes = self.placer.look()
         self.placer.end([node.node_id for node in self.nodes.values() if not node.gone], grace)
         deadline = time.monotonic() + grace + KILL_SECONDS
@@ -326,6 +330,7 @@ class Supervisor:
             "replacements": self.replacements,
             "preemptions": self.preemptions,
             "kept": list(self.kept),
+            **({"is_ending": True} if self.is_ending and not state.is_final else {}),
             "excluded_hosts": [asdict(each) for each in self.placer.exclusions()],
             "pid": os.getpid(),
             "started_at": self.started_at,

@@ -83,6 +83,12 @@ def unfit_record() -> NodeRecord:
     return replace(made, presence=replace(made.presence, preflight="the disk is full"))
 
 
+def warned_record() -> NodeRecord:
+    made = record()
+    assert made.presence is not None
+    return replace(made, presence=replace(made.presence, leaves_at=NOW - 5))
+
+
 def running(node: int) -> NodeRecord:
     return replace(record(node, state="running"), gone_at=None)
 
@@ -98,6 +104,7 @@ def running(node: int) -> NodeRecord:
         (record(codes=(-signal.SIGTERM,)), [running(1)], None),
         (record(cause="taken", lost=True), [running(1)], None),
         (record(cause="program"), [running(1)], None),
+        (warned_record(), [running(1)], None),
         (record(host=""), [running(1)], None),
         (replace(record(), force_at=1.0), [running(1)], None),
         (replace(record(), presence=None), [running(1)], None),
@@ -110,7 +117,8 @@ def running(node: int) -> NodeRecord:
     ],
     ids=[
         "killed", "lost its device", "machine failed", "failed", "evicted", "ended", "preempted", "out of memory",
-        "no host", "ended by us", "never began", "before it spoke", "alone", "unfit", "all", "most", "two of four",
+        "warned", "no host", "ended by us", "never began", "before it spoke", "alone", "unfit", "all", "most",
+        "two of four",
     ],
 )  # fmt: skip
 def test_only_a_loss_that_others_survived_counts_against_a_host(

@@ -23,11 +23,13 @@ from dtrain_dagster.clusters.supervision import agent_placer
 from dtrain_dagster.clusters.supervision.agent_placer import AgentPlacer
 from dtrain_dagster.clusters.supervision.engine import EngineJob, name_job
 from harness.engines.process_engine import ProcessEngine
+from harness.metadata_service import metadata_service
 from harness.waiting import until
 from tests.webhook import web_hook
 from trainer.comm.launch_secret import SecretFile
 from trainer.documents.presences import NodePresence
 from trainer.node.__main__ import is_worth_keeping
+from trainer.node.warnings import LEAVE_SECONDS
 from trainer.rundir import RunDir
 from trainer.runtime.clock import SteadyClock
 
@@ -556,6 +558,73 @@ def test_a_time_limit_is_met_by_a_successor_that_was_submitted_before(
     assert ends[1, 1].exit_codes == (143,)
     assert ends[1, 2].exit_codes == (0,)
     assert job.status()["replacements"] == 0
+
+
+LEAVES = (
+    """
+def leave(*_):
+    (OUT / f"left-{RANK}-{INCARNATION}").touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, leave)
+"""
+    + SUCCEEDS
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_room", [True, False], ids=["room", "no room"])
+def test_a_node_that_is_warned_makes_way_for_another_or_leaves_in_time(
+    make_job: Callable[..., Job], has_room: bool
+) -> None:
+    with metadata_service() as service:
+        job = make_job(LEAVES)
+        (job.engine.folder / "metadata").write_text(service.url)
+        job.start("--hasty")
+        job.file("began-0-1"), job.file("began-1-1")
+        if not has_room:
+            (job.engine.folder / "full").touch()
+        service.announce(job.name(1), seconds=LEAVE_SECONDS + (60 if has_room else 3))
+        job.wait(lambda: any(one.leaves_at for one in job.presences()), "word of it")
+        job.file("left-1-1")
+        (before,) = [one for one in job.presences() if (one.node_id, one.incarnation) == (1, 1)]
+        if has_room:
+            job.file("began-1-2")
+            begun = next(one for one in job.presences() if one.incarnation == 2).started_at
+            assert begun < job.wait(lambda: _ended_at(job, 1), "its end"), "the other one was there first"
+        else:
+            assert before.leaves_at is not None
+            assert time.time() >= before.leaves_at, "not before it had to"
+            (job.engine.folder / "full").unlink()
+            job.file("began-1-2")
+        (job.folder / "go").touch()
+        status = job.ends()
+        assert (status["state"], status["replacements"], status["preemptions"]) == ("succeeded", 0, 0), job.said()
+        assert before.leaves_because.startswith("Preempt")
+
+
+def _ended_at(job: Job, node: int) -> float | None:
+    return next(one for one in job.presences() if (one.node_id, one.incarnation) == (node, 1)).ended_at
+
+
+@pytest.mark.slow
+def test_a_node_that_its_engine_ends_trains_on_until_another_is_there_and_not_where_all_are_ended(
+    make_job: Callable[..., Job],
+) -> None:
+    job = make_job(LEAVES)
+    (job.engine.folder / "hold").write_text("60")
+    supervisor = job.start("--hasty")
+    job.file("began-0-1"), job.file("began-1-1")
+    (job.engine.folder / "full").touch()
+    job.engine.agent(job.name(1)).send_signal(signal.SIGTERM)
+    job.wait(lambda: any(one.leaves_at for one in job.presences()), "word of it")
+    time.sleep(1.0)
+    assert not (job.folder / "left-1-1").exists()
+    (job.engine.folder / "full").unlink()
+    job.file("left-1-1"), job.file("began-1-2")
+    assert job.status()["preemptions"] == 0
+    supervisor.send_signal(signal.SIGTERM)
+    assert job.ends()["state"] == "cancelled"
+    assert {one.exit_codes for one in job.presences()} == {(143,)}, "in order, and at once"
 
 
 def test_ranks_of_a_fixed_world_find_rank_0_where_it_has_come(make_job: Callable[..., Job]) -> None:
