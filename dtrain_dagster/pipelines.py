@@ -28,6 +28,7 @@ from dtrain_dagster.assets.plan_options import PlanOptions, ScriptOptions, Train
 from dtrain_dagster.automation.retraining import TRAIN_JOB
 from dtrain_dagster.jobs.program import explain_refusal
 from dtrain_dagster.resources import ProjectResource, build_resources
+from dtrain_dagster.sensors.ceilings import build_ceilings_sensor
 from dtrain_dagster.sensors.cost_overrun import build_cost_overrun_sensor
 from dtrain_dagster.sensors.idle_cluster import build_idle_cluster_sensor
 from dtrain_dagster.sensors.orphans import build_orphan_sensor
@@ -302,6 +303,7 @@ def build_sensors(settings: Settings, names: GraphNames, project: ProjectResourc
     return [
         build_idle_cluster_sensor(settings, names),
         build_cost_overrun_sensor(settings, names),
+        build_ceilings_sensor(names),
         build_retraining_failed_sensor(project, names),
         build_queue_sensor(settings, names),
         build_orphan_sensor(settings, names),

@@ -86,7 +86,7 @@ def test_no_name_of_a_graph_meets_another(location: dg.Definitions) -> None:
     dg.Definitions.validate_loadable(location)  # Dagster refuses two jobs, sensors, ops or keys of one name
     graph, repository = location.resolve_asset_graph(), location.get_repository_def()
     assert {"train", "quotes_train", "features_train", "folder_train", "vision_train"} <= set(repository.job_names)
-    for kind in ("idle_cluster", "cost_overrun", "queue", "orphans", "retraining_failed"):
+    for kind in ("idle_cluster", "cost_overrun", "ceilings", "queue", "orphans", "retraining_failed"):
         for name in (kind, f"quotes_{kind}", f"vision_{kind}"):
             assert repository.has_sensor_def(name)
     assert repository.has_sensor_def("quotes_new_data")

@@ -42,7 +42,7 @@ from .conftest import BIN, ROOT, Project, make_project, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 HOUR = 3600.0
-SENSORS = {"cost_overrun", "idle_cluster", "queue", "orphans", "new_data", "staleness", "retraining_failed"}
+SENSORS = {"cost_overrun", "ceilings", "idle_cluster", "queue", "orphans", "new_data", "staleness", "retraining_failed"}
 JOB = "train-00000000-11111111"
 
 

@@ -93,7 +93,7 @@ def test_sensors_and_schedule_are_there_and_stand_as_meant(graph: WholeGraph) ->
     selector = {"repositoryLocationName": "dtrain", "repositoryName": "__repository__"}
     repository = graph.dagster.query(text, s=selector)["repositoryOrError"]
     sensors = {sensor["name"]: sensor["sensorState"]["status"] for sensor in repository["sensors"]}
-    on = {"idle_cluster", "cost_overrun", "queue", "orphans", "retraining_failed"}
+    on = {"idle_cluster", "cost_overrun", "ceilings", "queue", "orphans", "retraining_failed"}
     assert sensors == {**dict.fromkeys(on, "RUNNING"), "new_data": "STOPPED", "staleness": "STOPPED"}
     schedules = {schedule["name"]: schedule["scheduleState"]["status"] for schedule in repository["schedules"]}
     assert schedules == {"weekly_retraining": "STOPPED"}

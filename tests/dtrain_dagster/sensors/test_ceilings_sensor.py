@@ -1,0 +1,97 @@
+"""People are told once per month, ceiling and level that a ceiling on spending is nearly used, and that it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
+
+import dagster as dg
+import pytest
+
+from dtrain_dagster.costs.ceilings import CEILINGS, Ceilings, Stand, write_ceilings
+from dtrain_dagster.costs.money import USD
+from dtrain_dagster.costs.prices import price_of
+from dtrain_dagster.jobs.promises import Owner, note_start
+from dtrain_dagster.resources import build_resources
+from dtrain_dagster.sensors.ceilings import build_ceilings_sensor, keys_due
+from dtrain_dagster.settings.environment import Settings
+from tests.webhook import web_hook
+from trainer.documents.presences import NodePresence
+from trainer.rundir import LAUNCH, STATUS, RunDir
+
+HOURLY = price_of("Standard_NC6s_v3").usd_per_hour("dedicated")
+
+
+@pytest.fixture
+def paid(tmp_path: Path) -> Callable[[str, float], None]:
+    """Makes a job that has ended and has cost so many dollars just now."""
+
+    def make(name: str, usd: float) -> None:
+        rundir, now = RunDir(f"{tmp_path}/storage/jobs/{name}"), time.time()
+        rundir.write_json(
+            LAUNCH, {"job_id": name, "launch": 1, "node_count": 1, "engine": "ray", "sku": "Standard_NC6s_v3"}
+        )
+        began = now - usd / HOURLY * 3600
+        rundir.write_node(NodePresence(node_id=0, launch=1, incarnation=1, started_at=began, ended_at=now))
+        rundir.write_json(STATUS, {"state": "succeeded", "message": "", "started_at": began, "ended_at": now, "pid": 1})
+        note_start(tmp_path, name, Owner(person="anna", project="faces"))
+
+    return make
+
+
+def look(settings: Settings) -> str:
+    sensor = build_ceilings_sensor()
+    resources = {key: value for key, value in build_resources(settings).items() if key in sensor.required_resource_keys}
+    with dg.build_sensor_context(resources=resources) as context:
+        return str(sensor.evaluate_tick(context).skip_message)
+
+
+def test_each_level_is_told_once(tmp_path: Path, paid: Callable[[str, float], None]) -> None:
+    with web_hook() as (url, heard):
+        settings = Settings(home=tmp_path, notify=url)
+        assert look(settings) == "no ceiling is set"
+        write_ceilings(tmp_path, Ceilings(per_month=Decimal("0.10"), per_person=Decimal("1.00")))
+        paid("first", 0.079)
+        assert look(settings).endswith("0 notice(s)")
+        paid("second", 0.011)
+        assert look(settings).endswith("1 notice(s)")
+        assert look(settings).endswith("0 notice(s)")
+        [told] = heard
+        assert told["title"] == "dtrain: 90% of the ceiling per month is used"
+        assert "most by anna $0.0900; a start that would exceed it is refused; raise it: dtrain cost" in told["message"]
+        paid("third", 0.02)
+        look(settings)
+        look(settings)
+        assert [item["title"] for item in heard[1:]] == ["dtrain: 110% of the ceiling per month is used"]
+        assert "nothing new is started" in heard[1]["message"]
+
+
+def test_levels_that_are_passed_at_once_are_told_as_one(tmp_path: Path, paid: Callable[[str, float], None]) -> None:
+    with web_hook() as (url, heard):
+        settings = Settings(home=tmp_path, notify=url)
+        write_ceilings(tmp_path, Ceilings(per_month=Decimal("0.10")))
+        paid("first", 0.2)
+        look(settings)
+        look(settings)
+        assert len(heard) == 1
+
+
+def test_ceilings_that_cannot_be_read_are_said(tmp_path: Path) -> None:
+    (tmp_path / CEILINGS).write_text("{")
+    assert "the ceilings on spending cannot be read" in look(Settings(home=tmp_path))
+
+
+def test_each_month_ceiling_and_person_has_its_own_notices() -> None:
+    stand = Stand(kind="per_person", limit=100 * USD, whose="anna", spent=80 * USD)
+    assert len(keys_due(stand, "2026-11")) == 1
+    keys = {
+        *keys_due(stand, "2026-11"),
+        *keys_due(stand, "2026-12"),
+        *keys_due(Stand(kind="per_person", limit=100 * USD, whose="bob", spent=80 * USD), "2026-11"),
+        *keys_due(Stand(kind="per_project", limit=100 * USD, whose="anna", spent=80 * USD), "2026-11"),
+    }
+    assert len(keys) == 4
+    assert keys_due(Stand(kind="per_month", limit=100 * USD, spent=80 * USD - 1), "2026-11") == []
+    assert len(keys_due(Stand(kind="per_month", limit=100 * USD, spent=10 * USD, promised=90 * USD), "2026-11")) == 2
