@@ -59,6 +59,11 @@ OF_NODES = VariableGroup(
             "Seconds that the other processes of a node have to log why one of them failed, before they are ended",
             "`10`",
         ),
+        "DTRAIN_METADATA_URL": PlainVariable(
+            "Address of the service that tells a machine when it will be taken away, as Azure's Scheduled Events do; "
+            "`off` asks none",
+            "`http://169.254.169.254` on machines of Azure, else `off`",
+        ),
         "DTRAIN_HOST": PlainVariable(
             "Address or name at which the other nodes reach this one, different on each node; see "
             "[Addresses](../installing.md#addresses)",

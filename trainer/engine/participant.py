@@ -6,6 +6,7 @@ are `trainer.engine.session`.
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Callable, Mapping
@@ -22,7 +23,9 @@ from trainer.engine.budget import begin_budget
 from trainer.engine.reports import RankReports
 from trainer.engine.result import forget_stop
 from trainer.exit_codes import RELEASES_NODES
+from trainer.observability.node_presence import PRESENCE
 from trainer.rundir import RESULT
+from trainer.runtime import clock
 from trainer.runtime.cores import available_cores
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.host_memory import keep_freed_memory
@@ -30,7 +33,11 @@ from trainer.runtime.packages import load
 
 if TYPE_CHECKING:
     from trainer.elastic.dynamic_rendezvous import DynamicRendezvous
+    from trainer.runtime.machine_warnings import WarningWatch
 
+_log = logging.getLogger(__name__)
+BEGIN_WATCH = "trainer.runtime.machine_warnings:begin_watch"
+"""What only some need."""
 FIXED = "trainer.comm.static_rendezvous:join_world"
 REGROUPING = "trainer.elastic.dynamic_rendezvous:DynamicRendezvous"
 """How a process finds its peers, where they stay and where they come and go."""
@@ -85,7 +92,9 @@ class Participant:
             forget_stop(self.rundir, self.launch)
         self.leaves_when_done = is_elastic and environment.get(RELEASES_NODES) == "1"
         """Whether this process leaves as soon as it has nothing to do, before the job has ended."""
-        self.asked_to_stop = False
+        self._is_asked = False
+        self._warnings: WarningWatch | None = None
+        """What hears of the end of this machine, where no agent of its node does."""
         self._old_handler: Any = None
         with ExitStack() as undo:  # in reverse
             undo.callback(self._restore_handler)
@@ -104,6 +113,8 @@ class Participant:
             if threading.current_thread() is threading.main_thread():
                 # Only now: before this, SIGTERM may end the process at once, since nothing has been done yet.
                 self._old_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+            if environment.get(PRESENCE) == "1":
+                self._warnings = load(BEGIN_WATCH)(environment, clock.now, float(max(1, facts.local_world_size)))
             if self.elastic is None:
                 [generation, *_] = self.world.all_gather_object(self.rundir.last_generation() + 1)
                 self.world = replace(self.world, generation=generation)
@@ -119,8 +130,18 @@ class Participant:
         """Leave the group, and release the resources of this process."""
         self._undo.close()
 
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether this process is to end, by a signal or since its machine will be taken away."""
+        watch = self._warnings
+        warning = watch.warning if watch is not None else None
+        if warning is not None and not self._is_asked and clock.now() >= warning.leaves_at:
+            _log.warning("this node leaves, as its machine will be taken away: %s", warning.why)
+            self._is_asked = True
+        return self._is_asked
+
     def _on_sigterm(self, *_: object) -> None:
-        self.asked_to_stop = True  # nothing more here: the other ranks are told in the next step
+        self._is_asked = True  # nothing more here: the other ranks are told in the next step
 
     def _restore_handler(self) -> None:
         if self._old_handler is not None:

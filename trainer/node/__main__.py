@@ -39,9 +39,9 @@ from trainer.node.line_log import LineLog
 from trainer.node.node_processes import NodeProcesses, header_of, make_node, spawn_process
 from trainer.node.preflight import Judgement, Wanted, judge_node, read_setting
 from trainer.node.preflight_measures import Errand, Measuring
-from trainer.node.warnings import NodeWarning, begin_watch
 from trainer.rundir import JOB, LAUNCH, LIMIT, LOGS, STATUS, RunDir
 from trainer.runtime.clock import SteadyClock
+from trainer.runtime.machine_warnings import NodeWarning, begin_watch
 
 POLL_SECONDS = 0.05
 MASTER_PORT = 29500

@@ -29,7 +29,7 @@ from tests.webhook import web_hook
 from trainer.comm.launch_secret import SecretFile
 from trainer.documents.presences import NodePresence
 from trainer.node.__main__ import is_worth_keeping
-from trainer.node.warnings import LEAVE_SECONDS
+from trainer.runtime.machine_warnings import LEAVE_SECONDS
 from trainer.rundir import RunDir
 from trainer.runtime.clock import SteadyClock
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from email.utils import formatdate
 from typing import Any
 
@@ -11,8 +11,12 @@ import pytest
 
 from harness.metadata_service import MetadataService, metadata_service
 from harness.waiting import until
-from trainer.node import warnings
-from trainer.node.warnings import (
+from harness.worlds import Job
+from trainer.config import parse_job
+from trainer.engine.interruptions import Stopped
+from trainer.engine.trainer import DistributedTrainer
+from trainer.runtime import machine_warnings as warnings
+from trainer.runtime.machine_warnings import (
     LEAVE_SECONDS,
     NodeWarning,
     ScheduledEvents,
@@ -125,3 +129,27 @@ def test_a_service_that_never_answers_is_not_asked_for_ever(service: MetadataSer
     time.sleep(0.1)
     assert len(service.asked) == warnings._AGAIN
     assert begin_watch({warnings.URL: "off"}, time.time) is None
+
+
+def test_a_node_that_nobody_else_watches_saves_a_checkpoint_and_leaves(
+    service: MetadataService, new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = new_job(world_size=1, gradient_accumulation_steps=1, max_steps=10_000, checkpoint_frequency=1_000_000)
+    for name, value in (
+        ("DTRAIN_CACHE", job.environment["DTRAIN_CACHE"]), ("DTRAIN_PRESENCE", "1"),
+        (warnings.URL, f"{service.url}/vm_1"),
+    ):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    service.announce("vm_1", status="Started")
+    trainer = DistributedTrainer(parse_job(job.write().read_text()))
+    trainer.initialize_distributed()
+    try:
+        trainer.setup()
+        with pytest.raises(Stopped) as stopped:
+            trainer.train()
+    finally:
+        trainer.close()
+    assert stopped.value.everybody
+    latest = job.rundir.latest_checkpoint()
+    assert latest is not None
+    assert latest[1] == trainer.steps_done < 10_000
