@@ -22,6 +22,7 @@ from dtrain_dagster.clusters.managers import EngineClusterManager, LocalClusterM
 from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from harness.engines.engine_training import Training
 from harness.engines.machines import Machines
+from harness.metadata_service import MetadataService
 from harness.namespaces import Hosts
 from harness.waiting import until
 from trainer.elastic.generation import Generation
@@ -31,7 +32,7 @@ from trainer.node.processes import marked, signal_all
 from trainer.rundir import RunDir
 
 NODES = 3
-Fault = Literal["kill", "freeze", "cut", "none"]
+Fault = Literal["kill", "freeze", "cut", "warned", "none"]
 
 
 def make_job(folder: Path, config: dict[str, Any]) -> RunDir:
@@ -53,23 +54,33 @@ class Cluster(Training):
         hosts: Hosts | None = None,
         machines: Machines | None = None,
         program: str = "trainer",
+        metadata: MetadataService | None = None,
     ) -> None:
         """``fault``: what `strike` does to a node; ``hosts``: one for each node, needed for a cut; ``machines``: of a
         real engine, which sees the parent folder of ``home``, instead of the local cluster; ``program``: the module
-        that trains."""
+        that trains; ``metadata``: what tells machines of SLURM that they are taken away, needed for a warning."""
         rundir = make_job(home, config)
         manager: LocalClusterManager | EngineClusterManager = LocalClusterManager(home, max_replacements=1000)
         if machines is not None:
             settings = LaunchSettings(engine=machines.kind, cluster_name="recovery", max_replacements=1000)
-            manager = EngineClusterManager(home, settings, machines.options(home.parent))
+            options = machines.options(home.parent)
+            if metadata is not None:  # each job's machine has its id
+                options |= {"setup": f"export DTRAIN_METADATA_URL={metadata.url}/$SLURM_JOB_ID"}
+            manager = EngineClusterManager(home, settings, options)
         super().__init__(manager, rundir, NODES, hosts.local_cluster if hosts else (), program)
         self._fault, self._hosts, self._mended_at = fault, hosts, 0.0
+        self._machines, self._metadata = machines, metadata
 
     def strike(self, node: int) -> float:
         """Kill a node's agent and ranks, or stop them as a machine that hangs does, or take down the link of its host,
-        of which no connection is told; return when, in Unix seconds."""
+        of which no connection is told, or have its machine told that it is taken away; return when, in Unix seconds."""
         found, at = self._pids(node), time.time()
-        if self._hosts:
+        if self._metadata is not None and self._machines is not None:
+            newest = max(item.incarnation for item in self.rundir.nodes() if item.node_id == node)
+            jobs = self._machines.jobs(self.launch())
+            [name] = [job.id for job in jobs if (job.node_id, job.incarnation) == (node, newest)]
+            self._metadata.announce(name)
+        elif self._hosts:
             self._hosts.cut(node)
         else:
             signal_all(found, signal.SIGKILL if self._fault == "kill" else signal.SIGSTOP)
@@ -86,7 +97,7 @@ class Cluster(Training):
 
     def returned_at(self, node: int) -> float:
         """Return when the node was mended, or its replacement was started, in Unix seconds."""
-        if self._fault != "kill":
+        if self._fault not in ("kill", "warned"):
             return self._mended_at
         return max(item.started_at for item in self.rundir.nodes() if item.node_id == node)
 
@@ -110,6 +121,11 @@ class Cluster(Training):
         return self.generation().members[rank].node
 
     @property
+    def warns(self) -> bool:
+        """Whether a node is told before it is struck."""
+        return self._metadata is not None
+
+    @property
     def running(self) -> bool:
         """True while the job is in no final state."""
         return not self.status().state.is_final
@@ -125,6 +141,8 @@ class Cluster(Training):
 class Torchrun:
     """Torchrun with one agent per node: a node is an agent and all its processes. ``tuned`` makes it as fast as its
     options allow. The methods are those of `Cluster`."""
+
+    warns = False
 
     def __init__(self, folder: Path, config: dict[str, Any], tuned: bool) -> None:
         self.folder, self.tuned, self.rundir, self.port = folder, tuned, make_job(folder, config), free_port()

@@ -8,12 +8,16 @@ clusters go on to their last step, and their weights are compared with those of 
 
 With ``--fault freeze`` a node of the local cluster gets SIGSTOP instead, and with ``--fault cut`` the link of its host
 is taken down: nothing tells the others but its silence. Once they train without it, it goes on, or its link is brought
-up. For a cut, each node is in a network namespace of its own (`harness.namespaces`; root). Times come from the events
-of the trainer: each optimizer step is one, with its generation (the number of the group that formed) and its time.
+up. For a cut, each node is in a network namespace of its own (`harness.namespaces`; root). With ``--fault warned`` a
+machine of a real SLURM is told by an emulation of Azure's metadata service that it is taken away in 30 s: its
+successor is ordered at once, and takes over once it runs. There the pause is the time between the last step with the
+node and the first one without it. Times come from the events of the trainer: each optimizer step is one, with its
+generation (the number of the group that formed) and its time.
 
     *_p50_seconds, *_p95_seconds     from the fault to the end of the survivors' first step (p95: nearest rank)
     *_regroup_p50_seconds            from the fault to the record of the generation that made this step; clusters only
     *_back_seconds                   median, from the fault to the first step of all three nodes again
+    *_without_p50_seconds            from the first step without the node to the first one of all three again
     *_back_to_three_p50_seconds      the same from the start of the replacement, or from the end of the freeze or cut
     *_steps_redone_max               completed steps that had to be repeated
     *_repeats                        kills
@@ -59,6 +63,7 @@ from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.costs.tracker import CostTracker
 from harness.engines.engine_training import Outcome
 from harness.engines.machines import Machines, missing, open_machines
+from harness.metadata_service import metadata_service
 from harness.namespaces import Hosts, NoNamespacesError
 from harness.worlds import build
 from trainer.config import DistributedTrainingConfig
@@ -101,6 +106,7 @@ class Figures:
     regrouped: list[float] = field(default_factory=list)
     back: list[float] = field(default_factory=list)
     back_to_three: list[float] = field(default_factory=list)
+    without: list[float] = field(default_factory=list)
     redone: list[int] = field(default_factory=list)
     repeats: int = 0
 
@@ -159,9 +165,11 @@ def measure_one(launcher: Launcher, steps: Steps, rank: int, figures: Figures) -
     before = steps.generation
     struck_at = launcher.strike(node)
     first = steps.wait_for(lambda event: event["time"] > struck_at and steps.is_new(event, before))
-    figures.pauses.append(first["time"] - struck_at)
+    old = [event["time"] for event in steps.steps if event["generation"] <= before]
+    paused_at = max(struck_at, *old) if launcher.warns else struck_at
+    figures.pauses.append(first["time"] - paused_at)
     if isinstance(launcher, Cluster):
-        figures.regrouped.append(launcher.generation(first["generation"]).formed_at - struck_at)
+        figures.regrouped.append(launcher.generation(first["generation"]).formed_at - paused_at)
     done = {event["step"] for event in steps.steps if event["generation"] <= before}
     note(f"  rank {rank}: {figures.pauses[-1]:.2f} s")
     launcher.mend(node)
@@ -173,6 +181,7 @@ def measure_one(launcher: Launcher, steps: Steps, rank: int, figures: Figures) -
         again = {event["step"] for event in steps.steps if event["generation"] == first["generation"]}
         figures.redone.append(len(done & again))
     figures.back.append(full["time"] - struck_at)
+    figures.without.append(full["time"] - first["time"])
     figures.back_to_three.append(full["time"] - launcher.returned_at(node))
     note(f"    back to three in {figures.back_to_three[-1]:.2f} s, {figures.redone[-1]} steps redone")
 
@@ -232,14 +241,14 @@ def compare(cluster: Cluster, undisturbed: Outcome) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def engine(kind: str) -> Iterator[Machines | None]:
-    """Start an engine; None for the local cluster. Raise RuntimeError where it cannot run."""
+def engine(kind: str, count: int = NODES) -> Iterator[Machines | None]:
+    """Start an engine with so many machines; None for the local cluster. Raise RuntimeError where it cannot run."""
     if kind == "local":
         yield None
         return
     if why := missing(kind):
         raise RuntimeError(why)
-    with open_machines(kind, NODES) as machines:
+    with open_machines(kind, count) as machines:
         yield machines
 
 
@@ -293,6 +302,7 @@ def summary(figures: Figures) -> dict[str, Any]:
         "regroup_p50_seconds": figures.regrouped,
         "back_seconds": figures.back,
         "back_to_three_p50_seconds": figures.back_to_three,
+        "without_p50_seconds": figures.without,
     }
     values = {
         **{key: statistics.median(found) if found else None for key, found in medians.items()},
@@ -312,15 +322,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=10, help="kills for each launcher (10)")
     parser.add_argument("--steps", type=int, default=0, help="steps of trainings on clusters (0: up to the last kill)")
     parser.add_argument("--busy", action="store_true", help="save also beside other work; the line is marked busy")
-    parser.add_argument("--fault", choices=("kill", "freeze", "cut", "none"), default="kill", help="of a node (kill)")
+    faults = ("kill", "freeze", "cut", "warned", "none")
+    parser.add_argument("--fault", choices=faults, default="kill", help="of a node (kill)")
     parser.add_argument("--loop", action="store_true", help="train by a trainer.Loop on the local cluster")
     parser.add_argument("--seconds", type=float, default=600.0, help="with --fault none: how long nothing happens")
     options = parser.parse_args(arguments)
-    names = options.engine or (["local", *TORCHRUN] if options.fault == "kill" else ["local"])
+    usual = {"kill": ["local", *TORCHRUN], "warned": ["slurm"]}
+    names = options.engine or usual.get(options.fault, ["local"])
     if options.loop and names != ["local"]:
         parser.error("--loop is for --engine local")
-    if options.fault != "kill" and names != ["local"]:
-        parser.error(f"--fault {options.fault} happens on the local cluster only")
+    if options.fault != "kill" and names != usual.get(options.fault, ["local"]):
+        where = "SLURM" if options.fault == "warned" else "the local cluster"
+        parser.error(f"--fault {options.fault} happens on {where} only")
     load = os.getloadavg()[0]
     if options.save and is_busy(load) and not options.busy:
         parser.error(f"the load is {load:.1f}: wait until other work has ended, or mark the result with --busy")
@@ -333,6 +346,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 hosts = stack.enter_context(Hosts(NODES))
             except NoNamespacesError as error:
                 parser.error(str(error))
+        warned = options.fault == "warned"
+        metadata = stack.enter_context(metadata_service()) if warned else None
         config = {"dataset": {"uri": str(build(folder))}, "tracking": {"tensorboard": False}, "training": TRAINING}
         ending: dict[str, Any] = {}
         if options.steps:  # at a rate at which rounding of sums is not blown up over many steps
@@ -350,12 +365,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             note(name)
             if name in TORCHRUN:
                 return measure(lambda job: Torchrun(folder / job, config, name == TORCHRUN[0]), name, options.kills)
-            with engine(name) as machines:
+            with engine(name, NODES + warned) as machines:
                 if options.fault == "none":
                     return soak(Cluster(folder / "soak", config), options.seconds)
                 cluster = partial(
-                    Cluster, config=of_clusters, fault=options.fault, hosts=hosts, machines=machines, program=program
-                )
+                    Cluster, config=of_clusters, fault=options.fault, hosts=hosts, machines=machines, program=program,
+                    metadata=metadata,
+                )  # fmt: skip
                 return measure(lambda job: cluster(folder / job), name, options.kills, undisturbed)
 
         figures, failed = in_parts({name: (lambda name=name: part(name)) for name in names if options.kills})
