@@ -13,13 +13,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dtrain_dagster.clusters.hosts import HostRecord
-from dtrain_dagster.clusters.submission import Request
 from dtrain_dagster.costs.usage import NodeUsage
 from trainer.errors import DamagedError
 from trainer.rundir import RunDir
+
+if TYPE_CHECKING:
+    from dtrain_dagster.clusters.submission import Request
 
 OWNER = "owner.json"
 """The file of a run directory that names the Dagster run which started or followed the job last; its value is None once

@@ -17,8 +17,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-import psutil
-
 from dtrain_dagster.costs.ceilings import CeilingError
 from dtrain_dagster.costs.money import HOUR, SECOND, USD, nano_usd
 from trainer.documents.reader import MARK_BYTES, read_document
@@ -80,6 +78,8 @@ class Promise:
     @property
     def is_held(self) -> bool:
         """Return whether the process that made it lives."""
+        import psutil  # not above: loading the code location does without
+
         with suppress(psutil.Error):
             return self.holder is not None and abs(psutil.Process(self.pid).create_time() - self.holder) < 1.0
         return False
@@ -122,6 +122,14 @@ def name_of(wanted: Wanted) -> str:
 def shown_name(name: str) -> str:
     """Return the name of a job or a group for people; no job has that of a group."""
     return f"all of {name.removeprefix(GROUP)}" if name.startswith(GROUP) else name
+
+
+def this_process() -> tuple[float, int]:
+    """Return the start (Unix seconds) and the number of this process, by which a promise is held."""
+    import psutil  # not above: loading the code location does without
+
+    me = psutil.Process()
+    return me.create_time(), me.pid
 
 
 class PromiseFiles:

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.costs.ceilings import (
     COMMAND,
@@ -35,7 +33,16 @@ from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import PriceError, price_of
 from dtrain_dagster.costs.tracker import CostTracker, NodeCost
 from dtrain_dagster.jobs.orders import FOLDER as ORDERS
-from dtrain_dagster.jobs.promises import GROUP, USUAL_SECONDS, Promise, PromiseFiles, Wanted, name_of, shown_name
+from dtrain_dagster.jobs.promises import (
+    GROUP,
+    USUAL_SECONDS,
+    Promise,
+    PromiseFiles,
+    Wanted,
+    name_of,
+    shown_name,
+    this_process,
+)
 from dtrain_dagster.jobs.totals import launched_usage
 from dtrain_dagster.settings.tiers import Tier, tier_of
 from dtrain_dagster.support.job_lock import is_held
@@ -91,14 +98,14 @@ class SpendingBook:
             judged = self._judge(ceilings, wanted, now) if ceilings else Judged(ceilings=ceilings)
             if refusal := judged.refusal:
                 raise CeilingError(refusal)
-            me = psutil.Process()
+            started_at, pid = this_process()
             promise = Promise(
                 person=wanted.owner.person,
                 project=wanted.owner.project,
                 units="" if wanted.usd is None else str(wanted.units),
                 hourly=str(wanted.hourly),
-                holder=me.create_time(),
-                pid=me.pid,
+                holder=started_at,
+                pid=pid,
                 before=0 if wanted.is_group else self._launch_number(wanted.name),
             )
             before = self.files.try_to_read(name_of(wanted))

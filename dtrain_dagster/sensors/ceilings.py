@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import dagster as dg
 
-from dtrain_dagster.clusters.notice_claims import NotToldError, is_claimed, send_once
 from dtrain_dagster.costs.ceilings import COMMAND, CeilingError, Stand, describe_stand, describe_users, explain_unknown
 from dtrain_dagster.jobs.promises import FOLDER
 from dtrain_dagster.jobs.spending import SpendingBook
 from dtrain_dagster.resources import cluster_resource, project_resource
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
-from trainer.rundir import RunDir
+from dtrain_dagster.support.notify import notify_and_log
+from trainer.storage.base import Storage
+from trainer.storage.open import open_storage
 
 LEVELS = (80, 100)
 """Percent of a ceiling at which people are told, once each per month."""
@@ -43,30 +43,30 @@ def build_ceilings_sensor(names: GraphNames = STOCK_NAMES) -> dg.SensorDefinitio
             return dg.SkipReason(str(error))
         if not judged.ceilings:
             return dg.SkipReason("no ceiling is set")
-        folder, count = RunDir(f"{project.home}/{FOLDER}"), 0
+        notices, count = open_storage(f"{project.home}/{FOLDER}/notices"), 0
         for stand in judged.stands:
             keys = keys_due(stand, judged.month)
-            if not keys:
+            firsts = [_is_first(notices, key) for key in keys]  # nobody has to be told of a lower level any more
+            if not firsts or not firsts[-1]:
                 continue
             title, text = describe_use(stand, judged.month)
-            if not is_claimed(folder, keys[-1]):
-                context.log.warning(text)
-                count += 1
+            context.log.warning(text)
+            count += 1
             body = "\n- ".join([text, *explain_unknown(judged.spending)])
-            for key in keys[:-1]:  # nobody has to be told of a lower level any more
-                send_once(folder, key, (), partial(_message, title, body))
-            try:
-                send_once(folder, keys[-1], project.notify_urls(), partial(_message, title, body))
-            except NotToldError as error:  # the next tick tries again
-                context.log.warning(f"{error}; see DTRAIN_NOTIFY")
+            notify_and_log(project.notify_urls(), title, body, context.log)
         used = ", ".join(f"{stand.title} {stand.share:.0%}" for stand in judged.stands)
         return dg.SkipReason(f"{used}; {count} notice(s)")
 
     return ceilings
 
 
-def _message(title: str, body: str) -> tuple[str, str]:
-    return title, body
+def _is_first(notices: Storage, key: str) -> bool:
+    """Return whether nobody was told of this before, on any graph of the home; from now on somebody was."""
+    try:
+        notices.create(key, b"")
+    except FileExistsError:
+        return False
+    return True
 
 
 def keys_due(stand: Stand, month: str) -> Sequence[str]:

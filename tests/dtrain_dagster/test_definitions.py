@@ -118,7 +118,7 @@ def test_loading_the_code_location_costs_little_more_than_importing_dagster():
     assert of_others(found) <= {"dagster", "pydantic", "pydantic_settings", "dotenv"}
     own = {name for name in found if name.startswith(("dtrain_dagster", "trainer"))}
     assert len(found - own) <= 45
-    assert len([name for name in own if not ROOT.joinpath(*name.split(".")).is_dir()]) <= 140  # modules, not packages
+    assert len([name for name in own if not ROOT.joinpath(*name.split(".")).is_dir()]) <= 145  # modules, not packages
     bodies = ["dtrain_dagster.dashboard", "dtrain_dagster.costs.ledger"]
     bodies += [f"dtrain_dagster.reports.{name}" for name in ("charts", "cost_charts", "performance")]
     bodies += [f"dtrain_dagster.monitoring.{name}" for name in ("diagnosis", "strategies")]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import pytest
 from dtrain_dagster.assets.common import MOST_ROWS
 from dtrain_dagster.assets.program import Engine, ProgramOptions, program_page
 from dtrain_dagster.clusters.base import JobState, JobStatus
+from dtrain_dagster.costs.ceilings import Ceilings, write_ceilings
 from dtrain_dagster.pipelines import Cluster, PipelineError, build_program_asset, build_training_assets
 from tests.page import Page
+from tests.webhook import web_hook
 from trainer.frameworks.catalogue import FRAMEWORKS
 from trainer.rundir import RunDir
 
@@ -71,6 +74,26 @@ def test_it_runs_with_where_the_launchpad_begins_and_says_what_became_of_it(prog
         assert told["node_hours"] > 0
         again = metadata_of(run(program, instance, arguments=["--epochs", "4"]))
         assert again["job_id"].rsplit("-", 1)[0] != told["job_id"].rsplit("-", 1)[0], "another program"
+
+
+@pytest.mark.slow
+def test_a_ceiling_refuses_it_and_people_are_told(program: dg.Definitions, tmp_path: Path):
+    home = tmp_path / "home"
+    home.mkdir()
+    write_ceilings(home, Ceilings(per_hour=Decimal(5)))  # two nodes cost more
+    with web_hook() as (url, heard), pytest.MonkeyPatch.context() as patch, dg.DagsterInstance.ephemeral() as instance:
+        patch.setenv("DTRAIN_NOTIFY", url)
+        script = tmp_path / "s.py"
+        refused = run(build_program_asset("own", script, nodes=2, processes_per_node=1), instance)
+        assert not refused.success
+        [failure] = refused.get_step_failure_events()
+        said = str(failure.event_specific_data)
+        assert "the ceiling of $5.00 per hour: running jobs cost $0.00 an hour, and this start adds $6.12" in said
+        assert "raise it: dtrain cost ceilings --per-hour AMOUNT" in said
+        assert heard[0]["title"] == "dtrain: a job would exceed a ceiling on spending"
+        assert not list(home.glob("storage/jobs/*/launch.json"))
+        write_ceilings(home, Ceilings(per_hour=Decimal(7)))
+        assert run(program, instance).success
 
 
 @pytest.mark.slow

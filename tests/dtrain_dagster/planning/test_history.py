@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from dtrain_dagster.assets.checks import judged
 from dtrain_dagster.assets.pipeline import STOCK
 from dtrain_dagster.assets.planning import build_cost_estimate
 from dtrain_dagster.clusters.managers import LocalClusterManager
+from dtrain_dagster.costs.ceilings import Ceilings, write_ceilings
 from dtrain_dagster.costs.estimate import LearnedCorrection, Sizes
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan
 from dtrain_dagster.costs.prices import price_of
@@ -253,6 +255,23 @@ def test_a_probe_that_was_run_before_is_told_as_such(finished, tmp_path):
     found = forecast(manager, job, sizes, [1], "mark", {}, LearnedCorrection(), said.append)
     assert said == [f"the probe {short.job_id} was run before"]
     assert found.rests_on == (short.job_id,)
+
+
+@pytest.mark.slow
+def test_a_plan_that_would_exceed_a_ceiling_is_refused_before_its_probe(finished, instance, tmp_path):
+    _, _, job = finished
+    manifest = json.loads((Path(job.dataset.uri) / "manifest.json").read_text())
+    uri, name = job.dataset.uri, manifest["dataset_id"]
+    dataset = BuiltDataset(
+        uri=uri, dataset_id=name, rows=1, samples=manifest["samples"], excluded={}, built=True, shared_uri=uri
+    )
+    home = tmp_path / "home"
+    home.mkdir()
+    write_ceilings(home, Ceilings(per_hour=Decimal(2)))
+    plan, said = plan_of(instance, home, dataset)
+    assert plan is None
+    assert "nothing is started: the ceiling of $2.00 per hour" in "\n".join(said)
+    assert not list(home.glob("storage/jobs/probe*"))
 
 
 @pytest.mark.long
