@@ -40,6 +40,8 @@ class NodePresence:
     """Seconds by which its machine's clock has been set since, negative for back. None of the times includes it."""
     host: str = ""
     """The address under which other nodes reach it, where an engine placed it on a machine of its choice."""
+    ready_at: float | None = None
+    """When it was ready to take the place of the one before it, where that was still there; else None."""
     leaves_at: float | None = None
     """When it leaves at the latest, since its machine will be taken away; None while nothing says so."""
     leaves_because: str = ""

@@ -245,6 +245,7 @@ PRESENCE = record(
     last_seen_at=optional(moment),
     host=text,
     clock_jump_seconds=number_between(),
+    ready_at=optional(moment),
     leaves_at=optional(moment),
     leaves_because=text,
     preflight=text,

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,10 @@ MASTER_PORT = 29500
 """The port that ranks are told where they find each other in storage and use none."""
 RENDEZVOUS = "rendezvous"
 """The folder with the address of rank 0, for launches whose ranks need it."""
+WARM_SECONDS = 60.0
+"""Seconds that a node which waits for its place takes at most to load what its ranks will load."""
+MOST_AWAY = 5
+"""Incarnations between a node and the one whose place it takes: those between them were unfit, or had no place."""
 FINAL = ("succeeded", "failed", "cancelled")
 """The states of ``status.json`` after which no node is wanted."""
 
@@ -207,12 +212,9 @@ class NodeAgent:
 
     def _wait_for_seat(self) -> Seat | None:
         """Return the place of this node in its launch once it can have it; None where it was asked to end before."""
-        said = False
-        while self._is_occupied():
-            if not said:
-                say(f"the incarnation before {self._name()} still runs: this one waits for its end")
-                said = True
-            if self._rests():
+        if self._is_occupied():
+            say(f"an incarnation before {self._name()} still runs: this one waits for its end")
+            if not self._wait_ready():
                 return None
         address, port = self.host, self.launch["master_port"] or MASTER_PORT
         if not self.launch["elastic"]:
@@ -234,15 +236,38 @@ class NodeAgent:
             is_alone=True,
         )
 
+    def _wait_ready(self) -> bool:
+        """Wait for the end of the incarnation before this one, having loaded once what ranks will load: from a cold
+        disk that takes far longer. Return False where this node was asked to end before."""
+        warmed_until = time.monotonic() + WARM_SECONDS
+        with subprocess.Popen([sys.executable, "-P", "-c", "import trainer.engine.trainer"]) as warming:
+            try:
+                while self._is_occupied():
+                    is_warm = warming.poll() is not None or time.monotonic() > warmed_until
+                    if is_warm and self.presence.ready_at is None:
+                        self._write(ready_at=self.clock.now())
+                    if self._rests():
+                        return False
+            finally:
+                warming.kill()
+        return True
+
     def _is_occupied(self) -> bool:
-        """Return whether the incarnation before this one is still there, as one whose time limit is near."""
-        if self.presence.incarnation == 1:
-            return False
-        before = self.rundir.read_node(self.presence.launch, self.presence.node_id, self.presence.incarnation - 1)
-        if before is None or before.ended_at is not None:
-            return False
-        now = self.clock.now()
-        return now - before.heard_at(now) < stale_seconds(self.rundir.storage)
+        """Return whether an incarnation before this one is still there, as one whose time limit is near."""
+        here, now = self.presence, self.clock.now()
+        for incarnation in range(max(1, here.incarnation - MOST_AWAY), here.incarnation):
+            before = self.rundir.read_node(here.launch, here.node_id, incarnation)
+            is_there = before is not None and before.ended_at is None
+            if before is not None and is_there and now - before.heard_at(now) < stale_seconds(self.rundir.storage):
+                return True
+        return False
+
+    def _has_successor(self) -> bool:
+        """Return whether an incarnation after this one is ready to take its place."""
+        here = self.presence
+        after = range(here.incarnation + 1, here.incarnation + 1 + MOST_AWAY)
+        found = (self.rundir.read_node(here.launch, here.node_id, incarnation) for incarnation in after)
+        return any(one is not None and one.ended_at is None and one.ready_at is not None for one in found)
 
     def _rests(self) -> bool:
         """Wait a moment; return whether this node was asked to end."""
@@ -273,10 +298,8 @@ class NodeAgent:
         if self._told_at is not None and warning is None:
             told_ago = time.monotonic() - self._told_at
             warning = NodeWarning("its engine ends it", self.clock.now() - told_ago + self.hold_seconds)
-            here = self.presence
             with contextlib.suppress(OSError, DamagedError):
-                is_replaced = self.rundir.read_node(here.launch, here.node_id, here.incarnation + 1) is not None
-                self.asked = is_replaced or not is_wanted(self.rundir, self.launch)
+                self.asked = self._has_successor() or not is_wanted(self.rundir, self.launch)
         known, at = self.presence.leaves_at, warning.leaves_at if warning is not None else None
         if (known is None) != (at is None) or abs((known or 0.0) - (at or 0.0)) > 1.0:
             why = warning.why if warning is not None else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -166,8 +167,15 @@ class KubernetesEngine:
             self._delete(name, force)
 
     def how_to_enter(self, job: EngineJob, address: str) -> str:
-        where = f" --context={self.options.context}" if self.options.context else ""
-        return f"kubectl{where} exec -it -n {self._space} job/{job.id} -c {CONTAINER} -- bash"
+        given = {"kubeconfig": self.options.kubeconfig, "context": self.options.context}
+        where = "".join(f" {shlex.quote(f'--{name}={value}')}" for name, value in given.items() if value)
+        selector = f"job-name={job.id}"
+        try:
+            pod = first_pod(self._items("list the pods", self._core.list_namespaced_pod, label_selector=selector))
+        except EngineUnreachableError:
+            pod = None
+        name = pod["metadata"]["name"] if pod is not None else f"job/{job.id}"
+        return f"kubectl{where} exec -it -n {self._space} {name} -c {CONTAINER} -- bash"
 
     def read_log(self, job_id: str) -> str | None:
         """Return what the node printed, at most its last `MAX_LOG_BYTES`; None where nothing is kept."""

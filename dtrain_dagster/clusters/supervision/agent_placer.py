@@ -23,6 +23,7 @@ from dtrain_dagster.clusters.supervision.placer import (
     PlacedNode,
     close_presence,
     find_fault,
+    is_ready,
     is_successor_due,
     view_node,
 )
@@ -41,6 +42,8 @@ LOOK_SECONDS_PER_NODE = 0.005
 """The same for each node of a large one: shared storage answers some hundred requests a second to each client."""
 EXCLUSION_PATIENCE_SECONDS = 60.0
 """Seconds that a node waits for its place before it may have one on an excluded host, too."""
+MOST_SUCCESSORS = 4
+"""Successors of one node that are tried, one after the other; a lost node is replaced in any case."""
 LEAVE_SECONDS = 3.0
 """Seconds within which the job of a node that has ended by itself ends too. A job that is cancelled before is told as
 cancelled in the engine's account, though nothing was wrong with it."""
@@ -90,9 +93,7 @@ class AgentPlacer:
         """Submit an incarnation of a node; one that the engine cannot be told of now is submitted in a later look. What
         the end of the one before says of its host is recorded first."""
         if (before := self.nodes.get(node_id)) is not None:
-            others = [record for key, record in self.nodes.items() if key != node_id]
-            if (fault := find_fault(before, others, self._size, self.launch["job_id"], self._now())) is not None:
-                self._note(fault)
+            self._note_fault(before)
         self.nodes[node_id] = self._submit(NodeRecord(node_id=node_id, incarnation=incarnation, made_at=self._now()))
 
     def look(self) -> Mapping[int, PlacedNode]:
@@ -327,12 +328,13 @@ class AgentPlacer:
                 if is_successor_due(record, lead, self._now()):
                     why = record.presence.leaves_because if record.presence is not None else ""
                     _say(f"node {node_id} leaves soon ({why or 'time limit'}): its successor is submitted")
-                    following = NodeRecord(node_id=node_id, incarnation=record.incarnation + 1, made_at=self._now())
-                    try:
-                        self.successors[node_id] = self._submit(following)
-                    except LaunchError as error:
-                        warn_once(f"the successor of node {node_id} is refused: {error}")
-            elif successor and successor.presence and record.force_at is None and record.gone_at is None:
+                    self._submit_successor(node_id, record.incarnation + 1)
+            elif successor is not None and successor.gone_at is not None:
+                tried = successor.incarnation - record.incarnation
+                if record.gone_at is None and tried < MOST_SUCCESSORS and successor.refused is None:
+                    self._note_fault(successor)
+                    self._submit_successor(node_id, successor.incarnation + 1)
+            elif is_ready(successor) and record.force_at is None and record.gone_at is None:
                 if not self._has_settled():
                     continue  # one after the other, so that the others hold the state of the training
                 force_at = time.monotonic() + HANDOVER_SECONDS
@@ -341,6 +343,20 @@ class AgentPlacer:
         for node_id in [n for n in self.successors if n in self.nodes and self.nodes[n].gone_at is not None]:
             if self.nodes[node_id].force_at is None or self.nodes[node_id].is_handing_over:
                 self.nodes[node_id] = self.successors.pop(node_id)
+
+    def _submit_successor(self, node_id: int, incarnation: int) -> None:
+        """Submit a successor, also in the place of one that was lost, or unfit, before it could take over."""
+        following = NodeRecord(node_id=node_id, incarnation=incarnation, made_at=self._now())
+        try:
+            self.successors[node_id] = self._submit(following)
+        except LaunchError as error:
+            warn_once(f"the successor of node {node_id} is refused: {error}")
+
+    def _note_fault(self, record: NodeRecord) -> None:
+        """Record what the end of a node says of its host."""
+        others = [each for key, each in self.nodes.items() if key != record.node_id]
+        if (fault := find_fault(record, others, self._size, self.launch["job_id"], self._now())) is not None:
+            self._note(fault)
 
     def _has_settled(self) -> bool:
         """Return whether the last node that was handed over trains again with the others, or has had its time."""

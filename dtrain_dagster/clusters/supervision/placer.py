@@ -255,6 +255,11 @@ def find_fault(
     return HostEvent(host=job.host, at=now, kind="lost", seconds=seconds, why=why, job_id=job_id)
 
 
+def is_ready(successor: NodeRecord | None) -> bool:
+    """Return whether a successor is there, is fit, and waits for the place of the node before it."""
+    return successor is not None and successor.presence is not None and successor.presence.ready_at is not None
+
+
 def is_successor_due(record: NodeRecord, lead_seconds: float, now: float) -> bool:
     """Return whether the successor of a node is to be submitted: it is told that its machine will be taken away, or its
     time limit is nearer than ``lead_seconds``, of which at most half the limit counts, or has come."""
