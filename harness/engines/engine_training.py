@@ -71,8 +71,9 @@ class Training:
             self.env["PYTHONPATH"] = str(ROOT)
         self.manager, self.rundir, self.nodes, self.place, self.program = manager, rundir, nodes, place, program
 
-    def submit(self) -> None:
-        command = (
+    def submit(self, command: Sequence[str] = (), **fields: Any) -> None:
+        """``command``: another than the training; ``fields``: of its `JobSpec`."""
+        command = tuple(command) or (
             *self.place,
             self.manager.python,
             "-P",
@@ -89,6 +90,7 @@ class Training:
                 node_count=self.nodes,
                 elastic=True,
                 env=self.env,
+                **fields,
             )
         )
 

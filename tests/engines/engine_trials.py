@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -64,6 +66,10 @@ class EngineTrials:
     """What a training has to survive on every engine. A subclass names its ``kind``."""
 
     kind: ClassVar[str]
+
+    def as_a_person(self, machines: Any, words: list[str]) -> list[str]:
+        """The command that enters a node, as somebody has to give it here; empty where it cannot be tried."""
+        return words
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -150,6 +156,46 @@ class EngineTrials:
         status = training.rundir.read_json("status.json") or {}
         assert [each["host"] for each in status["excluded_hosts"]] == [bad]
         assert_same(training, expected)
+
+    def test_a_node_that_fails_its_pre_flight_is_replaced_before_it_trains(
+        self, training: Training, expected: Outcome
+    ) -> None:
+        check = 'test "$NODE_RANK.$DTRAIN_INCARNATION" != 1.1 || { echo its link is down; exit 3; }'
+        manager = training.manager
+        assert isinstance(manager, EngineClusterManager)
+        manager.settings = replace(manager.settings, preflight=f"quick: {check}")
+        training.submit()
+        training.run_until(lambda: incarnations(training) == [(0, 1), (1, 1), (1, 2)], "a replacement")
+        assert_same(training, expected)
+        good, unfit, better = training.rundir.nodes()
+        assert (unfit.preflight, unfit.exit_codes) == ("the site's own check: its link is down", (76,))
+        assert (good.preflight, better.preflight) == ("", "")
+        assert all(0 < node.preflight_seconds < 60 for node in (good, unfit, better))
+        usage = training.manager.node_usage("one")
+        assert all(node.preflight_until is not None for node in usage)
+        said = training.manager.job_logs("one", 0)
+        assert "pre-flight: passed in" in said
+        assert "pre-flight warning: its clock" not in said
+
+    def test_a_node_that_failed_is_kept_entered_and_given_back(self, machines: Machines, training: Training) -> None:
+        training.submit(command=("sh", "-c", "test $RANK = 0 || exit 3; sleep 600"), keep_failed_seconds=600.0)
+        training.run_until(lambda: training.status().kept, "a node that is kept")
+        status = training.status()
+        (line,) = status.kept
+        assert line.startswith("node 1 is kept until ")
+        assert status.message.startswith("failed: rank 1 on node 1 failed first (exit code 3)")
+        training.run_until(lambda: [node.ended_at is None for node in training.rundir.nodes()] == [False, True], "it")
+        at_work = lambda: [job.node_id for job in machines.jobs(training.launch()) if job.state == "running"]  # noqa: E731
+        training.run_until(lambda: at_work() == [1], "the end of the other job")
+        words = self.as_a_person(machines, shlex.split(line.partition(" UTC: ")[2]))
+        if words:  # without a terminal, and for one command of the shell
+            words = [word for word in words[:-1] if word not in ("-it", "--pty")]
+            done = subprocess.run([*words, "echo", "entered"], capture_output=True, text=True, timeout=60, check=False)
+            assert done.stdout == "entered\n", (words, done.stderr)
+        training.manager.cancel_job("one")
+        assert training.status().state == JobState.FAILED
+        (usage,) = [node for node in training.manager.node_usage("one") if node.kept_since is not None]
+        assert usage.started_at < usage.kept_since < usage.ended_at
 
     def test_the_control_plane_is_restarted(self, machines: Machines, training: Training, expected: Outcome) -> None:
         training.submit()

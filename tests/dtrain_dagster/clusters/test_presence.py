@@ -1,10 +1,11 @@
 """Who is there, and who only seems to be: what the records of members say of a node."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from dtrain_dagster.clusters.presence import NodeGeneration, health, newest_generation
+from dtrain_dagster.clusters.presence import NodeGeneration, health, newest_generation, usage
 from trainer.documents.presences import NodePresence
 from trainer.rundir import RunDir
 
@@ -42,6 +43,19 @@ def test_a_node_that_the_others_go_on_without_is_not_healthy(newest, of, healthy
     seen = health("job", of, NOW, newest)
     assert seen.healthy is healthy
     assert healthy or "generation 3" in seen.message
+
+
+def test_what_was_spent_on_a_pre_flight_and_on_keeping_a_node_is_handed_to_the_bill():
+    kept = replace(node(0), preflight_seconds=2.0, kept_since=40.0, kept_until=90.0, ended_at=90.0)
+    (found,) = usage([kept], "sku", running=False, now=NOW)
+    assert (found.preflight_until, found.kept_since, found.ended_at) == (2.0, 40.0, 90.0)
+    (found,) = usage([node(0)], "sku", running=False, now=NOW)
+    assert (found.preflight_until, found.kept_since) == (None, None)
+
+
+def test_a_node_that_is_kept_is_not_healthy_and_says_why():
+    seen = health("job", replace(node(1), kept_since=NOW - 5, exit_codes=(1,)), NOW)
+    assert (seen.healthy, seen.message) == (False, "failed in job and is kept for a person")
 
 
 def test_the_newest_generation_is_read_as_the_members_wrote_it(tmp_path):

@@ -61,6 +61,9 @@ def test_a_verdict_says_what_holds_a_job_up_or_why_it_ended(state, found, words,
 
 def test_a_job_without_a_step_waits_for_it():
     assert verdict_of(row("running", step=None), {}, {}, {}, (), UNKNOWN).words == "waits for its first step"
+    status = {"message": "failed: rank 1\nits log", "kept": [{"node_id": 1, "until": 0.0, "how": "enter it"}]}
+    kept = verdict_of(row("running", step=None), status, {}, {}, (), UNKNOWN)
+    assert kept == Verdict(words="node 1 is kept until 00:00 UTC: enter it; failed: rank 1", tone="bad")
 
 
 @pytest.mark.parametrize(

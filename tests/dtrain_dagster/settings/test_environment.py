@@ -100,6 +100,22 @@ def test_the_azure_path_is_set_by_its_own_variables(monkeypatch):
     assert load_settings().endpoint == "quotes"
 
 
+def test_a_pre_flight_is_refused_where_no_agent_makes_it(monkeypatch):
+    on_azure(monkeypatch, DTRAIN_PREFLIGHT="full")
+    with pytest.raises(SettingsError, match=r"DTRAIN_PREFLIGHT='full' cannot be used .* unset it"):
+        load_settings()
+    monkeypatch.setenv("DTRAIN_PREFLIGHT", "")
+    assert load_settings().preflight == ""
+
+
+@pytest.mark.parametrize("kind", ["local", "slurm"])
+def test_a_pre_flight_goes_into_each_launch(monkeypatch, kind):
+    monkeypatch.setenv("DTRAIN_CLUSTER", kind)
+    monkeypatch.setenv("DTRAIN_PREFLIGHT", "full: /opt/check")
+    manager = build_resources(load_settings())["cluster"].manager()
+    assert manager.settings.preflight == "full: /opt/check"
+
+
 @pytest.mark.parametrize("kind", ["local", "slurm"])
 def test_nodes_keep_their_copies_of_datasets_where_the_user_says(monkeypatch, kind):
     monkeypatch.setenv("DTRAIN_CLUSTER", kind)

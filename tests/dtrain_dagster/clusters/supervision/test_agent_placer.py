@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from dtrain_dagster.clusters.notice_text import describe_kept
 from dtrain_dagster.clusters.supervision import agent_placer
 from dtrain_dagster.clusters.supervision.agent_placer import AgentPlacer
 from dtrain_dagster.clusters.supervision.engine import EngineJob, name_job
+from dtrain_dagster.clusters.supervision.placer import NodeRecord, is_successor_due, view_node
 from harness.engines.process_engine import ProcessEngine
 from harness.metadata_service import metadata_service
 from harness.waiting import until
@@ -29,9 +31,9 @@ from tests.webhook import web_hook
 from trainer.comm.launch_secret import SecretFile
 from trainer.documents.presences import NodePresence
 from trainer.node.__main__ import is_worth_keeping
-from trainer.runtime.machine_warnings import LEAVE_SECONDS
 from trainer.rundir import RunDir
 from trainer.runtime.clock import SteadyClock
+from trainer.runtime.machine_warnings import LEAVE_SECONDS
 
 HEAD = """
 import os, signal, sys, time
@@ -286,6 +288,18 @@ def test_a_node_is_not_kept_beyond_the_budget_of_its_job(make_job: Callable[...,
     job.start()
     assert job.ends()["exit_code"] == 3
     assert "the budget of the job is spent" in job.said()
+
+
+def test_a_node_that_is_kept_is_neither_at_work_nor_gone_and_gets_no_successor() -> None:
+    there = NodePresence(node_id=0, launch=1, started_at=0.0, last_seen_at=995.0, exit_codes=(1,), kept_since=900.0)
+    job = EngineJob(id="7", node_id=0, incarnation=1, state="running", started_at=0.0, ends_at=1010.0)
+    record = NodeRecord(node_id=0, incarnation=1, made_at=0.0, job_id="7", job=job, presence=there)
+    seen = view_node(record, 2, 1000.0)
+    assert (seen.state, seen.codes, seen.alive, seen.gone) == ("kept", (1, -9), False, False)
+    assert not is_successor_due(record, 60.0, 1000.0)
+    assert is_successor_due(replace(record, presence=replace(there, kept_since=None)), 60.0, 1000.0)
+    ended = replace(record, job=replace(job, state="ended", ended_at=990.0))  # its machine has gone meanwhile
+    assert view_node(ended, 2, 1000.0).state == "gone"
 
 
 @pytest.mark.parametrize(
@@ -600,6 +614,26 @@ def test_a_node_that_is_warned_makes_way_for_another_or_leaves_in_time(
         status = job.ends()
         assert (status["state"], status["replacements"], status["preemptions"]) == ("succeeded", 0, 0), job.said()
         assert before.leaves_because.startswith("Preempt")
+
+
+@pytest.mark.slow
+def test_a_node_stays_until_another_is_fit_to_take_its_place(make_job: Callable[..., Job]) -> None:
+    with metadata_service() as service:
+        job = make_job(LEAVES, preflight='quick test "$DTRAIN_INCARNATION" != 2')
+        (job.engine.folder / "metadata").write_text(service.url)
+        job.start("--hasty")
+        job.file("began-0-1"), job.file("began-1-1")
+        service.announce(job.name(1), "Redeploy", 600.0)
+        job.file("began-1-3")
+        (unfit,) = [one for one in job.presences() if (one.node_id, one.incarnation) == (1, 2)]
+        ended_at = _ended_at(job, 1)
+        assert ended_at is not None
+        assert unfit.ended_at is not None
+        assert unfit.preflight
+        assert unfit.ended_at < ended_at
+        (job.folder / "go").touch()
+        status = job.ends()
+        assert (status["state"], status["replacements"], status["preemptions"]) == ("succeeded", 0, 0), job.said()
 
 
 def _ended_at(job: Job, node: int) -> float | None:
