@@ -26,6 +26,7 @@ from dtrain_dagster.cli.follow import print_lines, stream_job
 from dtrain_dagster.cli.job_names import complete_files
 from dtrain_dagster.cli.job_options import runnable
 from dtrain_dagster.cli.keep import keep_failed_option, refuse_to_keep
+from dtrain_dagster.cli.plan_lines import expect_nodes
 from dtrain_dagster.cli.start import finish, new_job_id, runs_already, start_and_follow, take_over, this_command_again
 from dtrain_dagster.cli.train import size_options
 from dtrain_dagster.jobs.log_follower import follow_logs
@@ -103,6 +104,7 @@ def launch(
         if note:
             say(f"note: {note}", err=True)
     if is_dry:
+        say(expect_nodes(settings, node_count).price_line, err=True)
         show_dry_run(settings, manager, spec, cluster.sku, wanted_start(settings, job_id, node_count))
     with promising(settings, wanted_start(settings, job_id, node_count)):
         manager.provision_cluster(node_count, cluster.sku)

@@ -6,18 +6,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dtrain_dagster.cli.ceilings import promising
 from dtrain_dagster.cli.common import cluster_of, ranks_of, say
-from dtrain_dagster.costs.estimate import Estimate, estimate_forecast
+from dtrain_dagster.clusters.base import ClusterConfig
+from dtrain_dagster.costs.estimate import Estimate, estimate_cost, estimate_forecast
 from dtrain_dagster.costs.prices import SkuPrice, price_of, price_words
 from dtrain_dagster.jobs.promises import Wanted, owner_here
 from dtrain_dagster.planning.build_plan import sizes_of
 from dtrain_dagster.planning.check_job import samples_of
 from dtrain_dagster.planning.history import HomeHistory
 from dtrain_dagster.settings.environment import Settings
-from dtrain_dagster.settings.tiers import Tier, tier_in_words
+from dtrain_dagster.settings.tiers import Tier, tier_in_words, tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.config import JobConfig, TrackingConfig
 
@@ -55,13 +56,26 @@ class Expected:
             return self.limit_usd
         return self.estimate.usd.expected if self.estimate else None
 
-    def lines(self) -> list[str]:
-        """Return it in lines for a person."""
+    def on(self, price: SkuPrice, tier: Tier) -> Expected:
+        """Return the same on other nodes, whose speed is that of the price table: a rough guess."""
+        told = None
+        if self.estimate is not None:
+            seconds = self.estimate.seconds.scaled(self.price.speed / price.speed)
+            told = estimate_cost(seconds, price, tier, self.nodes)
+        return replace(self, price=price, tier=tier, estimate=told)
+
+    @property
+    def price_line(self) -> str:
+        """Return what its nodes cost in an hour, for a person."""
         each, count = dollars(self.price.usd_per_hour(self.tier)), f"{self.nodes} node{'s' if self.nodes > 1 else ''}"
-        lines = [
+        return (
             f"price: {count} of {self.price.sku} ({tier_in_words(self.tier)}) at {each} are "
             f"{dollars(self.usd_per_hour)} per hour ({self.price_words})"
-        ]
+        )
+
+    def lines(self) -> list[str]:
+        """Return it in lines for a person."""
+        lines = [self.price_line]
         if self.estimate is not None:
             seconds = self.estimate.seconds.told(format_duration)
             lines.append(f"expected: {self.estimate.usd.told(dollars)}, in {seconds}; from {self.basis}")
@@ -76,9 +90,14 @@ class Expected:
 
 
 @contextmanager
-def promising_training(settings: Settings, job: JobConfig, nodes: int) -> Iterator[None]:
-    """Print what a training is expected to cost, and promise it, as `promising` does."""
+def promising_training(
+    settings: Settings, job: JobConfig, nodes: int, got: ClusterConfig | None = None
+) -> Iterator[None]:
+    """Print what a training is expected to cost, and promise it, as `promising` does. ``got``: other nodes than those
+    that the settings name."""
     expected = expect(settings, job, nodes)
+    if got is not None:
+        expected = expected.on(price_of(got.gpu_type), tier_of(got.tier or settings.tiers[0]))
     for line in expected.lines():
         say(line, err=True)
     with promising(settings, wanted_training(settings, job, expected)):
@@ -93,12 +112,18 @@ def wanted_training(settings: Settings, job: JobConfig, expected: Expected) -> W
     return Wanted(name=job.job_id, owner=owner, usd=expected.usd, usd_per_hour=expected.usd_per_hour)
 
 
-def expect(settings: Settings, job: JobConfig, nodes: int) -> Expected:
-    """Return what a training is expected to cost on the settings' cluster. Raise `PriceError` where its nodes have no
+def expect_nodes(settings: Settings, nodes: int) -> Expected:
+    """Return what nodes of the settings' cluster cost, whatever they do. Raise `PriceError` where they have no
     price."""
     sku, tier = cluster_of(settings)[0].sku, settings.tiers[0]
-    price, told, basis = price_of(sku), None, ""
+    price = price_of(sku)
     price.usd_per_hour(tier)
+    return Expected(nodes=nodes, price=price, tier=tier, price_words=price_words(sku, settings.kind.buys_nodes))
+
+
+def expect(settings: Settings, job: JobConfig, nodes: int) -> Expected:
+    """Return what a training is expected to cost on the settings' cluster. Raise as `expect_nodes` does."""
+    found, told, basis = expect_nodes(settings, nodes), None, ""
     if not job.is_of_script:  # of which other code may have the same fields
         with suppress(OSError, RuntimeError):  # of past runs: what is missing is a figure, and it is said
             ranks = ranks_of(settings)
@@ -106,13 +131,6 @@ def expect(settings: Settings, job: JobConfig, nodes: int) -> Expected:
             if history.runs_like(job):
                 cores = os.cpu_count() if history.shares_machine else None
                 if (known := history.forecast(job, sizes_of(job, samples_of(job), ranks, cores))) is not None:
-                    told, basis = estimate_forecast(known, price, tier, nodes), known.basis_words
-    return Expected(
-        nodes=nodes,
-        price=price,
-        tier=tier,
-        price_words=price_words(sku, settings.kind.buys_nodes),
-        estimate=told,
-        basis=basis,
-        limit_node_seconds=job.training.max_node_seconds,
-    )
+                    told = estimate_forecast(known, found.price, found.tier, nodes)
+                    basis = known.basis_words
+    return replace(found, estimate=told, basis=basis, limit_node_seconds=job.training.max_node_seconds)

@@ -334,7 +334,10 @@ def _train(
         else:
             refuse_unregistrable(cluster, project, job)
             stack.enter_context(promising_training(settings, job, order.nodes))
-            say_what_was_got(manager.provision_cluster(order.nodes, cluster.sku), cluster.sku)
+            got = manager.provision_cluster(order.nodes, cluster.sku)
+            say_what_was_got(got, cluster.sku)
+            if got.gpu_type != cluster.sku or got.tier not in (None, settings.tiers[0]):  # at another price
+                stack.enter_context(promising_training(settings, job, order.nodes, got))
         take_over(rundir)
 
         def begin() -> None:

@@ -1,8 +1,9 @@
 """The promise that each start of a job makes: ``<home>/spending/<job_id>.json``, or ``group~<name>.json`` of a fleet or
 a search.
 
-It says whose the job is, what it is expected to cost, and, once it has ended, what was paid for it in each month, so
-that its run directory is not read again. What follows from all of them is gathered in `dtrain_dagster.jobs.spending`.
+It says whose the job is, and what it is expected to cost. Those of jobs that have ended are in one file,
+``~ended.json``, with what was paid for each in each month, so that their run directories are not read again. What
+follows from all of them is gathered in `dtrain_dagster.jobs.spending`.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from dtrain_dagster.costs.ceilings import CeilingError
 from dtrain_dagster.costs.money import HOUR, SECOND, USD, nano_usd
-from trainer.documents.reader import MARK_BYTES, read_document
-from trainer.documents.schemas import make, matching, record_of
+from trainer.documents.reader import read_document
+from trainer.documents.schemas import Check, make, mapping, matching, record_of
 from trainer.errors import DamagedError
 from trainer.storage.open import open_storage
 
 FOLDER = "spending"
-LOCK = ".lock"
+LOCK, ENDED = ".lock", "~ended.json"
 GROUP = "group~"
 """The beginning of the names of promises of fleets and searches, which no job's id can have."""
 PERSON_TAG = "dtrain/person"
@@ -86,6 +87,7 @@ class Promise:
 
 
 _SCHEMA = record_of(Promise)
+_ENDED = mapping(_SCHEMA)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,6 +140,8 @@ class PromiseFiles:
     def __init__(self, home: Path) -> None:
         self.folder = Path(home) / FOLDER
         self.storage = open_storage(str(self.folder))
+        self._settled: dict[str, Promise] = {}
+        """What was settled while the lock is held, and is written at its end."""
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -146,25 +150,36 @@ class PromiseFiles:
         descriptor = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+            self._settled = {}
             yield
+            self._write_settled()
         finally:
             os.close(descriptor)
 
     def all(self) -> dict[str, Promise]:
         """Return all promises by their names. Raise as `read`."""
         names = [name.removesuffix(".json") for name in self.storage.list() if name.endswith(".json")]
-        return {name: promise for name in names if (promise := self.read(name)) is not None}
+        own = {name: self._read(name, _SCHEMA) for name in names if name != ENDED.removesuffix(".json")}
+        return self._ended() | {name: make(Promise, found) for name, found in own.items() if found is not None}
 
     def read(self, name: str) -> Promise | None:
         """Return a promise; None where there is none. Raise `CeilingError` where it cannot be read."""
+        found = self._read(name, _SCHEMA)
+        return self._ended().get(name) if found is None else make(Promise, found)
+
+    def _ended(self) -> dict[str, Promise]:
+        found = self._read(ENDED.removesuffix(".json"), _ENDED) or {}
+        return {name: make(Promise, each) for name, each in found.items()} | self._settled
+
+    def _read(self, name: str, check: Check) -> dict[str, Any] | None:
         try:
-            found = read_document(self.storage, f"{name}.json", _SCHEMA, MARK_BYTES)
-            return None if found is None else make(Promise, found)
+            found: dict[str, Any] | None = read_document(self.storage, f"{name}.json", check)
         except (DamagedError, OSError) as error:
             raise CeilingError(
                 f"what was promised to {name} cannot be read, so nothing is started: {error}; remove the file, and it "
                 "is made again from the job's own records"
             ) from None
+        return found
 
     def try_to_read(self, name: str) -> Promise | None:
         """Return a promise that is about to be written again; None where it cannot be read."""
@@ -172,12 +187,30 @@ class PromiseFiles:
             return self.read(name)
         return None
 
+    def settle(self, name: str, promise: Promise) -> None:
+        """Keep the promise of a job that has ended among those that are not looked at again."""
+        self._settled[name] = promise
+
+    def _write_settled(self) -> None:
+        if self._settled:
+            document = {name: _shortened(promise) for name, promise in self._ended().items()}
+            self.storage.write(ENDED, json.dumps(document).encode())
+            for name in self._settled:
+                self.storage.delete(f"{name}.json")
+
     def write(self, name: str, promise: Promise | None) -> None:
         """Write a promise; None: remove it."""
         if promise is None:
             self.storage.delete(f"{name}.json")
         else:
             self.storage.write(f"{name}.json", json.dumps(asdict(promise)).encode())
+
+
+def _shortened(promise: Promise) -> dict[str, Any]:
+    """Return the fields that are not what they usually are: there are thousands of jobs."""
+    usual = asdict(Promise(person="", project=""))
+    needed = ("person", "project")
+    return {name: value for name, value in asdict(promise).items() if name in needed or value != usual[name]}
 
 
 def note_start(home: Path, job_id: str, owner: Owner, part_of: str = "") -> None:

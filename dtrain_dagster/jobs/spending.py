@@ -175,8 +175,13 @@ class SpendingBook:
             return _Looked(promise=promise, is_open=is_open, unknown=f"{error}")
         paid = paid_by_month(tracker.nodes)
         if not is_open and all(node.ended_at is not None for node in nodes):
-            kept = replace(promise, paid={month: str(units) for month, units in paid.items()}, holder=None, pid=0)
-            self.files.write(job_id, kept)
+            kept = Promise(
+                person=promise.person,
+                project=promise.project,
+                part_of=promise.part_of,
+                paid={month: str(units) for month, units in paid.items()},
+            )
+            self.files.settle(job_id, kept)
             return _Looked(promise=kept)
         return _Looked(
             promise=promise,

@@ -85,6 +85,7 @@ PAGES = [
     Page("docs/installing.md", DATA_ONLY, blocks=slice(0, 1)),
     Page("docs/installing.md", blocks=slice(1, 2), after="test -e my-training/my_training/definitions.py"),
     Page("docs/installing.md", blocks=slice(3, 4)),
+    Page("docs/installing.md", blocks=slice(9, 10), after="grep -q ' RANK=0 .* -m trainer ' submitted.txt"),
     Page("docs/own-dagster-project.md", "mkdir ../team; cd ../team", {
         "```sh server\ndtrain ui": "```sh server\ndtrain ui --port 0"}, slice(0, 2)),
     Page("examples/walk_forward/README.md",

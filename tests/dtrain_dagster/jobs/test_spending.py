@@ -78,6 +78,19 @@ def test_a_job_that_has_ended_is_read_once_and_again_when_it_is_continued(book: 
     assert usd(look(book)["over"].month_units) == pytest.approx(HOURLY * 7000 / 3600)
 
 
+def test_jobs_that_have_ended_are_in_one_file(book: SpendingBook, job: Job):
+    for number in range(3):
+        job(f"over-{number}", NOW - 7200.0, 3600.0, state="succeeded")
+        note_start(book.home, f"over-{number}", ANNA)
+    before = look(book)
+    assert [path.name for path in (book.home / "spending").glob("*.json")] == ["~ended.json"]
+    assert look(book) == before
+    assert {item.person for item in before.values()} == {"anna"}
+    with pytest.raises(RuntimeError), book.promised(Wanted(name="over-1", owner=BOB, usd=1.0, usd_per_hour=1.0)):
+        raise RuntimeError("no nodes for its next launch")
+    assert look(book)["over-1"].month_units == before["over-1"].month_units, "it is read again"
+
+
 def test_a_running_job_counts_with_what_is_left_of_its_estimate(book: SpendingBook, job: Job):
     with book.promised(Wanted(name="runs", owner=ANNA, usd=10.0, usd_per_hour=2 * HOURLY)):
         job("runs", NOW - 1800.0, None, nodes=2)
