@@ -619,7 +619,7 @@ def test_a_node_that_is_warned_makes_way_for_another_or_leaves_in_time(
 @pytest.mark.slow
 def test_a_node_stays_until_another_is_fit_to_take_its_place(make_job: Callable[..., Job]) -> None:
     with metadata_service() as service:
-        job = make_job(LEAVES, preflight='quick test "$DTRAIN_INCARNATION" != 2')
+        job = make_job(LEAVES, preflight='quick: test "$DTRAIN_INCARNATION" != 2')
         (job.engine.folder / "metadata").write_text(service.url)
         job.start("--hasty")
         job.file("began-0-1"), job.file("began-1-1")
