@@ -143,7 +143,13 @@ class SpendingBook:
     def _gather(self, now: float) -> list[Spending]:
         """Return what each job of the home, and each fleet and search that is run, has spent and may still spend."""
         promises = self.files.all()
-        jobs = [name for name in open_storage(self.jobs_uri).list() if ID.fullmatch(name)]
+        try:
+            jobs = [name for name in open_storage(self.jobs_uri).list() if ID.fullmatch(name)]
+        except OSError as error:
+            raise CeilingError(
+                f"the jobs in {self.jobs_uri} cannot be listed, so what was spent is not known, and nothing is "
+                f"started: {error}"
+            ) from None
         ended = {name for name, promise in promises.items() if promise.paid is not None}
         looked = {name: self._look(name, promises.get(name), now) for name in jobs if name not in ended}
         for name in promises.keys() - looked.keys():  # nothing of it was launched yet, or its folder is gone
@@ -160,7 +166,9 @@ class SpendingBook:
                 return _Looked(promise=held, is_open=held.is_held)
             status, plan, limit = rundir.read_json(STATUS), rundir.read_json(PLAN) or {}, rundir.read_json(LIMIT) or {}
             nodes, stale = rundir.nodes(), stale_seconds(rundir.storage)
-        except (DamagedError, OSError, NotADirectoryError) as error:
+        except NotADirectoryError:  # something that is no job
+            return _Looked(promise=Promise(person=UNKNOWN, project=UNKNOWN))
+        except (DamagedError, OSError) as error:
             raise CeilingError(
                 f"what job {job_id} has cost cannot be read, so nothing is started: {error}; repair or remove its "
                 f"folder, or lift the ceilings: {COMMAND} --none"

@@ -18,6 +18,7 @@ from dtrain_dagster.jobs.promises import Owner, PromiseFiles, Wanted, note_start
 from dtrain_dagster.jobs.spending import SpendingBook
 from trainer.documents.presences import NodePresence
 from trainer.rundir import LAUNCH, LIMIT, STATUS, RunDir
+from trainer.storage.base import Storage
 
 SKU = "Standard_NC6s_v3"
 HOURLY = price_of(SKU).usd_per_hour("dedicated")
@@ -155,6 +156,24 @@ def test_a_job_without_a_known_price_is_named_and_one_that_cannot_be_read_refuse
         look(book)
     write_ceilings(book.home, Ceilings())
     assert look(book) == {}, "without ceilings nothing is read"
+
+
+def test_a_file_beside_the_jobs_is_no_job_and_a_folder_that_cannot_be_listed_refuses(
+    book: SpendingBook, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    job("over", NOW - 7200.0, 3600.0, state="succeeded")
+    (tmp_path / "storage" / "jobs" / "notes.txt").write_text("of a person")
+    assert usd(look(book)["over"].month_units) == pytest.approx(HOURLY)
+    monkeypatch.setattr(Storage, "list", broken)
+    with pytest.raises(CeilingError, match="cannot be listed"):
+        book.judge(None, NOW)
+
+
+def broken(self: Storage, folder: str = "") -> list[str]:
+    """A storage that fails for the jobs, and works for promises."""
+    if self.uri.endswith("/jobs"):
+        raise OSError("stale file handle")
+    return sorted(self.names(folder))
 
 
 def test_a_promise_that_cannot_be_read_refuses_and_is_named(book: SpendingBook):
