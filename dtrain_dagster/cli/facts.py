@@ -86,6 +86,7 @@ class JobFacts:
             "job": status.job_id,
             "state": self.state,
             "message": status.damage or status.message,
+            "kept": list(status.kept),
             "nodes": self.nodes,
             "nodes_alive": status.nodes_alive,
             "launches": totals.launches if totals else 0,

@@ -13,6 +13,7 @@ JOB = {
     "job": "name of the job",
     "state": "queued, running, succeeded, failed, cancelled, or damaged where its run directory cannot be read",
     "message": "why it failed, with the last lines of its log, or what is damaged",
+    "kept": "of each failed node that is left in place (`--keep-failed`), until when, and how to enter it",
     "nodes": "nodes of its last launch",
     "nodes_alive": "nodes that are there now",
     "launches": "how often it was started",

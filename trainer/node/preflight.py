@@ -82,6 +82,8 @@ class Gpu:
     peer_gb_per_second: float | None = None
     """To the next GPU of the node."""
     product_is_right: bool | None = None
+    is_split: bool | None = None
+    """Whether it is divided into instances (MIG), of which a node may have several."""
     pcie_width: int | None = None
     """Lanes in use under load."""
     pcie_most: int | None = None
@@ -127,6 +129,8 @@ class Measured:
     product_gflops: float | None = None
     copy_gb_per_second: float | None = None
     gpus: tuple[Gpu, ...] | None = None
+    driver_errors: tuple[str, ...] = ()
+    """What keeps GPUs from being used: a driver that is not loaded, a GPU that is lost, one that does not compute."""
     xids: tuple[int, ...] = ()
     """The errors that the driver has written into the kernel's log within two hours."""
     peers: tuple[Peer, ...] = ()
@@ -219,8 +223,13 @@ def _judge_gpus(found: Measured, wanted: Wanted, judged: Judgement) -> None:
     if found.gpus is None:
         return
     count = len(found.gpus)
-    if count < (least := max(wanted.gpus, wanted.ranks if count else 0)):
-        fail(f"{count} of {least} GPUs are there")
+    for error in found.driver_errors:  # a node may train on its CPUs
+        (fail if count or wanted.gpus else judged.skipped.append)(error)
+    is_split = any(gpu.is_split for gpu in found.gpus)
+    if count < wanted.gpus and not is_split:
+        fail(f"{count} of {wanted.gpus} GPUs are there")
+    elif 0 < count < wanted.ranks and not is_split:
+        warn(f"{count} GPUs are there for {wanted.ranks} ranks")
     if broken := sorted(set(found.xids) & XIDS):
         fail(f"the driver reported XID {', '.join(map(str, broken))} within two hours")
     for number, gpu in enumerate(found.gpus):
@@ -235,7 +244,7 @@ def _judge_gpus(found: Measured, wanted: Wanted, judged: Judgement) -> None:
             fail(f"{name}: {gpu.retired_pages} retired pages")
         if gpu.throttled:
             warn(f"{name}: slowed down by {', '.join(gpu.throttled)}")
-        if gpu.used_bytes is not None and gpu.memory_bytes:
+        if gpu.used_bytes is not None and gpu.memory_bytes and not gpu.is_split:
             if gpu.used_bytes > USED_SHARE * gpu.memory_bytes:
                 fail(f"{name}: others hold {gpu.used_bytes / GIB:.1f} of {gpu.memory_bytes / GIB:.1f} GiB")
             elif gpu.used_bytes > LITTLE_USED_BYTES:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from trainer.node.preflight import COMMAND_SECONDS, LIMIT_SECONDS, CommandEnd, Disk, Measured, Mode, Peer
 from trainer.runtime.host_memory import available_bytes
@@ -63,7 +63,7 @@ class Measuring:
 
     def __init__(self, errand: Errand, environment: Mapping[str, str]) -> None:
         self.limit = LIMIT_SECONDS[errand.mode] + (COMMAND_SECONDS if errand.command else 0.0)
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `result`
+        self._output = _open_scratch()
         parent = os.getpid()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", MODULE, json.dumps(asdict(errand))],
@@ -145,12 +145,17 @@ def look_lightly(run_dir: str) -> Measured:
 
 def folders_of(run_dir: str) -> list[str]:
     """Return the folders that a node writes to."""
-    return list(dict.fromkeys((run_dir, tempfile.gettempdir())))
+    try:
+        scratch = tempfile.gettempdir()
+    except FileNotFoundError:  # none can be written
+        scratch = "/tmp"
+    cache = os.environ.get("DTRAIN_CACHE", "")
+    return list(dict.fromkeys((run_dir, scratch, *([cache] if os.path.isdir(cache) else []))))
 
 
 def run_command(command: str, seconds: float) -> CommandEnd:
     """Run a site's own check in a shell, and return how it ended, with the last line that it printed."""
-    with tempfile.TemporaryFile() as output:
+    with _open_scratch() as output:
         process = subprocess.Popen(command, shell=True, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         try:
             code: int | None = process.wait(seconds)
@@ -160,6 +165,13 @@ def run_command(command: str, seconds: float) -> CommandEnd:
         lines = output.read()[-4096:].decode(errors="replace").split("\n")
     said = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return CommandEnd(code=code, last_line=said if code is not None else "it did not end in time")
+
+
+def _open_scratch() -> IO[bytes]:
+    """Return an empty file for what a process prints, in memory where that is possible: a full disk is to be told."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("pre-flight"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def _look_at_disk(path: str) -> Disk:
@@ -234,12 +246,21 @@ def _look_at_gpus(errand: Errand) -> dict[str, Any]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return {"gpus": [], "skipped": [f"GPUs: {error}"]}
+        # Images may have CUDA without NVML, which then tells nothing of the GPUs.
+        is_there = error.value not in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_NO_PERMISSION)
+        return {"gpus": [], "driver_errors": [f"GPUs: {error}"]} if is_there else {"skipped": [f"GPUs: {error}"]}
     skipped: list[str] = []
+    lost: list[str] = []
     gpus = []
     for index in _visible(pynvml.nvmlDeviceGetCount()):
-        gpus.append(_ask_gpu(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index), index, skipped))
-    return {"gpus": gpus, "skipped": skipped}
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        except pynvml.NVMLError as error:
+            is_lost = error.value != pynvml.NVML_ERROR_NO_PERMISSION
+            (lost if is_lost else skipped).append(f"GPU {index}: {error}")
+            continue
+        gpus.append(_ask_gpu(pynvml, handle, index, skipped))
+    return {"gpus": gpus, "driver_errors": lost, "skipped": skipped}
 
 
 def _visible(count: int) -> list[int]:
@@ -296,7 +317,16 @@ def _ask_gpu(nvml: Any, handle: Any, index: int, skipped: list[str]) -> dict[str
         ]
         return {"throttled": list(dict.fromkeys(found))}
 
+    def parts() -> Mapping[str, Any]:
+        return {"is_split": nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE}
+
+    def has_parts() -> Mapping[str, Any]:
+        with contextlib.suppress(nvml.NVMLError):  # of a kind that cannot be divided
+            return parts()
+        return {"is_split": False}
+
     ask("name", name)
+    ask("instances", has_parts)
     ask("memory", memory)
     ask("memory errors", errors)
     ask("remapped rows", rows)
@@ -309,8 +339,7 @@ def _ask_gpu(nvml: Any, handle: Any, index: int, skipped: list[str]) -> dict[str
 def _look_at_kernel_log(errand: Errand) -> dict[str, Any]:
     if not Path("/proc/driver/nvidia").exists():
         return {}
-    begun_at = time.time() - time.monotonic()
-    found = []
+    records = []
     with open(os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as log:
         while True:
             try:
@@ -319,11 +348,20 @@ def _look_at_kernel_log(errand: Errand) -> dict[str, Any]:
                 break
             if not record:
                 break
-            head, _, said = record.decode(errors="replace").partition(";")
-            at = begun_at + int(head.split(",")[2]) / 1e6
-            if time.time() - at < XID_SECONDS and (match := _XID.search(said)):
+            records.append(record.decode(errors="replace"))
+    return {"xids": xids_in(records, time.monotonic())}
+
+
+def xids_in(records: Sequence[str], now: float) -> list[int]:
+    """Return the errors of NVIDIA's driver within two hours before ``now``, seconds since the machine's start, from
+    records of the kernel's log. Pure."""
+    found = []
+    for record in records:
+        head, _, said = record.partition(";")
+        with contextlib.suppress(IndexError, ValueError):  # a line that continues another
+            if (match := _XID.search(said)) and now - int(head.split(",")[2]) / 1e6 < XID_SECONDS:
                 found.append(int(match[1]))
-    return {"xids": found}
+    return found
 
 
 def _load_gpus(errand: Errand) -> dict[str, Any]:
@@ -331,20 +369,28 @@ def _load_gpus(errand: Errand) -> dict[str, Any]:
     if errand.mode != "full":
         return {}
     found = _look_at_gpus(errand)
-    if not found["gpus"]:
+    if not found.get("gpus") or any(gpu.get("is_split") for gpu in found["gpus"]):
         return {}
     import pynvml
     import torch
 
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in _visible(pynvml.nvmlDeviceGetCount())]
-    count = min(torch.cuda.device_count(), len(handles))
-    with ThreadPoolExecutor(max(1, count)) as pool:  # all at once, as in a training
-        speeds = list(pool.map(lambda number: _load_gpu(torch, pynvml, number, handles[number]), range(count)))
-    for number, speed in enumerate(speeds):
-        found["gpus"][number] |= speed
-        if count > 1:
-            found["gpus"][number]["peer_gb_per_second"] = _copy_to_peer(torch, number, (number + 1) % count)
-    return {"gpus": found["gpus"], "skipped": [] if count else ["GPUs under load: torch sees none"]}
+    if torch.version.cuda is None:
+        return {"skipped": ["the GPUs under load: this torch is a build without CUDA"]}
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in _visible(pynvml.nvmlDeviceGetCount())]
+        if torch.cuda.device_count() < len(handles):
+            raise RuntimeError(f"torch sees {torch.cuda.device_count()} of {len(handles)}")
+        count = len(handles)
+        with ThreadPoolExecutor(count) as pool:  # all at once, as in a training
+            speeds = list(pool.map(lambda number: _load_gpu(torch, pynvml, number, handles[number]), range(count)))
+        for number, speed in enumerate(speeds):
+            found["gpus"][number] |= speed
+            if count > 1:
+                found["gpus"][number]["peer_gb_per_second"] = _copy_to_peer(torch, number, (number + 1) % count)
+    except (RuntimeError, pynvml.NVMLError) as error:  # one that does not compute is of no use
+        told = f"the GPUs under load: {error}".splitlines()[0]
+        return {"driver_errors": [*found["driver_errors"], told]}
+    return {"gpus": found["gpus"]}
 
 
 def _load_gpu(torch: Any, nvml: Any, number: int, handle: Any) -> dict[str, Any]:

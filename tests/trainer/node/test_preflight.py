@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import socket
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,10 +35,13 @@ from trainer.node.preflight_measures import (
     Measuring,
     _ask_gpu,
     _look_at_clock,
+    _look_at_gpus,
+    _reach,
     measure,
     multiplies_rightly,
     read_output,
     run_command,
+    xids_in,
 )
 
 H100 = Gpu(
@@ -82,6 +88,8 @@ def gpu(**changes: Any) -> dict[str, Any]:
         ({"product_gflops": 0.1}, "", "ran at 0.1 GFLOP/s"),
         ({"copy_gb_per_second": 0.1}, "", "copied at 0.1 GB/s"),
         ({"gpus": (H100,)}, "1 of 2 GPUs are there", ""),
+        ({"gpus": (replace(H100, is_split=True, used_bytes=60 * GIB),)}, "", ""),
+        ({"driver_errors": ("GPU 1: GPU is lost",)}, "GPU 1: GPU is lost", ""),
         ({"gpus": ()}, "0 of 2 GPUs are there", ""),
         (gpu(uncorrected_errors=3), "GPU 1 (NVIDIA H100 80GB HBM3): 3 uncorrected memory errors", ""),
         (gpu(remap_failed=True), "could not be remapped", ""),
@@ -119,6 +127,12 @@ def test_what_fails_a_node_and_what_is_only_warned_of(changes: dict[str, Any], f
 def test_what_is_not_known_fails_no_node() -> None:
     judged = judge_node(Measured(skipped=("GPUs: no driver",), gpus=()), Wanted(ranks=4))
     assert (judged.failed, judged.warned, judged.skipped) == ([], [], ["GPUs: no driver"])
+    judged = judge_node(Measured(driver_errors=("GPUs: Driver Not Loaded",), gpus=()), Wanted(ranks=4))
+    assert (judged.failed, judged.skipped) == ([], ["GPUs: Driver Not Loaded"])
+    judged = judge_node(Measured(driver_errors=("GPUs: Driver Not Loaded",), gpus=()), Wanted(gpus=1))
+    assert judged.failed == ["GPUs: Driver Not Loaded", "0 of 1 GPUs are there"]
+    judged = judge_node(Measured(gpus=(H100,)), Wanted(ranks=4))  # they may train on CPUs
+    assert (judged.failed, judged.warned) == ([], ["1 GPUs are there for 4 ranks"])
     judged = judge_node(Measured(gpus=(Gpu(name="Next Year's", tflops=5.0),)), Wanted())
     assert judged.failed == judged.warned == []
     assert "no figure to compare with" in judged.skipped[0]
@@ -192,6 +206,63 @@ def test_a_gpu_is_asked_by_nvml_and_what_it_does_not_know_is_skipped() -> None:
         about + "others hold 9.0 of 16.0 GiB",
     ]
     assert judged.warned == [about + "slowed down by heat"]
+
+
+def test_the_errors_of_the_driver_are_found_in_the_log_of_the_kernel() -> None:
+    said = "NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus."
+    records = [
+        f"3,100,{int(1e6)},-;{said}",  # three hours ago
+        f"3,101,{int(10_000e6)},-;{said.replace('79', '13')}",
+        " SUBSYSTEM=pci",
+        f"3,102,{int(10_900e6)},-;{said}",
+        "6,103,10950000000,-;usb 1-1: new device",
+    ]
+    assert xids_in(records, 10_950.0) == [13, 79]
+
+
+def test_peers_that_refuse_a_connection_are_there_and_those_without_a_way_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as closed, socket.create_server(("127.0.0.1", 0)) as server:
+        closed.bind(("127.0.0.1", 0))
+        ports = closed.getsockname()[1], server.getsockname()[1]
+        assert [_reach("127.0.0.1", port).how for port in ports] == ["reached", "reached"]
+    errors: dict[str, OSError] = {"silent": TimeoutError(), "unreachable": OSError(errno.EHOSTUNREACH, "No route")}
+    for how, error in errors.items():
+        monkeypatch.setattr(socket, "create_connection", partial(throw, error))
+        assert _reach("10.0.0.9", 1).how == how
+
+
+def throw(error: OSError, *_: object) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, {"skipped": ["GPUs: NVML Shared Library Not Found"]}),
+        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, {"gpus": [], "driver_errors": ["GPUs: Driver Not Loaded"]}),
+    ],
+)
+def test_a_missing_library_is_skipped_and_a_missing_driver_told(
+    monkeypatch: pytest.MonkeyPatch, error: int, found: dict[str, Any]
+) -> None:
+    def fail() -> None:
+        raise pynvml.NVMLError(error)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", fail)
+    assert _look_at_gpus(Errand(run_dir="/")) == found
+
+
+def test_a_gpu_that_is_lost_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def handle(index: int) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 1)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", handle)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert _look_at_gpus(Errand(run_dir="/"))["driver_errors"] == ["GPU 0: GPU is lost"]
 
 
 def test_a_product_in_bfloat16_is_compared_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
