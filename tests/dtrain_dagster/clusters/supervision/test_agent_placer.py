@@ -203,6 +203,7 @@ def test_a_host_that_loses_node_after_node_gets_no_more_of_them(make_job: Callab
     assert "host bad is excluded: 2 nodes were lost there soon after they began" in job.said()
 
 
+@pytest.mark.slow
 def test_a_node_that_fails_its_pre_flight_is_replaced_before_it_has_ranks(make_job: Callable[..., Job]) -> None:
     job = make_job(
         """
@@ -226,6 +227,7 @@ def test_a_node_that_fails_its_pre_flight_is_replaced_before_it_has_ranks(make_j
     assert "pre-flight: passed in" in log
 
 
+@pytest.mark.slow
 def test_a_job_of_which_no_node_passes_its_pre_flight_says_what_failed(make_job: Callable[..., Job]) -> None:
     job = make_job("", nodes=1, max_replacements=1, preflight="quick: echo the fan is broken; exit 1")
     job.start()
