@@ -116,7 +116,7 @@ class NodeAgent:
             self._check_fitness(log)
             if self.presence.preflight:
                 codes = (UNFIT,) * self.launch["processes_per_node"]
-            elif seat := self._wait_for_seat():
+            elif not self.asked and (seat := self._wait_for_seat()):
                 node = make_node(self.launch, seat, log)
                 node.start(self.launch, self.clock.variables(), spawn_process, lambda group: None)
                 codes = self._watch(node)
@@ -186,6 +186,7 @@ class NodeAgent:
         seconds = float(self.launch.get("keep_failed_seconds", 0.0))
         if not seconds or self.asked or not is_worth_keeping(codes, self.launch["elastic"]):
             return
+        self.hold_seconds = 0.0  # there is nothing left that could train on
         now = self.clock.now()
         self._write(exit_codes=tuple(codes), last_seen_at=now, kept_since=now, kept_until=now + seconds)
         say(f"{self._name()} failed and is kept for {seconds:g} s; its ranks have ended")

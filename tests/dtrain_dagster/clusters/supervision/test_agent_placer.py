@@ -284,6 +284,29 @@ def test_a_node_is_kept_for_its_time(make_job: Callable[..., Job]) -> None:
     assert 1.0 <= kept.ended_at - kept.kept_since < 20.0
 
 
+def test_a_kept_node_that_its_engine_ends_leaves_at_once(make_job: Callable[..., Job]) -> None:
+    job = make_job("sys.exit(3)", nodes=1, keep_failed_seconds=600.0)
+    (job.engine.folder / "hold").write_text("600")  # with which a node that trains would train on
+    job.start()
+    job.wait(lambda: job.status().get("kept"), "a node that is kept")
+    job.engine.agent(job.name(0)).send_signal(signal.SIGTERM)
+    assert job.ends()["exit_code"] == 3
+    (kept,) = job.presences()
+    assert kept.ended_at - kept.kept_since < 60.0
+
+
+def test_a_node_that_is_asked_to_end_during_its_pre_flight_starts_no_ranks(make_job: Callable[..., Job]) -> None:
+    job = make_job('(OUT / "began").touch()', nodes=1, preflight="quick: touch $DTRAIN_TEST_MARK; sleep 60")
+    job.launch["env"]["DTRAIN_TEST_MARK"] = str(job.folder / "checks")
+    job.rundir.write_json("launch.json", job.launch)
+    job.start()
+    job.file("checks")
+    job.engine.agent(job.name(0)).send_signal(signal.SIGTERM)
+    job.wait(lambda: job.presences()[0].ended_at, "its end")
+    assert job.presences()[0].exit_codes == (143,)
+    assert not (job.folder / "began").exists()
+
+
 def test_a_node_is_not_kept_beyond_the_budget_of_its_job(make_job: Callable[..., Job]) -> None:
     job = make_job("sys.exit(3)", nodes=1, keep_failed_seconds=600.0)
     job.rundir.write_json("budget.json", {"max_node_seconds": 0.1})
