@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import click
 import pytest
 from click.testing import CliRunner
 
 from dtrain_dagster.cli.common import Refusal
+from dtrain_dagster.cli.follow import stream_job
 from dtrain_dagster.cli.keep import keep_failed_option, refuse_to_keep
+from dtrain_dagster.cli.main import main
 from dtrain_dagster.clusters.base import JobState, JobStatus
 from dtrain_dagster.clusters.notice_text import JobFigures, describe_kept, write_notice
-from dtrain_dagster.jobs.progress import words_of_kept
+from dtrain_dagster.jobs.progress import follow_job, words_of_kept
 from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.support.formatting import seconds_of
+from trainer.rundir import RunDir
 
 
 @click.command()
@@ -55,3 +62,46 @@ def test_people_are_told_how_to_enter_a_node_that_is_kept() -> None:
     assert "dtrain cancel one" in text
     status = JobStatus(job_id="one", state=JobState.RUNNING, message="failed: rank 1\nthe log", kept=tuple(kept))
     assert words_of_kept(status) == ["failed: rank 1", *kept, "give them back: dtrain cancel one"]
+
+
+class FailedManager:
+    """Answers of a cluster on one job: it runs, has failed with a node kept, and has ended."""
+
+    def __init__(self) -> None:
+        kept = ("node 1 is kept until 01:00 UTC: enter it",)
+        failed = JobStatus(job_id="one", state=JobState.RUNNING, message="failed: rank 1\nits log", kept=kept)
+        running = JobStatus(job_id="one", state=JobState.RUNNING)
+        self.answers = [running, failed, failed, JobStatus(job_id="one", state=JobState.FAILED, message="rank 1")]
+
+    def job_status(self, job_id: str) -> JobStatus:
+        return self.answers.pop(0)
+
+    def wait(self, seen: JobStatus) -> None:
+        pass
+
+
+TOLD = ("failed: rank 1", "node 1 is kept until 01:00 UTC: enter it", "give them back: dtrain cancel one")
+
+
+def test_who_follows_a_training_is_told_once_how_to_enter_its_nodes(tmp_path: Path) -> None:
+    manager: Any = FailedManager()
+    news = [view.news for _, view in follow_job(manager, RunDir(str(tmp_path)), "one")]
+    assert news == [(), TOLD, (), ()]
+
+
+def test_who_follows_a_program_is_told_beside_its_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manager: Any = FailedManager()
+    follower: Any = SimpleNamespace(read=lambda *_, **__: [], poll_seconds=0.0)
+    assert stream_job(list, manager, "one", follower).state is JobState.FAILED  # type: ignore[arg-type]
+    assert capsys.readouterr().err.splitlines() == list(TOLD)
+
+
+@pytest.mark.slow
+def test_the_duration_comes_into_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DTRAIN_HOME", str(tmp_path))
+    words = ["launch", "--nodes", "1", "--procs-per-node", "1", "--name", "one", "--keep-failed", "90s", "--", "true"]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    launch = RunDir(str(tmp_path / "storage/jobs/one")).read_json("launch.json")
+    assert launch is not None
+    assert launch["keep_failed_seconds"] == 90.0
