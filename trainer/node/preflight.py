@@ -27,8 +27,9 @@ SLOW_COPY_GB_PER_SECOND = 0.5
 SLOW_PRODUCT_GFLOPS = 1.0
 RETIRED_PAGES = 62
 """Retired pages of an old GPU from which on it is to be replaced, as AzureHPC's checks have it."""
-XIDS = frozenset({48, 56, 57, 58, 62, 63, 64, 65, 68, 69, 73, 74, 79, 80, 81, 92, 119, 120})
-"""Errors of NVIDIA's driver that stand for a broken GPU, as AzureHPC's checks have them."""
+XIDS = frozenset({48, 56, 57, 58, 62, 64, 65, 68, 69, 73, 74, 79, 80, 81, 92, 119, 120})
+"""Errors of NVIDIA's driver that stand for a broken GPU, as AzureHPC's checks have them, but for 63: it tells of a
+remap that is pending, of which NVML's word counts."""
 USED_SHARE, LITTLE_USED_BYTES = 0.5, GIB
 """The share of a GPU's memory that others hold for which a node fails, and the bytes for which it is warned of."""
 FAIL_SHARE, WARN_SHARE = 0.7, 0.9
@@ -67,6 +68,8 @@ class Gpu:
     """What a GPU says of itself. None: it, or its driver, does not tell."""
 
     name: str = "GPU"
+    bus: str = ""
+    """Its PCI address, as `bus_of` gives it."""
     memory_bytes: int | None = None
     used_bytes: int | None = None
     uncorrected_errors: int | None = None
@@ -131,8 +134,9 @@ class Measured:
     gpus: tuple[Gpu, ...] | None = None
     driver_errors: tuple[str, ...] = ()
     """What keeps GPUs from being used: a driver that is not loaded, a GPU that is lost, one that does not compute."""
-    xids: tuple[int, ...] = ()
-    """The errors that the driver has written into the kernel's log within two hours."""
+    xids: tuple[tuple[str, int], ...] = ()
+    """The errors that the driver has written into the kernel's log within two hours: PCI address and number. Those of
+    GPUs that other jobs have are among them."""
     peers: tuple[Peer, ...] = ()
     command: CommandEnd | None = None
     skipped: tuple[str, ...] = ()
@@ -144,6 +148,7 @@ class Measured:
     def of(cls, found: Mapping[str, Any]) -> Measured:
         """Return what `trainer.node.preflight_measures` has printed, of JSON's types."""
         known: dict[str, Any] = {each.name: found[each.name] for each in fields(cls) if each.name in found}
+        known["xids"] = tuple((bus, xid) for bus, xid in found.get("xids", ()))
         for name, kind in (("disks", Disk), ("gpus", Gpu), ("peers", Peer)):
             if known.get(name) is not None:
                 known[name] = tuple(_make(kind, item) for item in known[name])
@@ -230,10 +235,10 @@ def _judge_gpus(found: Measured, wanted: Wanted, judged: Judgement) -> None:
         fail(f"{count} of {wanted.gpus} GPUs are there")
     elif 0 < count < wanted.ranks and not is_split:
         warn(f"{count} GPUs are there for {wanted.ranks} ranks")
-    if broken := sorted(set(found.xids) & XIDS):
-        fail(f"the driver reported XID {', '.join(map(str, broken))} within two hours")
     for number, gpu in enumerate(found.gpus):
         name = f"GPU {number} ({gpu.name})"
+        if broken := sorted({xid for bus, xid in found.xids if bus == gpu.bus} & XIDS):
+            fail(f"{name}: XID {', '.join(map(str, broken))} within two hours")
         if gpu.uncorrected_errors:
             fail(f"{name}: {gpu.uncorrected_errors} uncorrected memory errors")
         if gpu.remap_failed:
@@ -266,6 +271,12 @@ def _judge_gpus(found: Measured, wanted: Wanted, judged: Judgement) -> None:
             elif rate < WARN_SHARE * usual:
                 tell = fail if rate < FAIL_SHARE * usual else warn
                 tell(f"{name}: {rate:.0f} {unit}, usually {usual:.0f}")
+
+
+def bus_of(text: str) -> str:
+    """Return a PCI address as ``0000:3b:00``, from NVML's ``00000000:3B:00.0`` or the kernel's ``0000:3b:00``."""
+    domain, _, rest = text.lower().partition(":")
+    return f"{domain[-4:]}:{rest.partition('.')[0]}"
 
 
 def usual_of(name: str, table: Mapping[str, float]) -> float | None:

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from trainer.node.preflight import COMMAND_SECONDS, LIMIT_SECONDS, CommandEnd, Disk, Measured, Mode, Peer
+from trainer.node.preflight import COMMAND_SECONDS, LIMIT_SECONDS, CommandEnd, Disk, Measured, Mode, Peer, bus_of
 from trainer.runtime.host_memory import available_bytes
 from trainer.runtime.parent_death import die_with
 
@@ -34,7 +34,7 @@ COPY_BYTES = 64 << 20
 GPU_SECONDS = 4.0
 """Seconds of matrix products on each GPU in the mode ``full``."""
 XID_SECONDS = 7200.0
-_XID = re.compile(r"NVRM: Xid \([^)]*\): (\d+)")
+_XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]+)\): (\d+)")
 _THROTTLES = {
     "SwThermalSlowdown": "heat",
     "HwThermalSlowdown": "heat",
@@ -325,7 +325,12 @@ def _ask_gpu(nvml: Any, handle: Any, index: int, skipped: list[str]) -> dict[str
             return parts()
         return {"is_split": False}
 
+    def bus() -> Mapping[str, Any]:
+        found = nvml.nvmlDeviceGetPciInfo(handle).busId
+        return {"bus": bus_of(found.decode() if isinstance(found, bytes) else found)}
+
     ask("name", name)
+    ask("PCI address", bus)
     ask("instances", has_parts)
     ask("memory", memory)
     ask("memory errors", errors)
@@ -352,15 +357,15 @@ def _look_at_kernel_log(errand: Errand) -> dict[str, Any]:
     return {"xids": xids_in(records, time.monotonic())}
 
 
-def xids_in(records: Sequence[str], now: float) -> list[int]:
-    """Return the errors of NVIDIA's driver within two hours before ``now``, seconds since the machine's start, from
-    records of the kernel's log. Pure."""
+def xids_in(records: Sequence[str], now: float) -> list[tuple[str, int]]:
+    """Return the errors of NVIDIA's driver, by PCI address, within two hours before ``now`` (seconds since the
+    machine's start) from records of the kernel's log. Pure."""
     found = []
     for record in records:
         head, _, said = record.partition(";")
         with contextlib.suppress(IndexError, ValueError):  # a line that continues another
             if (match := _XID.search(said)) and now - int(head.split(",")[2]) / 1e6 < XID_SECONDS:
-                found.append(int(match[1]))
+                found.append((bus_of(match[1]), int(match[2])))
     return found
 
 

@@ -26,6 +26,7 @@ from trainer.node.preflight import (
     Measured,
     Peer,
     Wanted,
+    bus_of,
     judge_node,
     read_setting,
     usual_of,
@@ -64,14 +65,14 @@ HEALTHY = Measured(
     product_is_right=True,
     product_gflops=40.0,
     copy_gb_per_second=9.0,
-    gpus=(H100, H100),
+    gpus=(H100, replace(H100, bus="0000:3b:00")),
     peers=(Peer(address="10.0.0.2", how="reached"),),
     command=CommandEnd(code=0, last_line="fine"),
 )
 
 
 def gpu(**changes: Any) -> dict[str, Any]:
-    return {"gpus": (H100, replace(H100, **changes))}
+    return {"gpus": (H100, replace(H100, bus="0000:3b:00", **changes))}
 
 
 @pytest.mark.parametrize(
@@ -105,8 +106,9 @@ def gpu(**changes: Any) -> dict[str, Any]:
         (gpu(tflops=0.69 * 794), "548 TFLOP/s in a matrix product, usually 794", ""),
         (gpu(copy_gb_per_second=30.0), "30 GB/s from the host, usually 48", ""),
         (gpu(peer_gb_per_second=256.0), "", "256 GB/s to the next GPU, usually 335"),
-        ({"xids": (13, 79)}, "XID 79 within two hours", ""),
-        ({"xids": (13,)}, "", ""),
+        ({"xids": (("0000:3b:00", 13), ("0000:3b:00", 79))}, "GPU 1 (NVIDIA H100 80GB HBM3): XID 79 within two", ""),
+        ({"xids": (("0000:3b:00", 13), ("0000:3b:00", 63))}, "", ""),
+        ({"xids": (("0000:af:00", 79),)}, "", ""),  # of a GPU that another job has
         ({"peers": (Peer(address="10.0.0.2", how="unreachable", error="No route to host"),)}, "No route to host", ""),
         ({"peers": (Peer(address="10.0.0.2", how="silent", error="nothing"),)}, "", "does not answer: nothing"),
         ({"command": CommandEnd(code=3, last_line="IB port down")}, "the site's own check: IB port down", ""),
@@ -178,6 +180,7 @@ class OldGpu:
     def __getattr__(self, name: str) -> Any:
         found = getattr(pynvml, name)  # so that each name is one of the library's
         answers: dict[str, Any] = {
+            "nvmlDeviceGetPciInfo": SimpleNamespace(busId=b"00000000:3B:00.0"),
             "nvmlDeviceGetName": b"Tesla V100-PCIE-16GB",
             "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=16 * GIB, used=9 * GIB),
             "nvmlDeviceGetTotalEccErrors": 2,
@@ -198,6 +201,7 @@ def test_a_gpu_is_asked_by_nvml_and_what_it_does_not_know_is_skipped() -> None:
     skipped: list[str] = []
     told = _ask_gpu(OldGpu(), None, 3, skipped)
     assert skipped == ["GPU 3, remapped rows: Not Supported"]
+    assert told["bus"] == "0000:3b:00"
     judged = judge_node(Measured.of({"gpus": [told]}), Wanted())
     about = "GPU 0 (Tesla V100-PCIE-16GB): "
     assert judged.failed == [
@@ -217,7 +221,9 @@ def test_the_errors_of_the_driver_are_found_in_the_log_of_the_kernel() -> None:
         f"3,102,{int(10_900e6)},-;{said}",
         "6,103,10950000000,-;usb 1-1: new device",
     ]
-    assert xids_in(records, 10_950.0) == [13, 79]
+    assert xids_in(records, 10_950.0) == [("0000:3b:00", 13), ("0000:3b:00", 79)]
+    assert bus_of("00000000:3B:00.0") == bus_of("0000:3b:00") == "0000:3b:00"
+    assert Measured.of({"xids": [["0000:3b:00", 13]]}).xids == (("0000:3b:00", 13),)
 
 
 def test_peers_that_refuse_a_connection_are_there_and_those_without_a_way_are_not(
