@@ -119,7 +119,12 @@ class RayCluster:
                 "--object-store-memory=80000000",
                 f"--temp-dir={self.folder}",
             ),
-            *(f"--node-ip-address={self.address_of(name)}", f'--resources={{"{name}": 1}}', *own),
+            *(
+                f"--node-name={name}",
+                f"--node-ip-address={self.address_of(name)}",
+                f'--resources={{"{name}": 1}}',
+                *own,
+            ),
         ]
         if name != self.names[0]:
             command = [word for word in command if not word.startswith("--temp-dir")]
