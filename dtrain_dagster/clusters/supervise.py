@@ -103,7 +103,7 @@ class LocalPlacer:
             while not measuring.is_over():
                 time.sleep(self.poll_seconds)
             found = measuring.result()
-        judged = judge_node(found, Wanted(ranks=1))
+        judged = judge_node(found, Wanted(is_room_needed=bool(setting)))
         for words, each in (("failed", judged.failed), ("warning", judged.warned)):
             for text in each:
                 _say(f"pre-flight {words}: {text}")
