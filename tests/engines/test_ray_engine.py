@@ -98,7 +98,7 @@ def test_a_node_is_reached_where_ray_reaches_its_machine(
 ) -> None:
     engine = make('echo "at $DTRAIN_HOST."; sleep 100')
     name = engine.submit(launch, 0, 1)
-    (job,) = wait_for(engine, launch, "running")
+    wait_for(engine, launch, "running")
     own = {each.address for found in psutil.net_if_addrs().values() for each in found}
     until(lambda: {f"at {address}.\n" for address in own} & {engine.read_log(name)}, "an address of this machine")
     engine.cancel([name], force=True)
