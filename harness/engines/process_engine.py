@@ -24,7 +24,13 @@ from typing import Any
 import psutil
 
 from dtrain_dagster.clusters.hosts import HostRecord
-from dtrain_dagster.clusters.job_notices import RETRIES, tell_of_launch, tell_of_wait, wait_patience_seconds
+from dtrain_dagster.clusters.job_notices import (
+    RETRIES,
+    tell_of_kept,
+    tell_of_launch,
+    tell_of_wait,
+    wait_patience_seconds,
+)
 from dtrain_dagster.clusters.submission import Request
 from dtrain_dagster.clusters.supervision import supervisor
 from dtrain_dagster.clusters.supervision.agent_placer import AgentPlacer
@@ -198,7 +204,7 @@ def main(arguments: Sequence[str]) -> int:
     if "--reaper" not in arguments:
         return work(None)
     token = (rundir.read_json(LAUNCH) or {})["token"]
-    tells = [partial(tell, rundir, retries=RETRIES) for tell in (tell_of_launch, tell_of_wait)]
+    tells = [partial(tell, rundir, retries=RETRIES) for tell in (tell_of_launch, tell_of_wait, tell_of_kept)]
     return supervised(work, f"supervisor-{token}", lambda: None, *tells)
 
 

@@ -571,6 +571,25 @@ def test_people_are_told_once_that_nodes_wait_also_when_another_supervisor_goes_
     assert lines[1:] == ["dtrain status one --follow", "dtrain cancel one", "http://127.0.0.1:8060/jobs/one"]
 
 
+def test_people_are_told_how_to_enter_a_node_that_is_kept(
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job("sys.exit(3)", nodes=1, keep_failed_seconds=600.0)
+    with web_hook() as (url, heard):
+        monkeypatch.setenv("DTRAIN_NOTIFY", url)
+        job.start("--reaper")
+        job.wait(lambda: heard, "the notice")
+        os.kill(job.status()["pid"], signal.SIGTERM)
+        assert job.ends()["exit_code"] == 3
+    [notice] = heard
+    assert notice["title"] == "dtrain: one has failed, and its nodes are kept"
+    failed, kept, *rest = notice["message"].splitlines()
+    assert failed.startswith("failed: rank 0 on node 0 failed first (exit code 3)")
+    assert kept.startswith("node 0 is kept until ")
+    assert kept.endswith(f": enter {job.name(0)}")
+    assert "dtrain cancel one" in rest
+
+
 def test_a_refusal_is_told_before_anything_runs(make_job: Callable[..., Job]) -> None:
     job = make_job(WAITS)
     (job.folder / "engine" / "refuse").touch()
