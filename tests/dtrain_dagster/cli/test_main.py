@@ -124,8 +124,18 @@ def test_commands_and_options_are_those_that_people_have_learnt():
             *("--valid-fraction", "source"),
         ],
         "train": [
-            *("--backend", "--change", "--config", "--dataset", "--detach", "--epochs", "--loss", "--model", "--name"),
-            *("--nodes", "--procs-per-node", "--script", "--set", "--settings", "arguments"),
+            *("--backend", "--change", "--config", "--dataset", "--detach", "--dry-run", "--epochs", "--keep-failed"),
+            *(
+                "--loss",
+                "--model",
+                "--name",
+                "--nodes",
+                "--procs-per-node",
+                "--script",
+                "--set",
+                "--settings",
+                "arguments",
+            ),
         ],
         "tune": [
             *("--config", "--dataset", "--epochs", "--loss", "--model", "--name", "--nodes", "--out"),
@@ -147,7 +157,10 @@ def test_commands_and_options_are_those_that_people_have_learnt():
             ),
             "arguments",
         ],
-        "launch": ["--detach", "--engine", "--master-port", "--name", "--nodes", "--procs-per-node", "command"],
+        "launch": [
+            *("--detach", "--dry-run", "--engine", "--keep-failed", "--master-port", "--name", "--nodes"),
+            *("--procs-per-node", "command"),
+        ],
         "fleet": ["--check", "file"],
         "cancel": ["name"],
         "jobs": ["--fleets", "--json"],
