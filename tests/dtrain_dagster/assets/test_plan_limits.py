@@ -2,19 +2,23 @@
 
 from dataclasses import replace
 from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 import pytest
 
-from dtrain_dagster.assets.training import refuse_dearer_nodes
+from dtrain_dagster.assets.ceilings import promising
+from dtrain_dagster.assets.training import refuse_dearer_nodes, wanted_by_plan
 from dtrain_dagster.clusters.base import ClusterConfig
+from dtrain_dagster.costs.ceilings import Ceilings, write_ceilings
 from dtrain_dagster.costs.estimate import Forecast, Measured, Sizes, estimate_cost
 from dtrain_dagster.costs.evictions import evictions_of, with_evictions
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
+from dtrain_dagster.jobs.promises import PERSON_TAG, PromiseFiles
 from dtrain_dagster.planning.build_plan import Limits
 from dtrain_dagster.planning.choices import Choices, compare_choices
 from dtrain_dagster.resources import build_resources
@@ -131,6 +135,43 @@ def test_other_nodes_than_planned_are_refused_where_the_plan_no_longer_fits(
         assert refused in str(said.description)
         assert f"got {sku}" in str(said.description)
         assert "not started" in str(said.description)
+
+
+@pytest.mark.parametrize(
+    ("stop_at_usd", "ceilings", "refused"),
+    [
+        (0.0, Ceilings(per_person=Decimal("1.20")), ""),
+        (0.0, Ceilings(per_person=Decimal(1)), "per person and month (dora)"),
+        (0.5, Ceilings(per_person=Decimal(1)), ""),  # its nodes stop there
+        (0.0, Ceilings(per_hour=Decimal(13)), "this start adds $13.96"),  # of the nodes that were got
+        (0.0, Ceilings(per_hour=Decimal(14)), ""),
+    ],
+)
+def test_a_training_is_promised_to_the_person_of_its_run_at_the_price_of_the_nodes_that_were_got(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at_usd: float, ceilings: Ceilings, refused: str
+):
+    monkeypatch.setenv("DTRAIN_HOME", str(tmp_path))
+    write_ceilings(tmp_path, ceilings)
+    resources = build_resources(Settings(home=tmp_path))
+    got = ClusterConfig(
+        cluster_name="c", node_count=2, gpu_type="Standard_NC40ads_H100_v5", auto_scale_enabled=True, min_nodes=0,
+        max_nodes=2, idle_timeout_minutes=10,
+    )  # fmt: skip
+
+    @dg.asset
+    def trained(context: dg.AssetExecutionContext) -> None:
+        wanted = wanted_by_plan(context, resources["project"], plan(stop_at_usd=stop_at_usd), got, "job")
+        with promising(context, resources["cluster"], resources["project"], wanted):
+            (tmp_path / "started").touch()
+
+    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
+        result = dg.materialize([trained], instance=instance, raise_on_error=False, tags={PERSON_TAG: "dora"})
+    assert (tmp_path / "started").exists() is result.success is (not refused)
+    if refused:
+        [event] = [event for event in result.all_events if event.is_step_failure]
+        assert refused in str(event.step_failure_data.user_failure_data)
+    promise = PromiseFiles(tmp_path).read("job")
+    assert (promise.person if promise else "") == ("" if refused else "dora")
 
 
 def test_on_azure_the_first_of_its_tiers_is_priced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
