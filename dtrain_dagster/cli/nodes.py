@@ -19,9 +19,13 @@ from trainer.documents.presences import NodePresence, stale_seconds
 from trainer.exit_codes import MEANINGS
 
 NODE_COLUMNS = (
-    Column("JOB"), Column("NODE", right=True), Column("HOST", rank=1), Column("STATE"), Column("FOR", right=True),
+    Column("JOB"),
+    Column("NODE", right=True),
+    Column("HOST", rank=1),
+    Column("STATE"),
+    Column("FOR", right=True),
     Column("NOTE", rank=2),
-)  # fmt: skip
+)
 HOST_COLUMNS = (Column("EXCLUDED HOST"), Column("UNTIL"), Column("WHY"))
 
 
@@ -60,11 +64,17 @@ def nodes(job: str | None, lift: str | None, as_json: bool) -> None:
     if as_json:
         document = [
             {
-                "job": name, "launch": node.launch, "node": node.node_id, "incarnation": node.incarnation,
-                "host": node.host or None, "state": state, "seconds": node.seconds(now), "note": note_of(node) or None,
+                "job": name,
+                "launch": node.launch,
+                "node": node.node_id,
+                "incarnation": node.incarnation,
+                "host": node.host or None,
+                "state": state,
+                "seconds": node.seconds(now),
+                "note": note_of(node) or None,
             }
             for name, node, state in rows
-        ]  # fmt: skip
+        ]
         hosts = [{"host": each.host, "until": each.until, "why": each.why} for each in excluded]
         print_json({"nodes": document, "excluded_hosts": hosts})
         return
