@@ -91,7 +91,7 @@ def promising(settings: Settings, wanted: Wanted) -> Iterator[None]:
     """Promise what a start may cost for as long as the block needs to launch it, and print how the ceilings stand.
     Raise `CeilingError` where one would be exceeded."""
     with book_of(settings).promised(wanted) as judged:
-        for line in ceiling_lines(judged):
+        for line in ceiling_lines(judged, wanted):
             say(line, err=True)
         yield
 
@@ -99,15 +99,17 @@ def promising(settings: Settings, wanted: Wanted) -> Iterator[None]:
 def tell_ceilings(settings: Settings, wanted: Wanted) -> None:
     """Print how the ceilings would stand with a start. Raise `CeilingError` where one would be exceeded."""
     judged = book_of(settings).judge(wanted)
-    for line in ceiling_lines(judged):
+    for line in ceiling_lines(judged, wanted):
         say(line, err=True)
     if refusal := judged.refusal:
         raise CeilingError(refusal)
 
 
-def ceiling_lines(judged: Judged) -> list[str]:
-    """Return a line for each ceiling that is set. Pure."""
+def ceiling_lines(judged: Judged, wanted: Wanted) -> list[str]:
+    """Return a line for each ceiling that is set, with what a start adds. Pure."""
     lines = [f"ceiling: {describe_stand(stand, judged.month)}" for stand in judged.stands]
+    if lines and wanted.usd is None:
+        lines.append("note: what it costs is not known, so an hour of its nodes counts")
     return [*lines, *(f"note: {sentence}" for sentence in explain_unknown(judged.spending))]
 
 

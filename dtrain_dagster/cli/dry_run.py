@@ -42,7 +42,7 @@ def show_dry_run(
     the code of a refusal where the start would be refused. ``sku``: of the nodes that are asked for first."""
     problems = []
     judged = book_of(settings).judge(wanted)
-    for line in ceiling_lines(judged):
+    for line in ceiling_lines(judged, wanted):
         say(line, err=True)
     if refusal := judged.refusal:
         problems.append(refusal)

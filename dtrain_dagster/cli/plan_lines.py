@@ -80,10 +80,7 @@ class Expected:
             seconds = self.estimate.seconds.told(format_duration)
             lines.append(f"expected: {self.estimate.usd.told(dollars)}, in {seconds}; from {self.basis}")
         else:
-            lines.append(
-                "expected: not known, since this home has no past run of the same model, data and batch; a ceiling "
-                "counts an hour of its nodes"
-            )
+            lines.append("expected: not known, since this home has no past run of the same model, data and batch")
         if self.limit_usd is not None:
             lines.append(f"hard budget: {dollars(self.limit_usd)} (training.max_node_seconds)")
         return lines
