@@ -260,7 +260,7 @@ class AgentPlacer:
         no other."""
         job, waited = record.job, self._now() - record.made_at
         waits = record.presence is None and job is not None and job.state == "pending" and record.force_at is None
-        if job is None or not waits or not record.excluded or waited < EXCLUSION_PATIENCE_SECONDS:
+        if job is None or job.host or not waits or not record.excluded or waited < EXCLUSION_PATIENCE_SECONDS:
             return record
         _say(f"node {record.node_id} finds no place but on {', '.join(record.excluded)}: it may be placed there again")
         try:

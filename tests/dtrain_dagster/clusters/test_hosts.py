@@ -14,7 +14,7 @@ import pytest
 from dtrain_dagster.clusters import hosts
 from dtrain_dagster.clusters.hosts import HostEvent, HostRecord, judge_hosts
 from dtrain_dagster.clusters.supervision.engine import EngineJob
-from dtrain_dagster.clusters.supervision.placer import NodeRecord, find_fault
+from dtrain_dagster.clusters.supervision.placer import NodeRecord, find_fault, is_successor_due
 from trainer.documents.presences import NodePresence
 from trainer.exit_codes import EVICTED, LOST, UNFIT
 
@@ -128,6 +128,16 @@ def test_only_a_loss_that_others_survived_counts_against_a_host(
     assert (found.seconds if found else None) == expected
     kind = "unfit" if expected == 0 else "lost"
     assert found is None or (found.kind, found.host, found.at, found.job_id) == (kind, "h0", NOW, "job")
+
+
+def test_a_warned_node_has_a_successor_and_one_that_is_kept_or_gone_has_none() -> None:
+    warned = replace(running(0), presence=replace(warned_record().presence, ended_at=None))  # type: ignore[type-var]
+    assert is_successor_due(warned, 0.0, NOW)
+    assert is_successor_due(replace(warned, job=None), 0.0, NOW)
+    assert not is_successor_due(running(0), 0.0, NOW)
+    assert not is_successor_due(warned_record(), 0.0, NOW)
+    kept = replace(warned, presence=replace(warned.presence, kept_since=NOW))  # type: ignore[type-var]
+    assert not is_successor_due(kept, 0.0, NOW)
 
 
 def test_the_record_is_shared_and_forgets_what_no_longer_counts(

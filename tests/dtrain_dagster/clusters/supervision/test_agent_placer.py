@@ -475,7 +475,7 @@ class FullEngine(ForgetfulEngine):
     def list_jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
         newest = max(self.excluded)
         state: Any = "pending" if self.excluded[newest] else "running"
-        return [EngineJob(id=str(newest), node_id=0, incarnation=newest, state=state, host="bad" if state else "")]
+        return [EngineJob(id=str(newest), node_id=0, incarnation=newest, state=state)]
 
     def cancel(self, ids: Sequence[str], force: bool) -> None:
         self.cancelled += ids
