@@ -142,8 +142,8 @@ class ProcessEngine:
 
     def _used(self) -> set[str]:
         """The machines on which something runs."""
-        found = (path.parent.name for path in self.folder.glob("*/host"))
-        return {(self.folder / name / "host").read_text() for name in found if self._process(name) is not None}
+        places = [path.parent for path in self.folder.glob("*/host") if not (path.parent / "code").exists()]
+        return {(place / "host").read_text() for place in places if self._process(place.name) is not None}
 
     def _process(self, name: str) -> psutil.Process | None:
         with contextlib.suppress(OSError, psutil.Error, ValueError):
