@@ -109,10 +109,10 @@ def test_a_wrong_dataset_exits_with_2(new_job: NewJob) -> None:
 def test_the_numbers_of_exit_codes_stay() -> None:
     """They are a contract with clusters and launchers."""
     named = {name: value for name, value in vars(exit_codes).items() if isinstance(value, int)}
-    assert named == {"DONE": 0, "FAILED": 1, "UNUSABLE": 2, "LOST": 75, "BUDGET": 77, "EVICTED": 143}
+    assert named == {"DONE": 0, "FAILED": 1, "UNUSABLE": 2, "LOST": 75, "UNFIT": 76, "BUDGET": 77, "EVICTED": 143}
 
 
 def test_each_exit_code_has_its_words_and_its_line_of_help() -> None:
-    assert len(set(exit_codes.MEANINGS.values())) == len(exit_codes.MEANINGS) == 6
+    assert len(set(exit_codes.MEANINGS.values())) == len(exit_codes.MEANINGS) == 7
     lines = exit_codes.describe_exit_codes().splitlines()
     assert [int(line.split()[0]) for line in lines] == list(exit_codes.MEANINGS)
