@@ -326,7 +326,8 @@ def _writes_to(process: psutil.Process, name: str) -> bool:
 def variables(kind: str, options: Mapping[str, Any]) -> dict[str, str]:
     """The environment that gives these options."""
     given = {name: value for name, value in options.items() if name not in ("volumes", "pod_template")}
-    found = {f"DTRAIN_{kind.upper()}_{name.upper()}": str(value) for name, value in given.items()}
+    texts_of = {name: " ".join(value) if isinstance(value, list) else str(value) for name, value in given.items()}
+    found = {f"DTRAIN_{kind.upper()}_{name.upper()}": text for name, text in texts_of.items()}
     if template := options.get("pod_template"):
         file = Path(options["python"]).with_name("pod-template.yaml")
         file.write_text(json.dumps(template))
