@@ -35,9 +35,9 @@ HOST_COLUMNS = (Column("EXCLUDED HOST"), Column("UNTIL"), Column("WHY"))
 @json_option(json_fields.NODES)
 @refuses
 def nodes(job: str | None, lift: str | None, as_json: bool) -> None:
-    """Show the nodes of a job, or of all jobs that run, and the hosts that get no nodes.
+    """Show the nodes that are there, and the hosts that get none.
 
-    A host is excluded for an hour once it has failed the pre-flight of a node, has lost two nodes soon after they
+    They are those of all jobs that run, or all that a job has had. A host is excluded for an hour once it has failed the pre-flight of a node, has lost two nodes soon after they
     began, or three in all, while the rest of their jobs went on; at most a fifth of the hosts at once, and a node that
     finds no other place is placed there again. Preemption, time limits and failures of the program do not count.
 

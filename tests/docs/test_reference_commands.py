@@ -98,6 +98,8 @@ PAGES = [
     section("dtrain jobs"),
     section("dtrain status", filled={"dtrain status\n": "dtrain status mine\n", "train-6f66": "mine"},
             after="test -s training.html"),
+    section("dtrain nodes", left_out={
+        "dtrain nodes --lift gpu-17": "no host is excluded; cli/test_nodes.py lifts one"}),
     section("dtrain logs"),
     section("dtrain cost", filled={"train-6f66": "mine"}, left_out={
         "dtrain cost --refresh": "asks Azure; costs/test_prices.py emulates it"}),
