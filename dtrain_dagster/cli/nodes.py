@@ -37,9 +37,10 @@ HOST_COLUMNS = (Column("EXCLUDED HOST"), Column("UNTIL"), Column("WHY"))
 def nodes(job: str | None, lift: str | None, as_json: bool) -> None:
     """Show the nodes that are there, and the hosts that get none.
 
-    They are those of all jobs that run, or all that a job has had. A host is excluded for an hour once it has failed the pre-flight of a node, has lost two nodes soon after they
-    began, or three in all, while the rest of their jobs went on; at most a fifth of the hosts at once, and a node that
-    finds no other place is placed there again. Preemption, time limits and failures of the program do not count.
+    They are those of all jobs that run, or all that a job has had. A host is excluded for an hour once it has failed
+    the pre-flight of a node, has lost two nodes soon after they began, or three in all, while the rest of their jobs
+    went on; at most a fifth of the hosts at once, and a node that finds no other place is placed there again.
+    Preemption, time limits and failures of the program do not count.
 
     \b
     Examples:
