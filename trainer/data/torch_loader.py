@@ -197,6 +197,9 @@ class WorkerPool:
     def read(self, orders: Iterable[Any]) -> Iterator[Any]:
         """Yield what the dataset gives for each order. Raise `WorkerHungError` where it takes longer than the
         patience."""
+        if not self.options.num_workers and not self.options.pin_memory:  # torch's loader would only be in between
+            yield from map(self.dataset.__getitem__, orders)
+            return
         self._orders = orders
         try:
             yield from self._loader
