@@ -10,6 +10,7 @@ import torch
 from fit_jobs import network, points
 
 from trainer import DistributedConfig, RayTrainer
+from trainer.adapters import ray_trainer
 from trainer.adapters.ray_trainer import is_right, plan_world, read_settings
 from trainer.adapters.ray_worker import Reporter
 from trainer.comm.launcher_env import RankFacts, rank_facts, rank_variables
@@ -90,6 +91,8 @@ def test_classes_are_right_by_number_and_by_probability() -> None:
 @pytest.mark.parametrize("variable", ["WORLD_SIZE", DESCRIBE])
 def test_other_launchers_are_refused_by_name(variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     trainer = RayTrainer(network(), run_dir=tmp_path / "run")
+    # Ray Train's local mode, where another test has used it in this process, leaves its marks of a worker.
+    monkeypatch.setattr(ray_trainer, "find_worker_place", lambda: None)
     monkeypatch.setenv(variable, "2" if variable == "WORLD_SIZE" else str(tmp_path / "described"))
     with pytest.raises(ConfigError, match=r"python FILE\.PY"):
         trainer.fit(points())
