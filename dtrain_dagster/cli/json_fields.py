@@ -53,7 +53,7 @@ NODES = {
     "nodes[].host": "the address of its machine, where an engine chose it",
     "nodes[].state": "there, silent, or how it ended",
     "nodes[].seconds": "for how long it was there",
-    "nodes[].note": "what failed of its pre-flight, or until when it is kept",
+    "nodes[].note": "what failed of its pre-flight, until when it is kept, or by when it leaves and why",
     "excluded_hosts": "the hosts on which no node is placed",
     "excluded_hosts[].host": "the host, as its engine calls it",
     "excluded_hosts[].until": "until when",

@@ -13,10 +13,10 @@ from dtrain_dagster.cli.job_names import complete_jobs, find_job
 from dtrain_dagster.cli.job_tables import time_of
 from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.cli.screen import Column, print_fitted
+from dtrain_dagster.clusters.exit_policy import describe_exit
 from dtrain_dagster.clusters.hosts import HostRecord
 from dtrain_dagster.support.formatting import format_duration
 from trainer.documents.presences import NodePresence, stale_seconds
-from trainer.exit_codes import MEANINGS
 
 NODE_COLUMNS = (
     Column("JOB"),
@@ -93,15 +93,16 @@ def state_of(node: NodePresence, now: float, stale: float) -> str:
     """Return how a node stands, in a word or two. ``stale``: the seconds of silence after which that is not known."""
     if node.ended_at is None:
         return "there" if now - node.heard_at(now) <= stale else "silent"
-    codes = dict.fromkeys(node.exit_codes)
-    return ", ".join(MEANINGS.get(code, f"exit code {code}") for code in codes) or "ended"
+    return ", ".join(map(describe_exit, dict.fromkeys(node.exit_codes))) or "ended"
 
 
 def note_of(node: NodePresence) -> str:
     """Return what else there is to say of a node; "" where there is nothing."""
     if node.preflight:
         return f"failed its pre-flight: {node.preflight}"
-    return "" if node.kept_until is None else f"kept until {time_of(node.kept_until)}"
+    if node.kept_until is not None:
+        return f"kept until {time_of(node.kept_until)}"
+    return "" if node.leaves_at is None else f"leaves by {time_of(node.leaves_at)}: {node.leaves_because}"
 
 
 def _row(name: str, node: NodePresence, state: str, now: float) -> tuple[str, ...]:

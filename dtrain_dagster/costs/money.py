@@ -31,6 +31,11 @@ def nano_usd(usd_per_hour: float) -> int:
     return round(Decimal(str(usd_per_hour)) * NANO)
 
 
+def units_of_usd(dollars: float) -> int:
+    """Return dollars in units, to the nano-dollar."""
+    return nano_usd(dollars) * HOUR
+
+
 def usd(units: int) -> float:
     """Return the dollars of an amount in units, as a float."""
     return units / USD

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from dtrain_dagster.costs.ceilings import CeilingError
-from dtrain_dagster.costs.money import HOUR, SECOND, USD, nano_usd
+from dtrain_dagster.costs.money import units_of_usd
 from trainer.documents.reader import read_document
 from trainer.documents.schemas import Check, make, mapping, matching, record_of
 from trainer.errors import DamagedError
@@ -31,10 +31,6 @@ GROUP = "group~"
 """The beginning of the names of promises of fleets and searches, which no job's id can have."""
 PERSON_TAG = "dtrain/person"
 """The tag of a Dagster run that names the person whose it is; else it is the user of this machine."""
-USUAL_SECONDS = 3600
-"""What a job of which no estimate is known is promised: so many seconds of its nodes."""
-
-
 _WHOLE = matching(r"\d*")
 
 
@@ -66,7 +62,7 @@ class Promise:
     units: Annotated[str, _WHOLE] = ""
     """What it may cost in all, as a whole number of the units of `dtrain_dagster.costs.money`; "": not known."""
     hourly: Annotated[str, _WHOLE] = "0"
-    """What its nodes cost in an hour, in these units."""
+    """What its nodes cost in an hour, in these units; a job of which no estimate is known is promised that."""
     holder: float | None = None
     """The start of the process that has begun it (Unix seconds), and ``pid`` its number: while it lives, the promise
     counts, though nothing runs yet."""
@@ -106,14 +102,12 @@ class Wanted:
     @property
     def hourly(self) -> int:
         """Return what its nodes cost in an hour, in units."""
-        return nano_usd(self.usd_per_hour) * HOUR
+        return units_of_usd(self.usd_per_hour)
 
     @property
     def units(self) -> int:
-        """Return what it may cost in all, in units; the cost of `USUAL_SECONDS` where that is not known."""
-        if self.usd is None:
-            return nano_usd(self.usd_per_hour) * USUAL_SECONDS * SECOND
-        return round(self.usd * 10**9) * (USD // 10**9)
+        """Return what it may cost in all, in units; an hour of its nodes where that is not known."""
+        return self.hourly if self.usd is None else units_of_usd(self.usd)
 
 
 def name_of(wanted: Wanted) -> str:

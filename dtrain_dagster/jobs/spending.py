@@ -28,14 +28,13 @@ from dtrain_dagster.costs.ceilings import (
     read_ceilings,
     stands_of,
 )
-from dtrain_dagster.costs.money import HOUR, SECOND, USD, nano_usd
+from dtrain_dagster.costs.money import HOUR, SECOND, nano_usd, units_of_usd
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import PriceError, price_of
 from dtrain_dagster.costs.tracker import CostTracker, NodeCost
 from dtrain_dagster.jobs.orders import FOLDER as ORDERS
 from dtrain_dagster.jobs.promises import (
     GROUP,
-    USUAL_SECONDS,
     Promise,
     PromiseFiles,
     Wanted,
@@ -279,7 +278,7 @@ def _promised(
     count: int,
 ) -> int:
     """Return what a job that runs may cost in all: its hard budget, else what was expected of it, else what it has cost
-    and `USUAL_SECONDS` of its nodes. Pure."""
+    and an hour of its nodes. Pure."""
     most, each = limit.get("max_node_seconds"), hourly // max(1, count)
     if most is not None:
         seconds = sum(node.seconds(node.last_seen_at or node.started_at) for node in nodes)
@@ -288,8 +287,8 @@ def _promised(
         return int(promise.units)
     expected = ((plan.get("estimate") or {}).get("usd") or {}).get("expected")
     if expected is not None:
-        return round(float(expected) * 10**9) * (USD // 10**9)
-    return paid + hourly * USUAL_SECONDS // 3600
+        return units_of_usd(float(expected))
+    return paid + hourly
 
 
 def paid_by_month(intervals: tuple[NodeCost, ...]) -> dict[str, int]:

@@ -13,7 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -43,13 +43,13 @@ class NodeWarning(NamedTuple):
     """When it leaves at the latest, in Unix seconds."""
 
 
-def read_events(document: Any, names: Collection[str], now: float) -> NodeWarning | None:
-    """Return the first end that Scheduled Events have for a machine of one of these names; None where they have none.
-    Pure. ``now``: Unix seconds."""
+def read_events(document: Any, name: str, now: float) -> NodeWarning | None:
+    """Return the first end that Scheduled Events have for the machine of this name; None where they have none. Pure.
+    ``now``: Unix seconds."""
     found: list[NodeWarning] = []
     for event in document.get("Events", []) if isinstance(document, Mapping) else []:
         kind, status = event.get("EventType"), event.get("EventStatus")
-        if kind not in TAKES or status not in ("Scheduled", "Started") or not set(names) & set(event["Resources"]):
+        if kind not in TAKES or status not in ("Scheduled", "Started") or name not in event["Resources"]:
             continue
         at = now  # one that has begun has no time any more
         with suppress(TypeError, ValueError, AttributeError):
@@ -76,19 +76,18 @@ class ScheduledEvents:
     def __init__(self, url: str) -> None:
         self.url = url
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
-        self._names: frozenset[str] = frozenset()
+        self._name = ""
         self._has_answered = False
 
     def look(self, now: float) -> NodeWarning | None:
         """Return what the service says of this machine. Raise OSError where it does not answer, ValueError where the
         answer is not one."""
-        if not self._names:
-            name = self._ask("instance/compute/name?api-version=2021-02-01&format=text").decode().strip()
-            self._names = frozenset((name, f"_{name}"))
+        if not self._name:
+            self._name = self._ask("instance/compute/name?api-version=2021-02-01&format=text").decode().strip()
         said = self._ask("scheduledevents?api-version=2020-07-01")
         self._has_answered = True
         try:
-            return read_events(json.loads(said), self._names, now)
+            return read_events(json.loads(said), self._name, now)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"no list of events: {error}") from None
 
@@ -107,10 +106,9 @@ class WarningWatch:
         service: ScheduledEvents,
         now: Callable[[], float],
         every_seconds: float = 1.0,
-        heed: Callable[[NodeWarning | None], object] = lambda warning: None,
     ) -> None:
-        """``now``: the present in Unix seconds. ``heed`` is called with each new state, from that thread."""
-        self.service, self.now, self.every_seconds, self._heed = service, now, every_seconds, heed
+        """``now``: the present in Unix seconds."""
+        self.service, self.now, self.every_seconds = service, now, every_seconds
         self.warning: NodeWarning | None = None
         """The newest warning; None while there is none, or it was withdrawn."""
         self._thread = threading.Thread(target=self._work, daemon=True, name="warnings")
@@ -124,9 +122,7 @@ class WarningWatch:
             except (OSError, ValueError):
                 failed += 1  # what was said last holds
             else:
-                before, self.warning = self.warning, keep_time(self.warning, found)
-                if self.warning != before:
-                    self._heed(self.warning)
+                self.warning = keep_time(self.warning, found)
             time.sleep(self.every_seconds)
 
 
@@ -141,8 +137,7 @@ def begin_watch(
     environment: Mapping[str, str],
     now: Callable[[], float],
     every_seconds: float = 1.0,
-    heed: Callable[[NodeWarning | None], object] = lambda warning: None,
 ) -> WarningWatch | None:
     """Begin to ask for warnings; None where there is no service to ask."""
     url = find_service(environment)
-    return None if url is None else WarningWatch(ScheduledEvents(url), now, every_seconds, heed)
+    return None if url is None else WarningWatch(ScheduledEvents(url), now, every_seconds)

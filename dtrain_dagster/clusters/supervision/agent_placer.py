@@ -314,7 +314,7 @@ class AgentPlacer:
                     self._write_log(record.node_id, said)
             except EngineUnreachableError as error:
                 warn_once(f"the output of node {record.node_id} cannot be read: {error}")
-        return replace(record, presence=closed, gone_at=now)
+        return replace(record, presence=closed, gone_at=now, is_cut_off=closed is None or closed != record.presence)
 
     def _hand_over(self) -> None:
         """Submit successors of nodes whose time limit is near, end the old ones once theirs run, and let them count

@@ -7,7 +7,6 @@ its own presence and the engine say, is told by pure functions, for which `agent
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -135,6 +134,8 @@ class NodeRecord:
     """Whether it is placed wherever there is room, since it found none elsewhere."""
     is_host_noted: bool = False
     """Whether its host was recorded."""
+    is_cut_off: bool = False
+    """Whether it is gone without having said so: its agent was killed, or its machine was."""
     job_id: str | None = None
     """The id of its job; None as long as the engine has not confirmed one."""
     job: EngineJob | None = None
@@ -243,8 +244,9 @@ def find_fault(
     if presence is not None and presence.preflight:
         return HostEvent(host=job.host, at=now, kind="unfit", why=presence.preflight, job_id=job_id)
     codes = exit_codes_of(record, size, now) or ()
-    is_lost = any(is_loss(code) and code not in (EVICTED, -signal.SIGTERM) for code in codes)
-    if is_taken_away(record) or job.cause == "program" or not (is_lost or job.cause == "machine"):
+    # Where the agent lives to tell it, a rank that was killed has used too much memory, or has crashed by itself.
+    is_own = LOST in codes or (record.is_cut_off and any(map(is_loss, codes)))
+    if is_taken_away(record) or job.cause == "program" or not (is_own or job.cause == "machine"):
         return None
     gone = [other.gone_at is not None for other in others]
     if all(gone) or 2 * (1 + sum(gone)) > 1 + len(gone):

@@ -44,8 +44,9 @@ def test_nodes_are_shown_with_their_hosts_and_what_became_of_them(shell: Shell, 
         rundir.write_node(node)
     rows = json.loads(shell("one", "--json").output)["nodes"]
     assert [(row["node"], row["incarnation"], row["state"], row["note"]) for row in rows] == [
-        (0, 1, "there", None), (1, 1, "lost its peers or its device", None),
-        (1, 2, "failed its pre-flight", "failed its pre-flight: the disk is full"), (1, 3, "silent", None),
+        (0, 1, "there", None), (1, 1, "exit code 75, lost its peers or its device", None),
+        (1, 2, "exit code 76, failed its pre-flight", "failed its pre-flight: the disk is full"),
+        (1, 3, "silent", None),
     ]  # fmt: skip
     assert "10.0.0.7" in shell("one").output
 

@@ -74,7 +74,9 @@ def record(node: int = 0, **job: Any) -> NodeRecord:
         node_id=node, launch=1, started_at=NOW - 65, ended_at=NOW - 5, exit_codes=fields.pop("codes", (-9,))
     )
     made = EngineJob(id=str(node), node_id=node, incarnation=1, **fields)
-    return NodeRecord(node_id=node, incarnation=1, made_at=NOW - 70, job=made, presence=presence, gone_at=1.0)
+    return NodeRecord(
+        node_id=node, incarnation=1, made_at=NOW - 70, job=made, presence=presence, gone_at=1.0, is_cut_off=True
+    )
 
 
 def unfit_record() -> NodeRecord:
@@ -100,8 +102,11 @@ def running(node: int) -> NodeRecord:
         (record(codes=(LOST,)), [running(1)], 60.0),
         (record(codes=(1,), cause="machine"), [running(1)], 60.0),
         (record(codes=(1,)), [running(1)], None),
-        (record(codes=(EVICTED,)), [running(1)], None),
-        (record(codes=(-signal.SIGTERM,)), [running(1)], None),
+        (replace(record(), is_cut_off=False), [running(1)], None),
+        (replace(record(codes=(-signal.SIGSEGV,)), is_cut_off=False), [running(1)], None),
+        (replace(record(codes=(LOST,)), is_cut_off=False), [running(1)], 60.0),
+        (replace(record(codes=(EVICTED,)), is_cut_off=False), [running(1)], None),
+        (replace(record(codes=(-signal.SIGTERM,)), is_cut_off=False), [running(1)], None),
         (record(cause="taken", lost=True), [running(1)], None),
         (record(cause="program"), [running(1)], None),
         (warned_record(), [running(1)], None),
@@ -116,7 +121,8 @@ def running(node: int) -> NodeRecord:
         (record(), [record(1), running(2), running(3)], 60.0),
     ],
     ids=[
-        "killed", "lost its device", "machine failed", "failed", "evicted", "ended", "preempted", "out of memory",
+        "killed", "lost its device", "machine failed", "failed", "a rank killed",
+        "a rank crashed", "told that it lost its device", "evicted", "ended", "preempted", "out of memory",
         "warned", "no host", "ended by us", "never began", "before it spoke", "alone", "unfit", "all", "most",
         "two of four",
     ],
