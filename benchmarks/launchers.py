@@ -74,7 +74,7 @@ class Cluster(Training):
     def strike(self, node: int) -> float:
         """Kill a node's agent and ranks, or stop them as a machine that hangs does, or take down the link of its host,
         of which no connection is told, or have its machine told that it is taken away; return when, in Unix seconds."""
-        found, at = self._pids(node), time.time()
+        found, at = self.pids(node), time.time()
         if self._metadata is not None and self._machines is not None:
             newest = max(item.incarnation for item in self.rundir.nodes() if item.node_id == node)
             jobs = self._machines.jobs(self.launch())
@@ -93,7 +93,7 @@ class Cluster(Training):
         if self._hosts:
             self._hosts.restore(node)
         elif self._fault == "freeze":
-            signal_all(self._pids(node), signal.SIGCONT)
+            signal_all(self.pids(node), signal.SIGCONT)
 
     def returned_at(self, node: int) -> float:
         """Return when the node was mended, or its replacement was started, in Unix seconds."""
@@ -101,9 +101,9 @@ class Cluster(Training):
             return self._mended_at
         return max(item.started_at for item in self.rundir.nodes() if item.node_id == node)
 
-    def _pids(self, node: int) -> set[int]:
+    def pids(self, node: int) -> set[int]:
         """Return the processes of a node's newest stay: its ranks, and on an engine its agent."""
-        newest = max(item.incarnation for item in self.rundir.nodes() if item.node_id == node)
+        newest = max((item.incarnation for item in self.rundir.nodes() if item.node_id == node), default=0)
         agents = {process.pid for process in self.processes(f"--node {node} --incarnation {newest}")}
         return agents | marked(node_mark(self.launch(), node, newest))
 

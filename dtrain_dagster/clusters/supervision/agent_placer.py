@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
@@ -282,6 +282,10 @@ class AgentPlacer:
         for found in self.exclusions():
             if found.host not in {each.host for each in before}:
                 _say(f"host {found.host} is excluded: {found.why}; `dtrain nodes --lift {found.host}` lifts it")
+                try:
+                    self.rundir.append_supervisor_event("host_excluded", **asdict(found))
+                except OSError as error:
+                    warn_once(f"that host {found.host} is excluded cannot be written into the events: {error}")
 
     def _end_record(self, record: NodeRecord, now: float) -> NodeRecord:
         """Tell the engine that a node has to end: in order first, by force once its grace is over."""

@@ -201,6 +201,8 @@ def test_a_host_that_loses_node_after_node_gets_no_more_of_them(make_job: Callab
     assert (status["state"], status["replacements"]) == ("succeeded", 2), job.said()
     assert [each["host"] for each in status["excluded_hosts"]] == ["bad"]
     assert "host bad is excluded: 2 nodes were lost there soon after they began" in job.said()
+    [event] = RunDir(str(job.folder / "run")).events("host_excluded")
+    assert (event["host"], event["why"]) == ("bad", status["excluded_hosts"][0]["why"])
 
 
 @pytest.mark.slow
