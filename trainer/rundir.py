@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.documents import schemas
 from trainer.documents.presences import NODE_FILE, NODES, NodePresence, node_file, presence_document, presence_of
 from trainer.documents.reader import EVENTS_BYTES, known_names, parse_events, read_document, warn_once
+from trainer.documents.strict_json import parse_strict_json
 from trainer.errors import ConfigError, DamagedError
 from trainer.runtime import clock
 from trainer.storage.open import open_storage
@@ -270,13 +271,16 @@ class RunDir:
     def newest_events(self, most_files: int = STEP_FILES) -> Iterator[list[dict[str, Any]]]:
         """Yield the events of rank 0, one file after the other, the newest first. Lines that are no events are left
         out."""
+        return (parse_events(data)[0] for data in self._newest_files(most_files))
+
+    def _newest_files(self, most_files: int = STEP_FILES) -> Iterator[bytes]:
         mine = [name for name in self._listed(EVENTS) if (match := _EVENT_FILE.match(name)) and int(match[2]) == 0]
         mine, at_once = mine[-most_files:], 1 if self.storage.is_local else _AT_ONCE
         for end in range(len(mine), 0, -at_once):
             names = mine[max(0, end - at_once) : end]
             for data in reversed(self.storage.read_each(_in(EVENTS, names), EVENTS_BYTES)):
                 if not isinstance(data, DamagedError):
-                    yield parse_events(data)[0]
+                    yield data
 
     def first_event_at(self) -> float | None:
         """Return the time of the first event, None where there is none."""
@@ -285,14 +289,15 @@ class RunDir:
             return float(events[0]["time"]) if events else None
         return None
 
-    def steps_reported(self, down_to: int) -> set[int]:
-        """Return the steps from ``down_to`` on that rank 0 has reported; reads no more files than needed."""
-        found: set[int] = set()
-        for events in self.newest_events():
-            found |= {event["step"] for event in events if event["kind"] == "step" and "step" in event}
-            if found and min(found) <= down_to:
-                break
-        return found
+    def last_step_reported(self) -> int:
+        """Return the last step that rank 0 has reported, -1 where none is; reads no more than needed."""
+        lines = (line for data in self._newest_files() for line in reversed(data.splitlines()) if b'"step"' in line)
+        for line in lines:  # not as events, whose classes a training that goes on would wait for
+            with suppress(DamagedError):
+                item = parse_strict_json(line, EVENTS)
+                if isinstance(item, dict) and item.get("kind") == "step" and type(item.get("step")) is int:
+                    return int(item["step"])
+        return -1
 
     def _listed(self, folder: str) -> list[str]:
         """Return the names in a folder of this one, none where it is missing. Raise `DamagedError` where it is no

@@ -192,7 +192,7 @@ def _one_job(readers: Readers) -> None:
     checkpoints = CheckpointManager(rundir, 3, "another")
     for read in (
         rundir.read_job, rundir.nodes, rundir.latest_checkpoint, rundir.last_generation,
-        lambda: list(rundir.events()), lambda: list(rundir.events(strict=True)), lambda: rundir.steps_reported(1),
+        lambda: list(rundir.events()), lambda: list(rundir.events(strict=True)), lambda: rundir.last_step_reported(),
         lambda: last_step(rundir), lambda: generations(rundir.storage), lambda: presence.newest_generation(rundir),
         lambda: read_owning_run(rundir), lambda: JobCourse.read(rundir), lambda: recent_events(rundir),
         rundir.read_result, lambda: summary_lines(rundir), checkpoints.load_latest,

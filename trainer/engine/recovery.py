@@ -285,9 +285,9 @@ def _report_membership(session: Session, old: Generation | None, new: Generation
         return
     # This process has just become rank 0: it writes what its predecessor could not.
     recent = steps_within(session.recent_steps, UNWRITTEN_SECONDS)
-    written = session.rundir.steps_reported(recent[0]["step"]) if recent else set()
+    written = session.rundir.last_step_reported() if recent else 0
     for item in recent:
-        if item["step"] not in written:
+        if item["step"] > written:
             session.reports.emit("step", **item)
 
 
