@@ -57,6 +57,10 @@ def _megabytes(saved: Saved, key: str) -> list[str]:
     return [f"{saved[key][side] / 1e6:.0f} MB" for side in ("ddp", "fsdp", "plain")]
 
 
+def _ratios_of_fit(saved: Saved) -> list[dict[str, float]]:
+    return sorted((cell["fit_vs_plain"] for cell in saved["cells"].values()), key=lambda each: each["ratio"])
+
+
 def _of_20(saved: Saved) -> str:
     within = round(saved["trainings"] * saved["coverage_90_percent"] / 100)
     return (
@@ -113,6 +117,18 @@ QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
     )),
     ("docs/losing-nodes.md", "control_plane", lambda r: (
         f"makes {r['sizes']['256']['regroup_1']['storage_max']} operations on the storage"
+    )),
+    ("docs/losing-nodes.md", "recovery_warned", lambda r: (
+        f"Of {_word(r['slurm_repeats'])} machines of a real SLURM that it told, the others' next step came "
+        f"{r['slurm_p50_seconds']:.2f} s after the\nlast one together (median; at most {r['slurm_p95_seconds']:.2f} s)"
+    )),
+    ("docs/performance.md", "fit", lambda r: (
+        "{} rounds | the least of ten {ratio:.2f} times ({low:.2f} to {high:.2f}; ".format(
+            r["rounds"], **_ratios_of_fit(r)[0]
+        )
+    )),
+    ("docs/performance.md", "fit", lambda r: (
+        f"the others {_ratios_of_fit(r)[1]['ratio']:.2f} to {_ratios_of_fit(r)[-1]['ratio']:.2f} | 1.0 |"
     )),
     ("docs/losing-nodes.md", "recovery_freeze", lambda r: f"a node frozen (SIGSTOP), {_silence(r)}"),
     ("docs/losing-nodes.md", "recovery_cut", lambda r: f"a cable pulled, {_silence(r)}"),
