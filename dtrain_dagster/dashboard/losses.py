@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
 from dtrain_dagster.clusters.base import JobState
@@ -89,7 +90,12 @@ def tell_losses(
     """Return what the page says of lost nodes; None where none was lost. ``usd``: what losses have cost, None where
     that is not known yet; ``excluded``: the hosts that get no nodes, as ``status.json`` has them."""
     notice = _tell_losses(changes, nodes, state, now, usd)
-    hosts = [f"Host {each['host']} gets no nodes: {each['why']}." for each in excluded if each["until"] > now]
+    hosts = [
+        f"Host {each['host']} gets no nodes until {datetime.fromtimestamp(each['until'], UTC):%H:%M} UTC: {each['why']}. "
+        f"`dtrain nodes --lift {each['host']}` ends that."
+        for each in excluded
+        if each["until"] > now
+    ]
     if not hosts or state not in (JobState.RUNNING, JobState.QUEUED):
         return notice
     notice = notice or LossNotice(is_open=False, title="Excluded: " + ", ".join(each["host"] for each in excluded))
