@@ -91,8 +91,8 @@ def tell_losses(
     that is not known yet; ``excluded``: the hosts that get no nodes, as ``status.json`` has them."""
     notice = _tell_losses(changes, nodes, state, now, usd)
     hosts = [
-        f"Host {each['host']} gets no nodes until {datetime.fromtimestamp(each['until'], UTC):%H:%M} UTC: {each['why']}. "
-        f"`dtrain nodes --lift {each['host']}` ends that."
+        f"Host {each['host']} gets no nodes until {datetime.fromtimestamp(each['until'], UTC):%H:%M} UTC: "
+        f"{each['why']}. `dtrain nodes --lift {each['host']}` ends that."
         for each in excluded
         if each["until"] > now
     ]
