@@ -5,22 +5,12 @@ from __future__ import annotations
 
 import re
 
-_RANGES = (
-    (0x00, 0x08), (0x0A, 0x1F), (0x7F, 0x9F),  # control characters but for the tabulator: they begin escape sequences
-    (0xAD, 0xAD), (0x61C, 0x61C), (0x180E, 0x180E), (0x200B, 0x200F), (0x2060, 0x206F), (0xFEFF, 0xFEFF),
-    (0xFFF9, 0xFFFB), (0xE0000, 0xE007F),  # what is not shown, or changes the direction
-    (0x2028, 0x202E),  # ends of lines and paragraphs, and direction
-    (0xD800, 0xDFFF),  # halves of characters, which cannot be written
-)  # fmt: skip
-_NEWLINE = 0x0A
-
-
-def _pattern(ranges: tuple[tuple[int, int], ...]) -> re.Pattern[str]:
-    return re.compile("[" + "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in ranges) + "]+")
-
-
-_UNSAFE = _pattern(_RANGES)
-_UNSAFE_BUT_LINES = _pattern(tuple((0x0B, high) if low == _NEWLINE else (low, high) for low, high in _RANGES))
+_UNSAFE = re.compile(
+    r"[\x00-\x08\n-\x1f\x7f-\x9f"  # control characters but for the tabulator: they begin escape sequences
+    r"\xad\u061c\u180e\u200b-\u200f\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"  # what is not shown
+    r"\u2028-\u202e"  # ends of lines and paragraphs, and what changes the direction
+    r"\ud800-\udfff]"  # halves of characters, which cannot be written
+)
 
 
 def visible(text: str, keep_lines: bool = False) -> str:
@@ -29,21 +19,7 @@ def visible(text: str, keep_lines: bool = False) -> str:
     lines."""
     if text.isprintable():
         return text
-    return (_UNSAFE_BUT_LINES if keep_lines else _UNSAFE).sub(_escape, text)
-
-
-def _escape(match: re.Match[str]) -> str:
-    return match[0].translate(_ESCAPES)
-
-
-def _written(code: int) -> str:
-    if code in (_NEWLINE, 0x0D):
-        return "\\n" if code == _NEWLINE else "\\r"
-    return f"\\U{code:08x}" if code > 0xFFFF else f"\\u{code:04x}" if code > 0xFF else f"\\x{code:02x}"
-
-
-_ESCAPES = {code: _written(code) for low, high in _RANGES for code in range(low, high + 1)}
-"""The escape of each such character, made once, since a text may be full of them."""
+    return _UNSAFE.sub(lambda found: "\n" if keep_lines and found[0] == "\n" else ascii(found[0])[1:-1], text)
 
 
 def format_duration(seconds: float) -> str:

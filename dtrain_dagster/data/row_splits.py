@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SPLIT_NAMES = {
-    "train": "train", "training": "train",
-    "valid": "valid", "val": "valid", "validation": "valid", "dev": "valid", "development": "valid",
-    "test": "test", "testing": "test", "holdout": "test", "hold-out": "test", "hold_out": "test",
-}  # fmt: skip
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("valid", "val", "validation", "dev", "development"), "valid"),
+    **dict.fromkeys(("test", "testing", "holdout", "hold-out", "hold_out"), "test"),
+}
 """The names of splits, in small letters."""
 MOST_NAMES = 10
 """The most different values of a column that names splits. One with more says whose rows stay together."""

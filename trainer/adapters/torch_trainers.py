@@ -216,9 +216,12 @@ def settings_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         raise ConfigError(f"an optimizer with unusual {' and '.join(odd) or 'weight_decay (L2)'}: {remedy}")
     rate, decay = float(group["lr"]), float(group["weight_decay"])
     return {
-        "learning_rate": rate, "weight_decay": decay, "decay_norms_and_biases": True, "schedule": "constant",
+        "learning_rate": rate,
+        "weight_decay": decay,
+        "decay_norms_and_biases": True,
+        "schedule": "constant",
         "warmup_steps": 0,
-    }  # fmt: skip
+    }
 
 
 def check_sizes(num_gpus: int | None, num_nodes: int | None, gpus_per_node: int | None, ranks: int) -> None:

@@ -254,10 +254,9 @@ class DistributedTrainer:
             except Exception as error:
                 self._due = steps.throw(error)
                 continue
-            for name, value in (
-                ("loss_sum", result.loss_sum), ("weight", result.weight), ("samples", due.batch.local_samples),
-            ):  # fmt: skip
-                totals[name] += value
+            totals["loss_sum"] += result.loss_sum
+            totals["weight"] += result.weight
+            totals["samples"] += due.batch.local_samples
             if due.number + 1 >= self.session.total_steps:  # at the end other ranks may leave
                 found = self.synchronize_metrics(totals)
             with suppress(StopIteration):

@@ -36,10 +36,12 @@ TIMEOUT_SECONDS = (5.0, 15.0)
 """For a connection, and for an answer."""
 MAX_LOG_BYTES = 4 * 2**20
 RIGHTS = (
-    ("batch", "jobs", "", "create"), ("batch", "jobs", "", "list"), ("batch", "jobs", "", "delete"),
-    ("", "configmaps", "", "create"), ("", "configmaps", "", "get"), ("", "configmaps", "", "delete"),
-    ("", "pods", "", "list"), ("", "pods", "", "delete"), ("", "pods", "log", "get"), ("", "events", "", "list"),
-)  # fmt: skip
+    *(("batch", "jobs", "", verb) for verb in ("create", "list", "delete")),
+    *(("", "configmaps", "", verb) for verb in ("create", "get", "delete")),
+    *(("", "pods", "", verb) for verb in ("list", "delete")),
+    ("", "pods", "log", "get"),
+    ("", "events", "", "list"),
+)
 """What an identity needs in the namespace, as API group, resource, subresource and verb: what the methods of
 `KubernetesEngine` ask for, and no more."""
 PATIENCE_SECONDS = 60.0

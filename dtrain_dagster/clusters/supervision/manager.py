@@ -73,11 +73,18 @@ END_SECONDS = 25.0
 CLUSTER = "cluster.json"
 NEVER_STARTED = "it never started: its submitter ended before it could; submit it again"
 _CONFIG = schemas.record(
-    {"cluster_name": schemas.text, "node_count": schemas.whole(1), "gpu_type": schemas.text,
-     "auto_scale_enabled": schemas.flag, "min_nodes": schemas.count, "max_nodes": schemas.count,
-     "idle_timeout_minutes": schemas.count},
-    processes_per_node=schemas.whole(1), tier=schemas.optional(schemas.text),
-)  # fmt: skip
+    {
+        "cluster_name": schemas.text,
+        "node_count": schemas.whole(1),
+        "gpu_type": schemas.text,
+        "auto_scale_enabled": schemas.flag,
+        "min_nodes": schemas.count,
+        "max_nodes": schemas.count,
+        "idle_timeout_minutes": schemas.count,
+    },
+    processes_per_node=schemas.whole(1),
+    tier=schemas.optional(schemas.text),
+)
 
 
 class SupervisedClusterManager(GPUClusterManager):
