@@ -25,6 +25,7 @@ from pydantic.fields import FieldInfo
 
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager
 from dtrain_dagster.clusters.resume_advice import how_to_go_on
+from dtrain_dagster.costs.export import to_csv
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan, parse_plan
 from dtrain_dagster.costs.prices import PriceError, hardware_of
 from dtrain_dagster.data.errors import DataError
@@ -227,8 +228,6 @@ def sentences(lines: Sequence[str]) -> dg.MarkdownMetadataValue:
 
 def table_file(folder: str, name: str, rows: Sequence[Mapping[str, Any]]) -> dg.PathMetadataValue:
     """Write all rows and columns as CSV, and return the file's address. ``folder``: a path or an address of storage."""
-    from dtrain_dagster.costs.export import to_csv
-
     open_storage(folder).write(name, to_csv(rows).encode())
     return dg.MetadataValue.path(f"{folder}/{name}")
 

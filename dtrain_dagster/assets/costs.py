@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dagster as dg
 
@@ -11,12 +11,18 @@ from dtrain_dagster.assets.common import best_rows, charts, head_of_page, plan_o
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.costs import export
+from dtrain_dagster.costs.carbon import Footprint, job_footprint
+from dtrain_dagster.costs.export import Rows
+from dtrain_dagster.costs.ledger import Ledger, ledger
 from dtrain_dagster.costs.money import SECOND, digits_of, total_shown
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
+from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.costs.tracker import CostMetrics, CostTracker, bill_usage, overrun
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.jobs.totals import sum_launches
+from dtrain_dagster.costs.verdict import Reason, explain_variance, reasons
+from dtrain_dagster.jobs.totals import LaunchTotals, sum_launches
 from dtrain_dagster.planning.history import JobCourse
 from dtrain_dagster.reports.small_pictures import small_bar
 from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
@@ -26,13 +32,6 @@ from dtrain_dagster.support.graph_names import GraphNames
 from dtrain_dagster.support.page_entries import fit_page, read_entries
 from trainer.errors import DamagedError
 from trainer.rundir import RESULT, RunDir
-
-if TYPE_CHECKING:
-    from dtrain_dagster.costs.carbon import Footprint
-    from dtrain_dagster.costs.export import Rows
-    from dtrain_dagster.costs.ledger import Ledger
-    from dtrain_dagster.costs.verdict import Reason
-    from dtrain_dagster.jobs.totals import LaunchTotals
 
 REPORTS = "reports"
 COST_REPORT = f"{REPORTS}/cost_breakdown.json"
@@ -50,12 +49,12 @@ class Bill:
     """Presence of the training's own nodes."""
     tracker: CostTracker
     """The training and the probes that are paid with it."""
-    took: "LaunchTotals"
-    found: "Ledger"
-    energy: "Footprint"
+    took: LaunchTotals
+    found: Ledger
+    energy: Footprint
     metrics: CostMetrics
     samples_seen: int
-    told: "Sequence[Reason]"
+    told: Sequence[Reason]
     """The reasons for the difference to the estimate, in dollars."""
     why: str
     """The same reasons as a sentence."""
@@ -117,7 +116,6 @@ def add_bill_to_mlflow(
     context: dg.AssetExecutionContext, names: GraphNames, job: FinishedJob, figures: Mapping[str, Any]
 ) -> None:
     """Write the dollars to the training's run in MLflow; where that is impossible, a warning says why."""
-    from dtrain_dagster.costs.timeline import CostCause
     from dtrain_dagster.registry.run_record import add_to_run, cost_metrics, lost_metric
 
     cluster, project = cluster_resource(context, names), project_resource(context, names)
@@ -130,10 +128,6 @@ def add_bill_to_mlflow(
 
 def bill_training(cluster: GPUClusterResource, cost_estimate: TrainingPlan, job: FinishedJob) -> dg.MaterializeResult:
     """Return a finished training's bill with its checks, after its reports were written."""
-    from dtrain_dagster.costs.carbon import job_footprint
-    from dtrain_dagster.costs.ledger import ledger
-    from dtrain_dagster.costs.verdict import explain_variance, reasons
-
     rundir = RunDir(job.run_dir)
     plan = plan_of(rundir, cost_estimate)
     usage, events = cluster.manager().node_usage(job.job_id), list(rundir.events(strict=True))
@@ -165,8 +159,6 @@ def bill_training(cluster: GPUClusterResource, cost_estimate: TrainingPlan, job:
 
 def _write_reports(rundir: RunDir, bill: Bill) -> None:
     """Write the report as JSON, and each of its tables as CSV, into the run directory."""
-    from dtrain_dagster.costs import export
-
     estimated, reasons = bill.plan.estimate.usd.expected, list(map(asdict, bill.told))
     document = export.cost_document(
         bill.tracker,
@@ -185,7 +177,6 @@ def _write_reports(rundir: RunDir, bill: Bill) -> None:
 
 def _page(rundir: RunDir, bill: Bill) -> dict[str, Any]:
     """Return metadata: dollars against the estimate, what they bought, by cause and by node, and what that rests on."""
-    from dtrain_dagster.costs import export
     from dtrain_dagster.reports import cost_charts
 
     estimate, words = bill.plan.estimate, bill.plan.price_words
@@ -258,17 +249,15 @@ def _identity(job: FinishedJob, plan: TrainingPlan, tracker: CostTracker) -> dic
     }
 
 
-def _energy(found: "Footprint") -> dict[str, Any]:
+def _energy(found: Footprint) -> dict[str, Any]:
     """Return metadata: electricity and, where the grid is known, its carbon, and the basis of both."""
     carbon = {} if found.kg_co2e is None else {"kg_co2e": float(f"{found.kg_co2e:.3g}")}
     rests_on = dg.MarkdownMetadataValue(f"- {found.basis}\n- {found.source}")
     return {"kwh": float(f"{found.kwh:.3g}"), **carbon, "energy_rests_on": rests_on}
 
 
-def _probe(cluster: GPUClusterResource, plan: TrainingPlan, rundir: RunDir) -> "Ledger | None":
+def _probe(cluster: GPUClusterResource, plan: TrainingPlan, rundir: RunDir) -> Ledger | None:
     """Return the ledger of the probe that the estimate rests on; None where it is gone or there was none."""
-    from dtrain_dagster.costs.ledger import ledger
-
     if plan.basis_kind != "probe" or not plan.rests_on:
         return None
     job_id = next((name for name in plan.rests_on if name.endswith(f"-{plan.node_count}n")), plan.rests_on[0])
@@ -282,9 +271,7 @@ def _probe(cluster: GPUClusterResource, plan: TrainingPlan, rundir: RunDir) -> "
     return ledger(bill_usage(usage)[0], events, periods=1)
 
 
-def _ledger_check(tracker: CostTracker, found: "Ledger") -> dg.AssetCheckResult:
-    from dtrain_dagster.costs.timeline import CostCause
-
+def _ledger_check(tracker: CostTracker, found: Ledger) -> dg.AssetCheckResult:
     row = found.causes().get(CostCause.UNEXPLAINED)
     share = row.microseconds / found.microseconds if row else 0.0
     return dg.AssetCheckResult(
@@ -297,9 +284,7 @@ def _ledger_check(tracker: CostTracker, found: "Ledger") -> dg.AssetCheckResult:
     )
 
 
-def _by_node(tracker: CostTracker, digits: int) -> "Rows":
-    from dtrain_dagster.costs import export
-
+def _by_node(tracker: CostTracker, digits: int) -> Rows:
     return [
         {
             "node": f"node {row['node']}",
@@ -314,13 +299,13 @@ def _by_node(tracker: CostTracker, digits: int) -> "Rows":
     ]
 
 
-def _reasons_table(told: "Sequence[Reason]") -> str:
+def _reasons_table(told: Sequence[Reason]) -> str:
     rows = ["| reason | dollars |", "|---|---|"]
     rows += [f"| {item.words} | {'+' if item.usd >= 0 else '−'}{dollars(abs(item.usd))} |" for item in told]
     return "\n".join(rows)
 
 
-def _table(rows: "Rows", name: str, columns: Sequence[str]) -> dg.TableMetadataValue:
+def _table(rows: Rows, name: str, columns: Sequence[str]) -> dg.TableMetadataValue:
     """Return the largest rows as a table whose dollars add up to the bill."""
     sums = [column for column in columns if rows and isinstance(rows[0][column], int | float | Decimal)]
     plain = [{key: _number(value) for key, value in row.items()} for row in with_rest(rows, name, sums)]

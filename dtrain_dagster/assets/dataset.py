@@ -23,6 +23,7 @@ from dtrain_dagster.assets.common import (
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.data.engines import DUCKDB, DataEngine, opened_ray_engine
 from dtrain_dagster.data.prices import PricesRef, write_prices
+from dtrain_dagster.data.publish import publish_dataset
 from dtrain_dagster.data.sharding import LEAST, BuiltDataset, DatasetParams, build_dataset
 from dtrain_dagster.data.sources import known_findings, price_source
 from dtrain_dagster.data.validation import CHECKS, CheckResult, validated
@@ -198,7 +199,6 @@ def show_dataset(
     context: dg.AssetExecutionContext, project: ProjectResource, built: BuiltDataset, engine: str
 ) -> dg.MaterializeResult:
     """Return a dataset as an asset, once it is where the nodes read it."""
-    from dtrain_dagster.data.publish import publish_dataset
     from dtrain_dagster.reports.charts import dataset_picture
 
     context.log.info(
@@ -388,8 +388,6 @@ def read_dataset(folder: str, project: ProjectResource) -> BuiltDataset:
 
 def publish(taken: BuiltDataset, project: ProjectResource) -> BuiltDataset:
     """Return the dataset where nodes read it: in place, or copied where this machine's folders are out of reach."""
-    from dtrain_dagster.data.publish import publish_dataset
-
     if open_storage(project.shared_uri).is_local or not open_storage(taken.uri).is_local:
         return replace(taken, shared_uri=taken.uri)
     shared_uri, _ = publish_dataset(taken.uri, taken.dataset_id, project.shared_uri)

@@ -19,6 +19,7 @@ from dtrain_dagster.automation.capacity_queue import (
 )
 from dtrain_dagster.automation.retraining import CAUSE_TAG
 from dtrain_dagster.clusters.base import ClusterConfig, GPUClusterManager, NoCapacityError
+from dtrain_dagster.clusters.job_notices import was_told_of_wait
 from dtrain_dagster.jobs.progress import JOB_TAG
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.support.formatting import format_duration
@@ -87,8 +88,6 @@ def attempts_metadata(manager: GPUClusterManager) -> dict[str, dg.MetadataValue]
 
 def _was_told_of_wait(job_id: str | None, project: ProjectResource) -> bool:
     """Return whether the cluster has told people that the run's job waits, if it got so far."""
-    from dtrain_dagster.clusters.job_notices import was_told_of_wait
-
     if job_id is None:
         return False
 

@@ -31,6 +31,7 @@ from dtrain_dagster.automation.retraining import (
     unreadable,
     weekly,
 )
+from dtrain_dagster.clusters.job_notices import was_told_of_end
 from dtrain_dagster.data.sources import PriceFile, price_source
 from dtrain_dagster.jobs.progress import JOB_TAG
 from dtrain_dagster.resources import ProjectResource, project_resource
@@ -209,8 +210,6 @@ def build_retraining_failed_sensor(project: ProjectResource, names: GraphNames =
 
 def _was_told(job_id: str | None, project: ProjectResource) -> bool:
     """Return whether people have been told of the end of the job that the run followed, if it got so far."""
-    from dtrain_dagster.clusters.job_notices import was_told_of_end
-
     if job_id is None:
         return False
     rundir = RunDir(f"{project.jobs_uri}/{job_id}")
