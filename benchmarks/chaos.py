@@ -55,7 +55,7 @@ class Campaign:
 
     def work(self, name: str) -> None:
         """Play tapes until none is left; one of several threads runs this."""
-        stage = Stage(self.folder / name, self.strategy)
+        stage = Stage(self.folder / name)
         try:
             while True:
                 self.one(stage, self.seeds.get_nowait())
@@ -67,7 +67,7 @@ class Campaign:
     def one(self, stage: Stage, seed: int) -> None:
         """Play the tape of one seed on this stage, and count its result."""
         try:
-            outcome, wrong = stage.run(tapes.make(seed))
+            outcome, wrong = stage.run(tapes.make(seed), self.strategy)
         except NoNetworkError as error:
             note(f"seed {seed} is skipped: {error}")
             with self.lock:

@@ -19,9 +19,9 @@ class Stage:
     """For one tape after the other. What is needed is made when it is needed, and kept."""
 
     folder: Path
-    strategy: Strategy = "ddp"
-    """Of the trainings. What they are compared with is always the undisturbed training with ``ddp``."""
     references: dict[int, Reference] = field(default_factory=dict)
+    compared: set[tuple[int, Strategy]] = field(default_factory=set)
+    """Undisturbed trainings that were held against their reference."""
     network: Network | None = None
 
     def __post_init__(self) -> None:
@@ -29,26 +29,30 @@ class Stage:
         self.dataset = build(self.folder)
         self.preload = Preload()
 
-    def run(self, tape: Tape) -> tuple[Outcome, list[str]]:
+    def run(self, tape: Tape, strategy: Strategy = "ddp") -> tuple[Outcome, list[str]]:
         """Play a tape; what happened, and what is wrong afterwards.
 
+        Trainings of any strategy are compared with the undisturbed training with ``ddp``.
         `network.NoNetworkError` where it wants hosts and the kernel does not allow them.
         """
         network = self._network() if tape.hosts == "network" else None
-        reference = self.reference(tape)
-        outcome = play(tape, self.preload, self.folder / f"seed-{tape.seed}", self.dataset, network, self.strategy)
+        reference = self.reference(tape, strategy)
+        folder = self.folder / f"seed-{tape.seed}-{strategy}"
+        outcome = play(tape, self.preload, folder, self.dataset, network, strategy)
         return outcome, violations(outcome, reference)
 
-    def reference(self, tape: Tape) -> Reference:
-        """The undisturbed run of the same training."""
+    def reference(self, tape: Tape, strategy: Strategy = "ddp") -> Reference:
+        """The undisturbed run of the same training with ``ddp``; that with ``strategy`` came to the same."""
         blank = undisturbed(tape)
-        if blank.seed not in self.references:
-            for strategy in dict.fromkeys(("ddp", self.strategy)):
-                folder = self.folder / f"undisturbed{blank.seed}-{strategy}"
-                outcome = play(blank, self.preload, folder, self.dataset, strategy=strategy)
-                reference = self.references.setdefault(blank.seed, read_reference(outcome.rundir))
-                wrong = violations(outcome, reference)
-                assert not wrong, f"even the undisturbed run with {strategy}: {wrong}"
+        for each in dict.fromkeys(("ddp", strategy)):
+            if (blank.seed, each) in self.compared:
+                continue
+            folder = self.folder / f"undisturbed{blank.seed}-{each}"
+            outcome = play(blank, self.preload, folder, self.dataset, strategy=each)
+            reference = self.references.setdefault(blank.seed, read_reference(outcome.rundir))
+            wrong = violations(outcome, reference)
+            assert not wrong, f"even the undisturbed run with {each}: {wrong}"
+            self.compared.add((blank.seed, each))
         return self.references[blank.seed]
 
     def close(self) -> None:
