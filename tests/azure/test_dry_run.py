@@ -1,32 +1,40 @@
-"""`dtrain train --dry-run` in front of the emulated workspace: what is printed is what the service then gets."""
+"""`dtrain train --dry-run` in front of the emulated workspace: what is printed is what the service then gets.
+
+And ceilings: what is bought counts, and not what was asked for.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from click.testing import CliRunner
 
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.clusters.azure_ml import jobs, provision
 from dtrain_dagster.clusters.azure_ml.preview import entity_text
+from dtrain_dagster.costs.prices import price_of
 from harness.azure.emulator.around import SUBNET_ID
 from harness.small_job import write_dataset
 from tests.azure.shell import JOBS, Shell
 from trainer.storage.open import open_storage
 
 WORDS = ("train", "--dataset", "latest", "--nodes", "2", "--model", "my_model:make", "--name", "first")
+A100, H100 = "Standard_NC24ads_A100_v4", "Standard_NC40ads_H100_v5"
 
 
 def test_the_compute_and_the_job_are_shown_as_the_service_gets_them(shell: Shell, tmp_path: Path, monkeypatch: Any):
     monkeypatch.setenv("DTRAIN_AZURE_SUBNET", SUBNET_ID)
+    monkeypatch.setenv("DTRAIN_COMMAND_TRACKING", "off")
     write_dataset(tmp_path / "home" / "storage" / "datasets" / "walks")
     words = (*WORDS, "--set", "training.max_steps=4")
     dry = CliRunner().invoke(main, [*words, "--dry-run"])
     assert dry.exit_code == 0, dry.output
-    assert "price: 2 nodes of Standard_NC24ads_A100_v4 (dedicated) at $3.67 are $7.35 per hour" in dry.stderr
+    assert f"price: 2 nodes of {A100} (dedicated) at $3.67 are $7.35 per hour" in dry.stderr
     assert "would be copied to az://dtrain/team/datasets/" in dry.stderr
     assert "ok: storage: az://dtrain/team: not tried, since that writes" in dry.stderr
     bought = shell.cloud.control("bought")
@@ -35,7 +43,7 @@ def test_the_compute_and_the_job_are_shown_as_the_service_gets_them(shell: Shell
         assert open_storage(folder).list() == [], folder
     assert not (tmp_path / "home" / "orders").exists()
     compute, job = yaml.safe_load_all(dry.stdout)
-    assert (compute["size"], compute["min_instances"], compute["max_instances"]) == ("Standard_NC24ads_A100_v4", 0, 2)
+    assert (compute["size"], compute["min_instances"], compute["max_instances"]) == (A100, 0, 2)
     assert job["compute"] == f"azureml:{compute['name']}"
     assert "#   my_model.py\n" in dry.stdout
 
@@ -64,3 +72,24 @@ def test_the_compute_and_the_job_are_shown_as_the_service_gets_them(shell: Shell
     assert "set DTRAIN_AZURE_SUBNET" in refused.stderr, "with the remedy"
     [name] = shell.cloud.control("bought")["computes"]
     assert name == compute["name"]
+    dearer_nodes_are_refused_before_the_job(shell)
+
+
+def dearer_nodes_are_refused_before_the_job(shell: Shell) -> None:
+    """After a job whose bill counts for the month."""
+    assert CliRunner().invoke(main, ["cost", "ceilings", "--per-hour", "10", "--per-month", "50"]).exit_code == 0
+    shell.cloud.control("fault", fault="refuse", vm_size=A100, how="sync", count=None)
+    refused = CliRunner().invoke(main, [*WORDS[:-1], "third"], env={"DTRAIN_CLUSTER_NAME": "other"})
+    assert refused.exit_code == 2, refused.output
+    assert f"{A100} was not available: using {H100}" in refused.stderr
+    assert (
+        "the ceiling of $10.00 per hour: running jobs cost $0.00 an hour, and this start adds $13.96" in refused.stderr
+    )
+    assert list(shell.cloud.control("bought")["jobs"]) == ["first-l1"]
+    assert "third" not in str(open_storage(JOBS).list())
+    bill = json.loads(CliRunner().invoke(main, ["cost", "first", "--json"]).stdout)
+    document = json.loads(CliRunner().invoke(main, ["cost", "ceilings", "--json"]).stdout)
+    spent = {stand["ceiling"]: stand["spent_usd"] for stand in document["stands"]}
+    assert spent["per_month"] == pytest.approx(bill["metrics"]["total_cost_usd"])
+    assert 0 < spent["per_month"] < price_of(A100).usd_per_hour("dedicated")
+    assert spent["per_hour"] == 0, "it has ended"
