@@ -38,6 +38,13 @@ BROWSER = (
 )
 """They start Chromium, or share the `dtrain ui` of one that does. One worker takes them all: two that render at once
 would wait for each other's cores."""
+AZURE = "tests/azure/"
+"""One worker takes them all: each would start an emulated workspace and an account, and load Azure's packages."""
+
+
+def group(path: str) -> str:
+    """What one worker takes as a whole: a file, or several that share what is costly to start."""
+    return "browser" if path in BROWSER else AZURE if path.startswith(AZURE) else path
 
 
 @pytest.fixture(autouse=True)
@@ -63,11 +70,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = cheap
     seconds = Counter[str]()
     for test, (taken, _) in stored.items():
-        seconds[test.split("::")[0]] += taken
+        seconds[group(test.split("::")[0])] += taken
 
-    def place(item: pytest.Item) -> tuple[bool, float]:
+    def place(item: pytest.Item) -> tuple[bool, float, str]:
         path = item.nodeid.split("::")[0]
-        return path not in BROWSER, -seconds[path]
+        return path not in BROWSER, -seconds[group(path)], group(path)
 
     items.sort(key=place)
 
@@ -98,12 +105,11 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """``--dist loadfile``, where the files with a browser are one."""
+    """``--dist loadfile``, where several files may be one `group`."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            path = nodeid.split("::", 1)[0]
-            return "browser" if path in BROWSER else path
+            return group(nodeid.split("::", 1)[0])
 
     return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
