@@ -6,7 +6,6 @@ What is printed of it (`dtrain_dagster.cli.tables`) and by ``--json`` is the sam
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dtrain_dagster.cli.common import cluster_of, ranks_of, run_dir
+from dtrain_dagster.cli.common import cluster_of, run_dir
+from dtrain_dagster.cli.plan_lines import past_forecasts
 from dtrain_dagster.clusters.base import ClusterHealth, JobState, JobStatus
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import STAND_IN, price_words
@@ -22,9 +22,6 @@ from dtrain_dagster.costs.worth import is_judged, worth_line
 from dtrain_dagster.jobs.progress import CLAIM, REGISTRATION
 from dtrain_dagster.jobs.totals import LaunchTotals, launched_usage, sum_launches, sum_presences
 from dtrain_dagster.jobs.view import JobFollower, JobView, last_step
-from dtrain_dagster.planning.build_plan import sizes_of
-from dtrain_dagster.planning.check_job import samples_of
-from dtrain_dagster.planning.history import HomeHistory
 from dtrain_dagster.planning.projection import TimeLeft, count_nodes, describe_training, time_left
 from dtrain_dagster.reports.kind_scores import compare_figures, has_kind_scores
 from dtrain_dagster.settings.environment import Settings
@@ -164,12 +161,7 @@ def expect_finish(settings: Settings, rundir: RunDir) -> float | None:
     has none, or they cannot be read."""
     with suppress(ValueError, OSError, RuntimeError):  # what is missing is a figure; a command that needs it says why
         job, launch = rundir.read_job(), rundir.read_json(LAUNCH) or {}
-        history = HomeHistory(settings.home, ranks_of(settings), settings.gpu_type, settings.kind.is_this_machine)
-        if not history.runs_like(job):
-            return None
-        cores = os.cpu_count() if history.shares_machine else None
-        sizes = sizes_of(job, samples_of(job), history.processes_per_node, cores)
-        if (known := history.forecast(job, sizes)) is not None:
+        if (known := past_forecasts(settings)(job)) is not None:
             return known.parts(launch.get("node_count") or settings.nodes).finish
     return None
 

@@ -4,14 +4,14 @@ runs."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from dtrain_dagster.cli.ceilings import promising
 from dtrain_dagster.cli.common import cluster_of, ranks_of, say
 from dtrain_dagster.clusters.base import ClusterConfig
-from dtrain_dagster.costs.estimate import Estimate, estimate_cost, estimate_forecast
+from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_cost, estimate_forecast
 from dtrain_dagster.costs.prices import SkuPrice, price_of, price_words
 from dtrain_dagster.jobs.promises import Wanted, owner_here
 from dtrain_dagster.planning.build_plan import sizes_of
@@ -109,6 +109,20 @@ def wanted_training(settings: Settings, job: JobConfig, expected: Expected) -> W
     return Wanted(name=job.job_id, owner=owner, usd=expected.usd, usd_per_hour=expected.usd_per_hour)
 
 
+def past_forecasts(settings: Settings) -> Callable[[JobConfig], Forecast | None]:
+    """Return a function that tells a training's time from this home's past runs alike; None where there are none. It
+    raises OSError or RuntimeError where they cannot be read."""
+    history = HomeHistory(settings.home, ranks_of(settings), settings.gpu_type, settings.kind.is_this_machine)
+    cores = os.cpu_count() if history.shares_machine else None
+
+    def forecast(job: JobConfig) -> Forecast | None:
+        if not history.runs_like(job):  # then its dataset need not be read
+            return None
+        return history.forecast(job, sizes_of(job, samples_of(job), history.processes_per_node, cores))
+
+    return forecast
+
+
 def expect_nodes(settings: Settings, nodes: int) -> Expected:
     """Return what nodes of the settings' cluster cost, whatever they do. Raise `PriceError` where they have no
     price."""
@@ -123,11 +137,7 @@ def expect(settings: Settings, job: JobConfig, nodes: int) -> Expected:
     found, told, basis = expect_nodes(settings, nodes), None, ""
     if not job.is_of_script:  # of which other code may have the same fields
         with suppress(OSError, RuntimeError):  # of past runs: what is missing is a figure, and it is said
-            ranks = ranks_of(settings)
-            history = HomeHistory(settings.home, ranks, settings.gpu_type, settings.kind.is_this_machine)
-            if history.runs_like(job):
-                cores = os.cpu_count() if history.shares_machine else None
-                if (known := history.forecast(job, sizes_of(job, samples_of(job), ranks, cores))) is not None:
-                    told = estimate_forecast(known, found.price, found.tier, nodes)
-                    basis = known.basis_words
+            if (known := past_forecasts(settings)(job)) is not None:
+                told = estimate_forecast(known, found.price, found.tier, nodes)
+                basis = known.basis_words
     return replace(found, estimate=told, basis=basis, limit_node_seconds=job.training.max_node_seconds)
