@@ -54,24 +54,14 @@ def has_end_to_tell(rundir: RunDir) -> bool:
 def tell_of_end(rundir: RunDir, retries: RetryPolicy | None = None) -> None:
     """Tell people that the job of this run directory has ended, as its ``status.json`` says; once for each launch.
     ``retries``: None for one attempt. It never raises: what is wrong is logged."""
-    _tell_safely(rundir, "end", None, retries)
+    send_safely(rundir, lambda urls: _tell(rundir, "end", None, urls), retries)
 
 
-def tell_of_launch(rundir: RunDir, launch: int, retries: RetryPolicy | None = None) -> None:
-    """Tell people that the job goes on in this launch; once. It never raises, as `tell_of_end`."""
-    _tell_safely(rundir, "goes_on", launch, retries)
-
-
-def tell_of_wait(rundir: RunDir, launch: int, retries: RetryPolicy | None = None) -> None:
-    """Tell people that this launch waits for nodes, with the reason of ``status.json``; once, however often it waits.
-    It never raises, as `tell_of_end`."""
-    _tell_safely(rundir, "waits", launch, retries)
-
-
-def tell_of_kept(rundir: RunDir, launch: int, retries: RetryPolicy | None = None) -> None:
-    """Tell people that the job has failed in this launch, and how to enter the nodes that are kept; once. It never
-    raises, as `tell_of_end`."""
-    _tell_safely(rundir, "kept", launch, retries)
+def tell(rundir: RunDir, of: Wanted, launch: int, retries: RetryPolicy | None = None) -> None:
+    """Tell people of a launch, once: that the job goes on in it, that it waits for nodes, with the reason of
+    ``status.json`` and however often it waits, or that it has failed, and how to enter the nodes that are kept. It
+    never raises, as `tell_of_end`."""
+    send_safely(rundir, lambda urls: _tell(rundir, of, launch, urls), retries)
 
 
 def wait_patience_seconds() -> float:
@@ -91,10 +81,6 @@ def was_told_of_end(rundir: RunDir, launch: int) -> bool:
 def was_told_of_wait(rundir: RunDir, launch: int) -> bool:
     """Return whether people have been told, or are being told, that this launch waits."""
     return is_claimed(rundir, f"l{launch}-{PART_OF_NAME['waits']}")
-
-
-def _tell_safely(rundir: RunDir, of: Wanted, launch: int | None, retries: RetryPolicy | None) -> None:
-    send_safely(rundir, lambda urls: _tell(rundir, of, launch, urls), retries)
 
 
 def _tell(rundir: RunDir, of: Wanted, launch: int | None, urls: Sequence[str]) -> None:

@@ -25,10 +25,8 @@ from dtrain_dagster.clusters.hosts import Exclusion, HostRecord
 from dtrain_dagster.clusters.job_notices import (
     RETRIES,
     has_end_to_tell,
+    tell,
     tell_of_end,
-    tell_of_kept,
-    tell_of_launch,
-    tell_of_wait,
     wait_patience_seconds,
 )
 from dtrain_dagster.clusters.notice_claims import notice_addresses
@@ -263,7 +261,7 @@ def main(arguments: Sequence[str]) -> int:
             settle_status(rundir, sweeps=False)
 
     work = partial(supervise, rundir, secret, clock, RESUME in arguments)
-    told = (partial(tell, rundir, retries=RETRIES) for tell in (tell_of_launch, tell_of_wait, tell_of_kept))
+    told = (partial(tell, rundir, of, retries=RETRIES) for of in ("goes_on", "waits", "kept"))
     code = supervised(work, supervisor_mark(launch), afterwards, *told)
     if has_end_to_tell(rundir):
         os.close(lock)  # the job may be started again meanwhile

@@ -26,9 +26,7 @@ import psutil
 from dtrain_dagster.clusters.hosts import HostRecord
 from dtrain_dagster.clusters.job_notices import (
     RETRIES,
-    tell_of_kept,
-    tell_of_launch,
-    tell_of_wait,
+    tell,
     wait_patience_seconds,
 )
 from dtrain_dagster.clusters.submission import Request
@@ -204,7 +202,7 @@ def main(arguments: Sequence[str]) -> int:
     if "--reaper" not in arguments:
         return work(None)
     token = (rundir.read_json(LAUNCH) or {})["token"]
-    tells = [partial(tell, rundir, retries=RETRIES) for tell in (tell_of_launch, tell_of_wait, tell_of_kept)]
+    tells = [partial(tell, rundir, of, retries=RETRIES) for of in ("goes_on", "waits", "kept")]
     return supervised(work, f"supervisor-{token}", lambda: None, *tells)
 
 

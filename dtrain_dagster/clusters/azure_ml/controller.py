@@ -31,7 +31,7 @@ from dtrain_dagster.clusters.azure_ml.states import (
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus, NoCapacityError, Starved
 from dtrain_dagster.clusters.exit_policy import is_failure
 from dtrain_dagster.clusters.job_marks import ActiveJobs
-from dtrain_dagster.clusters.job_notices import tell_of_end, tell_of_launch, tell_of_wait, wait_patience_seconds
+from dtrain_dagster.clusters.job_notices import tell, tell_of_end, wait_patience_seconds
 from dtrain_dagster.clusters.resume_advice import how_to_go_on, memory_advice
 from dtrain_dagster.costs.budget import reprice
 from dtrain_dagster.settings.tiers import tier_of
@@ -205,7 +205,7 @@ class JobController:
         """Tell people that this launch waits for nodes, where it does so for long."""
         if record["launch"] not in self._told_of_wait and time.time() - since >= wait_patience_seconds():
             self._told_of_wait.add(record["launch"])
-            tell_of_wait(self.rundir, record["launch"])
+            tell(self.rundir, "waits", record["launch"])
 
     def _make_sure(self, record: Record, facts: JobFacts, decision: JobDecision) -> JobStatus:
         """Cancel a job that seems to be gone, and decide again. If the service takes the cancellation, the job is
@@ -330,7 +330,7 @@ class JobController:
         if current is None or current["cancel_asked_at"]:  # cancelled, or superseded, while it was being submitted
             self._cancel_in_service(record, "it was cancelled while it was being submitted")
         if record["launch"] > 1:
-            tell_of_launch(self.rundir, record["launch"])
+            tell(self.rundir, "goes_on", record["launch"])
         _log.info("job %s: submitted, %s", record["job_name"], job.studio_url)
 
     def _keep_budget(self, record: Record) -> None:
