@@ -13,10 +13,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from dtrain_dagster.clusters.hosts import HostRecord
 from dtrain_dagster.costs.usage import NodeUsage
+from trainer.documents.schemas import whole
 from trainer.errors import DamagedError
 from trainer.rundir import RunDir
 
@@ -81,14 +82,14 @@ class ClusterConfig:
     """A provisioned cluster."""
 
     cluster_name: str
-    node_count: int
+    node_count: Annotated[int, whole(1)]
     gpu_type: str
     """SKU, such as ``Standard_NC6s_v3``. On the local cluster: the SKU whose price is used as a stand-in."""
     auto_scale_enabled: bool
     min_nodes: int
     max_nodes: int
     idle_timeout_minutes: int
-    processes_per_node: int = 1
+    processes_per_node: Annotated[int, whole(1)] = 1
     tier: str | None = None
     """Tier that was bought, where the cluster decides; None: the tier that was requested."""
 

@@ -42,24 +42,14 @@ from dtrain_dagster.clusters.submission import Request
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.support.secrets import redact
-from trainer.documents import schemas
 from trainer.documents.reader import read_document
+from trainer.documents.schemas import make, record_of
 from trainer.errors import DamagedError
 from trainer.rundir import RunDir
 from trainer.storage.base import Storage
 from trainer.storage.open import open_storage
 
 CLUSTER = "cluster.json"
-_PROVISIONED = schemas.record(
-    {
-        "compute": schemas.text,
-        "sku": schemas.text,
-        "tier": schemas.text,
-        "node_count": schemas.count,
-        "max_nodes": schemas.count,
-        "attempts": schemas.many(schemas.obj),
-    }
-)
 READERS = 16
 """Run directories that are read at the same time."""
 SUBMITTING_SECONDS = 3600.0
@@ -372,10 +362,8 @@ class AzureMLClusterManager(GPUClusterManager):
 
     def _got(self) -> Provisioned | None:
         """Return the last provisioned nodes, of any process."""
-        data = read_document(self._state, CLUSTER, _PROVISIONED)
-        if data is None:
-            return None
-        return Provisioned(**{**data, "attempts": tuple(Attempt(**attempt) for attempt in data["attempts"])})
+        data = read_document(self._state, CLUSTER, record_of(Provisioned))
+        return None if data is None else make(Provisioned, data)
 
     def _write(self, got: Provisioned) -> None:
         self._state.write(CLUSTER, json.dumps(asdict(got), indent=2).encode())

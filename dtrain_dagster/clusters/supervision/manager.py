@@ -14,7 +14,7 @@ import signal
 import time
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,9 @@ from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.settings.cluster_kinds import KINDS
 from dtrain_dagster.settings.home import HomeError, make_home
 from dtrain_dagster.support.job_lock import is_held, undisturbed
-from trainer.documents import schemas
 from trainer.documents.places import PlaceError, checked_id
 from trainer.documents.reader import MARK_BYTES, read_document, warn_once
+from trainer.documents.schemas import make, record_of
 from trainer.errors import DamagedError
 from trainer.node.line_log import last_lines, logs_of, text_of
 from trainer.rundir import LAUNCH, LOGS, STATUS, RunDir
@@ -72,19 +72,6 @@ END_SECONDS = 25.0
 """Seconds for which one tick of a sensor waits for the end of an orphan."""
 CLUSTER = "cluster.json"
 NEVER_STARTED = "it never started: its submitter ended before it could; submit it again"
-_CONFIG = schemas.record(
-    {
-        "cluster_name": schemas.text,
-        "node_count": schemas.whole(1),
-        "gpu_type": schemas.text,
-        "auto_scale_enabled": schemas.flag,
-        "min_nodes": schemas.count,
-        "max_nodes": schemas.count,
-        "idle_timeout_minutes": schemas.count,
-    },
-    processes_per_node=schemas.whole(1),
-    tier=schemas.optional(schemas.text),
-)
 
 
 class SupervisedClusterManager(GPUClusterManager):
@@ -381,11 +368,8 @@ class SupervisedClusterManager(GPUClusterManager):
     # ---
 
     def _config(self) -> ClusterConfig | None:
-        found = read_document(self.state, CLUSTER, _CONFIG, MARK_BYTES)
-        if found is None:
-            return None
-        names = [field.name for field in fields(ClusterConfig)]
-        return ClusterConfig(**{name: found[name] for name in names if name in found})
+        found = read_document(self.state, CLUSTER, record_of(ClusterConfig), MARK_BYTES)
+        return None if found is None else make(ClusterConfig, found)
 
     def _write(self, config: ClusterConfig) -> None:
         self.state.write(CLUSTER, json.dumps(asdict(config), indent=2).encode())
