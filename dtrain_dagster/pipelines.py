@@ -28,8 +28,7 @@ from dtrain_dagster.assets.plan_options import PlanOptions, ScriptOptions, Train
 from dtrain_dagster.automation.retraining import TRAIN_JOB
 from dtrain_dagster.jobs.program import explain_refusal
 from dtrain_dagster.resources import ProjectResource, build_resources
-from dtrain_dagster.sensors.ceilings import build_ceilings_sensor
-from dtrain_dagster.sensors.cost_overrun import build_cost_overrun_sensor
+from dtrain_dagster.sensors.cost_overrun import build_ceilings_sensor, build_cost_overrun_sensor
 from dtrain_dagster.sensors.idle_cluster import build_idle_cluster_sensor
 from dtrain_dagster.sensors.orphans import build_orphan_sensor
 from dtrain_dagster.sensors.queue import build_queue_sensor

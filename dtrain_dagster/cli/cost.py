@@ -39,9 +39,8 @@ from dtrain_dagster.costs.prices import (
     region_of,
 )
 from dtrain_dagster.costs.prices import skus as known_skus
-from dtrain_dagster.costs.retail import RETAIL_URL, Refreshed, refresh_price_table
+from dtrain_dagster.costs.retail import RETAIL_URL, Refreshed, fetch_market, refresh_price_table
 from dtrain_dagster.costs.spot import SpotMarket
-from dtrain_dagster.costs.spot_market import fetch_market
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.jobs.totals import LaunchTotals, sum_launches
 from dtrain_dagster.settings.environment import Settings

@@ -1,16 +1,23 @@
-"""`dtrain doctor`: whether the cluster that the settings name can be used, before a job needs it."""
+"""What is seen before a job costs anything. `dtrain doctor`: whether the cluster that the settings name can be used.
+`--dry-run`: what a start would ask the cluster for, with its price and what is in its way; nothing is asked for.
+
+What a dry run prints on standard output is made by the functions that make the real requests
+(`GPUClusterManager.describe_submission`), so that it can go into a file, and to the tool that takes it.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 import click
 
+from dtrain_dagster.cli.ceilings import book_of, ceiling_lines
 from dtrain_dagster.cli.common import (
     EXIT_UNUSABLE,
     EXPECTED_ERRORS,
@@ -28,12 +35,15 @@ from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.clusters.azure_ml.client import Service
 from dtrain_dagster.clusters.azure_ml.doctor import Doctor, DoctorLine
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
-from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobSpec
 from dtrain_dagster.clusters.managers import open_engine
 from dtrain_dagster.costs.prices import PriceError
+from dtrain_dagster.jobs.promises import Wanted
 from dtrain_dagster.settings.azure import read_azure_options
 from dtrain_dagster.settings.engines import read_engine_options
 from dtrain_dagster.settings.environment import Settings, SettingsError
+from dtrain_dagster.settings.home import HomeError
+from trainer.config import JobConfig
 
 BUYS = "Nothing was bought: the command only reads, and writes one small blob, which it deletes."
 
@@ -174,3 +184,45 @@ def lines_text(lines: Sequence[DoctorLine]) -> str:
         texts += [f"{'':20}→ {line.remedy}"] if line.remedy else []
     counts = lines_document(lines)["counts"]
     return "\n".join([*texts, f"{counts['missing']} missing, {counts['warning']} warnings. {BUYS}"])
+
+
+NOTHING = "dry run: nothing was bought, submitted or written"
+
+
+def dry_run_option(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the command with the option ``--dry-run``."""
+    text = "Print what would be submitted, its price and what is in its way; submit nothing."
+    return click.option("--dry-run", "is_dry", is_flag=True, help=text)(command)
+
+
+def show_dry_run(
+    settings: Settings,
+    manager: GPUClusterManager,
+    spec: JobSpec,
+    sku: str,
+    wanted: Wanted,
+    job: JobConfig | None = None,
+) -> None:
+    """Print how the ceilings would stand, what the doctor sees, and each request of a start; then end the command, with
+    the code of a refusal where the start would be refused. ``sku``: of the nodes that are asked for first."""
+    problems = []
+    judged = book_of(settings).judge(wanted)
+    for line in ceiling_lines(judged, wanted):
+        say(line, err=True)
+    if refusal := judged.refusal:
+        problems.append(refusal)
+    for check in examine_without_writing(settings, spec.node_count):
+        say(f"{check.verdict}: {check.check}: {check.seen}" + (f" → {check.remedy}" if check.remedy else ""), err=True)
+        if check.verdict == "missing":
+            problems.append(f"{check.check}: {check.seen}")
+    try:
+        document = None if job is None else json.loads(job.to_json())
+        for request in manager.describe_submission(spec, sku, document):
+            say(request.written())
+    except (ClusterError, HomeError) as error:
+        if str(error) not in "".join(problems):
+            problems.append(str(error))
+    for problem in problems:
+        say(f"refused: {problem}", err=True)
+    say(NOTHING, err=True)
+    sys.exit(EXIT_UNUSABLE if problems else 0)

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from dtrain_dagster.cli.job_options import (
     say_what_is_wrong,
     with_reachable_data,
 )
+from dtrain_dagster.cli.plan_lines import past_forecasts
 from dtrain_dagster.cli.start import ended_by_signals, say_that_jobs_go_on, this_command_again
 from dtrain_dagster.cli.tracking import FLEET_TAG, FleetTracker, track
 from dtrain_dagster.cli.train import as_overrides
@@ -44,12 +45,8 @@ from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, JobOrde
 from dtrain_dagster.fleet.ledger import FleetLedger, add_ledgers
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
-from dtrain_dagster.fleet.source import JobSource, ListedJobs
-from dtrain_dagster.fleet.spec import FleetFile, JobEntry, parse_fleet
+from dtrain_dagster.fleet.source import FleetFile, JobEntry, JobSource, ListedJobs, parse_fleet
 from dtrain_dagster.fleet.view import FleetWatch
-from dtrain_dagster.planning.build_plan import sizes_of
-from dtrain_dagster.planning.check_job import samples_of
-from dtrain_dagster.planning.history import HomeHistory
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.user_sources import ensure_importable
@@ -226,11 +223,11 @@ def jobs_of(fleet: FleetFile, settings: Settings, limits: FleetLimits, began_at:
     """Return the jobs of a fleet, each of which was checked. Raise `FleetError`, which names the job and its field, for
     one that cannot be trained."""
     rehearsed: set[str] = set()
-    history = HomeHistory(settings.home, ranks_of(settings), settings.gpu_type, settings.kind.is_this_machine)
+    past = past_forecasts(settings)
     found = []
     for number, entry in enumerate(fleet.jobs):
         try:
-            found.append(_job_of(fleet, entry, settings, limits, began_at, rehearsed, history))
+            found.append(_job_of(fleet, entry, settings, limits, began_at, rehearsed, past))
         except (ConfigError, FleetError) as error:
             raise FleetError(f"jobs.{number} ({entry.name}): {error}") from None
     return found
@@ -277,16 +274,13 @@ def guess(limits: FleetLimits, jobs: int, least_nodes: int) -> Expectation:
 
 
 def _expectation_of(
-    fleet: FleetFile, entry: JobEntry, job: JobConfig, limits: FleetLimits, history: HomeHistory
+    fleet: FleetFile, entry: JobEntry, job: JobConfig, limits: FleetLimits, past: Callable[[JobConfig], Forecast | None]
 ) -> Expectation:
     if entry.expected_node_minutes is not None:
         work = 60 * entry.expected_node_minutes
         return Expectation(node_seconds=work, spread=GIVEN_SPREAD, startup_seconds=STARTUP_SECONDS, words="given")
-    if entry.script is None and history.runs_like(job):
-        cores = os.cpu_count() if history.shares_machine else None
-        sizes = sizes_of(job, samples_of(job), history.processes_per_node, cores)
-        if (known := history.forecast(job, sizes)) is not None:
-            return expect_like_past_runs(known, entry.serial_share)
+    if entry.script is None and (known := past(job)) is not None:
+        return expect_like_past_runs(known, entry.serial_share)
     return guess(limits, len(fleet.jobs), entry.least_nodes)
 
 
@@ -297,7 +291,7 @@ def _job_of(
     limits: FleetLimits,
     began_at: float,
     rehearsed: set[str],
-    history: HomeHistory,
+    past: Callable[[JobConfig], Forecast | None],
 ) -> ExpectedJob:
     if entry.least_nodes > limits.nodes:
         raise FleetError(f"least_nodes is {entry.least_nodes}, but the fleet has {limits.nodes} nodes")
@@ -312,7 +306,7 @@ def _job_of(
             f"most_nodes is {most}, and its global batch is {ranks} micro-batches, fewer than there would be ranks: "
             "plan it for more (training.world_size)"
         )
-    known = _expectation_of(fleet, entry, order.job, limits, history)
+    known = _expectation_of(fleet, entry, order.job, limits, past)
     job = FleetJob(
         job_id=job_id,
         priority=entry.priority,

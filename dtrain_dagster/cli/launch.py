@@ -21,7 +21,7 @@ from dtrain_dagster.cli.common import (
     run_dir,
     say,
 )
-from dtrain_dagster.cli.dry_run import dry_run_option, show_dry_run
+from dtrain_dagster.cli.doctor import dry_run_option, show_dry_run
 from dtrain_dagster.cli.follow import print_lines, stream_job
 from dtrain_dagster.cli.job_names import complete_files
 from dtrain_dagster.cli.job_options import runnable

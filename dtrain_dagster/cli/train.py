@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
-from dtrain_dagster.cli.dry_run import dry_run_option, show_dry_run
+from dtrain_dagster.cli.doctor import dry_run_option, show_dry_run
 from dtrain_dagster.cli.facts import priced_summary
 from dtrain_dagster.cli.follow import follow_training
 from dtrain_dagster.cli.job_names import complete_datasets, complete_files, complete_jobs

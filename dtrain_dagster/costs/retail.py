@@ -1,9 +1,11 @@
 """Fresh prices from Azure's public retail price API, which needs no account. ``dtrain cost --refresh`` asks it.
 
 It lists several meters for one size; `dtrain_dagster.costs.meters` picks from them. What the API does not list stays as
-it was, and is said. A price that cannot be true refuses the whole table.
+it was, and is said. A price that cannot be true refuses the whole table. With ``--spot-history``, and a login, it also
+asks Azure Resource Graph for 90 days of Spot prices and the eviction rate of 28 days.
 
-Read: learn.microsoft.com/rest/api/cost-management/retail-prices/azure-retail-prices (2023-01-01-preview).
+Read: learn.microsoft.com/rest/api/cost-management/retail-prices/azure-retail-prices (2023-01-01-preview), and
+learn.microsoft.com/azure/virtual-machines/spot-vms («Azure Resource Graph»): table ``SpotResources``.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from dtrain_dagster.costs.prices import (
     packaged_prices,
     refreshed_prices,
 )
-from dtrain_dagster.costs.spot import SpotMarket, as_extras, kept_history
+from dtrain_dagster.costs.spot import EvictionRate, SpotMarket, as_extras, kept_history, parse_eviction_band
 from dtrain_dagster.settings.tiers import Tier
 from trainer.runtime.retry import PASSING_STATUSES, RetryPolicy, retry_after_seconds
 from trainer.storage.open import open_storage
@@ -39,6 +41,8 @@ from trainer.storage.open import open_storage
 _T = TypeVar("_T")
 RETAIL_URL = "https://prices.azure.com/api/retail/prices"
 API_VERSION = "2023-01-01-preview"
+GRAPH_URL = "https://management.azure.com/providers/Microsoft.ResourceGraph/resources"
+GRAPH_API_VERSION = "2022-10-01"
 SKUS_PER_QUERY = 10
 """SKUs of one query. They all stand in the address, whose length is limited."""
 MAX_PAGES = 50
@@ -290,3 +294,100 @@ def _write(path: Path, document: Mapping[str, Any]) -> None:
             f"{path} cannot be written ({error.strerror or error}); make room there, or set DTRAIN_HOME to a folder "
             "that can be written. Nothing was changed"
         ) from None
+
+
+def price_query(region: str, skus: Sequence[str]) -> str:
+    """Return the query for the history of the prices of Linux nodes."""
+    return (
+        "SpotResources | where type =~ 'microsoft.compute/skuspotpricehistory/ostype/location' "
+        f"| where location =~ '{region}' | where sku.name in~ ({_listed(skus)}) | where properties.osType =~ 'linux' "
+        "| project skuName = tostring(sku.name), spotPrices = properties.spotPrices"
+    )
+
+
+def eviction_query(region: str, skus: Sequence[str]) -> str:
+    """Return the query for the eviction rates."""
+    return (
+        "SpotResources | where type =~ 'microsoft.compute/skuspotevictionrate/location' "
+        f"| where location =~ '{region}' | where sku.name in~ ({_listed(skus)}) "
+        "| project skuName = tostring(sku.name), evictionRate = tostring(properties.evictionRate)"
+    )
+
+
+def fetch_market(
+    region: str,
+    skus: Sequence[str],
+    token: str,
+    url: str = GRAPH_URL,
+    now: datetime | None = None,
+    pause: Callable[[float], None] = time.sleep,
+) -> SpotMarket:
+    """Return what Azure tells of these SKUs in a region. ``token``: of Azure's management interface. Raise
+    `RetailError` where it cannot be had."""
+    day = f"{now or datetime.now(UTC):%Y-%m-%d}"
+    prices, rates = (_rows(url, token, query(region, skus), pause) for query in (price_query, eviction_query))
+    try:
+        return SpotMarket(history=read_history(prices, skus), evictions=read_evictions(rates, skus, day))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RetailError(
+            f"{url} does not answer with a history of Spot ({type(error).__name__}: {error}). Nothing was changed"
+        ) from None
+
+
+def read_history(rows: Sequence[Mapping[str, Any]], skus: Sequence[str]) -> dict[str, list[tuple[str, float]]]:
+    """Return SKU → prices, the oldest first. Raise ValueError, TypeError, KeyError or AttributeError where the rows
+    cannot be read. Pure."""
+    names, found = {sku.casefold(): sku for sku in skus}, dict[str, list[tuple[str, float]]]()
+    for row in rows:
+        if sku := names.get(str(row["skuName"]).casefold()):
+            points = [(_day(item["effectiveDate"]), float(item["priceUSD"])) for item in row["spotPrices"] or ()]
+            found[sku] = sorted(found.get(sku, []) + [point for point in points if 0 < point[1] < math.inf])
+    return found
+
+
+def read_evictions(rows: Sequence[Mapping[str, Any]], skus: Sequence[str], day: str) -> dict[str, EvictionRate]:
+    """Return SKU → eviction rate, asked on ``day``; none of a band that cannot be read. Raise KeyError for rows of
+    another shape. Pure."""
+    names, found = {sku.casefold(): sku for sku in skus}, dict[str, EvictionRate]()
+    for row in rows:
+        sku, band = names.get(str(row["skuName"]).casefold()), parse_eviction_band(str(row["evictionRate"]))
+        if sku and band:
+            source = "Azure Resource Graph, SpotResources, eviction rate of the last 28 days"
+            found[sku] = EvictionRate(low=band[0], high=band[1], recorded_on=day, source=source)
+    return found
+
+
+def _rows(url: str, token: str, query: str, pause: Callable[[float], None]) -> list[dict[str, Any]]:
+    """The rows of one query: a row per SKU, so one answer holds them all. It is asked of the whole tenant, as the table
+    is not there for single subscriptions."""
+
+    def send() -> requests.Response:
+        return requests.post(
+            url,
+            params={"api-version": GRAPH_API_VERSION},
+            json={"query": query, "options": {"resultFormat": "objectArray"}},
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=(CONNECT_SECONDS, READ_SECONDS),
+            allow_redirects=False,
+        )
+
+    return ask_again(url, send, _read_rows, pause)
+
+
+def _read_rows(url: str, answer: requests.Response) -> list[dict[str, Any]]:
+    try:
+        rows = answer.json()["data"]
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise ValueError("its data is not a list of objects")
+    except (ValueError, TypeError, KeyError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise RetailError(f"{url} does not answer with a table ({said}). Nothing was changed") from None
+    return rows
+
+
+def _listed(skus: Sequence[str]) -> str:
+    return ", ".join(f"'{sku.casefold()}'" for sku in skus)
+
+
+def _day(text: str) -> str:
+    return datetime.fromisoformat(text).date().isoformat()

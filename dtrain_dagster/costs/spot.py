@@ -1,5 +1,5 @@
 """What is known of a Spot price beyond the figure of one day: how far it has moved, and how often nodes are evicted.
-Pure. `dtrain_dagster.costs.spot_market` asks Azure for both."""
+Pure. `dtrain_dagster.costs.retail` asks Azure for both."""
 
 from __future__ import annotations
 

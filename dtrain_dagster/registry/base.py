@@ -2,16 +2,21 @@
 
 What both do alike is here: one job becomes one version, the version is served and asked, and the champion is judged on
 the same samples. Where versions are kept, and how an alias is given, is each registry's own.
+
+MLflow's client and plain artifacts are used rather than ``mlflow.pyfunc.log_model``: that one needs the server's
+logged-models API, which Azure ML's MLflow endpoint does not have, sets global state, and loads the model once more to
+validate it, which the serving check does on a real server.
 """
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry.endpoint import (
@@ -22,12 +27,11 @@ from dtrain_dagster.registry.endpoint import (
     check_endpoint,
     scoring_server,
 )
-from dtrain_dagster.registry.mlflow_files import save_pyfunc
 from dtrain_dagster.registry.packed import PACKED_TAG, PackedError, folder_digest
 from dtrain_dagster.registry.promotion import AliasDecision, Comparison, compare
-from dtrain_dagster.registry.run_model import load_run_model, ordered_job
-from dtrain_dagster.registry.script_model import load_script_model
-from dtrain_dagster.registry.smoke_test import SAME_WEIGHTS_TOLERANCE, AnswerError
+from dtrain_dagster.registry.run_model import RunModel, load_run_model, ordered_job
+from dtrain_dagster.registry.script_model import ScriptModel, load_script_model
+from dtrain_dagster.registry.smoke_test import SAME_WEIGHTS_TOLERANCE, AnswerError, as_registered, inputs_at, open_data
 from dtrain_dagster.registry.versions import (
     CARD,
     MODEL_PATH,
@@ -40,8 +44,14 @@ from dtrain_dagster.registry.versions import (
     tracking_run,
 )
 from dtrain_dagster.support.secrets import redact
+from dtrain_dagster.support.user_code import stage_for_serving
 from trainer.rundir import EVALUATION, RESULT, RunDir
 from trainer.runtime.scratch import scratch_folder
+from trainer.spec import DataSpec, RawColumn, RowSpec
+
+if TYPE_CHECKING:
+    from mlflow.models import ModelSignature
+    from numpy.typing import NDArray
 
 
 class Registry(ABC):
@@ -170,3 +180,95 @@ class Registry(ABC):
         with ExitStack() as stack:
             own, its = (stack.enter_context(self.files(candidate.name, each)) for each in (candidate.version, version))
             return compare(run_dir, version, own, its, cache_dir=cache_dir, order=order)
+
+
+def save_pyfunc(own: RunModel | ScriptModel, folder: Path, scratch: Path, run_id: str, cache_dir: str | None) -> None:
+    """Write the MLflow model: `trainer/model/mlflow_model.py` as code, the job's two files as artifacts, real
+    inputs as the example. Of a script, see `trainer.observability.program_registry.pack_program`."""
+    if isinstance(own, ScriptModel):
+        _save_program(own, folder, scratch, run_id)
+        return
+    import mlflow.pyfunc
+    import numpy as np
+    from mlflow.models import Model
+
+    import trainer
+
+    data = open_data(own, cache_dir)
+    _, inputs = inputs_at(data, np.unique(np.linspace(0, data.count("test") - 1, 3).astype(np.int64)))
+    files = scratch / "files"
+    files.mkdir()
+    own.write(files)
+    (scratch / "code").mkdir()
+    code = stage_for_serving(own.factories(), scratch / "code")
+    mlflow.pyfunc.save_model(
+        path=str(folder),
+        python_model=str(Path(trainer.__file__).parent / "model" / "mlflow_model.py"),
+        artifacts={"model": str(files)},
+        code_paths=list(code.paths),
+        pip_requirements=list(code.requirements),  # given, so that nothing is imported to find out
+        signature=_signature(own.spec, inputs, own.predict(inputs)),
+        input_example=as_registered(own.spec, inputs),
+        metadata=_metadata(own.spec, data.manifest),
+        mlflow_model=Model(artifact_path=MODEL_PATH, run_id=run_id),
+    )
+
+
+def _save_program(own: ScriptModel, folder: Path, scratch: Path, run_id: str) -> None:
+    from trainer.observability.program_registry import pack_program, program_metadata
+
+    files = scratch / "files"
+    files.mkdir()
+    own.write(files)
+    pack_program(files, folder, scratch, own.found, program_metadata(own.job), run_id)
+
+
+_TYPES = {"number": "double", "integer": "long", "string": "string", "datetime": "datetime"}
+"""MLflow's names for the types of a table's columns."""
+
+
+def _signature(spec: DataSpec | RowSpec, inputs: NDArray[Any], columns: Iterable[str]) -> ModelSignature:
+    """Return the signature: named columns out; a tensor in, or the columns of a table by name."""
+    from mlflow.models import ModelSignature
+    from mlflow.types import ColSpec, Schema, TensorSpec
+
+    taken: list[Any] = [TensorSpec(inputs.dtype, (-1, *inputs.shape[1:]))]
+    if isinstance(spec, RowSpec) and spec.raw:
+        taken = [ColSpec(_type_of(column), column.name, required=not column.missing) for column in spec.raw]
+    return ModelSignature(inputs=Schema(taken), outputs=Schema([ColSpec("double", name) for name in columns]))
+
+
+def _type_of(column: RawColumn) -> Any:
+    """Return MLflow's type of a column. A whole number that may be missing is a double, as pandas reads it. A boolean
+    is any value, which the model checks itself: of a null in a request MLflow's server would make False."""
+    from mlflow.types.schema import AnyType
+
+    if column.type == "boolean":
+        return AnyType()
+    return "double" if column.missing and column.type == "integer" else _TYPES[column.type]
+
+
+def _metadata(spec: DataSpec | RowSpec, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of the model's ``MLmodel`` file: the meaning of its input, and the data of its training."""
+    if isinstance(spec, RowSpec):
+        return {
+            "dataset_id": spec.dataset_id,
+            "features": list(spec.features),
+            "categories": {
+                name: list(values) for name, values in zip(spec.features, spec.categories, strict=True) if values
+            },
+            "units": {column["name"]: column["unit"] for column in manifest["columns"] if "unit" in column},
+            "inputs": [asdict(column) for column in spec.raw],
+            "target": spec.target,
+            "task": spec.task,
+            "classes": list(spec.classes),
+        }
+    return {
+        "dataset_id": spec.dataset_id,
+        "features": list(spec.features),
+        "window": spec.window,
+        "horizon": spec.horizon,
+        "target": spec.target,
+        "train_last": manifest["splits"]["train"]["last"],
+        "valid_last": manifest["splits"]["valid"]["last"],
+    }

@@ -1,5 +1,5 @@
 """The parts of a registration: what a version is, and what it says of its training in tags and in the model card. The
-MLflow model that is packed is `mlflow_files`.
+MLflow model is packed by `base`.
 """
 
 from __future__ import annotations

@@ -50,9 +50,9 @@ PATIENCE = 3.0
 """How many times longer than on an idle machine things may take beside other tests."""
 
 
-def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float, what: str, pause: float = 0.25) -> Any:
     """Poll until the condition gives something true; fail with what was waited for. ``seconds``: on an idle machine."""
-    return until(condition, what, seconds * PATIENCE, pause=0.25)
+    return until(condition, what, seconds * PATIENCE, pause=pause)
 
 
 def free_port() -> int:

@@ -46,7 +46,7 @@ class Killer(threading.Thread):
     def run(self) -> None:
         deadline = time.monotonic() + 400
         while time.monotonic() < deadline:
-            time.sleep(0.05)
+            time.sleep(0.2)
             folders = list((self.home / "storage" / "jobs").glob("train-*"))
             if not folders or not any(event["step"] >= self.step for event in RunDir(str(folders[0])).events("step")):
                 continue

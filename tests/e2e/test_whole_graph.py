@@ -101,7 +101,7 @@ def test_sensors_and_schedule_are_there_and_stand_as_meant(graph: WholeGraph) ->
 
 @in_a_browser
 def test_it_is_watched_while_it_trains(graph: WholeGraph, page: BrowserPage) -> None:
-    wait_for(lambda: graph.dagster.observations("trained_checkpoint"), 150, "live progress")
+    wait_for(lambda: graph.dagster.observations("trained_checkpoint"), 150, "live progress", pause=3.0)
     page.goto(f"{graph.dagster.url}/runs/{graph.run_id()}")
     page.get_by_text("trained_checkpoint").first.wait_for()
     shot(page, "run")

@@ -172,7 +172,7 @@ def test_a_rank_without_samples_changes_neither_running_statistics_nor_the_mean(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", ["", "backward"])
-def test_ranks_that_share_a_model_make_equally_many_passes(begin: Any, whole: Scripts, at: str) -> None:
+def test_ranks_with_fsdp_make_equally_many_passes(begin: Any, whole: Scripts, at: str) -> None:
     """Also while the sub-streams of one have ended; and from a checkpoint, where rows of the model were lost."""
     faults = ({"kind": "kill", "at": at, "step": 13, "node": 1},) if at else ()
     scripts = begin("run").start(3, faults=faults, launch=bool(at), script=fit, strategy="fsdp")

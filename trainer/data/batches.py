@@ -32,7 +32,7 @@ class Samples:
     place: int = 0
     """The place among the parts of that micro-batch, where it does not go through the model as a whole."""
     positions: Any = None
-    """Positions of the samples within the training split (count,), or `trainer.data.device_order.Places`; None where
+    """Positions of the samples within the training split (count,), or `trainer.data.on_device.Places`; None where
     they are not known."""
 
 

@@ -30,7 +30,7 @@ from trainer.data.torch_loader import ReadOptions, WorkerPool, explain_iterable
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from trainer.data.device_copies import DeviceCopies
+    from trainer.data.on_device import DeviceCopies
 
 _PROBED, _PROBED_WELL = 4, 32
 """Samples whose content goes into a dataset's name, and into that of a split that scores are compared on."""

@@ -7,7 +7,7 @@ ways:
 - On a CPU, samples are gathered from the memory map by the step itself. A thread that does it ahead shares the rank's
   core, and every hand-over between the two costs more than the gather (`batches_ahead`).
 - Where the data fit into the GPU's memory and are kept there (`fits_on_device`), a batch is one kernel.
-- Else a thread gathers, and copies batches to the GPU while that computes (`trainer.data.device_copies`).
+- Else a thread gathers, and copies batches to the GPU while that computes (`trainer.data.on_device`).
 
 The two ways of a GPU have not been run on a GPU yet.
 """
@@ -35,11 +35,10 @@ from trainer.runtime.packages import load
 from trainer.runtime.step_timer import StepTimer
 
 if TYPE_CHECKING:
-    from trainer.data.device_copies import DeviceCopies
-    from trainer.data.device_order import DeviceOrder
+    from trainer.data.on_device import DeviceCopies, DeviceOrder
 
-CUDA_COPIES, COPIES = "trainer.data.device_copies:CudaCopyStream", "trainer.data.device_copies:DeviceCopies"
-DEVICE_ORDER, PLACES = "trainer.data.device_order:DeviceOrder", "trainer.data.device_order:Places"
+CUDA_COPIES, COPIES = "trainer.data.on_device:CudaCopyStream", "trainer.data.on_device:DeviceCopies"
+DEVICE_ORDER, PLACES = "trainer.data.on_device:DeviceOrder", "trainer.data.on_device:Places"
 PLANNED = 1 << 13
 """Samples of this rank that are worked out together, about."""
 PLANNED_PLACES = 1 << 10
@@ -65,7 +64,7 @@ class PlannedStep:
     ahead: list[tuple[int, int]]
     """Samples [first, last) that the kernel may read meanwhile."""
     order: DeviceOrder | None = None
-    """The order of the epoch, where the device has it: then positions are `trainer.data.device_order.Places` in it."""
+    """The order of the epoch, where the device has it: then positions are `trainer.data.on_device.Places` in it."""
 
 
 class Reader(Protocol):

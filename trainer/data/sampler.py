@@ -206,7 +206,7 @@ class MicroBatch:
     number: int
     """The place among the step's micro-batches."""
     positions: Any
-    """Positions of its samples within the training split (b,), int64, or `trainer.data.device_order.Places`."""
+    """Positions of its samples within the training split (b,), int64, or `trainer.data.on_device.Places`."""
     place: int = 0
     """The place among the parts of that micro-batch."""
 

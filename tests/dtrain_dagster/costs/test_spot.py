@@ -23,6 +23,7 @@ from dtrain_dagster.costs.evictions import tell_evictions, tell_spot_price
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.meters import RetailError
 from dtrain_dagster.costs.prices import price_of, read_prices, refreshed_path, refreshed_prices
+from dtrain_dagster.costs.retail import fetch_market
 from dtrain_dagster.costs.spot import (
     EvictionRate,
     SpotMarket,
@@ -30,7 +31,6 @@ from dtrain_dagster.costs.spot import (
     parse_eviction_band,
     spread_of,
 )
-from dtrain_dagster.costs.spot_market import fetch_market
 from tests.dtrain_dagster.spot_prices import RATE, with_spot
 from tests.loopback import LoopbackServer
 

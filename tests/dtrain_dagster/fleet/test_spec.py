@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits
-from dtrain_dagster.fleet.source import ListedJobs
-from dtrain_dagster.fleet.spec import parse_fleet
+from dtrain_dagster.fleet.source import ListedJobs, parse_fleet
 
 GOOD: dict[str, Any] = {
     "name": "seeds",

@@ -26,6 +26,7 @@ from dtrain_dagster.registry.versions import RUN_TAGS, open_client
 from dtrain_dagster.support.formatting import in_markdown
 from dtrain_dagster.support.user_code import stage_for_serving
 from harness import small_job
+from harness.tables import copy_tables
 from harness.waiting import until
 from trainer.engine import reports
 from trainer.evaluation.gate import RULE, Gate, gate
@@ -187,6 +188,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
     path = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DTRAIN_CACHE", str(path / "cache"))
+        copy_tables(path / "mlflow.db")
         patch.setattr(reports, "OPENING_SECONDS", 60.0)  # on a machine that is used up, MLflow takes longer than usual
         yield Home(path, small_job.write_dataset(path / "dataset"), f"sqlite:///{path}/mlflow.db")
 

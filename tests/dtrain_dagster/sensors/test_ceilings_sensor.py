@@ -15,7 +15,7 @@ from dtrain_dagster.costs.money import USD
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.jobs.promises import Owner, note_start
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.sensors.ceilings import build_ceilings_sensor, keys_due
+from dtrain_dagster.sensors.cost_overrun import build_ceilings_sensor, keys_due
 from dtrain_dagster.settings.environment import Settings
 from tests.webhook import web_hook
 from trainer.documents.presences import NodePresence

@@ -21,8 +21,8 @@ from torch.utils.data import Dataset
 from trainer.comm.launcher_env import RankFacts
 from trainer.config import DistributedTrainingConfig
 from trainer.data.dataset_data import DatasetData, DatasetReader
-from trainer.data.device_copies import DeviceCopies
 from trainer.data.loader import ArrayReader, BatchLoader
+from trainer.data.on_device import DeviceCopies
 from trainer.data.sampler import Sampler
 from trainer.data.shards import DataShardManager
 from trainer.data.torch_loader import ReadOptions
@@ -36,7 +36,7 @@ FILL = -77
 
 @dataclass
 class TwoStreams:
-    """A `trainer.data.device_copies.CopyStream`: work is done when it is due, copies late or early."""
+    """A `trainer.data.on_device.CopyStream`: work is done when it is due, copies late or early."""
 
     early: bool
     copies: list[Callable[[], None]] = field(default_factory=list)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from trainer.data.coverage import digest_samples
-from trainer.data.device_order import DeviceOrder
 from trainer.data.loader import PLANNED, ArrayReader, BatchLoader, batches_ahead, fits_on_device
+from trainer.data.on_device import DeviceOrder
 from trainer.data.sampler import Sampler, permute
 from trainer.data.shards import DataShardManager
 from trainer.runtime.fault_injection import Faults
