@@ -6,6 +6,7 @@ import difflib
 
 import pytest
 
+import trainer
 from tests.public_api import SNAPSHOT, describe, documented, render
 from tests.test_public_paths import PUBLIC
 
@@ -18,6 +19,7 @@ def test_all_that_users_import_is_documented() -> None:
         if module != "trainer.fit"  # its names are those of `trainer`
     }
     assert {module: names for module, names in missing.items() if names} == {}
+    assert set(trainer.__all__) - set(found["trainer"]) == {"__version__"}
 
 
 def test_a_change_is_seen() -> None:
