@@ -19,13 +19,12 @@ from dtrain_dagster.automation.capacity_queue import (
 )
 from dtrain_dagster.automation.retraining import CAUSE_TAG
 from dtrain_dagster.clusters.base import ClusterConfig, GPUClusterManager, NoCapacityError
-from dtrain_dagster.clusters.job_notices import was_told_of_wait
+from dtrain_dagster.clusters.job_notices import was_told
 from dtrain_dagster.jobs.progress import JOB_TAG
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.support.formatting import format_duration
 from dtrain_dagster.support.notify import notify_and_log
-from trainer.errors import DamagedError
-from trainer.rundir import LAUNCH, RunDir
+from trainer.rundir import RunDir
 
 
 def provision(
@@ -86,18 +85,6 @@ def attempts_metadata(manager: GPUClusterManager) -> dict[str, dg.MetadataValue]
     return {"provisioning": dg.JsonMetadataValue(tried)} if tried else {}
 
 
-def _was_told_of_wait(job_id: str | None, project: ProjectResource) -> bool:
-    """Return whether the cluster has told people that the run's job waits, if it got so far."""
-    if job_id is None:
-        return False
-
-    rundir = RunDir(f"{project.jobs_uri}/{job_id}")
-    try:
-        return was_told_of_wait(rundir, int((rundir.read_json(LAUNCH) or {}).get("launch") or 1))
-    except (DamagedError, OSError):
-        return False
-
-
 def _queued(
     context: dg.AssetExecutionContext,
     project: ProjectResource,
@@ -128,7 +115,9 @@ def _queued(
     position = waiting.put(ticket)
     pause = format_duration(ticket.retry_at - now)
     # Later places are in the queue's table.
-    if mine is None and error.since is not None and not _was_told_of_wait(run.tags.get(JOB_TAG), project):
+    job = run.tags.get(JOB_TAG)
+    is_told = job is not None and was_told(RunDir(f"{project.jobs_uri}/{job}"), "waits")  # by its cluster
+    if mine is None and error.since is not None and not is_told:
         notify_and_log(
             project.notify_urls(),
             "dtrain: a run waits for capacity",

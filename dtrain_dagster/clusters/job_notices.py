@@ -73,14 +73,14 @@ def wait_patience_seconds() -> float:
     return 60 * notice_settings_or_defaults().notify_wait_minutes
 
 
-def was_told_of_end(rundir: RunDir, launch: int) -> bool:
-    """Return whether people have been told, or are being told, of the end of this launch."""
-    return is_claimed(rundir, f"l{launch}-end")
-
-
-def was_told_of_wait(rundir: RunDir, launch: int) -> bool:
-    """Return whether people have been told, or are being told, that this launch waits."""
-    return is_claimed(rundir, f"l{launch}-{PART_OF_NAME['waits']}")
+def was_told(rundir: RunDir, of: Wanted, launch: int | None = None) -> bool:
+    """Return whether people have been told this of a launch (None: of the last one), or are being told; False where
+    that cannot be read."""
+    try:
+        number = launch or int((rundir.read_json(LAUNCH) or {}).get("launch") or 1)
+        return is_claimed(rundir, f"l{number}-{PART_OF_NAME.get(of, 'end')}")
+    except (DamagedError, OSError):
+        return False
 
 
 def _tell(rundir: RunDir, of: Wanted, launch: int | None, urls: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from dtrain_dagster.support.notify import notify  # not above: a supervisor has to start in a moment
@@ -64,7 +65,7 @@ def send_safely(folder: RunDir, send: Callable[[Sequence[str]], None], retries: 
 def send_once(folder: RunDir, key: str, urls: Sequence[str], write: Callable[[], tuple[str, str]]) -> None:
     """Send the notice of this key to the addresses that have not had it. ``write`` gives its title and text. Raise
     `NotToldError` where some have refused it."""
-    if _is_settled(folder, key, urls):
+    if _next_attempt(folder, key, urls) is None:
         return
     title, body = write()
     claimed = claim_notice(folder, key, urls)
@@ -78,7 +79,8 @@ def send_once(folder: RunDir, key: str, urls: Sequence[str], write: Callable[[],
         began = time.monotonic()
         if notify([url], title, visible(body, keep_lines=True)):
             (refused if time.monotonic() - began < REFUSED_WITHIN_SECONDS else lost).append(url)
-    _write(folder, name, "refused" if refused else "unknown" if lost else "sent", [_digest(url) for url in refused])
+    outcome = "refused" if refused else "unknown" if lost else "sent"
+    folder.storage.write(name, json.dumps(_state(outcome, missed=[_digest(url) for url in refused])).encode())
     if lost:
         _log.warning("%s did not answer in time to '%s': it is not sent again", _kinds(lost), title)
     if refused:
@@ -90,36 +92,30 @@ def is_claimed(folder: RunDir, key: str) -> bool:
     return any(name.startswith(f"{key}.") for name in folder.storage.list(NOTICES))
 
 
-def _is_settled(folder: RunDir, key: str, urls: Sequence[str]) -> bool:
-    """Return whether nothing is left to send of a notice; a look that claims nothing."""
+def _next_attempt(folder: RunDir, key: str, urls: Sequence[str]) -> tuple[str, tuple[str, ...]] | None:
+    """Return the file of the next attempt to send a notice, and the addresses that it has to reach; None where nothing
+    is left to send, or another process may be sending it."""
+    left = tuple(urls)
     for attempt in range(1, MOST_ATTEMPTS + 1):
         name = f"{NOTICES}/{key}.{attempt}.json"
         if not folder.storage.exists(name):
-            return False
+            return name, left
         found = _read(folder, name)
-        if found.get("state") != "refused" or not {_digest(url) for url in urls} & set(found.get("missed", ())):
-            return True
-    return True
+        left = tuple(url for url in urls if _digest(url) in found.get("missed", ()))
+        if found.get("state") != "refused" or not left:
+            return None
+    return None
 
 
 def claim_notice(folder: RunDir, key: str, urls: Sequence[str]) -> tuple[str, tuple[str, ...]] | None:
     """Return the file of an attempt that is this process's alone, and the addresses that it has to reach; None where
     another process has sent the notice, or may have."""
-    left = tuple(urls)
-    for attempt in range(1, MOST_ATTEMPTS + 1):
-        name = f"{NOTICES}/{key}.{attempt}.json"
-        claim = {"state": "claimed", "by": f"{os.getpid()}@{socket.gethostname()}", "at": int(time.time())}
-        try:
-            folder.storage.create(name, json.dumps(claim).encode())
-        except FileExistsError:
-            found = _read(folder, name)
-            if found.get("state") != "refused":
-                return None
-            left = tuple(url for url in urls if _digest(url) in found.get("missed", ()))
-            if not left:
-                return None
-            continue
-        return name, left
+    for _ in range(MOST_ATTEMPTS):
+        if (found := _next_attempt(folder, key, urls)) is None:
+            return None
+        with suppress(FileExistsError):  # another process was quicker: how its attempt went decides
+            folder.storage.create(found[0], json.dumps(_state("claimed")).encode())
+            return found
     return None
 
 
@@ -132,9 +128,8 @@ def _read(folder: RunDir, name: str) -> dict[str, Any]:
     return found
 
 
-def _write(folder: RunDir, name: str, state: str, missed: Sequence[str]) -> None:
-    outcome = {"state": state, "by": f"{os.getpid()}@{socket.gethostname()}", "at": int(time.time())}
-    folder.storage.write(name, json.dumps({**outcome, "missed": list(missed)}).encode())
+def _state(state: str, **more: Any) -> dict[str, Any]:
+    return {"state": state, "by": f"{os.getpid()}@{socket.gethostname()}", "at": int(time.time()), **more}
 
 
 def _kinds(urls: Sequence[str]) -> str:

@@ -31,7 +31,7 @@ from dtrain_dagster.automation.retraining import (
     unreadable,
     weekly,
 )
-from dtrain_dagster.clusters.job_notices import was_told_of_end
+from dtrain_dagster.clusters.job_notices import was_told
 from dtrain_dagster.data.sources import PriceFile, price_source
 from dtrain_dagster.jobs.progress import JOB_TAG
 from dtrain_dagster.resources import ProjectResource, project_resource
@@ -40,8 +40,7 @@ from dtrain_dagster.support.formatting import format_duration
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import notify_and_log
 from dtrain_dagster.support.secrets import redact
-from trainer.errors import DamagedError
-from trainer.rundir import LAUNCH, RunDir
+from trainer.rundir import RunDir
 
 
 def build_weekly_schedule(
@@ -199,21 +198,11 @@ def build_retraining_failed_sensor(project: ProjectResource, names: GraphNames =
         tickets = WaitingList(project.shared_uri).tickets()
         if latest.run_id != run.run_id or any(item.tags.get(CAUSE_TAG) == cause for item in tickets):
             return dg.SkipReason("it found no capacity: the sensor `queue` reports what happens to it")
-        if _was_told(run.tags.get(JOB_TAG), project):
+        job = run.tags.get(JOB_TAG)
+        if job is not None and was_told(RunDir(f"{project.jobs_uri}/{job}"), "end"):
             return dg.SkipReason("its job has failed, and its cluster has sent a notice")
         message = redact(f"{cause}: {context.failure_event.message}\n{project.run_url(run.run_id)}")
         notify_and_log(project.notify_urls(), "dtrain: a retraining has failed", message, context.log)
         return None
 
     return retraining_failed
-
-
-def _was_told(job_id: str | None, project: ProjectResource) -> bool:
-    """Return whether people have been told of the end of the job that the run followed, if it got so far."""
-    if job_id is None:
-        return False
-    rundir = RunDir(f"{project.jobs_uri}/{job_id}")
-    try:
-        return was_told_of_end(rundir, int((rundir.read_json(LAUNCH) or {}).get("launch") or 1))
-    except (DamagedError, OSError):
-        return False

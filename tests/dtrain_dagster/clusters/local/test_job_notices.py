@@ -16,7 +16,7 @@ import pytest
 from werkzeug import Request, Response
 
 from dtrain_dagster.clusters.base import OWNER, JobState
-from dtrain_dagster.clusters.job_notices import tell_of_end, was_told_of_end
+from dtrain_dagster.clusters.job_notices import tell_of_end, was_told
 from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.clusters.notice_claims import NOTICES, claim_notice
 from dtrain_dagster.clusters.notice_text import (
@@ -201,8 +201,8 @@ def test_several_processes_tell_it_once(tmp_path: Path, hook: Hook) -> None:
     assert [process.wait(60) for process in several] == [0] * 3
     tell_of_end(rundir)
     assert hook.titles == ["dtrain: job has failed"]
-    assert was_told_of_end(rundir, 1)
-    assert not was_told_of_end(rundir, 2)
+    assert was_told(rundir, "end")
+    assert not was_told(rundir, "end", 2)
 
 
 def test_what_was_refused_is_sent_again_and_what_may_have_arrived_is_not(
