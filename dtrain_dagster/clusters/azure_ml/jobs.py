@@ -48,7 +48,6 @@ JOB_TAG, LAUNCH_TAG, TOKEN_TAG, RUN_DIR_TAG, RUN_TAG = (
 )
 OLDEST_SECONDS = 30 * 86400.0
 """Largest age of a job: the service ends them after 21 days."""
-SHARED_GIB_PER_RANK = 8
 _EXISTS = re.compile(r"(?i)already (exists|been)|existing job")
 _USER_LOG = re.compile(r"std_log(?:_process_(\d+))?\.txt$")
 
@@ -112,9 +111,8 @@ class Jobs:
                 if found is None:
                     raise
         if found.tags.get(TOKEN_TAG) != record["token"]:
-            raise NameTaken(
-                f"Azure ML has another job called {name} (of {found.tags.get(RUN_DIR_TAG, 'somebody else')})"
-            )
+            owner = found.tags.get(RUN_DIR_TAG, "somebody else")
+            raise NameTaken(f"Azure ML has another job called {name} (of {owner})")
         return found
 
     def _find(self, name: str, seconds: float = 0.0) -> ServiceJob | None:
@@ -270,15 +268,12 @@ class Jobs:
 
     def logs(self, name: str, patience_seconds: float | None = None) -> dict[int, str]:
         """Return the output of each process, by rank."""
-        from azure.storage.blob import BlobClient
-
         details: Any = self._details(name, patience_seconds)
         texts = {}
         for path, address in sorted((getattr(details, "log_files", None) or {}).items()):
             if match := _USER_LOG.search(path):
-                blob = BlobClient.from_blob_url(address)  # it carries its own signature
                 try:
-                    data = self.service.call(f"read {path}", partial(_download, blob), patience_seconds)
+                    data = self.service.call(f"read {path}", partial(_download, address), patience_seconds)
                 except NotFound:
                     continue
                 texts[int(match[1] or 0)] = data.decode(errors="replace")
@@ -309,8 +304,10 @@ class Jobs:
         return code, str(getattr(root, "message", "") or "")
 
 
-def _download(blob: Any) -> bytes:
-    return blob.download_blob().readall()
+def _download(address: str) -> bytes:
+    from azure.storage.blob import BlobClient
+
+    return BlobClient.from_blob_url(address).download_blob().readall()  # it carries its own signature
 
 
 def shared_memory_of(ranks: int) -> str:
@@ -319,7 +316,7 @@ def shared_memory_of(ranks: int) -> str:
     The service's own default is 2 GiB, of which NCCL between several GPUs of a node runs out. It is a limit and not a
     reservation: 8 GiB for each rank is below a tenth of the memory of every size with several GPUs.
     """
-    return "2g" if ranks <= 1 else f"{SHARED_GIB_PER_RANK * ranks}g"
+    return "2g" if ranks <= 1 else f"{8 * ranks}g"
 
 
 def command_line(words: Sequence[str]) -> str:
@@ -365,10 +362,8 @@ def _read(job: Any) -> ServiceJob:
 
 def parse_time(text: Any) -> float | None:
     """Return the Unix seconds of a time as the service writes it, with or without a zone (UTC then); None for none."""
-    if not text:
-        return None
     try:
-        moment = datetime.fromisoformat(str(text).replace("Z", "+00:00"))
+        moment = datetime.fromisoformat(str(text))
     except ValueError:
         return None
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

@@ -12,8 +12,8 @@ from typing import Any
 from dtrain_dagster.clusters.azure_ml.compute_description import describe_compute
 from dtrain_dagster.clusters.azure_ml.jobs import Jobs
 from dtrain_dagster.clusters.azure_ml.launch_record import Record
-from dtrain_dagster.clusters.azure_ml.provision import BROKEN, Provisioned, Provisioner, no_capacity
-from dtrain_dagster.clusters.azure_ml.sku_chain import chain, compute_name
+from dtrain_dagster.clusters.azure_ml.provision import BROKEN, Provisioned, Provisioner
+from dtrain_dagster.clusters.azure_ml.sku_chain import chain, compute_name, no_capacity
 from dtrain_dagster.clusters.submission import Request, as_comment, yaml_text
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -41,15 +41,14 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import (
     chain,
     compute_name,
     examine,
+    no_capacity,
     quota_of,
-    retry_at,
     skip_choice,
     value_of,
     vm_size_of,
 )
-from dtrain_dagster.clusters.base import ClusterError, NoCapacityError
+from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.prices import region_of
-from dtrain_dagster.settings.tiers import SPOT_QUOTA
 from dtrain_dagster.support.audit import AuditLog, noted_request_id
 from dtrain_dagster.support.secrets import redact
 
@@ -167,10 +166,10 @@ class Provisioner:
     ) -> int | SkuRefusal:
         """Make or reuse this compute; return the nodes that it may grow to, or the refusal."""
         name = compute_name(self.options.cluster_name, choice)
-        refusal: SkuRefusal | None = None
         if there is None and (seen := self.settled(name)) is not None:  # lists lag: it may have been made just now
             there = seen if (seen.tags or {}).get(CLUSTER_TAG) == self.options.cluster_name else None
-        for turn in range(WAITS):
+        turn = 0
+        while True:
             if there is not None and self.fits(there, choice, node_count):
                 if late := self._late_refusal(name, is_new=False):
                     return late
@@ -185,9 +184,7 @@ class Provisioner:
                 return refusal
             note(choice, "wait", refusal.code, refusal.message)
             time.sleep(min(2.0**turn, self.options.operation_seconds))
-            there = self.settled(name)
-        assert refusal is not None
-        return refusal
+            there, turn = self.settled(name), turn + 1
 
     def fits(self, compute: AmlCompute, choice: SkuChoice, node_count: int) -> bool:
         """Return whether the compute can be used as it is. Raise `ClusterError` where it is open to the internet and
@@ -199,9 +196,8 @@ class Provisioner:
                 f"compute {compute.name} gives its nodes public addresses, which the settings forbid: delete it "
                 f"(`az ml compute delete -n {compute.name}`), and it is made again without them"
             )
-        same = str(compute.size).casefold() == choice.sku.casefold() and compute_tier(compute) == choice.tier
         return (
-            same
+            (str(compute.size).casefold(), compute_tier(compute)) == (choice.sku.casefold(), choice.tier)
             and (compute.max_instances or 0) >= node_count
             and compute.min_instances == 0
             and compute.idle_time_before_scale_down == self.options.idle_seconds
@@ -405,14 +401,3 @@ class Provisioner:
                 f"require_own_key: workspace {self.options.workspace} is encrypted with Microsoft's keys; make one "
                 "with a customer-managed key (deploy/azure has a parameter for it), or do not require it"
             )
-
-
-def no_capacity(node_count: int, attempts: list[Attempt], refusals: list[SkuRefusal]) -> NoCapacityError:
-    """Return the refusal of the whole chain, in words, with all attempts."""
-    lines = "\n".join(f"  {attempt}" for attempt in attempts)
-    return NoCapacityError(
-        f"no capacity for {node_count} nodes, after {len(attempts)} attempts:\n{lines}\nRaise a quota, add sizes to "
-        f"the chain or Spot to the tiers (its quota: {SPOT_QUOTA}), or wait",
-        attempts=tuple(asdict(attempt) for attempt in attempts),
-        retry_at=retry_at(refusals, time.time()),
-    )

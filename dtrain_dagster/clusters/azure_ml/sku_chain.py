@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from dtrain_dagster.settings.tiers import current_tier, tier_in_words
+from dtrain_dagster.clusters.base import NoCapacityError
+from dtrain_dagster.settings.tiers import SPOT_QUOTA, current_tier, tier_in_words
 
 DEFAULT_CHAIN = ("Standard_NC24ads_A100_v4", "Standard_NC40ads_H100_v5", "Standard_NC4as_T4_v3", "Standard_NC8as_T4_v3")
 """One GPU per node each, the equivalents of a V100 first. No V100, whose sizes are retired; no A10, whose sizes only
@@ -258,3 +260,14 @@ def quota_of(listed: Any) -> Quota | None:
         return None
     used = int(value_of(listed, "currentValue", "current_value") or 0)
     return Quota(name=str(value), used=used, limit=int(limit), kind=str(value_of(listed, "type") or ""))
+
+
+def no_capacity(node_count: int, attempts: Sequence[Attempt], refusals: Sequence[SkuRefusal]) -> NoCapacityError:
+    """Return the refusal of the whole chain, in words, with all attempts."""
+    lines = "\n".join(f"  {attempt}" for attempt in attempts)
+    return NoCapacityError(
+        f"no capacity for {node_count} nodes, after {len(attempts)} attempts:\n{lines}\nRaise a quota, add sizes to "
+        f"the chain or Spot to the tiers (its quota: {SPOT_QUOTA}), or wait",
+        attempts=tuple(asdict(attempt) for attempt in attempts),
+        retry_at=retry_at(refusals, time.time()),
+    )
