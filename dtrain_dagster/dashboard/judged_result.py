@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtrain_dagster.costs.worth import is_judged, worth_line
+from dtrain_dagster.dashboard.tracks import is_number
 from trainer.printable import visible
 
 FIGURES = {
@@ -58,15 +59,15 @@ class JudgedResult:
 def result_of(evaluation: Mapping[str, Any], usd: float | None) -> JudgedResult | None:
     """Return the result of an ``evaluation.json``; None where it has no figure. ``usd``: what the job has cost."""
     model, baselines = evaluation.get("model") or {}, evaluation.get("baselines") or {}
-    names = [name for name in FIGURES if _is_number(model.get(name))]
+    names = [name for name in FIGURES if is_number(model.get(name))]
     if "loss" in names and len(names) > 1 and names[0] != "loss" and not _has(baselines, "loss"):
         names.remove("loss")  # the first figure is the same one, by its name
     if not names:
         return None
     entries = [(MODEL, model), *list(baselines.items())[:MOST_BASELINES]]
-    entries = [(name, figures) for name, figures in entries if any(_is_number(figures.get(each)) for each in names)]
+    entries = [(name, figures) for name, figures in entries if any(is_number(figures.get(each)) for each in names)]
     sign = FIGURES[names[0]][2] or 1
-    entries.sort(key=lambda entry: sign * float(entry[1][names[0]]) if _is_number(entry[1].get(names[0])) else -1e300)
+    entries.sort(key=lambda entry: sign * float(entry[1][names[0]]) if is_number(entry[1].get(names[0])) else -1e300)
     entries.reverse()
     best = [_best(name, entries) for name in names]
     rows = tuple(
@@ -75,7 +76,7 @@ def result_of(evaluation: Mapping[str, Any], usd: float | None) -> JudgedResult 
             is_model=figures is model,
             values=tuple(_shown(figures.get(each)) for each in names),
             is_best=tuple(
-                _is_number(figures.get(each)) and figures[each] == top for each, top in zip(names, best, strict=True)
+                is_number(figures.get(each)) and figures[each] == top for each, top in zip(names, best, strict=True)
             ),
             gain=_gain(figures),
         )
@@ -98,7 +99,7 @@ def score_in_row(evaluation: Mapping[str, Any]) -> tuple[str, float | None, bool
     """Return what the list of jobs shows of a result: the words of its first figure, the model's value, and whether
     the gate was passed (None where none was asked)."""
     model, gate = evaluation.get("model") or {}, evaluation.get("gate") or {}
-    name = next((name for name in FIGURES if _is_number(model.get(name))), None)
+    name = next((name for name in FIGURES if is_number(model.get(name))), None)
     is_passed = bool(gate.get("passed")) if gate and is_judged(evaluation) else None
     return (FIGURES[name][0], float(model[name]), is_passed) if name else ("", None, is_passed)
 
@@ -119,25 +120,21 @@ def _verdict(is_passed: bool | None, gate: Mapping[str, Any], evaluation: Mappin
 
 def _gain(figures: Mapping[str, Any]) -> str:
     gain, t = figures.get("model_gain_nll"), figures.get("model_gain_t")
-    if not _is_number(t):
+    if not is_number(t):
         return ""
-    words = (f"{gain:+.4f} nats, " if _is_number(gain) else "") + f"t = {t:+.1f}"
+    words = (f"{gain:+.4f} nats, " if is_number(gain) else "") + f"t = {t:+.1f}"
     return words.replace("-", "−")
 
 
 def _best(name: str, entries: list[tuple[str, Mapping[str, Any]]]) -> float | None:
-    values = [figures[name] for _, figures in entries if _is_number(figures.get(name))]
+    values = [figures[name] for _, figures in entries if is_number(figures.get(name))]
     sign = FIGURES[name][2]
     return (max(values) if sign > 0 else min(values)) if sign and len(values) > 1 else None
 
 
 def _has(baselines: Mapping[str, Mapping[str, Any]], name: str) -> bool:
-    return any(_is_number(figures.get(name)) for figures in baselines.values())
+    return any(is_number(figures.get(name)) for figures in baselines.values())
 
 
 def _shown(value: Any) -> str:
-    return f"{value:.4f}".replace("-", "−") if _is_number(value) else "–"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return f"{value:.4f}".replace("-", "−") if is_number(value) else "–"

@@ -30,6 +30,7 @@ LOOKS = 2
 """Looks in a row, each with new steps, after which a changed verdict is believed."""
 _Key = tuple[SlowdownCause, int | None]
 
+MOST_STRATEGIES = 5
 COMMUNICATION = "communication"
 STRAGGLERS = (SlowdownCause.SLOW_COMPUTE, SlowdownCause.SLOW_INPUT, SlowdownCause.SLOW_RANK)
 
@@ -111,10 +112,10 @@ def communication_alert(found: Sequence[TimingEvent], training: Mapping[str, Any
     )
 
 
-def best(ranked: Iterable[Strategy], count: int = 5) -> tuple[Strategy, ...]:
-    """Return the strategies that are expected to gain something, the largest gain first."""
+def best(ranked: Iterable[Strategy]) -> tuple[Strategy, ...]:
+    """Return the `MOST_STRATEGIES` strategies that are expected to gain most, the largest gain first."""
     useful = [item for item in ranked if item.is_worth_it]
-    return tuple(sorted(useful, key=lambda item: item.sort_key, reverse=True)[:count])
+    return tuple(sorted(useful, key=lambda item: item.sort_key, reverse=True)[:MOST_STRATEGIES])
 
 
 def describe_strategy(item: Strategy) -> str:

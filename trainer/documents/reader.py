@@ -48,7 +48,7 @@ def parse_document(data: bytes, where: str, check: schemas.Check | None) -> Any:
     return value
 
 
-def parse_events(data: bytes, where: str = "events") -> tuple[list[dict[str, Any]], int]:
+def parse_events(data: bytes) -> tuple[list[dict[str, Any]], int]:
     """Return the events of a file, and the number of lines that are no events. Pure."""
     events: list[dict[str, Any]] = []
     left_out = 0
@@ -60,7 +60,7 @@ def parse_events(data: bytes, where: str = "events") -> tuple[list[dict[str, Any
             left_out += 1
             continue
         try:
-            item = parse_strict_json(line, where)
+            item = parse_strict_json(line, "events")
         except DamagedError:
             item = None
         if is_event(item):

@@ -89,12 +89,11 @@ def refuse_foreign(kind: str, factory: str, modules: tuple[str, ...]) -> None:
         )
 
 
-def refuse_foreign_factories(job: JobConfig, modules: tuple[str, ...] | None = None) -> None:
-    """Raise `ConfigError` for a job whose model, loss or dataset is not allowed here. ``modules``: None for those of
-    the settings."""
+def refuse_foreign_factories(job: JobConfig) -> None:
+    """Raise `ConfigError` for a job whose model, loss or dataset is not allowed here."""
     if job.is_of_script:  # its objects are made by the script, whose author starts it
         return
-    allowed = modules_of_settings() if modules is None else modules
+    allowed = modules_of_settings()
     for part, config in (("optimizer", job.optimizer), ("lr_scheduler", job.lr_scheduler)):
         if config is not None:
             refuse_foreign(part, config.factory, (*allowed, *TORCH_MODULES))

@@ -10,7 +10,7 @@ import math
 import shutil
 import sys
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any
 
 from trainer.printable import format_duration
 
@@ -24,10 +24,8 @@ def is_notebook() -> bool:
 class ProgressLine:
     """A line of a terminal or a notebook that is written anew with each report, by one process."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        """``stream``: where the line goes; None: standard error, in a notebook, where that is shown as a failure,
-        standard output."""
-        self._stream = stream or (sys.stdout if is_notebook() else sys.stderr)
+    def __init__(self) -> None:
+        self._stream = sys.stdout if is_notebook() else sys.stderr  # a notebook shows standard error as a failure
         self._step: Mapping[str, Any] | None = None
         self._valid: float | None = None
         self._width = 0
