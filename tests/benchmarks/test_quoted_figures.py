@@ -118,6 +118,16 @@ QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
     ("docs/losing-nodes.md", "control_plane", lambda r: (
         f"makes {r['sizes']['256']['regroup_1']['storage_max']} operations on the storage"
     )),
+    ("docs/losing-nodes.md", "flaky_hosts", lambda r: (
+        "They lost {:.0f}\nnodes per node-hour on SLURM, {:.0f} on Kubernetes and {:.0f} on Ray.".format(
+            *(r[f"{engine}_with_per_node_hour"] for engine in ("slurm", "kubernetes", "ray"))
+        )
+    )),
+    ("docs/losing-nodes.md", "flaky_hosts", lambda r: (
+        "With each exclusion lifted at once they lost {:.0f}, {:.0f} and {:.0f}.".format(
+            *(r[f"{engine}_without_per_node_hour"] for engine in ("slurm", "kubernetes", "ray"))
+        )
+    )),
     ("docs/losing-nodes.md", "recovery_warned", lambda r: (
         f"Of {_word(r['slurm_repeats'])} machines of a real SLURM that it told, the others' next step came "
         f"{r['slurm_p50_seconds']:.2f} s after the\nlast one together (median; at most {r['slurm_p95_seconds']:.2f} s)"
