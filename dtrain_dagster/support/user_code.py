@@ -8,7 +8,6 @@ are is decided in `user_sources`; what is done with the folder belongs to `clust
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from dtrain_dagster.support.user_sources import (
     resolve_user_sources,
     script_sources,
 )
+from trainer.runtime.packages import pinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def digest_user_code(factory: str) -> str:
     sources = resolve_user_sources([factory])
     top = factory.partition(":")[0].partition(".")[0]
     told = [sources.installed[name] for name in sources.installed if name == top or name not in SERVING_REQUIREMENTS]
-    return " ".join((digest_sources(sources.files), *_pinned(name for names in told for name in names)))
+    return " ".join((digest_sources(sources.files), *pinned(name for names in told for name in names)))
 
 
 def digest_sources(sources: Mapping[Path, Path]) -> str:
@@ -110,9 +110,4 @@ def stage_for_serving(factories: Iterable[str], folder: Path) -> StagedCode:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, target)
     needed = {*SERVING_REQUIREMENTS, *(names[0] for names in sources.installed.values() if names)}
-    return StagedCode(tuple(str(path) for path in sorted(folder.iterdir())), _pinned(needed))
-
-
-def _pinned(distributions: Iterable[str]) -> tuple[str, ...]:
-    """``name==version`` as installed here, without a local label such as ``+cpu``, which no index serves."""
-    return tuple(f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in sorted(set(distributions)))
+    return StagedCode(tuple(str(path) for path in sorted(folder.iterdir())), tuple(pinned(needed)))

@@ -6,10 +6,9 @@ by a server, and takes the packing alone from here.
 
 from __future__ import annotations
 
-import importlib.metadata
 import io
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from trainer.model.program import DESCRIPTION, EXAMPLE, PROGRAM
 from trainer.observability.mlflow_sink import ensure_experiment
 from trainer.observability.mlflow_sqlite import authorised, make_tables
 from trainer.rundir import RESULT, TRACKING, RunDir
+from trainer.runtime.packages import pinned
 from trainer.runtime.scratch import scratch_folder
 from trainer.secrets.azure_token import tracking_address
 
@@ -81,7 +81,7 @@ def pack_program(
         python_model=str(code / "model" / "mlflow_program.py"),
         artifacts={"program": str(files)},
         code_paths=[str(code)],
-        pip_requirements=_pinned(REQUIREMENTS),
+        pip_requirements=pinned(REQUIREMENTS),
         signature=_signature(found),
         input_example=found.inputs[:EXAMPLES],
         metadata=dict(metadata),
@@ -167,8 +167,3 @@ def _signature(found: ProgramFiles) -> ModelSignature:
 
     taken = TensorSpec(found.inputs.dtype, (-1, *found.inputs.shape[1:]))
     return ModelSignature(inputs=Schema([taken]), outputs=Schema([ColSpec("double", name) for name in found.columns]))
-
-
-def _pinned(distributions: Iterable[str]) -> list[str]:
-    """Return ``name==version`` as installed here, without a local label such as ``+cpu``, which no index serves."""
-    return [f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in distributions]

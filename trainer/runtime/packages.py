@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -19,6 +20,12 @@ def installed_version(package: str) -> tuple[int, int]:
     `importlib.metadata.PackageNotFoundError` where it is not installed."""
     major, minor, *_ = importlib.metadata.version(package).split(".")
     return int(major), int(minor)
+
+
+def pinned(packages: Iterable[str]) -> list[str]:
+    """Return ``name==version`` of each package as installed here, in order of the names, without a local label such as
+    ``+cpu``, which no index serves."""
+    return [f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in sorted(set(packages))]
 
 
 def is_installed(module: str) -> bool:
