@@ -287,8 +287,8 @@ def summary_lines(rundir: RunDir, totals: LaunchTotals | None = None, price: str
         expected, words = plan["estimate"]["usd"]["expected"], plan.get("price_words", STAND_IN)
         last = ((cost.get("launches") or {}).get("last") or {}).get("usd")
         of_which = f", of which the last launch {dollars(last)}" if last is not None else ""
-        more = f"; with its probe {dollars(training + probe)}" if probe else ""
-        paid = training + probe
+        paid = cost.get("total_usd", training + probe)  # not the sum of two figures that were each rounded
+        more = f"; with its probe {dollars(paid)}" if probe else ""
         lines.append(("cost", f"{dollars(training)}{of_which}, estimated {dollars(expected)}{more} ({words})"))
     elif totals is not None and totals.usd is not None:
         paid = totals.usd

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dtrain_dagster.cli.facts import summary_lines
+from dtrain_dagster.costs.plan import PLAN
 from trainer.rundir import EVALUATION, RESULT, RunDir
 
 
@@ -19,3 +20,14 @@ def test_data_for_training_only_have_a_note_in_place_of_figures(tmp_path: Path):
         ("took", "1 s of training"),
         ("note", "there is no test or validation split"),
     ]
+
+
+def test_the_dollars_with_a_probe_are_the_total_of_the_bill(tmp_path: Path):
+    """And not the sum of two figures that were rounded, which is another one in its last digit."""
+    rundir = RunDir(str(tmp_path / "mine"))
+    rundir.write_json(RESULT, {"steps": 6, "world_size": 2, "train_seconds": 1.0})
+    rundir.write_json(EVALUATION, {"model": {}, "baselines": {}, "notes": []})
+    rundir.write_json(PLAN, {"estimate": {"usd": {"expected": 0.3}}})
+    bill = {"total_usd": 0.419649, "training_usd": 0.299621, "probe_usd": 0.120029, "metrics": {"total_cost_usd": 0.4}}
+    rundir.write_json("reports/cost_breakdown.json", bill)
+    assert "; with its probe $0.4196 (" in dict(summary_lines(rundir))["cost"]
