@@ -7,11 +7,8 @@ there is no guard; and a real Chromium with a foreign page beside a running `dtr
 from __future__ import annotations
 
 import json
-import os
 import re
-import stat
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,25 +16,30 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import dagster as dg
-import psutil
 import pytest
 import requests
-from playwright.sync_api import Browser
 from websockets.sync.client import connect
 from websockets.typing import Origin, Subprotocol
-from werkzeug import Response
 
 from dtrain_dagster.web.guard import Guard, judge_request, rules_for
 from dtrain_dagster.web.stored_secrets import secret_posted
 from dtrain_dagster.web.third_party_uis import ui_rules
 from tests.abuse import websites
+from tests.abuse.foreign_page import EVIL_IS_HERE, attack_from, foreign_site
 from tests.abuse.planted_secrets import CARRIERS, secret_of
-from tests.abuse.websites import JOB, LAUNCH, MUTATION, PARAMETERS, dagster_app, forged, own_page, send, served
-from tests.e2e.chromium import chromium, in_a_browser, patient_page
-from tests.e2e.conftest import BIN, ENDED, ROOT, Dagster, Project, make_project, start_dagster, stop_dagster, wait_for
+from tests.abuse.websites import (
+    JOB,
+    LAUNCH,
+    PARAMETERS,
+    dagster_app,
+    forged,
+    own_page,
+    send,
+    served,
+)
+from tests.e2e.chromium import chromium, in_a_browser
+from tests.e2e.conftest import BIN, ROOT, Project, make_project
 from tests.leaks import leaks
-from tests.loopback import LoopbackServer
 
 UI = ui_rules(("dagster.lan",))
 READ = rules_for("127.0.0.1")
@@ -306,162 +308,6 @@ def test_pages_of_others_are_guarded_as_well(tmp_path: Path, name: str, path: st
                 answer = requests.post(url + path, json=posted, headers={"Origin": origin}, timeout=60)
                 assert answer.status_code == 403, origin
             assert requests.post(url + path, json=posted, headers={"Origin": url}, timeout=60).status_code == 200
-
-
-@pytest.fixture(scope="module")
-def ui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Project, psutil.Process]]:
-    """A running `dtrain ui`: its address, its project and its process."""
-    project = make_project(tmp_path_factory.mktemp("ui") / "home")
-    server = start_dagster(project)
-    try:
-        yield server.url, project, psutil.Process(server.processes[0].pid)
-    finally:
-        stop_dagster(server)
-
-
-@pytest.mark.slow
-def test_nothing_else_of_the_ui_listens_where_others_reach_it(ui: tuple[str, Project, psutil.Process]):
-    url, _, process = ui
-    tree = [process, *process.children(recursive=True)]
-    listening = [at for one in tree for at in one.net_connections("inet") if at.status == psutil.CONN_LISTEN]
-    assert [f"http://{at.laddr.ip}:{at.laddr.port}" for at in listening] == [url]
-    sockets = [Path(at.laddr) for one in tree for at in one.net_connections("unix") if str(at.laddr).startswith("/")]
-    assert sockets
-    for path in sockets:
-        assert not path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH), "others may call a code server"
-        if os.geteuid() == 0:
-            assert connects_as(os.getuid(), path)
-            assert not connects_as(65534, path)
-
-
-def connects_as(user: int, path: Path) -> bool:
-    code = (
-        f"import os, socket; os.setgroups([]); os.setgid({user}); os.setuid({user})\n"
-        f"try: socket.socket(socket.AF_UNIX).connect({str(path)!r})\nexcept PermissionError: raise SystemExit(3)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True)
-    assert done.returncode in (0, 3), done.stderr
-    return done.returncode == 0
-
-
-EVIL_IS_HERE = "MAP *.example 127.0.0.1"
-FOREIGN_PAGE = """<!doctype html><title>evil</title><script>
-const ui = %(ui)s, query = %(query)s, json = %(json)s, told = [];
-const tell = (name, what) => told.push([name, String(what)]);
-async function attack() {
-  const image = new Image();
-  await new Promise(done => { image.onload = image.onerror = done; image.src = `${ui}/graphql?${query}`; });
-  for (const type of ["text/plain", "application/x-www-form-urlencoded"])
-    for (const mode of ["no-cors", "cors"])
-      await fetch(`${ui}/graphql`, { method: "POST", mode, headers: { "content-type": type }, body: json })
-        .then(answer => tell("fetch", answer.type + answer.status), error => tell("fetch", error));
-  await fetch(`${ui}/graphql`, { method: "POST", headers: { "content-type": "application/json" }, body: json })
-    .then(answer => tell("json", answer.status), error => tell("json", error));
-  await fetch(`${ui}/graphql?${query}`, { mode: "no-cors" }).catch(() => 0);
-  navigator.sendBeacon(`${ui}/graphql`, new Blob([json], { type: "text/plain" }));
-  await new Promise(done => {
-    const socket = new WebSocket(ui.replace("http", "ws") + "/graphql", "graphql-ws");
-    socket.onopen = () => {
-      tell("websocket", "open");
-      socket.send(JSON.stringify({ type: "connection_init" }));
-      socket.send(JSON.stringify({ type: "start", id: "1", payload: JSON.parse(json) }));
-      setTimeout(done, 1000);
-    };
-    socket.onerror = () => { tell("websocket", "refused"); done(); };
-  });
-  for (const type of ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"]) {
-    const frame = document.body.appendChild(document.createElement("iframe"));
-    frame.name = `frame-${type}`;
-    const form = document.body.appendChild(document.createElement("form"));
-    Object.assign(form, { method: "POST", action: `${ui}/graphql?${query}`, enctype: type, target: frame.name });
-    form.append(Object.assign(document.createElement("input"), { name: json, value: "" }));
-    form.submit();
-    await new Promise(done => { frame.onload = done; setTimeout(done, 700); });
-  }
-  const rebound = `http://evil.localhost:${new URL(ui).port}`;
-  await fetch(`${rebound}/graphql`, { method: "POST", mode: "no-cors", body: json }).catch(() => 0);
-  return told;
-}
-</script><body>"""
-
-
-@contextmanager
-def foreign_site(ui_url: str) -> Iterator[int]:
-    """A website with `FOREIGN_PAGE` on a port of its own."""
-    values = {"ui": json.dumps(ui_url), "query": json.dumps(requests.models.PreparedRequest._encode_params(MUTATION)),
-              "json": json.dumps(json.dumps({"query": LAUNCH, "variables": PARAMETERS}))}  # fmt: skip
-    page = FOREIGN_PAGE
-    for name, value in values.items():
-        page = page.replace(f"%({name})s", value.replace("</", "<\\/"))
-
-    with LoopbackServer(lambda _: Response(page, content_type="text/html")) as server:
-        yield server.port
-
-
-def attack_from(browser: Browser, ui_url: str, port: int) -> list[list[str]]:
-    """Let pages of other sites attack the UI; what they saw. One of them has a name that points at this machine."""
-    told = []
-    for site in (f"http://evil.example:{port}", f"http://127.0.0.1:{port}", f"http://localhost:{port}"):
-        page = patient_page(browser)
-        page.goto(site)
-        told += page.evaluate("attack()")
-        page.wait_for_timeout(500)
-        page.close()
-    page = patient_page(browser)  # DNS rebinding: its own name, and by now the UI's address
-    answer = page.goto(f"http://evil.example:{ui_url.rsplit(':', 1)[1]}/")
-    told.append(["rebound", str(answer.status if answer else "")])
-    sent = "body => fetch('/graphql', {method: 'POST', headers: {'content-type': 'application/json'}, body})"
-    body = json.dumps({"query": LAUNCH, "variables": PARAMETERS})
-    told.append(["rebound", str(page.evaluate(f"body => ({sent})(body).then(answer => answer.status)", body))])
-    page.close()
-    return told
-
-
-@in_a_browser
-def test_a_foreign_page_beside_dtrain_ui_launches_nothing(ui: tuple[str, Project, psutil.Process]):
-    """The real thing, with the project's own code location and its daemon."""
-    url, project, _ = ui
-    with chromium(host_rules=EVIL_IS_HERE) as browser:
-        with foreign_site(url) as site:
-            told = attack_from(browser, url, site)
-        assert ["websocket", "open"] not in told
-        assert [what for name, what in told if name == "rebound"] == ["403", "403"]
-        with dg.DagsterInstance.from_config(project.env["DAGSTER_HOME"]) as instance:
-            assert instance.get_runs() == []
-        page = patient_page(browser)
-        page.goto(f"{url}/locations/dtrain/jobs/train")
-        page.locator('button:has-text("Materialize all")').first.wait_for()
-
-
-@pytest.mark.slow
-def test_dtrain_ui_stores_no_secret_of_a_launchpad_and_launches_with_a_reference(
-    ui: tuple[str, Project, psutil.Process],
-):
-    url, project, _ = ui
-    secret = secret_of(Random(8))
-    server = Dagster(project, int(url.rsplit(":", 1)[1]))
-    for carrier in ("sas", "password"):
-        source = CARRIERS[carrier].format(secret)
-        for config in (source_of(source), json.dumps(source_of(source))):
-            with pytest.raises(AssertionError, match=r"ops\.stock_prices\.config\.source carries"):
-                server.launch("stock_prices", config=config)  # type: ignore[arg-type]
-    with pytest.raises(AssertionError, match=r"resources\.project\.config\.notify.*env:NAME"):
-        server.launch(
-            "stock_prices", config={"resources": {"project": {"config": {"notify": f"slack://a/b/{secret}"}}}}
-        )
-    assert not leaks([project.home], [secret])
-    run_id = server.launch("stock_prices", config=source_of("env:NOT_SET"))
-    try:
-        with dg.DagsterInstance.from_config(project.env["DAGSTER_HOME"]) as instance:
-            assert instance.get_run_by_id(run_id).run_config == source_of("env:NOT_SET")  # type: ignore[union-attr]
-            wait_for(lambda: server.status(run_id) in ENDED, 120, "a run whose reference leads nowhere")
-    finally:
-        with dg.DagsterInstance.from_config(project.env["DAGSTER_HOME"]) as instance:
-            instance.delete_run(run_id)
-
-
-def source_of(address: str) -> dict[str, Any]:
-    return {"ops": {"stock_prices": {"config": {"source": address}}}}
 
 
 @pytest.mark.long

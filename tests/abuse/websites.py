@@ -116,6 +116,11 @@ def forged(random: Random, port: int) -> Request:
     return Request("POST", path, [("Host", here), random.choice((origin, site)), ("Content-Type", "text/plain")], b"{}")
 
 
+def source_of(address: str) -> dict[str, Any]:
+    """Return the configuration of a run that reads prices from there."""
+    return {"ops": {"stock_prices": {"config": {"source": address}}}}
+
+
 def send(port: int, request: Request) -> int:
     """Send a request, and return the status of the answer; 101 for a websocket that was opened."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)

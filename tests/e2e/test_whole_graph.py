@@ -6,12 +6,17 @@ Bundled prices, and three nodes, of which one is killed while it trains. `dtrain
 from __future__ import annotations
 
 import json
+import os
 import signal
+import stat
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from random import Random
 
 import dagster as dg
+import psutil
 import pytest
 from playwright.sync_api import Page as BrowserPage
 
@@ -19,6 +24,10 @@ from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.costs.tracker import CostTracker
+from tests.abuse.foreign_page import EVIL_IS_HERE, attack_from, connects_as, foreign_site
+from tests.abuse.planted_secrets import CARRIERS, secret_of
+from tests.abuse.websites import source_of
+from tests.leaks import leaks
 from tests.page import Page
 from trainer.rundir import RunDir
 
@@ -45,6 +54,10 @@ class WholeGraph:
         text = "{ runsOrError { ... on Runs { results { runId } } } }"
         found = lambda: self.dagster.query(text)["runsOrError"]["results"]  # noqa: E731
         return str(wait_for(found, 60, "the run to be in the overview")[-1]["runId"])
+
+    def runs(self) -> list[str]:
+        with dg.DagsterInstance.from_config(self.project.env["DAGSTER_HOME"]) as instance:
+            return [run.run_id for run in instance.get_runs()]
 
     def printed(self) -> str:
         return (self.project.home / "materialize.log").read_text()
@@ -97,6 +110,21 @@ def test_sensors_and_schedule_are_there_and_stand_as_meant(graph: WholeGraph) ->
     assert sensors == {**dict.fromkeys(on, "RUNNING"), "new_data": "STOPPED", "staleness": "STOPPED"}
     schedules = {schedule["name"]: schedule["scheduleState"]["status"] for schedule in repository["schedules"]}
     assert schedules == {"weekly_retraining": "STOPPED"}
+
+
+@in_a_browser
+def test_a_foreign_page_beside_dtrain_ui_launches_nothing(graph: WholeGraph) -> None:
+    """The real thing, with its code location and its daemon. Before `page`, since a process has one Chromium."""
+    url, started = graph.dagster.url, graph.run_id()
+    with chromium(host_rules=EVIL_IS_HERE) as browser:
+        with foreign_site(url) as site:
+            told = attack_from(browser, url, site)
+        assert ["websocket", "open"] not in told
+        assert [what for name, what in told if name == "rebound"] == ["403", "403"]
+        assert graph.runs() == [started]
+        page = patient_page(browser)
+        page.goto(f"{url}/locations/dtrain/jobs/train")
+        page.locator('button:has-text("Materialize all")').first.wait_for()
 
 
 @in_a_browser
@@ -198,6 +226,42 @@ def test_its_pages_show_curves_and_lineage_and_materialize_at_the_press_of_a_but
     assert again["runId"] != before["runId"]
     wait_for(lambda: finished.dagster.status(again["runId"]) in ENDED, 30, "the run to end")
     assert finished.dagster.status(again["runId"]) == "SUCCESS"
+
+
+def test_nothing_else_of_the_ui_listens_where_others_reach_it(finished: WholeGraph) -> None:
+    url, process = finished.dagster.url, psutil.Process(finished.dagster.processes[0].pid)
+    tree = [process, *process.children(recursive=True)]
+    listening = [at for one in tree for at in one.net_connections("inet") if at.status == psutil.CONN_LISTEN]
+    assert [f"http://{at.laddr.ip}:{at.laddr.port}" for at in listening] == [url]
+    sockets = [Path(at.laddr) for one in tree for at in one.net_connections("unix") if str(at.laddr).startswith("/")]
+    assert sockets
+    for path in sockets:
+        assert not path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH), "others may call a code server"
+        if os.geteuid() == 0:
+            assert connects_as(os.getuid(), path)
+            assert not connects_as(65534, path)
+
+
+def test_dtrain_ui_stores_no_secret_of_a_launchpad_and_launches_with_a_reference(finished: WholeGraph) -> None:
+    server, project, secret = finished.dagster, finished.project, secret_of(Random(8))
+    for carrier in ("sas", "password"):
+        source = CARRIERS[carrier].format(secret)
+        for config in (source_of(source), json.dumps(source_of(source))):
+            with pytest.raises(AssertionError, match=r"ops\.stock_prices\.config\.source carries"):
+                server.launch("stock_prices", config=config)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match=r"resources\.project\.config\.notify.*env:NAME"):
+        server.launch(
+            "stock_prices", config={"resources": {"project": {"config": {"notify": f"slack://a/b/{secret}"}}}}
+        )
+    assert not leaks([project.home / "dagster", project.home / "ui.log"], [secret])
+    run_id = server.launch("stock_prices", config=source_of("env:NOT_SET"))
+    try:
+        with dg.DagsterInstance.from_config(project.env["DAGSTER_HOME"]) as instance:
+            assert instance.get_run_by_id(run_id).run_config == source_of("env:NOT_SET")  # type: ignore[union-attr]
+            wait_for(lambda: server.status(run_id) in ENDED, 120, "a run whose reference leads nowhere")
+    finally:
+        with dg.DagsterInstance.from_config(project.env["DAGSTER_HOME"]) as instance:
+            instance.delete_run(run_id)
 
 
 def metadata(instance: dg.DagsterInstance, asset: str) -> Page:
