@@ -14,11 +14,11 @@ def until(
     what: str | Callable[[], Any] = "",
     seconds: float = 90.0,
     can_come: Callable[[], bool] = lambda: True,
-    pause: float = 0.02,
+    pause: float = 0.05,
 ) -> Any:
     """Wait until something is true, and return it. Fail when the time is over, or at once when it cannot come any more.
     ``what`` is waited for, or says what there is instead; ``pause``: seconds between two looks, at least, for a look
-    that asks a service takes much longer than that, and would keep it busy with nothing else."""
+    that asks a service would keep it busy with nothing else: four times as long as the look took."""
     end = (begun := time.monotonic()) + seconds
     while not (found := true()):
         looked = time.monotonic()
@@ -26,6 +26,6 @@ def until(
         if is_late or not can_come():
             why = f"waited {seconds:.0f} s in vain" if is_late else "it cannot come any more"
             raise AssertionError(f"{why}: {what() if callable(what) else what}")
-        time.sleep(max(pause, min(2 * (looked - begun), _LONGEST_PAUSE)))
+        time.sleep(max(pause, min(4 * (looked - begun), _LONGEST_PAUSE)))
         begun = time.monotonic()
     return found

@@ -106,5 +106,5 @@ def end(manager: AzureMLClusterManager, spec: JobSpec, seconds: float = 90) -> J
         status = manager.job_status(spec.job_id)
         return status if status.state.is_final else None
 
-    found: JobStatus = until(final, f"the end of {spec.job_id}", seconds)
+    found: JobStatus = until(final, f"the end of {spec.job_id}", seconds, pause=0.2)
     return found

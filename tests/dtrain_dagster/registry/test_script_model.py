@@ -124,8 +124,10 @@ def test_a_script_is_registered_as_others_are(folder: Path) -> None:
     with np.load(folder / "job/model/example.npz") as example:
         np.testing.assert_allclose(loaded.predict(example["inputs"]).to_numpy(), example["outputs"], rtol=1e-5)
     assert rundir.read_json("registration.json") == {"name": "texts", "version": "1", "alias": "champion"}
-    again = register_job(MLflowRegistry(uri), str(folder / "home"), rundir.uri, "texts", MADE, experiment="e")
-    assert (again.model.version, again.model.created) == ("1", False)
+    again = MLflowRegistry(uri).register_model(
+        rundir.uri, "texts", MADE.tags(), found.card, experiment="e", order=order_of(folder / "home", rundir)
+    )
+    assert (again.version, again.created) == ("1", False)
 
 
 def changed_program(folder: Path) -> None:
