@@ -56,6 +56,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> BuiltDataset:
     return build(frame, tmp_path_factory.mktemp("small"))
 
 
+@pytest.mark.slow
 def test_the_panel_s_windows_are_counted(panel: Panel) -> None:
     """8,312 days of returns give 8,291 rows after 22 days of warm-up; what RRC's masks take is all in training."""
     assert panel.dataset.samples == {"train": 98_538, "valid": 20_020, "test": 45_180}
