@@ -133,7 +133,7 @@ QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
         f"{r['slurm_p50_seconds']:.2f} s after the\nlast one together (median; at most {r['slurm_p95_seconds']:.2f} s)"
     )),
     ("docs/performance.md", "fit", lambda r: (
-        "{} rounds | the least of ten {ratio:.2f} times ({low:.2f} to {high:.2f}; ".format(
+        "{} rounds (8 of the case with workers) | the least of ten {ratio:.2f} times ({low:.2f} to {high:.2f}; ".format(
             r["rounds"], **_ratios_of_fit(r)[0]
         )
     )),
