@@ -10,7 +10,7 @@ again.
     runs, violations, failed_seeds   runs played; runs that violated an invariant; seeds of those
     invariants                       number of runs that violated each invariant; all of them are named
     outcomes                         ends of runs: succeeded, failed (with a message), cancelled, no_capacity, refused
-    faults, not_offered              number of faults in the scripts, by kind; kinds that this emulator does not offer
+    faults                           number of faults in the scripts, by kind
     lifted                           runs that ended only after their faults were cleared
     launches                         jobs that were bought, one for each launch that was asked for
     orphan_node_minutes              minutes that a job's nodes were alive after the job had ended for its owner
@@ -39,7 +39,7 @@ from benchmarks.azure_faults_judgement import (
     RunFacts,
     find_violations,
 )
-from benchmarks.azure_faults_scripts import KINDS, NODES, SKU, FaultKind, find_offered, make_script
+from benchmarks.azure_faults_scripts import NODES, SKU, make_script
 from benchmarks.host import note, options_of, tell
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
@@ -48,7 +48,6 @@ from dtrain_dagster.costs.prices import PriceError, price_of
 from dtrain_dagster.settings.tiers import tier_of
 from harness.azure.azurite import missing
 from harness.azure.emulator import ENVIRONMENT_OF_OTHERS, Emulator
-from harness.azure.emulator.faults import Faults
 from harness.small_job import write_dataset
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
 from trainer.rundir import LAUNCH, RESULT, RunDir
@@ -57,8 +56,6 @@ ROOT = Path(__file__).parents[1]
 STEPS = 40
 LONGEST_SECONDS, LIFT_SECONDS = 240.0, 90.0
 """Seconds after which a run has not ended, and after which its faults are lifted, as people repair things."""
-VERBS = ("quota", "timing")
-"""Verbs of the emulator's control port that a kind of fault may ask, beside ``fault``."""
 STRANGER = "people-gpu"
 """A compute of somebody else in the workspace."""
 
@@ -66,11 +63,9 @@ STRANGER = "people-gpu"
 class Run:
     """A run of the campaign: its cluster, its job and its script."""
 
-    def __init__(
-        self, seed: int, emulator: Emulator, dataset: str, folder: Path, kinds: Sequence[FaultKind] = KINDS
-    ) -> None:
+    def __init__(self, seed: int, emulator: Emulator, dataset: str, folder: Path) -> None:
         self.seed, self.emulator, self.folder = seed, emulator, folder
-        self.script = make_script(seed, kinds)
+        self.script = make_script(seed)
         self._planned = list(self.script.faults)
         self.job_id, self.lifted = f"faults-{seed}", False
         self.troubles: list[str] = []
@@ -241,13 +236,12 @@ def emulated(folder: Path) -> Iterator[Emulator]:
 def play(options: argparse.Namespace) -> dict[str, Any]:
     """Play the runs one after the other, and return their counts."""
     began, campaign = time.monotonic(), Campaign()
-    kinds = find_offered(KINDS, takes_fault, VERBS)
     with tempfile.TemporaryDirectory(prefix="azure-faults-") as scratch, emulated(Path(scratch) / "cloud") as emulator:
         dataset = str(write_dataset(Path(scratch) / "dataset"))
         for seed in range(options.seed, options.seed + options.runs):
             if time.monotonic() - began > options.seconds:
                 break
-            run = Run(seed, emulator, dataset, Path(scratch), kinds)
+            run = Run(seed, emulator, dataset, Path(scratch))
             if seed == options.seed:
                 place_stranger(run)
             facts = run.look(*run.play())
@@ -257,15 +251,6 @@ def play(options: argparse.Namespace) -> dict[str, Any]:
             first = facts.message.splitlines()[0] if facts.message else ""
             note(f"seed {seed}: {facts.outcome} ({names}) {wrong or ''} {first}"[:600])
     return campaign.as_dict()
-
-
-def takes_fault(asked: Mapping[str, Any]) -> bool:
-    """Return whether the emulator has such a fault, with all of these fields and values."""
-    try:
-        Faults().add(dict(asked), now=0.0)
-    except ValueError:
-        return False
-    return True
 
 
 def place_stranger(run: Run) -> None:
@@ -287,11 +272,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(why)
     began = time.monotonic()
     counts = play(options)
-    seconds, offered = time.monotonic() - began, find_offered(KINDS, takes_fault, VERBS)
+    seconds = time.monotonic() - began
     figures = {
         **counts,
         "first_seed": options.seed,
-        "not_offered": [kind.name for kind in KINDS if kind not in offered],
         "seconds": round(seconds, 1),
         "seconds_per_run": round(seconds / max(1, counts["runs"]), 1),
         "what": "an emulated workspace on this machine; real clients, real training processes",

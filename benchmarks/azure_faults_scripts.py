@@ -1,14 +1,14 @@
 """The kinds of faults that `benchmarks.azure_faults` draws from, and the script that a seed gives. Pure.
 
 A kind is one entry of `KINDS`: its name in the counts, the switch of the emulator that it turns (a kind of
-`harness/azure/emulator/faults.py`, or another verb of its control port), and how its fields are drawn. An entry whose
-switch the emulator does not offer is drawn never, and the benchmark's line names it under ``not_offered``.
+`harness/azure/emulator/faults.py`, or another verb of its control port), and how its fields are drawn. A test holds
+the entries against the emulator's own list.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,6 @@ MOST = 4
 """Faults of one script at most."""
 LATEST_SECONDS = 10.0
 """Seconds after the submission in which late faults begin: a training takes about as long."""
-DRAWS = 20
-"""Draws of a kind by which it is found out whether the emulator offers it."""
 REFUSALS = (
     ("ClusterCoreQuotaReached", "Operation results in exceeding quota limits of Core."),
     ("JobNodeCountExceedsCoreQuota", "The nodes of the job exceed the quota of cores."),
@@ -228,18 +226,10 @@ KINDS: tuple[FaultKind, ...] = (
 )  # fmt: skip
 
 
-def find_offered(
-    kinds: Sequence[FaultKind], takes: Callable[[Fields], bool], verbs: Collection[str]
-) -> tuple[FaultKind, ...]:
-    """Return the kinds whose switch the emulator offers with all that they draw. ``takes``: whether it takes a fault as
-    it is asked of the control port; ``verbs``: its other verbs."""
-    return tuple(kind for kind in kinds if _is_offered(kind, takes, verbs))
-
-
-def make_script(seed: int, kinds: Sequence[FaultKind] = KINDS) -> Script:
-    """Return the script of a seed: the same seed and kinds give the same script."""
+def make_script(seed: int) -> Script:
+    """Return the script of a seed: the same seed gives the same script."""
     dice = random.Random(seed)
-    chosen = dice.choices(kinds, k=dice.randint(1, MOST))
+    chosen = dice.choices(KINDS, k=dice.randint(1, MOST))
     return Script(
         faults=tuple(_planned(kind, dice) for kind in chosen),
         dies_after=dice.uniform(0, 12) if dice.random() < 0.3 else None,
@@ -258,9 +248,3 @@ def _planned(kind: FaultKind, dice: random.Random) -> PlannedFault:
     fields = ask_for(kind, dice)
     after = dice.uniform(0, LATEST_SECONDS) if dice.random() < kind.late else None
     return PlannedFault(name=kind.name, verb=kind.verb, fields=fields, may_end=kind.may_end, after_seconds=after)
-
-
-def _is_offered(kind: FaultKind, takes: Callable[[Fields], bool], verbs: Collection[str]) -> bool:
-    if not kind.switch:
-        return kind.verb in verbs
-    return all(takes(ask_for(kind, random.Random(seed))) for seed in range(DRAWS))
