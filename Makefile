@@ -88,7 +88,7 @@ test-all: lint test test-engines test-streams  ## lint, the tests, those of fram
 	@for version in $(OTHER_TORCH); do $(MAKE) test-torch VERSION=$$version; done
 	@python -m pytest -o faulthandler_timeout=3300 --hypothesis-profile thorough --results=out/tests-long.json -m "long or hypothesis"
 
-test-fast: setup  ## the cheap ones of the tests, in one to two minutes: no world of processes, no server, no browser
+test-fast: setup  ## the cheap ones of the tests, in less than a minute: no world of processes, no server, no browser
 	@$(COMPILE)
 	@python -m pytest -n logical --maxprocesses $(TEST_WORKERS) --dist loadfile --fast $(TESTS)
 

@@ -31,8 +31,8 @@ MOST_REPEATED = 40
 SLOWEST = 20
 DURATIONS = Path(__file__).with_name("durations.json")
 """Test → its seconds and processor seconds, of a whole run of ``make test``. Tests below `STORED_FROM` are left out."""
-STORED_FROM = 0.1
-"""Processor seconds from which on a test is stored, and is not run with ``--fast``."""
+STORED_FROM = (0.3, 0.05)
+"""Seconds and processor seconds. From either of them on a test is stored, and is not run with ``--fast``."""
 CPU, MODULES = "cpu_seconds", "modules"
 MANY_MODULES = 100
 """A test that loads more than these has no budget: it is the first of its worker that needs a library such as torch."""
@@ -57,6 +57,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--fast", action="store_true", help="only tests that are cheap by their marks and stored durations")
     group.addoption("--repeat-alone", action="store_true", help="run what failed once more, alone; passing is «flaky»")
     group.addoption("--cpu-budget", type=float, metavar="SECONDS", help="of each test that has no mark of a costly one")
+
+
+def is_stored(durations: Sequence[float]) -> bool:
+    """Whether a test took long enough, by its seconds or its processor seconds, to be stored."""
+    return any(took >= least for took, least in zip(durations, STORED_FROM, strict=True))
 
 
 def stored_durations() -> dict[str, list[float]]:
@@ -186,7 +191,7 @@ class Outcome:
         if path := self.config.option.results:
             write_results(Path(path), document)
         if self.config.option.store_durations:
-            stored = {test: told[1:] for test, told in document["tests"].items() if told[2] >= STORED_FROM}
+            stored = {test: told[1:] for test, told in document["tests"].items() if is_stored(told[1:])}
             write_results(DURATIONS, stored)
 
     def repeat(self, failed: Sequence[str], costly: Mapping[str, float], budget: float) -> None:
