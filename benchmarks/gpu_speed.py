@@ -42,7 +42,7 @@ from trainer.config import DatasetRef, FactoryConfig, JobConfig, TrackingConfig
 from trainer.engine.precision import tf32_products
 from trainer.engine.problem import maker_of
 from trainer.engine.run_job import train_job
-from trainer.engine.step_result import carry_out
+from trainer.engine.steps import carry_out
 from trainer.fit import DistributedConfig, Trainer
 from trainer.model.allowed_factories import usual_parts
 from trainer.rundir import RunDir

@@ -131,7 +131,7 @@ class Ours:
         from trainer.comm.world import World
         from trainer.config import DistributedTrainingConfig
         from trainer.engine.state import Entry
-        from trainer.engine.step_result import StepFlags
+        from trainer.engine.steps import StepFlags
         from trainer.engine.workload import kinds_of
         from trainer.model.task import SupervisedTask
         from trainer.runtime.fault_injection import Faults

@@ -52,7 +52,7 @@ from trainer.engine.module_state import refuse_extra_state
 from trainer.engine.reports import Watch
 from trainer.engine.run_job import INTERRUPTED, leave_process, train_job
 from trainer.engine.state import Progress
-from trainer.engine.step_result import Steps, carry_out
+from trainer.engine.steps import Steps, carry_out
 from trainer.engine.task_check import check_model, check_task, choose_usual_loss, try_task
 from trainer.engine.workload import count_steps, make_sampler, most_samples
 from trainer.exit_codes import DONE, EVICTED, UNUSABLE

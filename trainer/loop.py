@@ -32,7 +32,7 @@ from trainer.engine.callbacks import Run
 from trainer.engine.loop_step import LoopOptimizer, LoopParts, LoopStep
 from trainer.engine.out_of_memory import is_out_of_memory
 from trainer.engine.precision import AUTOCAST
-from trainer.engine.step_result import DueStep, NonFiniteError, Steps
+from trainer.engine.steps import DueStep, NonFiniteError, Steps
 from trainer.fit import FitResult
 from trainer.loop_training import LoopTrainer, Score
 

@@ -9,7 +9,7 @@ from benchmarks.frameworks.protocol import Case, Turns
 from benchmarks.frameworks.workload import LOSS, Workload
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig
 from trainer.engine.step import Batch
-from trainer.engine.step_result import Steps
+from trainer.engine.steps import Steps
 from trainer.engine.trainer import DistributedTrainer
 
 NEVER = 10**9

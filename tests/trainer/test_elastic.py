@@ -24,7 +24,7 @@ from trainer.comm.launcher_env import RankFacts
 from trainer.comm.world import World
 from trainer.config import parse_job
 from trainer.engine.interruptions import Regroup, Stopped
-from trainer.engine.step_result import StepFlags, StepResult
+from trainer.engine.steps import StepFlags, StepResult
 from trainer.engine.trainer import DistributedTrainer
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ from disturbances import fill_disk, work_alone
 from harness.worlds import Job
 from trainer.checkpoint.manager import BEST, LATEST
 from trainer.engine.reports import RankReports
-from trainer.engine.step_result import Steps
+from trainer.engine.steps import Steps
 from trainer.engine.trainer import DistributedTrainer
 from trainer.parallel.buckets import WAITING
 from trainer.runtime.packages import installed_version

@@ -2,7 +2,7 @@
 
 A lost node takes this way: `failure_detector`, in the process that `peer_watch` starts, sees that it is gone;
 `dynamic_rendezvous` fails the group (`trainer.comm.group`), so the step is discarded; `trainer.engine.trainer` hands
-over to `trainer.engine.recovery`, which asks `dynamic_rendezvous` for the next world; `membership` agrees on it by the
+over to `trainer.engine.joining`, which asks `dynamic_rendezvous` for the next world; `membership` agrees on it by the
 rules in `generation` and the files of `generation_record`; `trainer.engine.workload` enters it, and the step is done
 again.
 

@@ -36,7 +36,7 @@ from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.batches import Batch
 from trainer.engine.out_of_memory import MicroBatchLimit
 from trainer.engine.step import TrainingStep
-from trainer.engine.step_result import StepFlags, StepResult, explain_non_finite
+from trainer.engine.steps import StepFlags, StepResult, explain_non_finite
 from trainer.model.blocks import checkpoint_activations
 from trainer.model.optimizers import USUAL, OptimizerRecipe, split_by_decay
 from trainer.model.task import Task

@@ -11,8 +11,8 @@ from trainer.checkpoint.files import write_file
 from trainer.comm.group import GroupError
 from trainer.documents.schemas import FinishStage
 from trainer.engine.budget import COMMIT_SECONDS
+from trainer.engine.joining import best_pointer
 from trainer.engine.module_state import digest_state_dict
-from trainer.engine.recovery import best_pointer
 from trainer.engine.result import write_result
 from trainer.engine.session import Session
 from trainer.engine.workload import most_samples

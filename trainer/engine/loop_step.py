@@ -30,7 +30,7 @@ from trainer.engine.module_state import put_module_state, read_module_state
 from trainer.engine.out_of_memory import is_out_of_memory
 from trainer.engine.precision import tf32_products
 from trainer.engine.step import TrainingStep
-from trainer.engine.step_result import StepFlags, StepResult, explain_non_finite
+from trainer.engine.steps import StepFlags, StepResult, explain_non_finite
 from trainer.model.task import per_sample
 from trainer.parallel.synchronizer import GradientSync
 

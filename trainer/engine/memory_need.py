@@ -1,7 +1,7 @@
 """The memory that a pass of forward and backward takes, measured by size once all steps against running out are used
 up, and the words on what would fit.
 
-The steps themselves are `trainer.engine.out_of_memory`; `trainer.engine.recovery` takes them, and loads this then.
+The steps themselves are `trainer.engine.out_of_memory`; `trainer.engine.joining` takes them, and loads this then.
 """
 
 from __future__ import annotations

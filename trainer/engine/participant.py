@@ -118,7 +118,7 @@ class Participant:
             if self.elastic is None:
                 [generation, *_] = self.world.all_gather_object(self.rundir.last_generation() + 1)
                 self.world = replace(self.world, generation=generation)
-                reports.enter_world(self.world)
+                reports.adopt_world(self.world)
             self._undo = undo.pop_all()
 
     def announce(self) -> None:

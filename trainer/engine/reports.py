@@ -80,7 +80,7 @@ class RankReports:
         self._mark = now
         self.emit("phase", name=name, seconds=round(self.seconds[name], 3))
 
-    def enter_world(self, world: World) -> None:
+    def adopt_world(self, world: World) -> None:
         """Report under this process's rank in the world, and watch the node if it is the node's first rank. A
         collective: it waits for the group. `wait_until_open` comes next."""
         facts = world.facts

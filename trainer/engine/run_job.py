@@ -22,7 +22,7 @@ from trainer.engine.interruptions import BudgetSpent, GPUTooSmall, JobOver, OutO
 from trainer.engine.problem import ProblemMaker
 from trainer.engine.reports import Watch
 from trainer.engine.result import write_result
-from trainer.engine.step_result import NonFiniteError, Steps, carry_out
+from trainer.engine.steps import NonFiniteError, Steps, carry_out
 from trainer.engine.trainer import DistributedTrainer
 from trainer.errors import DamagedError, NoGenerationError, WorkerHungError
 from trainer.exit_codes import BUDGET, DONE, EVICTED, FAILED, LOST, UNUSABLE

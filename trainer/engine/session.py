@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """A training in this process. It is complete once made; `trainer.engine.recovery` brings it into its worlds."""
+    """A training in this process. It is complete once made; `trainer.engine.joining` brings it into its worlds."""
 
     def __init__(
         self, participant: Participant, workload: Workload, parts: Mapping[str, Any], measure: dict[str, str]

@@ -27,7 +27,7 @@ from trainer.engine.module_state import (
 )
 from trainer.engine.out_of_memory import MicroBatchLimit
 from trainer.engine.precision import AUTOCAST, refuse_precision, tf32_products
-from trainer.engine.step_result import StepFlags, StepResult, count_step, explain_non_finite
+from trainer.engine.steps import StepFlags, StepResult, count_step, explain_non_finite
 from trainer.model.optimizers import USUAL, OptimizerRecipe, ScheduledOptimizer
 from trainer.model.task import Task, per_sample, weigher
 from trainer.parallel.buckets import gradient_norm

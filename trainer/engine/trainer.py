@@ -25,22 +25,22 @@ from trainer.config import ConfigError, JobConfig
 from trainer.data.batches import Batch
 from trainer.documents.schemas import LEAVING, START
 from trainer.engine.interruptions import BudgetSpent, Regroup, Stopped
+from trainer.engine.joining import (
+    join_generation,
+    report_failure,
+    retry_until_formed,
+    save_start,
+    take_up_state,
+    use_less_memory,
+)
 from trainer.engine.lr_schedule import learning_rate
 from trainer.engine.out_of_memory import is_out_of_memory
 from trainer.engine.participant import Participant
 from trainer.engine.problem import ProblemMaker, maker_of
-from trainer.engine.recovery import (
-    enter_world,
-    recover,
-    report_failure,
-    retry_until_formed,
-    save_start,
-    use_less_memory,
-)
 from trainer.engine.reports import RankReports, Watch
 from trainer.engine.session import Session
 from trainer.engine.state import Entry, Progress
-from trainer.engine.step_result import DueStep, StepFlags, StepResult, Steps, carry_out
+from trainer.engine.steps import DueStep, StepFlags, StepResult, Steps, carry_out
 from trainer.engine.workload import Workload, count_steps, make_sampler, needs_evaluation
 from trainer.model.optimizers import recipe_for
 from trainer.model.task import mean_of
@@ -158,10 +158,10 @@ class DistributedTrainer:
             session.reports.wait_until_open()
             if session.world.rank == 0:
                 session.checkpoints.fence(session.world.generation)
-            enter_world(session, Entry(resumes=self.config.resume))
+            take_up_state(session, Entry(resumes=self.config.resume))
             save_start(session)
         else:
-            retry_until_formed(session, partial(recover, session, START))
+            retry_until_formed(session, partial(join_generation, session, START))
         if missing is not None and not session.progress.step:
             raise missing
         assert reports.reporter is not None
@@ -185,7 +185,8 @@ class DistributedTrainer:
         return carry_out(self.steps())
 
     def steps(self) -> Steps[dict[str, Any]]:
-        """Yield each step to the end, through losses of nodes, and return the fields of ``result.json``. Raise
+        """Yield each step to the end, through losses of nodes, and return the fields of ``result.json``.
+        `trainer.engine.steps.carry_out` takes each, which calls `trainer.engine.step.TrainingStep`. Raise
         `Stopped` when asked to end, `trainer.comm.group.GroupError` when a node is lost in a world that cannot regroup,
         `GPUTooSmall` or `OutOfMemoryError` (`trainer.engine.interruptions`) where memory does not suffice."""
         session = self.session
@@ -209,7 +210,7 @@ class DistributedTrainer:
                 session.save_at_end(spent.agreed)
                 raise
             except Regroup as wish:
-                retry_until_formed(session, partial(recover, session, str(wish)))
+                retry_until_formed(session, partial(join_generation, session, str(wish)))
             except GroupError as error:
                 report_failure(session, error)
                 if session.elastic is None:
@@ -217,7 +218,7 @@ class DistributedTrainer:
                 if self._leaves and self._pending_flags is not None:
                     self._act_on_flags(self._pending_flags)  # the others have acted and go on without this one
                 self._pending_flags = None
-                retry_until_formed(session, partial(recover, session, str(error), error.communication))
+                retry_until_formed(session, partial(join_generation, session, str(error), error.communication))
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise

@@ -21,7 +21,7 @@ from trainer.config import ConfigError, JobConfig
 from trainer.data.loader import Batch, TrainingData
 from trainer.engine.lr_schedule import learning_rate
 from trainer.engine.problem import maker_of
-from trainer.engine.step_result import StepFlags
+from trainer.engine.steps import StepFlags
 from trainer.engine.workload import Workload, make_sampler
 from trainer.evaluation.evaluate import JudgeRequest
 from trainer.evaluation.judge import evaluate_task

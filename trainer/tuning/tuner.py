@@ -37,7 +37,7 @@ from trainer.data.shards import DatasetError, DataShardManager
 from trainer.engine.out_of_memory import is_out_of_memory
 from trainer.engine.participant import prepare_process
 from trainer.engine.problem import maker_of
-from trainer.engine.step_result import NonFiniteError
+from trainer.engine.steps import NonFiniteError
 from trainer.engine.workload import BATCH_NORMS
 from trainer.exit_codes import DONE, EVICTED, FAILED, LOST, UNUSABLE
 from trainer.observability.reporter import Reporter, finite

@@ -25,7 +25,7 @@ from trainer.comm.torch_transport import TorchTransport, abort_each, end_within
 from trainer.comm.world import World
 from trainer.data.batches import Batch, Samples
 from trainer.engine.module_state import digest_state_dict
-from trainer.engine.step_result import NonFiniteError, StepFlags
+from trainer.engine.steps import NonFiniteError, StepFlags
 from trainer.observability.comm_profiler import CommunicationProfiler
 from trainer.runtime.step_timer import StepTimer
 

@@ -33,7 +33,7 @@ from trainer.engine.graphs import (
 from trainer.engine.module_state import digest_state_dict
 from trainer.engine.out_of_memory import MicroBatchLimit
 from trainer.engine.step import TrainingStep
-from trainer.engine.step_result import NonFiniteError, StepFlags
+from trainer.engine.steps import NonFiniteError, StepFlags
 from trainer.evaluation.evaluate import JudgeRequest
 from trainer.evaluation.judge import TaskJudge
 from trainer.fit import Trainer

@@ -16,7 +16,7 @@ from trainer.data.batches import Batch, Samples
 from trainer.engine.loop_step import LoopParts, LoopStep
 from trainer.engine.memory_need import may_move_to_cpu
 from trainer.engine.precision import refuse_precision, tf32_products
-from trainer.engine.step_result import StepFlags
+from trainer.engine.steps import StepFlags
 from trainer.model.optimizers import USUAL
 from trainer.model.task import SupervisedTask
 from trainer.performance.memory import ModelBytes, rank_bytes, zero_rank_bytes

@@ -10,7 +10,7 @@ import pytest
 from thread_worlds import on_two_ranks
 
 from trainer.comm.world import World
-from trainer.engine.recovery import save_start
+from trainer.engine.joining import save_start
 from trainer.engine.session import Session
 from trainer.engine.sharded import Holding, Sources, find_sources, find_start, is_behind
 

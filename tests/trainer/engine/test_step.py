@@ -15,7 +15,7 @@ from trainer.data.batches import Batch, Samples
 from trainer.engine.lr_schedule import learning_rate, peak_learning_rate
 from trainer.engine.module_state import digest_state_dict
 from trainer.engine.step import TrainingStep
-from trainer.engine.step_result import NonFiniteError, StepFlags
+from trainer.engine.steps import NonFiniteError, StepFlags
 from trainer.runtime.fault_injection import InjectedError
 
 NOTHING = StepFlags()

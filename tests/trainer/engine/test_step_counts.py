@@ -25,7 +25,7 @@ from trainer.data.batches import Batch
 from trainer.data.loader import BatchLoader
 from trainer.data.sampler import Sampler
 from trainer.data.shards import DataShardManager
-from trainer.engine.step_result import StepFlags, Steps
+from trainer.engine.steps import StepFlags, Steps
 from trainer.engine.trainer import DistributedTrainer
 from trainer.model.build import build_loss, build_model
 from trainer.runtime.fault_injection import Faults

@@ -17,7 +17,7 @@ from torch import nn
 from tests.kinds import build_table
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig, parse_job
 from trainer.engine.run_job import train_job
-from trainer.engine.step_result import carry_out
+from trainer.engine.steps import carry_out
 from trainer.engine.warm_start import begin_from
 from trainer.exit_codes import DONE, UNUSABLE
 from trainer.rundir import RunDir, resolve_start

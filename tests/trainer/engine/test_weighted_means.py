@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 from trainer.comm.world import World
 from trainer.data.batches import Batch, Samples
 from trainer.data.dataset_data import DatasetData
-from trainer.engine.step_result import StepFlags
+from trainer.engine.steps import StepFlags
 from trainer.evaluation.evaluate import JudgeRequest
 from trainer.evaluation.judge import evaluate_task
 from trainer.losses import LastDimCrossEntropyLoss

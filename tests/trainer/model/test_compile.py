@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from trainer.config import ConfigError, FactoryConfig
 from trainer.data.batches import Batch, Samples
 from trainer.engine.out_of_memory import MicroBatchLimit
-from trainer.engine.step_result import StepFlags
+from trainer.engine.steps import StepFlags
 from trainer.model.allowed_factories import usual_parts
 from trainer.model.build import build_loss, build_model
 from trainer.model.compile import compiled, obstacle

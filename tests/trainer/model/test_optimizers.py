@@ -30,7 +30,7 @@ from trainer.config import ConfigError, DistributedTrainingConfig, parse_job
 from trainer.data.batches import Batch, Samples
 from trainer.engine.problem import refuse_differences
 from trainer.engine.state import Entry, TrainingState
-from trainer.engine.step_result import StepFlags
+from trainer.engine.steps import StepFlags
 from trainer.engine.workload import kinds_of
 from trainer.model.optimizer_check import try_optimizer
 from trainer.model.optimizers import USUAL, OptimizerRecipe, ScheduledOptimizer, recipe_for

@@ -24,7 +24,7 @@ from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.batches import Batch, Samples
 from trainer.engine.loop_step import LoopParts, LoopStep
-from trainer.engine.step_result import StepFlags
+from trainer.engine.steps import StepFlags
 from trainer.model.optimizers import USUAL
 from trainer.model.task import SupervisedTask
 from trainer.parallel.buckets import PIECE, Buckets, divide, gradient_norm

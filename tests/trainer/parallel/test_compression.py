@@ -22,7 +22,7 @@ from trainer.comm.world import World
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.data.batches import Batch, Samples
 from trainer.data.coverage import find_coverage_errors
-from trainer.engine.step_result import NonFiniteError, StepFlags
+from trainer.engine.steps import NonFiniteError, StepFlags
 from trainer.parallel.compression import FP16Compression, TopKCompression, largest, make_comm_hook
 from trainer.parallel.synchronizer import CommHook
 

@@ -16,7 +16,7 @@ from trainer.config import DistributedTrainingConfig
 from trainer.data.batches import Batch, Samples
 from trainer.engine.sharded import ShardedStep
 from trainer.engine.state import Entry
-from trainer.engine.step_result import StepFlags
+from trainer.engine.steps import StepFlags
 from trainer.engine.workload import kinds_of
 from trainer.model.blocks import find_blocks
 from trainer.model.sizes import model_bytes, sample_bytes

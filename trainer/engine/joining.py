@@ -1,4 +1,5 @@
-"""Recovery when the world changes: agree on the members, take over the state of the furthest one, and continue."""
+"""How a rank joins a generation, the first one or another after a node was lost or came: agree on the members, take up
+the state of the furthest one, and go on. What a failed step leads to is here, too."""
 
 from __future__ import annotations
 
@@ -48,10 +49,10 @@ def retry_until_formed(session: Session, attempt: Callable[[], None]) -> None:
             return attempt()
         except GroupError as error:
             report_failure(session, error)
-            attempt = partial(recover, session, str(error), error.communication)
+            attempt = partial(join_generation, session, str(error), error.communication)
 
 
-def recover(session: Session, reason: str, communication: bool = False) -> None:
+def join_generation(session: Session, reason: str, communication: bool = False) -> None:
     """Join the next generation, ready for the next step, which may be the last one done again.
 
     Raise `GroupError` if the new group fails as it forms, and `trainer.errors.NoGenerationError` if
@@ -90,7 +91,7 @@ def recover(session: Session, reason: str, communication: bool = False) -> None:
         raise NoGenerationError(f"communication failed {new.attempt} times in a row at step {progress.step}: {reason}")
     if new.chunk is not None:
         session.step.apply_limit(MicroBatchLimit(new.chunk, new.activation_checkpointing))
-    session.reports.enter_world(session.world)
+    session.reports.adopt_world(session.world)
     session.reports.wait_until_open()
     entry = Entry(
         has_state=new.has_state,
@@ -99,7 +100,7 @@ def recover(session: Session, reason: str, communication: bool = False) -> None:
         takers=new.behind,
         resumes=session.config.resume or new.reason != START,
     )
-    enter_world(session, entry)
+    take_up_state(session, entry)
     elastic.has_state_of = new.number
     while session.recent_steps and session.recent_steps[-1]["step"] > session.progress.step:
         session.recent_steps.pop()  # that step will be done, and reported, again
@@ -130,7 +131,7 @@ def _fence(session: Session, generation: int) -> None:
         raise GroupError(str(error), communication=False) from error
 
 
-def enter_world(session: Session, entry: Entry) -> None:
+def take_up_state(session: Session, entry: Entry) -> None:
     """Work in the present world, with the furthest state that is to be had. A collective."""
     world, before = session.world, session.progress.step
     taken = session.workload.enter_world(world, entry, partial(_read_checkpoint, session))
@@ -219,7 +220,7 @@ def use_less_memory(session: Session, error: Exception) -> None:
     elif session.elastic is not None:
         reason = f"out of memory on rank {session.world.rank}"
         session.world.group.fail(reason, communication=False)
-        retry_until_formed(session, partial(recover, session, reason))
+        retry_until_formed(session, partial(join_generation, session, reason))
 
 
 def _report_resume(session: Session, folder: str, changes: list[str]) -> None:
