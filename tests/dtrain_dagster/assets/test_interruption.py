@@ -13,7 +13,7 @@ import pytest
 from dtrain_dagster.assets.common import cancelling_where_asked
 from dtrain_dagster.clusters.base import OWNER, JobSpec
 from dtrain_dagster.clusters.managers import LocalClusterManager
-from dtrain_dagster.definitions import explain_failure
+from dtrain_dagster.support.console import explain_failure
 
 JOB = "train-00000000-11111111"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dagster as dg
 import pytest
 
-from dtrain_dagster.definitions import console
+from dtrain_dagster.support.console import console
 
 
 def said(error: Exception, capfd: pytest.CaptureFixture[str]) -> str:
