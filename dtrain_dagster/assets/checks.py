@@ -1,32 +1,45 @@
-"""The checks: a dataset for leakage, each estimate by what its run took, and the champion by the days after its own
-data."""
+"""The checks of a trained checkpoint, and those that run beside the assets: a dataset for leakage, each estimate by
+what its run took, and the champion by the days after its own data.
+
+Checks that an asset makes as it is made are with it: of prices in `dataset`, of the bill in `costs`, of a version in
+`registry`.
+"""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import sentences
+from dtrain_dagster.assets.common import round_figures, sentences, strategy_table
 from dtrain_dagster.assets.pipeline import Pipeline
+from dtrain_dagster.assets.training_progress import communication_shares
 from dtrain_dagster.automation.retraining import CHAMPION_CHECK, prices_of, registrations
+from dtrain_dagster.costs.plan import TrainingPlan
+from dtrain_dagster.costs.prices import PriceError
+from dtrain_dagster.costs.tracker import CostTracker, overrun
+from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.orders import order_of
 from dtrain_dagster.jobs.progress import code_version
+from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows, with_own_cores
 from dtrain_dagster.planning.history import latest_score, past_scores
 from dtrain_dagster.planning.scoring import Score, learn, summarise_scores
 from dtrain_dagster.resources import ProjectResource, project_resource
+from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.graph_names import GraphNames
 from dtrain_dagster.support.secrets import redact
-from trainer.evaluation.gate import BEYOND_CHANCE, better_baselines
+from trainer.data.manifest import load_manifest
+from trainer.evaluation.gate import BEYOND_CHANCE, better_baselines, gain_of, score_of
 from trainer.rundir import RunDir
 from trainer.storage.open import open_storage
 
 LEAKAGE_CHECK_SECONDS = 300
+COST_CHECK = "cost_within_estimate"
 
 
 def build_leakage_checks(pipeline: Pipeline) -> dg.AssetChecksDefinition:
@@ -230,3 +243,149 @@ def build_champion_holds(names: GraphNames) -> dg.AssetChecksDefinition:
 def _not_judged(why: str, **facts: Any) -> dg.AssetCheckResult:
     """Return a passed check with the reason why the champion was not judged."""
     return dg.AssetCheckResult(passed=True, metadata={**facts, "not_judged": why})
+
+
+def training_checks(key: dg.AssetKey) -> list[dg.AssetCheckSpec]:
+    """Return the checks of a trained checkpoint with this key."""
+    return [
+        dg.AssetCheckSpec(
+            "weights_equal_on_all_ranks",
+            asset=key,
+            blocking=True,
+            description="The final weights of all ranks have one sha256.",
+        ),
+        dg.AssetCheckSpec(
+            "every_sample_used_once",
+            asset=key,
+            blocking=True,
+            description="Each sample of the training split was used exactly once per epoch, no matter which nodes "
+            "were lost: the trainer's records of what it consumed match the dataset's own count. Where samples are "
+            "drawn by weights, each draw was made once; of a stream, whose length nobody knows, each sample that was "
+            "drawn from its sub-streams was used once.",
+        ),
+        dg.AssetCheckSpec(
+            "communication_within_limits",
+            asset=key,
+            description=f"Communication takes at most {COMMUNICATION_LIMIT:.0%} of the time: network time that "
+            "nothing hides, and waiting at collectives. More than that is reported while the job runs; the whole "
+            "job is judged at its end.",
+        ),
+        dg.AssetCheckSpec(
+            COST_CHECK,
+            asset=key,
+            description="The training exceeds its estimate by no more than DTRAIN_OVERRUN_FRACTION. The sensor "
+            "cost_overrun reports it while the training runs, from the cost so far and the projected cost.",
+        ),
+        dg.AssetCheckSpec(
+            "no_baseline_is_better",
+            asset=key,
+            description=f"No baseline is better on the same test windows or rows {BEYOND_CHANCE}.",
+        ),
+    ]
+
+
+def check_training(
+    events: Sequence[dict[str, Any]],
+    result: dict[str, Any],
+    evaluation: dict[str, Any],
+    plan: TrainingPlan,
+    usage: Sequence[NodeUsage],
+) -> list[dg.AssetCheckResult]:
+    """Return the results of `training_checks` for a finished training. ``usage``: of its own nodes."""
+    return [
+        _weights_check(result),
+        _samples_check(result, plan),
+        communication_check(events, plan.job["training"]),
+        _cost_check(usage, plan),
+        _baselines_check(evaluation),
+    ]
+
+
+def _cost_check(usage: Sequence[NodeUsage], plan: TrainingPlan) -> dg.AssetCheckResult:
+    """Return the check of the whole job's cost against its estimate."""
+    limit, estimated = load_settings().overrun_fraction, plan.estimate.usd.expected
+    try:
+        usd = CostTracker("", usage, plan.tier).total_usd
+    except PriceError as error:  # the training is done, whatever it has cost; nobody can say that it was within limits
+        metadata = {"cost": f"not known: {error}", "estimated_usd": round_figures(estimated)}
+        return dg.AssetCheckResult(
+            check_name=COST_CHECK, passed=False, severity=dg.AssetCheckSeverity.WARN, metadata=metadata
+        )
+    over = overrun(usd, estimated)
+    return dg.AssetCheckResult(
+        check_name=COST_CHECK,
+        passed=over <= limit,
+        severity=dg.AssetCheckSeverity.WARN,
+        metadata={
+            "cost": f"{dollars(usd)} ({plan.price_words})",
+            "cost_usd": round_figures(usd),
+            "estimated_usd": round_figures(estimated),
+            "over_estimate_percent": round(100 * over, 1),
+        },
+    )
+
+
+def communication_check(events: Sequence[dict[str, Any]], training: Mapping[str, Any]) -> dg.AssetCheckResult:
+    """Return the check of the whole job's communication against its limit, with the changes that would help."""
+    from dtrain_dagster.monitoring.alerts import communication_alert
+
+    found = settled(windows(events))
+    alert = communication_alert(found, training)
+    unjudged = "ranks share cores: their collectives wait for a core, which says nothing about the network"
+    metadata: dict[str, Any] = {"limit_percent": 100 * COMMUNICATION_LIMIT}
+    metadata |= (
+        communication_shares(shares(found)) if found else {"communication_percent": "not known: no timing was recorded"}
+    )
+    if alert:
+        metadata["strategies"] = dg.MarkdownMetadataValue(strategy_table(alert.strategies))
+    return dg.AssetCheckResult(
+        check_name="communication_within_limits",
+        passed=alert is None,
+        severity=dg.AssetCheckSeverity.WARN,
+        description=alert.sentence if alert else unjudged if found and not with_own_cores(found) else None,
+        metadata=metadata,
+    )
+
+
+def _weights_check(result: dict[str, Any]) -> dg.AssetCheckResult:
+    return dg.AssetCheckResult(
+        check_name="weights_equal_on_all_ranks",
+        passed=bool(result["weights_equal_on_ranks"]),
+        metadata={"sha256": result["weights_sha256"], "ranks": result["world_size"]},
+    )
+
+
+def _samples_check(result: dict[str, Any], plan: TrainingPlan) -> dg.AssetCheckResult:
+    """Return the check that the trainer's records add up to the number of samples in the dataset's manifest, or to
+    that which the script had before the training."""
+    # numpy, which the code location does not need to load
+    from trainer.data.coverage import STREAM, find_coverage_errors, kind_of_data
+
+    own = plan.job.get("script") or load_manifest(open_storage(plan.job["dataset"]["uri"]))
+    count, epochs = own["samples"]["train"], result["consumed"]
+    kind = kind_of_data(plan.job["dataset"].get("dataset_id") or "")
+    wrong = find_coverage_errors(epochs, count, int(result["epochs"]), kind)
+    return dg.AssetCheckResult(
+        check_name="every_sample_used_once",
+        passed=not wrong,
+        metadata={
+            "samples": sum(item["samples"] for item in epochs) if kind == STREAM else count,
+            "epochs": len(epochs),
+            "counted": kind,
+            "wrong": sentences(wrong),
+        },
+    )
+
+
+def _baselines_check(evaluation: dict[str, Any]) -> dg.AssetCheckResult:
+    score, better = score_of(evaluation), better_baselines(evaluation)
+    gains = {name: gain_of(row) for name, row in evaluation["baselines"].items()}
+    untested = [name for name, (gain, t) in gains.items() if gain is not None and t is None]
+    figure = {score: evaluation["model"][score]} if score else {"nll": "not judged: this loss predicts no distribution"}
+    return dg.AssetCheckResult(
+        check_name="no_baseline_is_better",
+        passed=not better,
+        severity=dg.AssetCheckSeverity.WARN,
+        metadata={**figure, "better": sentences(better)}
+        | ({"not_tested_for_chance": sentences(untested)} if untested else {}),
+    )

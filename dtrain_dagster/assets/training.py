@@ -11,11 +11,12 @@ from pathlib import Path
 import dagster as dg
 
 from dtrain_dagster.assets.ceilings import promising, wanted_by_run
+from dtrain_dagster.assets.checks import check_training, training_checks
 from dtrain_dagster.assets.common import cancelling_where_asked, read_finished
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.planning import refuse_plan
 from dtrain_dagster.assets.provisioning import attempts_metadata, leave_queue, provision, queueing
-from dtrain_dagster.assets.training_page import check_training, training_checks, training_page
+from dtrain_dagster.assets.training_page import training_page
 from dtrain_dagster.assets.training_progress import RAISE_BUDGET, follow_training
 from dtrain_dagster.clusters.base import OWNER, ClusterConfig, GPUClusterManager
 from dtrain_dagster.costs.budget import node_seconds_of, write_limit

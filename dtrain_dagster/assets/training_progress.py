@@ -24,7 +24,6 @@ from trainer.errors import DamagedError
 from trainer.printable import visible
 from trainer.rundir import RunDir
 
-COST_CHECK = "cost_within_estimate"
 RAISE_BUDGET = (
     "raise stop_at_usd of cost_estimate (or remove it) and materialize cost_estimate and trained_checkpoint again"
 )

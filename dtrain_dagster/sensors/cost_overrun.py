@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.training_progress import COST_CHECK
+from dtrain_dagster.assets.checks import COST_CHECK
 from dtrain_dagster.costs.ceilings import COMMAND, CeilingError, Stand, describe_stand, describe_users, explain_unknown
 from dtrain_dagster.costs.plan import PLAN, PLANNED_FOR, STOCK_TRAINED
 from dtrain_dagster.costs.prices import STAND_IN, alternatives_to

@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dtrain_dagster.assets.checks import _samples_check
 from dtrain_dagster.assets.dataset import preview_rows
-from dtrain_dagster.assets.training_page import _samples_check
 from dtrain_dagster.automation.retraining import prices_of
 from dtrain_dagster.data import price_file
 from dtrain_dagster.data.build_once import verify_shards

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.assets.training_page import _samples_check
+from dtrain_dagster.assets.checks import _samples_check
 from trainer.data.coverage import digest_of_all, digest_of_stream
 
 WHOLE = {"epoch": 0, "samples": 9, "digest": digest_of_all(9)}

@@ -11,7 +11,7 @@ import dagster as dg
 import pytest
 
 from dtrain_dagster.assets import training_progress
-from dtrain_dagster.assets.training_page import communication_check
+from dtrain_dagster.assets.checks import communication_check
 from dtrain_dagster.assets.training_progress import (
     MOST_NEWS,
     TOLD,
