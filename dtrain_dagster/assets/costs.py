@@ -12,7 +12,6 @@ from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs import export
-from dtrain_dagster.costs.carbon import Footprint, job_footprint
 from dtrain_dagster.costs.export import Rows
 from dtrain_dagster.costs.ledger import Ledger, ledger
 from dtrain_dagster.costs.money import SECOND, digits_of, total_shown
@@ -51,7 +50,6 @@ class Bill:
     """The training and the probes that are paid with it."""
     took: LaunchTotals
     found: Ledger
-    energy: Footprint
     metrics: CostMetrics
     samples_seen: int
     told: Sequence[Reason]
@@ -142,7 +140,6 @@ def bill_training(cluster: GPUClusterResource, cost_estimate: TrainingPlan, job:
         tracker=tracker,
         took=sum_launches(usage, plan.tier),
         found=found,
-        energy=job_footprint([*usage, *plan.probe_usage], events, is_local=cluster.traits.is_this_machine),
         metrics=tracker.metrics(result["epochs"], plan.estimate.usd.expected + tracker.probe_usd),
         samples_seen=result["samples_seen"],
         told=told,
@@ -167,7 +164,6 @@ def _write_reports(rundir: RunDir, bill: Bill) -> None:
         bill.plan.price_note,
         usd_per_1000_samples=bill.usd_per_1000_samples,
         launches=asdict(bill.took),
-        energy=asdict(bill.energy),
         difference={"usd": bill.tracker.training_usd - estimated, "words": bill.why, "reasons": reasons},
     )
     rundir.write_json(COST_REPORT, document)
@@ -215,7 +211,6 @@ def _page(rundir: RunDir, bill: Bill) -> dict[str, Any]:
         **bill.took.last_metadata(),
         "usd_per_epoch": round(bill.metrics.cost_per_epoch, 5),
         "usd_per_1000_samples": round(bill.usd_per_1000_samples, 7),
-        **_energy(bill.energy),
         **_identity(bill.job, bill.plan, bill.tracker),
         **asdict(JobCourse.read(rundir)),
     }
@@ -247,13 +242,6 @@ def _identity(job: FinishedJob, plan: TrainingPlan, tracker: CostTracker) -> dic
         "basis": plan.basis_kind,
         "learned_factor": plan.learned_factor,
     }
-
-
-def _energy(found: Footprint) -> dict[str, Any]:
-    """Return metadata: electricity and, where the grid is known, its carbon, and the basis of both."""
-    carbon = {} if found.kg_co2e is None else {"kg_co2e": float(f"{found.kg_co2e:.3g}")}
-    rests_on = dg.MarkdownMetadataValue(f"- {found.basis}\n- {found.source}")
-    return {"kwh": float(f"{found.kwh:.3g}"), **carbon, "energy_rests_on": rests_on}
 
 
 def _probe(cluster: GPUClusterResource, plan: TrainingPlan, rundir: RunDir) -> Ledger | None:

@@ -23,7 +23,6 @@ from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.cli.screen import Column, pairs_table, plain_table, print_fitted
 from dtrain_dagster.clusters.azure_ml.bill import Marks, Reconciliation, UsageError, read_usage, reconcile
 from dtrain_dagster.costs import export
-from dtrain_dagster.costs.carbon import job_footprint
 from dtrain_dagster.costs.ledger import Ledger, ledger
 from dtrain_dagster.costs.money import SECOND, digits_of, total_shown
 from dtrain_dagster.costs.plan import PLAN, probe_usage_of
@@ -166,7 +165,6 @@ def _show_job(settings: Settings, job_id: str, as_json: bool, as_csv: bool, usag
         events = list(rundir.events(strict=True))
         tracker = CostTracker(settings.cluster_name, usage, tier_of(plan.get("tier", settings.tiers[0])))
         found = ledger(tracker.nodes, events, running, is_script=not rundir.storage.exists(JOB))
-        energy = job_footprint(usage, events, is_local=settings.kind.is_this_machine)
         took = sum_launches(usage, tier_of(plan.get("tier", settings.tiers[0])))
         where = cluster.azure_options().workspace_id if usage_export and settings.cluster == "azure_ml" else ""
         reconciled = _reconciled(usage_export, tracker, job_id, rundir, where) if usage_export else None
@@ -177,7 +175,7 @@ def _show_job(settings: Settings, job_id: str, as_json: bool, as_csv: bool, usag
         click.echo(export.to_csv(export.ledger_rows(found)), nl=False)
     elif as_json:
         epochs = (rundir.read_json(RESULT) or {}).get("epochs") or 0.0
-        more: dict[str, Any] = {"running": running, "energy": asdict(energy), "launches": asdict(took)}
+        more: dict[str, Any] = {"running": running, "launches": asdict(took)}
         if account := manager.describe_account(job_id):
             more["account"] = account
         if reconciled is not None:
@@ -186,8 +184,6 @@ def _show_job(settings: Settings, job_id: str, as_json: bool, as_csv: bool, usag
         print_json(export.cost_document(tracker, found, metrics, words, **more))
     else:
         _print(tracker, found, took, words, expected, running)
-        carbon = "" if energy.kg_co2e is None else f", {energy.kg_co2e:.3g} kg CO2e ({energy.source})"
-        say(f"{energy.kwh:.3g} kWh{carbon}: {energy.basis}")
         for line in manager.describe_account(job_id):
             say(line)
         if reconciled is not None:

@@ -191,7 +191,7 @@ def note_price(planned: PlannedJob, forecast: Forecast, estimate: Estimate) -> s
     if is_of_site(price.sku):
         return (
             f"{figure.usd_per_hour:.2f} USD per node-hour: {price.sku}, from {figure.source} of {figure.recorded_on}. "
-            "The site's price of the partition; for speed and energy, its nodes are taken for that SKU."
+            "The site's price of the partition; for speed, its nodes are taken for that SKU."
         )
     note = f"{figure.usd_per_hour:.2f} USD per node-hour: {price.sku}, {planned.tier}, {price.region}, {figure.how} "
     note += f"{figure.recorded_on}."

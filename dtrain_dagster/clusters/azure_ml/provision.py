@@ -384,7 +384,7 @@ class Provisioner:
         location, ours = region_of(str(self._workspace.location)), region_of()
         if location != ours:
             raise ClusterError(
-                f"workspace {self.options.workspace} is in {location}, and prices and emissions would be those of "
+                f"workspace {self.options.workspace} is in {location}, and prices would be those of "
                 f"{ours}: set DTRAIN_REGION={location}"
             )
 
