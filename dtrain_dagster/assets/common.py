@@ -1,7 +1,7 @@
 """Parts that all assets share: owners, code version, and helpers that build metadata.
 
 The page of an asset is in the order in which one reads: the verdict in a sentence, a picture, three figures, the ten
-best rows, links, the large charts, and the rest. Dagster shows metadata in the order in which it is given;
+best rows, links, and the rest. Dagster shows metadata in the order in which it is given;
 `dtrain_dagster.support.page_entries` says how much of it is in sight.
 
 Assets that pass a value on have no return annotation: Dagster takes a bare ``MaterializeResult`` for one without a
@@ -230,13 +230,6 @@ def table_file(folder: str, name: str, rows: Sequence[Mapping[str, Any]]) -> dg.
     """Write all rows and columns as CSV, and return the file's address. ``folder``: a path or an address of storage."""
     open_storage(folder).write(name, to_csv(rows).encode())
     return dg.MetadataValue.path(f"{folder}/{name}")
-
-
-def charts(pictures: Mapping[str, bytes]) -> dg.MarkdownMetadataValue:
-    """Return large charts (title → SVG), which the UI shows behind a link."""
-    from dtrain_dagster.reports.charts import markdown_image
-
-    return dg.MarkdownMetadataValue("\n\n".join(markdown_image(svg, title) for title, svg in pictures.items()))
 
 
 def links(**addresses: str) -> dict[str, dg.MetadataValue]:

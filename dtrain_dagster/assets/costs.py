@@ -7,7 +7,7 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import best_rows, charts, head_of_page, plan_of, read_finished, with_rest
+from dtrain_dagster.assets.common import best_rows, head_of_page, plan_of, read_finished, with_rest
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import ClusterError
@@ -173,10 +173,7 @@ def _write_reports(rundir: RunDir, bill: Bill) -> None:
 
 def _page(rundir: RunDir, bill: Bill) -> dict[str, Any]:
     """Return metadata: dollars against the estimate, what they bought, by cause and by node, and what that rests on."""
-    from dtrain_dagster.reports import cost_charts
-
-    estimate, words = bill.plan.estimate, bill.plan.price_words
-    low_to_high = (estimate.usd.low, estimate.usd.expected, estimate.usd.high)
+    estimate = bill.plan.estimate
     causes = sorted(export.ledger_rows(bill.found, bill.digits), key=lambda row: -row["usd"])
     nodes = sorted(_by_node(bill.tracker, bill.digits), key=lambda row: -row["usd"])
     notes = [*bill.tracker.notes, *bill.found.notes]
@@ -194,8 +191,6 @@ def _page(rundir: RunDir, bill: Bill) -> dict[str, Any]:
         "ledger": _table(causes, "cause", ("cause", "usd", "percent", "node_seconds")),
         "why": dg.MarkdownMetadataValue(f"{bill.why}\n\n{_reasons_table(bill.told)}"),
         "by_node": _table(nodes, "node", ("node", "purpose", "seconds", "usd")),
-        "bought": charts({"What the dollars bought": cost_charts.ledger_chart(bill.found, words)}),
-        "over_time": charts({"Cost over time": cost_charts.over_time_chart(bill.found, low_to_high, words)}),
         "report": dg.MetadataValue.path(f"{rundir.uri}/{COST_REPORT}"),
         **{name: dg.MetadataValue.path(f"{rundir.uri}/{REPORTS}/{name}.csv") for name in CSV_FILES},
         "price": bill.plan.price_note,

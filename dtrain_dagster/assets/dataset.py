@@ -15,7 +15,6 @@ from dtrain_dagster.assets.common import (
     MOST_ROWS,
     LaunchpadOptions,
     best_rows,
-    charts,
     head_of_page,
     refusing_mistakes,
     sentences,
@@ -92,11 +91,8 @@ def read_prices(
     settings = load_settings()
     with opened_engine(settings.data_engine) as engine:
         given = price_source(config.source or settings.prices)
-        ref = write_prices(given, project.storage_uri, engine=engine, calendar=settings.calendar)
-    manifest = ref.manifest()
-    source, notes = manifest["source"], manifest.get("columns", [])  # older ones have no notes
-    for note in notes:
-        context.log.warning(note)
+        ref = write_prices(given, project.storage_uri, engine=engine)
+    source = ref.manifest()["source"]
     context.log.info(f"{ref.rows:,} rows of {ref.tickers} tickers, {ref.first_date} to {ref.last_date}")
     validation = validated(ref, settings.calendar)
     masks = [dg.TableRecord(asdict(mask)) for mask in validation.masks]
@@ -119,7 +115,6 @@ def read_prices(
         "title": source["title"],
         "licence": source["licence"],
         "notes": source["notes"],
-        **({"columns": sentences(notes)} if notes else {}),
         "sha256": f"{source['sha256'][:16]}…, the full hash is in the manifest",
         "prices_folder": dg.MetadataValue.path(str(ref.path.parent)),
     }
@@ -199,8 +194,6 @@ def show_dataset(
     context: dg.AssetExecutionContext, project: ProjectResource, built: BuiltDataset, engine: str
 ) -> dg.MaterializeResult:
     """Return a dataset as an asset, once it is where the nodes read it."""
-    from dtrain_dagster.reports.charts import dataset_picture
-
     context.log.info(
         f"dataset {built.dataset_id}: {built.rows:,} rows, samples {built.samples}"
         + ("" if built.built else "; it already existed, so nothing was rebuilt")
@@ -219,7 +212,6 @@ def show_dataset(
             {
                 **dataset_head(built, "" if built.built else "; it already existed"),
                 "preview": _preview(preview_rows(built.uri)),
-                "charts": charts({"Prices and splits": dataset_picture(built.uri)}),
                 "dagster/row_count": built.rows,
                 "dagster/column_schema": dg.TableSchema(
                     [

@@ -7,7 +7,7 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import MOST_ROWS, best_rows, charts, head_of_page, table_file
+from dtrain_dagster.assets.common import MOST_ROWS, best_rows, head_of_page, table_file
 from dtrain_dagster.assets.provisioning import attempts_metadata
 from dtrain_dagster.clusters.base import GPUClusterManager
 from dtrain_dagster.costs.estimate import Forecast
@@ -105,10 +105,8 @@ def choices_dots(table: Choices) -> str:
 
 def choices_metadata(table: Choices, fingerprint: str, storage_uri: str) -> dict[str, Any]:
     """Return ``choice`` (`explain_choice`), ``choices`` (the cheapest ones and the planned one), ``choices_file`` (all
-    of them, as CSV), ``choices_picture``, ``choices_rest_on`` and ``choices_not_available``, each only where it is not
+    of them, as CSV), ``choices_rest_on`` and ``choices_not_available``, each only where it is not
     empty."""
-    from dtrain_dagster.reports.cost_charts import choices_chart
-
     metadata: dict[str, Any] = {}
     if table.rows:
         metadata["choice"] = explain_choice(table)
@@ -119,7 +117,6 @@ def choices_metadata(table: Choices, fingerprint: str, storage_uri: str) -> dict
         metadata["choices"] = best_rows(shown, SHOWN)
         rows = [_row(choice) for choice in table.rows]
         metadata["choices_file"] = table_file(f"{storage_uri}/plans/{fingerprint}", "choices.csv", rows)
-        metadata["choices_picture"] = charts({"Cost against time of every choice": choices_chart(table)})
     metadata["choices_rest_on"] = dg.MarkdownMetadataValue(_rest_on(table))
     if table.not_available:
         missing = [

@@ -10,7 +10,6 @@ import dagster as dg
 
 from dtrain_dagster.assets.common import (
     best_rows,
-    charts,
     head_of_page,
     links,
     page_of,
@@ -42,7 +41,6 @@ def training_page(
     job_url: str,
 ) -> dict[str, Any]:
     """Return the page of a finished training. ``usage``: of its own nodes."""
-    from dtrain_dagster.reports.charts import calibration_chart, skill_chart, training_curves
     from dtrain_dagster.reports.kind_scores import figures_table, has_kind_scores
 
     steps, evaluations = ([item for item in events if item["kind"] == kind] for kind in ("step", "evaluation"))
@@ -67,10 +65,6 @@ def training_page(
     elif has_kind_scores(evaluation):
         metadata["scores"] = dg.MarkdownMetadataValue(figures_table(evaluation))
     metadata |= links(dashboard=job_url, studio=studio_url((rundir.read_json(LAUNCH) or {}).get("studio_url")))
-    metadata["curves"] = charts({"Training curves": training_curves(steps, evaluations)})
-    if model.get("nll") is not None:
-        metadata["skill"] = charts({"Skill against the baselines": skill_chart(model, evaluation["baselines"])})
-        metadata["calibration"] = charts({"Calibration": calibration_chart(evaluation["calibration"])})
     metadata["notes"] = dg.MarkdownMetadataValue("\n".join(f"- {in_markdown(note)}" for note in evaluation["notes"]))
     metadata["membership"] = dg.MarkdownMetadataValue(membership_table(history))
     rest: dict[str, Any] = {

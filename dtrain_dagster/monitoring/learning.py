@@ -1,15 +1,14 @@
 """Where a training was best on its validation split, and whether it overfits since. Pure.
 
-One function decides for the live page, the saved page and the pictures of the report, so that they never differ.
+One function decides for the live page and the saved page, so that they never differ.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 OVERFIT_SHARE, RECOVERED_SHARE = 0.10, 0.05
 """The part of what the validation loss had gained by which it must have risen again for a training to overfit, and
@@ -98,18 +97,3 @@ def _words(state: LearningState, best: Evaluation, later: Sequence[Evaluation]) 
     if state is LearningState.WORSENING:
         return f"{at} It has risen by {rise} since, and the training loss has risen as well: lower the learning rate."
     return f"Overfitting: {at[0].lower()}{at[1:]} It has risen by {rise} since, while the training loss fell. {kept}"
-
-
-def evaluations_of(rows: Iterable[Mapping[str, Any]]) -> list[Evaluation]:
-    """Return the evaluations of the validation split among the rows of events, in order of steps, without losses that
-    are no numbers."""
-    found = [
-        Evaluation(step=int(row["step"]), loss=float(row["loss"]))
-        for row in rows
-        if row.get("split") == "valid" and row.get("step") is not None and _is_finite(row.get("loss"))
-    ]
-    return sorted(found, key=lambda item: item.step)
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

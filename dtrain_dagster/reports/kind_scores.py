@@ -1,6 +1,6 @@
 """The test figures of a model of rows beside its baselines'. Pure.
 
-Pages of assets and the terminal show them. The figures of windows of prices have charts instead: `charts`.
+Pages of assets and the terminal show them.
 """
 
 from __future__ import annotations

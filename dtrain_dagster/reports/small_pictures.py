@@ -1,8 +1,7 @@
 """Pictures of a few hundred characters, which Dagster's UI shows where they stand.
 
-It shows Markdown of less than 1000 characters in place, and a link to anything longer; the large charts are behind that
-link. Colours and letters are of middle brightness, since a page is light or dark and a picture does not learn which.
-Pure.
+It shows Markdown of less than 1000 characters in place, and a link to anything longer. Colours and letters are of
+middle brightness, since a page is light or dark and a picture does not learn which. Pure.
 """
 
 from __future__ import annotations

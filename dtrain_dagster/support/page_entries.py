@@ -15,13 +15,13 @@ import dagster as dg
 IN_SIGHT = 8
 """The entries that a page begins with; `MORE` and `FACTS` are the last two."""
 MORE, FACTS = "more", "facts"
-"""The entry with all further charts and tables, and the one with all values and tables of the page as data."""
+"""The entry with all further tables and Markdown, and the one with all values and tables of the page as data."""
 PAGE_PIXELS, BORDER_PIXELS, LETTER_PIXELS = 270, 26, 7.8
 """The room of a table on a page at a width of 1280 pixels, and what a column and a letter take of it."""
 
 
 def fit_page(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a page with its first entries as they are; further charts, tables and links in one, and all values in
+    """Return a page with its first entries as they are; further tables, Markdown and links in one, and all values in
     another. Paths are no first entries: the UI does not break them, and cuts all lines at the side for one. Entries
     that Dagster itself reads stay."""
     own = [name for name in entries if not name.startswith("dagster/")]

@@ -29,7 +29,6 @@ from dtrain_dagster.data.prices import iter_tickers, write_prices
 from dtrain_dagster.data.publish import publish_dataset
 from dtrain_dagster.data.sources import PriceFile, price_source
 from dtrain_dagster.planning.tuned_settings import _dataset_id
-from dtrain_dagster.reports.charts import dataset_picture
 from tests.abuse import hostile_data
 from trainer.data.manifest import check_manifest
 from trainer.data.shards import DatasetError, DataShardManager
@@ -142,7 +141,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "a training": lambda folder: DataShardManager(str(folder), folder.parent / "cache"),
     "a check of shards": lambda folder: verify_shards(str(folder)),
     "a preview": lambda folder: preview_rows(str(folder)),
-    "a picture": lambda folder: dataset_picture(str(folder)),
     "publishing": lambda folder: publish_dataset(str(folder), folder.name, str(folder.parent / "shared")),
     "prices of a training": lambda folder: prices_of(str(folder.parent), folder.name),
     "samples of a training": lambda folder: _samples_check({"consumed": [], "epochs": 0}, _plan(folder)),

@@ -23,16 +23,16 @@ def kind_of(name: str, value: Any) -> str:
     if isinstance(value, dg.MarkdownMetadataValue):
         if "![" not in plain:
             return "link" if plain.startswith("[") else "words"
-        return "picture" if len(plain) < SHOWN_IN_PLACE else "charts"
+        return "picture" if len(plain) < SHOWN_IN_PLACE else "rest"
     kinds = {dg.TableMetadataValue: "table", dg.UrlMetadataValue: "link", dg.PathMetadataValue: "file"}
     return kinds.get(type(value), "figure" if isinstance(plain, int | float | str) else "rest")
 
 
-def check_order(page: Mapping[str, Any], links: int, has_charts: bool = True) -> None:
-    """Fail for a page that is not: verdict, picture, three figures, the best rows, this many links, charts, the rest;
+def check_order(page: Mapping[str, Any], links: int) -> None:
+    """Fail for a page that is not: verdict, picture, three figures, the best rows, this many links, the rest;
     and for a table that is cut off at its side or goes on for pages."""
     kinds = [kind_of(name, value) for name, value in page.items()]
-    begin = [*HEAD, *["link"] * links, *["charts"] * has_charts]
+    begin = [*HEAD, *["link"] * links]
     assert kinds[: len(begin)] == begin, dict(zip(page, kinds, strict=True))
     assert "link" not in kinds[len(HEAD) + links :]
     assert "file" in kinds, "which has all rows"

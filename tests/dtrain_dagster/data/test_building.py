@@ -21,7 +21,6 @@ from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.features import FEATURES, TARGET
 from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset
 from dtrain_dagster.data.validation import Mask, Validation, validate_prices
-from dtrain_dagster.reports.charts import dataset_picture
 from trainer.data.shards import DatasetError, DataShardManager
 
 NOTHING = Validation(checks=(), masks=())
@@ -202,14 +201,10 @@ def test_no_calendar_has_one_name(small: Panel, tmp_path: Path) -> None:
     assert one.manifest()["calendar"] is None
 
 
-def test_the_preview_shows_rows_and_the_picture_names_splits(small: Panel) -> None:
+def test_the_preview_shows_rows(small: Panel) -> None:
     rows = preview_rows(small.dataset.uri)
     assert [row["ticker"] for row in rows] == ["AAA"] * 10
     assert list(rows[0]) == [column["name"] for column in small.dataset.manifest()["columns"]]
-    picture = dataset_picture(small.dataset.uri).decode()
-    assert picture.rstrip().endswith("</svg>")
-    for text in (*(f"{split}: {count:,} windows" for split, count in small.dataset.samples.items()), "masked days"):
-        assert text in picture
 
 
 BUILD = """

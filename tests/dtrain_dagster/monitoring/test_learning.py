@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dtrain_dagster.monitoring.learning import Evaluation, LearningState, evaluations_of, judge_learning
+from dtrain_dagster.monitoring.learning import Evaluation, LearningState, judge_learning
 
 
 def curve(*losses: float, training: tuple[float, ...] = ()) -> list[Evaluation]:
@@ -62,11 +62,3 @@ def test_the_words_name_the_best_epoch_and_what_it_costs_to_go_on() -> None:
 def test_losses_that_are_no_numbers_are_left_out() -> None:
     assert judge_learning([]) is None
     assert judge_learning(curve(math.nan)) is None
-    rows = [
-        {"split": "valid", "step": 20, "loss": 1.0},
-        {"split": "valid", "step": 10, "loss": 2.0},
-        {"split": "test", "step": 20, "loss": 0.1},
-        {"split": "valid", "step": 30, "loss": None},
-        {"split": "valid", "step": 40, "loss": math.inf},
-    ]
-    assert [item.step for item in evaluations_of(rows)] == [10, 20]

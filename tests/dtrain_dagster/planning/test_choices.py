@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import matplotlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +20,6 @@ from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.prices import price_of, price_table
 from dtrain_dagster.planning.build_plan import Limits
 from dtrain_dagster.planning.choices import Choices, PlanChoice, compare_choices, explain_choice, misses, remedies
-from dtrain_dagster.reports.cost_charts import MOST_NUMBERED, choices_chart
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars
 from tests.dtrain_dagster.planning.planned_nodes import planned_on
@@ -273,28 +271,10 @@ def test_a_budget_refuses_and_makes_nothing_slower(forecast: Amdahl, given: dict
     assert before is None or cheapest_of(table_of(forecast, **(given | {"budget": None}))) == before
 
 
-@pytest.mark.parametrize(
-    "shown",
-    [
-        {"prices": [PRICES[T4]], "node_counts": (1,)},
-        {"deadline": 1.0, "budget": 1e6},
-        {"prices": ROWS, "tiers": BOTH, "deadline": 5 * HOUR, "budget": 40.0},
-    ],
-)
-def test_the_picture_of_few_and_many_choices_names_what_matters(shown: dict[str, Any]):
-    table = table_of(**shown)
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        text = choices_chart(table).decode()
-    assert ("cheapest that fits" in text) is (table.cheapest is not None)
-    assert table.pareto[0].name in text
-    assert ("deadline: 1 s, beyond this picture" in text) is (shown.get("deadline") == 1.0)
-    assert len(re.findall(r"\d × \w+ \([\w ]+\): ", text)) <= MOST_NUMBERED
-
-
 def test_metadata_shows_the_planned_and_the_cheapest_row_and_is_json(tmp_path: Path):
     whole = table_of(tiers=BOTH, deadline=5 * HOUR, budget=100.0)
     metadata = choices_metadata(whole, "abc", str(tmp_path))
-    assert set(metadata) == {"choices_rest_on", "choice", "choices", "choices_file", "choices_picture"}
+    assert set(metadata) == {"choices_rest_on", "choice", "choices", "choices_file"}
     file = Path(metadata["choices_file"].path)
     assert file == tmp_path / "plans" / "abc" / "choices.csv"
     assert len(file.read_text().splitlines()) == 1 + len(whole.rows), "all of them, below a head"
@@ -304,7 +284,6 @@ def test_metadata_shows_the_planned_and_the_cheapest_row_and_is_json(tmp_path: P
     assert metadata["choice"].startswith(f"This plan runs on {planned['choice']}: ")
     assert f"Of all choices the cheapest is {cheapest['choice']}: " in metadata["choice"]
     assert [row["usd"] for row in rows] == sorted(row["usd"] for row in rows)
-    assert metadata["choices_picture"].md_str.startswith("![Cost against time")
     none = choices_metadata(table_of(prices=[price_of(V100)]), "abd", str(tmp_path))
     assert set(none) == {"choices_rest_on", "choices_not_available"}
     assert asdict(table_of())["rows"][0]["sku"] == T4

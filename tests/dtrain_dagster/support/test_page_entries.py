@@ -6,7 +6,7 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import best_rows, charts, links
+from dtrain_dagster.assets.common import best_rows, links
 from dtrain_dagster.support.page_entries import FACTS, IN_SIGHT, MORE, fit_page, fitting_columns, read_entries
 
 ROWS = [
@@ -26,7 +26,7 @@ PAGE: dict[str, Any] = {
     "rows": best_rows(ROWS),
     **links(dashboard="http://127.0.0.1:8060/jobs/one"),
     "tags": dg.MetadataValue.json({"dataset_id": "abc"}),
-    "charts": charts({"Curves": b"<svg/>"}),
+    "charts": dg.MarkdownMetadataValue("![Curves](data:image/svg+xml;base64,)"),
     "words": dg.MarkdownMetadataValue("- one"),
     "table": best_rows(ROWS),
     **{f"further_{number}": number for number in range(20)},
