@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.errors import DataError, refuse
-from dtrain_dagster.data.price_columns import is_nameless
 from dtrain_dagster.data.row_splits import (
     MOST_NAMES,
     SPLIT_NAMES,
@@ -313,9 +312,7 @@ class LearnedTable:
         )
         if name in self.categories:
             category = self.categories[name]
-            if is_nameless(name) and category.values:
-                self.problems.append(f"the column {name!r} is an index without a name: give it one, or {leave}")
-            elif category.problem:
+            if category.problem:
                 self.problems.append(f"the column {name!r} {category.problem}, or {leave}")
             elif not category.values:
                 self.excluded[name] = "has no value in the training split"
@@ -325,12 +322,6 @@ class LearnedTable:
                 self.notes.append(like_id)
             return
         number = self.numbers[name]
-        if name in self.table.index:
-            if number.is_counter:
-                self.excluded[name] = "counts rows, as the index of a table does"
-                return
-            if is_nameless(name):
-                self.problems.append(f"the column {name!r} is an index without a name: give it one, or {leave}")
         if number.missing and self.params.missing == "refuse":
             self.problems.append(
                 f"the column {name!r} lacks {number.missing} numbers (the first in row {number.first_missing}, counted "
@@ -343,10 +334,6 @@ class LearnedTable:
             self.excluded[name] = "has no value in the training split"
         elif not number.std and not number.missing_train:
             self.excluded[name] = "does not vary over the training split"
-        elif number.is_in_order:
-            self.notes.append(
-                f"{name} counts the rows in their order: if it measures nothing, leave it out (--drop {name})"
-            )
         elif self.table.types[name] == "integer" and number.is_like_id:
             self.notes.append(like_id)
 

@@ -1,6 +1,8 @@
 """The views of a database over a user's price file: its cells as texts, then one row per ticker and day, then checked.
 
-Which column is what is decided in `dtrain_dagster.data.price_columns`; writing is `dtrain_dagster.data.prices`.
+A file has one of two layouts: the columns ``date``, ``ticker``, ``adj_close`` and any of `EXTRA`; or ``date`` and a
+column of adjusted closes per ticker. A column of the second layout that does not look like a ticker is refused: it
+would be trained on as one. Writing is `dtrain_dagster.data.prices`.
 """
 
 from __future__ import annotations
@@ -8,25 +10,15 @@ from __future__ import annotations
 import datetime
 import math
 import re
-import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dtrain_dagster.data.errors import DataError, refuse
-from dtrain_dagster.data.price_columns import (
-    ADJUSTED,
-    EXTRA,
-    Name,
-    PriceColumns,
-    find_columns,
-    level_names,
-    pair_of,
-)
 
 if TYPE_CHECKING:
     import duckdb
-    import pyarrow as pa
 
     from dtrain_dagster.data.price_file import GivenFile
 
@@ -39,34 +31,33 @@ COLUMN_MEMORY = 0.75
 """Further megabytes for each column: of a wide file the engine holds a part of each column at a time."""
 _MANY_COLUMNS = 100
 """The number of columns from which on one thread reads, since each thread holds a part of each column."""
+DATE, TICKER, ADJUSTED = "date", "ticker", "adj_close"
+EXTRA = ("open", "high", "low", "close", "volume")
+_LAYOUTS = "give the columns date, ticker and adj_close, or date and a column of adjusted closes per ticker"
+_FIELD = re.compile(
+    "adj(usted|close)?|close|prices?|volume|vwap|dividends?|splits?|symbol|ticker|date|day|datetime|timestamp|year|"
+    "quarter|month|week|weekday|hour|minute|time"
+)
+"""Words in names of fields, which no ticker has."""
+_FIELD_OR_TICKER = re.compile("open|high|low|last|vol|id|index|idx|row")
+"""Words that are names of fields, and in capitals of tickers."""
+_NAMELESS = re.compile(r"__index_level_\d+__|unnamed: *\d+(\.\d+)?|level_\d+|", re.IGNORECASE)
 _LONGEST_TICKER = 64
 _NAME = f"a name of {_LONGEST_TICKER} letters at most, on one line"
 _CSV_BUFFER = 8 << 20
-_MOST_HEADERS = 3
-"""Lines of a header with two levels of names, and the line that names the column of dates."""
-_DAY = r"^\s*(\d{4}[-/]\d{1,2}[-/]\d{1,2})"
-_TIME = r"([T ]+(\d{1,2}:\d{2}(:\d{2}([.,]\d+)?)?))?"
-_ZONE = r"\s*(Z|[+-]\d{2}(:?\d{2})?|[A-Z]{2,5}|[A-Za-z]+/[A-Za-z_/+-]+\d*)?\s*$"
-_WHEN = f"{_DAY}{_TIME}{_ZONE}"
-"""A day as its first group, the time of that day as its third, and the zone as its sixth."""
-_UTC = ("UTC", "GMT", "Zulu", "Universal", "UCT", "Greenwich", "GMT0", "GMT+0", "GMT-0")
-_NUMBER = re.compile(r"[-+.\d]")
-_OFFSET = re.compile(r"([+-])(\d{2}):?(\d{2})")
+_WHEN = r"^\s*(\d{4}[-/]\d{1,2}[-/]\d{1,2})([T ]0{1,2}:00(:00([.]0+)?)?)?\s*$"
+"""A day as its first group, perhaps with its midnight. Another time may be of another day, in the exchange's zone."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileColumns:
-    """The columns of a file as the engine has them."""
+@dataclass(frozen=True, slots=True)
+class PriceColumns:
+    """The places of columns in a file."""
 
-    names: Sequence[Name]
-    texts: Sequence[str]
-    """The SQL of each column's cells as text; a time with a zone is shown in that zone."""
-    index: frozenset[str]
-    """The names of those that pandas has written as its index."""
-    days: frozenset[int]
-    """The places of those that hold a day or a time, as far as that is known without reading them."""
-    headers: int
-    """The lines of the header; 0 of Parquet."""
+    date: int
+    ticker: int | None
+    """None where each ticker has a column of its own."""
+    prices: Mapping[str, int]
+    """The places of ``adj_close`` and of `EXTRA`, as far as they are there; or of each ticker's adjusted closes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,56 +66,74 @@ class PriceViews:
 
     origin: str
     headers: int
+    """The lines of the header; 0 of Parquet."""
     numbers: tuple[str, ...]
     """The columns of ``clean`` that are numbers, the price first."""
-    notes: tuple[str, ...]
-    """What a person should know of the choice of columns."""
-    calendar: str | None
-    """The exchange in whose zone the days are; None where they are as the file shows them."""
 
     def place(self, line: int) -> str:
         """Return the words for a row of ``clean``."""
         return _place(line, self.headers)
 
 
-def make_views(
-    database: duckdb.DuckDBPyConnection, given: GivenFile, memory_limit: int, calendar: str | None
-) -> PriceViews:
+def find_columns(names: Sequence[str]) -> PriceColumns:
+    """Return what the columns of these names are, apart from case, blanks, ``-`` and ``_``. Pure. Raise `DataError`,
+    which names the column and the remedy."""
+    keys = [re.sub(r"[ _-]+", "_", name.strip().lstrip("\ufeff").lower()) for name in names]
+    count = Counter(keys)
+    if twice := [name for name, key in zip(names, keys, strict=True) if count[key] > 1 and not is_nameless(name)]:
+        raise DataError(
+            f"two columns are called {twice[0]!r}, apart from case, '-' and '_'; rename one, or leave it out"
+        )
+    places = {key: place for place, key in enumerate(keys)}
+    shown = f"{list(names[:8])}{' …' if len(names) > 8 else ''}"
+    if DATE not in places:
+        raise DataError(f"there is no column 'date' among {shown}: {_LAYOUTS}")
+    date = places[DATE]
+    if TICKER in places:
+        if ADJUSTED not in places:
+            raise DataError(
+                f"there is no column 'adj_close' among {shown}: give the closes that are adjusted for splits and "
+                "dividends this name"
+            )
+        return PriceColumns(date, places[TICKER], {key: places[key] for key in (ADJUSTED, *EXTRA) if key in places})
+    if ADJUSTED in places:
+        raise DataError(f"there is a column 'adj_close' but no column 'ticker' among {shown}: {_LAYOUTS}")
+    prices = {name: place for place, name in enumerate(names) if place != date}
+    if not prices:
+        raise DataError(f"there is no column besides {names[date]!r}; add one column of prices per ticker")
+    odd = next((name for name in prices if not _may_be_ticker(name)), None)
+    if odd is not None:
+        raise DataError(
+            f"every column besides the date is a ticker, and {odd!r} does not look like one: leave it out (index=False "
+            f"for the index of a table), rename it, or {_LAYOUTS}"
+        )
+    return PriceColumns(date, None, prices)
+
+
+def _may_be_ticker(name: str) -> bool:
+    words = re.split(r"[\W_]+", name.lower())
+    if is_nameless(name) or any(map(_FIELD.fullmatch, words)):
+        return False
+    return not any(map(_FIELD_OR_TICKER.fullmatch, words)) or (name.isupper() and len(words) == 1)
+
+
+def is_nameless(name: str) -> bool:
+    """Return whether a name is none: empty, or what programs call an index that has none. Pure."""
+    return bool(_NAMELESS.fullmatch(name.strip().lstrip("\ufeff")))
+
+
+def make_views(database: duckdb.DuckDBPyConnection, given: GivenFile, memory_limit: int) -> PriceViews:
     """Create the view ``clean``: line (counted from 1), ticker, date and numbers of each row.
 
-    ``calendar``: the exchange in whose zone a time in UTC has its day. Raise `DataError` for columns and cells that
-    cannot be used, and what the engine raises for a file that is none.
+    Raise `DataError` for columns and cells that cannot be used, and what the engine raises for a file that is none.
     """
-    found = _load(database, given, memory_limit)
+    names, cells, headers = _load(database, given, memory_limit)
     try:
-        columns = find_columns(found.names, found.index, found.days)
-        tickers, notes = _without_counters(database, found, columns)
-        zone = _zone_of_days(database, found, columns.date, calendar)
-        numbers = _to_long(database, found, columns, tickers)
-        _refuse_bad_cells(database, numbers, found.headers, zone)
+        numbers = _to_long(database, find_columns(names), names, cells)
+        _refuse_bad_cells(database, numbers, headers)
     except DataError as error:
         raise DataError(f"{given.origin}: {error}") from None
-    return PriceViews(
-        origin=given.origin,
-        headers=found.headers,
-        numbers=numbers,
-        notes=(*columns.notes, *notes),
-        calendar=calendar if zone else None,
-    )
-
-
-def open_calendar(code: str, **bounds: Any) -> Any:
-    """Return an exchange's calendar. Raise `DataError` for an unknown one, ValueError where it has no such days."""
-    import exchange_calendars as xc
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of pandas, about how this package uses it
-            return xc.get_calendar(code, **bounds)
-    except xc.errors.InvalidCalendarName as error:
-        raise DataError(
-            f"DTRAIN_CALENDAR={code!r} is not an exchange calendar: use a code such as XNYS or XLON, or none"
-        ) from error
+    return PriceViews(origin=given.origin, headers=headers, numbers=numbers)
 
 
 def refuse_bad_rows(database: duckdb.DuckDBPyConnection, views: PriceViews) -> None:
@@ -150,8 +159,9 @@ def refuse_bad_rows(database: duckdb.DuckDBPyConnection, views: PriceViews) -> N
         )
 
 
-def _load(database: duckdb.DuckDBPyConnection, given: GivenFile, memory_limit: int) -> FileColumns:
-    """Create the view ``raw`` of the file's cells, with ``__line`` counting rows from 1; return its columns."""
+def _load(database: duckdb.DuckDBPyConnection, given: GivenFile, memory_limit: int) -> tuple[list[str], list[str], int]:
+    """Create the view ``raw`` of the file's cells, with ``__line`` counting rows from 1; return the names of its
+    columns, the SQL of each one's cells as text, and the lines of the header."""
     path = given.engine_path  # made here: nothing in it needs quoting
     reader = (
         f"read_parquet('{path}')"
@@ -159,86 +169,33 @@ def _load(database: duckdb.DuckDBPyConnection, given: GivenFile, memory_limit: i
         else f"read_csv('{path}', all_varchar=true, header=false, null_padding=true, quote='\"', escape='\"', "
         f"buffer_size={_CSV_BUFFER}, compression='{given.packing}')"
     )
-    columns = [row[0] for row in database.execute(f"DESCRIBE SELECT * FROM {reader}").fetchall()]
+    columns = database.execute(f"DESCRIBE SELECT * FROM {reader}").fetchall()
     if len(columns) > MOST_COLUMNS:
         raise DataError(f"{given.origin} has {len(columns):,} columns; at most {MOST_COLUMNS:,} are read")
     threads = 1 if len(columns) > _MANY_COLUMNS else 2
     memory = memory_limit + math.ceil(COLUMN_MEMORY * len(columns))
     database.execute(f"SET memory_limit='{memory}MB'; SET threads={threads}")
     database.execute("SET lock_configuration=true")
-    cells = [f"{_quoted(name)}" for name in columns]
+    cells = [_quoted(column[0]) for column in columns]
     numbered = f'SELECT row_number() OVER () AS "__line", * FROM {reader}'
     if given.is_parquet:
+        if zoned := [column[0] for column in columns if column[1] == "TIMESTAMP WITH TIME ZONE"]:
+            raise DataError(f"{given.origin}: {zoned[0]} has times with a zone: convert them to dates")
         database.execute(f"CREATE VIEW raw AS {numbered}")
-        return _parquet_columns(database, given.parquet_schema(), cells, given.origin)
-    head = database.execute(f"SELECT * FROM {reader} LIMIT {_MOST_HEADERS + 1}").fetchall()
-    names, headers = _csv_names(head)
+        return given.parquet_schema().names, [f"{cell}::VARCHAR" for cell in cells], 0
     database.execute(
-        f'CREATE VIEW raw AS SELECT "__line" - {headers} AS "__line", {", ".join(cells)} FROM ({numbered}) '
-        f'WHERE "__line" > {headers}'
+        f'CREATE VIEW raw AS SELECT "__line" - 1 AS "__line", {", ".join(cells)} FROM ({numbered}) WHERE "__line" > 1'
     )
+    head = database.execute(f"SELECT * FROM {reader} LIMIT 1").fetchone() or ()
+    names = [str(name or "").strip() for name in head]
     for place, name in enumerate(names):
-        if place and not str(name).strip():
+        if place and not name:
             found = database.execute(f'SELECT min("__line") FROM raw WHERE {cells[place]} IS NOT NULL').fetchall()[0][0]
             if found:
                 raise DataError(
-                    f"{given.origin}: {_place(found, headers)} has a cell in column {place + 1}, which has no name"
+                    f"{given.origin}: {_place(found, 1)} has a cell in column {place + 1}, which has no name"
                 )
-    is_dated = len(head) > headers and re.match(_DAY, head[headers][0] or "")
-    return FileColumns(
-        names=names, texts=cells, index=frozenset(), days=frozenset([0] if is_dated else []), headers=headers
-    )
-
-
-def _csv_names(head: Sequence[tuple[Any, ...]]) -> tuple[list[Name], int]:
-    """Return the names of the columns of a CSV file, and the lines of its header, by its first lines. Pure. Columns
-    with two levels of names have a line for each, and mostly a third that names the dates."""
-    lines = [[str(cell or "").strip() for cell in line] for line in head]
-    if not lines:
-        return [], 1
-    if len(lines) > 2 and lines[0][1:] and all(lines[1][1:]) and not re.match(_DAY, lines[1][0]):
-        levels: list[Name] = list(zip(lines[0][1:], lines[1][1:], strict=True))
-        if all(pair is not None and not _NUMBER.match(pair[0]) for pair in map(pair_of, levels)):
-            is_third = bool(lines[2][0]) and not any(lines[2][1:])
-            return [lines[2][0] if is_third else "", *levels], _MOST_HEADERS if is_third else _MOST_HEADERS - 1
-    return list(lines[0]), 1
-
-
-def _parquet_columns(
-    database: duckdb.DuckDBPyConnection, schema: pa.Schema, cells: Sequence[str], origin: str
-) -> FileColumns:
-    """Return the columns of a Parquet file. Raise `DataError` for a time zone that is not known."""
-    import pyarrow as pa
-
-    texts, days = [], set()
-    for place, (field, cell) in enumerate(zip(schema, cells, strict=True)):
-        if pa.types.is_temporal(field.type):
-            days.add(place)
-        zone = field.type.tz if pa.types.is_timestamp(field.type) else None
-        texts.append(f"{cell}::VARCHAR" if zone is None else _shown_in(database, zone, cell, f"{origin}: {field.name}"))
-    index = (schema.pandas_metadata or {}).get("index_columns", ())
-    return FileColumns(
-        names=[level_names(name) for name in schema.names],
-        texts=texts,
-        index=frozenset(name for name in index if isinstance(name, str)),
-        days=frozenset(days),
-        headers=0,
-    )
-
-
-def _shown_in(database: duckdb.DuckDBPyConnection, zone: str, cell: str, what: str) -> str:
-    """Return the SQL of a time as text, as it is in its zone; one in UTC says so."""
-    shown, form = f"timezone('UTC', {cell})", "'%Y-%m-%d %H:%M:%S'"
-    name = zone.removeprefix("Etc/")
-    offset = _OFFSET.fullmatch(zone)
-    if name in _UTC or (offset and not int(offset[2] + offset[3])):
-        return f"strftime({shown}, {form}) || 'Z'"
-    if offset:
-        minutes = int(f"{offset[1]}{int(offset[2]) * 60 + int(offset[3])}")
-        return f"strftime({shown} + INTERVAL '{minutes} minutes', {form})"
-    if not database.execute("SELECT count(*) FROM pg_timezone_names() WHERE name = ?", [zone]).fetchall()[0][0]:
-        raise DataError(f"{what} is in the time zone {zone!r}, which is not known: convert it to dates first")
-    return f"strftime(timezone('{zone}', {cell}), {form})"
+    return names, cells, 1
 
 
 def _quoted(name: str) -> str:
@@ -246,113 +203,33 @@ def _quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
-def _literal(text: str) -> str:
-    """Return a text in SQL."""
-    return "'" + text.replace("'", "''") + "'"
-
-
 def _place(line: int, headers: int) -> str:
     return f"line {line + headers}" if headers else f"row {line}"
 
 
-def _without_counters(
-    database: duckdb.DuckDBPyConnection, found: FileColumns, columns: PriceColumns
-) -> tuple[Mapping[str, Mapping[str, int]], list[str]]:
-    """Return the columns of each ticker, and notes: of columns that may be the index of a table, one that counts rows
-    is left out, and another is a ticker if that can be. Raise `DataError` where it cannot."""
-    tickers, notes = dict(columns.series), []
-    for place, surely in columns.counters.items():
-        name, text = str(found.names[place]), f"trim({found.texts[place]})"
-        filled, different, whole = database.execute(
-            f"SELECT count(*), count(DISTINCT x), coalesce(bool_and(x = floor(x)), false) FROM "
-            f"(SELECT TRY_CAST({text} AS DOUBLE) AS x FROM raw WHERE {text} <> '')"
-        ).fetchall()[0]
-        if whole and filled == different:
-            notes.append(f"the column {name!r} counts rows, as the index of a table does: it is left out")
-        elif filled and surely:
-            raise DataError(
-                f"the column {name!r} is the index of a table, not a ticker: leave it out (index=False), or give it "
-                "a name"
-            )
-        elif filled:
-            tickers[name] = {ADJUSTED: place}
-    if not tickers:
-        raise DataError("there is no column of prices besides the index; add one column of prices per ticker")
-    return tickers, notes
-
-
-def _zone_of_days(
-    database: duckdb.DuckDBPyConnection, found: FileColumns, date: int, calendar: str | None
-) -> str | None:
-    """Return the zone in which times have their day; None where they have it as they are shown, in their own zone.
-
-    Times that are all in UTC, and not all at midnight, are of a zone that the file does not say. Raise `DataError`
-    where no exchange says it either.
-    """
-    text = found.texts[date]
-    zone, clock = (f"regexp_extract({text}, '{_WHEN}', {group})" for group in (6, 3))
-    late = "FILTER (WHERE is_utc AND is_late)"  # than midnight
-    line, shown, others = database.execute(
-        f"SELECT min(line) {late}, arg_min(shown, line) {late}, count(*) FILTER (WHERE zone <> '' AND NOT is_utc) FROM "
-        f'(SELECT "__line" AS line, {text} AS shown, {zone} AS zone, {_is_utc(zone)} AS is_utc, '
-        f"regexp_matches({clock}, '[1-9]') AS is_late FROM raw)"
-    ).fetchall()[0]
-    if line is None or others:
-        return None
-    if calendar is None:
-        raise DataError(
-            f"{_place(line, found.headers)}: {shown!r} is a time in UTC, but the time zone of its day is not known: "
-            "give dates, or times with the exchange's zone, or name the exchange in DTRAIN_CALENDAR"
-        )
-    return str(open_calendar(calendar).tz)
-
-
-def _is_utc(zone: str) -> str:
-    return f"regexp_full_match({zone}, 'Z|UTC|GMT|[+-]00(:?00)?')"
-
-
 def _to_long(
-    database: duckdb.DuckDBPyConnection,
-    found: FileColumns,
-    columns: PriceColumns,
-    tickers: Mapping[str, Mapping[str, int]],
+    database: duckdb.DuckDBPyConnection, columns: PriceColumns, names: Sequence[str], texts: Sequence[str]
 ) -> tuple[str, ...]:
     """Create the view ``long`` of texts (line, date, ticker, numbers); return the names of the numbers."""
-    given = {name for fields in tickers.values() for name in fields}
-    numbers = (ADJUSTED, *(name for name in EXTRA if name in given))
-    texts = found.texts
     start = f'"__line" AS line, {texts[columns.date]} AS date'
     if columns.ticker is not None:
-        fields = tickers[""]
-        cells = ", ".join(f"{texts[fields[name]]} AS {name}" for name in numbers)
+        cells = ", ".join(f"{texts[place]} AS {name}" for name, place in columns.prices.items())
         database.execute(
             f"CREATE VIEW long AS SELECT {start}, trim({texts[columns.ticker]}) AS ticker, {cells} FROM raw"
         )
-        return numbers
-    used = sorted({place for fields in tickers.values() for place in fields.values()})
-    cells = ", ".join(f"coalesce({texts[place]}, '') AS c{place}" for place in used)
-    sets = ", ".join(
-        f"({', '.join(f'c{fields[name]}' if name in fields else 'nothing' for name in numbers)}) AS {_literal(ticker)}"
-        for ticker, fields in tickers.items()
-    )
+        return tuple(columns.prices)
+    cells = ", ".join(f"coalesce({texts[place]}, '') AS c{place}" for place in columns.prices.values())
+    sets = ", ".join("c{} AS '{}'".format(place, name.replace("'", "''")) for name, place in columns.prices.items())
     database.execute(
-        f"CREATE VIEW long AS SELECT * FROM (UNPIVOT (SELECT {start}, {cells}, '' AS nothing FROM raw) "
-        f" ON {sets} INTO NAME ticker VALUE {', '.join(numbers)}) WHERE trim({ADJUSTED}) <> ''"
+        f"CREATE VIEW long AS SELECT * FROM (UNPIVOT (SELECT {start}, {cells} FROM raw) "
+        f" ON {sets} INTO NAME ticker VALUE {ADJUSTED}) WHERE trim({ADJUSTED}) <> ''"
     )  # an empty cell: not listed on that day
-    return numbers
+    return (ADJUSTED,)
 
 
-def _refuse_bad_cells(
-    database: duckdb.DuckDBPyConnection, numbers: Sequence[str], headers: int, zone: str | None
-) -> None:
+def _refuse_bad_cells(database: duckdb.DuckDBPyConnection, numbers: Sequence[str], headers: int) -> None:
     """Create the view ``clean``. Raise `DataError` with the first cell of each column that it must not hold."""
-    day = (
-        f"coalesce(TRY_CAST(regexp_extract(date, '{_WHEN}', 1) AS DATE), CASE WHEN regexp_full_match(trim(date), "
-        "'[0-9]{8}') THEN TRY_STRPTIME(trim(date), '%Y%m%d')::DATE END)"
-    )
-    if zone is not None:
-        utc = _is_utc(f"regexp_extract(date, '{_WHEN}', 6)")
-        day = f"CASE WHEN {utc} THEN (TRY_CAST(date AS TIMESTAMPTZ) AT TIME ZONE '{zone}')::DATE ELSE {day} END"
+    day = f"TRY_CAST(regexp_extract(date, '{_WHEN}', 1) AS DATE)"
     checks = {
         "date": f"NOT coalesce({day} BETWEEN DATE '{FIRST_DAY}' AND DATE '{LAST_DAY}', false)",
         "ticker": f"coalesce(ticker, '') = '' OR length(ticker) > {_LONGEST_TICKER} "
@@ -371,7 +248,13 @@ def _refuse_bad_cells(
             ticker, value = database.execute(
                 f"SELECT ticker, {column} FROM long WHERE line = {line} AND {is_bad}"
             ).fetchall()[0]
-            what = "a date such as 2020-01-31" if column == "date" else _NAME if column == "ticker" else "a number"
+            what = (
+                "a date such as 2020-01-31, without a time"
+                if column == "date"
+                else _NAME
+                if column == "ticker"
+                else "a number"
+            )
             held = "is empty" if value is None or not str(value).strip() else f"holds {value!r}"
             problems.append(f"{_place(line, headers)}, ticker {ticker!r}: {column} {held}, not {what}")
     refuse(problems)

@@ -30,10 +30,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from dtrain_dagster.data.price_file import GivenFile
-    from dtrain_dagster.data.price_views import PriceViews
     from dtrain_dagster.data.sources import PriceSource
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """The version of the conversion. Raise it when the same file would give other rows."""
 MEMORY_LIMIT = 256
 """Megabytes that the engine may take for a file of a few columns."""
@@ -88,37 +87,30 @@ def write_prices(
     storage_uri: str,
     memory_limit: int = MEMORY_LIMIT,
     engine: DataEngine = DUCKDB,
-    calendar: str | None = None,
 ) -> PricesRef:
     """Convert prices into the one shape under ``<storage>/prices/<id>``, unless they exist there; return a reference.
 
-    ``calendar``: the exchange's code, in whose zone times in UTC have their day; None or "none": no such times are
-    taken. Raise `DataError` for a file that cannot be read as prices: empty, a missing column, one that cannot be
-    attributed, text or nothing in place of a price, a row twice, a date out of order. Raise `OSError` where the disk is
-    full. Nothing half-written is left behind.
+    Raise `DataError` for a file that cannot be read as prices: empty, a missing column, one that is no ticker, text or
+    nothing in place of a price, a row twice, a date out of order. Raise `OSError` where the disk is full. Nothing
+    half-written is left behind.
     """
     folder = Path(storage_uri) / "prices"
     with building_in(folder) as scratch:
         with opened(source.local_file(scratch), source.provenance.origin) as given:
             given.refuse_unusable()
             content = given.digest()
-            exchange = None if calendar is None or calendar.lower() == "none" else calendar.upper()
-            for prices_id in (_id_of(content, None), _id_of(content, exchange)):
-                if (folder / prices_id / "manifest.json").exists():
-                    return _ref(folder / prices_id, built=False)
+            prices_id = hashlib.sha256(f"{SCHEMA_VERSION}/{content}".encode()).hexdigest()[:16]
+            target = folder / prices_id
+            if (target / "manifest.json").exists():
+                return _ref(target, built=False)
             building = scratch / "prices"
             building.mkdir()
-            views, figures = _convert_on_disk(
-                given, building / "prices.parquet", scratch, memory_limit, engine, exchange
-            )
+            figures = _convert_on_disk(given, building / "prices.parquet", scratch, memory_limit, engine)
             given.refuse_changed()
-        prices_id = _id_of(content, views.calendar)
-        target = folder / prices_id
         manifest = {
             "schema_version": SCHEMA_VERSION,
             "prices_id": prices_id,
             "source": redact(asdict(source.provenance)) | {"sha256": content} | figures,
-            "columns": redact(list(views.notes)),
         }
         (building / "manifest.json").write_text(json.dumps(manifest, indent=2, sort_keys=True))
         give_name(building, target)
@@ -141,11 +133,6 @@ def iter_tickers(ref: PricesRef) -> Iterator[tuple[str, pd.DataFrame]]:
             yield str(frame["ticker"].iloc[0]), frame
 
 
-def _id_of(content: str, calendar: str | None) -> str:
-    """Return the id of prices of this content, whose days are those of an exchange's zone where one is given."""
-    return hashlib.sha256(f"{SCHEMA_VERSION}/{content}{calendar or ''}".encode()).hexdigest()[:16]
-
-
 def _manifest(uri: str) -> dict[str, Any]:
     manifest = read_document(open_storage(uri), "manifest.json", _MANIFEST)
     if manifest is None:
@@ -160,13 +147,13 @@ def _ref(folder: Path, built: bool) -> PricesRef:
 
 
 def _convert_on_disk(
-    given: GivenFile, target: Path, scratch: Path, memory_limit: int, engine: DataEngine, calendar: str | None
-) -> tuple[PriceViews, dict[str, Any]]:
+    given: GivenFile, target: Path, scratch: Path, memory_limit: int, engine: DataEngine
+) -> dict[str, Any]:
     """Call `_convert`; raise `OSError` where the disk cannot hold the engine's files."""
     import duckdb
 
     try:
-        return _convert(given, target, scratch, memory_limit, engine, calendar)
+        return _convert(given, target, scratch, memory_limit, engine)
     except duckdb.Error as error:
         if "Could not write" in str(error) or isinstance(error, duckdb.OutOfMemoryException):
             reason = str(error).splitlines()[0]
@@ -174,16 +161,13 @@ def _convert_on_disk(
         raise
 
 
-def _convert(
-    given: GivenFile, target: Path, scratch: Path, memory_limit: int, engine: DataEngine, calendar: str | None
-) -> tuple[PriceViews, dict[str, Any]]:
-    """Write the Parquet file; return what was made of the columns, and the number of rows and tickers, and the
-    dates."""
+def _convert(given: GivenFile, target: Path, scratch: Path, memory_limit: int, engine: DataEngine) -> dict[str, Any]:
+    """Write the Parquet file; return the number of rows and tickers, and the dates."""
     import duckdb
 
     with opened_database(given, scratch) as database:
         try:
-            views = make_views(database, given, memory_limit, calendar)
+            views = make_views(database, given, memory_limit)
             figures = _write_sorted(database, views.numbers, target, engine)
         except (duckdb.InvalidInputException, duckdb.IOException, duckdb.ConversionException) as error:
             if "Could not write" in str(error):
@@ -194,7 +178,7 @@ def _convert(
             refuse_bad_rows(database, views)
     if not figures or not figures["rows"]:
         raise DataError(f"{given.origin} has a header but no prices: there is nothing to train on")
-    return views, figures
+    return figures
 
 
 def _write_sorted(

@@ -178,9 +178,6 @@ class NumberColumn:
     low: float = math.inf
     high: float = -math.inf
     """The least and the greatest number in the training split."""
-    is_in_order: bool = True
-    """Whether each row has the number after that of the row before it."""
-    last: float = math.nan
     numbers: list[NDArray[np.float64]] = field(default_factory=list)
     different: set[Any] = field(default_factory=set)
     """The numbers of the sampled rows in double precision, and which there are, exactly."""
@@ -209,20 +206,9 @@ class NumberColumn:
         if len(known):
             self.low, self.high = min(self.low, float(known.min())), max(self.high, float(known.max()))
             self.moments.join(Moments.of(known))
-        before = np.concatenate([[self.last if first_row else values[0] - 1], values])
-        self.is_in_order = self.is_in_order and bool((np.diff(before) == 1).all())
-        self.last = float(values[-1])
         sampled = np.flatnonzero((np.arange(first_row, first_row + len(values)) % every == 0) & ~gone)
         self.numbers.append(values[sampled])
         self.different |= set(exact_numbers(column.take(sampled))[0].tolist())
-
-    @property
-    def is_counter(self) -> bool:
-        """Return whether it may number the rows: whole numbers, each of those that were sampled once."""
-        sampled = sum(map(len, self.numbers))
-        return (
-            not self.missing and len(self.different) == sampled and all(value == int(value) for value in self.different)
-        )
 
     @property
     def is_like_id(self) -> bool:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.data.price_columns import may_count_rows
 from dtrain_dagster.data.price_file import opened, opened_database
+from dtrain_dagster.data.price_views import is_nameless
 from dtrain_dagster.data.table_columns import Kind, check_name, joined_type, kind_of_column, raw_type
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ _PACKED = ("", ".gz", ".zst")
 _MEMORY, _COLUMN_MEMORY = 256, 2
 """Megabytes that the engine may take for a CSV file, and for each of its columns besides."""
 _PANDAS = "is the index of a pandas table; reset_index() makes a column of it"
+_INDEXES = frozenset({"index", "id", "row_id"})
+_INDEX = "is the index of a table, by its name: give it another to train on it"
 _GONE = "('na', 'n/a', '#n/a', '<na>', 'nan', 'null', 'none')"
 """Words for a missing number, in small letters."""
 _TIME = "[0-9]{4}-[0-9]{2}-[0-9]{2}([T ][0-9]{2}:[0-9]{2}(:[0-9]{2}([.][0-9]+)?)?)? ?(Z|[+-][0-9]{2}(:?[0-9]{2})?)?"
@@ -57,8 +59,7 @@ class Table:
     """The type of each column as people have it, one of `trainer.spec.RAW_TYPES`."""
     rows: int
     index: dict[str, str]
-    """Columns that are the index of a pandas table, or may be: why they are left out, "" for those that have to be
-    looked at."""
+    """Columns that are the index of a table: why they are left out."""
     problems: dict[str, list[str]]
     """Why columns cannot be used."""
 
@@ -149,7 +150,7 @@ def open_table(files: Sequence[Path], scratch: Path) -> Table:
                     problems[name].append(str(error))
     index = (schemas[0].pandas_metadata or {}).get("index_columns", ())
     left = {name: _PANDAS for name in index if isinstance(name, str) and name in kinds}
-    left |= {name: "" for name in names if name not in left and may_count_rows(name)}
+    left = {name: _INDEX for name in names if is_nameless(name) or name.lower() in _INDEXES} | left
     found = {name: said for name, said in problems.items() if said}
     return Table(read, {name: kinds[name] for name in names}, types, rows, left, found)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.data.price_views import open_calendar
 from dtrain_dagster.data.prices import CutPrices, PricesRef, iter_tickers
 from trainer.storage.open import open_storage
 
@@ -154,13 +154,19 @@ def exchange_sessions(calendar: str | None, first: str, last: str) -> NDArray[np
 @lru_cache(maxsize=16)
 def _sessions(calendar: str, first: str, last: str) -> NDArray[np.datetime64]:
     """Return them, not to be changed. A calendar takes tenths of a second, and checks and dataset ask for the same."""
+    import exchange_calendars as xc
     import numpy as np
 
     end = np.datetime64(last, "D")
-    try:  # a day longer, as a calendar of one day is refused
-        sessions = open_calendar(calendar, start=first, end=str(end + 1)).sessions
-    except DataError:
-        raise
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of pandas, about how this package uses it
+            # A day longer, as a calendar of one day is refused.
+            sessions = xc.get_calendar(calendar, start=first, end=str(end + 1)).sessions
+    except xc.errors.InvalidCalendarName as error:
+        raise DataError(
+            f"DTRAIN_CALENDAR={calendar!r} is not an exchange calendar: use a code such as XNYS or XLON, or none"
+        ) from error
     except ValueError as error:
         raise DataError(f"DTRAIN_CALENDAR={calendar!r} does not cover {first} to {last}: {error}") from error
     days = np.asarray(sessions.values, dtype="datetime64[D]")

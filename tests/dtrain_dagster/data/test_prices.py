@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import subprocess
 import sys
@@ -58,16 +59,14 @@ BAD_FILES = {
     "no date": ("date,ticker,adj_close\n2020-01-02,AAA,1\nsoon,AAA,1\n", ["line 3", "date holds 'soon'", "2020-01-31"]),
     "day first": ("date,ticker,adj_close\n31/12/2020,AAA,1\n", ["line 2", "date holds '31/12/2020'"]),
     "a day that never was": ("date,ticker,adj_close\n2021-02-29,AAA,1\n", ["line 2", "date holds '2021-02-29'"]),
+    "a day without hyphens": ("date,AAA\n20200102,1\n", ["line 2", "date holds '20200102'"]),
     "a day without end": ("date,ticker,adj_close\ninfinity,AAA,1\n", ["line 2", "date holds 'infinity'"]),
     "no name": ("date,ticker,adj_close\n2020-01-02,AAA,1\n2020-01-03,,1\n", ["line 3", "ticker is empty"]),
-    "two columns of one name": ("date,BRK-B,BRK_B\n2020-01-02,1,2\n", ["two columns are called 'BRK-B'"]),
-    "a column twice": ("date,AAA,BBB,AAA\n2020-01-02,1,2,3\n", ["two columns are called 'AAA'"]),
     "thousands that are whole": (
         "date,ticker,adj_close\n2020-01-02,AAA,999\n2020-01-03,AAA,1,234\n",
         ["line 3 has a cell in column 4, which has no name"],
     ),
-    "an index that does not count": ("Unnamed: 0,date,AAA\n0.5,2020-01-02,1\n", ["'Unnamed: 0' is the index"]),
-    "nothing but an index": (",date\n0,2020-01-02\n", ["no column besides 'date'"]),
+    "an index": (",date,AAA\n0,2020-01-02,1\n", ["'' does not look like one", "index=False"]),
     "a word after the day": ("date,AAA\n2020-01-02 early,1\n", ["line 2", "date holds '2020-01-02 early'"]),
     "several problems": (
         "date,ticker,adj_close,volume\n2020-01-02,AAA,x,1\nsoon,AAA,1,many\n",
@@ -175,7 +174,7 @@ def test_open_high_low_close_and_volume_are_kept(tmp_path: Path) -> None:
     frame = long_frame(days=30, tickers=["AAA"])
     frame = frame.assign(
         Open=walk(30, 1), High=walk(30, 2), Low=walk(30, 3), Close=walk(30, 4), Volume=np.arange(30), colour="x"
-    ).rename(columns={"adj_close": "Adj Close", "date": "Date", "ticker": "Symbol"})
+    ).rename(columns={"adj_close": "Adj Close", "date": "Date", "ticker": "Ticker"})
     frame.loc[3, "Open"] = np.nan
     [found] = write_address(save(frame, tmp_path / "ohlcv.csv"), tmp_path).values()
     assert list(found) == ["ticker", "date", "adj_close", "open", "high", "low", "close", "volume"]
@@ -240,91 +239,23 @@ def test_a_full_disk_is_no_fault_of_the_file_and_leaves_nothing(limit: int, tmp_
     assert write_prices(price_source(address), str(tmp_path)).built
 
 
-MIDNIGHTS = ["2016-01-03", "2016-01-04", "2016-07-04"]
-
-
-def days_of(path: Path, storage: Path, calendar: str | None = None) -> list[str]:
-    ref = write_prices(price_source(str(path)), str(storage), calendar=calendar)
-    [frame] = dict(iter_tickers(ref)).values()
-    return frame["date"].dt.strftime("%Y-%m-%d").tolist()
-
-
 @pytest.mark.parametrize("form", ["csv", "parquet"])
-@pytest.mark.parametrize(
-    ("times", "zone", "calendar", "days"),
-    [
-        (MIDNIGHTS, "Asia/Tokyo", None, MIDNIGHTS),
-        (MIDNIGHTS, "Europe/Berlin", "XNYS", MIDNIGHTS),
-        (["2016-01-04 23:30", "2016-07-04 23:30"], "America/New_York", None, ["2016-01-04", "2016-07-04"]),
-        (["2016-01-04 16:30", "2016-07-04 16:30"], "Europe/London", None, ["2016-01-04", "2016-07-04"]),
-        (MIDNIGHTS, "+05:30", None, MIDNIGHTS),
-        (MIDNIGHTS, "-03:00", None, MIDNIGHTS),
-        (MIDNIGHTS, "UTC", "XNYS", MIDNIGHTS),
-        (MIDNIGHTS, None, "XTKS", MIDNIGHTS),
-        (["2016-01-03 15:00", "2016-01-04 15:00"], "UTC", "XTKS", ["2016-01-04", "2016-01-05"]),
-        (["2016-01-04 05:00", "2016-07-05 04:00"], "UTC", "XNYS", ["2016-01-04", "2016-07-05"]),
-        (["2016-01-04 00:00", "2016-07-03 23:00"], "UTC", "XLON", ["2016-01-04", "2016-07-04"]),
-    ],
-)
-def test_a_day_is_that_of_its_own_zone_or_of_the_exchange(
-    form: str, times: list[str], zone: str | None, calendar: str | None, days: list[str], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    path = tmp_path / f"prices.{form}"
-    dates = pd.to_datetime(pd.Series(times)).dt.tz_localize(zone)
-    frame = pd.DataFrame({"AAA": np.arange(1.0, 1 + len(times))}, index=pd.Index(dates, name="Date"))
-    frame.to_csv(path) if form == "csv" else frame.to_parquet(path)
-    for machine in ("UTC", "Asia/Tokyo", "America/New_York"):
-        monkeypatch.setenv("TZ", machine)
-        assert days_of(path, tmp_path / machine, calendar) == days
-    assert len({found.name for found in tmp_path.glob("*/prices/*") if found.is_dir()}) == 1, "one id"
+def test_a_day_is_the_date_that_the_file_shows_and_a_time_has_none(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A time is of another day in another zone, and a file does not say which one is the exchange's."""
+    path, midnights = tmp_path / f"prices.{form}", ["2016-01-04", "2016-07-04"]
 
-
-def test_times_in_utc_have_no_day_without_an_exchange(tmp_path: Path) -> None:
-    path = tmp_path / "p.csv"
-    path.write_text("date,AAA\n2016-01-03T00:00:00Z,1\n2016-01-03T15:00:00Z,1\n")
-    with pytest.raises(DataError, match=r"line 3: '2016-01-03T15:00:00Z' is a time in UTC.*DTRAIN_CALENDAR"):
-        days_of(path, tmp_path)
-    path.write_text("date,AAA\n2016-01-03T15:00:00Z,1\n2016-01-04T15:00:00Z,1\n")
-    assert days_of(path, tmp_path, "XTKS") == ["2016-01-04", "2016-01-05"]
-    assert days_of(path, tmp_path, "XNYS") == ["2016-01-03", "2016-01-04"], "under another id"
-    path.write_text("date,AAA\n20160104,1\n20160105,1\n")
-    assert days_of(path, tmp_path) == ["2016-01-04", "2016-01-05"]
-
-
-TUPLES = {
-    ("Close", "AAA"): [1.0, 2.0], ("Close", "BBB"): [3.0, np.nan], ("Volume", "AAA"): [5, 6], ("Volume", "BBB"): [7, 8]
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("form", ["csv", "parquet", "unnamed.csv"])
-def test_columns_with_two_levels_of_names(form: str, tmp_path: Path) -> None:
-    """As `yfinance.download` returns them, for one ticker and for many."""
-    path, index = tmp_path / f"p.{form}", pd.Index(pd.to_datetime(["2020-01-02", "2020-01-03"]), name="Date")
-    frame = pd.DataFrame(TUPLES, index=index)
-    if form != "unnamed.csv":
-        frame.columns.names = ["Price", "Ticker"]
-    frame.to_parquet(path) if form == "parquet" else frame.to_csv(path)
-    ref = write_prices(price_source(str(path)), str(tmp_path))
-    found = {name: part[["adj_close", "volume"]].to_numpy().tolist() for name, part in iter_tickers(ref)}
-    assert found == {"AAA": [[1, 5], [2, 6]], "BBB": [[3, 7]]}
-    assert "there is no adjusted close: 'Close' is taken" in ref.manifest()["columns"][0]
-
-
-@pytest.mark.parametrize("form", ["csv", "parquet"])
-def test_an_index_is_no_ticker(form: str, tmp_path: Path) -> None:
-    wide = pd.DataFrame({"date": sessions(9).strftime("%Y-%m-%d"), "AAA": walk(9)})
-    counted = wide.iloc[[2, 3, 5, 8]]  # as of a table that was filtered
-    named = wide.assign(index=range(100, 109))
-    shuffled = named.assign(index=[3, 1, 2, 0, 8, 7, 6, 5, 4])
-    real = wide.assign(index=walk(9, 1))
-    dated = wide.set_index(pd.to_datetime(wide.pop("date")).rename(None))
-    for number, (frame, tickers) in enumerate(
-        [(counted, ["AAA"]), (named, ["AAA"]), (shuffled, ["AAA"]), (real, ["AAA", "index"]), (dated, ["AAA"])]
-    ):
-        path = tmp_path / f"{number}.{form}"
+    def days_of(times: list[str], zone: str | None = None) -> list[str]:
+        dates = pd.to_datetime(pd.Series(times)).dt.tz_localize(zone)
+        frame = pd.DataFrame({"AAA": np.arange(1.0, 1 + len(times))}, index=pd.Index(dates, name="Date"))
         frame.to_csv(path) if form == "csv" else frame.to_parquet(path)
-        ref = write_prices(price_source(str(path)), str(tmp_path))
-        assert list(dict(iter_tickers(ref))) == tickers
-        told = [note for note in ref.manifest()["columns"] if "counts rows" in note]
-        assert len(told) >= (number in (0, 1, 2)), "what is left out is told"
+        [found] = write_address(str(path), tmp_path / os.environ["TZ"]).values()
+        return found["date"].dt.strftime("%Y-%m-%d").tolist()
+
+    for machine in ("Asia/Tokyo", "America/New_York"):
+        monkeypatch.setenv("TZ", machine)
+        assert days_of(midnights) == midnights
+    for times, zone in ((["2016-01-04 16:30"], None), (midnights, "UTC"), (midnights, "Asia/Tokyo")):
+        with pytest.raises(DataError, match=r"a date such as 2020-01-31, without a time|times with a zone: convert"):
+            days_of(times, zone)

@@ -262,15 +262,10 @@ def test_an_index_is_no_feature(tmp_path: Path, form: str) -> None:
         assert left in made.manifest["excluded"]
 
 
-def test_what_is_only_called_an_index_is_a_feature_and_what_counts_rows_is_told(tmp_path: Path) -> None:
-    frame = table().assign(index=STEPS % 400, number=range(1200))
-    made = build_table(tmp_path, "value", frame)
-    assert {"index", "number"} <= {column["name"] for column in made.manifest["columns"]}
-    said = "number counts the rows in their order: if it measures nothing, leave it out (--drop number)"
-    assert made.manifest["notes"] == [said]
-    frame = table().rename(columns={"x": "Unnamed: 0"})
-    with pytest.raises(DataError, match="column 'Unnamed: 0' is an index without a name"):
-        build_table(tmp_path, "value", frame)
+def test_a_feature_that_counts_rows_is_told(tmp_path: Path) -> None:
+    made = build_table(tmp_path, "value", table().assign(number=range(1200)))
+    said = "number has another value in nearly every row, as an identifier does: if it measures nothing, leave it out"
+    assert made.manifest["notes"] == [f"{said} (--drop number)"]
 
 
 def test_rows_are_divided_by_the_fractions() -> None:
