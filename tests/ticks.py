@@ -9,7 +9,6 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from dtrain_dagster.automation import clock
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.sensors import idle_cluster
 from dtrain_dagster.settings.environment import Settings
@@ -21,12 +20,7 @@ class Daemon:
     def __init__(self, settings: Settings, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch) -> None:
         self.settings, self.instance = settings, instance
         self.now, self.cursor, self.told = time.time(), "", list[str]()
-        began = self.now
         monkeypatch.setattr(idle_cluster, "time", SimpleNamespace(time=lambda: self.now))
-        kernel = SimpleNamespace(
-            reading=lambda: {"boot": "one", "count": self.now - began}, elapsed_between=clock.elapsed_between
-        )
-        monkeypatch.setattr(idle_cluster, "clock", kernel)
         monkeypatch.setattr(idle_cluster, "notify_and_log", lambda urls, title, body, log: self.told.append(body))
 
     def tick(self, seconds: float = 60.0) -> dict[str, Any] | None:

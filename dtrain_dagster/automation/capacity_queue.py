@@ -21,8 +21,6 @@ from trainer.storage.open import open_storage
 
 TICKET_TAG = "dtrain/ticket"
 ATTEMPT_TAG = "dtrain/attempt"
-LOOK_SECONDS = 120.0
-"""The usual upper bound of the time between two looks of the sensor."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 300.0, 3600.0
 
 
@@ -46,7 +44,7 @@ class Ticket:
     tags: Mapping[str, str] = field(default_factory=dict)
     """Further tags of each of its runs, such as the cause of the run."""
     cluster: str = ""
-    """The cluster that it waits for (`GPUClusterResource.cluster_key`); "" of a version that knew one only."""
+    """The cluster that it waits for (`GPUClusterResource.cluster_key`); "" for any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +79,6 @@ def pause_seconds(refusals: int) -> float:
     return min(FIRST_PAUSE_SECONDS * 2 ** (refusals - 1), LONGEST_PAUSE_SECONDS)
 
 
-def is_older_than_setting(queued_at: float, seconds: float, now: float) -> bool:
-    """Return whether a ticket was written before the clock was set by ``seconds`` within the sensor's last look.
-    Pure."""
-    if seconds > 0:
-        return queued_at + seconds <= now + LOOK_SECONDS
-    return not now - LOOK_SECONDS <= queued_at <= now
-
-
 class WaitingList:
     """The queue's storage: tickets as files in ``<storage>/queue``. Each cluster has a queue of its own: nodes that are
     not to be had on one keep nobody waiting for another."""
@@ -114,18 +104,6 @@ class WaitingList:
         """Write or replace a ticket; return its position in the queue, counted from 1."""
         self.storage.write(f"{ticket.ticket}.json", json.dumps(asdict(ticket), indent=1).encode())
         return [item.ticket for item in self.tickets()].index(ticket.ticket) + 1
-
-    def shift(self, tickets: Sequence[Ticket], seconds: float, now: float) -> list[Ticket]:
-        """Return the tickets after the clock was set by ``seconds``: each goes on waiting for as long as before.
-        Tickets that came since, by the clock as it is ``now``, are left as they are."""
-        shifted = []
-        for item in tickets:
-            if is_older_than_setting(item.queued_at, seconds, now):
-                times = {name: getattr(item, name) + seconds for name in ("queued_at", "deadline_at", "retry_at")}
-                item = replace(item, **times)
-                self.put(item)
-            shifted.append(item)
-        return shifted
 
     def find(self, ticket: str) -> Ticket | None:
         """Return the ticket of this name, or None."""

@@ -16,7 +16,6 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.automation import clock
 from dtrain_dagster.automation.capacity_queue import WaitingList
 from dtrain_dagster.automation.run_liveness import ALIVE_SECONDS, LIVE, has_died, planned_assets
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS
@@ -44,7 +43,7 @@ _REGISTRATIONS = 200
 DAY = 86400.0
 TRIES, PAUSE_SECONDS = 3, 6 * 3600.0
 """Runs of one cause, and the pause between them, where each failed before it trained."""
-_HELD = schemas.record({"key": schemas.text, "at": schemas.moment}, clock=schemas.obj)
+_HELD = schemas.record({"key": schemas.text, "at": schemas.moment})
 CLAIM, CLAIM_SECONDS = "claim.json", 180.0
 """The file that names the latest requester of a run, and its lifetime. A sensor has a minute, and seconds more pass
 until the run can be seen."""
@@ -103,16 +102,6 @@ class Watch:
     unreadable_since: float = 0.0
     told: bool = False
     """Whether a person was told that it cannot be read."""
-    clock: Mapping[str, Any] = field(default_factory=dict)
-    """The clock's state (`automation.clock`)."""
-
-
-def at_clock(watch: Watch, reading: Mapping[str, Any]) -> Watch:
-    """Return the watch by the clock as it stands now: after a setting, the file has its version for as long as
-    before."""
-    seconds = clock.set_by(watch.clock, reading)
-    unreadable_since = watch.unreadable_since and watch.unreadable_since + seconds
-    return replace(watch, since=watch.since + seconds, unreadable_since=unreadable_since, clock=dict(reading))
 
 
 def seen(watch: Watch, version: str, now: float) -> Watch:
@@ -254,11 +243,9 @@ def claim_retraining(storage: Storage, key: str, now: float) -> str:
             held = parse_document(known, CLAIM, _HELD)
         except DamagedError as error:  # its holder cannot be told: it is taken
             warn_once(str(error))
-    reading = clock.reading()
-    held_at = held["at"] + clock.set_by(held.get("clock"), reading)
-    if held["key"] != key and abs(now - held_at) < CLAIM_SECONDS:
+    if held["key"] != key and abs(now - held["at"]) < CLAIM_SECONDS:
         return str(held["key"])
-    mine = json.dumps({"key": key, "at": now, "clock": reading}).encode()
+    mine = json.dumps({"key": key, "at": now}).encode()
     return "" if storage.compare_and_swap(CLAIM, known, mine) else "another cause"
 
 

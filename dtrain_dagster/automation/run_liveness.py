@@ -7,14 +7,10 @@ the runs of all code locations, is `run_monitoring` of the instance.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterable, Set
-from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.automation import clock
 from dtrain_dagster.clusters.base import OWNER, ClusterError
 from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.support.graph_names import GraphNames
@@ -30,34 +26,13 @@ ON_NODES = ("cost_estimate", "trained_checkpoint", "hyperparameter_search", "pro
 """The assets of a graph that use the cluster's nodes."""
 ALIVE_SECONDS = 1800.0
 """The longest silence of a live Dagster run. One that never ended and is silent for longer is not at work."""
-CLOCK = "dtrain/clock"
-"""The key in the instance's store of cursors for the clock's state, and the time when a setting was noticed."""
 
 
 def is_heard(instance: dg.DagsterInstance, record: dg.RunRecord, now: float) -> bool:
-    """Return whether the run has written an event lately. Times from before a clock was set tell nothing about times
-    after it, so silence then counts from when the setting was noticed."""
+    """Return whether the run has written an event lately."""
     latest = instance.get_records_for_run(record.dagster_run.run_id, limit=1, ascending=False).records
     heard_at = latest[0].timestamp if latest else record.create_timestamp.timestamp()
-    is_ahead = heard_at > now + clock.NOTICEABLE_SECONDS
-    since_set = seconds_since_setting(instance, is_ahead)
-    return abs(now - heard_at) < ALIVE_SECONDS or since_set < ALIVE_SECONDS
-
-
-def seconds_since_setting(instance: dg.DagsterInstance, is_ahead: bool = False) -> float:
-    """Return the seconds, by the kernel's count, since a setting of the machine's clock was noticed; infinite if none
-    was since the machine started. ``is_ahead``: a record is later than the clock, which was set back since, perhaps
-    between two looks."""
-    store, reading = instance.daemon_cursor_storage, clock.reading()
-    known: dict[str, Any] = json.loads(store.get_cursor_values({CLOCK}).get(CLOCK) or "{}")
-    if known.get("boot") != reading["boot"] or not reading["boot"]:
-        known = {}
-    set_at = known.get("set_at")
-    if clock.set_by(known, reading) or (is_ahead and set_at is None):
-        set_at, known = clock.count(), {}
-    if not known:
-        store.set_cursor_values({CLOCK: json.dumps(reading | {"set_at": set_at})})
-    return math.inf if set_at is None else clock.count() - set_at
+    return now - heard_at < ALIVE_SECONDS
 
 
 def has_died(

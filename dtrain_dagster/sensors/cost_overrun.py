@@ -64,7 +64,7 @@ def build_cost_overrun_sensor(settings: Settings, names: GraphNames = STOCK_NAME
     def cost_overrun(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         cluster, project = cluster_resource(context, names), project_resource(context, names)
         manager, own = cluster.manager(), names.key("trained_checkpoint").to_user_string()
-        before = _read(context.cursor)
+        before = json.loads(context.cursor or "{}")
         running = [job.job_id for job in manager.active_jobs()]
         looks, count = {}, 0
         for job_id in running:
@@ -206,16 +206,6 @@ def _told(rundir: RunDir) -> dict[str, Any]:
     except ValueError:
         return {}
     return told if isinstance(told, dict) else {}
-
-
-def _read(cursor: str | None) -> Mapping[str, dict[str, Any]]:
-    """Return the last look's state; empty where there was none, or another version wrote it."""
-    try:
-        found = json.loads(cursor or "{}")
-    except ValueError:
-        return {}
-    found = found if isinstance(found, dict) else {}
-    return {job_id: look for job_id, look in found.items() if isinstance(look, dict)}
 
 
 LEVELS = (80, 100)

@@ -1,8 +1,6 @@
 """The sensor ``idle_cluster``: it records what the cluster does, reports idle nodes, and gives them back.
 
-Time is added up from look to look, by the kernel's count and never by the clock alone. So the sum survives a restart of
-the observer, is whole where it looks seldom, and a clock that is set does not change it. Where the count cannot tell
-(the observer's machine was started again, or is another one), `LONGEST_LOOK_SECONDS` at most are added.
+Time is added up from look to look, so the sum survives a restart of the observer, and is whole where it looks seldom.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from typing import Any, Literal
 
 import dagster as dg
 
-from dtrain_dagster.automation import clock
 from dtrain_dagster.automation.run_liveness import run_at_work
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseError, NodePool
 from dtrain_dagster.costs.prices import PriceError, price_of, price_words
@@ -30,8 +27,6 @@ from dtrain_dagster.support.notify import notify_and_log
 
 IDLE_EVERY_SECONDS, BUSY_EVERY_SECONDS = 600.0, 3600.0
 """The intervals at which an unchanged state is recorded: while the cluster idles, and while it works."""
-LONGEST_LOOK_SECONDS = 180.0
-"""The longest time between two looks that is added where only the clock tells it; the sensor looks each minute."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 60.0, 1800.0
 """The pause after a failed scale-down: the first one, and the bound up to which it doubles."""
 LEAVING_SECONDS = 300.0
@@ -67,16 +62,13 @@ class Idling:
     """Whether a person has been told of this idle interval."""
 
 
-def look(
-    before: Idling | None, pool: NodePool, usd_per_node_hour: float, now: float, elapsed: float | None = None
-) -> Idling:
+def look(before: Idling | None, pool: NodePool, usd_per_node_hour: float, now: float) -> Idling:
     """Return a pool's idle state after one more look. A job that began and ended since the last look ends the interval
-    too. ``elapsed``: the seconds since then by the kernel's count; None where it cannot tell."""
+    too."""
     fresh = Idling(seen_at=now, used_at=pool.used_at)
     if before is None or pool.work or not pool.node_count:
         return fresh
-    passed = min(now - before.seen_at, LONGEST_LOOK_SECONDS) if elapsed is None else elapsed
-    passed = max(passed, 0.0)
+    passed = max(now - before.seen_at, 0.0)
     if pool.used_at is not None and pool.used_at != before.used_at:
         idle, since = fresh, min(max(now - pool.used_at, 0.0), passed)
     else:
@@ -136,8 +128,6 @@ class Cursor:
     facts: Sequence[Any] = ()
     """The last recorded states, see `idle_state_of`."""
     recorded_at: float = 0.0
-    clock: Mapping[str, Any] = field(default_factory=dict)
-    """The clock's state (`automation.clock`)."""
 
     def written(self) -> str:
         """Return the cursor as text."""
@@ -159,9 +149,9 @@ def build_idle_cluster_sensor(settings: Settings, names: GraphNames = STOCK_NAME
         cluster, project = cluster_resource(context, names), project_resource(context, names)
         if not (keys := watched_clusters(context, names)):
             return dg.SensorResult(skip_reason=ELSEWHERE, cursor=context.cursor)
-        manager, now, reading = cluster.manager(), time.time(), clock.reading()
+        manager, now = cluster.manager(), time.time()
         cursor = read_cursor(context.cursor)
-        before, elapsed = cursor.pools, clock.elapsed_between(cursor.clock, reading)
+        before = cursor.pools
         try:
             pools = manager.pools()
         except (ClusterError, OSError) as error:  # the idle time so far is kept
@@ -169,7 +159,7 @@ def build_idle_cluster_sensor(settings: Settings, names: GraphNames = STOCK_NAME
         watched = []
         for pool in pools:
             usd = _usd_per_node_hour(pool, cluster)
-            idling = look(before.get(pool.name), pool, usd or 0.0, now, elapsed)
+            idling = look(before.get(pool.name), pool, usd or 0.0, now)
             over = is_over(idling, pool, limit_seconds)
             watched.append(Watched(pool=pool, idling=idling, usd_per_node_hour=usd, is_over=over))
         messages = [_gone(name, before[name], cluster) for name in gone(before, pools)]
@@ -198,7 +188,6 @@ def build_idle_cluster_sensor(settings: Settings, names: GraphNames = STOCK_NAME
                 pools={item.pool.name: item.idling for item in watched},
                 facts=facts,
                 recorded_at=now if is_news else cursor.recorded_at,
-                clock=reading,
             ).written(),
         )
 

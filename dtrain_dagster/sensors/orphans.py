@@ -14,8 +14,7 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.automation import clock
-from dtrain_dagster.automation.run_liveness import LIVE, run_at_work, seconds_since_setting
+from dtrain_dagster.automation.run_liveness import LIVE, run_at_work
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseError, Orphan
 from dtrain_dagster.costs.prices import PriceError, price_of, price_words
 from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
@@ -50,11 +49,7 @@ def build_orphan_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> 
         if not (keys := watched_clusters(context, names)):
             return dg.SensorResult(skip_reason=ELSEWHERE, cursor=context.cursor)
         manager, now = cluster.manager(), time.time()
-        before, reading = json.loads(context.cursor or "{}"), clock.reading()
-        seen: dict[str, Any] = before.get("orphans", {})
-        if seconds := clock.set_by(before.get("clock"), reading):  # they have been alone for as long as before
-            seen = {key: item | {"since": item["since"] + seconds} for key, item in seen.items()}
-        seconds_since_setting(context.instance)  # so that a setting is noticed within a minute, for later callers
+        seen: dict[str, Any] = json.loads(context.cursor or "{}").get("orphans", {})
         live = {run.run_id for run in context.instance.get_runs(dg.RunsFilter(statuses=LIVE))}
         try:
             found = {_key(orphan): orphan for orphan in manager.find_orphans(live)}
@@ -94,7 +89,7 @@ def build_orphan_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> 
         return dg.SensorResult(
             asset_events=events,
             skip_reason=None if events else f"{len(found)} without a live run, nothing new to report",
-            cursor=json.dumps({"orphans": known, "clock": reading}),
+            cursor=json.dumps({"orphans": known}),
         )
 
     return orphans

@@ -10,7 +10,6 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.automation import clock
 from dtrain_dagster.automation.capacity_queue import (
     ATTEMPT_TAG,
     TICKET_TAG,
@@ -49,11 +48,7 @@ def build_queue_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> d
         project = project_resource(context, names)
         waiting, now = WaitingList(project.shared_uri, cluster_resource(context, names).cluster_key), time.time()
         said: dict[str, Any] = json.loads(context.cursor or "{}")
-        reading = clock.reading()
         tickets = [item for item in waiting.tickets() if _is_of(context.repository_def, item)]
-        if seconds := clock.set_by(said.get("clock"), reading):
-            context.log.warning(f"the clock was set by {seconds:,.0f} s: runs go on waiting for as long as before")
-            tickets = waiting.shift(tickets, seconds, now)
         known = [item.ticket for item in tickets]
         runs = context.instance.get_runs(filters=dg.RunsFilter(tags={TICKET_TAG: known})) if known else []
         tickets = [_after_death(item, runs, waiting, project.jobs_uri, now, context.log) for item in tickets]
@@ -93,7 +88,7 @@ def build_queue_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> d
             run_requests=[_request(due.start)] if due.start else [],
             asset_events=events,
             skip_reason=None if due.start or events else quiet,
-            cursor=json.dumps({"rows": rows, "in_time": in_time, "clock": reading}),
+            cursor=json.dumps({"rows": rows, "in_time": in_time}),
         )
 
     return queue

@@ -10,14 +10,12 @@ from dataclasses import asdict, replace
 
 import dagster as dg
 
-from dtrain_dagster.automation import clock
 from dtrain_dagster.automation.capacity_queue import WaitingList
 from dtrain_dagster.automation.retraining import (
     CAUSE_TAG,
     CHAMPION_CHECK,
     TRAIN_JOB,
     ask,
-    at_clock,
     budget_words,
     judgement,
     new_data,
@@ -93,7 +91,6 @@ def build_new_data_sensor(
         if not isinstance(source, PriceFile):
             return dg.SensorResult(skip_reason=f"{watched!r} is not a file of your own: it is not watched")
         now, pause, watch = time.time(), settings.retrain_debounce_minutes * 60, read_watch(context.cursor)
-        watch = at_clock(watch, clock.reading())
 
         def skip(why: str) -> dg.SensorResult:
             return dg.SensorResult(skip_reason=redact(why), cursor=json.dumps(asdict(watch)))

@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain_dagster.automation.clock import elapsed_between
 from dtrain_dagster.clusters.azure_ml.pools import why_nodes_stay
 from dtrain_dagster.clusters.base import NodePool
 from dtrain_dagster.sensors.idle_cluster import (
-    LONGEST_LOOK_SECONDS,
     Cursor,
     Idling,
     is_over,
@@ -39,8 +37,8 @@ IDLE = Idling(seen_at=1000.0, used_at=100.0, idle_seconds=540.0)
         (IDLE, replace(POOL, used_at=1050.0), 1060.0, 10.0),  # a job ended since the last look
         (IDLE, replace(POOL, used_at=5000.0), 1060.0, 0.0),  # the same by a clock that is ahead
         (IDLE, replace(POOL, used_at=50.0), 1060.0, 60.0),  # the same by one that is behind
-        (IDLE, POOL, 1000.0 + 7200, 720.0),  # nobody looked for two hours, or the clock was set forward
-        (IDLE, POOL, 10.0, 540.0),  # it was set back
+        (IDLE, POOL, 1000.0 + 7200, 540.0 + 7200),  # nobody looked for two hours
+        (IDLE, POOL, 10.0, 540.0),  # the clock was set back
     ],
 )
 def test_idle_time_is_added_up_from_look_to_look(before, pool, now, idle_seconds):
@@ -63,16 +61,6 @@ def test_a_pool_is_scaled_down_after_the_limit_and_never_with_work(pool, idle_se
     idling = replace(IDLE, idle_seconds=idle_seconds)
     assert is_over(idling, pool, LIMIT) is over
     assert is_pool_due(idling, pool, LIMIT) is over
-
-
-def test_seldom_looks_count_all_the_time_between_them():
-    assert look(IDLE, POOL, USD, 1000.0 + 7200, elapsed=7200.0).idle_seconds == 540.0 + 7200
-    assert look(IDLE, POOL, USD, 1000.0 + 7200, elapsed=60.0).idle_seconds == 600.0, "the clock was set forward"
-    assert look(IDLE, POOL, USD, 10.0, elapsed=60.0).idle_seconds == 600.0, "it was set back"
-    before = {"boot": "a", "count": 5.0, "origin": 0.0}
-    assert elapsed_between(before, {"boot": "a", "count": 65.0}) == 60.0
-    assert elapsed_between(before, {"boot": "b", "count": 65.0}) is None, "the machine was started again"
-    assert elapsed_between({}, {"boot": "a", "count": 65.0}) is None
 
 
 def test_what_fails_is_tried_at_the_next_look_then_ever_later_and_in_the_end_by_force():
@@ -134,14 +122,15 @@ LOOKS = st.lists(
 
 @given(LOOKS)
 def test_whatever_the_clock_does_idle_time_never_runs_ahead_of_the_looks(looks):
-    now, idling, pool, since_work = 1e9, None, POOL, 0
+    now, idling, pool, since_work = 1e9, None, POOL, 0.0
     for step, state in looks:
         now += step
         if state == "was used":
             pool = replace(pool, used_at=now - 1)
         seen = {"works": replace(pool, work=("j",)), "no nodes": replace(pool, node_count=0)}.get(state, pool)
         before, idling = idling, look(idling, seen, USD, now)
-        since_work = since_work + 1 if state == "idle" and before is not None else int(state == "was used")
-        assert 0 <= idling.idle_seconds <= since_work * LONGEST_LOOK_SECONDS
+        passed = max(step, 0.0)
+        since_work = since_work + passed if state == "idle" and before is not None else passed
+        assert 0 <= idling.idle_seconds <= since_work + 1e-3
         assert idling.wasted_usd == pytest.approx(idling.idle_seconds / 3600 * 2 * USD)
-        assert not (is_pool_due(idling, seen, LIMIT) and since_work * LONGEST_LOOK_SECONDS < LIMIT)
+        assert not (is_pool_due(idling, seen, LIMIT) and since_work + 1e-3 < LIMIT)
