@@ -68,20 +68,6 @@ class PricesRef:
         return _manifest(self.uri)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CutPrices(PricesRef):
-    """A reference to the rows of prices up to a day, in the file of all (`dtrain_dagster.data.year_split`)."""
-
-    until: str
-    """The last day that is read."""
-
-    def manifest(self) -> dict[str, Any]:
-        """Return the manifest of the file, with the figures of the rows that are read; raise as `PricesRef` does."""
-        found = PricesRef.manifest(self)
-        names = ("rows", "tickers", "first_date", "last_date", "until")
-        return found | {"source": found["source"] | {name: getattr(self, name) for name in names}}
-
-
 def write_prices(
     source: PriceSource,
     storage_uri: str,
@@ -119,18 +105,14 @@ def write_prices(
 
 def iter_tickers(ref: PricesRef) -> Iterator[tuple[str, pd.DataFrame]]:
     """Yield (ticker, its rows in order of date), one ticker in memory at a time. ``date`` is datetime64, prices
-    float64. Of `CutPrices` no row after their last day is yielded, nor a ticker that begins later."""
+    float64."""
     import pyarrow.parquet as pq
 
-    until = ref.until if isinstance(ref, CutPrices) else None
     file = pq.ParquetFile(ref.path)  # a Path: a text could be taken for an address
     for group in range(file.num_row_groups):
         frame = file.read_row_group(group).to_pandas(date_as_object=False, use_threads=False)
         frame["date"] = frame["date"].astype("datetime64[s]")
-        if until is not None:
-            frame = frame[frame["date"] <= until]
-        if len(frame):
-            yield str(frame["ticker"].iloc[0]), frame
+        yield str(frame["ticker"].iloc[0]), frame
 
 
 def _manifest(uri: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.data.prices import CutPrices, PricesRef, iter_tickers
+from dtrain_dagster.data.prices import PricesRef, iter_tickers
 from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
@@ -105,8 +105,7 @@ def validated(ref: PricesRef, calendar: str | None = "XNYS") -> Validation:
     result is kept beside the prices."""
     calendar = None if calendar is None or calendar.lower() == "none" else calendar
     sessions = f"{calendar}-{version('exchange_calendars')}" if calendar else "none"
-    cut = f"until-{ref.until}-" if isinstance(ref, CutPrices) else ""
-    path = Path(ref.uri) / f"validation-{cut}{sessions}-{_RULES}.json"
+    path = Path(ref.uri) / f"validation-{sessions}-{_RULES}.json"
     try:
         found = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):

@@ -16,9 +16,9 @@ from pydantic import Field
 from dtrain_dagster.data.prices import PricesRef, write_prices
 from dtrain_dagster.data.sharding import DatasetParams
 from dtrain_dagster.data.sources import price_source
-from dtrain_dagster.data.year_split import YearSplit, build_year
 from dtrain_dagster.settings.environment import load_settings
 from examples.walk_forward.report import judge_years, verdict, year_figures, years_table
+from examples.walk_forward.years import YearSplit, build_year
 from trainer.rundir import RunDir
 
 DTRAIN = Path(sys.executable).with_name("dtrain")
