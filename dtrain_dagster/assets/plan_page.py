@@ -11,7 +11,6 @@ from dtrain_dagster.assets.common import MOST_ROWS, best_rows, head_of_page, tab
 from dtrain_dagster.assets.provisioning import attempts_metadata
 from dtrain_dagster.clusters.base import GPUClusterManager
 from dtrain_dagster.costs.estimate import Forecast
-from dtrain_dagster.costs.evictions import tell_evictions
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.planning import probe_cost
@@ -59,7 +58,7 @@ def plan_metadata(plan: TrainingPlan, forecast: Forecast, place: str) -> dict[st
     """Return what Dagster shows of a plan beside its head: the plan as a table, and what its figures rest on.
     ``place``: see `dtrain_dagster.planning.build_plan.PlannedJob`."""
     return {
-        "plan": dg.MarkdownMetadataValue(plan_table(plan, place, forecast.startup_at(plan.node_count))),
+        "plan": dg.MarkdownMetadataValue(plan_table(plan, place)),
         "basis": forecast.basis,
         "basis_words": plan.basis,
         "rests_on": list(forecast.rests_on),
@@ -72,11 +71,11 @@ def plan_metadata(plan: TrainingPlan, forecast: Forecast, place: str) -> dict[st
     }
 
 
-def plan_table(plan: TrainingPlan, place: str, startup_seconds: float) -> str:
-    """Return the plan as a Markdown table. ``startup_seconds``: of its nodes."""
+def plan_table(plan: TrainingPlan, place: str) -> str:
+    """Return the plan as a Markdown table."""
     estimate, training = plan.estimate, plan.job["training"]
     nodes = name_nodes(plan.node_count, plan.sku, plan.tier, place)
-    evictions = tell_evictions(estimate.usd.expected, plan.node_count, price_of(plan.sku), plan.tier, startup_seconds)
+    spot = price_of(plan.sku).tell_spot(plan.tier)
     batch = training["batch_size_per_gpu"] * training["gradient_accumulation_steps"] * training["world_size"]
     rows = [
         ("Nodes", f"{nodes}; {plan.node_count} node(s) with {plan.processes_per_node} process(es) each"),
@@ -89,7 +88,7 @@ def plan_table(plan: TrainingPlan, place: str, startup_seconds: float) -> str:
         ("Work", f"{plan.work.steps} steps of {batch} samples, {plan.work.evaluations} evaluations"),
         ("Time", f"**{format_duration(estimate.seconds.expected)}** ({estimate.seconds.range_in(format_duration)})"),
         ("Cost", f"**{dollars(estimate.usd.expected)}** ({estimate.usd.range_in(dollars)}), {plan.price_words}"),
-        *([("Evictions", evictions)] if evictions else []),
+        *([("Spot", spot)] if spot else []),
         *([("Probe", f"{dollars(plan.probe_usd)}, run before and billed with it")] if plan.probes else []),
     ]
     return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows)

@@ -117,7 +117,6 @@ def report_performance(
         training=plan.job["training"],
         prices=alternatives_to(plan.sku).values(),
         today=datetime.now(UTC).date(),
-        startup_seconds=plan.phases.get("startup"),
     ).optimization()
     rundir.write_json(PERFORMANCE_REPORT, asdict(performance) | {"optimization": optimization.document()})
     took = sum_launches(usage)

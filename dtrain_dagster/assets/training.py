@@ -21,7 +21,6 @@ from dtrain_dagster.assets.training_progress import RAISE_BUDGET, follow_trainin
 from dtrain_dagster.clusters.base import OWNER, ClusterConfig, GPUClusterManager
 from dtrain_dagster.costs.budget import node_seconds_of, write_limit
 from dtrain_dagster.costs.estimate import estimate_cost
-from dtrain_dagster.costs.evictions import evictions_of, without_evictions
 from dtrain_dagster.costs.plan import PLAN, PLANNED_FOR, TrainingPlan, charges_of
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.jobs.orders import source_tags
@@ -191,11 +190,8 @@ def refuse_dearer_nodes(
     told = f"planned on {plan.sku} ({plan.tier}), got {price.sku} ({tier})"
     context.log.warning(f"{told}: prices differ; see cost_breakdown")
     limits = Limits(budget_usd=plan.budget_usd, deadline_hours=plan.deadline_hours)
-    startup, planned = plan.phases.get("startup"), price_of(plan.sku)
-    evictions = evictions_of(planned, plan.tier, startup)
-    undisturbed = without_evictions(plan.estimate.seconds, evictions, plan.node_count)  # the new nodes' are added
-    seconds = undisturbed.scaled(planned.speed / price.speed)
-    estimate = estimate_cost(seconds, price, tier, plan.node_count, startup)
+    seconds = plan.estimate.seconds.scaled(price_of(plan.sku).speed / price.speed)
+    estimate = estimate_cost(seconds, price, tier, plan.node_count)
     if said := explain_excess(estimate, limits):
         raise refuse_plan(context, project, replace(plan, sku=price.sku, tier=tier), f"{said} ({told})")
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +36,15 @@ from dtrain_dagster.costs.prices import (
     region_of,
 )
 from dtrain_dagster.costs.prices import skus as known_skus
-from dtrain_dagster.costs.retail import RETAIL_URL, Refreshed, fetch_market, refresh_price_table
-from dtrain_dagster.costs.spot import SpotMarket
+from dtrain_dagster.costs.retail import RETAIL_URL, Refreshed, refresh_price_table
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.jobs.totals import LaunchTotals, sum_launches
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.tiers import TIERS, tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.rundir import JOB, LAUNCH, RESULT, RunDir
-from trainer.secrets.azure_token import TOKEN_SCOPE, credential
 
-OF_JOBS, OF_PRICES = ("as_csv", "usage_export"), ("skus", "regions", "everywhere", "refresh", "spot_history")
+OF_JOBS, OF_PRICES = ("as_csv", "usage_export"), ("skus", "regions", "everywhere", "refresh")
 """The options that need a name, and those that go without one."""
 
 
@@ -77,12 +73,6 @@ OF_JOBS, OF_PRICES = ("as_csv", "usage_export"), ("skus", "regions", "everywhere
 )
 @click.option("--all", "everywhere", is_flag=True, help="Prices in every region that is known.")
 @click.option("--refresh", is_flag=True, help="Ask Azure's public price list for newer prices; it needs no account.")
-@click.option(
-    "--spot-history",
-    is_flag=True,
-    help="With --refresh, also ask Azure Resource Graph, with your login, for 90 days of Spot prices and for eviction "
-    "rates.",
-)
 @ceiling_options
 @json_option(
     json_fields.either(
@@ -117,7 +107,7 @@ def cost(name: str | None, as_json: bool, **options: Any) -> None:
       dtrain cost
       dtrain cost --sku Standard_NC24ads_A100_v4
       dtrain cost --region westus2 --region centralus
-      dtrain cost --refresh --spot-history
+      dtrain cost --refresh
       dtrain cost ceilings --per-month 500 --per-hour 20
       dtrain cost ceilings --none
     """
@@ -240,13 +230,10 @@ def _show_prices(
     regions: tuple[str, ...],
     everywhere: bool,
     refresh: bool,
-    spot_history: bool,
 ) -> None:
     if refresh:
-        _refresh(settings, as_json, skus, regions, spot_history)
+        _refresh(settings, as_json, skus, regions)
         return
-    if spot_history:
-        raise click.UsageError("--spot-history needs --refresh", click.get_current_context())
     asked = known_regions() if everywhere or (skus and not regions) else regions or (settings.region,)
     if skus:
         known = [
@@ -279,7 +266,6 @@ def _refresh(
     as_json: bool,
     skus: tuple[str, ...],
     regions: tuple[str, ...],
-    spot_history: bool,
 ) -> None:
     """Ask for newer prices, keep them in the home, and print what has changed."""
     by_name = {sku.casefold(): sku for sku in known_skus()}
@@ -295,7 +281,7 @@ def _refresh(
         if not region.isalnum():
             raise Refusal(f"{region!r} is not an Azure region; names look like eastus")
     path = refreshed_path()
-    done = refresh_price_table(path, where, asked, RETAIL_URL, ask_market=_market() if spot_history else None)
+    done = refresh_price_table(path, where, asked, RETAIL_URL)
     if as_json:
         print_json(_refreshed_document(done, str(path)))
         return
@@ -303,25 +289,9 @@ def _refresh(
     click.echo(f"written to {path}")
 
 
-def _market() -> Callable[[str, Sequence[str]], SpotMarket]:
-    """Return the function that asks Azure Resource Graph, with the login of this machine. Raise `Refusal` where there
-    is none."""
-    logging.getLogger("azure.identity").setLevel(logging.CRITICAL)  # it lists all kinds of login; ours is one sentence
-    try:
-        token = str(credential().get_token(TOKEN_SCOPE).token)
-    except ImportError:
-        raise Refusal("--spot-history needs Azure's libraries: pip install 'dtrain[azure]'") from None
-    except Exception as error:  # whatever the many kinds of login raise
-        raise Refusal(f"--spot-history needs a login to Azure, such as by `az login`: {type(error).__name__}") from None
-    return partial(fetch_market, token=token)
-
-
 def price_document(row: SkuPrice) -> dict[str, Any]:
     """Return a SKU in a region for JSON, with the fields of `dtrain_dagster.cli.json_fields.PRICE`. Pure."""
-    figures = {
-        tier: asdict(figure) | {"spread": asdict(figure.spread) if figure.spread else None}
-        for tier, figure in row.figures.items()
-    }
+    figures = {tier: asdict(figure) for tier, figure in row.figures.items()}
     names = [name for name in json_fields.PRICE if name.partition(".")[0] != "usd_per_hour"]
     return {**{name: getattr(row, name) for name in names}, "usd_per_hour": figures}
 

@@ -174,16 +174,6 @@ PRICE = {
     "usd_per_hour.*.recorded_on": "the day of the price, or its month",
     "usd_per_hour.*.how": "recorded (the service's answer), read (somebody's list) or asked (refreshed)",
     "usd_per_hour.*.source": "where it comes from",
-    "usd_per_hour.*.history": "earlier prices of Spot: [day from which it held, dollars per node and hour]",
-    "usd_per_hour.*.spread": "how far the price of Spot has moved; null where too little of its history is known",
-    "usd_per_hour.*.spread.low": "the lowest price, dollars per node and hour",
-    "usd_per_hour.*.spread.high": "the highest price, dollars per node and hour",
-    "usd_per_hour.*.spread.since": "the first day of that time",
-    "usd_per_hour.*.evictions": "how often Spot nodes are evicted; null where that is not known",
-    "usd_per_hour.*.evictions.low": "the least share of nodes in an hour",
-    "usd_per_hour.*.evictions.high": "the largest share of nodes in an hour; null where the band has no upper end",
-    "usd_per_hour.*.evictions.recorded_on": "the day on which Azure was asked",
-    "usd_per_hour.*.evictions.source": "where the rate comes from",
 }
 PRICES_REFRESHED = {
     "file": "where the prices were written",

@@ -4,7 +4,7 @@
               + saves x what a save holds up + finish (test split, baselines, the end of the processes)
     dollars = nodes x seconds / 3600 x price of a node-hour
 
-Spot nodes are evicted: `dtrain_dagster.costs.evictions` adds what that is expected to cost, where the rate is known.
+Spot nodes may be evicted: what that costs is not known and not in it, and every plan on Spot says so.
 
 What is known is `Measured`: a probe or a past run of the same training on some node counts. Between two node counts
 that were measured, figures are interpolated; beyond them communication grows with the logarithm of the ranks. Each
@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
-from dtrain_dagster.costs.evictions import evictions_of, with_evictions
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.prices import SkuPrice
 from dtrain_dagster.settings.tiers import Tier
@@ -247,10 +246,6 @@ class Forecast:
             low = min(expected, self.learned.factor * least)
         return Interval(low=low / factor, expected=expected, high=expected * factor)
 
-    def startup_at(self, node_count: int) -> float:
-        """Return the seconds of the start-up on ``node_count`` nodes."""
-        return interpolated(self.measured, node_count, self.sizes).startup_seconds
-
     def parts(self, node_count: int, speed: float = 1.0) -> Parts:
         """Return the same phase by phase, before the learned correction."""
         return self._parts(node_count, self.sizes.work(node_count), speed)
@@ -332,16 +327,12 @@ def _nodes(item: Measured) -> int:
 def estimate_forecast(forecast: Forecast, price: SkuPrice, tier: Tier, node_count: int) -> Estimate:
     """Return the time and the dollars of a forecast on ``node_count`` nodes. Raise `PriceError` where the SKU has no
     price on that tier."""
-    return estimate_cost(forecast.seconds_at(node_count), price, tier, node_count, forecast.startup_at(node_count))
+    return estimate_cost(forecast.seconds_at(node_count), price, tier, node_count)
 
 
-def estimate_cost(
-    seconds: Interval, price: SkuPrice, tier: Tier, node_count: int, startup_seconds: float | None = None
-) -> Estimate:
-    """Return time and dollars of ``node_count`` nodes for that long, with the evictions that are expected. The ends of
-    the interval of dollars are at the ends of the price's own range. ``startup_seconds``: of these nodes, which each
-    eviction buys again; None where it is not known."""
-    seconds = with_evictions(seconds, evictions_of(price, tier, startup_seconds), node_count)
+def estimate_cost(seconds: Interval, price: SkuPrice, tier: Tier, node_count: int) -> Estimate:
+    """Return time and dollars of ``node_count`` nodes for that long. The ends of the interval of dollars are at the
+    ends of the price's own range."""
     usd_per_hour, (low, high) = price.usd_per_hour(tier), price.range_of(tier)
     hours = seconds.scaled(node_count / 3600)
     return Estimate(

@@ -3,8 +3,7 @@
 Two tables are read: the one in the package, and `prices.json` under ``DTRAIN_HOME``, which ``dtrain cost --refresh``
 writes (`dtrain_dagster.costs.retail`). Of two figures for the same thing the newer one counts. Both have one layout:
 ``sources`` (key → how, recorded_on, source) and ``prices`` (region → SKU → tier → [US dollars per hour, source]).
-Behind a Spot price there may be its history and the rate of evictions (`dtrain_dagster.costs.spot`). The hardware of a
-SKU stands in the package's table alone.
+The hardware of a SKU stands in the package's table alone.
 
 A site that charges for node-hours has a table of its own (``DTRAIN_SLURM_PRICES``). ``SKU@PARTITION`` names nodes of
 one of its partitions: they cost what the site says, and count as that SKU in all else.
@@ -24,10 +23,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from dtrain_dagster.costs.spot import EvictionRate, PriceSpread, read_extras, spread_of
 from dtrain_dagster.settings.environment import SettingsError, setting
 from dtrain_dagster.settings.slurm import read_partition_prices, site_prices_path
-from dtrain_dagster.settings.tiers import OLD_SPOT, TIERS, Tier, tier_of
+from dtrain_dagster.settings.tiers import TIERS, Tier, tier_of
 
 STAND_IN, LISTED = "stand-in price, nothing was billed", "list price, not the bill"
 """Meaning of a figure's dollars, in words: for nodes that are priced as a SKU, and for nodes that are bought."""
@@ -56,15 +54,6 @@ class Figure:
     how: str
     """recorded (the service's own answer), read (somebody's list), asked (refreshed)."""
     source: str
-    history: tuple[tuple[str, float], ...] = ()
-    """Earlier prices of a Spot meter: (day from which it held, US dollars per node and hour), the oldest first."""
-    evictions: EvictionRate | None = None
-    """How often Spot nodes are evicted; None where that is not known."""
-
-    @property
-    def spread(self) -> PriceSpread | None:
-        """Return how far the price has moved; None where too little of its history is known."""
-        return spread_of(self.history, self.usd_per_hour, self.recorded_on)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,16 +105,24 @@ class SkuPrice:
         return self.figure(tier).usd_per_hour
 
     def range_of(self, tier: Tier) -> tuple[float, float]:
-        """Return the lowest and the highest price of one node-hour to expect; raise as `figure` does. That of Spot is
-        the spread of its history; where none is known, it ends at the pay-as-you-go price, above which Spot does not
-        rise."""
+        """Return the lowest and the highest price of one node-hour to expect; raise as `figure` does. That of Spot
+        ends at the pay-as-you-go price, above which it does not rise."""
         figure = self.figure(tier)
-        if tier_of(tier) == "dedicated":
-            return figure.usd_per_hour, figure.usd_per_hour
-        if spread := figure.spread:
-            return spread.low, spread.high
-        most = self.figures.get("dedicated", figure).usd_per_hour
-        return figure.usd_per_hour, max(figure.usd_per_hour, most)
+        most = self.figures.get("dedicated", figure) if tier_of(tier) == "spot" else figure
+        return figure.usd_per_hour, max(figure.usd_per_hour, most.usd_per_hour)
+
+    def tell_spot(self, tier: Tier) -> str:
+        """Return what the figures of Spot nodes leave open; "" on dedicated nodes, and where the price is a site's."""
+        if tier_of(tier) == "dedicated" or is_of_site(self.sku):
+            return ""
+        low, high = self.range_of(tier)
+        reach = "the pay-as-you-go price is not known, so one price is used"
+        if "dedicated" in self.figures:
+            reach = f"the interval reaches from ${low:g} to the pay-as-you-go price of ${high:g} an hour"
+        return (
+            f"Spot's price varies: {reach}; nodes may be evicted at any time, and the start-ups of their replacements "
+            "are not in these figures"
+        )
 
 
 Prices = dict[tuple[str, str, Tier], Figure]
@@ -216,11 +213,9 @@ def region_of(region: str | None = None) -> str:
     return (region or setting("region")).replace(" ", "").casefold()
 
 
-def refresh_command(region: str, sku: str = "", spot_history: bool = False) -> str:
-    """Return the command that refreshes prices of a region, or of one SKU there. ``spot_history``: with what Azure
-    tells of Spot to those who are logged in."""
-    command = f"dtrain cost --refresh --region {region}" + (f" --sku {sku}" if sku else "")
-    return command + (" --spot-history" if spot_history else "")
+def refresh_command(region: str, sku: str = "") -> str:
+    """Return the command that refreshes prices of a region, or of one SKU there."""
+    return f"dtrain cost --refresh --region {region}" + (f" --sku {sku}" if sku else "")
 
 
 def refreshed_path() -> Path:
@@ -258,13 +253,10 @@ def read_prices(document: Mapping[str, Any]) -> Prices:
     found: Prices = {}
     for region, rows in document["prices"].items():
         for sku, tiers in rows.items():
-            for tier, (usd, source, *more) in tiers.items():
-                if tier == OLD_SPOT:  # tables of before 2026-03-31 have this meter, by which nothing is billed now
-                    continue
+            for tier, (usd, source) in tiers.items():
                 if tier not in TIERS or not 0 < usd < math.inf:
                     raise ValueError(f"{sku} in {region}: {tier} at {usd} is not a price")
-                extras = read_extras(more[0] if more else {})
-                found[region, sku, tier] = Figure(usd_per_hour=usd, **sources[source], **extras)
+                found[region, sku, tier] = Figure(usd_per_hour=usd, **sources[source])
     return found
 
 

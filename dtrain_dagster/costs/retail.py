@@ -1,11 +1,9 @@
 """Fresh prices from Azure's public retail price API, which needs no account. ``dtrain cost --refresh`` asks it.
 
 It lists several meters for one size; `dtrain_dagster.costs.meters` picks from them. What the API does not list stays as
-it was, and is said. A price that cannot be true refuses the whole table. With ``--spot-history``, and a login, it also
-asks Azure Resource Graph for 90 days of Spot prices and the eviction rate of 28 days.
+it was, and is said. A price that cannot be true refuses the whole table.
 
-Read: learn.microsoft.com/rest/api/cost-management/retail-prices/azure-retail-prices (2023-01-01-preview), and
-learn.microsoft.com/azure/virtual-machines/spot-vms («Azure Resource Graph»): table ``SpotResources``.
+Read: learn.microsoft.com/rest/api/cost-management/retail-prices/azure-retail-prices (2023-01-01-preview).
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -33,7 +31,6 @@ from dtrain_dagster.costs.prices import (
     packaged_prices,
     refreshed_prices,
 )
-from dtrain_dagster.costs.spot import EvictionRate, SpotMarket, as_extras, kept_history, parse_eviction_band
 from dtrain_dagster.settings.tiers import Tier
 from trainer.runtime.retry import PASSING_STATUSES, RetryPolicy, retry_after_seconds
 from trainer.storage.open import open_storage
@@ -41,8 +38,6 @@ from trainer.storage.open import open_storage
 _T = TypeVar("_T")
 RETAIL_URL = "https://prices.azure.com/api/retail/prices"
 API_VERSION = "2023-01-01-preview"
-GRAPH_URL = "https://management.azure.com/providers/Microsoft.ResourceGraph/resources"
-GRAPH_API_VERSION = "2022-10-01"
 SKUS_PER_QUERY = 10
 """SKUs of one query. They all stand in the address, whose length is limited."""
 MAX_PAGES = 50
@@ -90,11 +85,9 @@ def refresh_price_table(
     url: str = RETAIL_URL,
     now: datetime | None = None,
     pause: Callable[[float], None] = time.sleep,
-    ask_market: Callable[[str, Sequence[str]], SpotMarket] | None = None,
 ) -> Refreshed:
     """Request the prices of these SKUs in these regions, and write them into the table at ``path`` as a whole. Figures
-    of other SKUs and regions stay in it. ``ask_market``: returns what is known of Spot in a region beside its price;
-    without it, what the table has stays. Raise `RetailError` where prices cannot be had; the table then stays as
+    of other SKUs and regions stay in it. Raise `RetailError` where prices cannot be had; the table then stays as
     before."""
     now = now or datetime.now(UTC)
     packaged = packaged_prices()
@@ -120,12 +113,10 @@ def refresh_price_table(
                 "eastus (`az account list-locations`). Nothing was changed"
             )
         notes += [f"{region}: {line}" for line in doubts]
-        market = ask_market(region, skus) if ask_market else None
         for (sku, tier), usd in prices.items():
-            figure = Figure(usd_per_hour=usd, recorded_on=f"{now:%Y-%m-%d}", how="asked", source=source)
-            if tier == "spot":
-                figure = with_history(figure, known.get((region, sku, tier)), market, sku)
-            found[region, sku, tier] = figure
+            found[region, sku, tier] = Figure(
+                usd_per_hour=usd, recorded_on=f"{now:%Y-%m-%d}", how="asked", source=source
+            )
         for sku in skus:
             if (sku, "dedicated") not in prices:
                 old = before.get((region, sku, "dedicated"))
@@ -138,17 +129,6 @@ def refresh_price_table(
         for (region, sku, tier), after in found.items()
     )
     return Refreshed(changes=changes, notes=tuple(notes))
-
-
-def with_history(now: Figure, old: Figure | None, market: SpotMarket | None, sku: str) -> Figure:
-    """Return a Spot price that was just asked for, with its history and the rate of evictions: those of the figure that
-    it replaces, and those of the market where it was asked. Pure."""
-    points = [*old.history, (old.recorded_on, old.usd_per_hour)] if old else []
-    evictions = old.evictions if old else None
-    if market:
-        points += market.history.get(sku, ())
-        evictions = market.evictions.get(sku, evictions)
-    return replace(now, history=kept_history(points, now.recorded_on), evictions=evictions)
 
 
 def fetch(
@@ -183,9 +163,7 @@ def as_document(prices: Prices) -> dict[str, Any]:
     rows: dict[str, dict[str, dict[str, list[Any]]]] = {}
     for (region, sku, tier), figure in prices.items():
         key = keys.setdefault((figure.how, figure.recorded_on, figure.source), f"s{len(keys) + 1}")
-        extras = as_extras(figure.history, figure.evictions)
-        row = [figure.usd_per_hour, key, *([extras] if extras else [])]
-        rows.setdefault(region, {}).setdefault(sku, {})[tier] = row
+        rows.setdefault(region, {}).setdefault(sku, {})[tier] = [figure.usd_per_hour, key]
     sources = {key: {"how": how, "recorded_on": day, "source": source} for (how, day, source), key in keys.items()}
     return {"currency": "USD", "sources": sources, "prices": rows}
 
@@ -294,100 +272,3 @@ def _write(path: Path, document: Mapping[str, Any]) -> None:
             f"{path} cannot be written ({error.strerror or error}); make room there, or set DTRAIN_HOME to a folder "
             "that can be written. Nothing was changed"
         ) from None
-
-
-def price_query(region: str, skus: Sequence[str]) -> str:
-    """Return the query for the history of the prices of Linux nodes."""
-    return (
-        "SpotResources | where type =~ 'microsoft.compute/skuspotpricehistory/ostype/location' "
-        f"| where location =~ '{region}' | where sku.name in~ ({_listed(skus)}) | where properties.osType =~ 'linux' "
-        "| project skuName = tostring(sku.name), spotPrices = properties.spotPrices"
-    )
-
-
-def eviction_query(region: str, skus: Sequence[str]) -> str:
-    """Return the query for the eviction rates."""
-    return (
-        "SpotResources | where type =~ 'microsoft.compute/skuspotevictionrate/location' "
-        f"| where location =~ '{region}' | where sku.name in~ ({_listed(skus)}) "
-        "| project skuName = tostring(sku.name), evictionRate = tostring(properties.evictionRate)"
-    )
-
-
-def fetch_market(
-    region: str,
-    skus: Sequence[str],
-    token: str,
-    url: str = GRAPH_URL,
-    now: datetime | None = None,
-    pause: Callable[[float], None] = time.sleep,
-) -> SpotMarket:
-    """Return what Azure tells of these SKUs in a region. ``token``: of Azure's management interface. Raise
-    `RetailError` where it cannot be had."""
-    day = f"{now or datetime.now(UTC):%Y-%m-%d}"
-    prices, rates = (_rows(url, token, query(region, skus), pause) for query in (price_query, eviction_query))
-    try:
-        return SpotMarket(history=read_history(prices, skus), evictions=read_evictions(rates, skus, day))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise RetailError(
-            f"{url} does not answer with a history of Spot ({type(error).__name__}: {error}). Nothing was changed"
-        ) from None
-
-
-def read_history(rows: Sequence[Mapping[str, Any]], skus: Sequence[str]) -> dict[str, list[tuple[str, float]]]:
-    """Return SKU → prices, the oldest first. Raise ValueError, TypeError, KeyError or AttributeError where the rows
-    cannot be read. Pure."""
-    names, found = {sku.casefold(): sku for sku in skus}, dict[str, list[tuple[str, float]]]()
-    for row in rows:
-        if sku := names.get(str(row["skuName"]).casefold()):
-            points = [(_day(item["effectiveDate"]), float(item["priceUSD"])) for item in row["spotPrices"] or ()]
-            found[sku] = sorted(found.get(sku, []) + [point for point in points if 0 < point[1] < math.inf])
-    return found
-
-
-def read_evictions(rows: Sequence[Mapping[str, Any]], skus: Sequence[str], day: str) -> dict[str, EvictionRate]:
-    """Return SKU → eviction rate, asked on ``day``; none of a band that cannot be read. Raise KeyError for rows of
-    another shape. Pure."""
-    names, found = {sku.casefold(): sku for sku in skus}, dict[str, EvictionRate]()
-    for row in rows:
-        sku, band = names.get(str(row["skuName"]).casefold()), parse_eviction_band(str(row["evictionRate"]))
-        if sku and band:
-            source = "Azure Resource Graph, SpotResources, eviction rate of the last 28 days"
-            found[sku] = EvictionRate(low=band[0], high=band[1], recorded_on=day, source=source)
-    return found
-
-
-def _rows(url: str, token: str, query: str, pause: Callable[[float], None]) -> list[dict[str, Any]]:
-    """The rows of one query: a row per SKU, so one answer holds them all. It is asked of the whole tenant, as the table
-    is not there for single subscriptions."""
-
-    def send() -> requests.Response:
-        return requests.post(
-            url,
-            params={"api-version": GRAPH_API_VERSION},
-            json={"query": query, "options": {"resultFormat": "objectArray"}},
-            headers={"Authorization": f"Bearer {token}"},
-            timeout=(CONNECT_SECONDS, READ_SECONDS),
-            allow_redirects=False,
-        )
-
-    return ask_again(url, send, _read_rows, pause)
-
-
-def _read_rows(url: str, answer: requests.Response) -> list[dict[str, Any]]:
-    try:
-        rows = answer.json()["data"]
-        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise ValueError("its data is not a list of objects")
-    except (ValueError, TypeError, KeyError) as error:
-        said = f"{type(error).__name__}: {error}"
-        raise RetailError(f"{url} does not answer with a table ({said}). Nothing was changed") from None
-    return rows
-
-
-def _listed(skus: Sequence[str]) -> str:
-    return ", ".join(f"'{sku.casefold()}'" for sku in skus)
-
-
-def _day(text: str) -> str:
-    return datetime.fromisoformat(text).date().isoformat()

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, replace
 
 from dtrain_dagster.clusters.ranks import explain_idle_gpus
 from dtrain_dagster.costs.estimate import Estimate, Forecast, LearnedCorrection, Sizes, estimate_cost, estimate_forecast
-from dtrain_dagster.costs.evictions import tell_evictions, tell_spot_price
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.plan import SECTIONS, ProbeCharge, TrainingPlan
 from dtrain_dagster.costs.prices import LISTED, SkuPrice, is_of_site, price_of, price_words
@@ -170,7 +169,7 @@ def assemble_plan(
         work=planned.sizes.work(count),
         estimate=estimate,
         basis=f"{forecast.basis_words}{_learned_words(forecast.learned)}{tell_load(forecast, count)}",
-        price_note=note_price(planned, forecast, estimate),
+        price_note=note_price(planned),
         price_words=planned.price_words,
         pace=planned.pace,
         basis_kind=forecast.basis,
@@ -184,9 +183,9 @@ def assemble_plan(
     )
 
 
-def note_price(planned: PlannedJob, forecast: Forecast, estimate: Estimate) -> str:
-    """Return the source of the price in words, that nothing is billed where it is a stand-in, and what may be added to
-    a price of Spot."""
+def note_price(planned: PlannedJob) -> str:
+    """Return the source of the price in words, that nothing is billed where it is a stand-in, and what a price of Spot
+    leaves open."""
     price, figure = planned.price, planned.price.figure(planned.tier)
     if is_of_site(price.sku):
         return (
@@ -198,12 +197,8 @@ def note_price(planned: PlannedJob, forecast: Forecast, estimate: Estimate) -> s
     if not planned.kind.buys_nodes:
         retired = f", which Azure retired on {price.retired_on}" if price.retired_on else ""
         note += f" A stand-in: nodes of the {planned.kind.words} are priced as this SKU{retired}; nothing is billed."
-    startup = forecast.startup_at(planned.node_count)
-    said = (
-        tell_spot_price(price, planned.tier),
-        tell_evictions(estimate.usd.expected, planned.node_count, price, planned.tier, startup),
-    )
-    return " ".join([note, *(f"{sentence[0].upper()}{sentence[1:]}." for sentence in said if sentence)])
+    said = price.tell_spot(planned.tier)
+    return f"{note} {said}." if said else note
 
 
 def _learned_words(learned: LearnedCorrection) -> str:

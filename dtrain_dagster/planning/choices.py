@@ -16,9 +16,8 @@ from datetime import UTC, date, datetime
 from typing import Literal
 
 from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_cost
-from dtrain_dagster.costs.evictions import tell_evictions, tell_spot_price
 from dtrain_dagster.costs.interval import Interval
-from dtrain_dagster.costs.prices import Figure, PriceError, SkuPrice, alternatives_to, is_of_site
+from dtrain_dagster.costs.prices import PriceError, SkuPrice, alternatives_to, is_of_site
 from dtrain_dagster.planning.build_plan import Limits, PlannedJob, explain_excess, most_epochs
 from dtrain_dagster.settings.tiers import TIERS, Tier, tier_in_words
 from dtrain_dagster.support.formatting import dollars, format_duration
@@ -292,12 +291,10 @@ def _choice(planned: PlannedJob, forecast: Forecast, price: SkuPrice, node_count
     ranks = node_count * (own_ranks if own else price.gpus)
     alike = max(1, round(ranks / own_ranks))  # as many of the planned nodes have as many ranks
     relative = price.speed / planned.price.speed
-    seconds, startup = forecast.seconds_at(alike, relative * node_count / alike), forecast.startup_at(alike)
-    estimate = estimate_cost(seconds, price, tier, node_count, startup)
+    estimate = estimate_cost(forecast.seconds_at(alike, relative * node_count / alike), price, tier, node_count)
     origin: Origin = "guessed"
     if own and forecast.basis != "table":
         origin = "measured" if any(item.node_count == node_count for item in forecast.measured) else "scaled"
-    evictions = tell_evictions(estimate.usd.expected, node_count, price, tier, startup)
     return PlanChoice(
         sku=price.sku,
         gpu=price.gpu,
@@ -312,13 +309,14 @@ def _choice(planned: PlannedJob, forecast: Forecast, price: SkuPrice, node_count
         else f"guessed: a node is taken to compute {relative:.3g} times as fast as one of {planned.price.sku}; "
         "network, start-up and disks are taken to be the same",
         is_planned=own and (node_count, tier) == (planned.node_count, planned.tier),
-        price_from=_price_from(price.figure(tier), price, tier, evictions),
+        price_from=_price_from(price, tier),
     )
 
 
-def _price_from(figure: Figure, price: SkuPrice, tier: Tier, evictions: str) -> str:
+def _price_from(price: SkuPrice, tier: Tier) -> str:
+    figure = price.figure(tier)
     told = f"{figure.usd_per_hour:g} USD per node-hour in {price.region}, {figure.how} {figure.recorded_on}: "
-    return "; ".join(filter(None, [f"{told}{figure.source}", tell_spot_price(price, tier), evictions]))
+    return "; ".join(filter(None, [f"{told}{figure.source}", price.tell_spot(tier)]))
 
 
 def _by_cost(choice: PlanChoice) -> tuple[float, float]:
@@ -362,8 +360,8 @@ def _assumptions(rows: Sequence[PlanChoice], planned: PlannedJob) -> tuple[str, 
         found.append(f"How fast other SKUs compute is {planned.price.speed_note}.")
     if any(row.tier == "spot" for row in rows):
         found.append(
-            "The price of Spot nodes varies, and they may be evicted at any time. `price_from` says how far the price "
-            "has moved and what evictions are expected to cost, or that it is not known."
+            "The price of Spot nodes varies, and they may be evicted at any time. What evictions "
+            "cost is not in its figures."
         )
     if any(row.sku != planned.price.sku and row.gpus > 1 for row in rows):
         found.append(

@@ -76,7 +76,7 @@ class Optimization:
 
 class ResourceOptimizer:
     """An adviser on one finished job. ``prices``: of the SKUs that may be bought instead; ``training``: the trainer's
-    configuration; ``startup_seconds``: of its nodes, which evictions of Spot nodes buy again, None where not known."""
+    configuration."""
 
     def __init__(
         self,
@@ -88,10 +88,9 @@ class ResourceOptimizer:
         training: Mapping[str, Any],
         prices: Iterable[SkuPrice],
         today: date,
-        startup_seconds: float | None = None,
     ) -> None:
         self.price, self.tier, self.training = price, tier, training
-        self._prices, self._today, self._startup_seconds = tuple(prices), today, startup_seconds
+        self._prices, self._today = tuple(prices), today
         self._events = [item for item in events if item.get("kind") in (NodeEvent.kind, OutOfMemoryEvent.kind)]
         found = settled(windows(events))
         groups = worlds(found)
@@ -135,7 +134,6 @@ class ResourceOptimizer:
             usd=self.usd,
             step_seconds=self._step_seconds,
             evaluation_seconds=self._evaluation_seconds,
-            startup_seconds=self._startup_seconds,
         )
         # The table of speeds is of GPUs, and of those only slower ones are for who uses little.
         has_gpus = self._now and self.utilization and self.utilization.of == "GPU"
@@ -226,8 +224,7 @@ def rest_and_whole(
         training = (plan.get("job") or {}).get("training") or {}
         restart = planned["startup"] + step * float(training.get("checkpoint_frequency") or 0) / 2
     whole = planned if planned["steps"] else left | {"startup": planned["startup"]}
-    startup = planned["startup"] or None
-    return _base_run(nodes, usd_left, left, startup, restart), _base_run(nodes, usd_whole, whole, startup, 0.0)
+    return _base_run(nodes, usd_left, left, restart), _base_run(nodes, usd_whole, whole, 0.0)
 
 
 def savings(
@@ -250,9 +247,7 @@ def savings(
     return tuple(sorted(told, key=lambda item: -item.saved_usd))
 
 
-def _base_run(
-    nodes: PaidNodes, usd: float, phases: Mapping[str, float], startup: float | None, restart: float
-) -> BaseRun:
+def _base_run(nodes: PaidNodes, usd: float, phases: Mapping[str, float], restart: float) -> BaseRun:
     """Phases are brought to the length that the dollars pay for: what is projected and what is timed differ a little.
     Where nothing is known of them, all of it is steps."""
     seconds = 3600 * usd / (nodes.node_count * nodes.price.usd_per_hour(nodes.tier))
@@ -265,6 +260,5 @@ def _base_run(
         usd=usd,
         step_seconds=seconds * phases["steps"] / total if total else seconds,
         evaluation_seconds=seconds * phases["evaluation"] / total if total else 0.0,
-        startup_seconds=startup,
         restart_seconds=restart,
     )

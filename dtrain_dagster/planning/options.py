@@ -4,17 +4,8 @@ The alert of a cost overrun and the advice after a run print rows of it, and the
 same dollars for the same training. Which rows are printed where is decided there; how a step changes belongs to
 `monitoring.step_model`.
 
-Every row is priced by `dtrain_dagster.costs.estimate.estimate_cost`:
-
-    seconds = undisturbed seconds, start-up included, + expected evictions x start-up seconds (Spot nodes only)
-    dollars = nodes x seconds x price of a node-hour
-
-This is the right formula and not the ratio of two prices, because a node-hour is paid for from the moment when the node
-is there: start-up, and the minutes in which the others stand still until an evicted node is replaced, cost as much as
-training does. The ratio of prices promises a saving that no bill shows. Evictions grow with the number of nodes, so
-that number must be that of the nodes which were paid for, whether or not their steps were timed. What a job on Spot
-nodes is known to take has evictions in it already: they are taken out before another number of nodes is priced. Where
-the rate of evictions is not known, none are in the figures, and the option says so (`dtrain_dagster.costs.evictions`).
+Every row is priced by `dtrain_dagster.costs.estimate.estimate_cost`: nodes x seconds x price of a node-hour, start-up
+included. What evictions of Spot nodes cost is not known, and the row of Spot says so.
 
 To change the nodes of a job that runs, it starts again from its last checkpoint: `BaseRun.restart_seconds`. That is 0
 for a run that has not begun, and for advice on another run.
@@ -28,8 +19,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
 
-from dtrain_dagster.costs.estimate import Estimate, estimate_cost
-from dtrain_dagster.costs.evictions import evictions_of, expected_slowdown, tell_evictions, tell_spot_price
+from dtrain_dagster.costs.estimate import estimate_cost
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.prices import SkuPrice
 from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, MEMORY_TARGET, GPUMemory, gpu_memory, sharing_of
@@ -107,15 +97,13 @@ class BaseRun:
     node_count: int
     """Nodes that are paid for."""
     seconds: float
-    """Paid wall-clock seconds as it is, evictions included."""
+    """Paid wall-clock seconds as it is."""
     usd: float
     """Dollars as it is. Nodes may have been there for a part of the time only: options keep that share."""
     step_seconds: float = 0.0
     """Seconds of ``seconds`` in which steps are done: another step makes these longer or shorter…"""
     evaluation_seconds: float = 0.0
     """…and these follow the computing of a step. Start-up, saves and finish stay as they are."""
-    startup_seconds: float | None = None
-    """Seconds of the start-up, which each eviction of a Spot node buys again; None where it is not known."""
     restart_seconds: float = 0.0
     """What a change of nodes costs besides: the start-up, and the steps since the last checkpoint once more."""
 
@@ -180,19 +168,15 @@ def _priced(
     step: StepModel | None = None,
     batch_size: int | None = None,
 ) -> Change:
-    """``seconds``: as long as the run takes with this change and the evictions of its own tier and nodes."""
+    """``seconds``: as long as the run takes with this change."""
     price, tier, count = price or base.price, tier or base.tier, node_count or base.node_count
-    evictions = evictions_of(base.price, base.tier, base.startup_seconds)
-    undisturbed = seconds / expected_slowdown(evictions, base.node_count)
     is_moved = (price.sku, tier, count) != (base.price.sku, base.tier, base.node_count)
     said = list(assumptions)
     if is_moved and base.restart_seconds:
-        undisturbed += base.restart_seconds
+        seconds += base.restart_seconds
         said.append(f"{format_duration(base.restart_seconds)} for starting again from the checkpoint are in it")
-    exact = Interval(low=undisturbed, expected=undisturbed, high=undisturbed)
-    estimate: Estimate = estimate_cost(exact, price, tier, count, base.startup_seconds)
+    estimate = estimate_cost(Interval(low=seconds, expected=seconds, high=seconds), price, tier, count)
     usd = estimate.usd.scaled(base.paid_share())
-    spot = tell_evictions(usd.expected, count, price, tier, base.startup_seconds), tell_spot_price(price, tier)
     return Change(
         name=name,
         setting=setting,
@@ -203,7 +187,7 @@ def _priced(
         usd=usd,
         saved_usd=base.usd - usd.expected,
         lost_seconds=estimate.seconds.expected - base.seconds,
-        why="; ".join([*said, *filter(None, spot)]),
+        why="; ".join(filter(None, [*said, price.tell_spot(tier)])),
         step=step,
         batch_size=batch_size,
     )

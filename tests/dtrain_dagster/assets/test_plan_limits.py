@@ -14,7 +14,6 @@ from dtrain_dagster.assets.training import refuse_dearer_nodes, wanted_by_plan
 from dtrain_dagster.clusters.base import ClusterConfig
 from dtrain_dagster.costs.ceilings import Ceilings, write_ceilings
 from dtrain_dagster.costs.estimate import Forecast, Measured, Sizes, estimate_cost
-from dtrain_dagster.costs.evictions import evictions_of, with_evictions
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
@@ -24,7 +23,6 @@ from dtrain_dagster.planning.choices import Choices, compare_choices
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
 from tests.dtrain_dagster.planning.planned_nodes import planned_on
-from tests.dtrain_dagster.spot_prices import RATE, with_spot, write_rates
 
 V100 = price_of("Standard_NC6s_v3")
 SIZES = Sizes(
@@ -69,26 +67,6 @@ def test_a_stated_world_size_makes_the_global_batch_whatever_nodes_there_are():
     assert two.steps == pytest.approx(stated.work(4).steps * 0.5, rel=0.01), "a measured step has the whole batch"
 
 
-def test_what_evictions_take_and_how_far_spot_may_rise_is_in_the_estimate():
-    seconds = Interval(low=3600.0, expected=4000.0, high=5000.0)
-    rated = with_spot(V100, evictions=RATE)
-    spot = estimate_cost(seconds, rated, "spot", 4, startup_seconds=600.0)
-    assert spot.seconds == with_evictions(seconds, evictions_of(rated, "spot", 600.0), 4)
-    assert spot.seconds.high > 1.2 * seconds.high
-    assert spot.usd.expected == pytest.approx(spot.seconds.expected * 4 / 3600 * 0.3978)
-    assert spot.usd.high == pytest.approx(spot.seconds.high * 4 / 3600 * 3.06), "no history: up to pay-as-you-go"
-    assert estimate_cost(seconds, V100, "spot", 4, startup_seconds=600.0).seconds == seconds, "no rate is assumed"
-    assert estimate_cost(seconds, rated, "dedicated", 4, startup_seconds=600.0).seconds == seconds
-
-
-def test_the_spread_of_a_spot_price_is_in_the_interval_of_the_estimate():
-    seconds = Interval(low=3600.0, expected=3600.0, high=3600.0)
-    history = (("2026-08-01", 0.30), ("2026-10-01", 0.90))
-    moved = with_spot(V100, history=history, recorded_on="2026-11-20", usd_per_hour=0.45)
-    found = estimate_cost(seconds, moved, "spot", 2).usd
-    assert (found.low, found.expected, found.high) == pytest.approx((0.60, 0.90, 1.80))
-
-
 def plan(**limits: Any) -> TrainingPlan:
     seconds = Interval(low=3000.0, expected=3600.0, high=4000.0)
     return TrainingPlan(
@@ -106,7 +84,6 @@ def plan(**limits: Any) -> TrainingPlan:
         ({"budget_usd": 1.1}, "Standard_NC40ads_H100_v5", None, "budget_usd is"),
         ({"budget_usd": 2.0}, "Standard_NC6s_v3", None, "budget_usd is"),
         ({"budget_usd": 2.0}, "Standard_NC6s_v3", "low_priority", None),
-        ({"deadline_hours": 1.02}, "Standard_NC4as_T4_v3", "low_priority", "deadline_hours is"),
         ({}, "Standard_NC6s_v3", None, None),
     ],
 )
@@ -114,7 +91,6 @@ def test_other_nodes_than_planned_are_refused_where_the_plan_no_longer_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, Any], sku: str, tier: Any, refused: str | None
 ):
     monkeypatch.setenv("DTRAIN_HOME", str(tmp_path))
-    write_rates(tmp_path, ["Standard_NC4as_T4_v3"])
     project = build_resources(Settings(home=tmp_path))["project"]
     got = ClusterConfig(
         cluster_name="c", node_count=2, gpu_type=sku, auto_scale_enabled=True, min_nodes=0, max_nodes=2,

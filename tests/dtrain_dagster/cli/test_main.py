@@ -169,7 +169,7 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         "nodes": ["--json", "--lift", "job"],
         "cost": [
             *("--all", "--csv", "--json", "--none", "--per-hour", "--per-month", "--per-person", "--per-project"),
-            *("--refresh", "--region", "--sku", "--spot-history", "--usage-export", "name"),
+            *("--refresh", "--region", "--sku", "--usage-export", "name"),
         ],
         "ui": [
             *("--all", "--allow-host", "--allow-user", "--host", "--job", "--port", "--read-only", "--token"),

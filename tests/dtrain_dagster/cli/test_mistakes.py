@@ -77,7 +77,6 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("cost", "../../etc"), "the name of the job is"),
     (("cost", "--csv"), "--csv needs the name of a job"),
     (("cost", "nojob", "--refresh"), "--refresh is of prices: leave out the name"),
-    (("cost", "--spot-history"), "--spot-history needs --refresh"),
     (("ui", "jobs", "--job", "nojob"), "no job 'nojob'"),
     (("ui", "mlflow", "--host", "0.0.0.0"), "the page mlflow has no --host"),
     (("status", "latest", "--trace"), "latest: there are no jobs"),

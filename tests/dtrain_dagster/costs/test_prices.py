@@ -244,18 +244,6 @@ def test_fresh_prices_count_from_then_on(home, listed):
     assert price_of(A100, "westeurope").usd_per_hour("dedicated") == 4.8
 
 
-def test_a_price_of_the_retired_meter_in_an_old_table_is_left_out(home):
-    old = {
-        "currency": "USD",
-        "sources": {"s": {"how": "asked", "recorded_on": "2026-01-10", "source": "x"}},
-        "prices": {"eastus": {T4: {"dedicated": [0.53, "s"], "low_priority": [0.11, "s"]}}},
-    }
-    refreshed_path().write_text(json.dumps(old))
-    assert price_of(T4).figure("dedicated").recorded_on == "2026-01-10"
-    assert price_of(T4).figure("low_priority") == price_of(T4).figure("spot")  # type: ignore[arg-type]
-    assert price_of(T4).figure("spot").recorded_on == "2024-09", "the package's, of Spot's own meter"
-
-
 def test_of_two_figures_the_newer_counts(home):
     table = retail.as_document(packaged_prices())
     assert read_prices(table) == packaged_prices()

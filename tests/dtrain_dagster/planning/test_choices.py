@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain_dagster.assets.plan_page import choices_metadata
-from dtrain_dagster.costs.evictions import Evictions, with_evictions
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.prices import price_of, price_table
 from dtrain_dagster.planning.build_plan import Limits
@@ -23,7 +22,6 @@ from dtrain_dagster.planning.choices import Choices, PlanChoice, compare_choices
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars
 from tests.dtrain_dagster.planning.planned_nodes import planned_on
-from tests.dtrain_dagster.spot_prices import RATE, with_spot
 
 V100, T4, A100, QUAD = (f"Standard_{name}" for name in ("NC6s_v3", "NC4as_T4_v3", "NC24ads_A100_v4", "NC96ads_A100_v4"))
 SPEEDS = {V100: 1.0, T4: 0.5, A100: 2.0, QUAD: 8.0}
@@ -48,9 +46,6 @@ class Amdahl:
     def seconds_at(self, node_count: int, speed: float = 1.0) -> Interval:
         whole = self.fixed + self.computing / node_count / speed
         return Interval(low=(1 - self.spread) * whole, expected=whole, high=(1 + self.spread) * whole)
-
-    def startup_at(self, node_count: int) -> float:
-        return 600.0
 
 
 def table_of(
@@ -122,34 +117,15 @@ def test_the_cheapest_that_keeps_both_limits_is_marked(limits: dict[str, float],
         assert bool(row.why_not) is not row.is_cheapest
 
 
-def test_nodes_that_may_be_taken_away_are_for_those_who_can_wait():
-    limits = {"tiers": BOTH, "prices": [with_spot(PRICES[V100], evictions=RATE)], "node_counts": (1,)}
-    assert cheapest_of(table_of(**limits)).tier == "spot"
-    # 12.1 hours and a tenth more, and at most 1.33 evictions and two standard deviations, each a start-up of ten
-    # minutes: 13.92 h.
-    assert cheapest_of(table_of(**limits, deadline=14.0 * HOUR)).tier == "spot"
-    assert cheapest_of(table_of(**limits, deadline=13.8 * HOUR)).tier == "dedicated"
-    evictions = Evictions(per_node_hour=0.1, most_per_node_hour=0.2, seconds=600.0)
-    slow = with_evictions(Interval(low=HOUR, expected=2 * HOUR, high=3 * HOUR), evictions, node_count=4)
-    assert slow.low == HOUR
-    assert slow.expected == pytest.approx(2 * HOUR + 8 * 0.1 * 600)
-    assert slow.high == pytest.approx(3 * HOUR + 600 * (2.4 + 2 * 2.4**0.5))
-    assert any("Spot nodes varies" in line for line in table_of(**limits).assumptions)
-    assert not any("Spot" in line for line in table_of().assumptions)
-
-
-def test_a_choice_of_spot_says_what_evictions_cost_or_that_it_is_not_known():
-    known = with_spot(PRICES[V100], evictions=RATE)
-    spot = row_of(table_of(tiers=BOTH, prices=[known], node_counts=(2,)), V100, 2, "spot")
-    undisturbed = 2 * 6.1 * 0.3978
-    assert spot.usd.expected == pytest.approx(undisturbed * (1 + 0.075 * 2 / 6))
-    assert f"evictions are expected to cost {dollars(spot.usd.expected - undisturbed)}" in spot.price_from
-    assert "5 to 10 % of Spot nodes are evicted in an hour" in spot.price_from
+def test_a_choice_of_spot_may_cost_as_much_as_pay_as_you_go_and_says_what_is_left_out():
+    spot = row_of(table_of(tiers=BOTH, prices=[PRICES[V100]], node_counts=(2,)), V100, 2, "spot")
+    assert spot.usd.expected == pytest.approx(2 * 6.1 * 0.3978)
+    assert spot.usd.high == pytest.approx(spot.seconds.high * 2 / 3600 * 3.06)
+    assert "from $0.3978 to the pay-as-you-go price of $3.06 an hour" in spot.price_from
+    assert "evicted at any time, and the start-ups of their replacements are not in these figures" in spot.price_from
     assert "read 2024-09" in spot.price_from
-    unknown = row_of(table_of(tiers=BOTH, prices=[PRICES[V100]], node_counts=(2,)), V100, 2, "spot")
-    assert unknown.usd.expected == pytest.approx(undisturbed), "nothing is assumed"
-    assert "how often Spot nodes are evicted is not known" in unknown.price_from
-    assert f"dtrain cost --refresh --region eastus --sku {V100} --spot-history" in unknown.price_from
+    assert any("Spot nodes varies" in line for line in table_of(tiers=BOTH).assumptions)
+    assert not any("Spot" in line for line in table_of().assumptions)
 
 
 def test_what_cannot_be_had_is_listed_with_why_and_never_taken():
@@ -264,9 +240,7 @@ def test_more_to_choose_from_never_costs_more(forecast: Amdahl, given: dict[str,
 
 @given(forecasts, tables)
 def test_a_budget_refuses_and_makes_nothing_slower(forecast: Amdahl, given: dict[str, Any]):
-    given |= {
-        "tiers": ("dedicated",)
-    }  # with evictions, intervals differ in width: the cheaper may be the dearer at most
+    given |= {"tiers": ("dedicated",)}  # intervals of Spot are wider: the cheaper may be the dearer at most
     before = table_of(forecast, **given).cheapest
     assert before is None or cheapest_of(table_of(forecast, **(given | {"budget": None}))) == before
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.costs.estimate import Forecast, Measured, Sizes, estimate_cost
-from dtrain_dagster.costs.evictions import evictions_of, without_evictions
+from dtrain_dagster.costs.estimate import Forecast, Measured, Sizes
 from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.prices import SkuPrice, price_of, price_table
 from dtrain_dagster.costs.usage import NodeUsage
@@ -26,7 +25,6 @@ from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars
 from tests.dtrain_dagster.planning.planned_nodes import planned_on
 from tests.dtrain_dagster.simulated_timing import Simulation
-from tests.dtrain_dagster.spot_prices import RATE, with_spot, write_rates
 from trainer.rundir import event
 
 A100, V100, T4 = "Standard_NC24ads_A100_v4", "Standard_NC6s_v3", "Standard_NC4as_T4_v3"
@@ -47,9 +45,6 @@ class Known:
     def seconds_at(self, node_count: int, speed: float = 1.0) -> Interval:
         seconds = 3600 * self.hours / speed
         return Interval(low=seconds, expected=seconds, high=seconds)
-
-    def startup_at(self, node_count: int) -> float:
-        return STARTUP
 
 
 def table_of(price: SkuPrice, tier: Tier, nodes: int, forecast: Any) -> Choices:
@@ -101,7 +96,7 @@ def in_the_advice(sku: str, events: list[dict[str, Any]], hours: float = HOURS) 
     """Setting → dollars, of a run that took as long and used little of its nodes."""
     looked_at = ResourceOptimizer(
         events, usage_of(sku, hours), price=price_of(sku), tier="dedicated", training=TRAINING, prices=TABLE.values(),
-        today=TODAY, startup_seconds=STARTUP,
+        today=TODAY,
     )  # fmt: skip
     return {item.setting.split(" = ")[0]: looked_at.usd - item.saved_usd for item in looked_at.recommendations()}
 
@@ -114,16 +109,12 @@ LOOKS = [event("node", node, 1, node_id=node, gpu_utilization=30.0, gpus=[GPU]) 
 
 
 @pytest.mark.parametrize("events", [LOOKS, [*RUN.events(), *LOOKS]], ids=["not timed", "timed"])
-@pytest.mark.parametrize("rated", [True, False], ids=["rate known", "rate not known"])
 def test_spot_costs_the_same_in_plan_refusal_alert_and_advice(
-    events: list[dict[str, Any]], rated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    events: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("DTRAIN_HOME", str(tmp_path))
-    if rated:
-        write_rates(tmp_path, [A100])
-    evicted = 1 + 0.075 * NODES * STARTUP / 3600 if rated else 1.0  # each eviction buys a start-up for all nodes
-    by_hand = NODES * HOURS * price_of(A100).usd_per_hour("spot") * evicted
-    assert by_hand == pytest.approx(13.833 if rated else 13.333, abs=1e-3)
+    by_hand = NODES * HOURS * price_of(A100).usd_per_hour("spot")
+    assert by_hand == pytest.approx(13.333, abs=1e-3)
     assert in_the_plan(price_of(A100), "spot") == pytest.approx(by_hand)
     assert in_the_refusal(price_of(A100), "spot") == dollars(by_hand)
     assert in_the_alert(A100, events, startup=STARTUP)["spot"] == pytest.approx(by_hand)
@@ -174,42 +165,15 @@ def test_what_cannot_be_had_is_a_row_with_the_reason():
     assert all((item.usd is None) is not item.is_possible for item in rows)
 
 
-def test_a_run_on_spot_nodes_is_not_charged_for_its_evictions_twice():
-    price = with_spot(price_of(T4), evictions=RATE)
-    exact = Interval(low=36000.0, expected=36000.0, high=36000.0)
-    three, two = (estimate_cost(exact, price, "spot", count, STARTUP) for count in (3, 2))
-    assert three.seconds.expected == pytest.approx(36000 * (1 + 0.075 * 3 / 6))
-    base = BaseRun(
-        price=price, tier="spot", node_count=3, seconds=three.seconds.expected, usd=three.usd.expected,
-        startup_seconds=STARTUP,
-    )  # fmt: skip
-    events = RUN.events()
-    world = worlds(settled(windows(events)))[0]
-    fewer = [item for item in build_options(base, world, [], {}, [], TODAY) if item.node_count == 2]
-    assert [item.usd.expected for item in fewer if item.usd] == [pytest.approx(two.usd.expected)]
-
-
-def test_the_time_of_a_plan_on_other_nodes_has_their_evictions_only():
-    exact = Interval(low=36000.0, expected=36000.0, high=36000.0)
-    price = with_spot(price_of(T4), evictions=RATE)
-    planned = estimate_cost(exact, price, "spot", NODES, STARTUP)
-    assert planned.seconds.expected > 36000.0
-    evictions = evictions_of(price, "spot", STARTUP)
-    assert without_evictions(planned.seconds, evictions, NODES).expected == pytest.approx(36000.0)
-    assert evictions_of(price, "dedicated", STARTUP) is None
-    assert evictions_of(price, "spot", None) is None
-    assert without_evictions(exact, None, NODES) == exact
-
-
 def test_starting_again_is_paid_where_nodes_change_and_only_there():
     usd = 2 * 10 * price_of(V100).usd_per_hour("dedicated")
     base = BaseRun(
-        price=with_spot(price_of(V100), evictions=RATE), tier="dedicated", node_count=2, seconds=36000.0, usd=usd,
-        step_seconds=36000.0, startup_seconds=STARTUP,
+        price=price_of(V100), tier="dedicated", node_count=2, seconds=36000.0, usd=usd,
+        step_seconds=36000.0,
     )  # fmt: skip
     again, events = replace(base, restart_seconds=900.0), RUN.events()
     world = worlds(settled(windows(events)))[0]
-    for kind, more in (("spot", 900 * (1 + 0.075 * 2 * STARTUP / 3600)), ("larger batch", 0.0)):
+    for kind, more in (("spot", 900.0), ("larger batch", 0.0)):
         first, second = (best_of(build_options(item, world, [], TRAINING, [], TODAY), kind) for item in (base, again))
         assert first
         assert second

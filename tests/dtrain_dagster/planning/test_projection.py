@@ -290,7 +290,7 @@ def test_each_change_has_its_dollars_from_this_runs_figures():
     assert all(0 < item.saved_usd < (200 if item.of == ANOTHER else 100) for item in found)
     row = price_table()[V100]
     assert by_name["spot"].saved_usd == pytest.approx(100 * (1 - row.usd_per_hour("spot") / HOURLY))
-    assert "how often Spot nodes are evicted is not known" in by_name["spot"].why
+    assert "evicted at any time" in by_name["spot"].why
     assert "batch_size_per_gpu" in by_name["larger batch"].setting
     assert "**fewer nodes**" in change_table(found)
     assert all(item.text.startswith(f"{item.name}: ") for item in found)
