@@ -157,13 +157,13 @@ def search_space(
 def pages_of(project: ProjectResource, search: "Search", source: "TrialSource", run_id: str) -> dict[str, str]:
     """Return the addresses of a search's jobs and of its best trial on the dashboard, and of its run in MLflow.
     ``run_id``: "" where there is none."""
-    from dtrain_dagster.dashboard.job_groups import group_page
+    from dtrain_dagster.dashboard.job_list import jobs_page
     from dtrain_dagster.search.run import trial_id
 
     name, best = search.request.name, source.best
     return {
         "best_job": project.job_url(trial_id(name, best.number)) if best else "",
-        "all_jobs": group_page(project.dashboard_url, name, "search"),
+        "all_jobs": jobs_page(project.dashboard_url, name),
         "run_page": run_page(project.mlflow_url, run_id),
     }
 

@@ -178,7 +178,7 @@ def _ask_for_trace(settings: Settings, job_id: str) -> None:
         rundir.request_trace()
     except FileExistsError:
         raise Refusal(f"a request for a trace of {job_id} is still waiting: try again soon") from None
-    say(f"the trace will be in {rundir.uri}/profile, and on the job's page (`dtrain ui jobs`)")
+    say(f"the trace will be in {rundir.uri}/profile; open it in ui.perfetto.dev")
 
 
 def _show_fleet(settings: Settings, name: str, as_json: bool) -> None:

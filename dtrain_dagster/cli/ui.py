@@ -88,7 +88,7 @@ OWN = {
 @click.option(
     "--token",
     metavar="env:NAME",
-    help="Take orders (cancel, resume, trace), of jobs, with this token only; where it is found.",
+    help="Take orders (cancel, resume), of jobs, with this token only; where it is found.",
 )
 @click.option("--read-only", is_flag=True, help="Take no orders, of jobs.")
 @refuses
@@ -98,8 +98,8 @@ def ui(page: str, port: int | None, names: tuple[str, ...], **options: Any) -> N
     dagster: Dagster's UI and daemon, as under `dagster dev`, but behind a guard that refuses other websites. Links
     between the pages follow their ports; with --all, a port that is taken gives way to a free one.
 
-    jobs: the dashboard of all jobs, live; those of a fleet or a search are one row that unfolds. Metrics for Prometheus
-    are under /metrics. The page of a job cancels, resumes and traces it: for you on this machine, or for whoever has
+    jobs: the dashboard of all jobs, live. Metrics for Prometheus
+    are under /metrics. The page of a job cancels and resumes it: for you on this machine, or for whoever has
     the --token.
 
     mlflow: MLflow's pages over the project's models and runs. tensorboard: curves of all jobs on this machine.
@@ -221,7 +221,7 @@ def _serve_jobs(
         job_id = find_training(settings, job_id)
     services = _services(settings, token, read_only or (host not in LOOPBACK and token is None))
     board = JobBoard(settings.jobs_uri, settings.tiers[0])
-    app = build_app(board, (host, *names), settings.home, services)
+    app = build_app(board, (host, *names), services)
     with listening(host, port) as bound:
         click.echo(f"dashboard: {address(bound)}/" + (f"jobs/{job_id}" if job_id else ""))
         if host not in LOOPBACK:

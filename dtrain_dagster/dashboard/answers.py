@@ -12,14 +12,14 @@ COMPRESSED_BYTES = 16 * 2**10
 """The least size of an answer that is compressed."""
 
 
-def answer_json(request: Request, body: bytes, tag: str | None) -> Response:
+def respond(request: Request, body: bytes, tag: str | None, media_type: str = "application/json") -> Response:
     """Return an answer with this tag, or "not modified" for a browser that has it already."""
     headers = {"etag": tag} if tag else {}
     if tag and request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)
     if len(body) >= COMPRESSED_BYTES and "gzip" in request.headers.get("accept-encoding", ""):
         body, headers["content-encoding"] = gzip.compress(body, 1), "gzip"
-    return Response(body, media_type="application/json", headers=headers)
+    return Response(body, media_type=media_type, headers=headers)
 
 
 def tell_error(words: str) -> Response:

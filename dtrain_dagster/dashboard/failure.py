@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.exit_policy import describe_exit
+from dtrain_dagster.clusters.notice_text import describe_kept
 from dtrain_dagster.clusters.presence import find_latest_presences
 from trainer.documents.presences import NodePresence
 from trainer.node.line_log import last_lines
@@ -20,6 +22,8 @@ from trainer.rundir import LOGS, RunDir
 from trainer.secrets.redaction import redact
 
 LAST_LINES = 20
+MOST_WORDS = 300
+"""The most characters of the one line that the list of jobs has."""
 MOST_CHARACTERS = 4000
 """The most characters of a reason, and of a line."""
 _BEFORE_LOG = re.compile(r";?\s*(?:the end of its log|it said):\s*$")
@@ -83,6 +87,40 @@ def describe_failure(
         nodes="; ".join(f"node {node.node_id}: {_ends(node)}" for node in latest if node.exit_codes),
         advice="" if advice.partition(":")[0] in first else _safe(advice),
     )
+
+
+def end_in_words(
+    state: str,
+    status: Mapping[str, Any],
+    result: Mapping[str, Any],
+    launch: Mapping[str, Any],
+    nodes: Sequence[NodePresence],
+) -> str:
+    """Return why a job failed, was cancelled, or waits, in one line; "" for others, unless a node of it is kept. Pure.
+
+    ``status``, ``result``, ``launch``, ``nodes``: the content of these files of the run directory.
+    """
+    said = _safe((str(status.get("message") or "").strip().splitlines() or [""])[0])
+    if state == JobState.FAILED:
+        said = _failure_in_words(status, result if result.get("launch") in (None, launch.get("launch")) else {}, nodes)
+    elif state == JobState.CANCELLED:
+        said = said or "somebody cancelled it"
+    elif state == JobState.QUEUED:
+        said = said or "waits for nodes"
+    else:
+        kept = describe_kept(status.get("kept") or ()) if state == JobState.RUNNING else []
+        said = "; ".join([*kept, said]) if kept else ""
+    return said[:MOST_WORDS]
+
+
+def _failure_in_words(status: Mapping[str, Any], result: Mapping[str, Any], nodes: Sequence[NodePresence]) -> str:
+    found = describe_failure(JobState.FAILED, status, result, nodes, {}, "")
+    assert found is not None
+    title = found.title.removeprefix("failed").removeprefix(": ")
+    why = found.cause or found.reason or found.nodes
+    if title.startswith("stopped"):
+        return f"{title}: {why}" if why else title
+    return f"{why} ({title})" if title and why and title not in why else why or title
 
 
 def read_failure(

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
@@ -15,6 +15,7 @@ from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.costs.plan import PLAN, probe_usage_of
 from dtrain_dagster.costs.prices import PriceError, price_words
 from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.dashboard.failure import MOST_WORDS, end_in_words
 from dtrain_dagster.dashboard.job_facts import JobAccount, account_of, read_facts
 from dtrain_dagster.dashboard.job_index import DAMAGED, ENDED, JobIndex, JobRow, Listing, Seen
 from dtrain_dagster.dashboard.job_links import Places
@@ -31,6 +32,7 @@ from trainer.config import JOB_ID
 from trainer.documents.presences import NodePresence, stale_seconds
 from trainer.printable import visible
 from trainer.rundir import JOB, LAUNCH, RESULT, STATUS, RunDir, SeenFiles, flush_seconds
+from trainer.secrets.redaction import redact
 from trainer.storage.base import Storage
 from trainer.storage.open import open_storage
 
@@ -92,8 +94,6 @@ class OpenJob:
         self.lock = threading.Lock()
         """The lock for reading several of the figures together, and for changing them."""
         self.looked_at = 0.0
-        self.shown_at = -1e9
-        """When a page was last given its details, which have the verdict with hysteresis (`time.monotonic`)."""
 
     def refresh(self, now: float) -> OpenJob:
         """Read the events written since the last call, at most once a second, on remote storage once in ten; return
@@ -136,6 +136,11 @@ class OpenJob:
             self.dashboard.take(self.rundir.follow(self._seen))
             self._read_at = -1e9  # the next look may find that nothing is left
 
+    def verdict(self) -> dict[str, Any] | None:
+        """Return what holds up its latest steps, as its page says it; None where that is not known."""
+        with self.lock:
+            return self.dashboard.verdict(self._training)
+
     def nodes_alive(self, now: float) -> int:
         """Return the number of nodes that are present, by their own records."""
         stale = stale_seconds(self.rundir.storage)
@@ -151,7 +156,7 @@ class OpenJob:
     def snapshot(self, version: int, token: str, now: float) -> dict[str, Any]:
         """Return the page's data of this job: the tracks' rows after ``version``, and all small parts as a whole. The
         verdict on a job that has ended is that of its report: on the whole, and not on the latest steps."""
-        account, self.shown_at = None, time.monotonic()
+        account = None
         if not self.row.running and not self.is_behind:
             with suppress(*CANNOT_READ):  # then the verdict on its latest steps stays
                 account = self.account(now)
@@ -187,11 +192,10 @@ class OpenJob:
         """Return what the page says besides curves and costs, see `job_facts.read_facts`; shared for a while."""
         with self.lock:
             look = self._read_at if self.settled else time.monotonic() // self._keeps_seconds
-            made_for = (look, self.row.state, self.dashboard.counts["checkpoint"], places)
+            made_for = (look, self.row.state, places)
             if self._facts[0] != made_for:
-                saved_at = {mark["step"]: mark["time"] for mark in self.dashboard.marks if mark["kind"] == "checkpoint"}
                 usd = self.cost.with_probes if self.cost else None
-                self._facts = (made_for, read_facts(self.rundir, self.row.state, saved_at, usd, places))
+                self._facts = (made_for, read_facts(self.rundir, self.row.state, usd, places))
             return self._facts[1]
 
     @property
@@ -206,6 +210,8 @@ class JobBoard:
         self.jobs_uri, self.tier = jobs_uri, tier
         self.storage = open_storage(jobs_uri)
         self._open: dict[str, OpenJob] = {}
+        self._followed: set[str] = set()
+        """Jobs that run, and whose verdict the list shows."""
         self._lock = threading.Lock()
         self._index = JobIndex(self.storage, self._seen, 2 * refresh_seconds(self.storage))
         self._token = uuid.uuid4().hex[:8]
@@ -248,10 +254,6 @@ class JobBoard:
                     del self._open[job_id]
             return None
 
-    def opened(self, job_id: str) -> OpenJob | None:
-        """Return a job that a page has opened, as it was read last; None where no page has."""
-        return self._open.get(job_id)
-
     def recent(self, now: float) -> list[OpenJob]:
         """Return the jobs that run or ended within the last hour, at most the newest `RECENT_JOBS`."""
         rows = [row for row in self.jobs() if row.running or (row.ended_at or 0.0) > now - RECENT_SECONDS]
@@ -266,12 +268,38 @@ class JobBoard:
         rundir = RunDir(f"{self.jobs_uri}/{name}")
         try:
             status = rundir.read_json(STATUS) or {}
-            return Seen(read_row(rundir), settled=status.get("state") in ENDED)
+            row = read_row(rundir)
         except FileNotFoundError:
             return Seen(None)
         except CANNOT_READ as error:
             unknown: dict[str, Any] = {"started_at": None, "ended_at": None, "model": "", "step": None}
-            return Seen(JobRow(job_id=name, state=DAMAGED, reason=visible(str(error)), **unknown))
+            return Seen(JobRow(job_id=name, state=DAMAGED, words=visible(redact(str(error))), **unknown))
+        try:
+            row = self._told(rundir, row, status)
+        except CANNOT_READ as error:
+            row = replace(row, words=visible(redact(f"not all of it can be read: {error}")))
+        return Seen(row, settled=status.get("state") in ENDED)
+
+    def _told(self, rundir: RunDir, row: JobRow, status: Mapping[str, Any]) -> JobRow:
+        """Return the row with its dollars, and what holds it up or how it ended."""
+        nodes, now = rundir.nodes(), time.time()
+        if not row.running:
+            self._followed.discard(row.job_id)
+        words = end_in_words(row.state, status, rundir.read_json(RESULT) or {}, rundir.read_json(LAUNCH) or {}, nodes)
+        if not words and row.running and self._is_followed(row):
+            job = self.open(row.job_id, now)
+            found = job.verdict() if job is not None else None
+            words = f"{found['title']}: {found['evidence']}"[:MOST_WORDS] if found else ""
+        cost = cost_so_far(rundir, nodes, row.running, self.tier, now, JobView())
+        return replace(row, usd=cost.usd if cost else None, words=words)
+
+    def _is_followed(self, row: JobRow) -> bool:
+        """Return whether the list says what holds up this job that runs: not of more than `RECENT_JOBS`, for each is
+        held in memory."""
+        with self._lock:
+            if len(self._followed) < RECENT_JOBS:
+                self._followed.add(row.job_id)
+            return row.job_id in self._followed
 
 
 def refresh_seconds(storage: Storage) -> float:

@@ -1,11 +1,11 @@
-"""What a job's page says besides its curves: failure, settings, result, checkpoints, links, what its dollars bought,
-and the verdict on the whole of a job that has ended. Read now and then, not every second; a file that is damaged takes
-only its own part of the page away."""
+"""What a job's page says besides its curves: failure, settings, result, links, what its dollars bought, and the verdict
+on the whole of a job that has ended. Read now and then, not every second; a file that is damaged takes only its own
+part of the page away."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -19,10 +19,9 @@ from dtrain_dagster.costs.prices import PriceError, price_words
 from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.verdict import describe_goodput, judge_job
-from dtrain_dagster.dashboard.cluster_views import cluster_commands
+from dtrain_dagster.costs.worth import is_judged, worth_line
 from dtrain_dagster.dashboard.failure import read_failure
 from dtrain_dagster.dashboard.job_links import Places, links_of
-from dtrain_dagster.dashboard.judged_result import result_of
 from dtrain_dagster.jobs.totals import launched_usage
 from dtrain_dagster.jobs.view import UNREADABLE
 from dtrain_dagster.monitoring.alerts import best, describe_strategy
@@ -31,98 +30,19 @@ from dtrain_dagster.monitoring.strategies import strategies
 from dtrain_dagster.monitoring.windows import settled, windows
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
-from trainer.config import DistributedTrainingConfig
 from trainer.documents.presences import NodePresence, stale_seconds
-from trainer.errors import DamagedError
 from trainer.printable import visible
-from trainer.rundir import CHECKPOINTS, EVALUATION, JOB, LAUNCH, LOGS, RESULT, STATUS, RunDir
+from trainer.rundir import EVALUATION, JOB, LAUNCH, RESULT, STATUS, RunDir
 from trainer.secrets.redaction import redact
 
-MOST_CHARACTERS = 2000
-"""The most characters of one value that are shown."""
-_NODES = {
-    "node_count": "nodes",
-    "processes_per_node": "processes per node",
-    "sku": "size of the nodes",
-    "tier": "tier",
-    "engine": "cluster",
-    "cluster_name": "name of the cluster",
-}
-_OF_EVERY_JOB = ("run_dir", "job_id", "schema_version")
-"""Parts of ``job.json`` that are no setting."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobSetting:
-    """A setting of a job, as words."""
-
-    name: str
-    """The field as ``--set`` takes it, such as ``training.epochs``; of nodes, words."""
-    value: str
-    default: str | None = None
-    """The default; None where there is none, or where it is the value itself."""
-    is_given: bool
-    """Whether it differs from the default, or has none."""
-
-
-def settings_of(job: Mapping[str, Any], launch: Mapping[str, Any] | None) -> list[JobSetting]:
-    """Return the settings of a ``job.json`` and of the nodes of its last launch: those that differ from the defaults
-    first. Secrets are struck out."""
-    found = [*_nodes(launch or {}), *_parts(job), *_training(job.get("training") or {})]
-    return sorted(found, key=lambda item: not item.is_given)
-
-
-def _nodes(launch: Mapping[str, Any]) -> Iterator[JobSetting]:
-    is_here = launch.get("engine") == "local"
-    for field, words in _NODES.items():
-        if launch.get(field) not in (None, "") and not (is_here and field == "cluster_name"):
-            name = "size whose price stands in" if is_here and field == "sku" else words
-            yield JobSetting(name=name, value=setting_text(launch[field]), is_given=True)
-
-
-def _parts(job: Mapping[str, Any]) -> Iterator[JobSetting]:
-    for part, document in job.items():
-        if part == "training" or part in _OF_EVERY_JOB:
-            continue
-        for name, value in _flat(document, part):
-            yield JobSetting(name=name, value=setting_text(value), is_given=part != "tracking")
-
-
-def _training(given: Mapping[str, Any]) -> Iterator[JobSetting]:
-    defaults = asdict(DistributedTrainingConfig())
-    for name, value in given.items():
-        is_given = name not in defaults or value != defaults[name]
-        default = setting_text(defaults[name]) if is_given and name in defaults else None
-        yield JobSetting(name=f"training.{name}", value=setting_text(value), default=default, is_given=is_given)
-
-
-def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _flat(item, f"{name}.{key}")
-    elif value not in ({}, None, ""):
-        yield name, value
-
-
-def setting_text(value: Any, most: int = MOST_CHARACTERS) -> str:
-    """Return the value of a setting as pages show it: one line of at most so many characters, without secrets. Pure."""
-    text = redact(value) if isinstance(value, str) else json.dumps(redact(value), ensure_ascii=False)
-    text = visible({"null": "none", "true": "yes", "false": "no"}.get(text, text))
-    return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
-MOST = 50
-"""The most checkpoints that are read; a job keeps a handful."""
-
+MOST_NOTES = 20
 TRACKING = "tracking.json"
 T = TypeVar("T")
 
 
-def read_facts(
-    rundir: RunDir, state: str, saved_at: Mapping[int, float], usd: float | None, places: Places
-) -> dict[str, Any]:
-    """Return the facts of a job in ``state``. ``saved_at``: when each step's checkpoint was saved; ``usd``: what it
-    has cost, None where that is not known. ``damaged`` names the parts that cannot be read, and why."""
+def read_facts(rundir: RunDir, state: str, usd: float | None, places: Places) -> dict[str, Any]:
+    """Return the facts of a job in ``state``. ``usd``: what it has cost, None where that is not known. ``damaged``
+    names the parts that cannot be read, and why."""
     damaged: list[str] = []
 
     def read(what: str, part: Callable[[], T]) -> T | None:
@@ -147,83 +67,36 @@ def read_facts(
             rundir, state, of_this_launch(STATUS), of_this_launch(RESULT), how_to_go_on(rundir, job_id)
         ),
     )
-    settings = read("the settings", lambda: settings_of(redact(document(JOB)), redact(document(LAUNCH))))
-    result = read("the result", lambda: result_of(document(EVALUATION), usd))
-    checkpoints = read("the checkpoints", lambda: list_checkpoints(rundir, saved_at))
     links = read(
         "the links",
         lambda: links_of(places, document(OWNER), document(JOB), document(TRACKING), document(LAUNCH)),
     )
-    commands = read(
-        "the cluster's names",
-        lambda: cluster_commands(
-            places.cluster,
-            document(LAUNCH),
-            rundir.storage.list(LOGS) if places.cluster.kind == "slurm" else (),  # a listing is paid for elsewhere
-            state in ("running", "queued"),
-        ),
-    )
     return {
         "failure": asdict(failure) if failure else None,
-        "settings": [asdict(item) for item in settings or ()],
-        "result": asdict(result) if result else None,
-        "checkpoints": [asdict(item) for item in checkpoints or ()],
+        "settings": read("the settings", lambda: settings_text(document(JOB), document(LAUNCH))),
+        "result": read("the result", lambda: result_in_words(document(EVALUATION), usd)),
         "links": [asdict(item) for item in links or ()],
-        "commands": [asdict(item) for item in commands or ()],
         "damaged": damaged,
     }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Checkpoint:
-    """A checkpoint that can be resumed from."""
-
-    folder: str
-    """In the run directory."""
-    step: int
-    generation: int
-    bytes: int
-    saved_at: float | None
-    """Unix time; None where no event told it."""
-    marks: tuple[str, ...]
-    """``latest``: the job resumes from it; ``best``: the model is taken from it."""
+def settings_text(job: Mapping[str, Any], launch: Mapping[str, Any]) -> str:
+    """Return a job and the nodes of its last launch as text of many lines, without secrets. Pure."""
+    text = json.dumps({"job": redact(job), "launch": redact(launch)}, indent=2, ensure_ascii=False)
+    return visible(text, keep_lines=True)
 
 
-def list_checkpoints(rundir: RunDir, saved_at: Mapping[int, float]) -> list[Checkpoint]:
-    """Return the complete checkpoints of a job, the newest first. ``saved_at``: the time of each step's save, as far as
-    it is known. A damaged one is left out: the trainer does not resume from it either."""
-    named = {"latest": _named(rundir, "LATEST.json"), "best": _named(rundir, "BEST.json")}
-    found = []
-    for name in sorted(rundir.storage.list(CHECKPOINTS), reverse=True)[:MOST]:
-        folder = f"{CHECKPOINTS}/{name}"
-        manifest = _read(rundir, f"{folder}/manifest.json")
-        step, generation, files = (manifest.get(key) for key in ("step", "generation", "files"))
-        if not isinstance(step, int) or not isinstance(generation, int) or not isinstance(files, Mapping):
-            continue
-        sizes = [item.get("bytes") for item in files.values() if isinstance(item, Mapping)]
-        found.append(
-            Checkpoint(
-                folder=folder,
-                step=step,
-                generation=generation,
-                bytes=sum(size for size in sizes if isinstance(size, int)),
-                saved_at=saved_at.get(step),
-                marks=tuple(mark for mark, path in named.items() if path == folder),
-            )
-        )
-    return sorted(found, key=lambda item: (item.step, item.generation), reverse=True)
-
-
-def _named(rundir: RunDir, name: str) -> str:
-    return str(_read(rundir, f"{CHECKPOINTS}/{name}").get("path") or "")
-
-
-def _read(rundir: RunDir, name: str) -> Mapping[str, Any]:
-    try:
-        found = rundir.read_json(name)
-    except (DamagedError, OSError):
-        return {}
-    return found if isinstance(found, Mapping) else {}
+def result_in_words(evaluation: Mapping[str, Any], usd: float | None) -> list[str]:
+    """Return what an ``evaluation.json`` says of the model: verdict of the gate, worth, notes; nothing without a
+    verdict. The figures beside those of baselines are in the report on the model, and in MLflow. Pure."""
+    gate = evaluation.get("gate") or {}
+    if not gate or not is_judged(evaluation):
+        return []
+    reasons = "; ".join(map(str, gate.get("reasons") or ("no reason given",)))
+    verdict = "The gate was passed" if gate.get("passed") else f"The gate was not passed: {reasons}"
+    worth = worth_line(evaluation, usd)
+    notes = [*([f"Worth its cost? {worth[0].upper()}{worth[1:]}"] if worth else []), *evaluation.get("notes", ())]
+    return [visible(str(line)) for line in (verdict, *notes[:MOST_NOTES])]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

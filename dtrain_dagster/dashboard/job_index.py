@@ -44,8 +44,10 @@ class JobRow:
     """The last reported step."""
     seconds: float | None = None
     """How long an ended job took over all launches; None where that is not recorded."""
-    reason: str = ""
-    """The fault of a damaged run directory."""
+    usd: float | None = None
+    """The dollars so far of its nodes; None where their price is not known. A probe is a job of its own."""
+    words: str = ""
+    """What holds it up, why it waits, or how it ended; the fault of a damaged run directory."""
 
     @property
     def running(self) -> bool:

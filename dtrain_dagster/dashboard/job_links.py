@@ -1,5 +1,4 @@
-"""The pages of other programs about a job: its Dagster run, its MLflow run, its page in the cluster's studio, or that
-of Ray's dashboard.
+"""The pages of other programs about a job: its Dagster run, its MLflow run, its page in the cluster's studio.
 
 A run directory may hold anything, so no address is taken from it but one of a service that is known by its name.
 """
@@ -9,13 +8,11 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections.abc import Mapping
-from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
-from dtrain_dagster.dashboard.cluster_views import ClusterPlace, launch_name, place_of_options, ray_page
-from dtrain_dagster.settings.engines import read_engine_options
-from dtrain_dagster.settings.environment import Settings, SettingsError
+from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.notices import studio_url
 
 _RUN_ID = re.compile(r"[0-9A-Za-z-]{8,64}")
@@ -31,22 +28,16 @@ class Places:
     """MLflow's pages; "" where there are none."""
     tracking_uri: str = ""
     """MLflow's database; only one of SQLite is looked into."""
-    cluster: ClusterPlace = field(default_factory=ClusterPlace)
 
 
 def places_of(settings: Settings) -> Places:
     """Return where a job can be seen besides the dashboard."""
-    cluster = ClusterPlace()
-    with suppress(SettingsError):  # pages of jobs that have ended need no cluster
-        if settings.kind.has_engine:
-            cluster = place_of_options(settings.cluster, read_engine_options(settings.cluster))
     tracking = settings.tracking_uri
     served = tracking if tracking.startswith(("http://", "https://")) else "http://127.0.0.1:5000"
     return Places(
         dagster_url=settings.dagster_url.rstrip("/"),
         mlflow_url=served.rstrip("/"),
         tracking_uri=settings.tracking_uri,
-        cluster=cluster,
     )
 
 
@@ -84,9 +75,6 @@ def links_of(
         found.append(JobLink(label="MLflow run", url=f"{places.mlflow_url}{page}", note=note))
     if url := studio_url(launch.get("studio_url")):
         found.append(JobLink(label="Azure ML studio", url=url, note=""))
-    if url := ray_page(places.cluster, launch):
-        note = f"its nodes are the actors {launch_name(launch)}-…"
-        found.append(JobLink(label="Ray's dashboard", url=url, note=note))
     return found
 
 

@@ -1,5 +1,5 @@
-"""Orders that a job's page gives: cancel, resume, trace. The first two are the command of `dtrain` that a shell would
-give, run as a process of its own, which outlives the dashboard. A trace is asked for in the run directory.
+"""Orders that a job's page gives: cancel, resume. Each is the command of `dtrain` that a shell would give, run as a
+process of its own, which outlives the dashboard.
 
 Who may give orders is decided by `judge_order`. The guard (`dtrain_dagster.web.guard`) has refused other websites'
 requests before.
@@ -24,13 +24,12 @@ from dtrain_dagster.dashboard.job_index import DAMAGED
 from dtrain_dagster.jobs.orders import FOLDER, environment_anywhere, script_of, script_trouble
 from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.web.guard import LOOPBACK
-from trainer.config import JOB_ID, MOST_TRACED_STEPS, ConfigError, JobConfig, parse_job
+from trainer.config import JOB_ID, ConfigError, JobConfig, parse_job
 from trainer.printable import visible
 from trainer.rundir import LAUNCH, RunDir
 from trainer.secrets.redaction import redact
 
-CANCEL, RESUME, TRACE = "cancel", "resume", "trace"
-MOST_RANK = 100_000
+CANCEL, RESUME = "cancel", "resume"
 MOST_SAID = 2000
 """The most characters of what a command has said that are kept: its end."""
 MOST_AT_ONCE = 8
@@ -47,7 +46,7 @@ class OrderState:
 
     order: str
     command: str
-    """The command as a shell would give it; "" of a trace."""
+    """The command as a shell would give it."""
     since: float
     ended_at: float | None = None
     code: int | None = None
@@ -85,7 +84,7 @@ def allowed_orders(state: str, is_ordered_here: bool, script_trouble: str = "") 
         resume = "it was not ordered from this home: run `dtrain train` there, with the same --name"
     else:
         resume = script_trouble
-    return {CANCEL: not_running, RESUME: resume, TRACE: "" if state == "running" else "it is not training now"}
+    return {CANCEL: not_running, RESUME: resume}
 
 
 def order_command(order: str, job_id: str, home: Path, launch: Mapping[str, Any]) -> list[str]:
@@ -97,23 +96,7 @@ def order_command(order: str, job_id: str, home: Path, launch: Mapping[str, Any]
         return ["cancel", job_id]
     if order == RESUME:
         return _resume(job_id, home, launch)
-    raise OrderRefusedError(f"there is no order {order[:40]!r}: give cancel, resume or trace")
-
-
-def ask_for_trace(rundir: RunDir, launch: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
-    """Ask the nodes of a job for a trace, and return what was asked for. ``asked``: its ``steps``, ``rank`` and
-    ``python``. Raise `OrderRefusedError` for a value that cannot be used, and while another request waits."""
-    steps = _whole(asked.get("steps", 5), "steps", 1, MOST_TRACED_STEPS)
-    nodes, each = launch.get("node_count"), launch.get("processes_per_node")
-    ranks = nodes * each if isinstance(nodes, int) and isinstance(each, int) else MOST_RANK
-    rank, python = _whole(asked.get("rank", 0), "rank", 0, ranks - 1), asked.get("python", True)
-    if not isinstance(python, bool):
-        raise OrderRefusedError(f"python = {str(python)[:40]}: give true or false")
-    try:
-        rundir.request_trace(steps, [rank], python)
-    except FileExistsError:
-        raise OrderRefusedError("another request for a trace is still waiting: try again soon") from None
-    return f"the next {steps} steps of rank {rank} are traced; what they show will be under Traces"
+    raise OrderRefusedError(f"there is no order {order[:40]!r}: give cancel or resume")
 
 
 def _resume(job_id: str, home: Path, launch: Mapping[str, Any]) -> list[str]:
@@ -145,12 +128,6 @@ def _read_order(home: Path, job_id: str) -> JobConfig | None:
         return None
 
 
-def _whole(value: Any, name: str, least: int, most: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise OrderRefusedError(f"{name} = {str(value)[:40]}: give a whole number from {least} to {most}")
-    return value
-
-
 class OrderDesk:
     """Takes orders for the jobs of a home, one at a time for each job."""
 
@@ -168,21 +145,12 @@ class OrderDesk:
         found = allowed_orders(state, ordered is not None, trouble)
         return {"allowed": found, "asks_token": self.token is not None, "last": self._states.get(job_id)}
 
-    def give(self, rundir: RunDir, job_id: str, state: str, order: str, asked: Mapping[str, Any]) -> OrderState:
+    def give(self, rundir: RunDir, job_id: str, state: str, order: str) -> OrderState:
         """Start the command of an order, and return its state. Raise `OrderRefusedError` where it cannot be given, or
         where another order of this job is under way; `AuditError` where it cannot be recorded."""
         if refused := self.describe(job_id, state)["allowed"].get(order):
             raise OrderRefusedError(f"job {job_id} takes no {order}: {refused}")
         launch = rundir.read_json(LAUNCH) or {}
-        if order == TRACE:
-            if (last := self._states.get(job_id)) is not None and last.code is None:
-                raise OrderRefusedError(f"{last.order} is still under way: wait until it is done")
-            with AuditLog(self.home).operation("trace from the dashboard", job_id):
-                said, now = ask_for_trace(rundir, launch, asked), time.time()
-            made = OrderState(order=order, command="", since=now, ended_at=now, code=0, said=said)
-            with self._lock:
-                self._states[job_id] = made
-            return made
         arguments = order_command(order, job_id, self.home, launch)
         script = script_of(self.home, job_id) if order == RESUME else None  # only a script's job has a record
         folder = script.folder if script else None

@@ -14,7 +14,7 @@ from typing import Any
 
 from dtrain_dagster.dashboard.job_board import OpenJob
 from dtrain_dagster.dashboard.job_links import Places
-from dtrain_dagster.dashboard.series import ALL_NODES, JUDGED, LOGGED
+from dtrain_dagster.dashboard.series import ALL_NODES
 from dtrain_dagster.monitoring.windows import SEGMENTS
 from dtrain_dagster.settings.tiers import Tier
 from trainer.rundir import RunDir
@@ -30,15 +30,12 @@ class ChartLine:
     track: str
     column: str
     label: str = ""
-    dash: str = "solid"
     marker: bool = False
-    right: bool = False
-    """Whether it is drawn on the axis at the right side."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Panel:
-    """A chart. ``kind``: lines, stack (lines that add up), ranks, heatmap, collectives, links, timeline."""
+    """A chart. ``kind``: lines, stack (lines that add up), ranks, timeline."""
 
     key: str
     title: str
@@ -48,26 +45,15 @@ class Panel:
     kind: str = "lines"
     x: str = "step"
     lines: tuple[ChartLine, ...] = ()
-    right_unit: str = ""
     wide: bool = False
     section: str
-    optional: bool = False
-    """Whether the panel is hidden while it has no data."""
 
 
 PANELS = (
     Panel(
-        key="loss", section="Training", title="Loss", unit="loss per sample",
+        key="loss", section="Training", title="Loss", unit="loss per sample", wide=True,
         about="Mean over the samples of all ranks since the report before; validation at each evaluation.",
         lines=(ChartLine("steps", "loss", "training"), ChartLine("evaluations", "loss", "validation", marker=True)),
-    ),
-    Panel(
-        key="rate", section="Training", title="Learning rate and gradient norm", unit="learning rate",
-        about="The gradient's 2-norm is taken before it is clipped.", right_unit="gradient 2-norm",
-        lines=(
-            ChartLine("steps", "learning_rate", "learning rate"),
-            ChartLine("steps", "grad_norm", "gradient norm", right=True),
-        ),
     ),
     Panel(
         key="throughput", section="Training", title="Throughput", unit="samples/s", x="time",
@@ -75,38 +61,14 @@ PANELS = (
         lines=(ChartLine("steps", "samples_per_second", "all nodes"), ChartLine(EACH_NODE, "samples_per_second")),
     ),
     Panel(
-        key="metrics", section="Training", title="Validation metrics", unit="", optional=True,
-        about="Metrics and measures beside the loss, at each evaluation.",
-        lines=(ChartLine(f"{JUDGED}*", "value", marker=True),),
-    ),
-    Panel(
-        key="logged", section="Training", title="Logged figures", unit="", optional=True,
-        about="What callbacks have logged, by name.", lines=(ChartLine(f"{LOGGED}*", "value"),),
+        key="ranks", section="Where the time goes", title="A step, by rank", unit="ms per step", kind="ranks",
+        about="Over the newest reports. The others wait for the rank that waits least.",
     ),
     Panel(
         key="breakdown", section="Where the time goes", title="A step, by what it was spent on", unit="ms per step",
         kind="stack", wide=True,
         about="Mean over ranks. Communication: on the network, not hidden by computation. Waiting: for slower ranks.",
         lines=tuple(ChartLine("timing", name, name) for name in SEGMENTS),
-    ),
-    Panel(
-        key="ranks", section="Where the time goes", title="A step, by rank", unit="ms per step", kind="ranks",
-        about="Over the newest reports. The others wait for the rank that waits least.",
-    ),
-    Panel(
-        key="late", section="Where the time goes", title="Late ranks over time", unit="ms late", kind="heatmap",
-        wide=True,
-        about="Median per report of how much less a rank waited than the one that waited most.",
-        lines=(ChartLine("late", "*"),),
-    ),
-    Panel(
-        key="collectives", section="Where the time goes", title="Communication, by collective", unit="ms per step",
-        kind="collectives",
-        about="Newest report. Network: the fastest rank's time. Overlapped: the part that computation hides.",
-    ),
-    Panel(
-        key="links", section="Where the time goes", title="Links between ranks", unit="ms", kind="links", optional=True,
-        about="A probe from rank to rank, made when much of a step is exposed communication.",
     ),
     Panel(
         key="busy", section="Nodes", title="Utilisation", unit="%", x="time",
@@ -119,17 +81,7 @@ PANELS = (
         lines=(ChartLine(ALL_NODES, "memory", "mean"), ChartLine(EACH_NODE, "memory")),
     ),
     Panel(
-        key="network", section="Nodes", title="Network", unit="bytes/s", x="time",
-        about="All interfaces of the machine; sent, and received (dotted).",
-        lines=(ChartLine(EACH_NODE, "sent"), ChartLine(EACH_NODE, "received", dash="dot")),
-    ),
-    Panel(
-        key="disk", section="Nodes", title="Disk", unit="bytes/s", x="time",
-        about="All disks of the machine; written, and read (dotted).",
-        lines=(ChartLine(EACH_NODE, "disk_written"), ChartLine(EACH_NODE, "disk_read", dash="dot")),
-    ),
-    Panel(
-        key="timeline", section="Nodes", title="When nodes were there", unit="", kind="timeline", x="time", wide=True,
+        key="timeline", section="Nodes", title="When nodes were there", unit="", kind="timeline", x="time",
         about="A bar for each incarnation of a node; marks are new generations (▼), checkpoints (·) and hangs (✕).",
     ),
 )  # fmt: skip
@@ -139,15 +91,15 @@ REPORT = "reports/performance_report.html"
 BASE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
 """The page's Content-Security-Policy: plotly.js writes its own style sheet; no other server may be asked."""
 LIVE_POLICY = (
-    BASE_POLICY.replace("style-src", "style-src 'self'")
+    BASE_POLICY.replace("style-src", "style-src 'self'").replace("form-action 'none'", "form-action 'self'")
     + "; script-src 'self'; connect-src 'self'; frame-ancestors 'none'"
 )
 
 
 STYLES = ("dashboard.css", "job.css")
-SCRIPTS = ("theme.js", "common.js", "job_charts.js", "job_parts.js")
-"""The scripts of a job's page, saved or live: the first runs before the page is drawn."""
-LIVE_SCRIPTS = ("job_logs.js", "job_traces.js", "job_orders.js")
+SCRIPTS = ("common.js", "job_charts.js", "job_parts.js")
+"""The scripts of a job's page, saved or live."""
+LIVE_SCRIPTS = ("job_logs.js", "job_orders.js")
 """Those that ask the server for more, which a saved page has not."""
 LAST_SCRIPT = "job.js"
 """The one that starts the others."""
@@ -169,9 +121,9 @@ def live_job_page(gives_orders: bool = False) -> str:
     """Return the page of one job that asks its server for what it shows. ``gives_orders``: whether it has buttons that
     cancel, resume and trace the job."""
     styles = "".join(f'<link rel="stylesheet" href="../{name}">\n' for name in STYLES)
-    scripts = ("plotly.js", *SCRIPTS[1:], *LIVE_SCRIPTS, LAST_SCRIPT)
+    scripts = ("plotly.js", *SCRIPTS, *LIVE_SCRIPTS, LAST_SCRIPT)
     return Template(static("job.html")).substitute(
-        head=f'<script src="../{SCRIPTS[0]}"></script>\n{styles}',
+        head=styles,
         nav='<nav aria-label="pages"><a href="../">jobs</a></nav>',
         data=data_block("panels-data", [asdict(panel) for panel in PANELS])
         + data_block("page-data", {"live": True, "orders": gives_orders}),
@@ -181,19 +133,19 @@ def live_job_page(gives_orders: bool = False) -> str:
 
 def saved_page(snapshot: dict[str, Any], facts: dict[str, Any], account: dict[str, Any]) -> str:
     """Return the page with a job's figures, scripts and styles in it. Only its own scripts may run."""
-    first, *others = (static(SCRIPTS[0]), plotly_js(), *map(static, (*SCRIPTS[1:], LAST_SCRIPT)))
-    hashes = " ".join(f"'sha256-{script_hash(script)}'" for script in (first, *others))
+    scripts = (plotly_js(), *map(static, (*SCRIPTS, LAST_SCRIPT)))
+    hashes = " ".join(f"'sha256-{script_hash(script)}'" for script in scripts)
     policy = f'<meta http-equiv="Content-Security-Policy" content="{BASE_POLICY}; script-src {hashes}">'
     styles = "\n".join(map(static, STYLES))
     return Template(static("job.html")).substitute(
-        head=f"{policy}\n<script>{first}</script>\n<style>{styles}</style>",
+        head=f"{policy}\n<style>{styles}</style>",
         nav="",
         data=data_block("panels-data", [asdict(panel) for panel in PANELS])
         + data_block("page-data", {"live": False, "orders": False})
         + data_block("snapshot-data", snapshot)
         + data_block("facts-data", facts)
         + data_block("account-data", account),
-        scripts="\n".join(f"<script>{script}</script>" for script in others),
+        scripts="\n".join(f"<script>{script}</script>" for script in scripts),
     )
 
 

@@ -32,8 +32,6 @@ from trainer.documents.events import (
     EndEvent,
     EvaluationEvent,
     EventError,
-    FiguresEvent,
-    LinkEvent,
     MembershipEvent,
     StepEvent,
     TimingEvent,
@@ -48,9 +46,6 @@ LATEST_WINDOWS = 20
 """The number of the newest windows in the breakdown per rank."""
 NEWS, MARKS = 60, 200
 ALL_NODES = "nodes"
-LOGGED, JUDGED = "logged ", "judged "
-"""What the tracks of figures begin with that callbacks have logged, and those of metrics of evaluations."""
-MOST_FIGURES = 50
 """The track of the mean over nodes. It has no rates: nodes that share a machine would be counted twice."""
 MEANS = ("busy", "memory")
 TOGETHER_SECONDS, FRESH_SECONDS = 1.0, 10.0
@@ -89,7 +84,6 @@ class PerformanceDashboard:
         self.has_gpus = False
         self.windows: deque[TimingEvent] = deque(maxlen=LATEST_WINDOWS)
         self.collectives: tuple[dict[str, Any], ...] = ()
-        self.link: dict[str, Any] | None = None
         self.news: deque[dict[str, Any]] = deque(maxlen=NEWS)
         self.marks: deque[dict[str, Any]] = deque(maxlen=MARKS)
         self.throughput = Throughput()
@@ -118,13 +112,11 @@ class PerformanceDashboard:
         }
 
     def details(self, training: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the small parts that change as a whole: ranks, collectives, links, verdict, news, marks. ``training``:
+        """Return the small parts that change as a whole: ranks, verdict, news, marks. ``training``:
         the job's configuration."""
         return {
             "has_gpus": self.has_gpus,
             "ranks": self.ranks(),
-            "collectives": list(self.collectives),
-            "link": self.link,
             "verdict": self.verdict(training),
             "learning": self.learning(),
             "news": list(self.news)[::-1],
@@ -176,12 +168,6 @@ class PerformanceDashboard:
         track are means of several, and have it no more."""
         return min(self.evaluations, key=lambda item: item.loss, default=None)
 
-    @property
-    def live_verdict(self) -> LiveVerdict | None:
-        """The verdict that was shown last, with the change that it waits to see again; None where none was asked
-        for."""
-        return self._verdict
-
     def shares(self, segment: str) -> dict[int, float]:
         """Return each node's share of the step that its ranks spent in a segment, over the newest windows."""
         ranks = self.ranks()
@@ -212,7 +198,7 @@ class PerformanceDashboard:
 
     def _take_step(self, item: dict[str, Any]) -> None:
         told = read_event(StepEvent, item)
-        names = ("step", "time", "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second", "step_seconds")
+        names = ("step", "time", "loss", "learning_rate", "grad_norm", "samples_per_second", "step_seconds")
         self.throughput = self.throughput.after(told)
         self._add("steps", "step", {name: getattr(told, name) for name in names})
         if is_number(told.loss):
@@ -222,7 +208,6 @@ class PerformanceDashboard:
         found = read_event(EvaluationEvent, item)
         if found.split != "valid":
             return
-        self._add_named(JUDGED, found.metrics or {}, found)
         self._add("evaluations", "step", {"step": found.step, "time": found.time, "loss": found.loss})
         if found.step is not None and is_number(found.loss):
             mean = self._loss_sum / self._loss_count if self._loss_count else None
@@ -232,16 +217,6 @@ class PerformanceDashboard:
             best = min([*kept, made], key=lambda item: item.loss)
             latest = [*kept, made][-POINTS:]
             self.evaluations = latest if best.step >= latest[0].step else [best, *latest]
-
-    def _take_figures(self, item: dict[str, Any]) -> None:
-        found = read_event(FiguresEvent, item)
-        self._add_named(LOGGED, found.figures, found)
-
-    def _add_named(self, prefix: str, figures: Mapping[str, float | None], of: EvaluationEvent | FiguresEvent) -> None:
-        """Add figures by name, each to a track of its own, up to `MOST_FIGURES` of them."""
-        for name, value in figures.items():
-            if f"{prefix}{name}" in self.tracks or sum(each.startswith(prefix) for each in self.tracks) < MOST_FIGURES:
-                self._add(f"{prefix}{name}", "step", {"step": of.step, "time": of.time, "value": value})
 
     def _take_node(self, item: dict[str, Any]) -> None:
         node = int(item["node_id"])
@@ -256,11 +231,6 @@ class PerformanceDashboard:
             "busy": item.get("gpu_utilization" if gpu else "cpu_percent"),
             "memory": item.get("gpu_memory_percent" if gpu else "memory_percent"),
             "samples_per_second": item.get("samples_per_second"),
-            "temperature": item.get("gpu_temperature_celsius"),
-            "sent": item.get("bytes_sent_per_second"),
-            "received": item.get("bytes_received_per_second"),
-            "disk_read": item.get("disk_read_bytes_per_second"),
-            "disk_written": item.get("disk_written_bytes_per_second"),
         }
         self._add(f"node {node}", "time", row, VALUES // (len(row) * len(self.nodes)))
         self._samples[node] = row
@@ -277,18 +247,8 @@ class PerformanceDashboard:
         self.windows.append(replace(window, segments=segments))
         self.throughput = self.throughput.after(window)
         self.collectives = tuple(collective(entry) for entry in window.collectives)
-        place = {"step": window.step, "time": window.time}
         means = {name: 1000 * window.mean(name) for name in segments}
-        self._add("timing", "step", {**place, **means})
-        ranks, late = rank_labels(window.nodes), window.typical.get("late", ())
-        lateness = {rank: 1000 * value for rank, value in zip(ranks, late, strict=False) if is_number(value)}
-        if lateness:
-            self._add("late", "step", {**place, **lateness}, VALUES // len(ranks))
-
-    def _take_link(self, item: dict[str, Any]) -> None:
-        probe = read_event(LinkEvent, item)
-        slowest = [[int(a), int(b), 1000 * float(seconds)] for a, b, seconds in probe.seconds]
-        self.link = {"step": probe.step, "bytes": probe.bytes, "milliseconds": slowest}
+        self._add("timing", "step", {"step": window.step, "time": window.time, **means})
 
     def _take_membership(self, item: dict[str, Any]) -> None:
         formed = read_event(MembershipEvent, item)

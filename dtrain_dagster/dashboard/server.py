@@ -17,7 +17,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -33,8 +32,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dtrain_dagster.dashboard import page
 from dtrain_dagster.dashboard.job_board import JobBoard, OpenJob
+from dtrain_dagster.dashboard.job_list import list_routes
 from dtrain_dagster.dashboard.job_routes import JobServices, job_routes
-from dtrain_dagster.dashboard.job_table import table_routes
 from dtrain_dagster.dashboard.series import is_number
 from dtrain_dagster.jobs.view import UNREADABLE
 from dtrain_dagster.web.guard import Guard, rules_for
@@ -123,11 +122,10 @@ LABELLED_METRICS: dict[str, tuple[str, tuple[str, ...], Callable[[OpenJob], Iter
 def build_app(
     board: JobBoard,
     hosts: Sequence[str] = (),
-    home: Path | None = None,
     services: JobServices = JobServices(),  # noqa: B008 - it is frozen
 ) -> Starlette:
-    """Return the web application, with its guard. ``hosts``: names that it answers to, besides loopback's. ``home``:
-    where fleets are, whose jobs are one row; None: there are none. ``services``: what a job's page offers."""
+    """Return the web application, with its guard. ``hosts``: names that it answers to, besides loopback's.
+    ``services``: what a job's page offers."""
 
     def script(request: Request) -> Response:
         return Response(page.static(request.url.path[1:]), media_type="text/javascript")
@@ -145,13 +143,13 @@ def build_app(
     def metrics(request: Request) -> Response:
         return Response(exposition(board), media_type=METRICS_TYPE)
 
-    scripts = (*page.SCRIPTS, *page.LIVE_SCRIPTS, page.LAST_SCRIPT)
+    scripts = (*page.SCRIPTS, *page.LIVE_SCRIPTS, page.LAST_SCRIPT, "jobs.js")
     rules = rules_for("127.0.0.1", hosts, json_only=True)
     return Starlette(
         routes=[
-            *table_routes(board, home),
+            *list_routes(board),
             *(Route(f"/{name}", script) for name in scripts),
-            *(Route(f"/{name}", style) for name in page.STYLES),
+            *(Route(f"/{name}", style) for name in (*page.STYLES, "jobs.css")),
             Route("/plotly.js", plotly),
             *job_routes(board, services),
             Route("/metrics", metrics),

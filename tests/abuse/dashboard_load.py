@@ -1,7 +1,7 @@
 """The dashboard with many jobs on disk and many browsers that each ask every two seconds, as the page does.
 
 The jobs are synthetic run directories, as a cluster of two nodes and the trainer leave them; one of them is live and
-gets events all the time. The server is `dtrain ui jobs` in a process of its own. Each browser has the table of all jobs
+gets events all the time. The server is `dtrain ui jobs` in a process of its own. Each browser has the list of all jobs
 open, and a job: half of them the live one, the others each a different one that has ended. The first seconds, in which
 all pages are opened, are reported separately.
 """
@@ -13,6 +13,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -116,7 +117,6 @@ class Browser:
     unchanged: int = 0
     _tags: dict[str, str] = field(default_factory=dict)
     _place: tuple[int, str] = (0, "")
-    _table: tuple[int, str] = (0, "")
     _connection: http.client.HTTPConnection | None = None
 
     def run(self, begins: float, ends: float, rest: threading.Event) -> None:
@@ -137,10 +137,7 @@ class Browser:
                 break
 
     def _poll(self) -> None:
-        body = self._get(f"/table.json?since={self._table[0]}&token={self._table[1]}", "table")
-        if body:
-            found = json.loads(body)
-            self._table = (found["version"], found["token"])
+        self._get("/", "list")
         body = self._get(f"/jobs/{self.job_id}.json?since={self._place[0]}&token={self._place[1]}", "job")
         if body:
             found = json.loads(body)
@@ -187,11 +184,12 @@ def complete_list(port: int, limit_seconds: float = 300.0) -> int:
     ends = time.monotonic() + limit_seconds
     while time.monotonic() < ends:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=limit_seconds)
-        connection.request("GET", "/table.json")
-        found = json.loads(connection.getresponse().read())
+        connection.request("GET", "/")
+        page = connection.getresponse().read().decode()
         connection.close()
-        if not found["unread"] and found["rows"]:
-            return len(found["rows"])
+        found = re.search(r"([\d,]+) jobs?\b", page)
+        if found and "not read yet" not in page:
+            return int(found[1].replace(",", ""))
         time.sleep(0.2)
     raise TimeoutError("the list was not read in time")
 
@@ -204,7 +202,7 @@ def percentile(values: list[float], share: float) -> float:
 def measure(jobs: int, browsers: int, seconds: float, seed: int = 0) -> dict[str, Any]:
     """Return the figures of one run; everything is made in a temporary folder and removed.
 
-    ``poll_seconds_p95``: of the table and the job together, after all pages were opened. ``opening_seconds_max``: the
+    ``poll_seconds_p95``: of the list and the job together, after all pages were opened. ``opening_seconds_max``: the
     slowest first load of the pages. ``list_seconds_cold``: from starting the server to a complete list.
     ``memory_mib``: of the server, once all pages are open, and at the end.
     """

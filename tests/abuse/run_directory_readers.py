@@ -24,7 +24,6 @@ from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.costs.budget import launch_price
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.dashboard.job_board import JobBoard
-from dtrain_dagster.dashboard.job_figures import read_figures
 from dtrain_dagster.dashboard.job_links import Places
 from dtrain_dagster.dashboard.page import report_page
 from dtrain_dagster.dashboard.server import exposition
@@ -151,12 +150,6 @@ def _board(readers: Readers) -> None:
     if f'dtrain_step{{job="{readers.whole}"}} {STEPS}.0' not in metrics:
         readers.say("outages", "the whole job is not in /metrics")
     for job_id in (readers.whole, readers.damaged):
-        if job_id in rows:
-            rundir, tier = RunDir(f"{readers.settings.jobs_uri}/{job_id}"), readers.settings.tiers[0]
-            found = readers.of_all("the table", lambda rundir=rundir, row=rows[job_id], tier=tier: read_figures(
-                rundir, row, tier, time.time()
-            ))  # fmt: skip
-            readers.look("the table", json.dumps(str(found), ensure_ascii=False))
         job = readers.of_damaged("the dashboard", lambda job_id=job_id: board.open(job_id, time.time()))
         if job is not None:
             # As the server writes it: without NaN, and valid UTF-8.

@@ -23,7 +23,7 @@ DESCRIPTORS = 1024
 HALVES = (
     b"",
     b"GE",
-    b"GET /table.json HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Long: ",
+    b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Long: ",
     b"\r\n\r\n",
     b"POST /graphql HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 999\r\n\r\n{",
     b"GET /plotly.js HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",  # the client reads none of the megabytes of the answer
@@ -54,7 +54,7 @@ def half_requests(port: int, random: Random, count: int) -> Iterator[list[socket
             made.close()
 
 
-def answers(port: int, path: str = "/table.json", seconds: float = 20.0) -> bool:
+def answers(port: int, path: str = "/", seconds: float = 20.0) -> bool:
     """Return whether the server answers an ordinary request."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=seconds)
     try:

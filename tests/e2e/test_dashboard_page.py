@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from playwright.sync_api import Browser, Page
 
 from dtrain_dagster.cli.main import main
 from harness.small_job import PACED_MODEL, write_dataset
-from tests.abuse.dashboard_load import write_jobs
 from tests.dtrain_dagster.told_events import HOSTILE, START, event, membership, told, write_run
 
 from .chromium import BROWSER_TEST, patient_page, shot
@@ -102,20 +100,14 @@ def test_a_training_is_seen_while_it_runs(project: Project, url: str, page: Page
     assert figure(page, "state") == "succeeded"
 
     light = background(page)
-    page.select_option("#theme", "dark")
-    assert background(page) != light
+    page.emulate_media(color_scheme="dark")
+    wait_for(lambda: background(page) != light, 10, "the page to become dark with the system")
     shot(page, "dashboard-dark")
 
     # Of a job that stays there: a real one may be past it before the page looks.
     write_run(project.jobs, "coming", [event("phase", START, name="startup", seconds=1.0)], state="running")
     page.goto(f"{url}jobs/coming")
     page.get_by_text("waiting for the first step").first.wait_for()
-    assert background(page) != light, "the choice is kept"
-    page.select_option("#theme", "auto")
-    assert background(page) == light
-    page.emulate_media(color_scheme="dark")
-    wait_for(lambda: background(page) != light, 10, "the page to become dark with the system")
-
     assert page.complaints == []  # type: ignore[attr-defined]
     assert {address for address in asked if not address.startswith((url, "data:"))} == set()
 
@@ -146,24 +138,6 @@ def test_a_lost_node_is_the_first_thing_that_a_page_says(project: Project, url: 
     assert page.complaints == []  # type: ignore[attr-defined]
 
 
-def test_any_of_many_jobs_is_found(project: Project, url: str, page: Page):
-    """The table shows the newest of them, and the rest when asked; it is searched and filtered; a row opens its job."""
-    write_jobs(project.jobs, 120, time.time())
-    page.goto(url)
-    page.get_by_role("button", name="show 20 more of 20").click()
-    wait_for(lambda: page.locator("#rows tr").count() == 120, 20, "all rows")
-    page.get_by_role("button", name="failed 6").click()
-    wait_for(lambda: page.locator("#rows tr").count() == 6, 20, "those that failed")
-    assert set(page.locator("#rows td.state").all_inner_texts()) == {"failed"}
-    shot(page, "dashboard-list")
-    page.fill("#search", "-00000064")  # number 100
-    wait_for(lambda: page.locator("#rows tr").count() == 1, 20, "the one of that name")
-    page.locator("#rows a").click()
-    wait_for(lambda: figure(page, "state") == "failed", 20, "the job that was chosen")
-    assert page.url.endswith("/jobs/train-00000003-00000064")
-    assert page.complaints == []  # type: ignore[attr-defined]
-
-
 def test_a_saved_report_opens_without_any_network(project: Project, page: Page, tmp_path: Path):
     told_of = [*told(40), event("error", START + 43, message=HOSTILE, fatal=False)]
     write_run(project.jobs, "live", told_of, state="succeeded")
@@ -176,7 +150,7 @@ def test_a_saved_report_opens_without_any_network(project: Project, page: Page, 
     page.goto(file.as_uri())
     page.get_by_text(HOSTILE).wait_for()
     assert figure(page, "step") == "200"
-    for key in ("loss", "breakdown", "ranks", "late", "collectives", "busy", "timeline"):
+    for key in ("loss", "breakdown", "ranks", "busy", "timeline"):
         assert page.locator(f"#panel-{key} svg.main-svg").first.is_visible(), key
     shot(page, "report")
     assert page.complaints == []  # type: ignore[attr-defined]

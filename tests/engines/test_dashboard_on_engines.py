@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import requests
 
-from dtrain_dagster.clusters.supervision.engine import name_launch
 from harness.engines.machines import Machines, Pods, missing, open_machines, variables
 from harness.small_job import write_dataset
 from tests.e2e.conftest import ROOT, Project, dashboard_of, make_project, wait_for
@@ -161,7 +159,6 @@ def test_what_the_page_and_the_shell_ask_for_happens_on_the_engine(kind: str, tm
         desk.wait_for_steps(launch=1)
         desk.assert_runs()
         assert_logs_are_shown(desk)
-        assert_commands_of_the_page_show_the_nodes(desk)
 
         desk.give("cancel")
         desk.assert_is_cancelled()
@@ -183,7 +180,7 @@ def test_what_the_page_and_the_shell_ask_for_happens_on_the_engine(kind: str, tm
         assert sorted(steps) == list(range(1, STEPS + 1)), "each launch went on where the one before it ended"
         assert all(job.state == "ended" for job in desk.machines.jobs(desk.launch()))
         wait_for(lambda: desk.shown(".json")["job"]["state"] == "succeeded", 30, "the page to say so")
-        assert {text for _, text in desk.shown("/logs.json", text="trains from step 0")["lines"]}
+        assert any("trains from step 0" in text for _, text in desk.shown("/logs.json")["lines"])
         refused = requests.post(f"{desk.url}/orders", json={"order": "resume"}, timeout=60)
         assert (refused.status_code, "it has succeeded" in refused.text) == (409, True)
 
@@ -206,27 +203,8 @@ def assert_logs_are_shown(desk: Desk) -> None:
     assert shown["nodes"] == [0, 1]
     told = [json.loads(line) for line in desk.shell("dtrain", "logs", desk.job_id, "--json").splitlines()]
     for node in (0, 1):
-        [begun] = desk.shown("/logs.json", node=str(node), text="trains from step 0")["lines"]
+        of_node = desk.shown("/logs.json", node=str(node))["lines"]
+        [begun] = [line for line in of_node if "trains from step 0" in line[1]]
         assert begun[0] == node
         assert begun in shown["lines"]
         assert begun[1] in {line["text"] for line in told if line["node"] == node}
-
-
-def assert_commands_of_the_page_show_the_nodes(desk: Desk) -> None:
-    """Each command that the page offers can be given as it is written, and shows this launch."""
-    offered = [item["command"] for item in desk.shown("/facts.json")["commands"]]
-    assert offered
-    machines, path = desk.machines, desk.project.env["PATH"]
-    if isinstance(machines, Pods):
-        path = f"{machines.cluster.programs / 'bin'}:{path}"
-    said = []
-    for command in offered:
-        done = subprocess.run(
-            ["bash", "-o", "pipefail", "-c", command], env=desk.project.env | {"PATH": path}, capture_output=True,
-            text=True, timeout=120,
-        )  # fmt: skip
-        assert done.returncode == 0, (command, done.stdout, done.stderr)
-        assert "forbidden" not in done.stdout + done.stderr, command
-        said.append(done.stdout)
-    name = name_launch(desk.launch())
-    assert all(f"{name}-n{node}-" in "\n".join(said) for node in (0, 1)), (offered, said)

@@ -9,7 +9,8 @@ const COLOURS = {
 
 const element = id => document.getElementById(id);
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const theme = () => document.documentElement.dataset.theme;
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const theme = () => dark.matches ? "dark" : "light";
 const many = number => number.toLocaleString("en");
 const clock = seconds => new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
 
@@ -21,29 +22,6 @@ function make(tag, attributes = {}, ...children) {
   for (const [name, value] of Object.entries(given)) if (isThere(value)) made.setAttribute(name, value === true ? "" : value);
   made.append(...children.filter(isThere));
   return made;
-}
-
-// When something was: today by the clock, this year by the day, else by the date.
-function moment(seconds, now = Date.now() / 1000) {
-  const then = new Date(seconds * 1000), today = new Date(now * 1000);
-  if (then.toDateString() === today.toDateString()) return then.toLocaleTimeString([], { hour12: false });
-  const year = then.getFullYear() === today.getFullYear() ? {} : { year: "numeric" };
-  const day = { day: "numeric", month: "short", ...year, hour: "2-digit", minute: "2-digit", hour12: false };
-  return then.toLocaleString("en-GB", day);
-}
-
-function duration(seconds) {
-  if (seconds < 60) return `${Math.round(seconds)} s`;
-  const minutes = Math.floor(seconds / 60);
-  if (minutes < 60) return `${minutes} min ${String(Math.floor(seconds % 60)).padStart(2, "0")} s`;
-  const hours = Math.floor(minutes / 60);
-  return hours < 48 ? `${hours} h ${String(minutes % 60).padStart(2, "0")} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
-}
-
-// As `dtrain_dagster.support.formatting.dollars` has it.
-function money(usd) {
-  if (Math.abs(usd) >= 1000) return `$${many(Math.round(usd))}`;
-  return `$${usd.toFixed(Math.abs(usd) >= 1 || usd === 0 ? 2 : 4)}`;
 }
 
 class Refused extends Error {

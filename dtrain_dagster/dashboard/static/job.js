@@ -1,11 +1,11 @@
 // The page of one job. Live, it asks for what is new every two seconds; in a saved report, everything is in the page.
-// The part of the page that is open, and what is looked for in it, is in the address.
+// The part of the page that is open, and whose log, is in the address.
 "use strict";
 
 const POLL_MILLISECONDS = 2000;
 const FACTS_MILLISECONDS = 20000;
-const TABS = [["charts", "Charts"], ["result", "Result"], ["settings", "Settings"], ["cost", "Cost"], ["checkpoints", "Checkpoints"],
-  ...(PAGE.live ? [["logs", "Logs"], ["traces", "Traces"]] : [])];
+const TABS = [["charts", "Charts"], ["result", "Result"], ["settings", "Settings"], ["cost", "Cost"],
+  ...(PAGE.live ? [["logs", "Logs"]] : [])];
 const facts = { state: "", at: 0, account: 0 };
 
 // ---- the address
@@ -33,7 +33,6 @@ function showTab(name, more = {}) {
   if (name === "charts" && job.look) for (const chart of document.querySelectorAll("#panels .js-plotly-plot")) Plotly.Plots.resize(chart);
   if (!PAGE.live) return;
   logs.shown = name === "logs";
-  traces.shown = name === "traces";
   refresh();
 }
 
@@ -61,8 +60,7 @@ function readPlace() {
   const now = place();
   const name = now.get("tab") || "charts";
   if (PAGE.live) {
-    Object.assign(logs, { node: now.get("node") || "", text: now.get("text") || "", cursor: "" });
-    element("log-text").value = logs.text;
+    Object.assign(logs, { node: now.get("node") || "", cursor: "" });
   }
   showTab(TABS.some(([tab]) => tab === name) ? name : "charts");
 }
@@ -151,7 +149,7 @@ async function poll() {
     take(answer.body);
     job.tag = answer.tag;
   }
-  const done = await Promise.allSettled([pollFacts(), pollOrders(), pollLogs(), pollTraces()]); // one in trouble stops no other
+  const done = await Promise.allSettled([pollFacts(), pollOrders(), pollLogs()]); // one in trouble stops no other
   const failed = done.find(item => item.status === "rejected");
   if (failed) throw failed.reason;
 }
@@ -180,7 +178,7 @@ async function refresh() {
   }
 }
 
-document.addEventListener("themechange", () => job.look && draw(null));
+dark.addEventListener("change", () => job.look && draw(null));
 document.querySelector(".skip").addEventListener("click", event => {
   event.preventDefault(); // the address says which part is open
   element("tabs").focus();
@@ -192,15 +190,8 @@ if (PAGE.live) {
   element("name").textContent = job.id;
   document.title = `${job.id} · dtrain`;
   buildLogs();
-  buildTraces();
   buildOrders();
   window.addEventListener("hashchange", readPlace);
-  document.addEventListener("keydown", event => {
-    if (event.key !== "/" || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) || event.ctrlKey || event.metaKey || document.querySelector("dialog")) return;
-    event.preventDefault();
-    showTab("logs");
-    element("log-text").focus();
-  });
   readPlace();
   setInterval(() => document.hidden || polling || refresh(), POLL_MILLISECONDS);
 } else {

@@ -22,13 +22,10 @@ const nodeColour = node => COLOURS[theme()][node % COLOURS[theme()].length];
 const rowsOf = name => job.tracks[name] || [];
 
 function matching(track) {
-  if (!track.endsWith("*")) return [track];
-  const prefix = track.slice(0, -1);
-  return Object.keys(job.tracks).filter(name => name.startsWith(prefix))
-    .sort((a, b) => a.slice(prefix.length).localeCompare(b.slice(prefix.length), "en", { numeric: true }));
+  if (track !== "node *") return [track];
+  return Object.keys(job.tracks).filter(name => name.startsWith("node ")).sort((a, b) => nodeOf(a) - nodeOf(b));
 }
 
-const isNamed = panel => panel.lines.some(line => line.track.endsWith("*") && line.track !== "node *" && panel.kind === "lines");
 const nodeOf = name => Number((/^node (\d+)/.exec(name) || [0, 0])[1]);
 
 function lineTraces(panel) {
@@ -38,14 +35,14 @@ function lineTraces(panel) {
     for (const name of matching(line.track)) {
       const rows = rowsOf(name).filter(row => row[line.column] !== undefined);
       const isNode = line.track === "node *";
-      const label = line.label || (isNode || !line.track.endsWith("*") ? name : name.slice(line.track.length - 1));
+      const label = line.label || name;
       const colour = isNode ? nodeColour(nodeOf(name)) : panel.x === "time" ? css("--ink") : COLOURS[theme()][number++];
       if (!rows.length) continue;
       traces.push({
-        type: "scatter", name: label, legendgroup: name, showlegend: line.dash === "solid",
+        type: "scatter", name: label,
         x: rows.map(row => panel.x === "time" ? local(row.time) : row.step), y: rows.map(row => row[line.column]),
-        customdata: rows.map(row => clock(row.time)), yaxis: line.right ? "y2" : "y",
-        mode: line.marker || rows.length === 1 ? "lines+markers" : "lines", line: { color: colour, width: 1.6, dash: line.dash },
+        customdata: rows.map(row => clock(row.time)),
+        mode: line.marker || rows.length === 1 ? "lines+markers" : "lines", line: { color: colour, width: 1.6 },
         hovertemplate: `${escaped(label)}: %{y:.4~g} (%{customdata})<extra></extra>`,
       });
     }
@@ -69,46 +66,6 @@ function rankTraces() {
   if (!ranks) return [];
   return Object.entries(ranks.milliseconds).map(([name, values]) => ({
     type: "bar", name, x: ranks.labels, y: values, marker: { color: SEGMENTS[name] }, hovertemplate: "%{y:.1f} ms",
-  }));
-}
-
-function heat(x, y, z, hovertemplate, customdata) {
-  const colorscale = [[0, css("--card")], [0.5, theme() === "dark" ? "#a4480f" : "#f5a864"], [1, theme() === "dark" ? "#ffb77c" : "#a02c0c"]];
-  return [{
-    type: "heatmap", x, y, z, colorscale, zmin: 0, hovertemplate, customdata, xgap: 0, ygap: 1,
-    colorbar: { thickness: 10, outlinewidth: 0, ticksuffix: " ms", tickfont: { size: 11 } },
-  }];
-}
-
-function lateTraces() {
-  const rows = rowsOf("late");
-  if (!rows.length) return [];
-  const known = new Set(rows.flatMap(row => Object.keys(row)));
-  const labels = [...known].filter(name => name.startsWith("node")).sort((a, b) => parseFloat(b.slice(5)) - parseFloat(a.slice(5)));
-  const times = rows.map(row => clock(row.time));
-  return heat(rows.map(row => row.step), labels, labels.map(name => rows.map(row => row[name] ?? null)),
-    "%{y}, step %{x} (%{customdata}): %{z:.1f} ms late<extra></extra>", labels.map(() => times));
-}
-
-function linkTraces() {
-  const link = job.look.link;
-  if (!link) return [];
-  const count = 1 + Math.max(...link.milliseconds.flatMap(entry => entry.slice(0, 2)));
-  const z = Array.from({ length: count }, () => Array(count).fill(null));
-  for (const [from, to, milliseconds] of link.milliseconds) z[from][to] = milliseconds;
-  const names = z.map((_, rank) => `rank ${rank}`);
-  return heat(names, names, z, "%{y} to %{x}: %{z:.2f} ms<extra></extra>");
-}
-
-function collectiveTraces() {
-  const all = job.look.collectives;
-  if (!all.length) return [];
-  const size = bytes => bytes ? `${(bytes / 2 ** 20).toPrecision(3)} MiB` : "";
-  const rate = bytes => bytes ? `${(bytes / 1e6).toPrecision(3)} MB/s` : "";
-  return [["network", "communication"], ["waiting", "waiting"], ["overlapped", "forward"]].map(([name, colour]) => ({
-    type: "bar", name, x: all.map(one => escaped(one.name)), y: all.map(one => one[`${name}_milliseconds`]),
-    customdata: all.map(one => [size(one.bytes), rate(one.bandwidth_bytes_per_second)].filter(Boolean).join(", ")),
-    marker: { color: SEGMENTS[colour] }, hovertemplate: "%{y:.2f} ms (%{customdata})",
   }));
 }
 
@@ -138,27 +95,23 @@ function timelineTraces() {
   return bars;
 }
 
-const TRACES = {
-  lines: lineTraces, stack: stackTraces, ranks: rankTraces, heatmap: lateTraces, links: linkTraces,
-  collectives: collectiveTraces, timeline: timelineTraces,
-};
+const TRACES = { lines: lineTraces, stack: stackTraces, ranks: rankTraces, timeline: timelineTraces };
 
 // ---- how they are drawn
 
 function layoutOf(panel, traces) {
   const axis = { gridcolor: css("--grid"), zeroline: false, linecolor: css("--border"), automargin: true, tickfont: { size: 11 } };
-  const title = (text, trace) => ({ text, font: { size: 11, ...(trace ? { color: trace.line.color } : {}) }, standoff: 6 });
+  const title = text => ({ text, font: { size: 11 }, standoff: 6 });
   const xaxis = { ...axis, showgrid: false };
-  const yaxis = { ...axis, title: title(panel.unit, panel.right_unit && traces[0]) };
+  const yaxis = { ...axis, title: title(panel.unit) };
   if (panel.x === "time") xaxis.type = "date";
-  else if (["lines", "stack", "heatmap"].includes(panel.kind)) xaxis.title = title("step");
+  else if (["lines", "stack"].includes(panel.kind)) xaxis.title = title("step");
   if (panel.key !== "loss" && panel.kind === "lines") yaxis.rangemode = "tozero";
-  if (["heatmap", "links"].includes(panel.kind)) yaxis.title = undefined;
   if (panel.kind === "timeline") {
     const nodes = [...new Set(job.look.presences.map(node => node.node_id))].sort((a, b) => b - a).map(node => `node ${node}`);
     Object.assign(yaxis, { type: "category", categoryorder: "array", categoryarray: [...nodes, "events"] });
   }
-  if (["ranks", "collectives"].includes(panel.kind)) xaxis.type = "category";
+  if (panel.kind === "ranks") xaxis.type = "category";
   if (!traces.length) {
     xaxis.visible = yaxis.visible = false;
   }
@@ -167,16 +120,13 @@ function layoutOf(panel, traces) {
   return {
     autosize: true, uirevision: job.id, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: "inherit", size: 12, color: css("--muted") }, margin: { l: 44, r: 10, t: 6, b: 26 },
-    hovermode: ["heatmap", "links", "timeline"].includes(panel.kind) || traces.length > MANY ? "closest" : "x unified",
+    hovermode: panel.kind === "timeline" || traces.length > MANY ? "closest" : "x unified",
     hoverlabel: { bgcolor: css("--card"), bordercolor: css("--border"), font: { color: css("--ink"), size: 12 } },
-    showlegend: (traces.length > 1 || isNamed(panel)) && traces.length <= MANY && panel.kind !== "timeline" && !panel.right_unit,
+    showlegend: traces.length > 1 && traces.length <= MANY && panel.kind !== "timeline",
     legend: ["stack", "ranks"].includes(panel.kind)
       ? { x: 1.01, y: 0.5, yanchor: "middle", traceorder: "reversed", font: { size: 11 } }
       : { orientation: "h", x: 0, y: 1, yanchor: "bottom", font: { size: 11 } },
-    barmode: panel.kind === "ranks" ? "stack" : panel.kind === "timeline" ? "overlay" : "group", bargap: 0.35, xaxis, yaxis,
-    ...(panel.right_unit && traces.length ? {
-      yaxis2: { ...axis, title: title(panel.right_unit, traces[1]), overlaying: "y", side: "right", showgrid: false, rangemode: "tozero", tickmode: "auto", nticks: 5 },
-    } : {}),
+    barmode: panel.kind === "ranks" ? "stack" : "overlay", bargap: 0.35, xaxis, yaxis,
     shapes: shapesOf(panel, traces),
     annotations: traces.length ? [] : [
       { text: waiting, showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5, font: { size: 13 } },
@@ -230,21 +180,14 @@ function describe(panel, traces) {
 }
 
 function uses(panel, changed) {
-  return panel.lines.length === 0 || panel.lines.some(line =>
-    changed.some(name => line.track.endsWith("*") ? name.startsWith(line.track.slice(0, -1)) : name === line.track));
+  return panel.lines.length === 0 || panel.lines.some(line => matching(line.track).some(name => changed.includes(name)));
 }
 
 function draw(changed) {
-  const alone = !job.look.link; // the panel of links is there only after a probe; it takes half of this one's place
-  if (element("panel-late").classList.contains("wide") !== alone) {
-    element("panel-late").classList.toggle("wide", alone);
-    changed = null;
-  }
   for (const panel of PANELS) {
     const traces = [...TRACES[panel.kind](panel), ...bestTraces(panel), ...changeTraces(panel)];
     const box = element(`panel-${panel.key}`);
-    box.hidden = panel.optional && !traces.length;
-    if (box.hidden || (changed && !uses(panel, changed))) continue;
+    if (changed && !uses(panel, changed)) continue;
     if (panel.key === "busy" || panel.key === "memory") {
       box.querySelector("h3").textContent = `${panel.title} of ${job.look.has_gpus ? "the GPUs" : "the processors (no GPU here)"}`;
       if (panel.key === "memory" && !job.look.has_gpus) box.querySelector("h3").textContent = "Memory of the ranks (no GPU here)";

@@ -1,9 +1,8 @@
-// Logs: the last lines of all nodes or of one, those that contain a text, and what is new while one follows.
+// Logs: the last lines of all nodes or of one, and what is new while one follows.
 "use strict";
 
 const MOST_SHOWN = 5000;
-const logs = { node: "", text: "", cursor: "", follow: true, shown: false, asking: "", call: null };
-const wantedLogs = () => JSON.stringify([logs.node, logs.text]);
+const logs = { node: "", cursor: "", follow: true, shown: false, call: null };
 
 function buildLogs() {
   const part = element("part-logs");
@@ -12,10 +11,6 @@ function buildLogs() {
   const node = make("select");
   node.id = "log-node";
   nodeLabel.append(node);
-  const search = make("input");
-  Object.assign(search, { id: "log-text", type: "search", maxLength: 200, placeholder: "text in a line", autocomplete: "off" });
-  search.setAttribute("aria-label", "text in a line of the log");
-  search.setAttribute("aria-keyshortcuts", "/");
   const followLabel = make("label");
   const follow = make("input");
   Object.assign(follow, { id: "log-follow", type: "checkbox", checked: true });
@@ -23,7 +18,7 @@ function buildLogs() {
   const count = make("span", "count");
   count.id = "log-count";
   count.setAttribute("role", "status");
-  bar.append(nodeLabel, search, followLabel, count);
+  bar.append(nodeLabel, followLabel, count);
   const lines = make("div", "log");
   lines.id = "log-lines";
   lines.tabIndex = 0;
@@ -31,11 +26,10 @@ function buildLogs() {
   lines.setAttribute("aria-live", "off");
   lines.setAttribute("aria-label", "lines of the log");
   part.append(card(bar, lines));
-  node.addEventListener("change", () => changeLogs({ node: node.value }));
-  let waiting = 0;
-  search.addEventListener("input", () => {
-    clearTimeout(waiting);
-    waiting = setTimeout(() => changeLogs({ text: search.value }), 300);
+  node.addEventListener("change", () => {
+    Object.assign(logs, { node: node.value, cursor: "" });
+    setPlace({ node: logs.node });
+    pollLogs(true);
   });
   follow.addEventListener("change", () => {
     logs.follow = follow.checked;
@@ -47,34 +41,16 @@ function buildLogs() {
   });
 }
 
-function changeLogs(change) {
-  Object.assign(logs, change, { cursor: "" });
-  setPlace({ node: logs.node, text: logs.text });
-  pollLogs(true);
-}
-
 // Another node's log, from elsewhere on the page.
 function openLogs(node) {
-  logs.node = node;
-  logs.text = "";
-  logs.cursor = "";
-  showTab("logs", { node, text: "" });
+  Object.assign(logs, { node, cursor: "" });
+  showTab("logs", { node });
   element("tab-logs").focus();
 }
 
 function lineOf([node, text]) {
-  const made = make("div");
   const kind = /^--- launch \d+/.test(text) ? "start" : /\b(ERROR|CRITICAL|FATAL|Traceback|[A-Z]\w*Error)\b/.test(text) ? "bad" : /\bWARN(ING)?\b/.test(text) ? "warn" : "";
-  const line = make("span", `line ${kind}`);
-  const wanted = logs.text.toLowerCase();
-  let at = 0;
-  for (let found = wanted ? text.toLowerCase().indexOf(wanted) : -1; found >= 0; found = text.toLowerCase().indexOf(wanted, at)) {
-    line.append(text.slice(at, found), make("mark", "", text.slice(found, found + wanted.length)));
-    at = found + wanted.length;
-  }
-  line.append(text.slice(at));
-  made.append(make("span", "of", `node ${node}`), line);
-  return made;
+  return make("div", {}, make("span", "of", `node ${node}`), make("span", `line ${kind}`, text));
 }
 
 function drawNodes(nodes) {
@@ -90,23 +66,20 @@ function drawNodes(nodes) {
 }
 
 async function pollLogs(anew) {
-  const what = wantedLogs(), isSame = logs.drawn === what;
-  if (!logs.shown || (logs.asking === what && !anew) || (!logs.follow && !anew && isSame)) return;
-  logs.call?.abort(); // what was looked for before: the server need not look on
+  const isSame = logs.drawn === logs.node;
+  if (!logs.shown || (logs.call && !anew && isSame) || (!logs.follow && !anew && isSame)) return;
+  logs.call?.abort(); // of another node
   const call = logs.call = new AbortController();
-  logs.asking = what;
-  const first = !logs.cursor;
-  const query = new URLSearchParams({ node: logs.node, text: logs.text, cursor: logs.cursor });
+  const { node } = logs, first = !logs.cursor;
   const box = element("log-lines");
   try {
-    const body = await ask(`${encodeURIComponent(job.id)}/logs.json?${query}`, call.signal);
-    if (logs.call !== call || wantedLogs() !== what) return;
+    const body = await ask(`${encodeURIComponent(job.id)}/logs.json?${new URLSearchParams({ node, cursor: logs.cursor })}`, call.signal);
+    if (logs.call !== call) return;
     drawNodes(body.nodes);
     const stay = isSame && logs.atEnd === false, top = box.scrollTop;
     const made = body.lines.map(lineOf);
     if (!first) box.append(...(body.is_cut ? [make("div", "gap", "Some lines are left out here: more arrived at once than can be shown.")] : []), ...made);
     else if (!isSame || box.textContent !== made.map(line => line.textContent).join("")) box.replaceChildren(...made);
-    logs.drawn = what;
     if (stay) box.scrollTop = top;
     if (first) logs.cut = body.is_cut;
     while (box.childElementCount > MOST_SHOWN) {
@@ -114,15 +87,15 @@ async function pollLogs(anew) {
       logs.cut = true;
     }
     if (made.length && !stay) box.scrollTop = box.scrollHeight;
-    logs.cursor = body.cursor;
+    Object.assign(logs, { drawn: node, cursor: body.cursor });
     const number = many(box.childElementCount - box.querySelectorAll(".gap").length);
-    const found = logs.text ? `${number} lines with this text` : `${number} lines`;
-    element("log-count").textContent = body.nodes.length ? logs.cut ? `the last ${found}` : found : "nothing was printed yet";
+    const found = `${number} lines`;
+    element("log-count").textContent = body.nodes.length ? logs.cut ? `the last ${found}; dtrain logs has all` : found : "nothing was printed yet";
   } catch (error) {
     if (logs.call !== call) return;
     if (first) box.replaceChildren();
     element("log-count").textContent = error instanceof Refused ? error.message : "the dashboard's server does not answer";
   } finally {
-    if (logs.call === call) logs.asking = "";
+    if (logs.call === call) logs.call = null;
   }
 }

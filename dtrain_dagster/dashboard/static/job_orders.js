@@ -1,4 +1,4 @@
-// Orders: cancel, resume, trace. The server says which can be given; a token, where it asks for one, is kept in this
+// Orders: cancel, resume. The server says which can be given; a token, where it asks for one, is kept in this
 // page only, as long as it is open.
 "use strict";
 
@@ -12,7 +12,6 @@ const ORDERS = {
     button: "Resume…", title: "Resume this job?", does: "Resume the job",
     text: "It continues from its latest checkpoint, on as many nodes as were ordered. They are bought with the settings of this dashboard.",
   },
-  trace: { button: "Trace now", does: "Trace" },
 };
 
 function buildOrders() {
@@ -23,43 +22,21 @@ function buildOrders() {
     button.type = "button";
     button.id = `order-${order}`;
     button.hidden = true;
-    button.addEventListener("click", () => confirmOrder(order, {}));
+    button.addEventListener("click", () => confirmOrder(order));
     element("orders").append(button);
   }
   const why = make("span", { id: "order-why", class: "quiet" }); // a title is not for a keyboard, nor for a phone
   element("orders").append(why);
   element("order-resume").setAttribute("aria-describedby", why.id);
-  const form = make("form", "bar");
-  const field = (name, value, least, most) => {
-    const label = make("label", "", `${name} `);
-    const input = make("input");
-    Object.assign(input, { type: "number", id: `trace-${name}`, min: least, max: most, value, required: true });
-    label.append(input);
-    return label;
-  };
-  const button = make("button", "", ORDERS.trace.button);
-  button.id = "order-trace";
-  const pythonLabel = make("label");
-  const python = make("input");
-  Object.assign(python, { type: "checkbox", id: "trace-python", checked: true });
-  pythonLabel.append(python, " Python functions");
-  form.append(field("steps", 5, 1, 50), field("rank", 0, 0, 100000), pythonLabel, button, make("span", "quiet", "The next steps of this rank are traced; they are slower than others."));
-  form.addEventListener("submit", event => {
-    event.preventDefault();
-    const asked = { steps: Number(element("trace-steps").value), rank: Number(element("trace-rank").value), python: python.checked };
-    if (orders.asksToken && !orders.token) confirmOrder("trace", asked);
-    else giveOrder("trace", asked);
-  });
-  element("trace-ask").append(form);
 }
 
-function confirmOrder(order, asked) {
+function confirmOrder(order) {
   const dialog = make("dialog");
   const words = ORDERS[order];
-  const title = make("h2", "", words.title || words.does);
+  const title = make("h2", "", words.title);
   title.id = "dialog-title";
   dialog.setAttribute("aria-labelledby", "dialog-title");
-  dialog.append(title, make("p", "name", job.id), make("p", "", words.text || ""));
+  dialog.append(title, make("p", "name", job.id), make("p", "", words.text));
   const token = make("input");
   if (orders.asksToken) {
     const label = make("label", "", "token ");
@@ -75,7 +52,7 @@ function confirmOrder(order, asked) {
   yes.addEventListener("click", () => {
     orders.token = token.value;
     dialog.close();
-    giveOrder(order, asked);
+    giveOrder(order);
   });
   dialog.addEventListener("close", () => dialog.remove());
   bar.append(no, yes);
@@ -92,11 +69,11 @@ function tellOrder(text, command) {
   if (command) box.append("\n", make("code", "", command));
 }
 
-async function giveOrder(order, asked) {
+async function giveOrder(order) {
   tellOrder(`${ORDERS[order].does}: asked…`);
   const headers = { "Content-Type": "application/json", ...(orders.token ? { Authorization: `Bearer ${orders.token}` } : {}) };
   try {
-    const response = await fetch(`${encodeURIComponent(job.id)}/orders`, { method: "POST", headers, body: JSON.stringify({ order, ...asked }) });
+    const response = await fetch(`${encodeURIComponent(job.id)}/orders`, { method: "POST", headers, body: JSON.stringify({ order }) });
     if (!response.ok) {
       if (response.status === 401) orders.token = "";
       tellOrder(`${ORDERS[order].does}: ${(await response.text()).trim()}.`);
@@ -118,7 +95,7 @@ async function pollOrders() {
     const button = element(`order-${order}`);
     button.disabled = busy || Boolean(reason);
     button.title = reason;
-    if (order !== "trace") button.hidden = Boolean(reason) && !(order === "resume" && !["it runs", "it has succeeded"].includes(reason));
+    button.hidden = Boolean(reason) && !(order === "resume" && !["it runs", "it has succeeded"].includes(reason));
   }
   const resume = element("order-resume");
   element("order-why").textContent = !resume.hidden && body.allowed.resume ? `cannot be resumed here: ${body.allowed.resume}` : "";
@@ -128,6 +105,5 @@ async function pollOrders() {
   if (before === null && !busy && !orders.mine) return; // of before this page was opened
   const what = ORDERS[body.last.order].does;
   if (busy) tellOrder(`${what}: under way since ${clock(body.last.since)}.`, body.last.command);
-  else if (body.last.order === "trace" && !body.last.code) tellOrder(""); // it is listed below
   else tellOrder(`${what}: ${body.last.code ? `refused or failed (exit code ${body.last.code}).` : "done."}${body.last.said ? `\n${body.last.said}` : ""}`, body.last.command);
 }

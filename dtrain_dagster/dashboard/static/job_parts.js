@@ -1,8 +1,6 @@
-// The parts of the page that are words and tables: failure, result, settings, costs, checkpoints, links. What they say
+// The parts of the page that are words and tables: failure, result, settings, costs, links. What they say
 // is decided in dtrain_dagster/dashboard; here it is only laid out.
 "use strict";
-
-const bytes = number => number >= 1e9 ? `${(number / 1e9).toPrecision(3)} GB` : number >= 1e6 ? `${(number / 1e6).toPrecision(3)} MB` : `${Math.max(1, Math.round(number / 1e3))} kB`;
 
 function table(label, heads, rows, foot) {
   const made = make("table");
@@ -10,11 +8,10 @@ function table(label, heads, rows, foot) {
   const line = (cells, tag) => {
     const row = make("tr");
     row.append(...cells.map(cell => {
-      const { text = "", className = "", nodes = [], small = "" } = typeof cell === "object" ? cell : { text: cell };
+      const { text = "", className = "", nodes = [] } = typeof cell === "object" ? cell : { text: cell };
       const isHead = tag === "th" && text !== ""; // a head without words is none
       const box = make(isHead ? "th" : "td", className, nodes.length ? undefined : text);
       box.append(...nodes);
-      if (small) box.append(make("small", "", small));
       if (isHead) box.scope = "col";
       return box;
     }));
@@ -23,11 +20,7 @@ function table(label, heads, rows, foot) {
   const head = made.createTHead();
   head.append(line(heads, "th"));
   const body = made.createTBody();
-  for (const row of rows) {
-    const tr = line(row.cells || row, "td");
-    if (row.mine) tr.className = "mine";
-    body.append(tr);
-  }
+  body.append(...rows.map(row => line(row, "td")));
   if (foot) made.createTFoot().append(line(foot, "td"));
   const box = make("div", "scroll");
   box.tabIndex = 0; // a keyboard scrolls it, too
@@ -92,39 +85,14 @@ function drawLinks(links) {
   }));
 }
 
-// Commands that somebody else gives in a shell; a second look leaves them open.
-function drawCommands(commands) {
-  const box = element("commands");
-  box.hidden = !commands.length;
-  box.querySelector("dl").replaceChildren(...commands.flatMap(({ command, note }) =>
-    [make("dt", "", note), make("dd", "", make("code", "", command))]));
+function drawResult(lines) {
+  const found = lines && lines.length ? card(...lines.map(text => make("p", "", text))) : nothing("There is no verdict on the model: none was asked for, or the training has not ended.");
+  element("part-result").replaceChildren(found);
 }
 
-function drawResult(result) {
-  const part = element("part-result");
-  if (!result) {
-    part.replaceChildren(nothing("There is no result yet: the test split is judged when the training has ended."));
-    return;
-  }
-  const heads = ["", ...result.columns.map(([text, small]) => ({ text, small, className: "number" })), "the model's gain over it"];
-  const rows = result.rows.map(row => ({
-    mine: row.is_model,
-    cells: [row.name, ...row.values.map((text, at) => ({ text, className: row.is_best[at] ? "number best" : "number" })), { text: row.gain, className: "whole" }],
-  }));
-  const verdict = make("p", result.is_passed === null ? "" : result.is_passed ? "passed" : "refused", result.verdict);
-  const notes = make("ul");
-  notes.append(...result.notes.map(text => make("li", "", text)));
-  part.replaceChildren(card(verdict, table("test result", heads, rows), ...(result.notes.length ? [make("h3", "", "What it means"), notes] : [])));
-}
-
-function drawSettings(settings) {
-  const given = settings.filter(item => item.is_given);
-  const rows = items => items.map(item => [item.name, { text: item.value, className: "value" }, item.default ?? ""]);
-  const rest = make("details");
-  const others = settings.filter(item => !item.is_given);
-  rest.append(make("summary", "", `${others.length} settings at their defaults`), table("settings at their defaults", ["setting", "value"], others.map(item => [item.name, { text: item.value, className: "value" }])));
-  element("part-settings").replaceChildren(
-    card(make("h3", "", "What this job has of its own"), table("settings of this job", ["setting", "value", "default"], rows(given))), card(rest));
+function drawSettings(text) {
+  const box = make("pre", { class: "whole-text", tabindex: 0, "aria-label": "the job and its nodes" }, text || "");
+  element("part-settings").replaceChildren(card(box));
 }
 
 function shareBar(share) {
@@ -152,30 +120,11 @@ function drawCost(account) {
   part.replaceChildren(card(make("h3", "", "What the dollars bought"), table("ledger", heads, rows, foot), ...notes.map(text => make("p", "quiet", text))));
 }
 
-function drawCheckpoints(checkpoints) {
-  const part = element("part-checkpoints");
-  if (!checkpoints.length) {
-    part.replaceChildren(nothing("There is no checkpoint yet."));
-    return;
-  }
-  const meaning = { latest: "latest: it resumes from here", best: "best: the model is taken from here" };
-  const rows = checkpoints.map(item => [
-    { text: item.step.toLocaleString("en"), className: "number" },
-    { nodes: item.marks.map(mark => make("span", "mark", meaning[mark] || mark)) },
-    { text: item.saved_at ? moment(item.saved_at) : "", className: "whole" }, { text: bytes(item.bytes), className: "number" },
-    { text: String(item.generation), className: "number" }, { text: item.folder, className: "whole" },
-  ]);
-  const heads = [{ text: "step", className: "number" }, "use", "saved", { text: "size", className: "number" }, { text: "generation", className: "number" }, "folder in the run directory"];
-  part.replaceChildren(card(make("h3", "", "Checkpoints that are kept"), table("checkpoints", heads, rows)));
-}
-
 function drawFacts(facts) {
   drawFailure(facts.failure, job.look.job.state);
   drawLinks(facts.links);
-  drawCommands(facts.commands);
   drawResult(facts.result);
   drawSettings(facts.settings);
-  drawCheckpoints(facts.checkpoints);
   const empty = element("empty");
   empty.hidden = !facts.damaged.length;
   empty.textContent = facts.damaged.join("\n");

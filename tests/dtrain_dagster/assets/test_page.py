@@ -7,7 +7,6 @@ import pytest
 
 from dtrain_dagster.assets.common import MOST_ROWS, best_rows, head_of_page, links, sentences, with_rest
 from dtrain_dagster.assets.plan_options import NodeTier, TrainingOptions, with_nodes_of_run
-from dtrain_dagster.dashboard.job_groups import group_page
 from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.resources import GPUClusterResource
 
@@ -42,11 +41,6 @@ def test_an_address_that_would_make_the_page_too_wide_is_behind_its_name() -> No
     assert found["dashboard"] == dg.MetadataValue.url("http://127.0.0.1:8060/jobs/one")
     hostile = f"http://127.0.0.1/{'a' * 60}>) [x](javascript:alert(1))"
     assert links(run_page=hostile)["run_page"] == dg.MetadataValue.url(hostile), "as Dagster shows any address"
-
-
-def test_a_group_of_jobs_has_an_address_that_unfolds_it() -> None:
-    page = group_page("http://127.0.0.1:8060/", "ab&c", "scaling study")
-    assert page == "http://127.0.0.1:8060/#q=ab%26c&open=scaling-study/ab%26c"
 
 
 def test_reasons_are_a_list_that_is_read_in_place() -> None:

@@ -4,30 +4,20 @@ characters never."""
 from __future__ import annotations
 
 import os
-import socket
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-import requests
 
 from dtrain_dagster.dashboard import log_pages
-from dtrain_dagster.dashboard.job_board import JobBoard
-from dtrain_dagster.dashboard.job_routes import JobServices
 from dtrain_dagster.dashboard.log_pages import (
     MOST_CHARACTERS,
     MOST_LINES,
     ClusterLogs,
-    LeftError,
     LogFiles,
     in_order_of_time,
     parse_cursor,
     write_cursor,
 )
-from dtrain_dagster.dashboard.server import build_app
-from tests.abuse.websites import served
-from tests.dtrain_dagster.told_events import told, write_run
 from trainer.errors import DamagedError
 
 
@@ -49,52 +39,42 @@ def texts(page: log_pages.LogPage) -> list[str]:
 
 def test_a_reader_gets_the_end_and_then_what_is_new(folder: Path, logs: LogFiles) -> None:
     (folder / "node-0.log").write_text("".join(f"line {number}\n" for number in range(MOST_LINES + 5)))
-    first = logs.page("job", None, "", "")
+    first = logs.page("job", None, "")
     assert (texts(first)[0], texts(first)[-1], first.is_cut) == ("line 5", f"line {MOST_LINES + 4}", True)
     with open(folder / "node-0.log", "a") as file:
         file.write("new\nhalf a li")
-    second = logs.page("job", None, "", first.cursor)
+    second = logs.page("job", None, first.cursor)
     assert texts(second) == ["new"], "a line that is not finished is not shown"
     with open(folder / "node-0.log", "a") as file:
         file.write("ne\n")
-    assert texts(logs.page("job", None, "", second.cursor)) == ["half a line"]
+    assert texts(logs.page("job", None, second.cursor)) == ["half a line"]
 
 
 def test_a_log_that_was_written_anew_is_read_anew(folder: Path, logs: LogFiles) -> None:
     (folder / "node-0.log").write_text("a long line of an earlier launch\n")
-    cursor = logs.page("job", None, "", "").cursor
+    cursor = logs.page("job", None, "").cursor
     (folder / "node-0.log").write_text("short\n")
-    assert texts(logs.page("job", None, "", cursor)) == ["short"]
+    assert texts(logs.page("job", None, cursor)) == ["short"]
 
 
 def test_a_node_that_comes_later_is_shown_from_its_beginning(folder: Path, logs: LogFiles) -> None:
     (folder / "node-0.log").write_text("a\n")
-    cursor = logs.page("job", None, "", "").cursor
+    cursor = logs.page("job", None, "").cursor
     (folder / "node-1.log").write_text("b\n")
-    later = logs.page("job", None, "", cursor)
+    later = logs.page("job", None, cursor)
     assert (later.lines, later.nodes) == (((1, "b"),), (0, 1))
 
 
-def test_a_search_finds_lines_far_before_the_end(folder: Path, logs: LogFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_pages, "TAIL_BYTES", 100)
-    (folder / "node-0.log").write_text("The Needle\n" + "hay\n" * 1000)
-    (folder / "node-1.log").write_text("needle of node 1\n")
-    assert texts(logs.page("job", None, "needle", "")) == ["The Needle", "needle of node 1"]
-    assert texts(logs.page("job", 1, "needle", "")) == ["needle of node 1"]
-    assert "The Needle" not in texts(logs.page("job", 0, "", ""))
-
-
-def test_no_secret_is_shown_nor_found(folder: Path, logs: LogFiles) -> None:
+def test_no_secret_is_shown(folder: Path, logs: LogFiles) -> None:
     (folder / "node-0.log").write_text("password=PLANTEDPLANTED and AccountKey=PLANTED2PLANTED2==;x\n")
-    (line,) = texts(logs.page("job", None, "", ""))
+    (line,) = texts(logs.page("job", None, ""))
     assert "PLANTED" not in line
     assert line.startswith("password=[secret]")
-    assert texts(logs.page("job", None, "planted", "")) == [], "what is struck out is not to be guessed by searching"
 
 
 def test_a_line_stays_a_line_of_bounded_length(folder: Path, logs: LogFiles) -> None:
     (folder / "node-0.log").write_bytes(b"\x1b[2J\xe2\x80\xae<script>alert(1)</script>\xff\n" + b"x" * 100_000 + b"\n")
-    first, second = texts(logs.page("job", None, "", ""))
+    first, second = texts(logs.page("job", None, ""))
     assert first.startswith("\\x1b[2J\\u202e<script>")
     assert len(second) <= MOST_CHARACTERS + 1
 
@@ -103,7 +83,7 @@ def test_a_log_that_leads_elsewhere_is_not_read(folder: Path, logs: LogFiles, tm
     (tmp_path / "private").write_text("of somebody else\n")
     os.symlink(tmp_path / "private", folder / "node-0.log")
     with pytest.raises(DamagedError):
-        logs.page("job", None, "", "")
+        logs.page("job", None, "")
 
 
 def test_lines_of_several_nodes_are_in_order_of_time() -> None:
@@ -132,67 +112,17 @@ def test_a_cluster_is_asked_once_for_all_browsers() -> None:
 
     logs = ClusterLogs(ask)
     for _ in range(3):
-        page = logs.page("job", None, "", "")
+        page = logs.page("job", None, "")
     assert page.lines == ((0, "one"), (3, "two"), (3, "bearer [secret]"))
     assert (page.nodes, page.cursor, asked) == ((0, 3), "", ["job"])
-    assert logs.page("job", 3, "TWO", "").lines == ((3, "two"),)
+    assert logs.page("job", 0, "").lines == ((0, "one"),)
 
 
 def test_who_follows_is_told_that_lines_were_left_out(folder: Path, logs: LogFiles) -> None:
     (folder / "node-0.log").write_text("first\n")
-    cursor = logs.page("job", None, "", "").cursor
+    cursor = logs.page("job", None, "").cursor
     with open(folder / "node-0.log", "a") as file:
         file.writelines(f"line {number}\n" for number in range(MOST_LINES + 1))
-    page = logs.page("job", None, "", cursor)
+    page = logs.page("job", None, cursor)
     assert (len(page.lines), texts(page)[0], page.is_cut) == (MOST_LINES, "line 1", True)
-    assert not logs.page("job", None, "", page.cursor).is_cut
-
-
-def test_a_search_that_nobody_waits_for_ends_and_another_waits_for_its_turn(folder: Path, logs: LogFiles) -> None:
-    (folder / "node-0.log").write_text("text\n" * 100_000)
-    asked: list[float] = []
-
-    def leaves() -> bool:
-        asked.append(time.monotonic())
-        return len(asked) < 3
-
-    with pytest.raises(LeftError):
-        logs.page("job", None, "text", "", leaves)
-    assert len(asked) == 3, "in the middle of the lines"
-    with logs._searching:  # somebody else's search is under way
-        with pytest.raises(LeftError):
-            logs.page("job", None, "text", "", lambda: False)
-        assert logs.page("job", None, "", "").lines, "who looks at the end of a log does not wait"
-    assert logs.page("job", None, "text", "").is_cut, "the lock was given back"
-
-
-def test_a_page_that_looks_for_something_else_ends_its_search_on_the_server(tmp_path: Path) -> None:
-    """A connection is closed, as a browser does it, while the server searches, which goes on until it is told."""
-    rundir = write_run(tmp_path / "jobs", "mine", told(2))
-    rundir.storage.write("logs/node-0.log", b"a line of the log\n" * 400_000)
-    ended: list[str] = []
-
-    class Watched(LogFiles):
-        def page(self, *asked: Any) -> log_pages.LogPage:
-            is_wanted = asked[4]
-            while not ended:  # the search of a log without end
-                try:
-                    super().page(*asked[:4], is_wanted)
-                except LeftError:
-                    ended.append("left")
-                    raise
-            return super().page(*asked[:4])
-
-    logs = Watched(lambda job_id: Path(rundir.storage.local_path("logs")))
-    app = build_app(JobBoard(str(tmp_path / "jobs"), "dedicated"), services=JobServices(logs=logs))
-    with served(app) as port:
-        with socket.create_connection(("127.0.0.1", port)) as browser:
-            browser.sendall(b"GET /jobs/mine/logs.json?text=line HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-            time.sleep(1.0)
-            assert not ended, "as long as the browser is there"
-        until = time.monotonic() + 60
-        while not ended:
-            assert time.monotonic() < until
-            time.sleep(0.05)
-        answer = requests.get(f"http://127.0.0.1:{port}/jobs/mine/logs.json?text=line", timeout=60).json()
-        assert len(answer["lines"]) == MOST_LINES
+    assert not logs.page("job", None, page.cursor).is_cut

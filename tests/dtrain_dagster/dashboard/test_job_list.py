@@ -1,0 +1,138 @@
+"""The list of all jobs: what a row says, which rows an address asks for, and that hostile text stays text."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from told_events import HOSTILE, START, hang, told, write_run
+
+from dtrain_dagster.dashboard.failure import end_in_words
+from dtrain_dagster.dashboard.job_board import RECENT_JOBS, JobBoard
+from dtrain_dagster.dashboard.job_index import JobRow, Listing
+from dtrain_dagster.dashboard.job_list import ROWS, chosen, jobs_page, list_page
+from dtrain_dagster.dashboard.server import build_app
+from tests.abuse.websites import served
+from trainer.rundir import RunDir
+
+NOW = 2e9
+
+
+def row(job_id: str = "mine", state: str = "succeeded", **more: Any) -> JobRow:
+    known: dict[str, Any] = {"started_at": 1e9, "ended_at": None if state == "running" else 1e9 + 60, "step": 50}
+    return JobRow(**{"job_id": job_id, "state": state, "model": "tcn", **known, **more})
+
+
+@pytest.mark.parametrize(
+    ("state", "status", "result", "words"),
+    [
+        ("failed", {"message": "rank 1 failed first\nTraceback…\nValueError: no"}, {}, "ValueError: no"),
+        ("failed", {"message": "lost", "exit_code": 5}, {}, "lost (exit code 5)"),
+        ("failed", {"exit_code": -9}, {}, "No process was left to record how it ended (killed by SIGKILL)"),
+        ("failed", {"message": "lost"}, {"error": "loss is nan", "launch": 2}, "loss is nan"),
+        ("failed", {"message": "lost"}, {"error": "of before", "launch": 1}, "lost"),
+        ("failed", {}, {"status": "budget", "error": "1 h was paid"}, "stopped by its budget: 1 h was paid"),
+        ("failed", {"message": "\x1b[2Jgone"}, {}, "\\x1b[2Jgone"),
+        ("queued", {}, {}, "waits for nodes"),
+        ("queued", {"message": "Resources"}, {}, "Resources"),
+        ("cancelled", {}, {}, "somebody cancelled it"),
+        ("succeeded", {"message": "done"}, {}, ""),
+        (
+            "running",
+            {"message": "failed: rank 1\nits log", "kept": [{"node_id": 1, "until": 0.0, "how": "enter it"}]},
+            {},
+            "node 1 is kept until 00:00 UTC: enter it; failed: rank 1",
+        ),
+    ],
+)
+def test_an_end_is_one_line(state, status, result, words):
+    assert end_in_words(state, status, result, {"launch": 2}, ()) == words
+
+
+def test_an_address_asks_for_the_jobs_that_have_its_words_live_ones_first():
+    rows = [
+        row("sweep-2"),
+        row("sweep-1", "running"),
+        row("other", words="ValueError in sweep"),
+        row("failed", "failed"),
+    ]
+    assert [each.job_id for each in chosen(rows, "SWEEP", "")] == ["sweep-1", "sweep-2", "other"]
+    assert [each.job_id for each in chosen(rows, "sweep valueerror", "")] == ["other"]
+    assert [each.job_id for each in chosen(rows, "", "failed")] == ["failed"]
+    assert jobs_page("http://127.0.0.1:8060/", "a b/c") == "http://127.0.0.1:8060/find/a%20b%2Fc"
+
+
+def test_a_page_has_the_newest_rows_and_says_what_is_not_on_it():
+    listing = Listing(1, tuple(row(f"job-{number}", usd=0.5) for number in range(ROWS + 5)))
+    page = list_page(listing, "job", "succeeded", ROWS, NOW)
+    assert page.count("<tr data-state") == ROWS
+    assert f"{ROWS + 5} jobs, $52.50" in page
+    assert "/?q=job&amp;state=succeeded&amp;n=200" in page
+    assert "show more" not in list_page(listing, "job-17", "", ROWS, NOW)
+    assert "No job matches." in list_page(listing, "nothing", "", ROWS, NOW)
+    assert "There is no training yet." in list_page(Listing(1), "", "", ROWS, NOW)
+    assert "Jobs are being read" in list_page(Listing(), "", "", ROWS, NOW), "not a word of none before the first look"
+    cells = list_page(Listing(1, (row("mine", seconds=90.0),)), "", "", ROWS, NOW)
+    assert "2001-09-09 01:46" in cells
+    assert "1 min 30 s" in cells, "over all launches"
+    unknown = list_page(Listing(1, (row(started_at=None, ended_at=None, step=None),)), "", "", ROWS, NOW)
+    assert "None" not in unknown
+
+
+def listed(board: JobBoard) -> dict[str, JobRow]:
+    board._index._done_at = -1e9  # time goes by
+    return {each.job_id: each for each in board.jobs()}
+
+
+def test_a_row_has_the_dollars_of_its_nodes_without_those_of_its_probe(tmp_path: Path):
+    """A probe is a job of its own in the list, whose sum has each dollar once."""
+    rundir = write_run(tmp_path, "mine", told(3), state="succeeded")
+    rundir.write_json("launch.json", {"launch": 1, "sku": "Standard_NC6s_v3", "node_count": 3, "submitted_at": START})
+    node = {"sku": "Standard_NC6s_v3", "started_at": START, "ended_at": START + 600, "node_id": 0}
+    rundir.write_json("plan.json", {"probes": [{"job_id": "probe-1", "usage": [node]}], "tier": "dedicated"})
+    mine = listed(JobBoard(str(tmp_path), "dedicated"))["mine"]
+    assert mine.usd == pytest.approx(9.18, abs=0.01), "three nodes, an hour, 3.06 dollars each"
+    assert mine.words == ""
+
+
+def test_a_running_job_says_what_holds_it_up_as_its_page_does(tmp_path: Path):
+    """So do the first of them only: each is held in memory."""
+    rundir = write_run(tmp_path, "live", told(10, slow=1))
+    board = JobBoard(str(tmp_path), "dedicated")
+    assert listed(board)["live"].words.startswith("slow input on rank 1 (node 1), 24% of training time: ")
+    opened = board.open("live", time.time())
+    assert opened is not None
+    rundir.append_events(1, 1, 1, [hang(START + 60)])
+    opened._read_at = -1e9  # time goes by
+    assert listed(board)["live"].words.startswith("hang"), "though rank 0 is silent"
+    for number in range(RECENT_JOBS):
+        write_run(tmp_path, f"more-{number:02d}", told(10))
+    assert [bool(each.words) for each in listed(board).values()].count(True) == RECENT_JOBS
+    RunDir(f"{tmp_path}/live").write_json("status.json", {"state": "cancelled", "started_at": 1.0, "ended_at": 2.0})
+    assert listed(board)["live"].words == "somebody cancelled it"
+
+
+def test_a_page_is_served_once_for_all_and_what_is_hostile_stays_text(tmp_path: Path):
+    write_run(tmp_path, "hostile", told(1), state="failed")
+    status = {"state": "failed", "started_at": 1.0, "ended_at": 2.0, "message": HOSTILE, "launch": 1}
+    RunDir(f"{tmp_path}/hostile").write_json("status.json", status)
+    with served(build_app(JobBoard(str(tmp_path), "dedicated"))) as port:
+        url = f"http://127.0.0.1:{port}"
+        while "alert" not in (page := requests.get(url, timeout=30)).text:
+            time.sleep(0.2)
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        assert HOSTILE not in page.text
+        assert "&lt;/script&gt;&lt;script&gt;alert(1)" in page.text
+        assert requests.get(url, headers={"If-None-Match": page.headers["etag"]}, timeout=30).status_code == 304
+        for name in ("common.js", "jobs.js", "jobs.css", "jobs/hostile", "find/hostile"):
+            assert requests.get(f"{url}/{name}", timeout=30).status_code == 200, name
+        for query in ("n=-1", "n=9e9", "state=%00", "q=" + "x" * 10_000, "q=%3Cscript%3Ealert(1)"):
+            asked = requests.get(f"{url}/?{query}", timeout=30)
+            assert (asked.status_code, "<script>alert" in asked.text) == (200, False), query
+        followed = {"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+        assert requests.get(f"{url}/find/hostile", headers=followed, timeout=30).status_code == 200, (
+            "a link of Dagster's"
+        )
