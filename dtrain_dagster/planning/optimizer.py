@@ -33,7 +33,7 @@ from trainer.documents.events import EvaluationEvent, NodeEvent, OutOfMemoryEven
 
 LOW_UTILIZATION = 0.5
 """Utilization below which less is recommended."""
-OTHER_NODES, OTHER_TRAINING = ("fewer nodes", "other SKU", "spot"), ("larger batch", "smaller model")
+OTHER_NODES, OTHER_TRAINING = ("fewer nodes", "other SKU", "spot"), ("larger batch",)
 """Changes of the nodes alone, and of the training."""
 LEFT, ANOTHER = "of what is left, from the checkpoint", "in another run like this one"
 STILL_THERE_SECONDS = 60.0

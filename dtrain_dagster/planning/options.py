@@ -45,26 +45,21 @@ class Change:
     node_count: int
     sku: str
     tier: Tier
-    seconds: Interval | None
-    """Paid wall-clock seconds; None where the change cannot be priced."""
-    usd: Interval | None
-    saved_usd: float = 0.0
+    seconds: Interval
+    """Paid wall-clock seconds."""
+    usd: Interval
+    saved_usd: float
     """Dollars saved against the run as it is; negative where the change is dearer."""
-    lost_seconds: float = 0.0
+    lost_seconds: float
     """Seconds lost; negative where it is quicker."""
-    why: str = ""
-    """What the figures rest on, or why the change is impossible."""
-    is_possible: bool = True
+    why: str
+    """What the figures rest on."""
     of: str = ""
     """What it saves on, in words."""
-    step: StepModel | None = None
-    """The step as it would be, where the change is one of the step."""
-    batch_size: int | None = None
-    """Samples of a micro-batch, where the change is one of it."""
 
     def is_worth_it(self, usd: float) -> bool:
-        """Return whether the change is possible and saves at least `WORTH_IT` of ``usd``."""
-        return self.is_possible and self.saved_usd > 0 and self.saved_usd >= WORTH_IT * usd
+        """Return whether the change saves at least `WORTH_IT` of ``usd``."""
+        return self.saved_usd > 0 and self.saved_usd >= WORTH_IT * usd
 
     @property
     def text(self) -> str:
@@ -131,7 +126,7 @@ def build_options(
     prices: Iterable[SkuPrice],
     today: date,
 ) -> tuple[Change, ...]:
-    """Return every change of one thing, impossible ones with the reason.
+    """Return every possible change of one thing.
 
     ``world``: timing of the steps of the world that trained; without any, only prices count. ``events``: for the memory
     of the GPUs. ``training``: the trainer's configuration. ``prices``: of the SKUs that may be bought; those that are
@@ -145,13 +140,12 @@ def build_options(
         *_price_other_skus(base, now, memory, prices, today),
         *_price_spot(base),
         *_price_larger_batch(base, world, now, memory, events, training),
-        *_price_smaller_model(base, now),
     )
 
 
 def best_of(options: Iterable[Change], name: str) -> Change | None:
-    """Return the possible change of that name that saves most; None where there is none."""
-    found = [item for item in options if item.name == name and item.is_possible]
+    """Return the change of that name that saves most; None where there is none."""
+    found = [item for item in options if item.name == name]
     return max(found, key=lambda item: item.saved_usd, default=None)
 
 
@@ -165,8 +159,6 @@ def _priced(
     price: SkuPrice | None = None,
     tier: Tier | None = None,
     assumptions: Sequence[str] = (),
-    step: StepModel | None = None,
-    batch_size: int | None = None,
 ) -> Change:
     """``seconds``: as long as the run takes with this change."""
     price, tier, count = price or base.price, tier or base.tier, node_count or base.node_count
@@ -188,24 +180,6 @@ def _priced(
         saved_usd=base.usd - usd.expected,
         lost_seconds=estimate.seconds.expected - base.seconds,
         why="; ".join(filter(None, [*said, price.tell_spot(tier)])),
-        step=step,
-        batch_size=batch_size,
-    )
-
-
-def _refused(
-    base: BaseRun, name: str, setting: str, why: str, sku: str | None = None, tier: Tier | None = None
-) -> Change:
-    return Change(
-        name=name,
-        setting=setting,
-        node_count=base.node_count,
-        sku=sku or base.price.sku,
-        tier=tier or base.tier,
-        seconds=None,
-        usd=None,
-        why=why,
-        is_possible=False,
     )
 
 
@@ -217,40 +191,29 @@ def _price_fewer_nodes(
     training: Mapping[str, Any],
 ) -> list[Change]:
     if now is None:
-        return [_refused(base, "fewer nodes", "fewer nodes (DTRAIN_NODES)", "no timing of its steps is known")]
-    found = []
-    for model in on_fewer_nodes(world):
-        if model.nodes >= base.node_count:
-            continue
-        change = _nodes_setting(model.nodes, now, world, training)
-        if why := _why_too_few(model.nodes, world, memory, training):
-            found.append(_refused(base, "fewer nodes", change, why))
-            continue
-        found.append(
-            _priced(
-                base,
-                "fewer nodes",
-                change,
-                base.seconds_with(now, model),
-                node_count=model.nodes,
-                assumptions=("planned micro-batches are divided among the nodes that are there",),
-                step=model,
-            )
+        return []
+    note = "planned micro-batches are divided among the nodes that are there"
+    return [
+        _priced(
+            base,
+            "fewer nodes",
+            _nodes_setting(model.nodes, now, world, training),
+            base.seconds_with(now, model),
+            node_count=model.nodes,
+            assumptions=(note,),
         )
-    return found
+        for model in on_fewer_nodes(world)
+        if model.nodes < base.node_count and _fits_on(model.nodes, world, memory, training)
+    ]
 
 
-def _why_too_few(nodes: int, world: Sequence[TimingEvent], memory: GPUMemory | str, training: Mapping[str, Any]) -> str:
-    """Return why a model that ranks share does not fit on so many nodes, of which each holds more of it; "" if it
-    does, or that is not known."""
+def _fits_on(nodes: int, world: Sequence[TimingEvent], memory: GPUMemory | str, training: Mapping[str, Any]) -> bool:
+    """Return whether a model that ranks share fits on so many nodes, of which each holds more of it, as far as that is
+    known."""
     if not isinstance(memory, GPUMemory):
-        return ""
-    there = memory.used_with(sharing_of(world[-1], str(training.get("strategy") or "ddp"), nodes))
-    if there <= FITS * memory.total:
-        return ""
-    return (
-        f"each GPU would need {format_bytes(there)} of its {format_bytes(memory.total)}, as it holds more of the model"
-    )
+        return True
+    sharing = sharing_of(world[-1], str(training.get("strategy") or "ddp"), nodes)
+    return memory.used_with(sharing) <= FITS * memory.total
 
 
 def _nodes_setting(count: int, now: StepModel, world: Sequence[TimingEvent], training: Mapping[str, Any]) -> str:
@@ -267,38 +230,31 @@ def _price_other_skus(
     the GPU is. That is an upper bound of the loss, since the time in which a GPU idles does not grow."""
     found = []
     for price in prices:
-        if price.sku == base.price.sku:
+        if price.sku == base.price.sku or not _is_offered(price, base, memory, today):
             continue
-        change, ratio = f"DTRAIN_GPU_TYPE = {price.sku}", base.price.speed / price.speed
-        if why := _why_not_sku(price, base, memory, today):
-            found.append(_refused(base, "other SKU", change, why, sku=price.sku))
-            continue
+        ratio = base.price.speed / price.speed
         slower = replace(now, computing=now.computing * ratio) if now else None
         seconds = base.seconds_with(now, slower) if now and slower else base.seconds * ratio
         note = f"{price.gpu} instead of {base.price.gpu}, {1 / ratio:.2g} times as fast by a rough guess"
-        found.append(_priced(base, "other SKU", change, seconds, price=price, assumptions=(note,)))
+        setting = f"DTRAIN_GPU_TYPE = {price.sku}"
+        found.append(_priced(base, "other SKU", setting, seconds, price=price, assumptions=(note,)))
     return found
 
 
-def _why_not_sku(price: SkuPrice, base: BaseRun, memory: GPUMemory | str, today: date) -> str:
-    if why := explain_unavailable(price, base.tier, today):
-        return why
-    if price.gpus != base.price.gpus:
-        return f"{price.gpus} GPUs in a node instead of {base.price.gpus}: not the same ranks"
+def _is_offered(price: SkuPrice, base: BaseRun, memory: GPUMemory | str, today: date) -> bool:
+    """Return whether such nodes can be bought and hold the same ranks; one with less memory is offered where what is
+    used was measured and fits."""
+    if explain_unavailable(price, base.tier, today) or price.gpus != base.price.gpus:
+        return False
     if isinstance(memory, GPUMemory):
-        if memory.used > FITS * price.gpu_memory_gib * 2**30:
-            return f"its GPU of {price.gpu_memory_gib} GiB is too small for the {memory.used / 2**30:.3g} GiB in use"
-    elif price.gpu_memory_gib < base.price.gpu_memory_gib:
-        return f"its GPU of {price.gpu_memory_gib} GiB may be too small: {memory}"
-    return ""
+        return memory.used <= FITS * price.gpu_memory_gib * 2**30
+    return price.gpu_memory_gib >= base.price.gpu_memory_gib
 
 
 def _price_spot(base: BaseRun) -> list[Change]:
-    change = "DTRAIN_TIER = spot"
-    why = "" if base.tier == "dedicated" else "its nodes are Spot already"
-    if why := why or explain_unavailable(base.price, "spot", None):
-        return [_refused(base, "spot", change, why, tier="spot")]
-    return [_priced(base, "spot", change, base.seconds, tier="spot")]
+    if base.tier != "dedicated" or explain_unavailable(base.price, "spot", None):
+        return []
+    return [_priced(base, "spot", "DTRAIN_TIER = spot", base.seconds, tier="spot")]
 
 
 def _price_larger_batch(
@@ -312,30 +268,23 @@ def _price_larger_batch(
     """Return the option of a batch as large as the GPU's memory holds; if that was not measured, as large as
     communication calls for. A fixed number of steps with a larger batch is more work, not the same work in fewer
     steps."""
-    change, why = "training.batch_size_per_gpu", ""
-    if now is None:
-        why = "no timing of its steps is known"
-    elif training.get("max_steps"):
-        why = "max_steps is fixed: a larger batch would be more work"
-    elif isinstance(memory, GPUMemory) and (memory.fraction >= MEMORY_LOW or memory.batch_at() == memory.batch):
-        why = f"GPU memory is {memory.fraction:.0%} full"
-    elif read_events(OutOfMemoryEvent, events):
-        why = "memory ran out in this job"
-    if why or now is None:
-        return [_refused(base, "larger batch", change, why)]
+    if now is None or training.get("max_steps") or read_events(OutOfMemoryEvent, events):
+        return []
     if isinstance(memory, GPUMemory):
-        batch, note = memory.batch_at(), _batch_words(memory, training)
-        change, factor = f"{change} = {batch} (now {memory.batch})", batch / memory.batch
+        batch = memory.batch_at()
+        if memory.fraction >= MEMORY_LOW or batch == memory.batch:
+            return []
+        setting, note = f"training.batch_size_per_gpu = {batch} (now {memory.batch})", _batch_words(memory, training)
+        factor = batch / memory.batch
     else:
         ranked = communication_strategies(world, training)
         more = next((item for item in ranked if item.name == "larger micro-batch"), None)
         if more is None:
-            return [_refused(base, "larger batch", change, memory)]
+            return []
+        setting, note = more.change, more.note
         factor = more.samples_per_second * more.step_seconds / now.samples
-        change, note, batch = more.change, more.note, None
-    then = now.with_batch(factor)
-    seconds = base.seconds_with(now, then)
-    return [_priced(base, "larger batch", change, seconds, assumptions=(note,), step=then, batch_size=batch)]
+    seconds = base.seconds_with(now, now.with_batch(factor))
+    return [_priced(base, "larger batch", setting, seconds, assumptions=(note,))]
 
 
 def _batch_words(memory: GPUMemory, training: Mapping[str, Any]) -> str:
@@ -371,12 +320,3 @@ def _batch_words(memory: GPUMemory, training: Mapping[str, Any]) -> str:
             "stay as they are"
         )
     return words
-
-
-def _price_smaller_model(base: BaseRun, now: StepModel | None) -> list[Change]:
-    change = "half the parameters (model_args)"
-    if now is None:
-        return [_refused(base, "smaller model", change, "no timing of its steps is known")]
-    then = replace(now, computing=now.computing / 2, communication=now.communication / 2)
-    note = "computing and gradients halve at best; check the validation loss"
-    return [_priced(base, "smaller model", change, base.seconds_with(now, then), assumptions=(note,), step=then)]

@@ -284,7 +284,7 @@ def test_each_change_has_its_dollars_from_this_runs_figures():
         REST, WHOLE, settled(windows(slow_network)), slow_network, {"batch_size_per_gpu": 64}, price_table(), TODAY
     )
     by_name = {item.name: item for item in found}
-    assert set(by_name) == {"fewer nodes", "other SKU", "spot", "smaller model", "larger batch"}
+    assert set(by_name) == {"fewer nodes", "other SKU", "spot", "larger batch"}
     saved = [item.saved_usd for item in found]
     assert saved == sorted(saved, reverse=True)
     assert all(0 < item.saved_usd < (200 if item.of == ANOTHER else 100) for item in found)
