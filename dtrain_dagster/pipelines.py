@@ -301,7 +301,7 @@ def build_sensors(settings: Settings, names: GraphNames, project: ProjectResourc
     """Return the sensors that watch a graph's jobs and, for all graphs on it, the cluster."""
     return [
         build_idle_cluster_sensor(settings, names),
-        build_cost_overrun_sensor(settings, names),
+        build_cost_overrun_sensor(names),
         build_ceilings_sensor(names),
         build_retraining_failed_sensor(project, names),
         build_queue_sensor(settings, names),

@@ -27,9 +27,9 @@ from dtrain_dagster.jobs.orders import order_of
 from dtrain_dagster.jobs.progress import code_version
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows, with_own_cores
 from dtrain_dagster.planning.history import latest_score, past_scores
+from dtrain_dagster.planning.projection import THRESHOLDS
 from dtrain_dagster.planning.scoring import Score, learn, summarise_scores
 from dtrain_dagster.resources import ProjectResource, project_resource
-from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.graph_names import GraphNames
 from dtrain_dagster.support.secrets import redact
@@ -303,7 +303,7 @@ def check_training(
 
 def _cost_check(usage: Sequence[NodeUsage], plan: TrainingPlan) -> dg.AssetCheckResult:
     """Return the check of the whole job's cost against its estimate."""
-    limit, estimated = load_settings().overrun_fraction, plan.estimate.usd.expected
+    estimated = plan.estimate.usd.expected
     try:
         usd = CostTracker("", usage, plan.tier).total_usd
     except PriceError as error:  # the training is done, whatever it has cost; nobody can say that it was within limits
@@ -314,7 +314,7 @@ def _cost_check(usage: Sequence[NodeUsage], plan: TrainingPlan) -> dg.AssetCheck
     over = overrun(usd, estimated)
     return dg.AssetCheckResult(
         check_name=COST_CHECK,
-        passed=over <= limit,
+        passed=over <= THRESHOLDS[0],
         severity=dg.AssetCheckSeverity.WARN,
         metadata={
             "cost": f"{dollars(usd)} ({plan.price_words})",

@@ -23,9 +23,9 @@ from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.costs.verdict import Reason, explain_variance, reasons
 from dtrain_dagster.jobs.totals import LaunchTotals, sum_launches
 from dtrain_dagster.planning.history import JobCourse
+from dtrain_dagster.planning.projection import THRESHOLDS
 from dtrain_dagster.reports.small_pictures import small_bar
 from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
-from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.support.formatting import dollars, in_block
 from dtrain_dagster.support.graph_names import GraphNames
 from dtrain_dagster.support.page_entries import fit_page, read_entries
@@ -34,8 +34,6 @@ from trainer.rundir import RESULT, RunDir
 
 REPORTS = "reports"
 COST_REPORT = f"{REPORTS}/cost_breakdown.json"
-CSV_FILES = ("cost_ledger", "cost_by_node", "cost_by_period")
-"""The tables beside the report, with all rows and columns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +143,7 @@ def bill_training(cluster: GPUClusterResource, cost_estimate: TrainingPlan, job:
         told=told,
         why=explain_variance(told, tracker.training_usd, plan.estimate.usd.expected),
     )
-    _write_reports(rundir, bill)
+    _write_report(rundir, bill)
     account = cluster.manager().describe_account(job.job_id)
     by_cluster = {"accounting": dg.MarkdownMetadataValue(in_block("\n".join(account)))} if account else {}
     return dg.MaterializeResult(
@@ -154,8 +152,8 @@ def bill_training(cluster: GPUClusterResource, cost_estimate: TrainingPlan, job:
     )
 
 
-def _write_reports(rundir: RunDir, bill: Bill) -> None:
-    """Write the report as JSON, and each of its tables as CSV, into the run directory."""
+def _write_report(rundir: RunDir, bill: Bill) -> None:
+    """Write the report into the run directory."""
     estimated, reasons = bill.plan.estimate.usd.expected, list(map(asdict, bill.told))
     document = export.cost_document(
         bill.tracker,
@@ -167,8 +165,6 @@ def _write_reports(rundir: RunDir, bill: Bill) -> None:
         difference={"usd": bill.tracker.training_usd - estimated, "words": bill.why, "reasons": reasons},
     )
     rundir.write_json(COST_REPORT, document)
-    for name, text in export.csv_files(bill.tracker, bill.found).items():
-        rundir.storage.write(f"{REPORTS}/{name}", text.encode())
 
 
 def _page(rundir: RunDir, bill: Bill) -> dict[str, Any]:
@@ -192,7 +188,6 @@ def _page(rundir: RunDir, bill: Bill) -> dict[str, Any]:
         "why": dg.MarkdownMetadataValue(f"{bill.why}\n\n{_reasons_table(bill.told)}"),
         "by_node": _table(nodes, "node", ("node", "purpose", "seconds", "usd")),
         "report": dg.MetadataValue.path(f"{rundir.uri}/{COST_REPORT}"),
-        **{name: dg.MetadataValue.path(f"{rundir.uri}/{REPORTS}/{name}.csv") for name in CSV_FILES},
         "price": bill.plan.price_note,
         "notes": dg.MarkdownMetadataValue("\n".join(f"- {note}" for note in notes) or "–"),
         "training_usd": round(bill.tracker.training_usd, 6),
@@ -214,7 +209,7 @@ def _page(rundir: RunDir, bill: Bill) -> dict[str, Any]:
 def _estimate_check(bill: Bill) -> dg.AssetCheckResult:
     return dg.AssetCheckResult(
         check_name="within_estimate",
-        passed=bill.above <= load_settings().overrun_fraction,
+        passed=bill.above <= THRESHOLDS[0],
         severity=dg.AssetCheckSeverity.WARN,
         metadata={
             "actual": dollars(bill.tracker.training_usd),

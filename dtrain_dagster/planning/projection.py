@@ -68,6 +68,10 @@ class Projection:
         return self.at_end.expected / self.estimated - 1 if self.estimated and self.at_end else None
 
 
+THRESHOLDS = (0.25, 0.5, 1.0)
+"""The fractions above the estimate at which people are told."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overrun:
     """A job that costs more than was estimated, so far or, as projected, at its end."""
@@ -81,26 +85,19 @@ class Overrun:
     """Keys of all alerts that this one makes unnecessary."""
 
 
-def thresholds(limit: float) -> tuple[float, ...]:
-    """Return 25 %, 50 % and 100 % above the estimate, for a limit of 0.25."""
-    return limit, 2 * limit, 4 * limit
-
-
-def overruns(
-    projection: Projection, limit: float, told: Collection[str] = (), before: float | None = None
-) -> list[Overrun]:
+def overruns(projection: Projection, told: Collection[str] = (), before: float | None = None) -> list[Overrun]:
     """Return the alerts that have not been sent: one for each threshold, or for the highest where several are passed at
     once; spent dollars are reported apart from projected ones, and cover a projection of as much. ``before``:
     `Projection.over_at_end` of the look before, without which a projection is not reported."""
     found, actual = [], projection.over_so_far
-    if actual is not None and (passed := [level for level in thresholds(limit) if actual > level]):
+    if actual is not None and (passed := [level for level in THRESHOLDS if actual > level]):
         covers = tuple(_key(kind, level) for kind in ("actual", "projected") for level in passed)
         if _key("actual", passed[-1]) not in told:
             found.append(Overrun(kind="actual", threshold=passed[-1], fraction=actual, covers=covers))
         told = {*told, *covers}
     projected = projection.over_at_end if projection.counts else None
     if projected is not None and before is not None:
-        passed = [level for level in thresholds(limit) if min(projected, before) > level]
+        passed = [level for level in THRESHOLDS if min(projected, before) > level]
         if passed and _key("projected", passed[-1]) not in told:
             covers = tuple(_key("projected", level) for level in passed)
             found.append(Overrun(kind="projected", threshold=passed[-1], fraction=projected, covers=covers))

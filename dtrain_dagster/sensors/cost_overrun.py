@@ -22,10 +22,9 @@ from dtrain_dagster.jobs.promises import FOLDER
 from dtrain_dagster.jobs.spending import SpendingBook
 from dtrain_dagster.jobs.view import JobView, fold
 from dtrain_dagster.monitoring.windows import settled, windows
-from dtrain_dagster.planning.projection import Overrun, Projection, overruns, thresholds
+from dtrain_dagster.planning.projection import THRESHOLDS, Overrun, Projection, overruns
 from dtrain_dagster.planning.projection import project as project_cost
 from dtrain_dagster.resources import cluster_resource, project_resource
-from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
@@ -48,10 +47,9 @@ KEPT_PACES = 200
 """The most jobs whose pace is in the cursor: about 1 kB each. For others, it is read back at each look."""
 
 
-def build_cost_overrun_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> dg.SensorDefinition:
+def build_cost_overrun_sensor(names: GraphNames = STOCK_NAMES) -> dg.SensorDefinition:
     """Return the sensor that fails the cost check and notifies people, once per job and threshold."""
-    limit = settings.overrun_fraction
-    levels = ", ".join(f"{level:.0%}" for level in thresholds(limit))
+    levels = ", ".join(f"{level:.0%}" for level in THRESHOLDS)
 
     @dg.sensor(
         name=names.unique("cost_overrun"),
@@ -77,7 +75,7 @@ def build_cost_overrun_sensor(settings: Settings, names: GraphNames = STOCK_NAME
                 usage, told = manager.node_usage(job_id), _told(rundir)
                 look = look | {"told": sorted({*look.get("told", ()), *told})}
                 tracker = CostTracker(cluster.cluster_name, usage, tier_of(plan["tier"]))
-                projection, due, looks[job_id] = judge_cost(rundir, plan, tracker, look, limit)
+                projection, due, looks[job_id] = judge_cost(rundir, plan, tracker, look)
                 if len(looks) > KEPT_PACES:
                     looks[job_id].pop("pace")
                 for item in due:
@@ -109,7 +107,7 @@ def build_cost_overrun_sensor(settings: Settings, names: GraphNames = STOCK_NAME
 
 
 def judge_cost(
-    rundir: RunDir, plan: Mapping[str, Any], tracker: CostTracker, look: Mapping[str, Any], limit: float
+    rundir: RunDir, plan: Mapping[str, Any], tracker: CostTracker, look: Mapping[str, Any]
 ) -> tuple[Projection, list[Overrun], dict[str, Any]]:
     """Return a job's projection, the overruns to report, and the state for the next look, as JSON. ``look``: the last
     look's state, with ``told``, the keys of all reported overruns."""
@@ -120,7 +118,7 @@ def judge_cost(
     events = recent_events(rundir, after=read)
     view, read = fold(view, events), events[-1]["time"] if events else read
     projection = project_cost(tracker, plan, view)
-    due = overruns(projection, limit, look["told"], look.get("projected"))
+    due = overruns(projection, look["told"], look.get("projected"))
     over = projection.over_at_end if projection.counts else None
     return projection, due, {"told": look["told"], "projected": over, "pace": view.kept_rate(), "read": read}
 

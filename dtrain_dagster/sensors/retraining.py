@@ -40,6 +40,9 @@ from dtrain_dagster.support.notify import notify_and_log
 from dtrain_dagster.support.secrets import redact
 from trainer.rundir import RunDir
 
+QUIET_SECONDS = 600.0
+"""How long a changed file has to stay unchanged: it may still be written."""
+
 
 def build_weekly_schedule(
     settings: Settings, names: GraphNames = STOCK_NAMES, cron: str | None = None
@@ -81,8 +84,7 @@ def build_new_data_sensor(
         default_status=dg.DefaultSensorStatus.STOPPED,  # retraining spends money: a person switches it on
         description=(
             f"Retrains when the file of {whose} differs from what the latest training used, and has not changed for "
-            f"{settings.retrain_debounce_minutes:g} minutes (DTRAIN_RETRAIN_DEBOUNCE_MINUTES). "
-            + budget_words(settings.retrain_budget_usd)
+            f"{format_duration(QUIET_SECONDS)}. " + budget_words(settings.retrain_budget_usd)
         ),
     )
     def new_data_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
@@ -90,15 +92,15 @@ def build_new_data_sensor(
         source = price_source(watched)
         if not isinstance(source, PriceFile):
             return dg.SensorResult(skip_reason=f"{watched!r} is not a file of your own: it is not watched")
-        now, pause, watch = time.time(), settings.retrain_debounce_minutes * 60, read_watch(context.cursor)
+        now, watch = time.time(), read_watch(context.cursor)
 
         def skip(why: str) -> dg.SensorResult:
             return dg.SensorResult(skip_reason=redact(why), cursor=json.dumps(asdict(watch)))
 
         try:
             watch = seen(watch, source.version(), now)
-            if now - watch.since < pause:
-                rest = format_duration(watch.since + pause - now)
+            if now - watch.since < QUIET_SECONDS:
+                rest = format_duration(watch.since + QUIET_SECONDS - now)
                 return skip(f"{watched} is read once it has not changed for another {rest}")
             if not watch.digest:
                 digest = source.digest()
@@ -108,7 +110,7 @@ def build_new_data_sensor(
         except Exception as error:  # a file system's own errors, of any kind
             watch = unreadable(watch, now)
             problem = redact(f"{watched} cannot be read: {error or type(error).__name__}")
-            if now - watch.unreadable_since >= pause and not watch.told:  # it may be about to be replaced
+            if now - watch.unreadable_since >= QUIET_SECONDS and not watch.told:  # it may be about to be replaced
                 context.log.warning(problem)
                 remedy = "DTRAIN_PRICES names the file; once it can be read again, it is watched as before"
                 notify_and_log(

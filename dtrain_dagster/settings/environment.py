@@ -97,11 +97,6 @@ def split_words(value: object) -> object:
 class Settings(EnvironmentSettings):
     """The project's settings. Every field is the environment variable of that name in capitals after ``DTRAIN_``."""
 
-    removed: ClassVar = {
-        "REPLACEMENT_DELAY_SECONDS": "a lost node is replaced after a second; unset it",
-        "GATE": "a champion passes its own test split, and the walk forward is examples/walk_forward; unset it",
-    }
-
     home: Path = Field(
         default=Path(DEFAULT),
         description="Folder for everything that is written on this machine; unset: that of the working directory or of "
@@ -202,14 +197,10 @@ class Settings(EnvironmentSettings):
     retrain_budget_usd: float = Field(
         default=0, ge=0, lt=float("inf"), description="Budget of an unattended retraining in dollars; 0: no limit"
     )
-    retrain_debounce_minutes: float = Field(
-        default=10, ge=0, lt=float("inf"), description="Minutes that a changed price file has to stay unchanged"
-    )
     retrain_max_age_days: float = Field(
         default=30, gt=0, lt=float("inf"), description="Age at which the champion, or its data, is stale"
     )
     idle_minutes: float = Field(default=10, gt=0, description="A cluster without work for longer is scaled down")
-    overrun_fraction: float = Field(default=0.25, gt=0, description="Cost above the estimate that raises an alert")
 
     queue_deadline_hours: float = Field(
         default=24, gt=0, description="Hours that a run waits for capacity before it is given up"

@@ -227,7 +227,7 @@ def told(actual: float, end: float, before: float | None, known: set[str] = froz
     interval = None if end is None else projected([], []).at_end
     assert interval is not None
     at_end = type(interval)(low=end, expected=end, high=end)
-    found = overruns(Projection(so_far=actual, estimated=1.0, at_end=at_end, counts=counts), 0.25, known, before)
+    found = overruns(Projection(so_far=actual, estimated=1.0, at_end=at_end, counts=counts), known, before)
     return [(item.kind, item.threshold) for item in found]
 
 
@@ -260,7 +260,7 @@ def test_nothing_is_told_twice(history):
         end = actual + more
         at_end = type(interval)(low=end, expected=end, high=end)
         look = Projection(so_far=actual, estimated=1.0, at_end=at_end, counts=True)
-        for item in overruns(look, 0.25, known, before - 1):
+        for item in overruns(look, known, before - 1):
             said.append((item.kind, item.threshold))
             known |= set(item.covers)
     assert len(said) == len(set(said)) <= 6

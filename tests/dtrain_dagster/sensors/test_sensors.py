@@ -213,7 +213,7 @@ def test_a_job_above_its_estimate_is_told_once_for_each_threshold(
     rundir = RunDir(f"{settings.jobs_uri}/{job_id}")
     monkeypatch.setattr("apprise.Apprise.notify", lambda *_, **__: 1 / 0)
     settings = settings.model_copy(update={"notify": "json://127.0.0.1:1"})
-    sensor = build_cost_overrun_sensor(settings)
+    sensor = build_cost_overrun_sensor()
     key = dg.AssetCheckKey(dg.AssetKey("trained_checkpoint"), "cost_within_estimate")
 
     def plan(usd: float) -> None:
@@ -306,7 +306,7 @@ def test_slow_steps_are_projected_however_many_files_are_between_their_reports(
         look = {} if is_lost else json.loads(json.dumps(look))
         usage = [NodeUsage(node_id=n, sku="Standard_NC6s_v3", started_at=BEGAN, ended_at=now) for n in range(2)]
         tracker = CostTracker("c", usage, "dedicated")
-        projection, due, look = judge_cost(rundir, plan, tracker, look | {"told": told}, 0.25)
+        projection, due, look = judge_cost(rundir, plan, tracker, look | {"told": told})
         assert projection.counts or not is_lost
         for item in due:
             told += item.covers
@@ -331,7 +331,7 @@ def test_people_are_told_of_an_overrun_once_whatever_fails_beside(
 
     with web_hook() as (url, heard), dg.DagsterInstance.ephemeral() as instance:
         settings = settings.model_copy(update={"notify": url})
-        sensor = build_cost_overrun_sensor(settings)
+        sensor = build_cost_overrun_sensor()
 
         def look(cursor: str | None) -> str:
             with dg.build_sensor_context(instance, cursor, resources=build_resources(settings)) as context:

@@ -309,9 +309,3 @@ def test_a_home_of_another_user_above_is_not_used(tmp_path: Path):
 def test_a_setting_that_is_given_by_a_name_that_is_none_is_refused():
     with pytest.raises(SettingsError, match=r"^nodse is not a setting: did you mean nodes\?$"):
         Settings(nodse=3)  # type: ignore[call-arg]
-
-
-def test_a_gate_of_an_older_version_is_refused_so_that_no_weaker_one_takes_its_place(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("DTRAIN_GATE", "walk_forward")
-    with pytest.raises(SettingsError, match="DTRAIN_GATE is no longer read: a champion passes its own test split"):
-        load_settings()
