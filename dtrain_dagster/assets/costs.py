@@ -32,8 +32,7 @@ from dtrain_dagster.support.page_entries import fit_page, read_entries
 from trainer.errors import DamagedError
 from trainer.rundir import RESULT, RunDir
 
-REPORTS = "reports"
-COST_REPORT = f"{REPORTS}/cost_breakdown.json"
+COST_REPORT = "reports/cost_breakdown.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

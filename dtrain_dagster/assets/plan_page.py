@@ -127,7 +127,7 @@ def choices_metadata(table: Choices, fingerprint: str, storage_uri: str) -> dict
 
 
 def _row(choice: PlanChoice) -> dict[str, str | int | float]:
-    told = (("this plan", choice.is_planned), ("cheapest", choice.is_cheapest), ("Pareto", choice.is_pareto))
+    told = (("this plan", choice.is_planned), ("cheapest", choice.is_cheapest))
     marks = [word for word, holds in told if holds]
     seconds, usd = choice.seconds, choice.usd
     return {

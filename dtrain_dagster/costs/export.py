@@ -84,15 +84,6 @@ def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     return buffer.getvalue()
 
 
-def csv_files(tracker: CostTracker, found: Ledger) -> dict[str, str]:
-    """Return file name → content."""
-    return {
-        "cost_by_node.csv": to_csv(node_rows(tracker)),
-        "cost_by_period.csv": to_csv(period_rows(found)),
-        "cost_ledger.csv": to_csv(ledger_rows(found)),
-    }
-
-
 def cost_document(tracker: CostTracker, found: Ledger, metrics: CostMetrics, price: str, **more: Any) -> dict[str, Any]:
     """Return all of the bill for ``json``. Figures are numbers, as JSON has them, equal to those of the CSV files."""
     return {

@@ -108,10 +108,6 @@ class Ledger:
         """Return a row for each node and cause."""
         return self.rows(lambda entry: (entry.node_id, entry.cause))
 
-    def by_period(self) -> dict[tuple[int, CostCause], Row]:
-        """Return a row for each period and cause."""
-        return self.rows(lambda entry: (entry.period, entry.cause))
-
     def rows(self, key: Callable[[LedgerEntry], K]) -> dict[K, Row]:
         """Return the entries added up by ``key``."""
         sums: dict[K, list[int]] = defaultdict(lambda: [0, 0])

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from dtrain_dagster.monitoring.diagnosis import INPUT_SHARE
-from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, MEMORY_TARGET, gpu_memory
 from dtrain_dagster.monitoring.step_model import WORTH_IT, StepModel, Strategy, step_model
 from dtrain_dagster.monitoring.stragglers import Straggler, stragglers
 from dtrain_dagster.monitoring.windows import (
@@ -49,7 +48,6 @@ def strategies(
     ranked += [*_input(world), *_checkpoint(world, events, training)]
     if exceeds_limit(world, ("communication",)) and not ranks_that_share_cores(world[-1]):
         ranked += communication_strategies(world, training)
-    ranked += _memory(world, events, training)
     return sorted(ranked, key=lambda item: item.sort_key, reverse=True)
 
 
@@ -247,20 +245,6 @@ def _checkpoint(
     change = f"training.checkpoint_frequency = {steps} (now {every})"
     note = f"a save holds up for {stalled / count:.2g} s; a lost node then costs up to {steps * step:.0f} s of work"
     return [now.to(then, "checkpoints less often", change, note)]
-
-
-def _memory(
-    world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
-) -> list[Strategy]:
-    """Return a batch size from measured memory, where the GPU is less than 70 % full at its fullest."""
-    memory = gpu_memory(world, events, training)
-    if isinstance(memory, str) or memory.fraction >= MEMORY_LOW:
-        return []
-    larger = memory.batch_at()
-    now = step_model(world)
-    note = f"GPU memory is {memory.fraction:.0%} full at most: about {MEMORY_TARGET:.0%} then; check the learning rate"
-    change = f"training.batch_size_per_gpu = {larger} (now {memory.batch})"
-    return [now.to(now.with_batch(larger / memory.batch), "use the GPU's memory", change, note)]
 
 
 def _less_communication(now: StepModel, world: Sequence[TimingEvent], saved: float) -> StepModel:

@@ -43,8 +43,6 @@ class PlanChoice:
     time_from: str
     """A sentence on where the time comes from and what it leaves out."""
     price_from: str
-    is_pareto: bool = False
-    """Whether no other choice is both as cheap and as quick, and better in one of them."""
     is_cheapest: bool = False
     """Whether it is the cheapest of those that keep deadline and budget."""
     is_planned: bool = False
@@ -101,11 +99,6 @@ class Choices:
         """Return the choice that will run; None where its nodes cannot be bought, or are not compared."""
         return next((row for row in self.rows if row.is_planned), None)
 
-    @property
-    def pareto(self) -> tuple[PlanChoice, ...]:
-        """Return the Pareto front, sorted by cost, and so from slow to quick."""
-        return tuple(row for row in self.rows if row.is_pareto)
-
     def with_planned(self, planned: PlanChoice) -> Choices:
         """Return the same choices, with this one marked as the plan."""
         return replace(self, rows=tuple(replace(row, is_planned=row is planned) for row in self.rows))
@@ -130,7 +123,7 @@ def compare_choices(
     tiers: Iterable[Tier] | None = None,
     today: date | None = None,
 ) -> Choices:
-    """Return every choice, with the Pareto front and the cheapest that fits marked; none is marked where none fits.
+    """Return every choice, with the cheapest that fits marked; none is marked where none fits.
 
     ``too_small``: why so many nodes of a SKU have too little memory, "" if they have enough. None: every SKU and tier
     of the planned one's table, of a site's price no other; one node to twice as many as planned, where nobody has
@@ -153,13 +146,11 @@ def compare_choices(
             else:
                 offered += [_choice(planned, forecast, other, each, tier) for each in counts if not small[each]]
     rows = sorted(offered, key=_by_cost)
-    front = _front(rows)
     cheapest = next((row for row in rows if not misses(row, limits)), None)
     return Choices(
         rows=tuple(
             replace(
                 row,
-                is_pareto=row in front,
                 is_cheapest=row is cheapest,
                 why_not=_why_not(row, cheapest, limits),
             )
@@ -321,15 +312,6 @@ def _price_from(price: SkuPrice, tier: Tier) -> str:
 
 def _by_cost(choice: PlanChoice) -> tuple[float, float]:
     return choice.usd.expected, choice.seconds.expected
-
-
-def _front(rows: Sequence[PlanChoice]) -> list[PlanChoice]:
-    """Return, of choices sorted by cost, then time, each that is quicker than all that are cheaper."""
-    front: list[PlanChoice] = []
-    for row in rows:
-        if not front or row.seconds.expected < front[-1].seconds.expected or _by_cost(row) == _by_cost(front[-1]):
-            front.append(row)
-    return front
 
 
 def _why_not(row: PlanChoice, cheapest: PlanChoice | None, limits: Limits) -> str:

@@ -194,17 +194,6 @@ def test_no_advice_to_save_less_often_that_means_more_often():
     assert "checkpoints less often" not in found
 
 
-@pytest.mark.parametrize(("used", "expected"), [(0.35, 256), (0.69, None), (0.71, None)])
-def test_a_batch_for_memory_that_is_not_used(used: float, expected: int | None):
-    gpu = {"memory_used_bytes": used * 16e9, "memory_total_bytes": 16e9}
-    node = event("node", 0, 1, node_id=0, gpu_memory_percent=100 * used, gpus=[gpu])
-    found = of(Simulation(windows=8), [node])
-    assert ("use the GPU's memory" in found) is (used < 0.7)
-    if expected:
-        size = int(found["use the GPU's memory"].change.split()[2])
-        assert size == pytest.approx(128 * 0.85 / used, rel=0.03)
-
-
 def test_what_ranks_have_measured_to_hold_between_steps_does_not_grow_with_the_batch():
     gpu = {"memory_used_bytes": 8e9, "memory_total_bytes": 16e9}
     events = [*Simulation(windows=8).events(), event("node", 0, 1, node_id=10, gpus=[gpu])]
