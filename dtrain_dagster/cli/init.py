@@ -24,8 +24,7 @@ from dtrain_dagster.data.row_splits import RowParams
 from dtrain_dagster.data.rows import TableReport, examine_rows
 from dtrain_dagster.data.table_file import files_of as files_of_table
 from dtrain_dagster.data.table_file import open_table
-from dtrain_dagster.settings.home import make_home
-from dtrain_dagster.settings.home_search import DEFAULT
+from dtrain_dagster.settings.home import DEFAULT, make_home
 from dtrain_dagster.support.graph_names import checked_names
 from trainer.printable import visible
 from trainer.runtime.scratch import scratch_folder

@@ -235,10 +235,8 @@ KNOWN = {
         sha256="ee21cac28befb1d0a739a9ceb22184f995394726aa0cfde9a21941d1ac04ac0d",
         findings={
             "stale_prices": 22,
-            "zero_returns": 1,
             "large_moves": 11,
             "split_like_jumps": 1,
-            "rounding": 1,
             "survivorship": 1,
         },
     ),

@@ -31,7 +31,6 @@ MASKED_STALE_DAYS = 20
 LARGE_MOVE = 0.35
 SPLIT_TOLERANCE = 0.03
 """How far from a whole ratio a jump may be: the price moves on the day of a split, too."""
-ROUNDING = 1e-3
 GAP_DAYS_WITHOUT_CALENDAR = 7
 _RULES = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
 """A digest of this file, so that results of earlier rules are not reused for these."""
@@ -47,14 +46,11 @@ CHECKS = {
         "No ticker misses a session between its first day and its last; windows never cross one.",
     ),
     "stale_prices": ("warning", f"No price stands still for more than {STALE_DAYS} sessions."),
-    "zero_returns": ("warning", "No ticker has more than 10 % of days without any move."),
     "large_moves": ("warning", f"No daily log return is beyond {LARGE_MOVE}."),
     "split_like_jumps": (
         "warning",
         "No large move is close to a whole ratio, as an unadjusted split would be; its day is masked.",
     ),
-    "zero_volume": ("warning", "No day has a volume of zero."),
-    "rounding": ("warning", "Rounding of prices stays below 10 basis points on 90 % of each ticker's days."),
     "survivorship": ("warning", "Some ticker ends before the others: the panel is not survivors only."),
 }
 
@@ -128,7 +124,6 @@ def validate_prices(ref: PricesRef, calendar: str | None = "XNYS") -> Validation
         _check_calendar(findings, ticker, frame, sessions)
         _check_order(findings, ticker, frame)
         masks += _check_moves(findings, ticker, frame)
-        _check_quality(findings, ticker, frame)
     if len(ends) > 1 and len(set(ends)) == 1:
         findings.add("survivorship", [f"all {len(ends)} tickers survive to {ends[0]}"])
     checks = tuple(
@@ -226,9 +221,6 @@ def _check_order(findings: _Findings, ticker: str, frame: pd.DataFrame) -> None:
         for name in between:
             wrong |= (frame[name] > frame["high"] * (1 + 1e-9)) | (frame[name] < frame["low"] * (1 - 1e-9))
         findings.add("high_low_order", [f"{ticker} {row.date.date()}" for row in frame.loc[wrong].itertuples()])
-    if "volume" in frame:
-        none = frame.loc[frame["volume"] == 0]
-        findings.add("zero_volume", [f"{ticker} {row.date.date()}" for row in none.itertuples()])
 
 
 def _check_moves(findings: _Findings, ticker: str, frame: pd.DataFrame) -> list[Mask]:
@@ -248,8 +240,6 @@ def _check_moves(findings: _Findings, ticker: str, frame: pd.DataFrame) -> list[
         [f"{ticker} {dates[row]}: ratio {np.exp(moves[row]):.3f}" for row in np.flatnonzero(split_like)],
     )
     still = moves == 0
-    if still.sum() > 0.10 * len(still):
-        findings.add("zero_returns", [f"{ticker}: {still.mean():.0%} of its days"])
     masks = []
     for first, last in _runs(still):
         length = last - first + 1
@@ -267,17 +257,6 @@ def _check_moves(findings: _Findings, ticker: str, frame: pd.DataFrame) -> list[
         reason = f"the price jumps by a ratio of {np.exp(moves[row]):.3g}, like a split that is not adjusted"
         masks.append(Mask(ticker=ticker, first=str(dates[row]), last=str(dates[row]), reason=reason))
     return masks
-
-
-def _check_quality(findings: _Findings, ticker: str, frame: pd.DataFrame) -> None:
-    import numpy as np
-
-    prices = frame["adj_close"].to_numpy()
-    decimals = next((d for d in range(9) if np.allclose(prices, np.round(prices, d), rtol=0, atol=1e-9)), None)
-    if decimals is not None and (prices > 0).all():
-        coarse = (0.5 * 10.0**-decimals / prices > ROUNDING).mean()
-        if coarse > 0.10:
-            findings.add("rounding", [f"{ticker}: {decimals} decimals, too coarse on {coarse:.0%} of its days"])
 
 
 def _near_whole_ratio(moves: NDArray[np.float64]) -> NDArray[np.bool_]:

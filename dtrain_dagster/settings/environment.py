@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind, KindName, cluster_key
-from dtrain_dagster.settings.home_search import DEFAULT, find_home
+from dtrain_dagster.settings.home import DEFAULT, find_home
 from dtrain_dagster.settings.tiers import TIERS, Tier, current_tier
 from dtrain_dagster.support.notify import refuse_inline_secret
 from dtrain_dagster.support.secrets import SecretError, check_token, is_reference, redact, refuse_secret, secret_in

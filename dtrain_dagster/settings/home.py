@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from dtrain_dagster.settings.home_search import MARKER
 from dtrain_dagster.support.job_lock import LOCK, is_held
 
+DEFAULT = ".dtrain"
+"""The name of the home where none is given."""
+MARKER = ".dtrain-home"
+"""The file that marks a folder as a home of this project. Without it nothing there is removed."""
 MARKER_TEXT = "This folder was made by dtrain, which keeps everything here that it writes. `make clean` removes it.\n"
 WORK_LOCK = "work.lock"
 """The lock that `make run` holds while it is at work on the home."""
@@ -43,6 +46,21 @@ class Removal:
     """The entries that are removed."""
     others: tuple[str, ...]
     """The entries of other origin: they stay, and the folder with them."""
+
+
+def find_home(start: Path) -> Path:
+    """Return the home that a command started in this folder works on, where DTRAIN_HOME does not say: the marked one
+    that the folder, or one above it, is or holds; else `DEFAULT` in this folder. A home of another user does not count:
+    whoever can write above this folder must not decide what runs."""
+    for folder in (start, *start.parents):
+        for home in (folder, folder / DEFAULT):
+            try:
+                owner = os.lstat(home / MARKER).st_uid, os.lstat(home).st_uid
+            except OSError:
+                continue
+            if owner == (os.geteuid(), os.geteuid()):
+                return home
+    return start / DEFAULT
 
 
 def is_ours(name: str) -> bool:

@@ -107,9 +107,7 @@ def test_every_check_is_always_evaluated(panel: Panel) -> None:
 
 
 def test_the_panel_passes_what_blocks_and_its_faults_are_told(panel: Panel) -> None:
-    assert failed(panel.validation) == {
-        "stale_prices", "zero_returns", "large_moves", "split_like_jumps", "rounding", "survivorship",
-    }  # fmt: skip
+    assert failed(panel.validation) == {"stale_prices", "large_moves", "split_like_jumps", "survivorship"}
     assert "AAPL 2000-09-29: -0.73" in examples(panel.validation, "large_moves")
     [moves] = [check for check in panel.validation.checks if check.name == "large_moves"]
     assert moves.metadata["found"] == 11
@@ -190,24 +188,16 @@ def test_a_jump_like_a_split_is_masked_and_in_no_target(ratio: float, is_masked:
     assert (largest < 0.2) == is_masked
 
 
-def test_a_gap_is_told_and_zero_volume_too(tmp_path: Path) -> None:
-    frame = with_cell(100, volume=0.0)(ohlcv()).drop(index=[200, 201])
+def test_a_gap_is_told(tmp_path: Path) -> None:
+    frame = ohlcv().drop(index=[200, 201])
     validation = validate_prices(write(frame, tmp_path))
     assert examples(validation, "calendar_gaps") == ["AAA: sessions are missing before 2015-10-21"]
-    assert examples(validation, "zero_volume") == ["AAA 2015-05-28"]
 
 
 def test_survivors_only_is_told(tmp_path: Path) -> None:
     frame = long_frame()
     assert "survivorship" in failed(validate_prices(write(frame, tmp_path)))
     assert "survivorship" not in failed(validate_prices(write(frame.iloc[:-10], tmp_path)))
-
-
-def test_coarse_rounding_is_told(tmp_path: Path) -> None:
-    frame = long_frame(tickers=["AAA"])
-    assert "rounding" not in failed(validate_prices(write(frame.round({"adj_close": 2}), tmp_path)))
-    penny = frame.assign(adj_close=(frame["adj_close"] / 100).round(3))
-    assert examples(validate_prices(write(penny, tmp_path)), "rounding")[0].startswith("AAA: 3 decimals")
 
 
 @pytest.mark.parametrize("calendar", ["NEWYORK", "", "xnyz"])

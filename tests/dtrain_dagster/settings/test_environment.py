@@ -12,8 +12,7 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import DEFAULT_CHAIN, DEFAULT_CH
 from dtrain_dagster.costs.prices import hardware_of
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import BUYABLE_GPU_TYPE, Settings, SettingsError, load_settings
-from dtrain_dagster.settings.home import make_home
-from dtrain_dagster.settings.home_search import MARKER, find_home
+from dtrain_dagster.settings.home import MARKER, find_home, make_home
 from dtrain_dagster.settings.variables import find_old_tiers, find_unknown_variables, known_variables
 
 
