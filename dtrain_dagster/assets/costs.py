@@ -197,7 +197,6 @@ def _page(rundir: RunDir, bill: Bill) -> dict[str, Any]:
         "wall_seconds": round(bill.took.seconds, 1),
         "estimated_seconds": round(estimate.seconds.expected, 1),
         "node_hours": round(bill.tracker.node_hours, 6),
-        **bill.took.last_metadata(),
         "usd_per_epoch": round(bill.metrics.cost_per_epoch, 5),
         "usd_per_1000_samples": round(bill.usd_per_1000_samples, 7),
         **_identity(bill.job, bill.plan, bill.tracker),

@@ -109,7 +109,7 @@ def membership_table(history: Sequence[Generation]) -> str:
 
 
 def totals_metadata(usage: Sequence[NodeUsage], tier: Tier) -> dict[str, Any]:
-    """Return metadata: what a job took over all launches, and what of it the last one took if there were several."""
+    """Return metadata: what a job took over all launches."""
     took = sum_launches(usage, tier)
     metadata: dict[str, Any] = {
         "launches": took.launches,
@@ -118,4 +118,4 @@ def totals_metadata(usage: Sequence[NodeUsage], tier: Tier) -> dict[str, Any]:
     }
     if took.usd is not None:
         metadata["cost_usd"] = round(took.usd, 5)
-    return metadata | took.last_metadata()
+    return metadata

@@ -300,7 +300,7 @@ def say_what_is_wrong(
     has_gpus = have_gpus(settings.kind, settings.gpu_type, engine_gpus(settings))
     ranks, price = ranks_of(settings), price_of(settings.gpu_type)
     said = check_strategy(job.training, hosts, has_gpus, settings.kind.is_this_machine)
-    room = room_of(settings.kind, price, settings.tiers[0], node_count, ranks)
+    room = room_of(settings.kind, price, node_count, ranks)
     if script is not None:
         checked = check_memory(Checked(model=script.model), job.training, room)
     else:

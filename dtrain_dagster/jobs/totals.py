@@ -53,16 +53,6 @@ class LaunchTotals:
         of_last = f" (the last launch: {self.last.node_hours:.4f})" if self.last else ""
         return f"{self.node_hours:.4f} node-hours{of_last}"
 
-    def last_metadata(self) -> dict[str, float]:
-        """Return what of the totals the last launch took, for the metadata of an asset; nothing for a single launch."""
-        if self.last is None:
-            return {}
-        found = {
-            "last_launch_seconds": round(self.last.seconds, 1),
-            "last_launch_node_hours": round(self.last.node_hours, 5),
-        }
-        return found if self.last.usd is None else {**found, "last_launch_usd": round(self.last.usd, 5)}
-
 
 def sum_launches(usage: Sequence[NodeUsage], tier: Tier | None = None) -> LaunchTotals:
     """Return the totals of a job from the paid presence of its nodes; what is recorded twice is paid for once. Nodes of

@@ -87,9 +87,9 @@ class JobView:
             reports=tuple((float(at), float(seconds), int(step)) for at, seconds, step in kept["reports"]),
             evaluation_seconds=tuple(map(float, kept["evaluation_seconds"])),
             checkpoint_seconds=tuple(map(float, kept["checkpoint_seconds"])),
-            paused_seconds=float(kept.get("paused_seconds") or 0.0),
-            total_steps=None if kept.get("total_steps") is None else int(kept["total_steps"]),
-            finish_began=None if kept.get("finish_began") is None else float(kept["finish_began"]),
+            paused_seconds=float(kept["paused_seconds"]),
+            total_steps=None if kept["total_steps"] is None else int(kept["total_steps"]),
+            finish_began=None if kept["finish_began"] is None else float(kept["finish_began"]),
         )
 
 

@@ -158,9 +158,9 @@ def check_memory(
 def memory_of(planned: PlannedJob, checked: Checked) -> tuple[TooSmall, tuple[str, ...]]:
     """Return which other nodes are too small for a planned training, and sentences on what is known of it. Raise
     `trainer.config.ConfigError` where its own nodes are too small."""
-    price, tier, count, each = planned.price, planned.tier, planned.node_count, planned.sizes.processes_per_node
+    price, count, each = planned.price, planned.node_count, planned.sizes.processes_per_node
     model = checked.model or (planned.script.model if planned.script else None)
-    room = room_of(planned.kind, price, tier, count, each)
+    room = room_of(planned.kind, price, count, each)
     prices = tuple(alternatives_to(price.sku).values()) if planned.kind.buys_nodes else ()
     checked = check_memory(replace(checked, model=model), planned.job.training, room, prices)
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dtrain_dagster.clusters.resume_advice import name_larger_skus
-from dtrain_dagster.costs.prices import PriceError, SkuPrice
+from dtrain_dagster.costs.prices import SkuPrice
 from dtrain_dagster.settings.cluster_kinds import ClusterKind
-from dtrain_dagster.settings.tiers import Tier
 from trainer.config import DistributedTrainingConfig
 from trainer.node.gpus import least_gpu_bytes, visible_gpus
 from trainer.performance.memory import (
@@ -47,8 +46,6 @@ class MemoryRoom:
     node_count: int
     ranks_per_node: int
     on_gpu: bool = False
-    usd_per_hour: float | None = None
-    """Of a node, where nodes are bought."""
     is_shared: bool = False
     """Whether all nodes are on one machine, whose memory they divide."""
 
@@ -68,15 +65,11 @@ class Fit:
     """What only just fits, or only in parts."""
 
 
-def room_of(kind: ClusterKind, price: SkuPrice, tier: Tier, node_count: int, ranks_per_node: int) -> MemoryRoom | None:
+def room_of(kind: ClusterKind, price: SkuPrice, node_count: int, ranks_per_node: int) -> MemoryRoom | None:
     """Return the memory of each rank, None where it is not known: nodes of an engine have what the site gives them."""
     ranks = max(1, ranks_per_node)
     if kind.buys_nodes:
-        try:
-            usd = price.usd_per_hour(tier)
-        except PriceError:
-            usd = None
-        return room_of_sku(price, node_count, ranks, usd)
+        return room_of_sku(price, node_count, ranks)
     if not kind.is_this_machine:
         return None
     every = node_count * ranks
@@ -92,7 +85,7 @@ def room_of(kind: ClusterKind, price: SkuPrice, tier: Tier, node_count: int, ran
     return MemoryRoom(bytes=whole / every, words=words, node_count=node_count, ranks_per_node=ranks, is_shared=True)
 
 
-def room_of_sku(price: SkuPrice, node_count: int, ranks: int, usd: float | None = None) -> MemoryRoom:
+def room_of_sku(price: SkuPrice, node_count: int, ranks: int) -> MemoryRoom:
     """Return the memory of each rank of nodes of a SKU: of its GPU, which ranks may have to share, or of the host."""
     if price.gpus:
         on_one = math.ceil(ranks / price.gpus)
@@ -100,14 +93,7 @@ def room_of_sku(price: SkuPrice, node_count: int, ranks: int, usd: float | None 
         bytes_ = price.gpu_memory_gib * GIB / on_one
     else:
         words, bytes_ = f"{price.sku} has {price.memory_gib} GiB for {ranks} rank(s)", price.memory_gib * GIB / ranks
-    return MemoryRoom(
-        bytes=bytes_,
-        words=words,
-        node_count=node_count,
-        ranks_per_node=ranks,
-        on_gpu=bool(price.gpus),
-        usd_per_hour=usd,
-    )
+    return MemoryRoom(bytes=bytes_, words=words, node_count=node_count, ranks_per_node=ranks, on_gpu=bool(price.gpus))
 
 
 def need_of(
@@ -159,22 +145,12 @@ def judge_memory(
         return Fit()
     said = f"memory is short: {format_bytes(need.total)} a rank with {batch} samples at once, and {room.words}"
     if need.activations:
-        said += f". {_largest_batches(model, training, room)}"
+        most = _most_samples(model, training, room, training.strategy)
+        said += f". At most about {most} fit (training.batch_size_per_gpu)"
         if not training.activation_checkpointing:
             said += "; training.activation_checkpointing = true takes less"
     ways = _ways_to_share(model, training, room, batch)
     return Fit(warning=f"{said}; {'; '.join(ways)}" if ways else said)
-
-
-def _largest_batches(model: ModelBytes, training: DistributedTrainingConfig, room: MemoryRoom) -> str:
-    """Return the largest micro-batch that fits with each strategy, in words."""
-    found = dict[int, list[str]]()
-    for strategy in dict.fromkeys((training.strategy, "ddp", "hsdp", "fsdp")):
-        if strategy not in ("ddp", training.strategy) and _sharing(room, strategy) == 1:
-            continue  # with whom nobody shares
-        found.setdefault(_most_samples(model, training, room, strategy), []).append(strategy)
-    told = " and ".join(f"{most} with {', '.join(names)}" for most, names in found.items())
-    return f"At most about {told} fit (training.batch_size_per_gpu)"
 
 
 def _most_samples(model: ModelBytes, training: DistributedTrainingConfig, room: MemoryRoom, strategy: str) -> int:
@@ -208,7 +184,8 @@ def _ways_to_share(model: ModelBytes, training: DistributedTrainingConfig, room:
         there, ranks = room.on_nodes(count), count * room.ranks_per_node
         if ranks > 1 and fits("fsdp", there):
             told = _told(model, training, there, "fsdp")
-            return [f'training.strategy = "fsdp" on {ranks} ranks would, {told}{_cost(room, count)}']
+            more = "" if count == room.node_count else f" (DTRAIN_NODES = {count})"
+            return [f'training.strategy = "fsdp" on {ranks} ranks would, {told}{more}']
     return []
 
 
@@ -221,12 +198,3 @@ def _told(model: ModelBytes, training: DistributedTrainingConfig, room: MemoryRo
     if need.total <= FITS * room.bytes:
         return f"{words} ({format_bytes(need.total)} with the activations of {batch} samples)"
     return f"{words}, with at most about {_most_samples(model, training, room, strategy)} samples at once"
-
-
-def _cost(room: MemoryRoom, count: int) -> str:
-    if count == room.node_count:
-        return ""
-    nodes = f" (DTRAIN_NODES = {count}"
-    if room.usd_per_hour is None:
-        return f"{nodes})"
-    return f"{nodes}: ${count * room.usd_per_hour:.2f} an hour instead of ${room.node_count * room.usd_per_hour:.2f})"

@@ -14,7 +14,7 @@ from price_list import PriceList, listing, meter, price_list
 
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.costs import retail
-from dtrain_dagster.costs.meters import Choice, Meter, choose_meter, choose_prices, choose_size_price
+from dtrain_dagster.costs.meters import Choice, Meter, choose_meter, choose_prices
 from dtrain_dagster.costs.prices import (
     PriceError,
     known_regions,
@@ -160,21 +160,6 @@ RECORDED_D16ADS = [
     ("Linux", "Standard", 0.82), ("Windows", "LowPriority", 0.62), ("Linux", "Standard", 1.56),
 ]  # fmt: skip
 """Standard_D16ads_v5 in eastus: Azure/azure-powershell, Get-AzMLServiceVMSize.Recording.json, recorded 2025-11-04."""
-
-
-@pytest.mark.parametrize(
-    ("rows", "tier", "usd"),
-    [
-        (RECORDED_D16ADS, "dedicated", 0.82),
-        (RECORDED_D16ADS, "spot", None),
-        ([("Linux", "Standard", 0.0), ("linux", "standard", 2.5)], "dedicated", 2.5),
-        ([("Windows", "Standard", 1.56)], "dedicated", None),
-        ([], "dedicated", None),
-    ],
-)
-def test_a_size_that_is_listed_twice_has_the_price_of_linux(rows, tier, usd):
-    for order in (rows, rows[::-1]):
-        assert choose_size_price(order, tier) == usd
 
 
 def test_sizes_that_share_a_meter_with_another_keep_their_price(home, listed):

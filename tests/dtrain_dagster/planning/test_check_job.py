@@ -65,14 +65,6 @@ def test_the_figures_of_windows_are_those_that_are_judged() -> None:
     assert set(FIGURES[WINDOWS]) == {"mse_to_zero", *PROPER_SCORES}
 
 
-@pytest.mark.slow
-def test_a_named_optimizer_is_rehearsed_and_what_it_keeps_is_counted(dataset: Path) -> None:
-    job = job_of(dataset, optimizer={"factory": "torch.optim:SGD", "args": {"lr": 0.1, "momentum": 0.9}})
-    model = check_job(job, ranks=1).model
-    assert model is not None
-    assert model.moments == 1.0
-
-
 def job_of(dataset: Path, **sections: Any) -> JobConfig:
     document = {"job_id": "j", "run_dir": "/tmp/none", "dataset": {"uri": str(dataset)}, **sections}
     return parse_job(json.dumps(document))
@@ -82,16 +74,7 @@ def job_of(dataset: Path, **sections: Any) -> JobConfig:
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"model": {"factory": "tcn", "args": {"channel": 8}}}, r"model.args = .*'channel'.*accepts: channels"),
         ({"model": {"factory": "own_parts:make"}, "loss": {"factory": "own_parts:Frozen"}}, "training step.*grad"),
-        (
-            {"optimizer": {"factory": "torch.optim:Adafactor"}, "training": {"strategy": "fsdp"}},
-            r"leaves each rank rows of every parameter, and .*Adafactor",
-        ),
-        (
-            {"training": {"monitor": "f1", "mode": "max"}},
-            "'f1' is not measured of such data: choose one of .*mse_",
-        ),
     ],
 )
 @pytest.mark.usefixtures("own")
@@ -105,6 +88,10 @@ def test_a_mistake_is_named_as_the_user_wrote_it(dataset: Path, sections: dict[s
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
+        (
+            {"training": {"monitor": "f1", "mode": "max"}},
+            "'f1' is not measured of such data: choose one of .*mse_",
+        ),
         ({"model": {"factory": "tcnn"}}, "neither a stock model"),
         ({"model": {"factory": "own_part:make"}}, "own_part"),
         ({"training": {"world_size": 5000}}, "micro-batches"),
@@ -121,6 +108,11 @@ def test_a_mistake_that_is_seen_without_a_step_is_named(dataset: Path, sections:
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
+        ({"model": {"factory": "tcn", "args": {"channel": 8}}}, r"model.args = .*'channel'.*accepts: channels"),
+        (
+            {"optimizer": {"factory": "torch.optim:Adafactor"}, "training": {"strategy": "fsdp"}},
+            r"leaves each rank rows of every parameter, and .*Adafactor",
+        ),
         ({"model": {"factory": "tcn", "args": {"channels": "many"}}}, "model.factory = 'tcn' raised TypeError"),
         ({"loss": {"factory": "student_t", "args": {"nu": 3}}}, "loss.args"),
         ({"model": {"factory": "own_parts:mak"}}, "has no attribute 'mak'"),

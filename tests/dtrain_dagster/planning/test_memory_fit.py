@@ -41,12 +41,10 @@ def config(**fields: Any) -> DistributedTrainingConfig:
 
 
 def room(nodes: int = 1, sku: str = T4, ranks: int = 1) -> MemoryRoom:
-    price = price_of(sku, "eastus")
-    return room_of_sku(price, nodes, ranks, price.usd_per_hour("dedicated"))
+    return room_of_sku(price_of(sku, "eastus"), nodes, ranks)
 
 
-def test_what_cannot_fit_is_refused_with_the_fewest_ranks_that_suffice_and_their_price() -> None:
-    usd = price_of(T4, "eastus").usd_per_hour("dedicated")
+def test_what_cannot_fit_is_refused_with_the_fewest_ranks_that_suffice() -> None:
     said = judge_memory(MODEL, config(), room()).refusal
     assert "does not fit: 20 GiB a rank with training.strategy = 'ddp'" in said
     assert f"{T4} has 16 GiB for each GPU" in said
@@ -55,7 +53,7 @@ def test_what_cannot_fit_is_refused_with_the_fewest_ranks_that_suffice_and_their
         'training.strategy = "fsdp" on 2 ranks would, 10.5 GiB each (11.5 GiB with the activations of 64 samples)'
         in said
     )
-    assert f"(DTRAIN_NODES = 2: ${2 * usd:.2f} an hour instead of ${usd:.2f})" in said
+    assert "(DTRAIN_NODES = 2)" in said
     here = judge_memory(MODEL, config(), room(nodes=3)).refusal
     assert 'training.strategy = "fsdp" on 3 ranks would' in here
     assert "DTRAIN_NODES" not in here, "no more nodes than are planned"
@@ -88,12 +86,12 @@ def test_what_no_number_of_ranks_would_hold_is_said_as_well() -> None:
     assert "train a smaller model" in said
 
 
-def test_the_largest_micro_batch_that_fits_depends_on_the_strategy() -> None:
+def test_the_largest_micro_batch_that_fits_is_told() -> None:
     model = replace(MODEL, parameters=2 * GIB, trained=2 * GIB)  # 8 GiB
     assert judge_memory(model, config(), room(nodes=4)).warning == "", "1 GiB of activations"
     said = judge_memory(model, config(batch_size_per_gpu=700), room(nodes=4)).warning
     assert "memory is short: 18.9 GiB a rank with 700 samples at once" in said
-    assert "At most about 409 with ddp and 761 with fsdp fit (training.batch_size_per_gpu)" in said
+    assert "At most about 409 fit (training.batch_size_per_gpu)" in said
     assert "training.activation_checkpointing = true" in said
     assert '"fsdp" on 4 ranks would, 2.5 GiB each (13.4 GiB with the activations of 700 samples)' in said
     many = judge_memory(model, config(batch_size_per_gpu=1000), room(nodes=4)).warning
@@ -112,14 +110,14 @@ def test_with_offloading_a_gpu_has_to_hold_what_is_gathered_alone() -> None:
 def test_ranks_of_one_machine_divide_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dtrain_dagster.planning.memory_fit.machine_bytes", lambda: 32 * GIB)
     monkeypatch.setattr("trainer.node.gpus._gpu_count", lambda: 0)
-    found = room_of(KINDS["local"], price_of(T4), "dedicated", 4, 1)
+    found = room_of(KINDS["local"], price_of(T4), 4, 1)
     assert found is not None
     assert found.bytes == 8 * GIB
     assert found.on_nodes(2).bytes == 16 * GIB
     said = judge_memory(MODEL, config(), found).refusal
     assert "this machine has 32 GiB for 4 ranks" in said
     assert 'training.strategy = "fsdp" on 4 ranks would, 5.5 GiB each' in said
-    assert room_of(KINDS["slurm"], price_of(T4), "dedicated", 4, 1) is None, "the site knows"
+    assert room_of(KINDS["slurm"], price_of(T4), 4, 1) is None, "the site knows"
 
 
 def test_a_plan_compares_no_nodes_that_are_too_small() -> None:
@@ -148,13 +146,17 @@ def test_a_plan_compares_no_nodes_that_are_too_small() -> None:
 
 
 def test_the_rehearsal_of_a_training_counts_its_model(tmp_path: Path) -> None:
-    """The stock model with arguments runs in a process of its own, which counts it and measures a sample."""
-    job = job_of(write_dataset(tmp_path / "dataset"), model={"factory": "tcn", "args": {"channels": 8}})
+    """The stock model with arguments runs in a process of its own, which counts it, what its optimizer keeps, and
+    measures a sample."""
+    sgd = {"factory": "torch.optim:SGD", "args": {"lr": 0.1, "momentum": 0.9}}
+    model_args = {"factory": "tcn", "args": {"channels": 8}}
+    job = job_of(write_dataset(tmp_path / "dataset"), model=model_args, optimizer=sgd)
     checked = check_job(job, ranks=1, room=room())
     assert checked.sentences == ()
     model = checked.model
     assert model is not None
     assert model.parameters == model.trained > 4 * 8
+    assert model.moments == 1.0
     assert model.block + model.rest <= model.parameters
     assert model.sample is not None
     assert model.sample > 0

@@ -94,10 +94,6 @@ def test_the_time_left_includes_the_finish_and_runs_down_while_it_lasts():
     assert time_left(anew, plan(), end + 200).seconds > 30, "a launch was lost, and another trains again"
     for kept in (half, pace):
         assert JobView.with_rate(kept.kept_rate()).kept_rate() == kept.kept_rate()
-    old = {
-        name: value for name, value in half.kept_rate().items() if not name.startswith(("paused", "total", "finish"))
-    }
-    assert JobView.with_rate(old).kept_rate() == half.kept_rate(), "what a sensor of an earlier version has kept"
 
 
 def test_without_a_plan_the_time_left_is_to_the_last_step():
