@@ -3,8 +3,8 @@ variables: those that nothing reads, most of them misspelt, and those whose valu
 
 What people may set belongs here with its meaning, by group, and so does what processes hand on to each other, with the
 reason why nobody sets it by hand. Variables with a type, bounds and a check do not belong here: they are fields of
-`dtrain_dagster.settings.environment.Settings` and of the classes of each cluster. A test finds each variable that the
-code reads, and demands it in one of these places.
+`dtrain_dagster.settings.environment.Settings` and of the classes of each cluster. A test finds each of this project's
+variables that the code names, and demands it in one of these places.
 """
 
 from __future__ import annotations
@@ -171,8 +171,6 @@ GROUPS = (OF_NODES, OF_OTHER_PROGRAMS, OF_MAKE)
 _TOLD = "the process that starts a rank or a node tells it its place; set by hand it would be another job's"
 _ORDERED = "`dtrain train --script` uses it to talk to the script that it describes or starts"
 _READ_ONLY = "dtrain tells a program with it where its run directory is; programs read it, and nobody sets it"
-_LAUNCHER = "the launcher sets it (torchrun, SLURM, Open MPI, Horovod, Ray, TensorFlow's, Azure ML)"
-_OURS = "dtrain sets it, for a library in the same process or in one that it starts"
 INTERNAL: Mapping[str, str] = {
     **dict.fromkeys(
         ("DTRAIN_INCARNATION", "DTRAIN_JOB_TOKEN", "DTRAIN_LAUNCH", "DTRAIN_LAUNCH_NUMBER", "DTRAIN_PART_OF"), _TOLD
@@ -183,27 +181,8 @@ INTERNAL: Mapping[str, str] = {
     "DTRAIN_WORK_FILE": "a command uses it to tell its child processes where to record the jobs that they follow",
     "DTRAIN_CLOCK": "a process hands the origin of its clock on to its children",
     "DTRAIN_FAULTS": "tests and benchmarks use it to plant faults",
-    **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), _LAUNCHER),
-    **dict.fromkeys(("MASTER_ADDR", "MASTER_PORT", "TF_CONFIG", "HOROVOD_RANK"), _LAUNCHER),
-    **dict.fromkeys(("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"), _LAUNCHER),
-    **dict.fromkeys(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_CPU_BIND_TYPE"), _LAUNCHER),
-    "GROUP_WORLD_SIZE": _LAUNCHER,
-    **dict.fromkeys(("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"), _LAUNCHER),
-    **dict.fromkeys(("SLURM_NODEID", "SLURMD_NODENAME", "HOROVOD_GLOO_RENDEZVOUS_ADDR"), _LAUNCHER),
-    **dict.fromkeys(("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"), _LAUNCHER),
-    **dict.fromkeys(("OMPI_COMM_WORLD_LOCAL_SIZE", "MLFLOW_RUN_ID", "DEFAULT_IDENTITY_CLIENT_ID"), _LAUNCHER),
-    **dict.fromkeys(("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"), _LAUNCHER),
-    "KUBERNETES_SERVICE_HOST": "Kubernetes sets it in every pod",
-    "AZUREML_MODEL_DIR": "Azure ML sets it to where the model lies",
-    **dict.fromkeys(("DAGSTER_IS_DEV_CLI", "HOROVOD_GLOO_TIMEOUT_SECONDS", "TEARDOWN_CUPTI"), _OURS),
-    **dict.fromkeys(("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"), _OURS),
-    "RAY_DISABLE_IMPORT_WARNING": _OURS,
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "dtrain sets it, so that a Ray on macOS keeps to loopback",
-    **dict.fromkeys(("MLFLOW_SERVER_ALLOWED_HOSTS", "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"), _OURS),
-    "MLFLOW_TRACKING_AUTH": _OURS,
-    "PYTHONPATH": "Python's own; dtrain adds the folder in which it was started for the nodes",
 }
-"""Variables that nobody sets by hand, each with the reason."""
+"""Variables of this project that nobody sets by hand, each with the reason."""
 
 
 def is_ours(name: str) -> bool:
@@ -218,7 +197,7 @@ def known_variables() -> set[str]:
     from dtrain_dagster.settings.ray import RaySettings
     from dtrain_dagster.settings.slurm import SlurmSettings
 
-    names = {name for name in (*INTERNAL, *(each for group in GROUPS for each in group.variables)) if is_ours(name)}
+    names = {*INTERNAL, *(name for group in GROUPS for name in group.variables if is_ours(name))}
     for kind in (Settings, AzureSettings, KubernetesSettings, NoticeSettings, RaySettings, SlurmSettings):
         names |= {f"{kind.model_config['env_prefix']}{name.upper()}" for name in kind.model_fields}
     return names
