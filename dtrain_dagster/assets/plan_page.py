@@ -142,7 +142,6 @@ def _row(choice: PlanChoice) -> dict[str, str | int | float]:
         "time": format_duration(seconds.expected),
         "time_range": seconds.range_in(format_duration),
         "global_batch": choice.global_batch,
-        "why_not": choice.why_not,
         "time_from": choice.time_from,
         "price_from": choice.price_from,
     }

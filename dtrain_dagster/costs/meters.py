@@ -2,7 +2,7 @@
 
 Azure lists one size many times: Windows beside Linux, several tiers, reservations, prices for developers, meters of
 several regions, prices that are no more or not yet, and zeros where it does not sell. `choose_meter` says which row
-wins, and why; `choose_prices` applies it to a list. `choose_size_price` does so for Azure ML's own list of sizes.
+wins, and why; `choose_prices` applies it to a list.
 """
 
 from __future__ import annotations
@@ -106,23 +106,6 @@ def choose_prices(
         if choice.doubt:
             doubts.append(f"{sku}, {tier}: {choice.doubt}")
     return chosen, doubts
-
-
-def choose_size_price(rows: Iterable[tuple[str, str, float]], tier: Tier = "dedicated") -> float | None:
-    """Return the US dollars per hour of a size on Linux; None where none is listed. ``rows``: (system, tier, price) of
-    Azure ML's list of sizes.
-
-    That list was recorded with one size twice under ``Linux``, once at the price of its Windows row and in either order
-    (Standard_D16ads_v5, eastus, 2025-11-04). The lowest price counts: Windows is never the cheaper one.
-    """
-    return min(
-        (
-            usd
-            for system, row_tier, usd in rows
-            if system.casefold() == "linux" and row_tier.casefold() == _SIZE_TIERS[tier] and usd > 0
-        ),
-        default=None,
-    )
 
 
 def is_linux_by_the_hour(item: Mapping[str, Any], region: str) -> bool:

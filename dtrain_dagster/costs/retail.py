@@ -15,9 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import requests
@@ -35,7 +34,6 @@ from dtrain_dagster.settings.tiers import Tier
 from trainer.runtime.retry import PASSING_STATUSES, RetryPolicy, retry_after_seconds
 from trainer.storage.open import open_storage
 
-_T = TypeVar("_T")
 RETAIL_URL = "https://prices.azure.com/api/retail/prices"
 API_VERSION = "2023-01-01-preview"
 SKUS_PER_QUERY = 10
@@ -145,7 +143,7 @@ def fetch(
     link, seen = url, set[str]()
     with requests.Session() as session:
         while link:
-            page = ask_again(link, partial(_get, session, link, params), _page, pause)
+            page = _ask(session, link, params, pause)
             yield from page["Items"]
             seen.add(link)
             link, params = page.get("NextPageLink") or "", None
@@ -182,28 +180,21 @@ def _place(url: str) -> tuple[str, str, int]:
     return parts.scheme, (parts.hostname or "").casefold(), port
 
 
-def _get(session: requests.Session, url: str, params: Mapping[str, str] | None) -> requests.Response:
-    return session.get(url, params=params, timeout=(CONNECT_SECONDS, READ_SECONDS), allow_redirects=False)
+def _ask(
+    session: requests.Session, url: str, params: Mapping[str, str] | None, pause: Callable[[float], None]
+) -> dict[str, Any]:
+    """Return one page. What passes (no connection, throttled, 5xx) is asked again, when the service says so. Raise
+    `RetailError` where there is no answer with status 200, or it is no page of prices."""
 
-
-def ask_again(
-    url: str,
-    send: Callable[[], requests.Response],
-    read: Callable[[str, requests.Response], _T],
-    pause: Callable[[float], None],
-) -> _T:
-    """Return what ``read`` makes of the answer to one request. What passes (no connection, throttled, 5xx) is asked
-    again, when the service says so. Raise `RetailError` where there is no answer with status 200, as ``read`` does."""
-
-    def ask() -> _T:
+    def ask() -> dict[str, Any]:
         try:
-            answer = send()
+            answer = session.get(url, params=params, timeout=(CONNECT_SECONDS, READ_SECONDS), allow_redirects=False)
         except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
             raise _PassingError(f"cannot be reached ({type(error).__name__}: {error})") from None
         except requests.RequestException as error:
             raise RetailError(f"{url} cannot be queried: {error}. Nothing was changed") from None
         if answer.status_code == 200:
-            return read(url, answer)
+            return _page(url, answer)
         problem = f"answers {answer.status_code}: {answer.text[:200]!r}"
         if answer.status_code not in PASSING_STATUSES:
             raise RetailError(f"{url} {problem}. Nothing was changed")

@@ -47,8 +47,6 @@ class PlanChoice:
     """Whether it is the cheapest of those that keep deadline and budget."""
     is_planned: bool = False
     """Whether it is carried out: the one of the settings, unless the plan takes another number of nodes."""
-    why_not: str = ""
-    """What speaks against it, compared with the cheapest; empty for the cheapest itself."""
 
     @property
     def seconds(self) -> Interval:
@@ -148,14 +146,7 @@ def compare_choices(
     rows = sorted(offered, key=_by_cost)
     cheapest = next((row for row in rows if not misses(row, limits)), None)
     return Choices(
-        rows=tuple(
-            replace(
-                row,
-                is_cheapest=row is cheapest,
-                why_not=_why_not(row, cheapest, limits),
-            )
-            for row in rows
-        ),
+        rows=tuple(replace(row, is_cheapest=row is cheapest) for row in rows),
         not_available=tuple(missing),
         limits=limits,
         basis=forecast.basis_words,
@@ -312,18 +303,6 @@ def _price_from(price: SkuPrice, tier: Tier) -> str:
 
 def _by_cost(choice: PlanChoice) -> tuple[float, float]:
     return choice.usd.expected, choice.seconds.expected
-
-
-def _why_not(row: PlanChoice, cheapest: PlanChoice | None, limits: Limits) -> str:
-    if row is cheapest:
-        return ""
-    missed = misses(row, limits)
-    if missed or not cheapest:
-        return "; ".join(missed)
-    slower = row.seconds.expected - cheapest.seconds.expected
-    words = f"{dollars(row.usd.expected - cheapest.usd.expected)} more"
-    longer = f"{format_duration(abs(slower))} {'longer' if slower >= 0 else 'shorter'}"
-    return f"{words} and {longer} than the cheapest that fits"
 
 
 def _assumptions(rows: Sequence[PlanChoice], planned: PlannedJob) -> tuple[str, ...]:

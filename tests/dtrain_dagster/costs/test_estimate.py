@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
 import re
-import statistics
 from dataclasses import replace
 from datetime import date
 from typing import Any
@@ -237,20 +235,6 @@ def test_one_odd_run_teaches_little_and_many_teach_much():
     assert accident.factor == pytest.approx(once.factor, rel=0.01)
     corrected = [score(120, 120, learned_factor=1.2)] * 25
     assert learn(corrected, "probe", "A").factor > 1.15, "what is right thanks to the correction still needs it"
-
-
-@given(st.integers(0, 1000), st.sampled_from([0.6, 0.8, 1.5]))
-def test_learning_shrinks_the_error_of_a_biased_prober(seed, bias):
-    chance, scores = random.Random(seed), []
-    for _ in range(40):
-        learned = learn(scores, "probe", "A")
-        seconds = forecast(ALONE, learned=learned).seconds_at(1)
-        actual = bias * 44 * math.exp(chance.gauss(0, 0.05))
-        made = score(actual, seconds.expected, learned_factor=learned.factor)
-        scores.append(replace(made, seconds=seconds, usd=seconds))
-    late = scores[-20:]
-    assert statistics.fmean(abs(item.seconds_error) for item in late) < 0.5 * abs(bias - 1)
-    assert summarise_scores(late).coverage >= 0.85
 
 
 @pytest.mark.parametrize(
