@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 import time
@@ -10,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -18,7 +17,6 @@ from zoneinfo import ZoneInfo
 import dagster as dg
 import pytest
 from dagster._core.events import DagsterEventType
-from dagster._utils.schedules import schedule_execution_time_iterator  # what the daemon asks for the next moments
 from werkzeug import Request, Response
 
 from dtrain_dagster.automation.capacity_queue import WaitingList, new_ticket
@@ -411,25 +409,6 @@ def test_what_a_run_makes(world: tuple[World, list[dict[str, Any]]]):
     part = whole._replace(asset_selection=frozenset({dg.AssetKey("hyperparameter_search")}))
     assert planned_assets(here.instance, part) == {dg.AssetKey("hyperparameter_search")}
     assert planned_assets(here.instance, here.add_run(dg.RunRequest(), started, nightly_copy)) == set()
-
-
-@pytest.mark.parametrize(
-    ("cron", "around", "hours_utc"),
-    [
-        ("0 6 * * 6", "2026-03-01", [11, 10, 10]),  # summer time begins on Sunday 8 March at 2
-        ("0 6 * * 6", "2026-10-25", [10, 11, 11]),  # and ends on Sunday 1 November at 2
-        ("30 2 * * 0", "2026-03-02", [7, 6, 6]),  # half past two is left out on 8 March: the first moment after it
-        ("30 1 * * 0", "2026-10-19", [5, 6, 6]),  # half past one comes twice on 1 November: once is enough
-    ],
-)
-def test_the_week_keeps_its_hour_when_clocks_change(cron: str, around: str, hours_utc: list[int]):
-    schedule = build_weekly_schedule(Settings(retrain_cron=cron))
-    start = datetime.fromisoformat(around).replace(tzinfo=UTC).timestamp()
-    zone = schedule.execution_timezone
-    ticks = list(itertools.islice(schedule_execution_time_iterator(start, schedule.cron_schedule, zone), 3))
-    assert [tick.astimezone(UTC).hour for tick in ticks] == hours_utc
-    days = [round(tick.timestamp() / DAY) for tick in ticks]
-    assert days == [days[0], days[0] + 7, days[0] + 14], "one a week"
 
 
 def test_the_week_asks_for_one_run_with_the_budget_unless_a_training_is_under_way(tmp_path: Path):
