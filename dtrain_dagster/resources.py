@@ -20,6 +20,7 @@ from dtrain_dagster.settings.azure import AzureSettings, read_azure_options
 from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind, cluster_key
 from dtrain_dagster.settings.environment import Settings, SettingsError
 from dtrain_dagster.settings.notices import job_page, read_notice_settings
+from dtrain_dagster.settings.slurm import SUCCESSOR_LEAD_SECONDS
 from dtrain_dagster.settings.tiers import Tier, tier_of
 from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
@@ -289,7 +290,7 @@ class GPUClusterResource(dg.ConfigurableResource):
                 sku=self.sku,
                 threads_per_rank=self.threads_per_rank,
                 max_replacements=self.max_replacements,
-                successor_lead_seconds=self.engine.get("successor_lead_seconds", 0.0),
+                successor_lead_seconds=SUCCESSOR_LEAD_SECONDS if self.kind == "slurm" else 0.0,
                 preflight=self.preflight,
                 gpus=self.engine.get("gpus", 0),
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
@@ -20,15 +20,6 @@ class AzureSettings(EnvironmentSettings):
     ``DTRAIN_AZURE_``."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX)
-    removed: ClassVar = {
-        "VNET": f"give the resource id of the subnet in {PREFIX}SUBNET; unset it",
-        "MAX_NODES": "a compute may grow to as many nodes as are asked for; unset it",
-        "TIERS": "set DTRAIN_TIER instead, which takes several tiers, separated by commas",
-        "IDLE_SECONDS": "set DTRAIN_IDLE_MINUTES instead, in minutes",
-        "MAX_RESUBMISSIONS": "set DTRAIN_MAX_REPLACEMENTS instead",
-        "SILENCE_SECONDS": "a job that is silent for 15 minutes counts as lost; unset it",
-        "JOB_TIMEOUT_SECONDS": "Azure ends a job after a week; unset it",
-    }
 
     subscription_id: str = Field(description="Subscription; `az account show --query id` prints it")
     resource_group: str = Field(description="Resource group of the workspace")

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, Literal, Self, cast
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -55,14 +55,8 @@ class EnvironmentSettings(BaseSettings):
     take precedence. The constructor raises `SettingsError` with one line per variable that cannot be used."""
 
     model_config = SettingsConfigDict(extra="forbid", env_ignore_empty=True, env_prefix=PREFIX)
-    removed: ClassVar[Mapping[str, str]] = {}
-    """Variables of older versions, without the prefix, and what to do instead. One that is set is refused: what it
-    asked for would be missing without a word."""
 
     def __init__(self, **given: Any) -> None:
-        prefix = self.model_config["env_prefix"]
-        if gone := [name for name in self.removed if os.environ.get(f"{prefix}{name}")]:
-            raise SettingsError("\n".join(f"{prefix}{name} is no longer read: {self.removed[name]}" for name in gone))
         try:
             super().__init__(**given)
         except ValidationError as error:

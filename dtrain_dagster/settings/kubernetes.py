@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import yaml
 from pydantic import BeforeValidator, Field
@@ -22,7 +22,6 @@ from dtrain_dagster.support.secrets import refuse_secret
 PREFIX = "DTRAIN_KUBERNETES_"
 CONTAINER = "node"
 """The name of a pod's container."""
-_TEMPLATE = f"the file of {PREFIX}POD_TEMPLATE"
 _LABEL = r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)"
 _KEY = rf"([a-z0-9]([a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_LABEL}"
 _NAME = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
@@ -121,25 +120,12 @@ class KubernetesSettings(EnvironmentSettings):
     ``DTRAIN_KUBERNETES_``."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX)
-    removed: ClassVar = {
-        "PULL_POLICY": f"give imagePullPolicy of the container {CONTAINER!r} in {_TEMPLATE}",
-        "PULL_SECRETS": f"give imagePullSecrets in {_TEMPLATE}",
-        "ENV_SECRETS": f"give envFrom of the container {CONTAINER!r} in {_TEMPLATE}",
-        "SHARED_MEMORY": f"/dev/shm is as large as {PREFIX}MEMORY allows; unset it",
-        "NODE_SELECTOR": f"give nodeSelector in {_TEMPLATE}",
-        "TOLERATIONS": f"give tolerations in {_TEMPLATE}",
-        "USER": f"give a securityContext in {_TEMPLATE}",
-        "SPREAD": f"give an affinity in {_TEMPLATE}",
-        "HOST_NETWORK": f"give hostNetwork and dnsPolicy in {_TEMPLATE}",
-        "PRIORITY_CLASS": f"give priorityClassName in {_TEMPLATE}",
-        "LOST_SECONDS": f"give tolerations of node.kubernetes.io/not-ready and unreachable in {_TEMPLATE}",
-        "KEEP_SECONDS": "the record of an ended node is kept for an hour; unset it",
-    }
 
     kubeconfig: str | None = Field(
-        default=None, description="Kubeconfig; unset: KUBECONFIG or ~/.kube/config, and in a pod its service account"
+        default=None,
+        description="Kubeconfig, whose current context counts; unset: KUBECONFIG or ~/.kube/config, and in a pod its "
+        "service account",
     )
-    context: str | None = Field(default=None, description="Context of it; unset: the current one")
     namespace: str = Field(default="dtrain", pattern=f"^{_NAME}$", description="Namespace of all that is created")
     image: str = Field(
         pattern=r"^[a-z0-9][A-Za-z0-9._:/@-]*$", description="Image of the nodes, with this project and its packages"

@@ -59,9 +59,6 @@ class RaySettings(EnvironmentSettings):
         description="RayCluster of KubeRay, as name or namespace/name: the address and the dashboard are those of its "
         "head's service; instead of DTRAIN_RAY_ADDRESS",
     )
-    namespace: str = Field(
-        default="dtrain", pattern=r"^[A-Za-z0-9_-]{1,63}$", description="Ray's namespace of all that is created"
-    )
     cpus: float = Field(default=1.0, gt=0, le=4096, description="CPUs of a node")
     gpus: int = Field(default=0, ge=0, le=64, description="GPUs of a node")
     memory_gib: float | None = Field(default=None, gt=0, description="Memory of a node in GiB, as Ray counts it")

@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
@@ -20,6 +20,8 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 from dtrain_dagster.settings.environment import EnvironmentSettings, SettingsError, split_words
 
 PREFIX = "DTRAIN_SLURM_"
+SUCCESSOR_LEAD_SECONDS = 600.0
+"""Seconds before a node's time limit at which its successor is submitted."""
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.,:@/-]*$"
 _OURS = {
     "--array": "nodes are jobs of their own",
@@ -68,13 +70,6 @@ class SlurmSettings(EnvironmentSettings):
     ``DTRAIN_SLURM_``."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX)
-    removed: ClassVar = {
-        **{
-            name.upper(): f"give --{name}=… in {PREFIX}EXTRA"
-            for name in ("account", "qos", "constraint", "reservation")
-        },
-        "EXCLUSIVE": f"give --exclusive in {PREFIX}EXTRA",
-    }
 
     host: str | None = Field(
         default=None,
@@ -89,9 +84,6 @@ class SlurmSettings(EnvironmentSettings):
     )
     time_limit_minutes: int | None = Field(
         default=None, ge=2, description="Time limit of a node; a longer training goes on in its successor"
-    )
-    successor_lead_seconds: float = Field(
-        default=600.0, ge=0, description="Seconds before that limit at which the successor is submitted"
     )
     python: str | None = Field(
         default=None,

@@ -1,6 +1,6 @@
 """The driver: a process of its own that talks with a Ray cluster, in lines of JSON with the engine.
 
-``python -m dtrain_dagster.clusters.ray.driver ADDRESS NAMESPACE``. A driver of Ray ends with the cluster's head, and
+``python -m dtrain_dagster.clusters.ray.driver ADDRESS``. A driver of Ray ends with the cluster's head, and
 must not take the supervisor with it. Nodes are detached actors: they outlive drivers.
 """
 
@@ -20,6 +20,8 @@ from dtrain_dagster.clusters.ray import ACTOR
 
 ADDRESS_VARIABLES = ("DTRAIN_HOST", "DTRAIN_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables of a machine that say at which of its addresses a node is reached; else it is Ray's own."""
+NAMESPACE = "dtrain"
+"""Ray's namespace of all that is created."""
 NODE_LABEL = "ray.io/node-id"
 """The label that each machine has with its id, which is another one once its Ray was started again."""
 ASK_SECONDS = 8.0
@@ -75,13 +77,13 @@ def host_of(node: Mapping[str, Any]) -> str:
     return str(node.get("NodeName") or node.get("NodeManagerAddress") or "")
 
 
-def actor_options(name: str, namespace: str, demand: Mapping[str, float]) -> dict[str, Any]:
+def actor_options(name: str, demand: Mapping[str, float]) -> dict[str, Any]:
     """Return the options of the actor of a node, as Ray takes them. ``demand``: by Ray's names of resources. Pure."""
     resources = dict(demand)
     return {
         "name": name,
         "lifetime": "detached",
-        "namespace": namespace,
+        "namespace": NAMESPACE,
         "max_restarts": 0,
         "max_task_retries": 0,
         "max_concurrency": 4,
@@ -96,11 +98,11 @@ def actor_options(name: str, namespace: str, demand: Mapping[str, float]) -> dic
 class Driver:
     """One connection to a cluster."""
 
-    def __init__(self, address: str, namespace: str, dashboard: str | None) -> None:
+    def __init__(self, address: str, dashboard: str | None) -> None:
         import ray
 
-        self.ray, self.namespace = ray, namespace
-        joined = ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
+        self.ray = ray
+        joined = ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
         # Without an address Ray's lists are those of whichever cluster runs on this machine.
         self.dashboard = dashboard or (f"http://{joined.dashboard_url}" if joined.dashboard_url else None)
         self.actor_class = make_actor_class(ray)
@@ -144,7 +146,7 @@ class Driver:
             if states.get(name) in (None, "DEAD"):
                 continue
             with contextlib.suppress(ValueError):
-                actor = self.ray.get_actor(name, namespace=self.namespace)
+                actor = self.ray.get_actor(name, namespace=NAMESPACE)
                 if force or states[name] != "ALIVE":
                     self.ray.kill(actor, no_restart=True)
                 else:
@@ -154,7 +156,7 @@ class Driver:
     def _actors(self, filters: Sequence[tuple[str, str, str]]) -> Sequence[Any]:
         from ray.util.state import list_actors
 
-        own: list[Any] = [*filters, ("ray_namespace", "=", self.namespace)]
+        own: list[Any] = [*filters, ("ray_namespace", "=", NAMESPACE)]
         found: Sequence[Any] = list_actors(
             address=self.dashboard,
             filters=own,
@@ -170,7 +172,7 @@ def main(arguments: Sequence[str]) -> int:
     """Answer one request per line until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Ray prints goes into the log
-    driver = Driver(arguments[0], arguments[1], arguments[2] if len(arguments) > 2 else None)
+    driver = Driver(arguments[0], arguments[1] if len(arguments) > 1 else None)
 
     def answer(said: Mapping[str, Any]) -> None:
         answers.write(json.dumps(said) + "\n")

@@ -136,7 +136,7 @@ class RayEngine:
         """Return the actor of an incarnation: its options, and what it runs with its output where. Nothing is asked."""
         name = name_job(launch, node_id, incarnation)
         return {
-            "options": actor_options(name, self.options.namespace, self.options.demand()),
+            "options": actor_options(name, self.options.demand()),
             "command": list(self.command(launch, node_id, incarnation)),
             "output": str(self._output(name)),
         }
@@ -224,7 +224,7 @@ class RayEngine:
         if address == "auto":
             own |= {name: value for name, value in os.environ.items() if name == "RAY_ADDRESS"}
         self._driver = subprocess.Popen(
-            [sys.executable, "-P", "-m", DRIVER, address, self.options.namespace, *dashboard],
+            [sys.executable, "-P", "-m", DRIVER, address, *dashboard],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

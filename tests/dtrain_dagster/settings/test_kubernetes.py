@@ -60,11 +60,6 @@ def test_a_template_that_cannot_be_used_is_refused(
     assert "secret@" not in str(refused.value)
 
 
-def test_a_variable_that_is_gone_is_refused_with_what_is_in_its_place(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(SettingsError, match="NODE_SELECTOR is no longer read: give nodeSelector in the file"):
-        read(monkeypatch, image="dtrain:1", node_selector="gpu=a100")
-
-
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
