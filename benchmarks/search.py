@@ -121,9 +121,7 @@ def compare(pool: Pool, usual: TrialSeconds, seeds: int) -> dict[str, Any]:
     """Return the figures of searches played on recorded trainings."""
 
     def settings(sampler: Sampler, pruner: Pruner, seed: int, trials: int) -> SearchSettings:
-        return SearchSettings(
-            trials=trials, parallel=PARALLEL, sampler=sampler, pruner=pruner, seed=seed, repeatable=True
-        )
+        return SearchSettings(trials=trials, parallel=PARALLEL, sampler=sampler, pruner=pruner, seed=seed)
 
     rows = []
     for seed in range(seeds):

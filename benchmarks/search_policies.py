@@ -66,7 +66,7 @@ class OneOf(optuna.samplers.GPSampler):
     """Optuna's Gaussian process, which chooses among given values instead of from the whole space."""
 
     def __init__(self, space: Space, left: Sequence[Mapping[str, Any]], seed: int) -> None:
-        super().__init__(seed=seed, n_startup_trials=RANDOM_FIRST[Sampler.gp])
+        super().__init__(seed=seed, n_startup_trials=RANDOM_FIRST)
         self.chosen = 0
         """The place of the values that it chose; the first while it does not know enough."""
         self._left = [as_optuna(space, Trial(number=0, values=values, of=1), 0.0) for values in left]

@@ -77,14 +77,11 @@ class SearchOptions(LaunchpadOptions):
     budget_usd: float = Field(default=0.0, ge=0, lt=math.inf)
     """Dollars that all trials may cost together, held by the nodes. 0: twice what all of them take to their ends."""
     sampler: Sampler = Sampler.gp
-    """How values are drawn: where most improvement is expected (gp), more where trials were good (tpe), at random,
-    or all of a grid."""
+    """How values are drawn: where most improvement is expected (gp), at random, or all of a grid."""
     pruner: Pruner = Pruner.asha
     """What ends trials early: successive halving (asha), or nothing."""
     seed: int = Field(default=0, ge=0)
     """The same seed gives the same trials."""
-    any_order: bool = False
-    """Do not let trials wait for each other: faster, but not repeatable."""
     name: str = ""
     """Name of the search; empty: made from all that it is, so that materializing again continues it."""
 
@@ -206,7 +203,6 @@ def request_of(
         seed=config.seed,
         metric=config.metric,
         maximise=config.maximise,
-        repeatable=not config.any_order,
     )
     place = {"job_id": "search", "run_dir": f"{project.jobs_uri}/search", "tracking": {"tensorboard": False}}
     base: JobConfig = parse_job(json.dumps({**plan.sections, **place}), source="the plan")
@@ -264,18 +260,13 @@ def search_page(
                 "trials": len(trials),
             },
         ),
-        **(
-            {"best_trials": best_rows(trial_rows(source.space, trials, sign, metric, result["importance"]))}
-            if trials
-            else {}
-        ),
+        **({"best_trials": best_rows(trial_rows(source.space, trials, sign, metric))} if trials else {}),
         **links(**addresses),
         **({"settings_file": dg.MetadataValue.path(search.best_file)} if best else {}),
         "all_trials": dg.MetadataValue.path(search.result_file),
         "search": search.request.name,
         **({"best_trial": best["trial"], "best_values": dg.JsonMetadataValue(best["values"])} if best else {}),
         "improvements": dg.MarkdownMetadataValue(improvements_list(found, metric)),
-        **({"importance": dg.JsonMetadataValue(result["importance"])} if result["importance"] else {}),
         "planned": dg.MarkdownMetadataValue("\n".join(f"- {line}" for line in search.plan.lines)),
         "price": price_words,
         "seconds": round(seconds, 1),
@@ -325,13 +316,10 @@ def improvements_list(found: "Sequence[Improvement]", metric: str) -> str:
     return "\n".join(lines) or "none"
 
 
-def trial_rows(
-    space: "Space", trials: "Sequence[Trial]", sign: float, metric: str, importance: Mapping[str, float]
-) -> list[dict[str, Any]]:
-    """Return a row for each of the best trials, the best first, with the values that mattered most. Pure."""
+def trial_rows(space: "Space", trials: "Sequence[Trial]", sign: float, metric: str) -> list[dict[str, Any]]:
+    """Return a row for each of the best trials, the best first, with its first values. Pure."""
     from dtrain_dagster.search.results import best_first
 
-    order = sorted(space.parameters, key=lambda item: -importance.get(item.name, 0.0))
     rows = []
     for trial in best_first(trials, sign)[:MOST_ROWS]:
         score = trial.best(sign)
@@ -341,7 +329,8 @@ def trial_rows(
             "usd": round(trial.usd, 4),
             "evaluations": f"{len(trial.scores)}/{trial.of}",
         }
-        values = {item.short_name: _in_short(trial.values.get(item.name, "–")) for item in order[:MOST_PARAMETERS]}
+        shown = space.parameters[:MOST_PARAMETERS]
+        values = {item.short_name: _in_short(trial.values.get(item.name, "–")) for item in shown}
         rows.append(row | {name: value for name, value in values.items() if name not in row})
     return rows
 

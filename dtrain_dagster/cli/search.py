@@ -93,10 +93,10 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--sampler",
-    type=click.Choice(["gp", "tpe", "random", "grid"]),
+    type=click.Choice(["gp", "random", "grid"]),
     default="gp",
     show_default=True,
-    help="gp (a Gaussian process), tpe, random or grid (all).",
+    help="gp (a Gaussian process), random or grid (all).",
 )
 @click.option(
     "--pruner",
@@ -116,7 +116,6 @@ if TYPE_CHECKING:
 @click.option(
     "--seed", type=int, default=0, show_default=True, metavar="N", help="The same seed gives the same trials."
 )
-@click.option("--any-order", is_flag=True, help="Do not let trials wait for each other: faster, but not repeatable.")
 @click.option(
     "--name",
     metavar="SEARCH",
@@ -182,7 +181,7 @@ def _search(
     asked: Asked, script: tuple[str, tuple[str, ...]] | None, space: str, as_json: bool, *, trials: int,
     parallel: int | None, nodes_per_trial: str,
     budget: float | None, sampler: str, pruner: str, metric: str, maximise: bool, seed: int,
-    any_order: bool, name: str | None, only_plan: bool,
+    name: str | None, only_plan: bool,
 ) -> None:  # fmt: skip
     from dataclasses import asdict, replace
 
@@ -198,7 +197,6 @@ def _search(
         seed=seed,
         metric=metric,
         maximise=maximise,
-        repeatable=not any_order,
     )
     cluster, project = cluster_of(settings)
     manager = cluster.manager(tends=True)

@@ -8,15 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 from dtrain_dagster.search.check_space import job_of_trial, shown_values
-from dtrain_dagster.search.sampling import distribution_of, quiet, stored_value
 from dtrain_dagster.search.settings import SearchSettings
 from dtrain_dagster.search.space import Space
 from dtrain_dagster.search.trials import Trial, TrialState, best_trial
 from dtrain_dagster.support.formatting import dollars
 from trainer.config import PARTS, JobConfig
-
-LEAST_FOR_IMPORTANCE = 8
-"""Trials with a score below which nothing is said of what mattered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,31 +75,6 @@ def spent_until(trials: Sequence[Trial], time: float) -> float:
         begin, end = trial.times[0] - (max(gaps) if gaps else 1.0), trial.times[-1]
         total += trial.usd * min(1.0, max(0.0, (time - begin) / max(1e-9, end - begin)))
     return total
-
-
-def importances(space: Space, trials: Sequence[Trial], sign: float) -> dict[str, float]:
-    """Return name of a parameter → its share in what made scores differ (Optuna's PED-ANOVA); empty where too few
-    trials were scored. A parameter that is not in every trial is left out."""
-    import optuna
-
-    quiet(optuna)
-    always = [item for item in space.parameters if not item.when and len(item.domain.ends()) > 1]
-    scored = {trial.number: best for trial in trials if trial.state.is_final and (best := trial.best(sign)) is not None}
-    if len(scored) < LEAST_FOR_IMPORTANCE or not always or len(set(scored.values())) < 2:
-        return {}
-    study = optuna.create_study(direction="minimize" if sign > 0 else "maximize")
-    for trial in trials:
-        if trial.number in scored:
-            study.add_trial(
-                optuna.trial.create_trial(
-                    value=scored[trial.number],
-                    params={item.name: stored_value(item, trial.values[item.name]) for item in always},
-                    distributions={item.name: distribution_of(item) for item in always},
-                )
-            )
-    evaluator = optuna.importance.PedAnovaImportanceEvaluator()
-    found = optuna.importance.get_param_importances(study, evaluator=evaluator)
-    return {name: float(share) for name, share in found.items()}
 
 
 def settings_document(

@@ -33,7 +33,7 @@ from dtrain_dagster.planning.build_plan import pace_mark, sizes_of
 from dtrain_dagster.planning.probe import forecast
 from dtrain_dagster.search.check_space import job_of_trial
 from dtrain_dagster.search.kept import RESULT, SEARCH, kept_search, search_folder
-from dtrain_dagster.search.results import importances, result_document, settings_document, summary
+from dtrain_dagster.search.results import result_document, settings_document, summary
 from dtrain_dagster.search.script import SearchedScript
 from dtrain_dagster.search.settings import Pruner, SearchSettings
 from dtrain_dagster.search.source import TrialSource
@@ -256,7 +256,6 @@ class Search:
             "planned": {"at_most_usd": self.plan.at_most_usd, "expected_usd": self.plan.expected_usd},
             "settings_file": self.best_file if source.best is not None and request.script is None else None,
             "command": self._command(source),
-            "importance": importances(source.space, source.trials, request.settings.sign),
         }
         return result_document(source.trials, request.settings, self.before_usd, more)
 

@@ -23,8 +23,8 @@ from dtrain_dagster.search.trials import Trial
 if TYPE_CHECKING:
     import optuna
 
-RANDOM_FIRST = {Sampler.gp: 5, Sampler.tpe: 10}
-"""Trials that a sampler draws at random before it learns from results."""
+RANDOM_FIRST = 5
+"""Trials that the Gaussian process draws at random before it learns from results."""
 MOST_OF_GRID = 100_000
 MOST_DRAWS = 200
 """Random draws after which values are taken that were tried before."""
@@ -50,10 +50,8 @@ def draw_values(
 
     own_seed = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
     made: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=own_seed)
-    if sampler is Sampler.tpe:
-        made = optuna.samplers.TPESampler(seed=own_seed, n_startup_trials=RANDOM_FIRST[sampler], constant_liar=True)
-    elif sampler is Sampler.gp:
-        made = optuna.samplers.GPSampler(seed=own_seed, n_startup_trials=RANDOM_FIRST[sampler])
+    if sampler is Sampler.gp:
+        made = optuna.samplers.GPSampler(seed=own_seed, n_startup_trials=RANDOM_FIRST)
     drawn = ask_for_values(space, made, known, running, sign)
     random, tried = np.random.default_rng([seed, number]), [trial.values for trial in (*known, *running)]
     for _ in range(MOST_DRAWS if sampler is Sampler.gp else 0):

@@ -17,8 +17,6 @@ class Sampler(StrEnum):
 
     gp = "gp"
     """Where the best score is expected to improve the most, by Optuna's Gaussian process."""
-    tpe = "tpe"
-    """Optuna's tree-structured Parzen estimator: more where trials were good."""
     random = "random"
     """Each evenly from its range."""
     grid = "grid"
@@ -41,7 +39,8 @@ class SearchSettings:
     trials: int = 32
     """The largest number of trials."""
     parallel: int = 2
-    """Trials that may run at once."""
+    """Trials that may run at once. Trial n knows exactly the trials up to n - ``parallel``, and waits for them to end:
+    so the same seed gives the same trials, however long each takes."""
     sampler: Sampler = Sampler.gp
     pruner: Pruner = Pruner.asha
     seed: int = 0
@@ -49,9 +48,6 @@ class SearchSettings:
     """``loss`` of the validation split, or the name of a metric that the task measures there, such as ``accuracy``."""
     maximise: bool = False
     """Whether more of the metric is better."""
-    repeatable: bool = True
-    """Whether trial n knows exactly the trials up to n - ``parallel``, and waits for them to end: then the same seed
-    gives the same trials, however long each takes. False: it knows all that have ended, and never waits."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.trials <= MOST_TRIALS:

@@ -92,19 +92,17 @@ class TrialSource:
             if trial.reason:
                 break
             trial = self._with(trial, evaluations[:count])
-            reason = why_ended(self.settings.pruner, trial, self._rivals_of(trial), self.settings.sign)
+            reason = why_ended(self.settings.pruner, trial, self._known_to(trial.number), self.settings.sign)
             trial = self._trials[trial.number] = replace(trial, reason=reason)
         return trial.reason
 
     def on_end(self, job_id: str, outcome: Outcome) -> None:
         """Take note that a trial is over."""
         has_succeeded = outcome.state is FleetState.SUCCEEDED
-        if self.settings.repeatable:
-            # That it ended before anyone looked is chance, which decides nothing where a seed gives the same trials.
-            self.judge(job_id, outcome.evaluations)
+        # That it ended before anyone looked is chance, which decides nothing: a seed gives the same trials.
+        self.judge(job_id, outcome.evaluations)
         trial = self._trials[self._numbers[job_id]]
-        is_late = has_succeeded and not self.settings.repeatable  # its end came first
-        if trial.reason and not is_late:  # evaluations after the decision came by chance
+        if trial.reason:  # evaluations after the decision came by chance
             state, reason = TrialState.PRUNED, trial.reason
         else:
             trial = self._with(trial, outcome.evaluations)
@@ -132,20 +130,11 @@ class TrialSource:
 
     def _is_ready(self, number: int) -> bool:
         """Return whether all has ended that the trial must know."""
-        return not self.settings.repeatable or all(
-            trial.state.is_final for trial in self._trials[: self._horizon(number)]
-        )
+        return all(trial.state.is_final for trial in self._trials[: self._horizon(number)])
 
     def _known_to(self, number: int) -> list[Trial]:
         """Return the trials over whose results count for this one."""
-        trials = self._trials[: self._horizon(number)] if self.settings.repeatable else self._trials
-        return [trial for trial in trials if trial.state.is_final and trial.number != number]
-
-    def _rivals_of(self, trial: Trial) -> list[Trial]:
-        """Return the trials that a running one is compared with."""
-        if self.settings.repeatable:
-            return self._known_to(trial.number)
-        return [other for other in self._trials if other.number != trial.number]
+        return [trial for trial in self._trials[: self._horizon(number)] if trial.state.is_final]
 
     def _horizon(self, number: int) -> int:
         return max(0, number - self.settings.parallel + 1)

@@ -51,7 +51,7 @@ def write_home(home: Path) -> Path:
     ]  # fmt: skip
     more = {
         "name": "wide", "dataset_id": "d", "pruner": "asha", "sampler": "gp", "seed": 0, "budget_usd": 1.0,
-        "planned": {"at_most_usd": 1.0, "expected_usd": 0.5}, "importance": {},
+        "planned": {"at_most_usd": 1.0, "expected_usd": 0.5},
         "settings_file": str(folder / "best.json"),
     }  # fmt: skip
     found = result_document(trials, SearchSettings(), 0.001, more)

@@ -31,10 +31,9 @@ SPACE = {"training.learning_rate": {"low": 1e-4, "high": 1e-1, "log": True}}
 NOT_HERE = {
     "dtrain cost": ("reconciliation", "account"),
     "dtrain status": ("registered.",),
-    "dtrain search": ("importance.",),
 }
 """Words → how fields begin that this home does not have: a bill of a provider, SLURM, a registered
-model, a search of eight trials."""
+model."""
 
 
 def run(*words: str, code: int = 0) -> str:

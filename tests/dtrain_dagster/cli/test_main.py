@@ -142,7 +142,7 @@ def test_commands_and_options_are_those_that_people_have_learnt():
             *("--procs-per-node", "--seconds", "--set"),
         ],
         "search": [
-            *("--any-order", "--budget", "--config", "--dataset", "--epochs", "--json", "--loss", "--maximise"),
+            *("--budget", "--config", "--dataset", "--epochs", "--json", "--loss", "--maximise"),
             *("--metric", "--model", "--name", "--nodes", "--nodes-per-trial", "--parallel", "--plan"),
             *(
                 "--procs-per-node",

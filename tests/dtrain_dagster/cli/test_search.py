@@ -178,7 +178,7 @@ def test_a_search_of_which_every_process_is_killed_ends_as_if_nothing_had_happen
         (["--space", '{"model.args.chanels": {"low": 8, "high": 16}}'], "argument 'chanels'; it accepts: channels"),
         (["--space", "nowhere.json"], "nowhere.json: there is no such file"),
         (["--space", "{"], "is not JSON"),
-        (["--space", "space.json", "--sampler", "tp"], "'tp' is not one of 'gp', 'tpe', 'random', 'grid'"),
+        (["--space", "space.json", "--sampler", "tp"], "'tp' is not one of 'gp', 'random', 'grid'"),
         (["--space", "space.json", "--pruner", "ash"], "'ash' is not one of 'asha', 'none'"),
         (["--space", "space.json", "--nodes-per-trial", "3"], "of 2 node(s)"),
         (["--space", "space.json", "--nodes-per-trial", "x"], "give a number, or two as 1-3"),

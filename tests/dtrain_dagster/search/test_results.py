@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from played_search import SPACE, USUAL, play, source_of
+from played_search import USUAL, play, source_of
 
 from dtrain_dagster.planning.tuned_settings import read_tuned
-from dtrain_dagster.search.results import importances, improvements, result_document, settings_document
+from dtrain_dagster.search.results import improvements, result_document, settings_document
 from dtrain_dagster.search.run import halving_share, plan_search
 from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
 from dtrain_dagster.search.space import parse_space
@@ -71,8 +71,6 @@ def test_the_result_has_the_best_trial_and_all_dollars() -> None:
     document = result_document(source.trials, settings, 0.5, {"dataset_id": "d1", "pruner": "asha"})
     assert document["usd"] == pytest.approx(0.5 + sum(item.usd for item in source.trials))
     assert document["best"]["trial"] == source.best.number  # type: ignore[union-attr]
-    assert importances(SPACE, source.trials, 1.0)
-    assert importances(SPACE, source.trials[:3], 1.0) == {}
 
 
 class TestSettingsFile:
