@@ -65,7 +65,7 @@ def test_the_ten_best_trials_are_shown_and_the_file_has_all(tmp_path: Path) -> N
     rows = trial_rows(source.space, source.trials, 1.0, "loss")
     scores = sorted(score for trial in source.trials if (score := trial.best(1.0)) is not None)
     assert [row["loss"] for row in rows] == [f"{score:.6g}" for score in scores[:10]]
-    assert list(rows[0]) == ["trial", "loss", "usd", "evaluations", "learning_rate", "schedule"]
+    assert list(rows[0]) == ["trial", "loss", "usd", "evaluations", "learning_rate", "weight_decay"]
     of_higher = trial_rows(source.space, source.trials, -1.0, "accuracy")
     best = [trial.best(-1.0) for trial in source.trials]
     assert of_higher[0]["accuracy"] == f"{max(score for score in best if score is not None):.6g}"
