@@ -74,8 +74,6 @@ class NodeTier(Enum):
 
     dedicated = "dedicated"
     spot = "spot"
-    low_priority = "low_priority"
-    """The old name of spot."""
 
 
 class PlanOptions(LaunchpadOptions):

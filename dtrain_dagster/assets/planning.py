@@ -16,7 +16,6 @@ from dtrain_dagster.assets.common import hardware_mark, refusing_mistakes
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.plan_options import (
     DatasetTraining,
-    NodeTier,
     PlanOptions,
     ScriptOptions,
     ScriptTraining,
@@ -47,7 +46,7 @@ from dtrain_dagster.planning.choices import compare_choices, explain_choice, in_
 from dtrain_dagster.planning.history import History, knows
 from dtrain_dagster.planning.probe_cost import Pace, charge_usd
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
-from dtrain_dagster.settings.tiers import OLD_SPOT_NOTICE, tier_of
+from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.notify import notify_and_log
 from dtrain_dagster.support.page_entries import fit_page
@@ -129,8 +128,6 @@ def plan_training(
     from dtrain_dagster.planning.check_job import memory_of
 
     limits = Limits(budget_usd=config.budget_usd, deadline_hours=config.deadline_hours)
-    if config.tier is NodeTier.low_priority:
-        context.log.warning(f"{OLD_SPOT_NOTICE}; choose spot in the launchpad")
     with refusing_mistakes():
         planned = plan_of_launchpad(config, cluster, request)
         price, count = planned.price, planned.node_count

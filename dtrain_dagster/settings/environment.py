@@ -19,7 +19,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind, KindName, cluster_key
 from dtrain_dagster.settings.home import DEFAULT, find_home
-from dtrain_dagster.settings.tiers import TIERS, Tier, current_tier
+from dtrain_dagster.settings.tiers import TIERS, Tier
 from dtrain_dagster.support.notify import refuse_inline_secret
 from dtrain_dagster.support.secrets import SecretError, check_token, is_reference, redact, refuse_secret, secret_in
 from trainer.model.allowed_factories import parse_modules
@@ -243,7 +243,7 @@ class Settings(EnvironmentSettings):
     @field_validator("tier")
     @classmethod
     def _known_tiers(cls, tier: str) -> str:
-        names = [current_tier(name.strip()) for name in tier.split(",") if name.strip()]
+        names = [name.strip() for name in tier.split(",") if name.strip()]
         if not names or not set(names) <= set(TIERS):
             raise ValueError(f"must be one or more of {', '.join(TIERS)}, separated by commas")
         return ",".join(dict.fromkeys(names))

@@ -7,12 +7,8 @@ from typing import Literal, get_args
 Tier = Literal["dedicated", "spot"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 OLD_SPOT = "low_priority"
-"""The name of the tier before 2026-03-31, when Azure ML retired its low-priority nodes. It stands in settings, plans
+"""The name of the tier before 2026-03-31, when Azure ML retired its low-priority nodes. It stands in plans
 and run directories of that time, and Azure ML's interfaces still take no other word for Spot."""
-OLD_SPOT_NOTICE = (
-    f"the tier {OLD_SPOT} is called spot now: Azure ML retired low-priority nodes on 2026-03-31 and gives Spot nodes "
-    "in their place, whose price varies up to the pay-as-you-go price"
-)
 SPOT_QUOTA = 'Spot cores ("low-priority cores" in Azure ML, "Total Regional Spot vCPUs" of virtual machines)'
 """The quota of Spot nodes, under both of its names."""
 

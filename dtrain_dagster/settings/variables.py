@@ -1,5 +1,5 @@
 """Environment variables that are read as they are, without a class of settings; and what is told of the project's
-variables: those that nothing reads, most of them misspelt, and those whose value is an old name.
+variables: those that nothing reads, most of them misspelt.
 
 What people may set belongs here with its meaning, by group, and so does what processes hand on to each other, with the
 reason why nobody sets it by hand. Variables with a type, bounds and a check do not belong here: they are fields of
@@ -18,7 +18,6 @@ from functools import cache
 
 from dtrain_dagster.settings.environment import PREFIX, Settings
 from dtrain_dagster.settings.notices import NoticeSettings
-from dtrain_dagster.settings.tiers import OLD_SPOT, OLD_SPOT_NOTICE
 
 _log = logging.getLogger(__name__)
 
@@ -220,20 +219,9 @@ def find_unknown_variables(environment: Mapping[str, str], known: Iterable[str])
     return said
 
 
-def find_old_tiers(environment: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each variable that has the old name of Spot. It goes on working. Pure."""
-    return [
-        f"{name}={environment[name]}: {OLD_SPOT_NOTICE}; write spot"
-        for name in (f"{PREFIX}TIER", f"{PREFIX}AZURE_CHAIN")
-        if OLD_SPOT in environment.get(name, "")
-    ]
-
-
 @cache
 def warn_of_variables() -> None:
-    """Log a warning for each of them, once in a process."""
-    for sentence in find_old_tiers(os.environ):
-        _log.warning(sentence)
+    """Log a warning for each that nothing reads, once in a process."""
     mine = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields}
     if any(is_ours(name) and name not in mine for name in os.environ):
         for sentence in find_unknown_variables(os.environ, known_variables()):

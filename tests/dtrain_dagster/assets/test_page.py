@@ -57,7 +57,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> GPUClusterResource:
 
 
 def test_the_launchpad_may_ask_for_other_nodes_than_the_environment(cluster: GPUClusterResource) -> None:
-    asked = TrainingOptions(nodes=2, gpu_type="Standard_NC24ads_A100_v4", tier=NodeTier.low_priority)
+    asked = TrainingOptions(nodes=2, gpu_type="Standard_NC24ads_A100_v4", tier=NodeTier.spot)
     other = with_nodes_of_run(cluster, asked)
     assert (other.node_count, other.sku, other.first_tier) == (2, "Standard_NC24ads_A100_v4", "spot")
     same = with_nodes_of_run(cluster, TrainingOptions())

@@ -151,7 +151,7 @@ def test_a_training_is_promised_to_the_person_of_its_run_at_the_price_of_the_nod
 
 
 def test_on_azure_the_first_of_its_tiers_is_priced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    cluster = build_resources(Settings(home=tmp_path, tier="low_priority"))["cluster"]
+    cluster = build_resources(Settings(home=tmp_path, tier="spot"))["cluster"]
     assert cluster.first_tier == "spot"  # type: ignore[attr-defined]
     on_azure = cluster.model_copy(update={"kind": "azure_ml", "azure": {"tiers": ["dedicated", "low_priority"]}})
     assert on_azure.first_tier == "dedicated"  # type: ignore[attr-defined]
