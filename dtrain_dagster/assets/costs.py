@@ -244,7 +244,7 @@ def _probe(cluster: GPUClusterResource, plan: TrainingPlan, rundir: RunDir) -> L
         usage, events = cluster.manager().node_usage(job_id), list(short.events(strict=True))
     except (ClusterError, DamagedError):  # the cluster has another name by now, or the record is damaged: it only
         return None  # serves to explain a difference
-    return ledger(bill_usage(usage)[0], events, periods=1)
+    return ledger(bill_usage(usage)[0], events)
 
 
 def _ledger_check(tracker: CostTracker, found: Ledger) -> dg.AssetCheckResult:

@@ -16,7 +16,6 @@ from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.planning import probe_cost
 from dtrain_dagster.planning.choices import Choices, PlanChoice, explain_choice, name_nodes
 from dtrain_dagster.planning.probe_cost import Pace
-from dtrain_dagster.reports.small_pictures import small_dots
 from dtrain_dagster.settings.tiers import tier_in_words
 from dtrain_dagster.support.formatting import dollars, format_duration
 
@@ -45,7 +44,7 @@ def plan_head(plan: TrainingPlan, table: Choices) -> dict[str, Any]:
         f"{format_duration(estimate.seconds.expected)} and {dollars(estimate.usd.expected)} "
         f"({estimate.usd.range_in(dollars)}) on {name_nodes(plan.node_count, plan.sku, plan.tier, table.place)}; "
         f"from {plan.basis.partition(';')[0]}",
-        choices_dots(table),
+        "",
         {
             "estimated_usd": round(estimate.usd.expected, 6),
             "estimated_seconds": round(estimate.seconds.expected, 1),
@@ -92,14 +91,6 @@ def plan_table(plan: TrainingPlan, place: str) -> str:
         *([("Probe", f"{dollars(plan.probe_usd)}, run before and billed with it")] if plan.probes else []),
     ]
     return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows)
-
-
-def choices_dots(table: Choices) -> str:
-    """Return a small picture of time and cost of all choices."""
-    points = [(row.seconds.expected, row.usd.expected) for row in table.rows]
-    mine = table.planned
-    marked = None if mine is None else (mine.seconds.expected, mine.usd.expected)
-    return small_dots(points, marked, f"{len(points)} choices: time →, cost ↑; orange: this plan")
 
 
 def choices_metadata(table: Choices, fingerprint: str, storage_uri: str) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.orders import order_of
 from dtrain_dagster.jobs.progress import code_version
 from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
-from dtrain_dagster.reports.small_pictures import small_ranks
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.settings.notices import run_page
 from dtrain_dagster.support.formatting import dollars
@@ -135,7 +134,7 @@ def register(
             {
                 **head_of_page(
                     f"{model.name} version {model.version} is {decision.alias}: {decided}.",
-                    _ranks(evaluation),
+                    "",
                     {"version": model.version, "alias": decision.alias, **_test_score(evaluation)},
                 ),
                 **({"earned": worth} if worth else {}),
@@ -161,14 +160,6 @@ def mlflow_pages(mlflow_url: str, model: "RegisteredModel") -> dict[str, str]:
         "model_page": f"{mlflow_url}/#/models/{quote(model.name, safe='')}/versions/{model.version}",
         "run_page": run_page(mlflow_url, model.run_id),
     }
-
-
-def _ranks(evaluation: Mapping[str, Any]) -> str:
-    """Return a small picture of the model's score among the baselines'; "" where there is none."""
-    score = score_of(evaluation)
-    rows = {"this model": evaluation["model"], **evaluation["baselines"]}
-    found = {name: row[score] for name, row in rows.items() if score and row.get(score) is not None}
-    return small_ranks(found, "this model")
 
 
 def _test_score(evaluation: Mapping[str, Any]) -> dict[str, Any]:

@@ -167,7 +167,7 @@ def record_end(
     tier, bill = tier_of(settings.tiers[0]), None
     try:
         tracker = CostTracker(settings.cluster_name, cluster.manager().node_usage(job.job_id), tier)
-        lost = ledger(tracker.nodes, rundir.events(), periods=1).causes().get(CostCause.LOST)
+        lost = ledger(tracker.nodes, rundir.events()).causes().get(CostCause.LOST)
         bill = Bill(
             usd=tracker.total_usd, node_hours=tracker.node_hours, lost_node_seconds=lost.seconds if lost else 0.0
         )

@@ -38,24 +38,6 @@ def node_rows(tracker: CostTracker, digits: int = DIGITS) -> Rows:
     ]
 
 
-def period_rows(found: Ledger, digits: int = DIGITS) -> Rows:
-    """Return a row for each period, node and cause."""
-    entries = sorted(found.entries, key=lambda entry: (entry.period, entry.node_id, entry.cause))
-    amounts = shown([entry.units for entry in entries], digits)
-    return [
-        {
-            "from_utc": utc(found.edges[entry.period]),
-            "to_utc": utc(found.edges[entry.period + 1]),
-            "from_unix_seconds": _seconds(found.edges[entry.period]),
-            "node": entry.node_id,
-            "cause": str(entry.cause),
-            "node_seconds": _seconds(entry.microseconds),
-            "usd": usd,
-        }
-        for entry, usd in zip(entries, amounts, strict=True)
-    ]
-
-
 def ledger_rows(found: Ledger, digits: int = DIGITS) -> Rows:
     """Return a row for each cause."""
     causes = found.causes()
@@ -93,7 +75,6 @@ def cost_document(tracker: CostTracker, found: Ledger, metrics: CostMetrics, pri
         "probe_usd": round(tracker.probe_usd, DIGITS),
         "price": price,
         "nodes": plain(node_rows(tracker)),
-        "periods": plain(period_rows(found)),
         "ledger": plain(ledger_rows(found)),
         "goodput": None if CostCause.SCRIPT in found.causes() else found.goodput,
         "notes": [*tracker.notes, *found.notes],

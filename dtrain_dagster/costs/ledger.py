@@ -7,7 +7,6 @@ was paid for. What no record explains is a row of its own.
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from typing import TypeVar
 
 from dtrain_dagster.costs.money import SECOND, split, usd
 from dtrain_dagster.costs.timeline import NEVER, CostCause, Mix, Span, Term, Timeline, timeline
-from dtrain_dagster.costs.tracker import NodeCost, cut, edges
+from dtrain_dagster.costs.tracker import NodeCost
 
 K = TypeVar("K")
 IN_STEPS = (CostCause.PRODUCTIVE, CostCause.COMMUNICATION, CostCause.WAITING, CostCause.INPUT)
@@ -45,11 +44,10 @@ MEANINGS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerEntry:
-    """Time and dollars of one node for one cause in one period."""
+    """Time and dollars of one node for one cause."""
 
     node_id: int
     cause: CostCause
-    period: int
     microseconds: int
     units: int
     """Cost in the units of `dtrain_dagster.costs.money`."""
@@ -78,8 +76,6 @@ class Ledger:
     """The entries of a job's bill and the sums over them."""
 
     entries: tuple[LedgerEntry, ...]
-    edges: tuple[int, ...]
-    """Edges of the periods; Unix time in microseconds."""
     notes: tuple[str, ...]
     """Sentences on what is coarser than it could be, and why."""
 
@@ -122,7 +118,6 @@ def ledger(
     intervals: Sequence[NodeCost],
     events: Iterable[Mapping[str, object]],
     running: bool = False,
-    periods: int = 60,
     is_script: bool = False,
 ) -> Ledger:
     """Return the ledger of what was paid (`CostTracker.nodes`) and a job's events, in order of time. ``running``: it
@@ -130,23 +125,20 @@ def ledger(
     line = timeline(events, running)
     if is_script and not line.terms:
         line = replace(line, silent=CostCause.SCRIPT)
-    bounds = edges(intervals, periods)
-    sums: dict[tuple[int, CostCause, int], list[int]] = defaultdict(lambda: [0, 0])
+    sums: dict[tuple[int, CostCause], list[int]] = defaultdict(lambda: [0, 0])
     longest = _longest_startup(intervals, line)
     for interval in intervals:
         for began, ended, mix in _pieces(interval, intervals, line, longest):
-            for begin, end in cut(began, ended, bounds):
-                period = min(bisect_right(bounds, begin), len(bounds) - 1) - 1
-                for cause, part in zip(mix, split(end - begin, list(mix.values())), strict=True):
-                    if part:
-                        row = sums[interval.node_id, cause, period]
-                        row[0] += part
-                        row[1] += part * interval.nano_usd_per_hour
+            for cause, part in zip(mix, split(ended - began, list(mix.values())), strict=True):
+                if part:
+                    row = sums[interval.node_id, cause]
+                    row[0] += part
+                    row[1] += part * interval.nano_usd_per_hour
     entries = tuple(
-        LedgerEntry(node_id=node, cause=cause, period=period, microseconds=time, units=units)
-        for (node, cause, period), (time, units) in sums.items()
+        LedgerEntry(node_id=node, cause=cause, microseconds=time, units=units)
+        for (node, cause), (time, units) in sums.items()
     )
-    return Ledger(entries=entries, edges=tuple(bounds), notes=line.notes)
+    return Ledger(entries=entries, notes=line.notes)
 
 
 def _pieces(

@@ -20,8 +20,6 @@ _NO_LINUX_VM = ("windows", "cloud services", "cloudservices", "dedicated host")
 """Words in the names of products that are not a Linux machine by the hour."""
 _RETIRED_METER = "low priority"
 """Words in the names of meters by which Azure ML billed until 2026-03-31, and which may still be listed."""
-_SIZE_TIERS: dict[Tier, str] = {"dedicated": "standard", "spot": "spot"}
-"""Tier → its name in Azure ML's list of sizes."""
 
 
 class RetailError(PriceError):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -141,28 +140,6 @@ class CostTracker:
             cost_per_epoch=self.total_usd / epochs if epochs else self.total_usd,
             estimated_total_cost=estimated_usd,
         )
-
-
-def edges(intervals: Sequence[NodeCost], periods: int) -> list[int]:
-    """Return the edges of equal periods from the first start to the last end, in microseconds. Probes that were over
-    before have one period of their own, up to the training's start, which may be days later."""
-    if not intervals:
-        return [0]
-    mine = [item for item in intervals if not item.is_probe] or intervals
-    first, last = min(item.began for item in mine), max(item.ended for item in mine)
-    earliest, latest = min(item.began for item in intervals), max(item.ended for item in intervals)
-    equal = [first + (max(last, latest) - first) * number // periods for number in range(periods + 1)]
-    return [earliest, *equal] if earliest < first else equal
-
-
-def cut(began: int, ended: int, edges: Sequence[int]) -> Iterable[tuple[int, int]]:
-    """Yield the parts of an interval that no edge cuts."""
-    place = bisect_right(edges, began)
-    while began < ended:
-        end = min(ended, edges[place]) if place < len(edges) else ended
-        if end > began:
-            yield began, end
-        began, place = end, place + 1
 
 
 def _moment(at: float | None) -> int | None:

@@ -150,7 +150,7 @@ def account_of(
     except (PriceError, ValueError):
         verdict = None if running else describe_diagnosis(diagnose(events), _advice(events, training))
         return JobAccount(basis="no price is known for its nodes", verdict=verdict)
-    found = ledger(tracker.nodes, events, running, periods=1)
+    found = ledger(tracker.nodes, events, running)
     causes = found.causes()
     digits = digits_of(found.units)
     rows = [

@@ -121,7 +121,7 @@ def summarise_performance(
     milliseconds = sorted(1000 * step.step_seconds for step in steps if step.step_seconds is not None)
     timed = windows(events)
     found = settled(timed)
-    judged = judge_job(events, ledger(bill_usage(usage)[0], events, periods=1))
+    judged = judge_job(events, ledger(bill_usage(usage)[0], events))
     pace = throughput(timed, steps)
     rate = pace.samples_per_second or 0.0
     return Performance(

@@ -21,8 +21,6 @@ COLOURS = ("#4c8dff", "#e8793a", "#2fa55d", "#a475f9", "#e5534b", "#b08800", "#8
 INK = "#8b949e"
 _SAFE = "/:,=';"
 """Letters that need no escape in an address within Markdown."""
-MOST_DOTS = 34
-"""The most dots; of more, an even selection."""
 MOST_POINTS = 44
 """The most points of all curves together; beyond that, neighbours are merged into their means."""
 
@@ -91,52 +89,6 @@ def _bar(parts: Mapping[str, float], most: int) -> str:
         if len(words) < 3:
             words.append((f"{name} {value / whole:.0%}", colour))
     return _markdown(drawn, words, ", ".join(f"{name} {value / whole:.0%}" for name, value in shown.items()), 44)
-
-
-def small_dots(points: Points, marked: tuple[float, float] | None, words: str) -> str:
-    """Return Markdown with dots on logarithmic axes, and a larger one at ``marked``; "" where there are no positive
-    ones."""
-    kept = [(x, y) for x, y in points if x > 0 and y > 0]
-    if not kept:
-        return ""
-    spans = [
-        (min(math.log(point[axis]) for point in kept), max(math.log(point[axis]) for point in kept)) for axis in (0, 1)
-    ]
-
-    def place(point: tuple[float, float]) -> str:
-        across, up = (
-            (math.log(value) - low) / ((high - low) or 1.0) for value, (low, high) in zip(point, spans, strict=True)
-        )
-        return f"M{4 + (WIDTH - 8) * across:.0f},{4 + (HEIGHT - FOOT - 12) * (1 - up):.0f}h0"
-
-    dots = "".join(dict.fromkeys(place(point) for point in kept[:: math.ceil(len(kept) / MOST_DOTS)]))
-    style = "stroke-linecap='round'"
-    drawn = [f"<path d='{dots}' stroke='{INK}' stroke-width='5' {style}/>"]
-    if marked is not None and min(marked) > 0:
-        drawn.append(f"<path d='{place(marked)}' stroke='{COLOURS[1]}' stroke-width='10' {style}/>")
-    return _markdown(drawn, [(words, INK)], words)
-
-
-def small_ranks(scores: Mapping[str, float], mine: str) -> str:
-    """Return Markdown with a tick for each score on one axis, the best on the left, ``mine`` and the best other one
-    named; "" where there is nothing to compare. Lower is better."""
-    kept = {name: score for name, score in scores.items() if math.isfinite(score)}
-    others = sorted((score, name) for name, score in kept.items() if name != mine)
-    if mine not in kept or not others:
-        return ""
-    low, high = min(kept.values()), max(kept.values())
-
-    def place(score: float) -> int:
-        return round(4 + (WIDTH - 8) * (score - low) / ((high - low) or 1.0))
-
-    ticks = "".join(f"M{place(score)},8v16" for score, _ in others)
-    drawn = [
-        f"<path d='M0,16h{WIDTH}' stroke='{INK}'/><path d='{ticks}' stroke='{INK}' stroke-width='3'/>",
-        f"<path d='M{place(kept[mine])},3v26' stroke='{COLOURS[0]}' stroke-width='5'/>",
-    ]
-    best, name = others[0]
-    words = [(f"{mine} {kept[mine]:.4f}", COLOURS[0]), (f"best baseline {name} {best:.4f}; left is better", INK)]
-    return _markdown(drawn, words, ", ".join(text for text, _ in words), 46)
 
 
 def _markdown(parts: Sequence[str], words: Sequence[tuple[str, str]], title: str, height: int = HEIGHT) -> str:

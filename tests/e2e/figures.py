@@ -91,7 +91,6 @@ def _of_files(found: Figures, run_dir: Path) -> None:
     found["probe_usd"] |= {"plan.json": paid, "cost_breakdown.json": cost["probe_usd"]}
     found["probe_usd"]["cost_breakdown.json, ledger"] = _probe_in(cost["ledger"])
     found["total_usd"] |= {"cost_breakdown.json": cost["total_usd"], "metrics": cost["metrics"]["total_cost_usd"]}
-    found["total_usd"]["periods"] = sum(item["usd"] for item in cost["periods"])
     found["estimated_and_probe_usd"] |= {
         "metrics": cost["metrics"]["estimated_total_cost"],
         "plan.json": estimate["usd"]["expected"] + paid,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections import defaultdict
 from decimal import Decimal
 from typing import Any
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from dtrain_dagster.costs import export
 from dtrain_dagster.costs.ledger import Ledger, ledger
 from dtrain_dagster.costs.money import SECOND, digits_of, shown, split, total_shown
-from dtrain_dagster.costs.tracker import CostTracker, bill_usage, edges, utc
+from dtrain_dagster.costs.tracker import CostTracker, bill_usage
 from dtrain_dagster.costs.usage import NodeUsage
 
 SPRING, AUTUMN = 1774746000.0, 1792890000.0
@@ -102,26 +101,20 @@ def trainings(draw: st.DrawFn) -> list[dict[str, Any]]:
     return told
 
 
-@given(histories, trainings(), st.booleans(), st.integers(1, 40))
-def test_the_ledger_is_the_bill_whatever_happened(usage, told, running, periods):
+@given(histories, trainings(), st.booleans())
+def test_the_ledger_is_the_bill_whatever_happened(usage, told, running):
     usage = [*usage, stay(1, AUTUMN - 5e4, AUTUMN + 5e4)]  # so that there is something to divide
     tracker = CostTracker("local", usage, "dedicated")
-    found = ledger(tracker.nodes, told, running, periods)
+    found = ledger(tracker.nodes, told, running)
     assert found.units == tracker.total_units == sum(node.units for node in tracker.nodes)
     assert found.microseconds == sum(node.microseconds for node in tracker.nodes)
-    assert all(
-        entry.units > 0 and entry.microseconds > 0 and 0 <= entry.period < len(found.edges) - 1
-        for entry in found.entries
-    )
+    assert all(entry.units > 0 and entry.microseconds > 0 for entry in found.entries)
     by_node: dict[int, int] = defaultdict(int)
     for (node, _), row in found.by_node().items():
         by_node[node] += row.units
     for node in tracker.nodes:
         by_node[node.node_id] -= node.units
     assert not any(by_node.values())
-    for entry in found.entries:  # and nothing is in a period in which its node was not there
-        begin, end = found.edges[entry.period : entry.period + 2]
-        assert any(node.began < end and begin < node.ended for node in tracker.nodes if node.node_id == entry.node_id)
     amounts = [row.units for row in found.causes().values()]
     digits = digits_of(found.units)
     assert sum(shown(amounts, digits), Decimal(0)) == total_shown([found.units], digits)
@@ -129,7 +122,6 @@ def test_the_ledger_is_the_bill_whatever_happened(usage, told, running, periods)
         tables = (
             export.ledger_rows(found, places),
             export.node_rows(tracker, places),
-            export.period_rows(found, places),
         )
         for rows in tables:
             assert sum((row["usd"] for row in rows), Decimal(0)) == total_shown([found.units], places)
@@ -171,23 +163,6 @@ def test_a_split_is_whole_and_fair(total, weights):
     for part, weight in zip(parts, weights, strict=True):
         assert part >= 0
         assert part == pytest.approx(total * weight / sum(weights), abs=1 + 1e-9 * total)
-
-
-def test_periods_are_of_equal_length_wherever_they_are_read(monkeypatch):
-    """Over the hour that Berlin has twice in autumn, and the one that it does not have in spring."""
-    for change in (SPRING, AUTUMN):
-        said = []
-        for zone in ("Europe/Berlin", "UTC"):
-            monkeypatch.setenv("TZ", zone)
-            time.tzset()
-            usage = [NodeUsage(node_id=0, sku=SKUS[0], started_at=change - 7200, ended_at=change + 7200)]
-            tracker = CostTracker("local", usage, "dedicated")
-            periods = edges(tracker.nodes, 4)
-            said.append([utc(began) for began in periods])
-            assert {end - begin for begin, end in itertools.pairwise(periods)} == {3600 * SECOND}
-        assert said[0] == said[1] == sorted(set(said[0]))
-    monkeypatch.undo()
-    time.tzset()
 
 
 def at(kind: str, time: float, generation: int = 1, rank: int = 0, **fields: Any) -> dict[str, Any]:

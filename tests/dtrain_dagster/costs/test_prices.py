@@ -155,13 +155,6 @@ def test_of_several_meters_one_wins_for_a_reason(meters, usd, doubt):
         assert choose_meter(rows) == Choice(usd_per_hour=usd, doubt=doubt)
 
 
-RECORDED_D16ADS = [
-    ("Windows", "Standard", 1.56), ("Linux", "LowPriority", 0.62), ("Linux", "LowPriority", 0.16),
-    ("Linux", "Standard", 0.82), ("Windows", "LowPriority", 0.62), ("Linux", "Standard", 1.56),
-]  # fmt: skip
-"""Standard_D16ads_v5 in eastus: Azure/azure-powershell, Get-AzMLServiceVMSize.Recording.json, recorded 2025-11-04."""
-
-
 def test_sizes_that_share_a_meter_with_another_keep_their_price(home, listed):
     listed.items = [meter(A100, 3.673, isPrimaryMeterRegion=False), meter(T4, 0.526)]
     ask(listed, home, A100, T4)

@@ -130,9 +130,7 @@ def test_one_throughput_is_that_of_the_job_its_page_its_nodes_and_its_ranks(tmp_
     assert figures["samples/s"] == f"{expected:,.0f}"
     bare = [item for item in events if item["kind"] != "timing"]
     told = summarise_performance(bare, 3, whole(events, 3))
-    assert told.samples_per_second == pytest.approx(expected, rel=0.05), (
-        "the same formula without timing"
-    )
+    assert told.samples_per_second == pytest.approx(expected, rel=0.05), "the same formula without timing"
     assert (told.communication, told.ranks) == (None, ())
     with pytest.raises(ValueError, match="no step"):
         summarise_performance([], 1, [])

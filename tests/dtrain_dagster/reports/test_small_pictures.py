@@ -14,8 +14,6 @@ from dtrain_dagster.reports.small_pictures import (
     WIDTH,
     small_bar,
     small_curves,
-    small_dots,
-    small_ranks,
 )
 
 LONG = [(float(step), -1000.5 + math.sin(step)) for step in range(5000)]
@@ -36,10 +34,6 @@ def test_the_largest_ones_are_shown_in_place() -> None:
     bar = read(small_bar({name[:24]: 1.0 + number for number, name in enumerate(NAMES)}))
     widths = [float(path.attrib["d"].rpartition("h")[2]) for path in bar.findall("{*}path")]
     assert sum(widths) == pytest.approx(WIDTH, abs=len(widths))
-    dots = read(small_dots([(1.0 + number, 2.0 * number + 1) for number in range(200)], (3.0, 5.0), "time → , cost ↑"))
-    assert len(dots.findall("{*}path")) == 2
-    ranks = read(small_ranks({name: float(number) for number, name in enumerate(["mine", *NAMES])}, "mine"))
-    assert "mine 0.0000" in "".join(ranks.itertext())
 
 
 def test_a_curve_ends_at_its_last_value_and_leaves_out_what_is_no_number() -> None:
@@ -70,8 +64,6 @@ def test_long_names_leave_less_room_and_no_empty_place() -> None:
 def test_there_is_no_picture_of_nothing() -> None:
     assert small_curves({"loss": [(1.0, 2.0)], "other": [(0.0, math.inf), (1.0, math.nan)]}) == ""
     assert small_bar({}) == small_bar({"a": 0.0}) == ""
-    assert small_dots([(0.0, 1.0)], None, "") == ""
-    assert small_ranks({"mine": 1.0}, "mine") == small_ranks({"other": 1.0}, "mine") == ""
 
 
 def test_names_from_nodes_cannot_leave_the_picture() -> None:
