@@ -11,7 +11,6 @@ import json
 import os
 import shlex
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -42,7 +41,6 @@ from trainer.runtime.scratch import scratch_folder
 from trainer.secrets.azure_token import credential
 
 if TYPE_CHECKING:
-    import numpy as np
     import pandas as pd
     from numpy.typing import NDArray
 
@@ -57,8 +55,6 @@ ANSWER_BYTES = 64 << 20
 """The greatest size of an answer: the server may run a model's own code, which may never end it."""
 SCORING_SCOPE = "https://ml.azure.com/.default"
 _INFINITE = "a value that is not finite"
-_SINGLES = 5
-"""The number of windows that are sent once more, one by one."""
 _BUSY = (408, 424, 429, 502, 503, 504)
 """The statuses of an endpoint whose deployment has only just come up or is overloaded; Azure ML answers 424 then."""
 _NOT_ASKED = (401, 403, 404, *_BUSY)
@@ -173,8 +169,6 @@ class EndpointCheck:
     """The largest difference from the job's weights; the tolerance judges it."""
     max_relative_difference_to_training: float | None = None
     """The largest difference from the predictions that training wrote."""
-    latency_seconds: float | None = None
-    """The median time of a request with one window."""
 
     @property
     def passed(self) -> bool:
@@ -204,7 +198,6 @@ class EndpointCheck:
             "rows": self.rows,
             "max_relative_difference": self.max_relative_difference,
             "max_relative_difference_to_training": self.max_relative_difference_to_training,
-            "latency_seconds": self.latency_seconds,
         }
         return {name: value for name, value in values.items() if value is not None}
 
@@ -224,7 +217,6 @@ def check_endpoint(
     - ``answers``: it takes real windows, authorisation included
     - ``schema``: a row of named, finite numbers for each window
     - ``equality``: the numbers of the job's weights, within ``tolerance``, and those that training itself wrote
-    - ``one_by_one``: a window gives the same alone as among others
     - ``refusal``: inputs of a wrong shape, or with a value that is not finite, are refused, not answered
     - ``authorisation``: a request without credentials is refused (where credentials are used at all)
 
@@ -259,7 +251,6 @@ def check_endpoint(
             return result(rows=len(sample.windows))
         note("schema", True, f"{len(sample.windows)} rows of {', '.join(served)}")
         note("equality", found.passed, f"it {found.message}")
-        latency = _one_by_one(endpoint, sample, served, note)
         _refusals(endpoint, sample, note)
         if endpoint.headers():
             open_to, _ = endpoint.post(sample.windows[:1], authorised=False)
@@ -271,7 +262,6 @@ def check_endpoint(
         rows=len(sample.windows),
         max_relative_difference=found.max_relative_difference,
         max_relative_difference_to_training=found.max_relative_difference_to_training,
-        latency_seconds=latency,
     )
 
 
@@ -289,32 +279,6 @@ def _ask(endpoint: ScoringEndpoint, windows: Samples, patience_seconds: float) -
         return policy.call("the endpoint", ask, lambda error: isinstance(error, ServingError | _BusyError))
     except _BusyError as busy:
         return busy.status, busy.body
-
-
-def _one_by_one(
-    endpoint: ScoringEndpoint,
-    sample: Sample,
-    served: Mapping[str, NDArray[np.float64]],
-    note: Callable[[str, bool, str], bool],
-) -> float:
-    """Note whether windows give the same alone; return the median seconds of a request with one window."""
-    seconds, odd = [], None
-    for number in range(min(_SINGLES, len(sample.windows))):
-        window = sample.windows[number : number + 1]
-        began = time.monotonic()
-        rows = endpoint.predict(window)
-        seconds.append(time.monotonic() - began)
-        try:
-            alone = as_columns(rows, 1)
-        except AnswerError as error:
-            odd = odd or f"alone, window {number}: it {error}"
-            continue
-        for name, values in served.items():
-            scale = max(abs(values).max(), 1e-12)
-            if name not in alone or abs(alone[name][0] - values[number]) > ENDPOINT_TOLERANCE * scale:
-                odd = odd or f"{name} of window {number} is {alone.get(name)} alone and {values[number]} among others"
-    note("one_by_one", odd is None, odd or f"{len(seconds)} windows give the same alone")
-    return statistics.median(seconds)
 
 
 def _refusals(endpoint: ScoringEndpoint, sample: Sample, note: Callable[[str, bool, str], bool]) -> None:

@@ -1,6 +1,6 @@
 """Is a scoring endpoint compatible with a job's model, and models on endpoints of Azure ML, from a shell:
 
-python -m dtrain_dagster.registry.endpoints check|deploy|delete
+python -m dtrain_dagster.registry.endpoints check|deploy
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.jobs.orders import order_of
 from dtrain_dagster.jobs.progress import REGISTRATION
-from dtrain_dagster.registry.azure_endpoint import EndpointConfig
-from dtrain_dagster.registry.azure_endpoint import delete as remove
+from dtrain_dagster.registry.azure_endpoint import Target
 from dtrain_dagster.registry.azure_endpoint import deploy as put
 from dtrain_dagster.registry.endpoint import EndpointCheck, ScoringEndpoint, authorisation, check_endpoint
 from dtrain_dagster.registry.versions import RegisteredModel
@@ -101,12 +100,7 @@ def check(run_dir: str, url: str, dialect: str, token: str | None, rows: int, as
 
 @endpoint.command()
 @click.argument("run_dir", metavar="JOB")
-@click.option(
-    "--name",
-    required=True,
-    metavar="ENDPOINT",
-    help="Name of the endpoint, which is created if there is none. Unique in the region.",
-)
+@click.option("--name", required=True, metavar="ENDPOINT", help="Name of the endpoint, which is there already.")
 @click.option(
     "--instance-type", default="Standard_DS3_v2", show_default=True, metavar="SKU", help="Kind of its machines."
 )
@@ -116,69 +110,29 @@ def check(run_dir: str, url: str, dialect: str, token: str | None, rows: int, as
 @click.option(
     "--image", metavar="IMAGE", help="Serving image (deploy/azure/serving.Dockerfile).  [default: Azure ML makes one]"
 )
-@click.option("--identity", metavar="ID", help="Resource id of the endpoint's identity.  [default: one of its own]")
-@click.option("--keys", is_flag=True, help="Authorise callers by keys instead of identities.")
-@click.option("--public", is_flag=True, help="Let callers in from outside the virtual network.")
-@click.option(
-    "--keep-previous", is_flag=True, help="Keep the deployment that is replaced, for a rollback; it still costs money."
-)
 @_refuses
-def deploy(
-    run_dir: str,
-    name: str,
-    instance_type: str,
-    instances: int,
-    image: str | None,
-    identity: str | None,
-    keys: bool,
-    public: bool,
-    keep_previous: bool,
-) -> None:
-    """Deploy the registered model of a job on Azure ML.
+def deploy(run_dir: str, name: str, instance_type: str, instances: int, image: str | None) -> None:
+    """Deploy the registered model of a job on an endpoint of Azure ML.
 
-    The model gets traffic once it has answered correctly; if anything
-    fails, the deployment before it keeps answering.
+    The model gets traffic once it has answered correctly, and what it
+    replaces is deleted; if anything fails, the deployment before it
+    keeps answering.
 
     \b
     Examples:
       python -m dtrain_dagster.registry.endpoints deploy train-1 --name quotes
     """
-
-    config = EndpointConfig(
-        name=name,
-        instance_type=instance_type,
-        instance_count=instances,
-        image=image,
-        identity=identity,
-        auth_mode="key" if keys else "aad_token",
-        public_network_access=public,
-        keep_previous=keep_previous,
-    )
     run_dir = _address_of(load_settings(), run_dir)
     model, (client, audit) = _registered(run_dir), _workspace()
-    deployed = put(client, config, model, _checks(run_dir), audit)
+    target = Target(
+        client=client, endpoint=name, instance_type=instance_type, instance_count=instances, image=image, audit=audit
+    )
+    order = order_of(load_settings().home, RunDir(run_dir))
+    deployed = put(target, model, lambda asked: check_endpoint(asked, run_dir, patience_seconds=300, order=order))
     what = "deployed" if deployed.created else "was there already"
-    click.echo(f"{model.name} version {model.version} {what}: {deployed.scoring_url}")
+    click.echo(f"{model.name} version {model.version} {what}: {deployed.check.url}")
     _print_check(deployed.check)
-    click.echo(deployed.cost_note())
-
-
-@endpoint.command()
-@click.option("--name", required=True, metavar="ENDPOINT", help="Name of the endpoint.")
-@click.confirmation_option(prompt="Delete the endpoint and everything on it?")
-@_refuses
-def delete(name: str) -> None:
-    """Delete an endpoint of Azure ML.
-
-    Everything on it is deleted, and it no longer costs anything.
-
-    \b
-    Examples:
-      python -m dtrain_dagster.registry.endpoints delete --name quotes
-    """
-
-    client, audit = _workspace()
-    click.echo(f"{name} is deleted" if remove(client, name, audit) else f"there is no endpoint {name}")
+    click.echo(f"it costs money until it is deleted, used or not: az ml online-endpoint delete --name {name}")
 
 
 def _address_of(settings: Settings, given: str) -> str:
@@ -211,11 +165,6 @@ def _registered(run_dir: str) -> RegisteredModel:
         where = f"{run_dir} has no {REGISTRATION}" if order is None else f"{run_dir} was not registered from here"
         raise _Refusal(f"{where}: materialize registered_model first")
     return RegisteredModel(name=known["name"], version=str(known["version"]), run_id="", created=False)
-
-
-def _checks(run_dir: str) -> Callable[[ScoringEndpoint], EndpointCheck]:
-    order = order_of(load_settings().home, RunDir(run_dir))
-    return lambda asked: check_endpoint(asked, run_dir, patience_seconds=300, order=order)
 
 
 def _print_check(found: EndpointCheck, as_json: bool = False) -> None:

@@ -20,12 +20,9 @@ from dtrain_dagster.assets.registry import build_endpoint_compatible
 from dtrain_dagster.registry.azure import AzureMLRegistry, fit_tags
 from dtrain_dagster.registry.azure_endpoint import (
     DeploymentError,
-    EndpointConfig,
-    delete,
+    Target,
     deploy,
     deployment_name,
-    scoring_endpoint,
-    usd_per_hour,
 )
 from dtrain_dagster.registry.endpoint import ServingError
 from dtrain_dagster.registry.versions import RegisteredModel, open_client
@@ -65,12 +62,6 @@ def test_tags_keep_within_what_azure_takes() -> None:
 def test_tags_that_would_vanish_are_refused(tags: dict[str, str]) -> None:
     with pytest.raises(registry.RegistryError, match="Azure ML takes 50"):
         fit_tags(tags)
-
-
-@pytest.mark.parametrize("name", ["ab", "Upper", "1digit", "a_b", "x" * 33, "ends-"])
-def test_a_name_that_no_endpoint_can_have_is_refused(name: str) -> None:
-    with pytest.raises(DeploymentError, match="cannot be an endpoint's name"):
-        EndpointConfig(name=name)
 
 
 @pytest.mark.parametrize(
@@ -346,8 +337,14 @@ def configured(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, endpoint: 
     return build_resources(Settings(home=workspace.path, endpoint=endpoint, **cluster))
 
 
-def traffic(workspace: Workspace, name: str) -> dict[str, int]:
-    return dict(workspace.client.online_endpoints.get(name).traffic)
+def make_endpoint(workspace: Workspace, name: str, auth_mode: str = "aad_token", **options: Any) -> Target:
+    """An endpoint of the workspace, as Azure's own tools make it."""
+    from azure.ai.ml.entities import ManagedOnlineEndpoint
+
+    workspace.client.online_endpoints.begin_create_or_update(
+        ManagedOnlineEndpoint(name=name, auth_mode=auth_mode)  # type: ignore[arg-type]
+    ).result()
+    return Target(client=workspace.client, endpoint=name, **options)
 
 
 @pytest.mark.long
@@ -355,17 +352,16 @@ def traffic(workspace: Workspace, name: str) -> dict[str, int]:
 def test_a_deployment_gets_traffic_once_it_answers_and_is_taken_back_when_it_does_not(
     workspace: Workspace, run_dir: str, model: RegisteredModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    book, config = Book(), EndpointConfig(name="dtrain-quotes", instance_count=2)
-    first = deploy(workspace.client, config, model, checker(run_dir), book)
+    book = Book()
+    target = make_endpoint(workspace, "dtrain-quotes", instance_count=2, audit=book)
+    first = deploy(target, model, checker(run_dir))
     name = deployment_name(model)
     assert first.check.passed
-    assert (first.created, first.deployment, first.removed, first.kept) == (True, name, (), ())
+    assert (first.created, first.deployment) == (True, name)
     assert [item.name for item in first.check.findings][-1] == "authorisation"
-    assert traffic(workspace, config.name) == {name: 100}
-    assert workspace.client.online_endpoints.get(config.name).public_network_access == "Disabled"  # as Azure spells it
-    assert first.usd_per_hour == pytest.approx(2 * 0.23)
+    assert target.traffic() == {name: 100}
     asked = {"name": model.name, "version": model.version, "run_dir": run_dir}
-    resources = configured(workspace, monkeypatch, config.name)
+    resources = configured(workspace, monkeypatch, target.endpoint)
     found = endpoint_compatible(dg.build_asset_check_context(resources=resources), registered_model=asked)
     assert found.passed, found.metadata
     assert found.metadata["rows"].value == 32
@@ -374,109 +370,75 @@ def test_a_deployment_gets_traffic_once_it_answers_and_is_taken_back_when_it_doe
     )
     assert (missing_one.passed, missing_one.severity) == (False, dg.AssetCheckSeverity.WARN)
     assert "there is no endpoint not-there" in str(missing_one.metadata["message"].value)
-    assert "0.46 USD per hour until it is deleted" in first.cost_note()
-    done = [operation for operation, _, outcome in book.lines if outcome == "done"]
-    assert done == ["create endpoint", "create deployment", "set traffic"]
+    assert [operation for operation, _, _ in book.lines] == ["create deployment", "set traffic"]
 
     # The same again buys nothing.
     book.lines.clear()
-    assert not deploy(workspace.client, config, model, checker(run_dir), book).created
+    assert not deploy(target, model, checker(run_dir)).created
     assert book.lines == []
 
     # Another model, which does not give the numbers that are asked of it: away with it, and the first answers on.
     other = workspace.register(workspace.train("job-other", steps=5), "forecaster")
     with pytest.raises(DeploymentError, match=r"NOT with the model's numbers.*It was deleted again.*as before"):
-        deploy(workspace.client, config, other, checker(run_dir), book)
-    assert traffic(workspace, config.name) == {name: 100}
-    assert [item.name for item in workspace.client.online_deployments.list(config.name)] == [name]
+        deploy(target, other, checker(run_dir))
+    assert target.traffic() == {name: 100}
+    assert [item.name for item in workspace.client.online_deployments.list(target.endpoint)] == [name]
     assert [operation for operation, _, _ in book.lines] == ["create deployment", "delete deployment"]
 
     # Somebody has had enough just when the traffic is on it: the traffic goes back.
     own, asked = checker(workspace.runs["job-other"]), []
 
     def interrupted(endpoint: registry.ScoringEndpoint) -> registry.EndpointCheck:
-        asked.append(traffic(workspace, config.name).get(deployment_name(other)))
+        asked.append(target.traffic().get(deployment_name(other)))
         if len(asked) == 2:
             raise KeyboardInterrupt
         return own(endpoint)
 
     with pytest.raises(KeyboardInterrupt):
-        deploy(workspace.client, config, other, interrupted)
-    assert asked == [0, 100]
-    assert traffic(workspace, config.name) == {name: 100}
+        deploy(target, other, interrupted)
+    assert asked == [None, 100]
+    assert target.traffic() == {name: 100}
 
-    # Asked for its own numbers it takes over. What it replaced is kept where that is wanted, and costs.
-    second = deploy(workspace.client, replace(config, keep_previous=True), other, own)
-    assert (second.kept, second.removed) == ((name,), ())
-    assert second.usd_per_hour == pytest.approx(4 * 0.23)
-    assert traffic(workspace, config.name) == {deployment_name(other): 100, name: 0}
-    assert deploy(workspace.client, config, other, own).removed == (name,)
-
-    log = AuditLog(workspace.path)
-    assert delete(resources["cluster"].service().ml, config.name, log)
-    [deleted] = workspace.emulator.control("requests", operation="endpoint.delete")
-    assert [(line["target"], line["request_id"]) for line in log.lines()] == [(config.name, deleted["request_id"])]
-    assert not delete(workspace.client, config.name)
-    with pytest.raises(DeploymentError, match="there is no endpoint dtrain-quotes"):
-        scoring_endpoint(workspace.client, config)
+    # Asked for its own numbers it takes over, and what it replaces no longer costs.
+    watched = replace(target, client=resources["cluster"].service().ml, audit=AuditLog(workspace.path))
+    assert deploy(watched, other, own).created
+    assert target.traffic() == {deployment_name(other): 100}
+    assert [item.name for item in workspace.client.online_deployments.list(target.endpoint)] == [deployment_name(other)]
+    [*_, deleted] = workspace.emulator.control("requests", operation="deployment.delete")
+    [last] = [line for line in AuditLog(workspace.path).lines() if line["operation"] == "delete deployment"]
+    assert (last["target"], last["request_id"]) == (f"{target.endpoint}/{name}", deleted["request_id"])
 
 
 @pytest.mark.slow
 def test_an_endpoint_with_keys_is_asked_with_its_key_which_nobody_sees(workspace: Workspace) -> None:
-    from azure.ai.ml.entities import ManagedOnlineEndpoint
-
-    config = EndpointConfig(name="dtrain-keys", auth_mode="key")
-    workspace.client.online_endpoints.begin_create_or_update(
-        ManagedOnlineEndpoint(name=config.name, auth_mode="key")
-    ).result()
-    endpoint = scoring_endpoint(workspace.client, config, "version-1")
+    target = make_endpoint(workspace, "dtrain-keys", auth_mode="key")
+    endpoint = target.ask("version-1")
     with pytest.raises(ServingError, match=r"this identity cannot get a key for it.*listKeys/action"):
         endpoint.headers()
     workspace.emulator.control("grant", actions=["*/onlineEndpoints/listKeys/action"])  # which the roles have not
-    key = workspace.client.online_endpoints.get_keys(config.name).primary_key
+    key = workspace.client.online_endpoints.get_keys(target.endpoint).primary_key
     assert endpoint.headers() == {"Authorization": f"Bearer {key}"}
     assert endpoint.public_headers == {"azureml-model-deployment": "version-1"}
     assert key not in repr(endpoint)
     assert key not in resolve.redact(f"it said {key}")
-    delete(workspace.client, config.name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"instance_type": "Standard_Nothing"}, r"create deployment .* failed \(BadRequest\).*not supported"),
-        ({"auth_mode": "key"}, "authorises by aad_token, not by key"),
-    ],
-)
-def test_a_refusal_says_what_and_leaves_nothing(
-    workspace: Workspace, run_dir: str, model: RegisteredModel, options: dict[str, Any], says: str
-) -> None:
-    name = "dtrain-refused"
-    from azure.ai.ml.entities import ManagedOnlineEndpoint
-
-    workspace.client.online_endpoints.begin_create_or_update(
-        ManagedOnlineEndpoint(name=name, auth_mode="aad_token")
-    ).result()
-    with pytest.raises(DeploymentError, match=says):
-        deploy(workspace.client, EndpointConfig(name=name, **options), model, checker(run_dir))
-    assert list(workspace.client.online_deployments.list(name)) == []
-    delete(workspace.client, name)
+def test_a_refusal_says_what_and_leaves_nothing(workspace: Workspace, run_dir: str, model: RegisteredModel) -> None:
+    target = make_endpoint(workspace, "dtrain-refused", instance_type="Standard_Nothing")
+    with pytest.raises(DeploymentError, match=r"create deployment .* failed \(BadRequest\).*not supported"):
+        deploy(target, model, checker(run_dir))
+    assert list(workspace.client.online_deployments.list(target.endpoint)) == []
+    with pytest.raises(DeploymentError, match="there is no endpoint nowhere"):
+        deploy(replace(target, endpoint="nowhere"), model, checker(run_dir))
 
 
 @pytest.mark.slow
 def test_a_deployment_that_never_comes_up_is_given_up_and_deleted(
     workspace: Workspace, run_dir: str, model: RegisteredModel
 ) -> None:
+    target = make_endpoint(workspace, "dtrain-stuck", deadline_seconds=3)
     workspace.emulator.control("fault", fault="stuck", operation="deployment.create")
-    config = EndpointConfig(name="dtrain-stuck", deadline_seconds=3)
     with pytest.raises(DeploymentError, match=r"no end after 3 s.*It was deleted again"):
-        deploy(workspace.client, config, model, checker(run_dir))
-    assert list(workspace.client.online_deployments.list(config.name)) == []
-    delete(workspace.client, config.name)
-
-
-@pytest.mark.slow
-def test_prices_come_from_the_region(workspace: Workspace) -> None:
-    assert usd_per_hour(workspace.client, "standard_ds3_V2") == 0.23
-    assert usd_per_hour(workspace.client, "Standard_Unknown") is None
+        deploy(target, model, checker(run_dir))
+    assert list(workspace.client.online_deployments.list(target.endpoint)) == []

@@ -62,7 +62,6 @@ def test_what_an_endpoint_answers_is_told_and_how_much_it_matters(
         told = {name: value.value for name, value in good.metadata.items()}
         assert (told["name"], told["version"], told["rows"]) == ("forecaster", "7", 32)
         assert 0 <= told["max_relative_difference"] < 1e-4
-        assert told["latency_seconds"] > 0
 
         another_version = check(older, endpoint=url)
         assert (another_version.passed, another_version.severity) == (False, WARN)

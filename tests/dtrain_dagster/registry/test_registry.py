@@ -402,7 +402,7 @@ def test_a_model_of_ones_own_is_served_without_its_folder(
     check = ask(server, own.run_dir, own.order)
     assert check.passed, check.message
     assert check.rows == 32
-    assert [item.name for item in check.findings] == ["answers", "schema", "equality", "one_by_one", "refusal"]
+    assert [item.name for item in check.findings] == ["answers", "schema", "equality", "refusal"]
     assert "compared: mu, sigma, nu" in check.findings[2].message
     assert server.url.startswith("http://127.0.0.1:")
 

@@ -106,7 +106,7 @@ def test_a_script_is_registered_as_others_are(folder: Path) -> None:
     )
     assert found.serving.passed, found.serving.message
     assert found.serving.rows == 32
-    assert {item.name for item in found.serving.findings} >= {"answers", "schema", "equality", "one_by_one", "refusal"}
+    assert {item.name for item in found.serving.findings} >= {"answers", "schema", "equality", "refusal"}
     assert (found.decision.alias, found.verdict.passed) == ("champion", True), found.decision
     assert found.decision.reason == "the gate passed, and there is no other champion"
     assert re.search(r"The gate passed: right 0\.\d+, with shuffled targets 0\.\d+ \(t \d", found.card)
