@@ -79,9 +79,12 @@ def checked_manifest(manifest: dict[str, Any], storage: Storage, expected_id: st
     """Return a loaded manifest after the checks of `read_dataset_manifest`, which raise `DatasetError`."""
     if "dataset_id" not in manifest:
         raise DatasetError(f"{storage.uri}/manifest.json does not describe a dataset: rebuild it")
-    known = (SCHEMA_VERSION,) if manifest.get("kind", WINDOWS) == WINDOWS else (SCHEMA_VERSION, STANDARDISED)
-    if (found := manifest.get("schema_version")) not in known:
-        raise DatasetError(f"{storage.uri}: schema version {found}, this trainer reads {known[-1]}; rebuild it")
+    known = SCHEMA_VERSION if manifest.get("kind", WINDOWS) == WINDOWS else STANDARDISED
+    if (found := manifest.get("schema_version")) != known:
+        raise DatasetError(
+            f"{storage.uri}: schema version {found}, this trainer reads {known}: another version built it; build the "
+            "dataset again (dtrain data)"
+        )
     check_manifest(manifest, storage.uri)
     if expected_id is not None and manifest["dataset_id"] != expected_id:
         raise DatasetError(
@@ -238,9 +241,9 @@ def _check_moments(figures: Mapping[str, Any]) -> None:
 
 
 def _check_inputs(manifest: Mapping[str, Any]) -> None:
-    """Raise ValueError where the columns of the table do not fit those that are stored. Older manifests have none."""
+    """Raise ValueError where the columns of the table do not fit those that are stored."""
     if "inputs" not in manifest:
-        return
+        raise ValueError("an older version built it: build the dataset again (dtrain data)")
     types = {column["name"]: column["type"] for column in manifest["inputs"]}
     for column in manifest["inputs"]:
         fits = _is_name(column["name"]) and column["type"] in RAW_TYPES and isinstance(column["missing"], bool)

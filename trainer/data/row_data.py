@@ -3,8 +3,7 @@
 A shard holds columns of numbers in deviations from their mean (float32; one that is missing is not a number),
 categories as codes (int32): 0 for a missing or unknown value, then the values in the order of the manifest; and the
 target, a number as it is (float64) or the code of a class. The arrays hold the same, codes as float32, which is exact
-up to 2^24; `trainer.model.rows.RowInputs` turns them into what a model takes. Shards of an older version hold numbers
-as they were (float32), and are standardised where they are read.
+up to 2^24; `trainer.model.rows.RowInputs` turns them into what a model takes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from trainer.data.cached_arrays import SAMPLES, CachedArrays, advise, tensor_over
 from trainer.data.manifest import STANDARDISED, DatasetError, split_ranges
-from trainer.spec import LEAST_STEP, REGRESSION, ROWS, row_spec_of
+from trainer.spec import REGRESSION, ROWS, row_spec_of
 
 
 class RowData(CachedArrays):
@@ -38,9 +37,6 @@ class RowData(CachedArrays):
         used."""
         super().__init__(uri, expected_id)
         self.spec = row_spec_of(self.manifest)
-        self._is_standardised = self.manifest["schema_version"] >= STANDARDISED
-        if not self._is_standardised:
-            self._refuse_what_was_rounded()
         self.open_arrays(cache_dir)
         self._features, self._target = (tensor_over(self._maps[name]) for name in SAMPLES)
         self._ranges = split_ranges(self.manifest)
@@ -76,8 +72,7 @@ class RowData(CachedArrays):
         """Return the sha256 of what the arrays depend on: the digests, order and rows of the shards, the columns."""
         shards = [[shard["sha256"], shard["rows"]] for shard in self.manifest["shards"]]
         columns = [[column["name"], column["role"], column.get("values")] for column in self.manifest["columns"]]
-        scales = None if self._is_standardised else [self.spec.feature_mean, self.spec.feature_std]
-        content = [ROWS, STANDARDISED, self.manifest["task"], shards, columns, scales]
+        content = [ROWS, STANDARDISED, self.manifest["task"], shards, columns, None]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def array_shapes(self) -> dict[str, tuple[type, tuple[int, ...]]]:
@@ -107,29 +102,7 @@ class RowData(CachedArrays):
             self._check_column(shard, spec.target, target, len(spec.classes) - 1, may_miss=False)
             if spec.classes and target.dtype.kind not in "iu":
                 raise self._odd(shard, spec.target)
-            yield {"features": self._stored(np.column_stack(columns)), "target": target}
-
-    def _stored(self, values: NDArray[Any]) -> NDArray[np.float32]:
-        """Return the columns of a shard (n, columns) as the arrays hold them."""
-        if self._is_standardised:
-            return values.astype(np.float32)
-        values = values.astype(np.float64) - np.array(self.spec.feature_mean)
-        return (values / np.array(self.spec.feature_std)).astype(np.float32)
-
-    def _refuse_what_was_rounded(self) -> None:
-        """Raise `DatasetError` for a dataset of an older version, which kept numbers in single precision, if that has
-        too few numbers near the mean of a column."""
-        spec = self.spec
-        scales = list(zip(spec.features, spec.feature_mean, spec.feature_std, strict=True))
-        if spec.task == REGRESSION:
-            scales.append((spec.target, spec.target_mean, spec.target_std))
-        for name, mean, std in scales:
-            if np.spacing(np.float32(abs(mean))) > LEAST_STEP * std:
-                raise DatasetError(
-                    f"{self.storage.uri}: an older version kept {name!r} in single precision, in which numbers near "
-                    f"its mean, {mean:.6g}, are {np.spacing(np.float32(abs(mean))):.3g} apart, and its deviation is "
-                    f"{std:.3g}: build the dataset again (dtrain data)"
-                )
+            yield {"features": np.column_stack(columns).astype(np.float32), "target": target}
 
     def _check_column(
         self, shard: Mapping[str, Any], name: str, values: NDArray[Any], most: int, may_miss: bool

@@ -8,7 +8,6 @@ saved model standardises what it is given (`trainer.model.saved_model`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,11 +51,6 @@ class RowEncoder(nn.Module):
         if len(self.columns):
             parts.append((rows.index_select(1, self.columns) == self.values).float())
         return torch.cat(parts, dim=1)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        for name in ("mean", "std"):  # of weights of an older version, which standardised here
-            state_dict.pop(f"{prefix}{name}", None)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 class RowInputs(nn.Module):
