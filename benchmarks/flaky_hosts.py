@@ -4,7 +4,7 @@ Run `python -m benchmarks.flaky_hosts`. Trainings of three nodes follow each oth
 machine (`harness/engines`), twice: on SLURM and Ray with machines to spare, on Kubernetes on two machines that share
 the nodes. One host is flaky: the agent of each node there is killed `ALIVE_SECONDS` after it began. Another one is
 slow: the processes of the nodes there are stopped half of the time. Once hosts are excluded as they always are; once a
-person lifts each exclusion at once, as `dtrain nodes --lift` does.
+person lifts each exclusion at once, as `dtrain status --lift` does.
 
     <engine>_with_per_node_hour      nodes lost per hour of one node, where hosts are excluded
     <engine>_without_per_node_hour   the same where each exclusion is lifted

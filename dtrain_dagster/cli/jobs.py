@@ -46,6 +46,7 @@ from dtrain_dagster.cli.job_names import (
 from dtrain_dagster.cli.job_tables import print_jobs, print_status
 from dtrain_dagster.cli.json_fields import either, listed
 from dtrain_dagster.cli.json_output import json_option, print_json
+from dtrain_dagster.cli.nodes import lift_exclusion, show_nodes
 from dtrain_dagster.cli.screen import pairs_table
 from dtrain_dagster.cli.start import describe_outcome, say_that_it_runs_on
 from dtrain_dagster.dashboard.job_links import places_of
@@ -107,18 +108,31 @@ def _list_fleets(settings: Settings, as_json: bool) -> None:
     help="Save the page of a training as one file, which needs no network and takes about 5 MB.",
 )
 @click.option("--trace", is_flag=True, help="Have the next steps of a training's rank 0 traced.")
+@click.option("--nodes", is_flag=True, help="Show the nodes, of all jobs that run or all that JOB had, and bad hosts.")
+@click.option("--lift", metavar="HOST", help="End the exclusion of a host: nodes may be placed there again.")
 @json_option(
     either(
-        json_fields.STATUS, {"of a training that has succeeded": json_fields.SUMMARY, "of a fleet": json_fields.FLEET}
+        json_fields.STATUS,
+        {
+            "of a training that has succeeded": json_fields.SUMMARY,
+            "of a fleet": json_fields.FLEET,
+            "with --nodes": json_fields.NODES,
+        },
     )
 )
 @refuses
-def status(name: str | None, follow: bool, html: str | None, trace: bool, as_json: bool) -> None:
+def status(
+    name: str | None, follow: bool, html: str | None, trace: bool, nodes: bool, lift: str | None, as_json: bool
+) -> None:
     """Show the state of a job or a fleet, and the result of a training.
 
     Without a name it shows the training that Dagster materialized last. Ctrl-C ends --follow, not the job. A trace
     shows which operations take the time; it opens in Perfetto (ui.perfetto.dev), and the steps that are traced are
     slower.
+
+    A host is excluded for an hour once it has failed the pre-flight of a node, has lost two nodes soon after they
+    began, or three in all, while the rest of their jobs went on; at most a fifth of the hosts at once, and a node that
+    finds no other place is placed there again. Preemption, time limits and failures of the program do not count.
 
     \b
     Examples:
@@ -126,15 +140,24 @@ def status(name: str | None, follow: bool, html: str | None, trace: bool, as_jso
       dtrain status latest --follow
       dtrain status train-6f66 --json
       dtrain status latest --html training.html
+      dtrain status --nodes
+      dtrain status latest --nodes --json
+      dtrain status --lift gpu-17
     """
     settings = read_settings()
+    if sum((follow, bool(html), trace, as_json or nodes, lift is not None)) > 1:
+        raise Refusal("--follow, --html, --trace, --lift, --json or --nodes: give one of them; --nodes has --json")
+    if lift is not None:
+        lift_exclusion(settings, lift)
+        return
+    if nodes:
+        show_nodes(settings, name, as_json)
+        return
     if name is None:
         if (found := latest_job(settings)) is None:
             raise Refusal("nothing was materialized yet; name a job, see `dtrain jobs`")
         name = found.uri.rpartition("/")[2]
     if follow or html or trace:
-        if sum((follow, bool(html), trace, as_json)) > 1:
-            raise Refusal("--follow, --html, --trace or --json: give one of them")
         job_id = find_training(settings, name)
         if html:
             _save_page(settings, job_id, html)

@@ -23,7 +23,6 @@ SECTIONS = {
     "See what runs, and what it cost": {
         "jobs": "List the jobs of the cluster, newest first.",
         "status": "Show the state of a job or a fleet, and the result of a training.",
-        "nodes": "Show the nodes that are there, and the hosts that get none.",
         "logs": "Print the output of a job's processes.",
         "cost": "Show what a job or a fleet has cost, and what for.",
         "ui": "Serve pages in a browser, for this machine alone.",
@@ -60,6 +59,7 @@ RETIRED = {
     "summary": "dtrain status [JOB]",
     "report": "dtrain status JOB --html FILE",
     "profile": "dtrain status JOB --trace",
+    "nodes": "dtrain status --nodes, and dtrain status --lift HOST",
     "searches": "dtrain jobs --fleets, or dtrain search --show NAME",
     "fleet run": "dtrain fleet FILE",
     "fleet status": "dtrain jobs --fleets, or dtrain status NAME",

@@ -1,20 +1,16 @@
-"""`dtrain nodes`: the nodes that are there, on which hosts, and the hosts that get no nodes for now."""
+"""`dtrain status --nodes`: the nodes that are there, on which hosts, and the hosts that get no nodes for now."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
 
-import click
-
-from dtrain_dagster.cli import json_fields
-from dtrain_dagster.cli.common import Refusal, cluster_of, console, read_settings, refuses, run_dir, say
-from dtrain_dagster.cli.job_names import complete_jobs, find_job
+from dtrain_dagster.cli.common import Refusal, cluster_of, console, run_dir, say
+from dtrain_dagster.cli.job_names import find_job
 from dtrain_dagster.cli.job_tables import time_of
-from dtrain_dagster.cli.json_output import json_option, print_json
+from dtrain_dagster.cli.json_output import print_json
 from dtrain_dagster.cli.screen import Column, print_fitted
 from dtrain_dagster.clusters.exit_policy import describe_exit
-from dtrain_dagster.clusters.hosts import HostRecord
+from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import format_duration
 from trainer.documents.presences import NodePresence, stale_seconds
 
@@ -29,31 +25,10 @@ NODE_COLUMNS = (
 HOST_COLUMNS = (Column("EXCLUDED HOST"), Column("UNTIL"), Column("WHY"))
 
 
-@click.command()
-@click.argument("job", required=False, shell_complete=complete_jobs)
-@click.option("--lift", metavar="HOST", help="End the exclusion of a host: nodes may be placed there again.")
-@json_option(json_fields.NODES)
-@refuses
-def nodes(job: str | None, lift: str | None, as_json: bool) -> None:
-    """Show the nodes that are there, and the hosts that get none.
-
-    They are those of all jobs that run, or all that a job has had. A host is excluded for an hour once it has failed
-    the pre-flight of a node, has lost two nodes soon after they began, or three in all, while the rest of their jobs
-    went on; at most a fifth of the hosts at once, and a node that finds no other place is placed there again.
-    Preemption, time limits and failures of the program do not count.
-
-    \b
-    Examples:
-      dtrain nodes
-      dtrain nodes latest --json
-      dtrain nodes --lift gpu-17
-    """
-    settings = read_settings()
+def show_nodes(settings: Settings, job: str | None, as_json: bool) -> None:
+    """Print the nodes that are there, of all jobs that run, or all that ``job`` has had, and the excluded hosts."""
     manager = cluster_of(settings)[0].manager()
     record, now = manager.host_record(), time.time()
-    if lift is not None:
-        _lift(record, lift, now)
-        return
     names = [find_job(settings, job)] if job is not None else [each.job_id for each in manager.active_jobs()]
     rows: list[tuple[str, NodePresence, str]] = []
     for name in names:
@@ -86,7 +61,7 @@ def nodes(job: str | None, lift: str | None, as_json: bool) -> None:
     if excluded:
         say("")
         print_fitted(console(), HOST_COLUMNS, [(each.host, time_of(each.until), each.why) for each in excluded])
-        say("`dtrain nodes --lift HOST` lifts it")
+        say("`dtrain status --lift HOST` lifts it")
 
 
 def state_of(node: NodePresence, now: float, stale: float) -> str:
@@ -110,8 +85,10 @@ def _row(name: str, node: NodePresence, state: str, now: float) -> tuple[str, ..
     return name, number, node.host, state, format_duration(node.seconds(now)), note_of(node)
 
 
-def _lift(record: HostRecord | None, host: str, now: float) -> None:
-    known: list[Any] = [] if record is None else record.excluded(now)
+def lift_exclusion(settings: Settings, host: str) -> None:
+    """Let nodes be placed on a host again. Raise `Refusal` for one that is not excluded."""
+    record, now = cluster_of(settings)[0].manager().host_record(), time.time()
+    known = [] if record is None else record.excluded(now)
     if record is None or host not in {each.host for each in known}:
         others = f"; excluded are {', '.join(each.host for each in known)}" if known else "; none is"
         raise Refusal(f"host {host} is not excluded on this cluster{others}")

@@ -92,7 +92,7 @@ def tell_losses(
     notice = _tell_losses(changes, nodes, state, now, usd)
     hosts = [
         f"Host {each['host']} gets no nodes until {datetime.fromtimestamp(each['until'], UTC):%H:%M} UTC: "
-        f"{each['why']}. `dtrain nodes --lift {each['host']}` ends that."
+        f"{each['why']}. `dtrain status --lift {each['host']}` ends that."
         for each in excluded
         if each["until"] > now
     ]

@@ -97,9 +97,8 @@ PAGES = [
     section("dtrain search", filled={"--trials 40": "--trials 2", "--nodes 8": "--nodes 2 --trials 2"}),
     section("dtrain jobs"),
     section("dtrain status", filled={"dtrain status\n": "dtrain status mine\n", "train-6f66": "mine"},
-            after="test -s training.html"),
-    section("dtrain nodes", left_out={
-        "dtrain nodes --lift gpu-17": "no host is excluded; cli/test_nodes.py lifts one"}),
+            after="test -s training.html", left_out={
+        "dtrain status --lift gpu-17": "no host is excluded; cli/test_nodes.py lifts one"}),
     section("dtrain logs"),
     section("dtrain cost", filled={"train-6f66": "mine"}, left_out={
         "dtrain cost --refresh": "asks Azure; costs/test_prices.py emulates it"}),

@@ -281,7 +281,7 @@ class AgentPlacer:
             warn_once(f"the record of hosts cannot be written: {error}")
         for found in self.exclusions():
             if found.host not in {each.host for each in before}:
-                _say(f"host {found.host} is excluded: {found.why}; `dtrain nodes --lift {found.host}` lifts it")
+                _say(f"host {found.host} is excluded: {found.why}; `dtrain status --lift {found.host}` lifts it")
                 try:
                     self.rundir.append_supervisor_event("host_excluded", **asdict(found))
                 except OSError as error:

@@ -164,9 +164,8 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         "fleet": ["--check", "file"],
         "cancel": ["name"],
         "jobs": ["--fleets", "--json"],
-        "status": ["--follow", "--html", "--json", "--trace", "-f", "name"],
+        "status": ["--follow", "--html", "--json", "--lift", "--nodes", "--trace", "-f", "name"],
         "logs": ["--follow", "--json", "--node", "--tail", "-f", "job_id"],
-        "nodes": ["--json", "--lift", "job"],
         "cost": [
             *("--all", "--csv", "--json", "--none", "--per-hour", "--per-month", "--per-person", "--per-project"),
             *("--refresh", "--region", "--sku", "--usage-export", "name"),

@@ -1,4 +1,4 @@
-"""`dtrain nodes`: who is there, and which hosts get no nodes, until a person lifts it."""
+"""`dtrain status --nodes`: who is there, and which hosts get no nodes, until a person lifts it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
     """Runs the command in a home of its own, whose cluster is a SLURM that nobody asks."""
     monkeypatch.setenv("DTRAIN_HOME", str(tmp_path))
     monkeypatch.setenv("DTRAIN_CLUSTER", "slurm")
-    return lambda *arguments: CliRunner().invoke(main, ["nodes", *arguments])
+    return lambda *arguments: CliRunner().invoke(main, ["status", *arguments])
 
 
 def test_nodes_are_shown_with_their_hosts_and_what_became_of_them(shell: Shell, tmp_path: Path) -> None:
-    assert shell().output == "no job runs\n"
+    assert shell("--nodes").output == "no job runs\n"
     rundir, now = RunDir(str(tmp_path / "storage" / "jobs" / "one")), time.time()
     rundir.make()
     here = {"launch": 1, "last_seen_at": now, "host": "10.0.0.7"}
@@ -42,23 +42,23 @@ def test_nodes_are_shown_with_their_hosts_and_what_became_of_them(shell: Shell, 
         NodePresence(node_id=1, incarnation=3, started_at=now - 40, **here | {"last_seen_at": now - 30}),
     ):  # fmt: skip
         rundir.write_node(node)
-    rows = json.loads(shell("one", "--json").output)["nodes"]
+    rows = json.loads(shell("one", "--nodes", "--json").output)["nodes"]
     assert [(row["node"], row["incarnation"], row["state"], row["note"]) for row in rows] == [
         (0, 1, "there", None), (1, 1, "exit code 75, lost its peers or its device", None),
         (1, 2, "exit code 76, failed its pre-flight", "failed its pre-flight: the disk is full"),
         (1, 3, "silent", None),
     ]  # fmt: skip
-    assert "10.0.0.7" in shell("one").output
+    assert "10.0.0.7" in shell("one", "--nodes").output
 
 
 def test_an_excluded_host_is_told_with_its_reason_and_lifted(shell: Shell, tmp_path: Path) -> None:
     record, now = HostRecord.of_cluster(tmp_path, "slurm.local"), time.time()
     for host, kind in (("gpu-1", "began"), ("gpu-2", "began"), ("gpu-2", "unfit")):
         record.add(HostEvent(host=host, at=now, kind=kind, why="the disk is full"))  # type: ignore[arg-type]
-    told = json.loads(shell("--json").output)["excluded_hosts"]
+    told = json.loads(shell("--nodes", "--json").output)["excluded_hosts"]
     assert [(each["host"], each["why"]) for each in told] == [("gpu-2", "it failed its pre-flight: the disk is full")]
-    assert "gpu-2" in shell().output
+    assert "gpu-2" in shell("--nodes").output
     refused = shell("--lift", "gpu-1")
     assert (refused.exit_code, "excluded are gpu-2" in refused.output) == (2, True)
     assert shell("--lift", "gpu-2").output == "nodes may be placed on gpu-2 again\n"
-    assert json.loads(shell("--json").output)["excluded_hosts"] == []
+    assert json.loads(shell("--nodes", "--json").output)["excluded_hosts"] == []

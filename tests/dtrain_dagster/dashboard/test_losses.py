@@ -49,7 +49,7 @@ def test_a_lost_node_is_told_until_it_has_joined_again():
     assert ended is not None
     assert (ended.title, ended.words) == ("1 loss survived, 0.17 s without a step, $0.0009", "node 2 at step 40")
     assert tell_losses([], NODES, "running", 105.0) is None
-    told = "Host gpu-1 gets no nodes until 00:03 UTC: its disk is full. `dtrain nodes --lift gpu-1` ends that."
+    told = "Host gpu-1 gets no nodes until 00:03 UTC: its disk is full. `dtrain status --lift gpu-1` ends that."
     bad = [{"host": "gpu-1", "why": "its disk is full", "until": 200.0}]
     first = tell_losses([], NODES, "running", 105.0, excluded=bad)
     assert first is not None
