@@ -88,9 +88,9 @@ class RowSpec:
     target_std: float
     """Standard deviation of the target over the training split; 1 for classes."""
     raw: tuple[RawColumn, ...] = ()
-    """The columns of the table that stored columns are made of; () for a dataset of an older version."""
+    """The columns of the table that stored columns are made of."""
     sources: tuple[str, ...] = ()
-    """The name in ``raw`` of the column that each stored column is made of; () as above."""
+    """The name in ``raw`` of the column that each stored column is made of."""
     parts: tuple[str, ...] = ()
     """The part of a date that each stored column is; "" for the column itself, of a date the days since 1970."""
 

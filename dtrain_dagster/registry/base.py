@@ -233,7 +233,7 @@ def _signature(spec: DataSpec | RowSpec, inputs: NDArray[Any], columns: Iterable
     from mlflow.types import ColSpec, Schema, TensorSpec
 
     taken: list[Any] = [TensorSpec(inputs.dtype, (-1, *inputs.shape[1:]))]
-    if isinstance(spec, RowSpec) and spec.raw:
+    if isinstance(spec, RowSpec):
         taken = [ColSpec(_type_of(column), column.name, required=not column.missing) for column in spec.raw]
     return ModelSignature(inputs=Schema(taken), outputs=Schema([ColSpec("double", name) for name in columns]))
 

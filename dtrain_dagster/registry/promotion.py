@@ -167,7 +167,7 @@ def _compare_rows(
     positions = spread_positions(data.count("test"), MAX_WINDOWS)
 
     def ask(rows: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
-        return champion.predict(as_registered(data.spec, rows) if "inputs" in its else rows)
+        return champion.predict(as_registered(data.spec, rows))
 
     try:
         other = answers(ask, data, positions)
@@ -195,9 +195,10 @@ def _compare_rows(
 def input_difference(own: Mapping[str, Any], its: Mapping[str, Any]) -> str:
     """Return why two models cannot take the same windows or rows or forecast different things; "" where they agree. Two
     models of tables take rows by the names of the columns: the candidate's have to be those that the champion needs."""
-    by_name = bool(own.get("inputs")) and bool(its.get("inputs"))
-    what = ("features", "categories") if not by_name else ()
-    for name in ("window", *what, "target", "horizon", "task", "classes"):
+    by_name = bool(own.get("inputs"))
+    if by_name and not its.get("inputs"):
+        return "it was registered by an older version: train and register it again"
+    for name in ("window", *(() if by_name else ("features",)), "target", "horizon", "task", "classes"):
         if own.get(name) != its.get(name):
             return f"its {name} is {its.get(name)!r}, not {own.get(name)!r}"
     known = {column["name"]: column for column in own["inputs"]} if by_name else {}

@@ -118,10 +118,10 @@ def inputs_at(data: RowData | DataShardManager, positions: NDArray[np.int64]) ->
 
 def as_registered(spec: DataSpec | RowSpec, samples: NDArray[Any]) -> NDArray[Any] | pd.DataFrame:
     """Return samples of `inputs_at` as a registered model takes them: rows of a table as people have them, by the names
-    of its columns; windows, and rows of a dataset of an older version, as they are."""
+    of its columns; windows as they are."""
     import pandas as pd
 
-    if not isinstance(spec, RowSpec) or not spec.raw:
+    if not isinstance(spec, RowSpec):
         return samples
     return pd.DataFrame(raw_columns(spec, samples))
 

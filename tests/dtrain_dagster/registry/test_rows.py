@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from dtrain_dagster import registry
-from dtrain_dagster.registry.run_model import load_run_model
 from dtrain_dagster.registry.smoke_test import as_registered, compare_answers, load_sample
 from harness.tables import copy_tables
 from tests.abuse.websites import served
@@ -85,33 +84,6 @@ def test_a_registered_model_of_rows_answers_as_it_did(tmp_path: Path, classes: T
     assert np.allclose(found["probability_0"] + found["probability_1"], 1)
     assert loaded.metadata.metadata["categories"] == {"colour": ["blue", "green", "red"]}
     assert loaded.metadata.metadata["classes"] == ["no", "yes"]
-
-
-@pytest.mark.slow
-def test_a_model_of_an_older_version_takes_stored_columns_as_it_did(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither the dataset's manifest nor the model's description says what the columns of the table were."""
-    monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
-    uri = build_table(tmp_path).uri
-    manifest = Path(uri, "manifest.json")
-    document = json.loads(manifest.read_text())
-    del document["inputs"]
-    manifest.write_text(json.dumps(document))
-    run = RunDir(trained(tmp_path, uri, "linear", "logistic"))
-    described = Path(run.storage.path("model/model.json"))
-    document = json.loads(described.read_text())
-    for name in ("raw", "sources", "parts"):
-        assert document["spec"].pop(name) == []
-    described.write_text(json.dumps(document))
-    own = load_run_model(run)
-    rows = RowData(uri, tmp_path / "cache").original("test", np.arange(4))
-    assert as_registered(own.spec, rows) is rows
-    copy_tables(tmp_path / "mlflow.db")
-    version = registry.MLflowRegistry(f"sqlite:///{tmp_path}/mlflow.db").register_model(run.uri, "old", {}, "# card")
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
-    found = mlflow.pyfunc.load_model(version.uri).predict(rows)
-    assert found["probability_1"].to_numpy() == pytest.approx(own.predict(rows)["probability_1"])
 
 
 @pytest.mark.slow

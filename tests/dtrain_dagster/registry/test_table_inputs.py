@@ -125,6 +125,7 @@ def inputs(**changes: Any) -> dict[str, Any]:
         (inputs(x={"type": "number", "missing": True}), inputs(), "its column 'x' is a number, and here a number that"),
         (inputs(x={"type": "datetime", "missing": False}), inputs(), "its column 'x' is a number, and here a datetime"),
         (inputs(), inputs() | {"classes": ["a", "c"]}, "its classes is"),
+        (inputs(), inputs() | {"inputs": []}, "it was registered by an older version: train and register it again"),
     ],
 )
 def test_models_of_tables_are_compared_where_the_champion_can_take_the_rows(own: Any, its: Any, message: str) -> None:

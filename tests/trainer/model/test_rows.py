@@ -61,11 +61,3 @@ def test_a_saved_model_takes_numbers_as_they_are() -> None:
     assert found == pytest.approx(1.7e9 + 10 * np.arange(-50, 50) / 29, abs=1e-5, rel=0)
     with pytest.raises(ValueError, match="seconds holds a value that is too far"):
         saved.predict(np.array([[1e300, 1]]))
-
-
-def test_weights_of_a_version_that_standardised_in_the_model_are_read() -> None:
-    model = RowInputs(linear(SPEC, 1), SPEC)
-    older = {**model.state_dict(), "encoder.mean": torch.zeros(1), "encoder.std": torch.ones(1)}
-    RowInputs(linear(SPEC, 1), SPEC).load_state_dict(older)
-    with pytest.raises(RuntimeError, match=r"encoder\.other"):
-        model.load_state_dict({**older, "encoder.other": torch.ones(1)})
