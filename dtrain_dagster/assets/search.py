@@ -125,7 +125,7 @@ def search_space(
     """Return the search of a space around a plan's training."""
     from dtrain_dagster.planning.check_job import check_job
     from dtrain_dagster.search.check_space import check_space
-    from dtrain_dagster.search.run import open_search, seconds_of_parts
+    from dtrain_dagster.search.run import Measured, open_search, seconds_of_parts
 
     cluster = of_plan(cluster, plan)
     with refusing_mistakes():
@@ -142,7 +142,7 @@ def search_space(
     expected = seconds_of_parts(Parts(**phases), plan.node_count, plan.work.evaluations)
     env = cluster.node_env(project)
     with refusing_mistakes():
-        search = open_search(Path(project.home), request, manager, env, lambda: (expected, 0.0), context.log.info)
+        search = open_search(Path(project.home), request, manager, env, lambda: Measured(expected), context.log.info)
         context.log.info(f"search {request.name}: {'; '.join(search.plan.lines)}")
         hourly = request.at_once * request.usd_per_node_hour
         wanted = wanted_by_run(context, project, request.name, hourly, search.budget_usd, is_group=True)

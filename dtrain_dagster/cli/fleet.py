@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dtrain_dagster.cli.ceilings import promising, tell_ceilings, wanted_group
-from dtrain_dagster.cli.common import cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
+from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
 from dtrain_dagster.cli.fleet_screen import fleet_screen, fleet_table, headline
 from dtrain_dagster.cli.follow import warn
 from dtrain_dagster.cli.job_names import complete_files
@@ -47,6 +47,7 @@ from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
 from dtrain_dagster.fleet.source import FleetFile, JobEntry, JobSource, ListedJobs, parse_fleet
 from dtrain_dagster.fleet.view import FleetWatch
+from dtrain_dagster.search.kept import kept_search
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.user_sources import ensure_importable
@@ -162,10 +163,19 @@ def cancel_fleet(settings: Settings, name: str) -> None:
 
 
 def bill_of_fleet(settings: Settings, name: str) -> tuple[FleetLedger, float]:
-    """Return what all jobs of a fleet have cost together, and its budget in dollars."""
-    records = FleetRecords(settings.home, name)
+    """Return what all jobs of a fleet have cost together, and its budget in dollars; of a search with the probe that
+    measured a trial. Raise `Refusal` where an older version has not kept which one that was."""
+    records, search = FleetRecords(settings.home, name), kept_search(settings.home, name) or {}
+    before_usd = float(search.get("before_usd", 0.0))
+    if before_usd and "measured_by" not in search:
+        raise Refusal(
+            f"an older version began search {name}, and did not keep which job measured a trial for "
+            f"{dollars(before_usd)}: `dtrain search --show {name}` has the sum, and `dtrain cost` the bill of each job"
+        )
+    bills = {job_id: bill_of(settings, job_id, is_probe=True) for job_id in search.get("measured_by", ())}
     begun = [entry.job.job_id for entry in records.entries() if entry.kept.launches]
-    return add_ledgers({job_id: bill_of(settings, job_id) for job_id in begun}), records.limits().budget_usd
+    bills |= {job_id: bill_of(settings, job_id) for job_id in begun}
+    return add_ledgers(bills), records.limits().budget_usd + before_usd
 
 
 def bill_document(found: FleetLedger, budget_usd: float) -> dict[str, Any]:
@@ -179,12 +189,13 @@ def bill_document(found: FleetLedger, budget_usd: float) -> dict[str, Any]:
     }
 
 
-def bill_of(settings: Settings, job_id: str) -> tuple[CostTracker, Ledger]:
-    """Return what a job has cost, and what for."""
+def bill_of(settings: Settings, job_id: str, is_probe: bool = False) -> tuple[CostTracker, Ledger]:
+    """Return what a job has cost, and what for. ``is_probe``: as the probe of others."""
     manager = cluster_of(settings)[0].manager()
     rundir = run_dir(settings, job_id)
     running = not manager.job_status(job_id).state.is_final
-    tracker = CostTracker(settings.cluster_name, manager.node_usage(job_id), tier_of(settings.tiers[0]))
+    usage = [replace(item, is_probe=is_probe) for item in manager.node_usage(job_id)]
+    tracker = CostTracker(settings.cluster_name, usage, tier_of(settings.tiers[0]))
     found = ledger(tracker.nodes, rundir.events(strict=True), running, is_script=not rundir.storage.exists(JOB))
     return tracker, found
 

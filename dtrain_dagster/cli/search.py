@@ -35,7 +35,7 @@ from dtrain_dagster.planning.check_job import check_job, data_of, samples_of
 from dtrain_dagster.search.check_space import check_space, shown_values
 from dtrain_dagster.search.kept import kept_result, search_names
 from dtrain_dagster.search.results import summary
-from dtrain_dagster.search.run import SearchRequest, measure_trial, open_search
+from dtrain_dagster.search.run import Measured, SearchRequest, measure_trial, open_search
 from dtrain_dagster.search.script import SearchedScript
 from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
 from dtrain_dagster.search.space import parse_space
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from dtrain_dagster.search.run import Search
     from dtrain_dagster.search.settings import SearchSettings
     from dtrain_dagster.search.tracking import SearchTracker
-    from dtrain_dagster.search.trials import Trial, TrialSeconds
+    from dtrain_dagster.search.trials import Trial
     from dtrain_dagster.settings.environment import Settings
     from trainer.config import JobConfig, TrackingConfig
 
@@ -236,7 +236,7 @@ def _search(
         say(f"search {search_name}: the same command with --name {search_name} continues it", err=True)
         is_here = settings.kind.is_this_machine
 
-        def measure() -> tuple[TrialSeconds, float]:
+        def measure() -> Measured:
             return measure_trial(manager, request, env, is_here, lambda sentence: say(sentence, err=True))
 
         again = this_command_again(search_name, dataset_name(job))
@@ -322,7 +322,7 @@ def _run(found: Search, wanted: SearchSettings, as_json: bool, tracker: SearchTr
                 if trial.state.is_final and trial.number not in told:
                     told.add(trial.number)
                     say(trial_line(trial, wanted.sign), err=True)
-            show(bar.at(line, len(told), wanted.trials))
+            show(bar.at(line, len(told), found.trials))
 
         with ended_by_signals(lambda: say_that_jobs_go_on("trials", found.request.name, again)):
             source = found.run(watch, tracker, lambda problem: say(problem, err=True))

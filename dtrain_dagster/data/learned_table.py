@@ -26,6 +26,7 @@ from dtrain_dagster.data.table_columns import (
     NumberColumn,
     check_name,
     date_parts,
+    group_of,
     numbers_of,
     texts_of,
 )
@@ -230,7 +231,7 @@ class LearnedTable:
                 self.problems.append(f"--split-by {by}: the column is empty in row {row}, counted from 0: fill it")
                 return
             if len(counts) <= MOST_NAMES:
-                counts.update(map(str, values))
+                counts.update(map(group_of, values))
         self.groups = len(counts)
         if self.groups > MOST_NAMES:
             return
@@ -343,7 +344,7 @@ class LearnedTable:
         by, valid, test = self.params.split_by, self.params.valid_fraction, self.params.test_fraction
         if by is None:
             return splits_of(numbered_shares(first, len(batch), self.params.seed), valid, test)
-        values = [str(value) for value in texts_of(batch.column(by))]
+        values = [group_of(value) for value in texts_of(batch.column(by))]
         if self.split_of:
             return np.array([self.split_of[value] for value in values], dtype=np.int64)
         return splits_of(hashed_shares(values, self.params.seed), valid, test)

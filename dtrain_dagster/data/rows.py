@@ -32,7 +32,7 @@ from trainer.spec import REGRESSION, ROWS
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-CODE_VERSION = 4
+CODE_VERSION = 5
 """The version of the builder. Raise it when the same table would give other rows."""
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, time
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Literal
 
 from dtrain_dagster.data.errors import DataError
@@ -155,6 +157,17 @@ def texts_of(column: pa.Array) -> list[Any]:
     return column.to_pylist()
 
 
+def group_of(value: Any) -> str:
+    """Return the name of a value by which rows are held together: the same for a number or a date that another file
+    has in another type, such as 1 and 1.0, or a day and its first moment in UTC. Pure."""
+    if isinstance(value, datetime):
+        moment = value.astimezone(UTC).replace(tzinfo=None) if value.tzinfo else value
+        return str(moment.date() if moment == datetime.combine(moment.date(), time()) else moment)
+    if isinstance(value, float | Decimal) and math.isfinite(value):
+        return str(int(value)) if value == int(value) else str(float(value))
+    return str(value)
+
+
 def _is_decimal(kind: pa.DataType) -> bool:
     import pyarrow as pa
 
@@ -240,7 +253,14 @@ class NumberColumn:
         """Note the problem of a column that would lose its information where it is standardised."""
         import numpy as np
 
-        if self.problem or not self.high > self.low:
+        if self.problem:
+            return
+        if not self.high > self.low:
+            if len(self.different) > 1 == len(np.unique(np.concatenate(self.numbers))):
+                self.problem = (
+                    f"has {len(self.different):,} different numbers, which are one in double precision, "
+                    f"{self.low:.0f}: subtract a constant from it"
+                )
             return
         if not (math.isfinite(self.std) and math.isfinite(1 / self.std if self.std else math.inf)):
             self.problem = (

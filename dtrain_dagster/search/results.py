@@ -142,8 +142,9 @@ def summary(result: Mapping[str, Any]) -> list[str]:
     """Return the result in sentences. Pure."""
     counts = ", ".join(f"{count} {state}" for state, count in result["counts"].items())
     planned = result["planned"]
+    measured = f", with the {dollars(result['measuring_usd'])} of measuring one" if result["measuring_usd"] else ""
     lines = [
-        f"{len(result['trials'])} trials ({counts}) cost {dollars(result['usd'])}; the plan was at most "
+        f"{len(result['trials'])} trials ({counts}) cost {dollars(result['usd'])}{measured}; the plan was at most "
         f"{dollars(planned['at_most_usd'])}, with {dollars(planned['expected_usd'])} expected"
     ]
     for item in result["improvements"][1:]:

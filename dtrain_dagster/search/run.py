@@ -34,8 +34,9 @@ from dtrain_dagster.planning.probe import forecast
 from dtrain_dagster.search.check_space import job_of_trial
 from dtrain_dagster.search.kept import RESULT, SEARCH, kept_search, search_folder
 from dtrain_dagster.search.results import result_document, settings_document, summary
+from dtrain_dagster.search.sampling import grid_of
 from dtrain_dagster.search.script import SearchedScript
-from dtrain_dagster.search.settings import Pruner, SearchSettings
+from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
 from dtrain_dagster.search.source import TrialSource
 from dtrain_dagster.search.space import SpaceError, parse_space
 from dtrain_dagster.search.trials import REDUCTION, Trial, TrialSeconds
@@ -102,6 +103,11 @@ class SearchRequest:
         """Return the nodes that work at the same time."""
         return min(self.settings.parallel * self.most_nodes, self.nodes)
 
+    def count_trials(self) -> int:
+        """Return the most trials that it can have: a grid has no more than its combinations."""
+        most = self.settings.trials
+        return min(most, len(grid_of(parse_space(self.space)))) if self.settings.sampler is Sampler.grid else most
+
     def described(self) -> dict[str, Any]:
         """Return all that decides which trials the search has."""
         job = json.loads(self.base.to_json())
@@ -109,6 +115,16 @@ class SearchRequest:
         kept["training"] |= {"max_node_seconds": None}
         of_script = {} if self.script is None else {"script": self.script.described()}
         return {"space": dict(self.space), "job": kept, **of_script, **self.settings.decisive()}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a trial takes, and how that was found out."""
+
+    expected: TrialSeconds
+    usd: float = 0.0
+    """Dollars of the jobs that it was found out by."""
+    job_ids: tuple[str, ...] = ()
 
 
 class Search:
@@ -127,9 +143,10 @@ class Search:
         """``expected``: what a trial takes, which was measured for ``before_usd``."""
         self.request, self.expected, self.before_usd = request, expected, before_usd
         self.folder = search_folder(home, request.name)
-        self.plan = plan_search(
-            request.settings, expected, request.usd_per_node_hour, request.at_once, request.budget_usd
-        )
+        self.trials = request.count_trials()
+        """The most trials that it can have."""
+        settings = replace(request.settings, trials=self.trials)
+        self.plan = plan_search(settings, expected, request.usd_per_node_hour, request.at_once, request.budget_usd)
         self._home, self._manager, self._env, self._told = home, manager, env, told
         self._storage = open_storage(str(self.folder))
         self.began_at = time.time()
@@ -216,7 +233,7 @@ class Search:
         if request.budget_usd is not None:
             return request.budget_usd
         after = MARGIN_SECONDS * request.at_once * request.usd_per_node_hour / 3600
-        return self.before_usd + UNASKED * self.plan.trial_usd * request.settings.trials + after
+        return self.before_usd + UNASKED * self.plan.trial_usd * self.trials + after
 
     def limits(self) -> FleetLimits:
         """Return the limits of its fleet. Raise `SpaceError` where the measurement has used the budget up."""
@@ -276,7 +293,7 @@ class Search:
         """Return how the search stands, for a person."""
         settings, running = self.request.settings, len(source.running)
         over = len(source.trials) - running
-        parts = [f"{over} of {settings.trials} trials over", f"{running} running"]
+        parts = [f"{over} of {self.trials} trials over", f"{running} running"]
         if (seconds := self._eta(source)) is not None:
             parts.append(f"ETA {format_duration(seconds)}")
         parts.append(f"{dollars(spent_usd)} so far")
@@ -290,7 +307,7 @@ class Search:
         if not over:
             return None
         each = sum(trial.node_seconds for trial in over) / len(over)
-        left = self.request.settings.trials - len(source.trials) + 0.5 * len(source.running)
+        left = self.trials - len(source.trials) + 0.5 * len(source.running)
         at_once = self.request.at_once
         seconds = left * each / at_once
         budget = self.budget_usd - self.before_usd - sum(trial.usd for trial in source.trials)
@@ -330,9 +347,12 @@ def plan_search(
         f"{format_duration(usual.total)} of node time, {dollars(whole)}",
         f"at most {dollars(min(limit, most))}{capped}; expected {dollars(expected)} ({basis}), in about "
         f"{format_duration(seconds)}",
-        f"with {SURE:.0%} confidence, the best of {settings.trials} random trials is among the best "
-        f"{100 * (1 - (1 - SURE) ** (1 / settings.trials)):.2g} % of the space",
     ]
+    if settings.sampler is not Sampler.grid:
+        lines.append(
+            f"with {SURE:.0%} confidence, the best of {settings.trials} random trials is among the best "
+            f"{100 * (1 - (1 - SURE) ** (1 / settings.trials)):.2g} % of the space"
+        )
     return SearchPlan(
         trial_usd=whole, at_most_usd=min(limit, most), expected_usd=expected, seconds=seconds, lines=tuple(lines)
     )
@@ -358,25 +378,26 @@ def open_search(
     request: SearchRequest,
     manager: GPUClusterManager,
     env: Mapping[str, str],
-    measure: Callable[[], tuple[TrialSeconds, float]],
+    measure: Callable[[], Measured],
     told: Callable[[str], object] = lambda sentence: None,
 ) -> Search:
-    """Return a search, begun now or before. ``measure`` says what a trial takes, and what finding that out has cost; it
-    is called once in the life of a search. Raise `SpaceError` where the one of this name was begun with something
+    """Return a search, begun now or before. ``measure`` says what a trial takes; it is called once in the life of a
+    search. Raise `SpaceError` where the one of this name was begun with something
     else."""
     kept, described = kept_search(home, request.name), request.described()
     described = json.loads(json.dumps(described))
     if kept is None:
-        expected, before_usd = measure()
+        found = measure()
         document = {
             "name": request.name,
             "described": described,
-            "expected": asdict(expected),
-            "before_usd": before_usd,
+            "expected": asdict(found.expected),
+            "before_usd": found.usd,
+            "measured_by": found.job_ids,
             "began_at": time.time(),
         }
         open_storage(str(search_folder(home, request.name))).write(SEARCH, json.dumps(document, indent=1).encode())
-        return Search(home, request, manager, env, expected, before_usd, told)
+        return Search(home, request, manager, env, found.expected, found.usd, told)
     if any(not entry.job.facts for entry in FleetRecords(home, request.name).entries()):
         raise SpaceError(
             f"search {request.name} was begun by an older version, which kept its trials elsewhere: begin it again "
@@ -398,10 +419,9 @@ def measure_trial(
     env: Mapping[str, str],
     is_this_machine: bool,
     told: Callable[[str], object] = lambda sentence: None,
-) -> tuple[TrialSeconds, float]:
-    """Return what a trial takes in node-seconds, and the dollars that finding it out has cost: a probe, as a plan runs
-    one, on the least nodes of a trial. It is not run again where one of this job was before, and then costs nothing.
-    Raise as `dtrain_dagster.planning.probe.run_probe` does."""
+) -> Measured:
+    """Return what a trial takes, by a probe, as a plan runs one, on the least nodes of a trial. Raise as
+    `dtrain_dagster.planning.probe.run_probe` does."""
     nodes, ranks = request.least_nodes, request.processes_per_node
     sizes = trial_sizes(request, request.base, os.cpu_count() if is_this_machine else None)
     digest, command = ("", None) if request.script is None else (request.script.digest, request.script.command(()))
@@ -421,7 +441,8 @@ def measure_trial(
     )
     usage = [item for job_id in found.rests_on for item in manager.node_usage(job_id)]
     usd = CostTracker("", usage, request.tier).total_usd
-    return seconds_of_parts(found.parts(nodes), nodes, sizes.work(nodes).evaluations), usd
+    expected = seconds_of_parts(found.parts(nodes), nodes, sizes.work(nodes).evaluations)
+    return Measured(expected, usd, tuple(found.rests_on))
 
 
 def seconds_of_parts(parts: Parts, nodes: int, evaluations: int) -> TrialSeconds:

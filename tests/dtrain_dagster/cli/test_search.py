@@ -91,6 +91,11 @@ def test_a_search_that_is_killed_goes_on_and_buys_nothing_twice(place: Path) -> 
     billed = sum(row["usd"] for row in result["trials"]) + result["measuring_usd"]
     assert result["usd"] == pytest.approx(billed)
     assert 0 < result["usd"] <= result["budget_usd"]
+    bill = subprocess.run([DTRAIN, "cost", "killed", "--json"], cwd=place, capture_output=True, text=True, timeout=100)
+    cost = json.loads(bill.stdout)
+    assert cost["usd"] == pytest.approx(result["usd"], abs=1e-5)
+    assert cost["budget_usd"] == pytest.approx(result["budget_usd"])
+    assert cost["causes"]["probe"]["usd"] == pytest.approx(result["measuring_usd"], abs=1e-5)
 
     again = subprocess.run([DTRAIN, *asked], cwd=place, capture_output=True, text=True, timeout=200)
     assert json.loads(again.stdout) == result  # it is over: nothing is run, and its result is the same

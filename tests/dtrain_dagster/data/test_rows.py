@@ -200,6 +200,30 @@ def test_rows_of_a_group_stay_together_and_named_splits_are_kept(tmp_path: Path)
     assert len(set.union(*groups)) == sum(map(len, groups)), "none in two splits"
 
 
+@pytest.mark.parametrize(("one", "other"), [
+    (lambda ids: ids, lambda ids: ids.astype(float)),
+    (lambda ids: pd.to_datetime("2020-01-01") + pd.to_timedelta(ids, "D"),
+     lambda ids: (pd.to_datetime("2020-01-01") + pd.to_timedelta(ids, "D")).date),
+    (lambda ids: pd.to_datetime("2020-01-01") + pd.to_timedelta(ids, "h"),
+     lambda ids: pd.to_datetime("2020-01-01", utc=True) + pd.to_timedelta(ids, "h")),
+], ids=["whole and float", "time and day", "without a zone and UTC"])  # fmt: skip
+def test_rows_of_a_group_stay_together_where_files_differ_in_its_type(tmp_path: Path, one: Any, other: Any) -> None:
+    (tmp_path / "files").mkdir()
+    ids = np.arange(600)
+    for name, of in (("a", one), ("b", other)):
+        frame = table()[:600].assign(customer=of(ids), number=ids.astype(float))
+        frame.to_parquet(tmp_path / "files" / f"{name}.parquet")
+    built = build_rows(str(tmp_path / "files"), str(tmp_path), RowParams(target="y", split_by="customer"))
+    groups = [set(rows["number"].round().tolist()) for rows in original_rows(built).values()]
+    assert len(set.union(*groups)) == sum(map(len, groups)) == 600, "none in two splits"
+
+
+def test_numbers_that_are_one_in_double_precision_are_refused_and_not_left_out(tmp_path: Path) -> None:
+    frame = table().assign(k=np.arange(1200) % 5 + 2**56)
+    with pytest.raises(DataError, match="'k' has 5 different numbers, which are one in double precision"):
+        build_table(tmp_path, frame=frame)
+
+
 @pytest.mark.parametrize("names", [
     "train valid test", "TRAIN VALID TEST", "Train Val Test", "training validation testing", " train  dev  holdout ",
 ])  # fmt: skip

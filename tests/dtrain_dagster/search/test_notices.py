@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,16 @@ import pytest
 from dtrain_dagster.fleet.jobs import FleetJob
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.search.results import summary
-from dtrain_dagster.search.run import Search, SearchRequest, open_search
-from dtrain_dagster.search.settings import SearchSettings
+from dtrain_dagster.search.run import Measured, Search, SearchRequest, open_search
+from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
 from dtrain_dagster.search.space import SpaceError
 from dtrain_dagster.search.trials import TrialSeconds
 from tests.webhook import web_hook
 from trainer.config import DatasetRef, JobConfig
 
 RESULT: dict[str, Any] = {
-    "name": "rates", "trials": [{}, {}, {}], "counts": {"complete": 1, "pruned": 2}, "usd": 0.5, "metric": "valid_loss",
+    "name": "rates", "trials": [{}, {}, {}], "counts": {"complete": 1, "pruned": 2}, "usd": 0.5,
+    "measuring_usd": 0.0, "metric": "valid_loss",
     "best": {"trial": 2, "score": -2.08, "values": {"learning_rate": 0.01}}, "settings_file": "/s/best.json",
     "planned": {"at_most_usd": 1.0, "expected_usd": 0.75}, "improvements": [],
 }  # fmt: skip
@@ -39,12 +41,25 @@ def test_a_search_of_an_older_version_is_refused_before_its_record_is_touched(tm
     """Its fleet has jobs without the values of their trials."""
     request, records = request_in(tmp_path), FleetRecords(tmp_path, "rates")
     for _ in range(2):  # begun, and gone on with
-        open_search(tmp_path, request, None, {}, lambda: (USUAL, 0.1))  # type: ignore[arg-type]
+        open_search(tmp_path, request, None, {}, lambda: Measured(USUAL, 0.1))  # type: ignore[arg-type]
     records.add(FleetJob(job_id="rates-0000", node_seconds=1.0), 0)
     records.ask_to_cancel()
     with pytest.raises(SpaceError, match=r"begun by an older version.*--show rates"):
-        open_search(tmp_path, request, None, {}, lambda: (USUAL, 0.1))  # type: ignore[arg-type]
+        open_search(tmp_path, request, None, {}, lambda: Measured(USUAL, 0.1))  # type: ignore[arg-type]
     assert records.is_cancelled()
+
+
+def test_a_grid_is_planned_for_its_own_trials_and_not_for_as_many_as_there_may_be(tmp_path: Path) -> None:
+    space = {"training.learning_rate": [0.1, 0.2], "training.clip_norm": [1.0, 2.0, 3.0]}
+    settings = SearchSettings(trials=32, sampler=Sampler.grid, pruner=Pruner.none)
+    request = replace(request_in(tmp_path), space=space, settings=settings)
+    search = Search(tmp_path, request, None, {}, USUAL)  # type: ignore[arg-type]
+    assert search.trials == 6
+    assert search.plan.at_most_usd == pytest.approx(6 * search.plan.trial_usd)
+    assert search.plan.lines[0].startswith("6 trials")
+    assert not any("random" in line for line in search.plan.lines)
+    assert replace(request, settings=replace(settings, trials=4)).count_trials() == 4
+    assert replace(request, settings=SearchSettings()).count_trials() == 32
 
 
 def test_the_end_of_a_search_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
