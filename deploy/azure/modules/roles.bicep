@@ -113,7 +113,6 @@ resource orchestrates 'Microsoft.Authorization/roleDefinitions@2022-04-01' = {
           'Microsoft.MachineLearningServices/workspaces/models/write'
           'Microsoft.MachineLearningServices/workspaces/models/versions/write'
           'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/write'
-          'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/delete'
           'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/score/action'
           'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/deployments/write'
           'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/deployments/delete'
