@@ -261,8 +261,7 @@ def main(arguments: Sequence[str]) -> int:
             settle_status(rundir, sweeps=False)
 
     work = partial(supervise, rundir, secret, clock, RESUME in arguments)
-    told = (partial(tell, rundir, of, retries=RETRIES) for of in ("goes_on", "waits", "kept"))
-    code = supervised(work, supervisor_mark(launch), afterwards, *told)
+    code = supervised(work, supervisor_mark(launch), afterwards, partial(tell, rundir, retries=RETRIES))
     if has_end_to_tell(rundir):
         os.close(lock)  # the job may be started again meanwhile
         tell_of_end(rundir, RETRIES)

@@ -202,8 +202,7 @@ def main(arguments: Sequence[str]) -> int:
     if "--reaper" not in arguments:
         return work(None)
     token = (rundir.read_json(LAUNCH) or {})["token"]
-    tells = [partial(tell, rundir, of, retries=RETRIES) for of in ("goes_on", "waits", "kept")]
-    return supervised(work, f"supervisor-{token}", lambda: None, *tells)
+    return supervised(work, f"supervisor-{token}", lambda: None, partial(tell, rundir, retries=RETRIES))
 
 
 if __name__ == "__main__":

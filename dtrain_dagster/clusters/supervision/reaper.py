@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Container
 from typing import Any
 
+from dtrain_dagster.clusters.job_notices import Wanted
 from trainer.node.processes import descendants, group_alive, kill_all, marked, signal_group
 
 LIMIT_SECONDS = 10.0
@@ -35,23 +36,15 @@ class Reaper:
 
     def watch(self, group: int) -> None:
         """Kill this process group if the supervisor dies."""
-        self._tell(b"+%d\n" % group)
+        self._tell(b"+ %d\n" % group)
 
     def forget(self, group: int) -> None:
         """Stop watching a group that is gone; its number may soon belong to another."""
-        self._tell(b"-%d\n" % group)
+        self._tell(b"- %d\n" % group)
 
-    def announce_launch(self, launch: int) -> None:
-        """Have people told that the job goes on in this launch; the supervisor has no time for that."""
-        self._tell(b"!%d\n" % launch)
-
-    def announce_wait(self, launch: int) -> None:
-        """Have people told that this launch waits for nodes."""
-        self._tell(b"?%d\n" % launch)
-
-    def announce_kept(self, launch: int) -> None:
-        """Have people told that this launch has failed, and that its nodes are kept."""
-        self._tell(b"=%d\n" % launch)
+    def announce(self, news: Wanted, launch: int) -> None:
+        """Have people told this of a launch; the supervisor has no time for that."""
+        self._tell(f"{news} {launch}\n".encode())
 
     def _tell(self, line: bytes) -> None:
         with contextlib.suppress(BrokenPipeError):  # somebody killed the reaper; the job can do without
@@ -62,13 +55,11 @@ def supervised(
     work: Callable[[Reaper], int],
     token: str,
     afterwards: Callable[[], None],
-    on_launch: Callable[[int], None] = lambda launch: None,
-    on_wait: Callable[[int], None] = lambda launch: None,
-    on_kept: Callable[[int], None] = lambda launch: None,
+    on_news: Callable[[Wanted, int], None] = lambda news, launch: None,
 ) -> int:
     """Do the work in a child; after its end, end all processes that it left and call ``afterwards``. Return the child's
-    exit code, negative for a signal. ``on_launch``, ``on_wait`` and ``on_kept`` are called on threads of their own
-    with what the child has announced (`Reaper.announce_launch` and those beside it).
+    exit code, negative for a signal. ``on_news`` is called on a thread of its own with what the child has announced
+    (`Reaper.announce`).
 
     ``token``: the mark of the processes of this job, see `trainer.node.processes.MARK`.
     """
@@ -92,14 +83,16 @@ def supervised(
     os.close(write)
     groups: set[int] = set()
     threads: list[threading.Thread] = []
-    with os.fdopen(read, "rb") as lines:
+    with os.fdopen(read) as lines:
         for line in lines:
-            sign, told = line[:1], int(line[1:])
-            if announced := {b"!": on_launch, b"?": on_wait, b"=": on_kept}.get(sign):
-                threads.append(threading.Thread(target=announced, args=(told,)))
-                threads[-1].start()
+            what, told = line.split()
+            if what == "+":
+                groups.add(int(told))
+            elif what == "-":
+                groups.discard(int(told))
             else:
-                (groups.add if sign == b"+" else groups.discard)(told)
+                threads.append(threading.Thread(target=on_news, args=(what, int(told))))
+                threads[-1].start()
 
     def left() -> set[int]:
         for group in groups:

@@ -120,7 +120,7 @@ class Supervisor:
     def _start_nodes(self) -> None:
         self.placer.begin_launch(self.launch)
         if self.launch["launch"] > 1 and self.reaper:
-            self.reaper.announce_launch(self.launch["launch"])
+            self.reaper.announce("goes_on", self.launch["launch"])
         for node_id in range(self.launch["node_count"]):
             self.placer.start(node_id, 1)
         self.nodes = self.placer.look()
@@ -182,7 +182,7 @@ class Supervisor:
         for line in describe_kept(self.kept):
             _say(line)
         if self.reaper:
-            self.reaper.announce_kept(self.launch["launch"])
+            self.reaper.announce("kept", self.launch["launch"])
         while any(node.state == "kept" for node in self.nodes.values()) and not self.cancelled:
             self._pause()
             self.nodes = self.placer.look()
@@ -254,7 +254,7 @@ class Supervisor:
         if waiting and self.reaper and launch != self._told_of_wait and self._waits_long():
             self._told_of_wait = launch
             self._write_status(self._state(), waiting)  # with how long it has been: the notice repeats it
-            self.reaper.announce_wait(launch)
+            self.reaper.announce("waits", launch)
 
     def _waits_long(self) -> bool:
         since = [node.queued_at for node in self.nodes.values() if node.state == "pending" and node.queued_at]
