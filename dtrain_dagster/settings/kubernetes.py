@@ -122,10 +122,9 @@ class KubernetesSettings(EnvironmentSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX)
 
     kubeconfig: str | None = Field(
-        default=None,
-        description="Kubeconfig, whose current context counts; unset: KUBECONFIG or ~/.kube/config, and in a pod its "
-        "service account",
+        default=None, description="Kubeconfig; unset: KUBECONFIG or ~/.kube/config, and in a pod its service account"
     )
+    context: str | None = Field(default=None, description="Context of it; unset: the current one")
     namespace: str = Field(default="dtrain", pattern=f"^{_NAME}$", description="Namespace of all that is created")
     image: str = Field(
         pattern=r"^[a-z0-9][A-Za-z0-9._:/@-]*$", description="Image of the nodes, with this project and its packages"

@@ -214,6 +214,8 @@ def test_what_cannot_work_is_refused_before_anything_is_made(
     make_engine(options).check()
     with pytest.raises(ClusterError, match="deploy/kubernetes has the rights"):
         make_engine(options.model_copy(update={"namespace": "default"})).check()
+    with pytest.raises(ClusterError, match="DTRAIN_KUBERNETES_CONTEXT"):
+        make_engine(options.model_copy(update={"context": "absent"})).check()
     with pytest.raises(ClusterError, match="DTRAIN_KUBERNETES_KUBECONFIG"):
         make_engine(options.model_copy(update={"kubeconfig": "/absent/kubeconfig"})).check()
     with pytest.raises(ClusterError, match="create it, or set DTRAIN_KUBERNETES_NAMESPACE"):

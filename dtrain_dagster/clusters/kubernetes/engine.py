@@ -48,8 +48,8 @@ PATIENCE_SECONDS = 60.0
 """Seconds for which a refusal of what was allowed before counts as a cluster that does not answer."""
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
 _REFUSALS = {
-    0: "the kubeconfig's certificate authority is not this cluster's: see DTRAIN_KUBERNETES_KUBECONFIG",
-    401: "the cluster does not recognise this identity: log in again, or set DTRAIN_KUBERNETES_KUBECONFIG",
+    0: "the kubeconfig's certificate authority is not this cluster's: see DTRAIN_KUBERNETES_KUBECONFIG and _CONTEXT",
+    401: "the cluster does not recognise this identity: log in again, or set DTRAIN_KUBERNETES_KUBECONFIG and _CONTEXT",
     403: "this identity may not do it, or a quota is used up: deploy/kubernetes has the rights that are needed",
     404: "there is no such namespace: create it, or set DTRAIN_KUBERNETES_NAMESPACE",
     422: "the cluster rejects the object: correct the DTRAIN_KUBERNETES_ setting that it names",
@@ -169,8 +169,8 @@ class KubernetesEngine:
             self._delete(name, force)
 
     def how_to_enter(self, job: EngineJob, address: str) -> str:
-        own = self.options.kubeconfig
-        where = f" {shlex.quote(f'--kubeconfig={own}')}" if own else ""
+        given = {"kubeconfig": self.options.kubeconfig, "context": self.options.context}
+        where = "".join(f" {shlex.quote(f'--{name}={value}')}" for name, value in given.items() if value)
         selector = f"job-name={job.id}"
         try:
             pod = first_pod(self._items("list the pods", self._core.list_namespaced_pod, label_selector=selector))
@@ -236,15 +236,18 @@ class KubernetesEngine:
             ) from None
         configuration = client.Configuration()
         try:
-            if self.options.kubeconfig is None and _in_cluster():
+            if self.options.kubeconfig is None and self.options.context is None and _in_cluster():
                 config.load_incluster_config(client_configuration=configuration)
             else:
                 config.load_kube_config(
-                    self.options.kubeconfig, client_configuration=configuration, persist_config=False
+                    self.options.kubeconfig,
+                    self.options.context,
+                    client_configuration=configuration,
+                    persist_config=False,
                 )
         except (ConfigException, OSError) as error:
             raise KubernetesError(
-                f"no cluster is configured: {error}; set DTRAIN_KUBERNETES_KUBECONFIG, or choose a context in it"
+                f"no cluster is configured: {error}; set DTRAIN_KUBERNETES_KUBECONFIG and DTRAIN_KUBERNETES_CONTEXT"
             ) from None
         configuration.retries = False  # asked again by whoever polls
         return client.ApiClient(configuration)
