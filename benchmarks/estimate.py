@@ -176,7 +176,7 @@ class Course:
 
     def _probe(self, job: JobConfig, sizes: Sizes, count: int, learned: LearnedCorrection) -> Forecast:
         counts = probe.probe_counts(count, has_limits=False)
-        return probe.forecast(self.manager, job, sizes, counts, pace_mark(job, 1), self.env, learned)
+        return probe.run_probes(self.manager, job, sizes, counts, pace_mark(job, 1), self.env, learned)
 
     def _learn(
         self, job_id: str, expected: Interval, actual: float, nodes: Sequence[Any], learned: LearnedCorrection

@@ -298,7 +298,7 @@ def measure_pace(
 
     try:
         with queueing(context, project, cluster):
-            forecast = probe.forecast(
+            forecast = probe.run_probes(
                 manager,
                 planned.job,
                 planned.sizes,

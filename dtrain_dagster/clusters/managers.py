@@ -77,7 +77,7 @@ class LocalClusterManager(SupervisedClusterManager):
                 f"{self._most_ranks} here: set fewer"
             )
 
-    def describe_launch(self, launch: Mapping[str, Any], rundir: RunDir, files: PrivateFiles) -> list[Request]:
+    def preview_launch(self, launch: Mapping[str, Any], rundir: RunDir, files: PrivateFiles) -> list[Request]:
         per_node, count = launch["processes_per_node"], launch["node_count"]
         port = launch["master_port"] or "a free port"
         seat = Seat(node_id=0, master_port=0, secret=str(files.secret))
@@ -120,7 +120,7 @@ class EngineClusterManager(SupervisedClusterManager):
     def host_record(self) -> HostRecord | None:
         return HostRecord.of_cluster(self.home, self.settings.cluster_key)
 
-    def describe_launch(self, launch: Mapping[str, Any], rundir: RunDir, files: PrivateFiles) -> list[Request]:
+    def preview_launch(self, launch: Mapping[str, Any], rundir: RunDir, files: PrivateFiles) -> list[Request]:
         options, secret = self.engine_options or {}, str(files.secret)
         engine = open_engine(self.settings.engine, options, rundir.uri, secret, {**os.environ, **launch["env"]})
         return list(engine.describe(launch))

@@ -72,7 +72,7 @@ def probe_job(job: JobConfig, jobs_uri: str, mark: str, node_count: int, sizes: 
     return replace(job, job_id=job_id, run_dir=f"{jobs_uri}/{job_id}", training=training, tracking=tracking)
 
 
-def forecast(
+def run_probes(
     manager: GPUClusterManager,
     job: JobConfig,
     sizes: Sizes,

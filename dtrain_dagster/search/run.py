@@ -30,7 +30,7 @@ from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, JobOrder
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
 from dtrain_dagster.planning.build_plan import pace_mark, sizes_of
-from dtrain_dagster.planning.probe import forecast
+from dtrain_dagster.planning.probe import run_probes
 from dtrain_dagster.search.check_space import job_of_trial
 from dtrain_dagster.search.kept import RESULT, SEARCH, kept_search, search_folder
 from dtrain_dagster.search.results import result_document, settings_document, summary
@@ -427,7 +427,7 @@ def measure_trial(
     digest, command = ("", None) if request.script is None else (request.script.digest, request.script.command(()))
     mark = f"{pace_mark(request.base, ranks, digest)}-w{request.base.training.world_size}-{request.name}"
     most = None if request.budget_usd is None else request.budget_usd / request.usd_per_node_hour * 3600
-    found = forecast(
+    found = run_probes(
         manager,
         request.base,
         sizes,

@@ -39,7 +39,7 @@ from dtrain_dagster.clusters.supervision.engine import (
     name_job,
     name_launch,
 )
-from dtrain_dagster.clusters.supervision.reaper import Reaper, supervised
+from dtrain_dagster.clusters.supervision.reaper import Reaper, run_under_reaper
 from dtrain_dagster.clusters.supervision.supervisor import Supervisor, begin_clock
 from trainer.comm.launch_secret import SecretFile
 from trainer.node.environment import LaunchError
@@ -202,7 +202,7 @@ def main(arguments: Sequence[str]) -> int:
     if "--reaper" not in arguments:
         return work(None)
     token = (rundir.read_json(LAUNCH) or {})["token"]
-    return supervised(work, f"supervisor-{token}", lambda: None, partial(tell, rundir, retries=RETRIES))
+    return run_under_reaper(work, f"supervisor-{token}", lambda: None, partial(tell, rundir, retries=RETRIES))
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def _children(pid: int) -> list[int]:
 def _supervise(order: Mapping[str, Any]) -> int:
     """In a process of its own: the life of a supervisor and its reaper, as its `main` does it."""
     from dtrain_dagster.clusters import presence
-    from dtrain_dagster.clusters.supervision.reaper import supervised
+    from dtrain_dagster.clusters.supervision.reaper import run_under_reaper
     from dtrain_dagster.support.job_lock import acquire
     from trainer.rundir import LAUNCH, RunDir
 
@@ -96,13 +96,13 @@ def _supervise(order: Mapping[str, Any]) -> int:
         print("another supervisor has this job", flush=True)
         return 1
     token = (rundir.read_json(LAUNCH) or {})["token"]
-    return supervised(
+    return run_under_reaper(
         lambda reaper: _work(order, reaper), token, afterwards=lambda: presence.close(rundir, time.time())
     )
 
 
 def _work(order: Mapping[str, Any], reaper: Any) -> int:
-    from dtrain_dagster.clusters.supervise import LocalPlacer
+    from dtrain_dagster.clusters.supervision.local_placer import LocalPlacer
     from dtrain_dagster.clusters.supervision.supervisor import Supervisor, begin_clock
     from trainer.comm.launch_secret import SecretFile
     from trainer.rundir import RunDir

@@ -53,7 +53,7 @@ from dtrain_dagster.clusters.supervision.settle import (
 from dtrain_dagster.clusters.supervision.submit import (
     LaunchSettings,
     SupervisorError,
-    describe_launch,
+    launch_document,
     start_supervisor,
 )
 from dtrain_dagster.costs.usage import NodeUsage
@@ -209,10 +209,10 @@ class SupervisedClusterManager(GPUClusterManager):
         launch["token"] = launch["token"][: -len(DRAWN)] + DRAWN
         code = KINDS[self.settings.engine].code
         staged = code_of(self.home / "code", factories_in(job))[0] if code == "staged" else None
-        return self.describe_launch(with_code(launch, staged, code), rundir, PrivateFiles(self.home, spec.job_id))
+        return self.preview_launch(with_code(launch, staged, code), rundir, PrivateFiles(self.home, spec.job_id))
 
     @abstractmethod
-    def describe_launch(self, launch: Mapping[str, Any], rundir: RunDir, files: PrivateFiles) -> list[Request]:
+    def preview_launch(self, launch: Mapping[str, Any], rundir: RunDir, files: PrivateFiles) -> list[Request]:
         """Return what is asked for when this launch begins. ``files``: those that its supervisor would have."""
 
     def submit_job(self, spec: JobSpec) -> None:
@@ -390,7 +390,7 @@ class SupervisedClusterManager(GPUClusterManager):
     def _next_launch(self, spec: JobSpec, folder: Path, rundir: RunDir) -> dict[str, Any]:
         """Return the next launch of a job as in ``launch.json``, but for where its code is."""
         before = rundir.read_json(LAUNCH)
-        launch = describe_launch(spec, folder, rundir) | asdict(self.settings)
+        launch = launch_document(spec, folder, rundir) | asdict(self.settings)
         return launch if before is None else launch | {BEFORE: place_of(before)}
 
     def _supervise_again(self, rundir: RunDir, lock: int) -> None:

@@ -51,7 +51,7 @@ class Reaper:
             os.write(self._pipe, line)
 
 
-def supervised(
+def run_under_reaper(
     work: Callable[[Reaper], int],
     token: str,
     afterwards: Callable[[], None],

@@ -70,7 +70,7 @@ class SupervisorError(ClusterError):
     """The supervisor of a job could not be started."""
 
 
-def describe_launch(spec: JobSpec, folder: Path, rundir: RunDir) -> dict[str, Any]:
+def launch_document(spec: JobSpec, folder: Path, rundir: RunDir) -> dict[str, Any]:
     """Return the next launch of this job as in ``launch.json``, without what the cluster's settings add."""
     return {
         "job_id": spec.job_id,

@@ -142,7 +142,7 @@ def test_the_launch_that_is_shown_is_the_launch_that_is_made(tmp_path: Path, mon
     run_dir = f"{manager.home}/storage/jobs/night"
     spec = JobSpec(job_id="night", run_dir=run_dir, command=("python", "x.py"), node_count=2, env={"A": "1"})
     shown: list[Mapping[str, Any]] = []
-    monkeypatch.setattr(manager, "describe_launch", lambda launch, *_: shown.append(launch) or [])
+    monkeypatch.setattr(manager, "preview_launch", lambda launch, *_: shown.append(launch) or [])
     monkeypatch.setattr(
         "dtrain_dagster.clusters.supervision.manager.start_supervisor", lambda launch, *_: shown.append(launch)
     )

@@ -34,7 +34,7 @@ from dtrain_dagster.planning.history import (
     past_runs,
     past_scores,
 )
-from dtrain_dagster.planning.probe import forecast, probe_job
+from dtrain_dagster.planning.probe import probe_job, run_probes
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
 from harness.small_job import train, write_dataset
@@ -251,7 +251,7 @@ def test_a_probe_that_was_run_before_is_told_as_such(finished, tmp_path):
     presence = NodePresence(node_id=0, launch=1, started_at=min(times), ended_at=max(times))
     RunDir(short.run_dir).write_node(presence)
     manager = build_resources(Settings(home=home, nodes=1))["cluster"].manager()
-    found = forecast(manager, job, sizes, [1], "mark", {}, LearnedCorrection(), said.append)
+    found = run_probes(manager, job, sizes, [1], "mark", {}, LearnedCorrection(), said.append)
     assert said == [f"the probe {short.job_id} was run before"]
     assert found.rests_on == (short.job_id,)
 

@@ -1,0 +1,167 @@
+"""The placer of this machine: nodes are process groups that stand in for machines, each with a log and a mark of its
+own. Which processes belong to one is in `trainer.node`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from dtrain_dagster.clusters import presence as presences
+from dtrain_dagster.clusters.hosts import Exclusion
+from dtrain_dagster.clusters.supervision.placer import PlacedNode
+from dtrain_dagster.clusters.supervision.reaper import Reaper, reap_orphans
+from trainer.comm.launch_secret import SecretFile
+from trainer.documents.presences import NodePresence
+from trainer.documents.reader import warn_once
+from trainer.node.environment import LaunchError, Seat, choose_port
+from trainer.node.line_log import LineLog
+from trainer.node.node_processes import NodeProcesses, Spawn, header_of, make_node, spawn_process
+from trainer.node.preflight import Wanted, judge_node, read_setting
+from trainer.node.preflight_measures import Errand, Measuring, look_lightly
+from trainer.node.processes import descendants, kill_all, marked
+from trainer.rundir import LOGS, RunDir
+from trainer.runtime.clock import SteadyClock
+
+
+class LocalPlacer:
+    """Starts, watches and ends the process groups of this machine that stand in for nodes."""
+
+    poll_seconds = 0.05
+
+    def __init__(
+        self,
+        rundir: RunDir,
+        secret: SecretFile,
+        clock: SteadyClock,
+        reaper: Reaper,
+        spawn: Spawn = spawn_process,
+    ) -> None:
+        self.rundir, self.secret, self.clock, self.reaper, self.spawn = rundir, secret, clock, reaper, spawn
+        self.parent = os.getppid()
+        self.launch: Mapping[str, Any] = {}
+        self.port = 0
+        self.beat = 0.0
+        self.nodes: dict[int, tuple[NodeProcesses, NodePresence]] = {}
+        """The newest incarnation of each node of this launch."""
+
+    def begin_launch(self, launch: Mapping[str, Any]) -> None:
+        """Choose the port of rank 0, and write a new secret."""
+        self.launch, self.nodes = launch, {}
+        self._check_fitness()
+        self.port = choose_port(launch["master_port"])
+        self.secret.renew()
+
+    def _check_fitness(self) -> None:
+        """Make the pre-flight of this machine, once for all nodes, which share it. Raise `LaunchError` where it is not
+        fit."""
+        setting = self.launch.get("preflight", "")
+        mode, command = read_setting(setting)
+        if mode == "off":
+            return
+        folder = str(self.rundir.storage.local_path())
+        if not setting:
+            found = look_lightly(folder)
+        else:
+            measuring = Measuring(
+                Errand(run_dir=folder, mode=mode, command=command), {**os.environ, **self.launch["env"]}
+            )
+            while not measuring.is_over():
+                time.sleep(self.poll_seconds)
+            found = measuring.result()
+        judged = judge_node(found, Wanted(is_room_needed=bool(setting)))
+        for words, each in (("failed", judged.failed), ("warning", judged.warned)):
+            for text in each:
+                print(f"pre-flight {words}: {text}", flush=True)  # noqa: T201 - the supervisor's log
+        if judged.failed:
+            raise LaunchError(
+                f"this machine failed its pre-flight: {judged.why}. Repair that, or set DTRAIN_PREFLIGHT=off"
+            )
+
+    def resume_launch(self, launch: Mapping[str, Any]) -> set[int]:
+        """Raise NotImplementedError: these nodes end with their supervisor."""
+        raise NotImplementedError
+
+    def start(self, node_id: int, incarnation: int) -> None:
+        """Start one process group, as `Placer.start` says."""
+        log = LineLog(self.rundir.storage.local_path(f"{LOGS}/node-{node_id}.log"), header_of(self.launch, incarnation))
+        place = {"node_id": node_id, "launch": self.launch["launch"], "incarnation": incarnation}
+        here = NodePresence(**place, started_at=(now := self.clock.now()), last_seen_at=now)
+        seat = Seat(node_id=node_id, incarnation=incarnation, master_port=self.port, secret=str(self.secret.path))
+        node = make_node(self.launch, seat, log)
+        self.nodes[node_id] = node, here
+        self.rundir.write_node(here)
+        node.start(self.launch, self.clock.variables(), self.spawn, self.reaper.watch)
+
+    def look(self) -> Mapping[int, PlacedNode]:
+        """Pass on what the processes have printed, refresh the presences now and then, and see what has ended."""
+        if beat := time.monotonic() - self.beat > presences.HEARTBEAT_SECONDS:
+            self.beat = time.monotonic()
+            reap_orphans({process.pid for node, _ in self.nodes.values() for _, process in node.processes})
+        for node_id, (node, _) in self.nodes.items():
+            if not node.gone:
+                node.log.pump()
+                if beat:
+                    self._write_presence(node_id, last_seen_at=self.clock.now())
+            if node.look():
+                self._write_presence(node_id, ended_at=self.clock.now(), exit_codes=node.ended_codes)
+                if node.group is not None:
+                    self.reaper.forget(node.group)  # its number is free for others now
+        return {node_id: _placed(node, presence) for node_id, (node, presence) in self.nodes.items()}
+
+    def end(self, node_ids: Iterable[int], grace: float) -> None:
+        """Send SIGTERM now and SIGKILL after ``grace`` seconds; with no grace, SIGKILL at once: a frozen process
+        answers to nothing else."""
+        for node_id in node_ids:
+            node = self.nodes[node_id][0]
+            node.end(grace)
+            if grace <= 0:
+                node.kill()
+
+    def how_to_enter(self, node_id: int) -> str:
+        """Return nothing: its nodes are processes of this machine, and none is kept."""
+        return ""
+
+    def exclusions(self) -> Sequence[Exclusion]:
+        """Return none: its nodes share one machine."""
+        return ()
+
+    def collect_logs(self, node_id: int) -> None:
+        """Write what the node's processes have printed into its log."""
+        node = self.nodes[node_id][0]
+        if not node.gone:
+            node.log.pump()
+
+    def sweep(self, seconds: float) -> None:
+        """Kill the processes that descend from this job's, in no node's group."""
+        if self.launch:  # else nothing was started
+            kill_all(self._strays, seconds)
+
+    def _strays(self) -> set[int]:
+        """Return the processes that descend from this job's, in no node's group and without its mark."""
+        above = {self.parent} if os.getppid() == self.parent else set()
+        token = self.launch["token"]
+        found = marked(token).union(*(descendants(pid, token) for pid in (os.getpid(), *above)))
+        return found - {os.getpid(), *above}
+
+    def _write_presence(self, node_id: int, **changes: Any) -> None:
+        node, presence = self.nodes[node_id]
+        presence = replace(presence, clock_jump_seconds=self.clock.jump(), **changes)
+        self.nodes[node_id] = node, presence
+        try:
+            self.rundir.write_node(presence)
+        except OSError as error:  # a full disk must not end the watching
+            warn_once(f"could not write the presence of node {node_id}: {error}")
+
+
+def _placed(node: NodeProcesses, presence: NodePresence) -> PlacedNode:
+    return PlacedNode(
+        node_id=presence.node_id,
+        incarnation=presence.incarnation,
+        codes=node.codes,
+        state="gone" if node.gone else "running",
+        gone_at=node.gone_at,
+        presence=presence,
+    )
