@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from dtrain_dagster.cli.common import Refusal, run_dir, say
 from dtrain_dagster.cli.facts import price_of_cluster
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.jobs.progress import REGISTRATION, code_version
 from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
-from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.secrets import redact
 from trainer.config import JOB_ID, JobConfig
 from trainer.rundir import JOB, LAUNCH, RESULT, RunDir
+
+if TYPE_CHECKING:  # Dagster: most commands answer without it
+    from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 
 
 def refuse_unregistrable(cluster: GPUClusterResource, project: ProjectResource, job: JobConfig) -> None:
