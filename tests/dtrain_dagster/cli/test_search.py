@@ -209,8 +209,8 @@ def test_lines_for_people_are_whole() -> None:
         "not worth it"
     )
     nothing = {
-        "trials": [], "counts": {}, "usd": 0.0, "measuring_usd": 0.0, "planned": {"at_most_usd": 1.0, "expected_usd": 0.5},
-        "improvements": [], "metric": "loss", "best": None, "settings_file": None,
+        "trials": [], "counts": {}, "usd": 0.0, "measuring_usd": 0.0, "improvements": [], "metric": "loss",
+        "planned": {"at_most_usd": 1.0, "expected_usd": 0.5}, "best": None, "settings_file": None,
     }  # fmt: skip
     assert "no trial was evaluated" in summary(nothing)[-1]
     assert trials_table([], "loss").row_count == 0

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from sklearn import metrics
-from sklearn.linear_model import LogisticRegression, Ridge
 from thread_worlds import on_two_ranks
 
 from tests.kinds import build_table
@@ -25,6 +23,8 @@ from trainer.model.rows import RowEncoder
 
 
 def test_classes_are_scored_as_by_others_and_in_parts() -> None:
+    from sklearn import metrics  # not above: every worker would load it
+
     random = np.random.default_rng(0)
     probabilities = random.dirichlet([0.5, 1, 2], 5000)
     target = np.array([random.choice(3, p=row) for row in probabilities])
@@ -49,6 +49,8 @@ def test_a_certain_mistake_has_a_finite_loss() -> None:
 
 
 def test_numbers_are_scored_as_by_others() -> None:
+    from sklearn import metrics
+
     random = np.random.default_rng(0)
     target = 1e6 + random.standard_normal(3000)
     forecast = target + 0.3 * random.standard_normal(3000)
@@ -60,6 +62,8 @@ def test_numbers_are_scored_as_by_others() -> None:
 
 @pytest.mark.parametrize("target", ["value", "bought", "level"])
 def test_the_linear_baseline_is_that_of_others(tmp_path: Path, target: str) -> None:
+    from sklearn.linear_model import LogisticRegression, Ridge
+
     data = RowData(build_table(tmp_path, target).uri, tmp_path / "cache")
     model = fit_linear(data, SharedWork(), lambda: None)
     (x, y), (rows, truth) = (data.samples(split, np.arange(data.count(split))) for split in ("train", "test"))

@@ -9,7 +9,6 @@ from specs import window_spec
 from steps import step_of
 from thread_worlds import CPU
 from torch import nn
-from torch._dynamo.utils import counters
 
 from trainer.config import ConfigError, FactoryConfig
 from trainer.data.batches import Batch, Samples
@@ -70,6 +69,8 @@ def test_a_stock_model_and_its_loss_are_one_graph(factory: str) -> None:
     loss = build_loss(FactoryConfig(factory=usual_parts(WINDOWS, None)[1]), spec)
     module, task = build_model(FactoryConfig(factory=factory), spec, int(loss.outputs)), SupervisedTask(loss)  # type: ignore[arg-type]
     torch.compiler.reset()
+    from torch._dynamo.utils import counters  # not above: every worker would load torch's compiler
+
     counters.clear()
     losses = torch.compile(partial(task.loss, module), backend="eager")
     losses((torch.randn(8, 20, 4), torch.randn(8))).sum().backward()
@@ -94,6 +95,8 @@ def test_a_compiled_model_has_the_same_losses_and_keeps_its_names() -> None:
         return found, list(net.state_dict())
 
     plain, names = losses("off")
+    from torch._dynamo.utils import counters  # not above: every worker would load torch's compiler
+
     counters.clear()
     fast, fast_names = losses("default")
     # One graph holds the model and its loss; nothing in it goes back to Python.

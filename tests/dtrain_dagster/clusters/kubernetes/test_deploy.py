@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import yaml
 from dagster._config import validate_config
-from dagster_k8s import K8sRunLauncher
-from dagster_k8s.job import UserDefinedDagsterK8sConfig
 from kubernetes_validate import utils as schemas
 
 from dtrain_dagster.clusters.kubernetes.engine import RIGHTS
@@ -75,12 +73,16 @@ def launcher_config() -> dict[str, Any]:
 
 
 def test_dagsters_launcher_takes_its_configuration():
+    from dagster_k8s import K8sRunLauncher  # not above: every worker would load the client of Kubernetes
+
     assert validate_config(K8sRunLauncher.config_type(), launcher_config()).success
     assert not validate_config(K8sRunLauncher.config_type(), {**launcher_config(), "absent": 1}).success
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_pods_of_dagster_are_what_kubernetes_takes(version: str):
+    from dagster_k8s.job import UserDefinedDagsterK8sConfig
+
     (deployment,) = values()["dagster-user-deployments"]["deployments"]
     context = UserDefinedDagsterK8sConfig.from_dict(launcher_config()["run_k8s_config"])
     about = {
