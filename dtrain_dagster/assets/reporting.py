@@ -109,7 +109,7 @@ def report_performance(
         [*usage, *plan.probe_usage],
         plan.job["training"],
     )
-    optimization = ResourceOptimizer(
+    advice = ResourceOptimizer(
         events,
         usage,
         price=price_of(plan.sku),
@@ -117,8 +117,8 @@ def report_performance(
         training=plan.job["training"],
         prices=alternatives_to(plan.sku).values(),
         today=datetime.now(UTC).date(),
-    ).optimization()
-    rundir.write_json(PERFORMANCE_REPORT, asdict(performance) | {"optimization": optimization.document()})
+    )
+    rundir.write_json(PERFORMANCE_REPORT, asdict(performance) | {"optimization": advice.document()})
     took = sum_launches(usage)
     expected, good = plan.estimate.seconds, performance.goodput
     has_gpus = any(node.gpu_utilization is not None for node in performance.nodes)
@@ -135,7 +135,7 @@ def report_performance(
             "\n".join(f"- {describe_strategy(item)}" for item in performance.recommendations)
             or "These figures do not suggest any change."
         ),
-        "next_run": dg.MarkdownMetadataValue(optimization.markdown),
+        "next_run": dg.MarkdownMetadataValue(advice.markdown()),
         **links(dashboard=job_url),
         "report_page": dg.MetadataValue.path(write_report(rundir, plan.tier)),
         "report": dg.MetadataValue.path(f"{rundir.uri}/{PERFORMANCE_REPORT}"),
@@ -151,8 +151,8 @@ def report_performance(
         ),
         "test": dg.JsonMetadataValue(evaluation["model"]),
     }
-    if optimization.utilization:
-        metadata["utilization_percent"] = round(100 * optimization.utilization.fraction, 1)
+    if advice.utilization:
+        metadata["utilization_percent"] = round(100 * advice.utilization.fraction, 1)
     return dg.MaterializeResult(metadata=fit_page(metadata))
 
 

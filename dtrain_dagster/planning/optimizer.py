@@ -1,12 +1,10 @@
 """Advice from what a job used of its nodes: `ResourceOptimizer` for the next run of one that has ended, `savings` for
 one that costs more than estimated and goes on. Pure.
 
-Time and cost of each change are a row of `dtrain_dagster.planning.options`; this module decides which rows are worth
-reporting. Less than half used: fewer nodes, a smaller SKU or Spot nodes. GPU memory less than 70 % full: a larger
-batch. What cannot be determined is said, and nothing is recommended for it.
+Time and cost of each change are a row of `dtrain_dagster.planning.options`; here is decided which are worth a word.
 
 A change that keeps a running job as it is (other nodes, another tier) can be made from its checkpoint: it saves on what
-is left. One that changes the training saves in another run like this one.
+is left, and pays for starting again (`BaseRun.restart_seconds`). One that changes the training saves in another run.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from dtrain_dagster.jobs.view import JobView
 from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, GPUMemory, gpu_memory
 from dtrain_dagster.monitoring.step_model import step_model
 from dtrain_dagster.monitoring.windows import seconds_of, settled, windows, worlds
-from dtrain_dagster.planning.options import BaseRun, Change, best_of, build_options, change_table
+from dtrain_dagster.planning.options import BaseRun, Change, best_of, build_options, change_table, worthwhile
 from dtrain_dagster.planning.projection import Projection, pauses_left
 from dtrain_dagster.settings.tiers import Tier, tier_of
 from trainer.documents.events import EvaluationEvent, NodeEvent, OutOfMemoryEvent, TimingEvent, read_events
@@ -49,29 +47,22 @@ class Utilization:
     machines: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Optimization:
-    """All advice on one job."""
-
-    utilization: Utilization | None
-    recommendations: tuple[Change, ...]
-    not_known: tuple[str, ...]
-    """Sentences on what nothing is recommended about, and why."""
-
-    def document(self) -> dict[str, Any]:
-        """Return the advice for JSON."""
-        used = asdict(self.utilization) if self.utilization else None
-        advice = [item.document() for item in self.recommendations]
-        return {"utilization": used, "recommendations": advice, "not_known": self.not_known}
-
-    @property
-    def markdown(self) -> str:
-        """Return the changes for the next run, and the settings for which none can be recommended."""
-        used = self.utilization
-        lines = "\n".join(f"- {line}" for line in self.not_known)
-        missing = f"\n\nNothing is recommended for:\n{lines}" if lines else ""
-        said = f"{used.of} utilisation was {used.fraction:.0%}.\n\n" if used else ""
-        return said + change_table(self.recommendations) + missing
+def utilization(events: Iterable[Mapping[str, Any]]) -> Utilization | None:
+    """Return the utilization from the ``node`` events: of GPUs where there are some, else of processors. Several nodes
+    may be one machine, as on a local cluster: each reports its own share of the processors, and they add up; of GPUs
+    each reports the same."""
+    looks = read_events(NodeEvent, events)
+    has_gpu = any(item.gpu_utilization is not None for item in looks)
+    machines: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for item in looks:
+        percent = item.gpu_utilization if has_gpu else item.cpu_percent
+        if percent is not None:
+            machines[item.machine][item.node_id].append(percent / 100)
+    if not machines:
+        return None
+    over_nodes = statistics.fmean if has_gpu else math.fsum
+    busy = [min(1.0, over_nodes(map(statistics.fmean, nodes.values()))) for nodes in machines.values()]
+    return Utilization(fraction=statistics.fmean(busy), of="GPU" if has_gpu else "CPU", machines=len(machines))
 
 
 class ResourceOptimizer:
@@ -92,53 +83,38 @@ class ResourceOptimizer:
         self.price, self.tier, self.training = price, tier, training
         self._prices, self._today = tuple(prices), today
         self._events = [item for item in events if item.get("kind") in (NodeEvent.kind, OutOfMemoryEvent.kind)]
-        found = settled(windows(events))
-        groups = worlds(found)
-        self._world = groups[0] if groups else []
-        now = step_model(self._world) if self._world else None
-        self._now = now if now and now.samples else None
+        groups = worlds(settled(windows(events)))
+        self._world = groups[0] if groups and step_model(groups[0]).samples else []
         tracker = CostTracker("", usage, tier)
         self.usd, self._node_hours = tracker.total_usd, tracker.node_hours
         self.wall_seconds = paid_wall_seconds(usage)
         self._step_seconds = min(self.wall_seconds, seconds_of(windows(events)))
         evaluations = sum(item.seconds or 0.0 for item in read_events(EvaluationEvent, events))
         self._evaluation_seconds = min(self.wall_seconds - self._step_seconds, evaluations)
-
-    @property
-    def utilization(self) -> Utilization | None:
-        """Return the utilization; None where no node was measured."""
-        return utilization(self._events)
-
-    @property
-    def memory(self) -> GPUMemory | str:
-        """Return the memory of the fullest GPU, or why it is not known."""
-        if not self._world:
-            return "the job recorded no timing of its steps"
-        return gpu_memory(self._world, self._events, self.training)
-
-    def optimization(self) -> Optimization:
-        """Return all advice on the job."""
-        return Optimization(
-            utilization=self.utilization, recommendations=self.recommendations(), not_known=self.not_known()
-        )
+        self.utilization = utilization(self._events)
+        self.memory: GPUMemory | str = "the job recorded no timing of its steps"
+        """The memory of the fullest GPU, or why it is not known."""
+        if groups:
+            self.memory = gpu_memory(groups[0], self._events, training)
 
     def recommendations(self) -> tuple[Change, ...]:
         """Return the changes that are worth it, the most dollars first."""
         if not self.wall_seconds or not self.usd:
             return ()
+        mean_nodes = max(1, round(self._node_hours * 3600 / self.wall_seconds))
         base = BaseRun(
             price=self.price,
             tier=self.tier,
-            node_count=self._now.nodes if self._now else max(1, round(self._node_hours * 3600 / self.wall_seconds)),
+            node_count=step_model(self._world).nodes if self._world else mean_nodes,
             seconds=self.wall_seconds,
             usd=self.usd,
             step_seconds=self._step_seconds,
             evaluation_seconds=self._evaluation_seconds,
         )
         # The table of speeds is of GPUs, and of those only slower ones are for who uses little.
-        has_gpus = self._now and self.utilization and self.utilization.of == "GPU"
+        has_gpus = self._world and self.utilization and self.utilization.of == "GPU"
         slower = [item for item in self._prices if has_gpus and item.speed < self.price.speed]
-        rows = build_options(base, self._world if self._now else [], self._events, self.training, slower, self._today)
+        rows = build_options(base, self._world, self._events, self.training, slower, self._today)
         kinds = OTHER_NODES if self.utilization and self.utilization.fraction < LOW_UTILIZATION else ()
         found = worthwhile(rows, kinds, base.usd)
         if not isinstance(self.memory, str):
@@ -150,7 +126,7 @@ class ResourceOptimizer:
         used, memory, said = self.utilization, self.memory, []
         if used is None:
             said.append("utilisation: no node was sampled (training.monitor_interval_seconds)")
-        elif used.fraction < LOW_UTILIZATION and not self._now:
+        elif used.fraction < LOW_UTILIZATION and not self._world:
             said.append("fewer nodes, a smaller SKU: the job recorded no timing of its steps (training.timing)")
         elif used.fraction < LOW_UTILIZATION and used.of == "CPU":
             said.append("a smaller SKU: the table of speeds is of GPUs, and this ran on processors")
@@ -160,61 +136,42 @@ class ResourceOptimizer:
             said.append("batch size: max_steps is fixed, and a larger batch in as many steps is more work")
         return tuple(said)
 
+    def document(self) -> dict[str, Any]:
+        """Return all advice on the job for JSON."""
+        used, advice = self.utilization, [asdict(item) for item in self.recommendations()]
+        return {"utilization": used and asdict(used), "recommendations": advice, "not_known": self.not_known()}
 
-def utilization(events: Iterable[Mapping[str, Any]]) -> Utilization | None:
-    """Return the utilization from the ``node`` events: of GPUs where there are some, else of processors. Several nodes
-    may be one machine, as on a local cluster: each reports its own share of the processors, and they add up; of GPUs
-    each reports the same."""
-    looks = read_events(NodeEvent, events)
-    has_gpu = any(item.gpu_utilization is not None for item in looks)
-    machines: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for item in looks:
-        percent = item.gpu_utilization if has_gpu else item.cpu_percent
-        if percent is not None:
-            machines[item.machine][item.node_id].append(percent / 100)
-    if not machines:
-        return None
-    over_nodes = statistics.fmean if has_gpu else math.fsum
-    busy = [min(1.0, over_nodes(map(statistics.fmean, nodes.values()))) for nodes in machines.values()]
-    return Utilization(fraction=statistics.fmean(busy), of="GPU" if has_gpu else "CPU", machines=len(machines))
-
-
-def worthwhile(rows: Sequence[Change], kinds: Iterable[str], usd: float) -> list[Change]:
-    """Return the best row of each kind that is worth it, for a run of ``usd``."""
-    return [item for name in kinds if (item := best_of(rows, name)) and item.is_worth_it(usd)]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PaidNodes:
-    """The nodes that are paid for at this time."""
-
-    price: SkuPrice
-    tier: Tier
-    node_count: int
-
-
-def paid_nodes(usage: Sequence[NodeUsage], table: Mapping[str, SkuPrice], tier: str) -> PaidNodes:
-    """Return the nodes that are present at the latest look. ``tier``: of those that do not say theirs. Raise KeyError
-    where the SKU is not in the table, ValueError where no node was ever present."""
-    last = max(usage, key=lambda item: item.ended_at)
-    there = {item.node_id for item in usage if item.ended_at >= last.ended_at - STILL_THERE_SECONDS}
-    by_name = {name.casefold(): row for name, row in table.items()}
-    return PaidNodes(price=by_name[last.sku.casefold()], tier=tier_of(last.tier or tier), node_count=len(there))
+    def markdown(self) -> str:
+        """Return the changes for the next run, and the settings for which none can be recommended."""
+        used, lines = self.utilization, "\n".join(f"- {line}" for line in self.not_known())
+        missing = f"\n\nNothing is recommended for:\n{lines}" if lines else ""
+        said = f"{used.of} utilisation was {used.fraction:.0%}.\n\n" if used else ""
+        return said + change_table(self.recommendations()) + missing
 
 
 def rest_and_whole(
-    nodes: PaidNodes, projection: Projection, plan: Mapping[str, Any], view: JobView
+    usage: Sequence[NodeUsage],
+    table: Mapping[str, SkuPrice],
+    projection: Projection,
+    plan: Mapping[str, Any],
+    view: JobView,
 ) -> tuple[BaseRun, BaseRun]:
-    """Return the rest of a running job, and the whole of it as projected, both on the present nodes.
+    """Return the rest of a running job, and the whole of it as projected, both on the nodes that are present now.
 
-    ``plan``: the content of ``plan.json``. Phases that were not measured are taken from there.
+    ``plan``: the content of ``plan.json``. Phases that were not measured are taken from there. Raise KeyError where the
+    SKU is not in the table, ValueError where no node was ever present.
     """
+    last = max(usage, key=lambda item: item.ended_at)
+    count = len({item.node_id for item in usage if item.ended_at >= last.ended_at - STILL_THERE_SECONDS})
+    price = {name.casefold(): row for name, row in table.items()}[last.sku.casefold()]
+    tier = tier_of(last.tier or plan["tier"])
+
     usd_whole = projection.at_end.expected if projection.at_end else projection.so_far
     usd_left = max(0.0, usd_whole - projection.so_far)
     work, phases = plan.get("work") or {}, plan.get("phases") or {}
     steps = int(work.get("steps") or 0)
-    planned = {name: float(phases.get(name) or 0.0) for name in ("startup", "evaluation", "checkpoint", "finish")}
-    planned["steps"] = float(phases.get("steps") or 0.0)
+    names = ("startup", "steps", "evaluation", "checkpoint", "finish")
+    planned = {name: float(phases.get(name) or 0.0) for name in names}
     left, restart = planned, 0.0
     if view.reports and steps:
         share, step = max(0.0, 1 - view.step / steps), statistics.median(item[1] for item in view.reports)
@@ -224,7 +181,24 @@ def rest_and_whole(
         training = (plan.get("job") or {}).get("training") or {}
         restart = planned["startup"] + step * float(training.get("checkpoint_frequency") or 0) / 2
     whole = planned if planned["steps"] else left | {"startup": planned["startup"]}
-    return _base_run(nodes, usd_left, left, restart), _base_run(nodes, usd_whole, whole, 0.0)
+
+    def run(usd: float, phases: Mapping[str, float], restart: float) -> BaseRun:
+        # Phases are brought to the length that the dollars pay for: what is projected and what is timed differ a
+        # little. Where nothing is known of them, all of it is steps.
+        seconds = 3600 * usd / (count * price.usd_per_hour(tier))
+        total = sum(phases.values()) if phases["steps"] else 0.0
+        return BaseRun(
+            price=price,
+            tier=tier,
+            node_count=count,
+            seconds=seconds,
+            usd=usd,
+            step_seconds=seconds * phases["steps"] / total if total else seconds,
+            evaluation_seconds=seconds * phases["evaluation"] / total if total else 0.0,
+            restart_seconds=restart,
+        )
+
+    return run(usd_left, left, restart), run(usd_whole, whole, 0.0)
 
 
 def savings(
@@ -236,7 +210,7 @@ def savings(
     table: Mapping[str, SkuPrice],
     today: date,
 ) -> tuple[Change, ...]:
-    """Return the best option of each kind that is worth it, the largest saving first. ``found``, ``events``: how the
+    """Return the best change of each kind that is worth it, the largest saving first. ``found``, ``events``: how the
     latest steps went; without any, only prices count. ``today``: for SKUs that are retired by then."""
     groups = worlds(found)
     world = groups[0] if groups and step_model(groups[0]).samples else []
@@ -245,20 +219,3 @@ def savings(
         rows = build_options(base, world, events, training, table.values(), today) if base.usd > 0 else ()
         told += [replace(item, of=when) for item in worthwhile(rows, kinds, base.usd)]
     return tuple(sorted(told, key=lambda item: -item.saved_usd))
-
-
-def _base_run(nodes: PaidNodes, usd: float, phases: Mapping[str, float], restart: float) -> BaseRun:
-    """Phases are brought to the length that the dollars pay for: what is projected and what is timed differ a little.
-    Where nothing is known of them, all of it is steps."""
-    seconds = 3600 * usd / (nodes.node_count * nodes.price.usd_per_hour(nodes.tier))
-    total = sum(phases.values()) if phases["steps"] else 0.0
-    return BaseRun(
-        price=nodes.price,
-        tier=nodes.tier,
-        node_count=nodes.node_count,
-        seconds=seconds,
-        usd=usd,
-        step_seconds=seconds * phases["steps"] / total if total else seconds,
-        evaluation_seconds=seconds * phases["evaluation"] / total if total else 0.0,
-        restart_seconds=restart,
-    )

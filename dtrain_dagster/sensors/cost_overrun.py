@@ -131,13 +131,12 @@ def _advice(
     projection: Projection,
 ) -> "tuple[Change, ...]":
     """Return what would save money; empty where that cannot be computed, for the alert must not wait for it."""
-    from dtrain_dagster.planning.optimizer import paid_nodes, rest_and_whole, savings
+    from dtrain_dagster.planning.optimizer import rest_and_whole, savings
 
     try:
         events = recent_events(rundir)
         table, training = alternatives_to(usage[-1].sku), (plan.get("job") or {}).get("training") or {}
-        nodes = paid_nodes(usage, table, plan["tier"])
-        rest, whole = rest_and_whole(nodes, projection, plan, fold(JobView(), events))
+        rest, whole = rest_and_whole(usage, table, projection, plan, fold(JobView(), events))
         today = datetime.now(UTC).date()
         return savings(rest, whole, settled(windows(events)), events, training, table, today)
     except Exception as error:  # of any kind: events and plans of other versions, unknown prices

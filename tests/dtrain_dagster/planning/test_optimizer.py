@@ -67,12 +67,12 @@ def test_less_than_half_used_is_answered_with_dollars_and_seconds_that_come_true
     assert fewer.setting == "DTRAIN_NODES = 1, gradient_accumulation_steps = 6: the global batch stays"
     assert fewer.lost_seconds == pytest.approx(alone - wall, rel=0.1)
     assert fewer.saved_usd == pytest.approx(usd - alone / 3600 * V100.usd_per_hour("dedicated"), rel=0.02)
-    assert looked_at.optimization().markdown.startswith("GPU utilisation was 30%.")
+    assert looked_at.markdown().startswith("GPU utilisation was 30%.")
 
     smaller = found["DTRAIN_GPU_TYPE"]
     t4 = price_of("Standard_NC4as_T4_v3")
     slow = AROUND + seconds_of_steps(replace(RUN, computing=0.02 / t4.speed))
-    assert smaller.sku == t4.sku
+    assert smaller.setting == f"DTRAIN_GPU_TYPE = {t4.sku}"
     # At most: a longer backward pass hides more of the communication.
     assert slow - wall <= smaller.lost_seconds < 1.6 * (slow - wall)
     best = usd - 3 * slow / 3600 * t4.usd_per_hour("dedicated")
@@ -103,7 +103,7 @@ def test_fewer_nodes_are_for_those_who_wait_for_each_other():
 def test_a_smaller_sku_is_there_offered_and_large_enough():
     def skus(**other: Any) -> list[str]:
         memory = other.pop("memory", 0.5)
-        return [item.sku for item in optimizer(looks(memory=memory), **other).recommendations()]
+        return [item.setting.rpartition(" ")[2] for item in optimizer(looks(memory=memory), **other).recommendations()]
 
     t4 = price_of("Standard_NC4as_T4_v3")
     assert t4.sku in skus(prices=[t4])
@@ -139,12 +139,10 @@ def test_a_batch_for_memory_that_is_not_used_and_what_it_does_to_the_training():
     assert found.setting == f"training.batch_size_per_gpu = {batch} (now 128)"
     assert f"{sample / 2**20:.3g} MiB for each of 128 samples" in found.why
     assert f"grows from 768 to {batch * 6} samples" in found.why
-    assert f"stays at 0.002, where {2e-3 * (batch / 128) ** 0.5:.2g} (square root)" in found.why
+    assert "check the learning rate (training.lr_scaling)" in found.why
     assert "With batch_size_per_gpu = 256 and gradient_accumulation_steps = 1 both stay" in found.why
     assert found.lost_seconds < 0 < found.saved_usd
 
-    scaled = optimizer(looks(used=0.9, memory=0.2), training=TRAINING | {"lr_scaling": "linear"})
-    assert f"raises the learning rate {batch / 128:.3g}-fold by itself" in scaled.recommendations()[0].why
     assert not optimizer(looks(used=0.9, memory=0.71)).recommendations()
 
 

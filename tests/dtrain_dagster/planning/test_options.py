@@ -18,7 +18,7 @@ from dtrain_dagster.jobs.view import JobView
 from dtrain_dagster.monitoring.windows import settled, windows, worlds
 from dtrain_dagster.planning.build_plan import Limits
 from dtrain_dagster.planning.choices import Choices, compare_choices, remedies
-from dtrain_dagster.planning.optimizer import ResourceOptimizer, paid_nodes, rest_and_whole, savings
+from dtrain_dagster.planning.optimizer import ResourceOptimizer, rest_and_whole, savings
 from dtrain_dagster.planning.options import BaseRun, best_of, build_options
 from dtrain_dagster.planning.projection import Projection
 from dtrain_dagster.settings.tiers import Tier
@@ -83,11 +83,12 @@ def in_the_alert(
     sku: str, events: list[dict[str, Any]], hours: float = HOURS, startup: float = 0.0
 ) -> dict[str, float]:
     """Kind → dollars, of a job that has not done a step: all of it is what is left."""
-    nodes = paid_nodes(usage_of(sku), price_table(), "dedicated")
-    usd = NODES * hours * nodes.price.usd_per_hour("dedicated")
+    usd = NODES * hours * price_of(sku).usd_per_hour("dedicated")
     projection = Projection(so_far=0.0, estimated=usd, at_end=Interval(low=usd, expected=usd, high=usd))
     phases = {"startup": startup, "steps": 3600 * hours - startup}
-    rest, whole = rest_and_whole(nodes, projection, {"phases": phases}, JobView())
+    rest, whole = rest_and_whole(
+        usage_of(sku), price_table(), projection, {"phases": phases, "tier": "dedicated"}, JobView()
+    )
     found = savings(rest, whole, settled(windows(events)), events, TRAINING, TABLE, TODAY)
     return {item.name: usd - item.saved_usd for item in found}
 
@@ -138,13 +139,14 @@ def test_another_size_fewer_nodes_and_a_larger_batch_cost_the_same_wherever_they
     for kind, setting in settings.items():
         row = best_of(rows, kind)
         assert row
-        assert alert[kind] == pytest.approx(row.usd.expected), kind
-        assert advice[setting] == pytest.approx(row.usd.expected), kind
-        hours, price = row.seconds.expected / 3600, price_of(row.sku)
+        assert alert[kind] == pytest.approx(row.usd), kind
+        assert advice[setting] == pytest.approx(row.usd), kind
         if row.name != "larger batch":
-            alone = replace(price, speed=1.0)
-            assert in_the_plan(alone, "dedicated", row.node_count, hours) == pytest.approx(row.usd.expected)
-            assert in_the_refusal(alone, "dedicated", row.node_count, hours) == dollars(row.usd.expected)
+            value = row.setting.split(",")[0].rpartition(" ")[2]
+            sku, count = (value, NODES) if kind == "other SKU" else (V100, int(value))
+            alone, hours = replace(price_of(sku), speed=1.0), row.seconds / 3600
+            assert in_the_plan(alone, "dedicated", count, hours) == pytest.approx(row.usd)
+            assert in_the_refusal(alone, "dedicated", count, hours) == dollars(row.usd)
 
 
 def seconds_of(events: list[dict[str, Any]]) -> float:
@@ -159,7 +161,7 @@ def test_what_cannot_be_had_is_no_row():
     assert {item.name for item in rows} == {"other SKU"}, "it is on Spot already, and no step was timed"
     retired = {price.sku for price in price_table().values() if (price.retired_on or "9") <= "2026-03-01"}
     assert retired
-    assert not {item.sku for item in rows} & retired
+    assert not {item.setting.rpartition(" ")[2] for item in rows} & retired
 
 
 def test_starting_again_is_paid_where_nodes_change_and_only_there():

@@ -15,7 +15,7 @@ from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.view import JobView, fold
 from dtrain_dagster.monitoring.windows import settled, windows
-from dtrain_dagster.planning.optimizer import ANOTHER, paid_nodes, rest_and_whole, savings
+from dtrain_dagster.planning.optimizer import ANOTHER, rest_and_whole, savings
 from dtrain_dagster.planning.options import BaseRun, change_table
 from dtrain_dagster.planning.projection import Projection, TimeLeft, overruns, project, time_left
 from dtrain_dagster.settings.tiers import Tier
@@ -315,15 +315,15 @@ def test_what_is_left_of_a_job_is_that_of_its_nodes_and_a_change_of_them_pays_a_
     the_plan = plan(job={"training": {"checkpoint_frequency": 100}})
     intervals = usage(1560, began=began)
     made = projected(intervals, events, the_plan)
-    nodes = paid_nodes([*intervals, *usage(10, nodes=5)], price_table(), "dedicated")
-    assert (nodes.node_count, nodes.price.sku) == (2, V100), "nodes that have left are paid for no more"
-    rest, whole = rest_and_whole(nodes, made, the_plan, fold(JobView(), events))
+    present = [*intervals, *usage(10, nodes=5)]
+    rest, whole = rest_and_whole(present, price_table(), made, the_plan, fold(JobView(), events))
+    assert (rest.node_count, rest.price.sku) == (2, V100), "nodes that have left are paid for no more"
     assert made.at_end
     assert rest.usd == pytest.approx(made.at_end.expected - made.so_far)
     assert rest.seconds == pytest.approx(500 * 3 + 40 + 5 + 40), "steps, evaluations, saves, finish"
     assert (rest.step_seconds, rest.evaluation_seconds) == (pytest.approx(1500), pytest.approx(40))
     assert rest.restart_seconds == 60 + 100 / 2 * 3.0, "the start-up, and half of what lies between two checkpoints"
     assert (whole.usd, whole.restart_seconds) == (made.at_end.expected, 0.0)
-    before, _ = rest_and_whole(nodes, projected(usage(50), [], the_plan), the_plan, JobView())
+    before, _ = rest_and_whole(present, price_table(), projected(usage(50), [], the_plan), the_plan, JobView())
     assert before.restart_seconds == 0.0, "nothing is done that would be done again"
     assert "starting again" in savings(rest, whole, [], [], {}, price_table(), TODAY)[0].text
