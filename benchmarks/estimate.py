@@ -44,6 +44,7 @@ from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.data.validation import validate_prices
 from dtrain_dagster.planning import probe
 from dtrain_dagster.planning.build_plan import pace_mark, sizes_of
+from dtrain_dagster.planning.measured import read_measured
 from dtrain_dagster.planning.scoring import Score, learn
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.documents.events import EvaluationEvent, MembershipEvent, read_events
@@ -130,7 +131,7 @@ class Course:
         rundir = RunDir(job.run_dir)
         events, nodes = list(rundir.events()), rundir.nodes()
         actual = max(node.ended_at or 0.0 for node in nodes) - min(node.started_at for node in nodes)
-        took = probe.read_measured(events, nodes, count, job.training.global_batch_size, keeps_cache=True)
+        took = read_measured(events, nodes, count, job.training.global_batch_size, keeps_cache=True)
         self._learn(job.job_id, expected, actual, nodes, learned)
         naive = first_epoch_seconds(events) * sizes.epochs
         return {

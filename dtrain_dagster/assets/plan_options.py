@@ -9,13 +9,14 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from enum import Enum, StrEnum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 from pydantic import Field, create_model
 
 from dtrain_dagster.assets.common import LaunchpadOptions
+from dtrain_dagster.clusters.ranks import hosts_of
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.script_job import ScriptJob, describe_script
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
@@ -28,36 +29,16 @@ from trainer.model.allowed_factories import STOCK, modules_of_settings, refuse_f
 from trainer.rundir import resolve_start
 
 if TYPE_CHECKING:
+    from dtrain_dagster.planning.build_plan import PlannedJob
     from dtrain_dagster.planning.check_job import Checked
 
 _DEFAULT = DistributedTrainingConfig()
 
 
-class LearningRateScaling(Enum):
-    """How the learning rate follows the global batch."""
-
-    none = "none"
-    linear = "linear"
-    sqrt = "sqrt"
-
-
-class Strategy(Enum):
-    """What a rank holds of the model, and what sums gradients."""
-
-    ddp = "ddp"
-    fsdp = "fsdp"
-    hsdp = "hsdp"
-    horovod = "horovod"
-    deepspeed = "deepspeed"
-
-
-class Precision(Enum):
-    """What the passes compute in."""
-
-    fp32 = "fp32"
-    tf32 = "tf32"
-    bf16 = "bf16"
-    fp16 = "fp16"
+LearningRateScaling = StrEnum("LearningRateScaling", "none linear sqrt")
+Strategy = StrEnum("Strategy", "ddp fsdp hsdp horovod deepspeed")
+Precision = StrEnum("Precision", "fp32 tf32 bf16 fp16")
+NodeTier = StrEnum("NodeTier", "dedicated spot")
 
 
 def _of_training(name: str) -> Any:
@@ -67,13 +48,6 @@ def _of_training(name: str) -> Any:
         key: getattr(item, key) for item in field.metadata for key in ("ge", "gt", "le", "lt") if hasattr(item, key)
     }
     return Field(default=getattr(_DEFAULT, name), **bounds)
-
-
-class NodeTier(Enum):
-    """How firmly nodes are bought."""
-
-    dedicated = "dedicated"
-    spot = "spot"
 
 
 class PlanOptions(LaunchpadOptions):
@@ -158,7 +132,7 @@ class TrainingOptions(PlanOptions):
         """Return the trainer's configuration: the fields named here, then those of ``more``."""
         known = {field.name for field in fields(DistributedTrainingConfig)}
         values = {name: getattr(self, name) for name in type(self).model_fields if name in known}
-        named = {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
+        named = {name: str(value) if isinstance(value, StrEnum) else value for name, value in values.items()}
         return {"world_size": world_size, "threads_per_rank": threads_per_rank, **named, **self.more}
 
     def stated(self) -> set[str]:
@@ -228,16 +202,16 @@ class DatasetTraining:
     def on_nodes(self, node_count: int) -> Wanted:
         """Return the training as it would run on ``node_count`` nodes."""
         config = with_usual_parts(self.config, self.dataset.manifest())
-        job = job_on(node_count, config, self.cluster, self.project, self.dataset)
-        return Wanted(job, self.dataset.samples)
+        return Wanted(job_on(node_count, config, self.cluster, self.project, self.dataset), self.dataset.samples)
 
-    def check(self, job: JobConfig, ranks: int, hosts: int, rehearses: bool) -> Checked:
+    def check(self, planned: PlannedJob, rehearses: bool) -> Checked:
         """Check data, model and loss, as `dtrain_dagster.planning.check_job.check_job` does."""
         from dtrain_dagster.planning.check_job import check_job, check_strategy
 
-        has_gpus, is_here = self.cluster.have_gpus, self.cluster.traits.is_this_machine
-        said = check_strategy(job.training, hosts, has_gpus, is_here)
-        checked = check_job(job, ranks, rehearses, hosts, has_gpus)
+        hosts, has_gpus = hosts_of(planned.kind, planned.node_count), self.cluster.have_gpus
+        said = check_strategy(planned.job.training, hosts, has_gpus, planned.kind.is_this_machine)
+        ranks = planned.node_count * planned.sizes.processes_per_node
+        checked = check_job(planned.job, ranks, rehearses, hosts, has_gpus)
         return replace(checked, sentences=(*said, *checked.sentences))
 
 
@@ -260,25 +234,23 @@ class ScriptTraining:
         overrides = list(self.config.overrides(ranks, self.cluster.threads_per_rank or share))
         if self.registered_model is not None:
             overrides.append(f"tracking.registered_model={json.dumps(self.registered_model)}")
-        found = describe_script(
-            self.script,
-            self.config.arguments,
-            overrides,
-            "plan",
-            f"{self.project.jobs_uri}/plan",
-            self.project.trainer_env(),
-        )
+        run_dir, env = f"{self.project.jobs_uri}/plan", self.project.trainer_env()
+        found = describe_script(self.script, self.config.arguments, overrides, "plan", run_dir, env)
         return Wanted(found.job, found.samples, found)
 
-    def check(self, job: JobConfig, ranks: int, hosts: int, rehearses: bool) -> Checked:
+    def check(self, planned: PlannedJob, rehearses: bool) -> Checked:
         """Return what could not be checked of its strategy: `on_nodes` has run the script up to its first batch. Raise
         `ConfigError` where the encryption that it requires cannot be had, or a package is missing."""
         from dtrain_dagster.planning.check_job import Checked, check_strategy
         from trainer.comm.encryption import refuse_nccl
 
-        refuse_nccl(job.training, hosts, self.cluster.have_gpus)
-        is_here = self.cluster.traits.is_this_machine
-        return Checked(tuple(check_strategy(job.training, hosts, self.cluster.have_gpus, is_here)))
+        training, has_gpus = planned.job.training, self.cluster.have_gpus
+        hosts = hosts_of(planned.kind, planned.node_count)
+        refuse_nccl(training, hosts, has_gpus)
+        return Checked(tuple(check_strategy(training, hosts, has_gpus, planned.kind.is_this_machine)))
+
+
+Request = DatasetTraining | ScriptTraining
 
 
 def with_usual_parts(config: TrainingOptions, manifest: Mapping[str, Any]) -> TrainingOptions:

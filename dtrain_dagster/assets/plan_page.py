@@ -13,9 +13,10 @@ from dtrain_dagster.clusters.base import GPUClusterManager
 from dtrain_dagster.costs.estimate import Forecast
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.planning import probe_cost
+from dtrain_dagster.costs.tracker import paid_wall_seconds
+from dtrain_dagster.planning import probe
 from dtrain_dagster.planning.choices import Choices, PlanChoice, explain_choice, name_nodes
-from dtrain_dagster.planning.probe_cost import Pace
+from dtrain_dagster.planning.probe import Pace
 from dtrain_dagster.settings.tiers import tier_in_words
 from dtrain_dagster.support.formatting import dollars, format_duration
 
@@ -153,19 +154,19 @@ def probe_metadata(pace: Pace, manager: GPUClusterManager) -> dict[str, Any]:
     words = describe_probes(pace)
     counts = [item.node_count for item in pace.forecast.measured]
     probes = [
-        probe_cost.PastProbe(
+        probe.PastProbe(
             job_id=job_id,
             sku=planned.price.sku,
             node_count=count,
             processes_per_node=planned.sizes.processes_per_node,
-            seconds=probe_cost.charge_seconds([probe_cost.charge_of(manager, job_id)]),
+            seconds=paid_wall_seconds(manager.node_usage(job_id)),
         )
         for count, job_id in zip(counts, pace.forecast.rests_on, strict=True)
     ]
     return {
         "probe": words,
-        "probe_usd": round(probe_cost.charge_usd(pace.charges, planned.tier), 6),
-        "probe_node_seconds": round(probe_cost.charge_node_seconds(pace.charges), 1),
+        "probe_usd": round(probe.charge_usd(pace.charges, planned.tier), 6),
+        "probe_node_seconds": round(probe.charge_node_seconds(pace.charges), 1),
         "probes": dg.JsonMetadataValue([asdict(item) for item in probes]),
     }
 
@@ -175,9 +176,9 @@ def describe_probes(pace: Pace) -> str:
     charges = pace.charges
     if not charges:
         return "measured before, and paid for by another training"
-    usd = probe_cost.charge_usd(charges, pace.planned.tier)
+    usd = probe.charge_usd(charges, pace.planned.tier)
     said = (
-        f"{dollars(usd)} for {probe_cost.charge_node_seconds(charges):.1f} node-seconds in "
-        f"{format_duration(probe_cost.charge_seconds(charges))}, billed with this training"
+        f"{dollars(usd)} for {probe.charge_node_seconds(charges):.1f} node-seconds in "
+        f"{format_duration(probe.charge_seconds(charges))}, billed with this training"
     )
     return f"{said}; expected were {pace.expected}" if pace.expected else f"{said}; measured before"

@@ -16,7 +16,7 @@ from dtrain_dagster.assets.common import hardware_mark, refusing_mistakes
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.plan_options import (
     DatasetTraining,
-    PlanOptions,
+    Request,
     ScriptOptions,
     ScriptTraining,
     TrainingOptions,
@@ -26,13 +26,12 @@ from dtrain_dagster.assets.plan_options import (
 from dtrain_dagster.assets.plan_page import plan_page
 from dtrain_dagster.assets.provisioning import leave_queue, provision, queueing
 from dtrain_dagster.clusters.base import GPUClusterManager
-from dtrain_dagster.clusters.ranks import hosts_of
-from dtrain_dagster.costs.estimate import Forecast, estimate_forecast
+from dtrain_dagster.costs.estimate import estimate_forecast
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.progress import BudgetSpentError
-from dtrain_dagster.planning import probe, probe_cost
+from dtrain_dagster.planning import probe
 from dtrain_dagster.planning.build_plan import (
     Limits,
     PlannedJob,
@@ -44,8 +43,8 @@ from dtrain_dagster.planning.build_plan import (
 )
 from dtrain_dagster.planning.choices import compare_choices, explain_choice, in_words, remedies
 from dtrain_dagster.planning.history import History, knows
-from dtrain_dagster.planning.probe_cost import Pace, charge_usd
-from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
+from dtrain_dagster.planning.probe import Pace
+from dtrain_dagster.resources import ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.notify import notify_and_log
@@ -86,7 +85,7 @@ def _of_dataset(pipeline: Pipeline) -> dg.AssetsDefinition:
         cluster = with_nodes_of_run(cluster_resource(context, names), config)
         project = project_resource(context, names)
         request = DatasetTraining(names, config, cluster, project, sharded_dataset)
-        return plan_training(context, config, cluster, project, request, registers=True)
+        return plan_training(context, request, registers=True)
 
     return cost_estimate
 
@@ -110,40 +109,32 @@ def _of_script(pipeline: Pipeline) -> dg.AssetsDefinition:
         project = project_resource(context, names)
         name = None if pipeline.unregistered else project.model_name
         request = ScriptTraining(names, config, cluster, project, pipeline.script, name)
-        return plan_training(context, config, cluster, project, request, registers=name is not None)
+        return plan_training(context, request, registers=name is not None)
 
     return cost_estimate
 
 
-def plan_training(
-    context: dg.AssetExecutionContext,
-    config: PlanOptions,
-    cluster: GPUClusterResource,
-    project: ProjectResource,
-    request: DatasetTraining | ScriptTraining,
-    registers: bool = False,
-) -> dg.MaterializeResult:
+def plan_training(context: dg.AssetExecutionContext, request: Request, registers: bool) -> dg.MaterializeResult:
     """Return the plan of a wanted training. ``registers``: whether its model is to be registered. Raise
     `dagster.Failure` where it exceeds a limit, or its end lacks something."""
-    from dtrain_dagster.planning.check_job import memory_of
-
+    config, cluster, project = request.config, request.cluster, request.project
     limits = Limits(budget_usd=config.budget_usd, deadline_hours=config.deadline_hours)
+    from dtrain_dagster.planning.check_job import memory_of  # not above: loads numpy
+
     with refusing_mistakes():
-        planned = plan_of_launchpad(config, cluster, request)
+        planned = plan_of_launchpad(request)
         price, count = planned.price, planned.node_count
         history = read_history(context, planned)
-        ranks, hosts = count * planned.sizes.processes_per_node, hosts_of(planned.kind, count)
         has_trained = any(run.sku == price.sku for run in history.runs)
-        checked = request.check(planned.job, ranks, hosts, rehearses=not has_trained)
+        checked = request.check(planned, rehearses=not has_trained)
         too_small, sentences = memory_of(planned, checked)
         for sentence in sentences:
             context.log.warning(sentence)
         model = checked.model or (planned.script.model if planned.script else None)
-        kept = planned.job.training.keep_checkpoints
-        refuse_what_cannot_end(cluster, project, model, kept, registers, context.run.run_id)
+        refuse_what_cannot_end(request, model, planned.job.training.keep_checkpoints, registers, context.run.run_id)
     forecast = history.forecast(planned.sizes, count, price.sku)
     past = forecast if forecast and forecast.basis == "history" else None  # a guess refuses nothing a probe could tell
-    if said := sure_objection(past, price, planned.tier, count, limits, config.choose_nodes):
+    if said := sure_objection(past, planned, limits, config.choose_nodes):
         would_fit = remedies(compare_choices(planned, past, limits, too_small), planned, past) if past else []
         raise refuse_plan(context, project, planned, said, would_fit)
 
@@ -155,11 +146,13 @@ def plan_training(
     refuse_ceilings(0.0)  # before a probe, which costs money as well
     manager = cluster.manager(context.run.run_id)
     if forecast is not None and knows(forecast, count):
-        pace = Pace(planned=planned, forecast=with_load(forecast))
+        pace = Pace(planned=planned, forecast=forecast)
     else:
-        pace = measure_pace(context, config, cluster, project, manager, planned, history, limits)
+        pace = measure_pace(context, request, manager, planned, history, limits)
     planned, forecast = pace.planned, pace.forecast
-    spent = charge_usd(pace.charges, planned.tier)
+    if forecast.basis != "probe":  # past runs do not tell what is on the machine now
+        forecast = replace(forecast, other_cores=probe.cores_of_others(forecast.sizes))
+    spent = probe.charge_usd(pace.charges, planned.tier)
     limits = replace(limits, spent_usd=spent, spent_seconds=pace.seconds)
     table = compare_choices(planned, forecast, limits, too_small)
     if config.choose_nodes and (cheapest := table.cheapest_here(planned.price.sku, planned.tier, count)):
@@ -190,12 +183,11 @@ def plan_training(
     )
 
 
-def plan_of_launchpad(
-    config: PlanOptions, cluster: GPUClusterResource, request: DatasetTraining | ScriptTraining
-) -> PlannedJob:
+def plan_of_launchpad(request: Request) -> PlannedJob:
     """Return the training as the launchpad and the settings ask for it. Raise `dagster.Failure` for options that
     exclude each other, and `PriceError` for a SKU without a price, before anything is bought."""
-    price, tier = price_of(cluster.sku), tier_of(cluster.first_tier)
+    config, cluster = request.config, request.cluster
+    price, tier = price_of(cluster.sku), cluster.first_tier
     price.usd_per_hour(tier)
     wanted = request.on_nodes(cluster.node_count)
     stated_ranks = config.more.get("world_size")
@@ -218,23 +210,19 @@ def read_history(context: dg.AssetExecutionContext, planned: PlannedJob) -> Hist
 
 
 def refuse_what_cannot_end(
-    cluster: GPUClusterResource,
-    project: ProjectResource,
-    model: ModelBytes | None,
-    keep_checkpoints: int,
-    registers: bool,
-    run_id: str,
+    request: Request, model: ModelBytes | None, keep_checkpoints: int, registers: bool, run_id: str
 ) -> None:
     """Try what a training's end needs. Raise `dagster.Failure` with all that is missing. ``model``: None where its
     bytes are not known; ``registers``: whether the graph registers what it trains."""
     from dtrain_dagster.planning.check_job import room_needed, try_places
 
+    project = request.project
     problems = try_places(project.shared_uri, project.home, room_needed(model, keep_checkpoints))
     if registers:
         from dtrain_dagster.registry import RegistryError  # not above: loads MLflow
 
         try:
-            cluster.registry(project, run_id).try_out(project.model_name, project.experiment)
+            request.cluster.registry(project, run_id).try_out(project.model_name, project.experiment)
         except RegistryError as error:
             problems.append(str(error))
     if problems:
@@ -246,9 +234,7 @@ def refuse_what_cannot_end(
 
 def measure_pace(
     context: dg.AssetExecutionContext,
-    config: PlanOptions,
-    cluster: GPUClusterResource,
-    project: ProjectResource,
+    request: Request,
     manager: GPUClusterManager,
     planned: PlannedJob,
     history: History,
@@ -260,75 +246,58 @@ def measure_pace(
     Raise `dagster.Failure` where the probe is switched off and no past run is known, where the probe does not fit the
     limits, and where it comes to them.
     """
-    counts = probe.probe_counts(planned.node_count, bool(limits) or config.choose_nodes)
+    config, cluster, project = request.config, request.cluster, request.project
+    job, sizes = planned.job, planned.sizes
     if not config.probe:
-        forecast = history.forecast(planned.sizes, planned.node_count, planned.price.sku)
+        forecast = history.forecast(sizes, planned.node_count, planned.price.sku)
         if forecast is None:
             raise dg.Failure(
                 "no earlier run shows the pace of this training, so its cost cannot be estimated: set probe to true",
                 allow_retries=False,
             )
-        return Pace(planned=planned, forecast=with_load(forecast))
+        return Pace(planned=planned, forecast=forecast)
+    counts = probe.probe_counts(planned.node_count, bool(limits) or config.choose_nodes)
     mark = planned.pace + hardware_mark(cluster, planned.price.sku)
-    due = probe.probes_to_run(planned.job, project.jobs_uri, mark, counts, planned.sizes)
-    expected = probe_cost.expect_probes(history.probes, due, planned.sizes, planned.price, planned.tier)
+    due = probe.probes_to_run(project.jobs_uri, mark, counts)
+    expected = probe.expect_probes(history.probes, due, sizes, planned.price, planned.tier)
     if expected:
         context.log.info(
             f"a probe is run first, expected to cost {expected}; it counts against budget_usd and stop_at_usd and is "
             "billed with the training"
         )
-        if said := probe_cost.explain_dear_probe(expected, limits, config.stop_at_usd):
+        if said := probe.explain_dear_probe(expected, limits, config.stop_at_usd):
             raise refuse_plan(context, project, planned, said)
     got = provision(context, manager, cluster, project, cluster.sku, planned.node_count)
     price, tier = price_of(got.gpu_type), tier_of(got.tier or cluster.first_tier)
     price.usd_per_hour(tier)  # the probe runs on them: nodes without a price are refused before
     planned = replace(planned, price=price, tier=tier)
-    forecast = history.forecast(planned.sizes, planned.node_count, price.sku)
+    forecast = history.forecast(sizes, planned.node_count, price.sku)
     if forecast is not None and knows(forecast, planned.node_count):
-        return Pace(planned=planned, forecast=with_load(forecast))
+        return Pace(planned=planned, forecast=forecast)
     mark = planned.pace + hardware_mark(cluster, price.sku)
-    shorts = {count: f"probe-{mark}-{count}n" for count in counts}
-    due = probe.probes_to_run(planned.job, project.jobs_uri, mark, counts, planned.sizes)
+    due = probe.probes_to_run(project.jobs_uri, mark, counts)
+    ids = [probe.probe_id(mark, count) for count in counts]
     limit_usd = min((limit for limit in (limits.budget_usd, config.stop_at_usd) if limit), default=0.0)
 
     def left() -> float | None:
         """Return the node-seconds that the limits leave for the next probe."""
-        paid = probe_cost.unpaid_charges(manager, project.jobs_uri, list(shorts.values()))
-        return probe_cost.left_node_seconds(limit_usd, paid, price, tier)
+        paid = probe.unpaid_charges(manager, project.jobs_uri, ids)
+        return probe.left_node_seconds(limit_usd, paid, price, tier)
 
+    learned, command = history.learned("probe", price.sku), planned.script.command if planned.script else None
+    env, tell = cluster.node_env(project), context.log.info
     try:
         with queueing(context, project, cluster):
-            forecast = probe.run_probes(
-                manager,
-                planned.job,
-                planned.sizes,
-                counts,
-                mark,
-                cluster.node_env(project),
-                history.learned("probe", price.sku),
-                context.log.info,
-                left,
-                planned.script.command if planned.script else None,
-            )
+            forecast = probe.run_probes(manager, job, sizes, counts, mark, env, learned, tell, left, command)
     except BudgetSpentError as error:
         said = f"the probe reached the limit of {dollars(limit_usd)}: {error}"
         raise refuse_plan(context, project, planned, said) from error
     if due:
         leave_queue(context, project, got)
-    charges = probe_cost.unpaid_charges(manager, project.jobs_uri, forecast.rests_on)
-    now = [charge for charge in charges if charge.job_id in {shorts[count] for count in due}]
-    return Pace(
-        planned=planned,
-        forecast=forecast,
-        expected=expected,
-        charges=charges,
-        seconds=probe_cost.charge_seconds(now),
-    )
-
-
-def with_load(forecast: Forecast) -> Forecast:
-    """Return the forecast from past runs with the load that is on the machine now."""
-    return replace(forecast, other_cores=probe.cores_of_others(forecast.sizes))
+    charges = probe.unpaid_charges(manager, project.jobs_uri, forecast.rests_on)
+    now = [charge for charge in charges if charge.job_id in {probe.probe_id(mark, count) for count in due}]
+    seconds = probe.charge_seconds(now)
+    return Pace(planned=planned, forecast=forecast, expected=expected, charges=charges, seconds=seconds)
 
 
 def refuse_plan(

@@ -36,7 +36,7 @@ from dtrain_dagster.jobs.progress import (
 )
 from dtrain_dagster.jobs.promises import Wanted
 from dtrain_dagster.planning.build_plan import Limits, explain_excess
-from dtrain_dagster.planning.probe_cost import take_charges
+from dtrain_dagster.planning.probe import take_charges
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars

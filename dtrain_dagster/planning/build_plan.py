@@ -1,7 +1,6 @@
-"""The plan of a training, built from what is known of it: its job, the nodes, a forecast, the limits.
+"""The plan of a training, built from what is known of it: its job, the nodes, a forecast, the limits. Pure.
 
-Reading the launchpad, notifying people and recording belong in `dtrain_dagster.assets.planning`; making a forecast, in
-`history` and `probe`.
+What is known is gathered by `history`, `probe` and `check_job`; `dtrain_dagster.assets.planning` records the plan.
 """
 
 from __future__ import annotations
@@ -49,11 +48,6 @@ class PlannedJob:
     """Of the graph that trains: its name is a part of both digests, and so of jobs' ids."""
     script: ScriptJob | None = None
     """The script that trains; None where the trainer does, by ``job.json`` alone."""
-
-    @property
-    def price_words(self) -> str:
-        """Return what the dollars of its figures are, in words."""
-        return price_words(self.price.sku, self.kind.buys_nodes)
 
     @property
     def place(self) -> str:
@@ -170,7 +164,7 @@ def assemble_plan(
         estimate=estimate,
         basis=f"{forecast.basis_words}{_learned_words(forecast.learned)}{tell_load(forecast, count)}",
         price_note=note_price(planned),
-        price_words=planned.price_words,
+        price_words=price_words(planned.price.sku, planned.kind.buys_nodes),
         pace=planned.pace,
         basis_kind=forecast.basis,
         rests_on=forecast.rests_on,
@@ -262,13 +256,11 @@ def explain_excess(estimate: Estimate, limits: Limits, at_least: bool = False) -
     return "; ".join(said) or None
 
 
-def sure_objection(
-    past: Forecast | None, price: SkuPrice, tier: Tier, node_count: int, limits: Limits, choose_nodes: bool
-) -> str | None:
+def sure_objection(past: Forecast | None, planned: PlannedJob, limits: Limits, choose_nodes: bool) -> str | None:
     """Return a sentence on why the plan cannot fit its limits, before anything is run; None where it may fit. It rests
     on past runs, or on the least that any training takes. Where nodes may be chosen, no number of them would fit."""
-    said = None
-    for count in range(1, node_count + 1) if choose_nodes else [node_count]:
+    said, price, tier = None, planned.price, planned.tier
+    for count in range(1, planned.node_count + 1) if choose_nodes else [planned.node_count]:
         bound = estimate_forecast(past, price, tier, count) if past else least(price, tier, count)
         said = explain_excess(bound, limits, at_least=True)
         if said is None:

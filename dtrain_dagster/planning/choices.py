@@ -17,7 +17,7 @@ from typing import Literal
 
 from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_cost
 from dtrain_dagster.costs.interval import Interval
-from dtrain_dagster.costs.prices import PriceError, SkuPrice, alternatives_to, is_of_site
+from dtrain_dagster.costs.prices import PriceError, SkuPrice, alternatives_to, is_of_site, price_words
 from dtrain_dagster.planning.build_plan import Limits, PlannedJob, explain_excess, most_epochs
 from dtrain_dagster.settings.tiers import TIERS, Tier, tier_in_words
 from dtrain_dagster.support.formatting import dollars, format_duration
@@ -151,7 +151,7 @@ def compare_choices(
         limits=limits,
         basis=forecast.basis_words,
         assumptions=_assumptions(rows, planned),
-        price_words=planned.price_words,
+        price_words=price_words(price.sku, planned.kind.buys_nodes),
         place=planned.place,
     )
 

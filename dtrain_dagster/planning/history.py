@@ -18,8 +18,8 @@ from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import hardware_of
 from dtrain_dagster.jobs.orders import latest_orders
 from dtrain_dagster.planning.build_plan import pace_mark
-from dtrain_dagster.planning.probe import read_measured
-from dtrain_dagster.planning.probe_cost import PastProbe
+from dtrain_dagster.planning.measured import read_measured
+from dtrain_dagster.planning.probe import PastProbe
 from dtrain_dagster.planning.scoring import MOST_RUNS, PRIOR_RUNS, Score, learn
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from trainer.config import JobConfig

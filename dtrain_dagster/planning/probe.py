@@ -1,4 +1,5 @@
-"""A short run of the planned training on the planned cluster: the basis of the estimate, and a rehearsal.
+"""A short run of the planned training on the planned cluster: the basis of the estimate, and a rehearsal; and its cost:
+what is expected before it is bought, what it has cost, and which training pays for it.
 
 The probe goes through all that the training will go through (data, model, steps, evaluation, checkpoint, report), so a
 model that raises or a disk that is full shows here, before the training is paid for.
@@ -6,43 +7,49 @@ model that raises or a disk that is full shows here, before the training is paid
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from itertools import pairwise
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobState
-from dtrain_dagster.costs.estimate import Forecast, LearnedCorrection, Measured, Sizes
+from dtrain_dagster.costs.budget import node_seconds_of
+from dtrain_dagster.costs.estimate import CONFIDENCE_90, Forecast, LearnedCorrection, Sizes
+from dtrain_dagster.costs.interval import Interval
+from dtrain_dagster.costs.plan import ProbeCharge
+from dtrain_dagster.costs.prices import SkuPrice
+from dtrain_dagster.costs.tracker import CostTracker, paid_wall_seconds
 from dtrain_dagster.jobs.progress import BudgetSpentError, WaitNews, follow_job, ran_out, start_job
-from dtrain_dagster.monitoring.windows import communication_cost, settled, shares, windows
+from dtrain_dagster.planning.build_plan import Limits, PlannedJob
+from dtrain_dagster.planning.measured import read_measured
+from dtrain_dagster.settings.tiers import Tier
+from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.config import JobConfig, TrackingConfig
-from trainer.documents.events import EvaluationEvent, PhaseEvent, StepEvent, TimingEvent, read_events
-from trainer.documents.presences import NodePresence
 from trainer.rundir import RESULT, RunDir
 
 LISTENING_SECONDS = 1.0
 """Seconds in which the use of the cores is counted. The load averages of the system reach back a minute, in which a
 probe or a training of our own may have run."""
-
 LEAST_STEPS, MOST_STEPS, SHARE_OF_TRAINING = 24, 120, 0.1
 """A probe does a tenth of the training's steps, within these bounds: of a long training, next to nothing."""
 WINDOWS = 6
 """Least number of logged intervals of a probe, of which the first warms up."""
 MANY_EVALUATIONS = 4
 """Evaluations of a training from which a probe has two: the first takes up to twice as long as all after it."""
-SLOW_PARTS = 3
-"""Parts of a probe that are compared for slow changes."""
-OUTLIER = 3.0
-"""Times the median from which an interval is an outlier: something else was going on."""
-SETTLED_FROM = 12
-"""Number of intervals from which only the second half is typical: while rank 0 opens its trackers, which is seconds of
-Python, its steps take several times as long."""
 TRACKING_SHARE = 0.8
 """Delay of a training by its trackers, as a share of the start-up of a rank that has a core to itself: both are
 imports. A probe is tracked nowhere, so that nothing disturbs its few steps and nobody's experiments fill up with
 probes."""
+PAID_BY = "paid_by.json"
+"""File of a probe's run directory: the job that pays for it. The first training that rests on it does, and no other."""
+GUESSED_SECONDS = 7.0
+"""Seconds of a probe whose ranks have a core each, where nothing better is known. The default model's took 6 to 16 s
+with 3 ranks on 2 cores, by what else the machine did; for any other model and machine it is a guess."""
+PAST_SPREAD, GUESS_SPREAD = 0.35, 0.75
+"""Standard deviation of the logarithm of a probe's time, where probes of other trainings are known and where nothing
+is: 90 % lie within a factor of 1.8 and of 3.4."""
 
 
 def probe_counts(node_count: int, has_limits: bool) -> tuple[int, ...]:
@@ -52,13 +59,16 @@ def probe_counts(node_count: int, has_limits: bool) -> tuple[int, ...]:
     return (*others, node_count)
 
 
-def probe_job(job: JobConfig, jobs_uri: str, mark: str, node_count: int, sizes: Sizes) -> JobConfig:
-    """Return the same training on ``node_count`` nodes, cut to some steps and one or two evaluations, tracked nowhere.
+def probe_id(mark: str, node_count: int) -> str:
+    """Return the id of a probe's job. ``mark`` identifies a measurement that can be used again: the training, and what
+    it runs on."""
+    return f"probe-{mark}-{node_count}n"
 
-    ``mark`` identifies a measurement that can be used again: the training, and what it runs on.
-    """
-    job_id = f"probe-{mark}-{node_count}n"
-    work = sizes.work(node_count)
+
+def probe_job(job: JobConfig, jobs_uri: str, mark: str, node_count: int, sizes: Sizes) -> JobConfig:
+    """Return the same training on ``node_count`` nodes, cut to some steps and one or two evaluations, tracked
+    nowhere."""
+    job_id, work = probe_id(mark, node_count), sizes.work(node_count)
     steps = min(work.steps, max(LEAST_STEPS, min(MOST_STEPS, round(SHARE_OF_TRAINING * work.steps))))
     training = replace(
         job.training,
@@ -70,6 +80,11 @@ def probe_job(job: JobConfig, jobs_uri: str, mark: str, node_count: int, sizes: 
     )
     tracking = TrackingConfig(tensorboard=False)
     return replace(job, job_id=job_id, run_dir=f"{jobs_uri}/{job_id}", training=training, tracking=tracking)
+
+
+def probes_to_run(jobs_uri: str, mark: str, counts: Sequence[int]) -> tuple[int, ...]:
+    """Return those of the node counts on which no probe has succeeded yet."""
+    return tuple(count for count in counts if not has_succeeded(RunDir(f"{jobs_uri}/{probe_id(mark, count)}")))
 
 
 def run_probes(
@@ -121,12 +136,6 @@ def run_probes(
     )
 
 
-def probes_to_run(job: JobConfig, jobs_uri: str, mark: str, counts: Sequence[int], sizes: Sizes) -> tuple[int, ...]:
-    """Return those of the node counts on which no probe has succeeded yet."""
-    shorts = {count: probe_job(job, jobs_uri, mark, count, sizes) for count in counts}
-    return tuple(count for count, short in shorts.items() if not has_succeeded(RunDir(short.run_dir)))
-
-
 def run_probe(
     manager: GPUClusterManager,
     job: JobConfig,
@@ -136,15 +145,13 @@ def run_probe(
     tell: Callable[[str], object] = lambda text: None,
     command: tuple[str, ...] | None = None,
 ) -> None:
-    """Run a short job and wait for its end, unless that was done before. ``tell`` is called with what it waits for.
-    ``command``: of a script that trains it.
+    """Run a short job and wait for its end. ``tell`` is called with what it waits for. ``command``: of a script that
+    trains it.
 
     Raise `ClusterError` with the job's own message where it fails, `NoCapacityError` where no nodes came for it,
     `BudgetSpentError` where it comes to its limit.
     """
     rundir = RunDir(job.run_dir)
-    if has_succeeded(rundir):
-        return
     start_job(manager, job, node_count, processes_per_node, env, command=command)
     wait_news = WaitNews()
     try:
@@ -167,101 +174,6 @@ def has_succeeded(rundir: RunDir) -> bool:
     return result is not None and result["status"] == "succeeded"
 
 
-def of_last_launch(
-    events: Sequence[dict[str, Any]], nodes: Sequence[NodePresence]
-) -> tuple[list[dict[str, Any]], list[NodePresence]]:
-    """Return the events and presences of the last launch. Time decides: events' generations count regroups, not
-    launches."""
-    launch = max(node.launch for node in nodes)
-    nodes = [node for node in nodes if node.launch == launch]
-    begin = min(node.started_at for node in nodes)
-    return [item for item in events if item["time"] >= begin], nodes
-
-
-def read_measured(
-    events: Sequence[dict[str, Any]],
-    nodes: Sequence[NodePresence],
-    node_count: int,
-    global_batch_size: int,
-    keeps_cache: bool,
-) -> Measured:
-    """Return the durations of a finished run, from the records of its last launch. Pure.
-
-    ``keeps_cache``: shards that it had to unpack are there for the next one.
-    """
-    events, nodes = of_last_launch(events, nodes)
-    begin = min(node.started_at for node in nodes)
-    end = max(node.ended_at or node.started_at for node in nodes)
-    phases = [phase for phase in read_events(PhaseEvent, events) if phase.rank == 0]
-    seconds = {phase.name: phase.seconds for phase in phases}  # running sums: the last one counts
-    ready = max(phase.time for phase in phases if phase.name == "startup")
-    saves = sum(phase.name == "checkpoint" for phase in phases)
-    judged = [item.seconds or 0.0 for item in read_events(EvaluationEvent, events) if item.split == "valid"]
-    evaluation = statistics.fmean(judged[1:] or judged or [0.0])
-    training, judging, saving = (seconds.get(name, 0.0) for name in ("training", "evaluation", "checkpoint"))
-
-    timed = windows(events)
-    parts = shares(settled(timed))
-    growing = sum(parts[name] for name in ("input", "forward", "backward")) if parts else 1.0
-    intervals = _intervals(events, timed, global_batch_size)
-    sizes = [1 - growing + growing * fill for _, _, fill in intervals]
-    full = [each / size for (_, each, _), size in zip(intervals, sizes, strict=True)]
-    full = full[len(full) // 2 if len(full) >= SETTLED_FROM else 1 :] or full
-    limit = OUTLIER * statistics.median(full)
-    full = [min(each, limit) for each in full]
-    typical = statistics.fmean(full)
-    usual = sum(count * typical * size for (count, _, _), size in zip(intervals, sizes, strict=True))
-    startup = ready - begin - (seconds.get("data", 0.0) if keeps_cache else 0.0)
-    return Measured(
-        node_count=node_count,
-        startup_seconds=max(0.0, startup),
-        warm_up_seconds=max(0.0, training - usual) + max(0.0, judging - evaluation * len(judged)),
-        step_seconds=typical,
-        step_spread=step_spread(full),
-        sample_share=growing,
-        compute_share=sum(parts[name] for name in ("forward", "backward", "optimizer")) if parts else 1.0,
-        communication_share=communication_cost(settled(timed)).total,
-        evaluation_seconds=evaluation,
-        checkpoint_seconds=saving / max(1, saves),
-        finish_seconds=max(0.0, end - ready - training - judging - saving - seconds.get("regroup", 0.0)),
-    )
-
-
-def step_spread(intervals: Sequence[float]) -> float:
-    """Return the relative standard deviation of the mean of these seconds per step, one interval after the other.
-
-    Intervals that vary by themselves average out. A machine that is slower for some of them does not: a training meets
-    other such times than its probe did. So what `SLOW_PARTS` parts of the probe differ by, beyond what their intervals
-    explain, counts in full.
-    """
-    if len(intervals) < 2:
-        return 0.0
-    mean = statistics.fmean(intervals)
-    fast = statistics.variance(intervals)
-    if len(intervals) < 2 * SLOW_PARTS:
-        return math.sqrt(fast / len(intervals)) / mean
-    edges = [round(part * len(intervals) / SLOW_PARTS) for part in range(SLOW_PARTS + 1)]
-    parts = [intervals[first:last] for first, last in pairwise(edges)]
-    # Differences of neighbours hold only what varies from one interval to the next.
-    quick = sum((after - before) ** 2 for before, after in pairwise(intervals)) / 2 / (len(intervals) - 1)
-    slow = statistics.variance(map(statistics.fmean, parts)) - quick * SLOW_PARTS / len(intervals)
-    return math.sqrt(fast / len(intervals) + max(0.0, slow)) / mean
-
-
-def _intervals(
-    events: Sequence[Mapping[str, Any]], timed: Sequence[TimingEvent], global_batch_size: int
-) -> list[tuple[int, float, float]]:
-    """Return (steps, seconds of each, how full their batches were) from one ``step`` event to the next."""
-    fills = {item.step: sum(item.samples) / (item.steps * global_batch_size) for item in timed if item.samples}
-    found, before = [], 0
-    for item in read_events(StepEvent, events):
-        count = item.step - before
-        if count > 0 and item.step_seconds is not None:  # not one of steps that a regroup did again
-            found.append((count, item.step_seconds, fills.get(item.step, 1.0)))
-            before = item.step
-    return found
-
-
 def cores_of_others(sizes: Sizes) -> float:
     """Return how many cores of the machine are in use, counted for a second while nothing of the plan runs on it; 0
     where each node is a machine of its own, which cannot be seen from here."""
@@ -270,3 +182,149 @@ def cores_of_others(sizes: Sizes) -> float:
     import psutil  # not above: loading the code location does without
 
     return min(float(sizes.cores), psutil.cpu_percent(interval=LISTENING_SECONDS) / 100 * sizes.cores)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PastProbe:
+    """A probe that has run: on what, and for how long."""
+
+    job_id: str
+    sku: str
+    node_count: int
+    processes_per_node: int
+    seconds: float
+    """Wall seconds in which a node of it was paid."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpectedProbe:
+    """The expected cost of the probes of a plan, before any is bought."""
+
+    seconds: Interval
+    """Wall seconds, one probe after the other."""
+    usd: Interval
+    basis: str
+    """Where the figures come from, in words."""
+
+    def __str__(self) -> str:
+        """Return it for people: dollars and time with their ranges, and the basis."""
+        return f"{self.usd.told(dollars)} and {self.seconds.told(format_duration)}, from {self.basis}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """The pace of a planned training, and what it cost to learn it."""
+
+    planned: PlannedJob
+    """The plan on the nodes that are available, which may be others than those asked for."""
+    forecast: Forecast
+    expected: ExpectedProbe | None = None
+    """The expected cost of the probes before they ran; None where none had to be run."""
+    charges: tuple[ProbeCharge, ...] = ()
+    """The probes that the forecast rests on and that no training has paid for, run now or before."""
+    seconds: float = 0.0
+    """Wall seconds of the probes that were run now."""
+
+
+def explain_dear_probe(probe: ExpectedProbe, limits: Limits, stop_at_usd: float) -> str | None:
+    """Return in words why not even the plan's probe fits its limits; None where it does, as expected. A probe that was
+    run before is free."""
+    said = [
+        f"{name} is {dollars(limit)}"
+        for name, limit in (("budget_usd", limits.budget_usd), ("stop_at_usd", stop_at_usd))
+        if 0 < limit < probe.usd.expected
+    ]
+    if 0 < limits.deadline_hours * 3600 < probe.seconds.expected:
+        said.append(f"deadline_hours is {limits.deadline_hours:g}")
+    return f"the probe alone would take {probe}, and {' and '.join(said)}" if said else None
+
+
+def expect_probes(
+    past: Sequence[PastProbe], counts: Sequence[int], sizes: Sizes, price: SkuPrice, tier: Tier
+) -> ExpectedProbe | None:
+    """Return the expected cost of probes on these node counts; None where there are none to run. Pure.
+
+    It rests on past probes on this SKU, of any training: on the same number of nodes, or else on the nearest, by how
+    many ranks share a core. Without any it is a guess, and its interval says so. Raise `PriceError` for nodes without
+    a price.
+    """
+    if not counts:
+        return None
+    alike = [item for item in past if item.sku == price.sku and item.processes_per_node == sizes.processes_per_node]
+    spread = PAST_SPREAD if alike else GUESS_SPREAD
+    each = {count: _expected_seconds(alike, count, sizes) for count in counts}
+    factor = math.exp(CONFIDENCE_90 * spread)
+    seconds, node_seconds = sum(each.values()), sum(count * value for count, value in each.items())
+    usd = node_seconds / 3600 * price.usd_per_hour(tier)
+    words = f"{len(alike)} past probe(s) on {price.sku}" if alike else "no past probe: a guess"
+    return ExpectedProbe(
+        seconds=Interval(low=seconds / factor, expected=seconds, high=seconds * factor),
+        usd=Interval(low=usd / factor, expected=usd, high=usd * factor),
+        basis=words,
+    )
+
+
+def _expected_seconds(alike: Sequence[PastProbe], count: int, sizes: Sizes) -> float:
+    if not alike:
+        return sizes.crowding(count) * GUESSED_SECONDS
+    nearest = min(abs(math.log(item.node_count / count)) for item in alike)
+    took = [
+        item.seconds * sizes.crowding(count) / sizes.crowding(item.node_count)
+        for item in alike
+        if abs(math.log(item.node_count / count)) == nearest
+    ]
+    return statistics.median(took)
+
+
+def unpaid_charges(manager: GPUClusterManager, jobs_uri: str, job_ids: Sequence[str]) -> tuple[ProbeCharge, ...]:
+    """Return the charges of those probes that no training pays for yet; none of a job that the cluster has
+    forgotten."""
+    found = []
+    for job_id in job_ids:
+        if payer_of(RunDir(f"{jobs_uri}/{job_id}")) is None:
+            with suppress(ClusterError):
+                found.append(ProbeCharge(job_id=job_id, usage=tuple(manager.node_usage(job_id))))
+    return tuple(found)
+
+
+def charge_usd(charges: Sequence[ProbeCharge], tier: Tier) -> float:
+    """Return the dollars of these probes. Raise `PriceError` where a price is not known."""
+    return CostTracker("", [item for charge in charges for item in charge.usage], tier).total_usd
+
+
+def charge_seconds(charges: Sequence[ProbeCharge]) -> float:
+    """Return the wall seconds in which a node of these probes was paid."""
+    return sum(paid_wall_seconds(charge.usage) for charge in charges)
+
+
+def charge_node_seconds(charges: Sequence[ProbeCharge]) -> float:
+    """Return the paid node-seconds of these probes."""
+    return sum(3600 * item.hours for charge in charges for item in charge.usage)
+
+
+def payer_of(rundir: RunDir) -> str | None:
+    """Return the id of the job that pays for this probe, None while none does."""
+    document = rundir.read_json(PAID_BY)
+    return document["job_id"] if document else None
+
+
+def take_charges(jobs_uri: str, charges: Sequence[ProbeCharge], job_id: str) -> tuple[ProbeCharge, ...]:
+    """Make this job pay for those of the probes that no other job pays for, and return them. Whoever comes first gets
+    a probe, so that each is paid once."""
+    mine = []
+    for charge in charges:
+        rundir = RunDir(f"{jobs_uri}/{charge.job_id}")
+        with suppress(FileExistsError):
+            rundir.storage.create(PAID_BY, json.dumps({"job_id": job_id}).encode())
+        if payer_of(rundir) == job_id:
+            mine.append(charge)
+    return tuple(mine)
+
+
+def left_node_seconds(limit_usd: float, charges: Sequence[ProbeCharge], price: SkuPrice, tier: Tier) -> float | None:
+    """Return the node-seconds that a probe may take of a limit in dollars, after these charges; None without a limit.
+    Pure."""
+    if not limit_usd:
+        return None
+    left = limit_usd - charge_usd(charges, tier)
+    return node_seconds_of(max(0.0, left), (), price.sku, tier)

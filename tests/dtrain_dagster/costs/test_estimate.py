@@ -27,7 +27,8 @@ from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.planning.build_plan import Limits, explain_excess, least, most_epochs
 from dtrain_dagster.planning.choices import compare_choices, remedies
-from dtrain_dagster.planning.probe import probe_counts, read_measured
+from dtrain_dagster.planning.measured import read_measured
+from dtrain_dagster.planning.probe import probe_counts
 from dtrain_dagster.planning.scoring import Score, learn, summarise_scores
 from tests.dtrain_dagster.planning.planned_nodes import planned_on
 from trainer.documents.presences import NodePresence

@@ -18,7 +18,7 @@ from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.planning.build_plan import Limits, explain_excess
-from dtrain_dagster.planning.probe_cost import (
+from dtrain_dagster.planning.probe import (
     ExpectedProbe,
     PastProbe,
     expect_probes,

@@ -24,7 +24,8 @@ from dtrain_dagster.costs.estimate import (
 )
 from dtrain_dagster.planning.build_plan import tell_load
 from dtrain_dagster.planning.history import spread_of_runs
-from dtrain_dagster.planning.probe import cores_of_others, step_spread
+from dtrain_dagster.planning.measured import step_spread
+from dtrain_dagster.planning.probe import cores_of_others
 from dtrain_dagster.planning.scoring import learn_errors
 
 RUNS, SEQUENCES = 20, 60
