@@ -12,17 +12,17 @@ from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.costs.plan import PLAN, probe_usage_of
-from dtrain_dagster.costs.prices import PriceError, price_words
+from dtrain_dagster.costs.plan import PLAN
+from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.dashboard.failure import MOST_WORDS, end_in_words
-from dtrain_dagster.dashboard.job_facts import JobAccount, account_of, read_facts
+from dtrain_dagster.dashboard.job_facts import JobAccount, account_of, basis_of, read_facts, trackers_of
 from dtrain_dagster.dashboard.job_index import DAMAGED, ENDED, JobIndex, JobRow, Listing, Seen
 from dtrain_dagster.dashboard.job_links import Places
 from dtrain_dagster.dashboard.losses import changes_to_mark, missing_nodes, tell_losses
 from dtrain_dagster.dashboard.series import PerformanceDashboard
 from dtrain_dagster.dashboard.tracks import is_number
-from dtrain_dagster.jobs.totals import launched_usage, sum_presences
+from dtrain_dagster.jobs.totals import sum_presences
 from dtrain_dagster.jobs.view import UNREADABLE, JobView, last_step
 from dtrain_dagster.planning.projection import TimeLeft, project, time_left
 from dtrain_dagster.settings.tiers import Tier
@@ -58,8 +58,6 @@ class Cost:
     """The dollars of its probes, which the bill of the job's page has, too."""
     at_end: str = ""
     """The projected cost at the end, against the estimate; "" where the job has none."""
-    usd_at_end: float | None = None
-    """The dollars of that projection, without those of probes."""
 
     @property
     def with_probes(self) -> float:
@@ -171,7 +169,7 @@ class OpenJob:
                 **({"verdict": account.verdict} if account else {}),
                 "is_whole": account is not None,
                 "loss": asdict(loss) if loss else None,
-                "changes": [asdict(change) for change in changes_to_mark(changes, self.row.state)],
+                "changes": changes_to_mark(changes, self.row.state),
                 "job": asdict(self.row),
                 "headline": headline(self, now),
                 "presences": [asdict(presence) for presence in self.nodes],
@@ -365,39 +363,29 @@ def cost_so_far(
 ) -> Cost | None:
     """Return the nodes' cost so far and its projection; None where their price is not known."""
     launch, plan = rundir.read_json(LAUNCH) or {}, rundir.read_json(PLAN) or {}
-    usage = launched_usage(nodes, launch, running, now, stale_seconds(rundir.storage))
     try:
-        tier = plan.get("tier", default_tier)
-        tracker = CostTracker("", usage, tier)
-        whole = CostTracker("", [*usage, *probe_usage_of(plan)], tier)
+        tracker, whole = trackers_of(rundir, nodes, launch, plan, running, default_tier, now)
     except (PriceError, ValueError):
         return None
-    words = plan.get("price_words", price_words(str(launch.get("sku", "")), "history" in launch))
-    at_end, usd_at_end = _at_end(tracker, whole, plan, view) if running and plan else ("", None)
     probe_usd = whole.total_usd - tracker.total_usd
     return Cost(
         usd=tracker.total_usd,
-        words=words,
+        words=basis_of(plan, launch),
         probe_usd=probe_usd,
-        at_end=at_end,
-        usd_at_end=usd_at_end,
+        at_end=_at_end(tracker, probe_usd, plan, view) if running and plan else "",
     )
 
 
-def _at_end(
-    tracker: CostTracker, whole: CostTracker, plan: Mapping[str, Any], view: JobView
-) -> tuple[str, float | None]:
-    """Return the projection in words, with the dollars of probes, which are paid already, and in dollars without
-    them. ``whole``: the cost so far with that of probes."""
+def _at_end(tracker: CostTracker, probe_usd: float, plan: Mapping[str, Any], view: JobView) -> str:
+    """Return the projection in words, with the dollars of probes, which are paid already."""
     try:
         projection = project(tracker, plan, view)
     except (KeyError, TypeError, ValueError, AttributeError):  # a plan of another version
-        return "", None
+        return ""
     if projection.at_end is None or projection.over_at_end is None:
-        return "", None
-    usd = projection.at_end.expected + whole.total_usd - tracker.total_usd
-    words = f"{dollars(usd)} at the end, {projection.over_at_end:+.0%} to the estimate; "
-    return words, projection.at_end.expected
+        return ""
+    usd = projection.at_end.expected + probe_usd
+    return f"{dollars(usd)} at the end, {projection.over_at_end:+.0%} to the estimate; "
 
 
 def headline(job: OpenJob, now: float) -> list[dict[str, str]]:

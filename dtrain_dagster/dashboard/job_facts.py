@@ -24,10 +24,8 @@ from dtrain_dagster.dashboard.failure import read_failure
 from dtrain_dagster.dashboard.job_links import Places, links_of
 from dtrain_dagster.jobs.totals import launched_usage
 from dtrain_dagster.jobs.view import UNREADABLE
-from dtrain_dagster.monitoring.alerts import best, describe_strategy
+from dtrain_dagster.monitoring.alerts import advise
 from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose
-from dtrain_dagster.monitoring.strategies import strategies
-from dtrain_dagster.monitoring.windows import settled, windows
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.presences import NodePresence, stale_seconds
@@ -131,6 +129,27 @@ class JobAccount:
     """The verdict on the whole training, as `describe_diagnosis` returns it; None while the job runs."""
 
 
+def trackers_of(
+    rundir: RunDir,
+    nodes: Sequence[NodePresence],
+    launch: Mapping[str, Any],
+    plan: Mapping[str, Any],
+    running: bool,
+    default_tier: Tier,
+    now: float,
+) -> tuple[CostTracker, CostTracker]:
+    """Return what a job's own nodes cost so far, and what they cost with its probes. Raise `PriceError` or ValueError
+    where that is not known."""
+    usage = launched_usage(nodes, launch, running, now, stale_seconds(rundir.storage))
+    tier = plan.get("tier", default_tier)
+    return CostTracker("", usage, tier), CostTracker("", [*usage, *probe_usage_of(plan)], tier)
+
+
+def basis_of(plan: Mapping[str, Any], launch: Mapping[str, Any]) -> str:
+    """Return what the dollars of a job rest on, in words. Pure."""
+    return str(plan.get("price_words") or price_words(str(launch.get("sku", "")), "history" in launch))
+
+
 def account_of(
     rundir: RunDir,
     nodes: Sequence[NodePresence],
@@ -145,10 +164,9 @@ def account_of(
     plan, launch = rundir.read_json(PLAN) or {}, rundir.read_json(LAUNCH) or {}
     events = [item for item in rundir.events() if item["kind"] != "node"]
     try:
-        usage = launched_usage(nodes, launch, running, now, stale_seconds(rundir.storage))
-        tracker = CostTracker("", [*usage, *probe_usage_of(plan)], plan.get("tier", default_tier))
+        _, tracker = trackers_of(rundir, nodes, launch, plan, running, default_tier, now)
     except (PriceError, ValueError):
-        verdict = None if running else describe_diagnosis(diagnose(events), _advice(events, training))
+        verdict = None if running else describe_diagnosis(diagnose(events), advise(events, training))
         return JobAccount(basis="no price is known for its nodes", verdict=verdict)
     found = ledger(tracker.nodes, events, running)
     causes = found.causes()
@@ -167,14 +185,14 @@ def account_of(
     verdict = None
     if not running:
         paid = describe_goodput(judged.goodput, state == JobState.SUCCEEDED)
-        verdict = describe_diagnosis(judged.diagnosis, _advice(events, training), paid)
+        verdict = describe_diagnosis(judged.diagnosis, advise(events, training), paid)
     return JobAccount(
         rows=tuple(sorted(rows, key=lambda row: -row.share)),
         lost_usd=causes[CostCause.LOST].usd if CostCause.LOST in causes else 0.0,
         total=f"${total_shown([found.units], digits):,}",
         duration=format_duration(found.microseconds / SECOND),
         goodput=f"{found.goodput:.0%} of the paid node-time was spent in steps that counted",
-        basis=plan.get("price_words", price_words(str(launch.get("sku", "")), "history" in launch)),
+        basis=basis_of(plan, launch),
         estimate=_estimate(plan, tracker, running),
         notes=(*tracker.notes, *found.notes),
         verdict=verdict,
@@ -194,10 +212,6 @@ def describe_diagnosis(found: Diagnosis, advice: Sequence[str], of_paid_time: st
         "also": [f"{item.where}, {item.share:.0%}: {item.evidence}" for item in found.also],
         "advice": list(advice),
     }
-
-
-def _advice(events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]) -> list[str]:
-    return [describe_strategy(item) for item in best(strategies(settled(windows(events)), events, training))]
 
 
 def _estimate(plan: Mapping[str, Any], tracker: CostTracker, running: bool) -> str:

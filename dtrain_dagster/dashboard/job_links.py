@@ -6,9 +6,7 @@ A run directory may hold anything, so no address is taken from it but one of a s
 from __future__ import annotations
 
 import re
-import sqlite3
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,18 +24,16 @@ class Places:
     """Dagster's UI; "" where there is none."""
     mlflow_url: str = ""
     """MLflow's pages; "" where there are none."""
-    tracking_uri: str = ""
-    """MLflow's database; only one of SQLite is looked into."""
+    is_mlflow_local: bool = True
+    """Whether `dtrain ui mlflow` serves them."""
 
 
 def places_of(settings: Settings) -> Places:
     """Return where a job can be seen besides the dashboard."""
-    tracking = settings.tracking_uri
-    served = tracking if tracking.startswith(("http://", "https://")) else "http://127.0.0.1:5000"
+    is_server = settings.tracking_uri.startswith(("http://", "https://"))
+    served = settings.tracking_uri if is_server else "http://127.0.0.1:5000"
     return Places(
-        dagster_url=settings.dagster_url.rstrip("/"),
-        mlflow_url=served.rstrip("/"),
-        tracking_uri=settings.tracking_uri,
+        dagster_url=settings.dagster_url.rstrip("/"), mlflow_url=served.rstrip("/"), is_mlflow_local=not is_server
     )
 
 
@@ -69,26 +65,11 @@ def links_of(
         )
     run_id = _run_id(tracking.get("mlflow_run_id"))
     if places.mlflow_url and run_id:
-        experiment = experiment_of(places.tracking_uri, run_id)
-        page = f"/#/experiments/{experiment}/runs/{run_id}" if experiment else "/"
-        note = "`dtrain ui mlflow` serves it" if places.tracking_uri.startswith("sqlite:") else f"run {run_id}"
-        found.append(JobLink(label="MLflow run", url=f"{places.mlflow_url}{page}", note=note))
+        note = "`dtrain ui mlflow` serves it" if places.is_mlflow_local else ""
+        found.append(JobLink(label="MLflow run", url=f"{places.mlflow_url}/#/runs/{run_id}", note=note))
     if url := studio_url(launch.get("studio_url")):
         found.append(JobLink(label="Azure ML studio", url=url, note=""))
     return found
-
-
-def experiment_of(tracking_uri: str, run_id: str) -> str:
-    """Return the id of the experiment of an MLflow run in a database of SQLite; "" where it is not found there."""
-    path = tracking_uri.removeprefix("sqlite:///")
-    if path == tracking_uri:
-        return ""
-    try:
-        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=1.0)) as database:
-            row = database.execute("SELECT experiment_id FROM runs WHERE run_uuid = ?", (run_id,)).fetchone()
-    except sqlite3.Error:
-        return ""
-    return str(row[0]) if row else ""
 
 
 def _run_id(value: Any) -> str:

@@ -1,4 +1,7 @@
-"""What a job's page says first of lost nodes: a banner while one is missing, a line once all are back. Pure."""
+"""What a job's page says first of lost nodes: a banner while one is missing, a line once all are back. Pure.
+
+A change is the event of a generation that differs from the one before.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,12 @@ from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.exit_policy import describe_exit
 from dtrain_dagster.clusters.presence import find_latest_presences
 from dtrain_dagster.support.formatting import dollars, format_duration
+from trainer.documents.events import MembershipEvent
 from trainer.documents.presences import NodePresence
+from trainer.documents.schemas import START
 
 ASKED = frozenset({143, -15, 0})
 """Exit codes of a node that was asked to end, and of one that had nothing more to do: neither is a loss."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
-    """A new generation that differs from the one before."""
-
-    time: float
-    step: int | None
-    lost: tuple[int, ...]
-    joined: tuple[int, ...]
-    seconds: float
-    """Seconds for which no rank trained."""
-    was_asked: bool
-    """Whether the node left because it was asked to: by an eviction, or as all are when the job is cancelled."""
-    is_start: bool = False
-    """Whether it is the first of a launch: the job was started again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,11 +32,11 @@ class LossNotice:
 
 
 def missing_nodes(
-    changes: Sequence[Change], nodes: Sequence[NodePresence], state: str
-) -> dict[int, Change | NodePresence]:
+    changes: Sequence[MembershipEvent], nodes: Sequence[NodePresence], state: str
+) -> dict[int, MembershipEvent | NodePresence]:
     """Return each node that a running job lacks, with the change that lost it; with its end, where the others have not
     formed a generation without it yet."""
-    missing: dict[int, Change | NodePresence] = {}
+    missing: dict[int, MembershipEvent | NodePresence] = {}
     if state != JobState.RUNNING:
         return {}
     last = max((node.launch for node in nodes), default=0)
@@ -62,25 +51,26 @@ def missing_nodes(
     return missing
 
 
-def losses_of(changes: Sequence[Change], state: str) -> list[Change]:
+def losses_of(changes: Sequence[MembershipEvent], state: str) -> list[MembershipEvent]:
     """Return the changes in which nodes were lost. Those with which a cancelled launch ended are none."""
-    found: list[Change] = []
+    found: list[MembershipEvent] = []
     ends = state == JobState.CANCELLED
     for change in reversed(changes):
-        ends = change.is_start or (ends and change.was_asked)
+        ends = change.reason == START or (ends and change.was_asked)
         if change.lost and not ends:
             found.append(change)
     return found[::-1]
 
 
-def changes_to_mark(changes: Sequence[Change], state: str) -> list[Change]:
+def changes_to_mark(changes: Sequence[MembershipEvent], state: str) -> list[dict[str, Any]]:
     """Return the changes that are marked on a curve: losses, and what came back from one."""
     lost = losses_of(changes, state)
-    return [change for change in changes if change in lost or (change.joined and not change.is_start)]
+    marked = [change for change in changes if change in lost or (change.joined and change.reason != START)]
+    return [{"step": change.step, "lost": list(change.lost), "joined": list(change.joined)} for change in marked]
 
 
 def tell_losses(
-    changes: Sequence[Change],
+    changes: Sequence[MembershipEvent],
     nodes: Sequence[NodePresence],
     state: str,
     now: float,
@@ -89,7 +79,8 @@ def tell_losses(
 ) -> LossNotice | None:
     """Return what the page says of lost nodes; None where none was lost. ``usd``: what losses have cost, None where
     that is not known yet; ``excluded``: the hosts that get no nodes, as ``status.json`` has them."""
-    notice = _tell_losses(changes, nodes, state, now, usd)
+    missing, found = missing_nodes(changes, nodes, state), losses_of(changes, state)
+    notice = _of_missing(missing, nodes, now) if missing else _of_past(found, state, usd) if found else None
     hosts = [
         f"Host {each['host']} gets no nodes until {datetime.fromtimestamp(each['until'], UTC):%H:%M} UTC: "
         f"{each['why']}. `dtrain status --lift {each['host']}` ends that."
@@ -102,16 +93,7 @@ def tell_losses(
     return replace(notice, words=" ".join(filter(None, (notice.words, *hosts))))
 
 
-def _tell_losses(
-    changes: Sequence[Change], nodes: Sequence[NodePresence], state: str, now: float, usd: float | None
-) -> LossNotice | None:
-    missing = missing_nodes(changes, nodes, state)
-    if missing:
-        there = {node.node_id for node in find_latest_presences(nodes) if node.ended_at is None} - missing.keys()
-        return LossNotice(is_open=True, title=_title(missing), words=_now(missing, changes, nodes, len(there), now))
-    found = losses_of(changes, state)
-    if not found:
-        return None
+def _of_past(found: Sequence[MembershipEvent], state: str, usd: float | None) -> LossNotice:
     count = "1 loss" if len(found) == 1 else f"{len(found)} losses"
     did = "survived" if state in (JobState.RUNNING, JobState.SUCCEEDED) else "before the end"
     told = [f"{count} {did}", f"{sum(change.seconds for change in found):.2f} s without a step"]
@@ -121,42 +103,25 @@ def _tell_losses(
     return LossNotice(is_open=False, title=", ".join(told), words=f"{more}{steps}")
 
 
-def _title(missing: Mapping[int, Change | NodePresence]) -> str:
-    what = "Node" if len(missing) == 1 else "Nodes"
-    asked = all(isinstance(item, Change) and item.was_asked for item in missing.values())
-    did = "left when asked to" if asked else "was lost" if len(missing) == 1 else "were lost"
-    return f"{what} {_listed(sorted(missing))} {did}"
-
-
-def _now(
-    missing: Mapping[int, Change | NodePresence],
-    changes: Sequence[Change],
-    nodes: Sequence[NodePresence],
-    there: int,
-    now: float,
-) -> str:
-    replaced = {node.node_id for node in find_latest_presences(nodes) if _is_replacement(node, changes)}
+def _of_missing(
+    missing: Mapping[int, MembershipEvent | NodePresence], nodes: Sequence[NodePresence], now: float
+) -> LossNotice:
+    what, were = ("Node", "was") if len(missing) == 1 else ("Nodes", "were")
+    asked = all(isinstance(item, MembershipEvent) and item.was_asked for item in missing.values())
+    title = f"{what} {_listed(sorted(missing))} {'left when asked to' if asked else f'{were} lost'}"
     last = max(missing.values(), key=_when)
     ago = format_duration(max(0.0, now - _when(last)))
-    if isinstance(last, Change):
+    there = sum(node.ended_at is None and node.node_id not in missing for node in find_latest_presences(nodes))
+    if isinstance(last, MembershipEvent):
         words = f"{ago} ago, at step {last.step}. The others go on: {there} of {there + len(missing)} nodes train."
     else:
-        words = f"{ago} ago: {', '.join(map(describe_exit, last.exit_codes))}. " + (
-            "The others are about to go on without it." if there else "No other node is there to go on."
-        )
-    if replaced >= missing.keys():
-        return f"{words} A replacement has started and has not joined yet."
-    return f"{words} No replacement has started yet."
+        rest = "The others are about to go on without it." if there else "No other node is there to go on."
+        words = f"{ago} ago: {', '.join(map(describe_exit, last.exit_codes))}. {rest}"
+    return LossNotice(is_open=True, title=title, words=words)
 
 
-def _is_replacement(node: NodePresence, changes: Sequence[Change]) -> bool:
-    """Return whether a node that is there has started since it trained last: one that froze is there, too."""
-    joined = [change.time for change in changes if node.node_id in change.joined]
-    return node.ended_at is None and (node.started_at > joined[-1] if joined else node.incarnation > 1)
-
-
-def _when(item: Change | NodePresence) -> float:
-    return item.time if isinstance(item, Change) else item.ended_at or item.started_at
+def _when(item: MembershipEvent | NodePresence) -> float:
+    return item.time if isinstance(item, MembershipEvent) else item.ended_at or item.started_at
 
 
 def _listed(nodes: Sequence[int]) -> str:

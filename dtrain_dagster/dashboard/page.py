@@ -14,7 +14,6 @@ from typing import Any
 
 from dtrain_dagster.dashboard.job_board import OpenJob
 from dtrain_dagster.dashboard.job_links import Places
-from dtrain_dagster.dashboard.series import ALL_NODES
 from dtrain_dagster.monitoring.windows import SEGMENTS
 from dtrain_dagster.settings.tiers import Tier
 from trainer.rundir import RunDir
@@ -73,12 +72,12 @@ PANELS = (
     Panel(
         key="busy", section="Nodes", title="Utilisation", unit="%", x="time",
         about="Mean over a node's GPUs; without GPUs, its share of the machine's processors.",
-        lines=(ChartLine(ALL_NODES, "busy", "mean"), ChartLine(EACH_NODE, "busy")),
+        lines=(ChartLine(EACH_NODE, "busy"),),
     ),
     Panel(
         key="memory", section="Nodes", title="Memory", unit="%", x="time",
         about="Share of the GPUs' memory; without GPUs, the ranks' share of the machine's.",
-        lines=(ChartLine(ALL_NODES, "memory", "mean"), ChartLine(EACH_NODE, "memory")),
+        lines=(ChartLine(EACH_NODE, "memory"),),
     ),
     Panel(
         key="timeline", section="Nodes", title="When nodes were there", unit="", kind="timeline", x="time",

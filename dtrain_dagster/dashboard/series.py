@@ -7,7 +7,6 @@ newer trainer wrote it).
 
 from __future__ import annotations
 
-import math
 import statistics
 import uuid
 from collections import Counter, deque
@@ -17,18 +16,15 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dtrain_dagster.dashboard.job_facts import describe_diagnosis
-from dtrain_dagster.dashboard.losses import Change
 from dtrain_dagster.dashboard.tracks import POINTS, Track, is_number
 from dtrain_dagster.jobs.view import UNREADABLE, JobView, fold, news
-from dtrain_dagster.monitoring.alerts import LiveVerdict, best, describe_strategy, settle_verdict
+from dtrain_dagster.monitoring.alerts import advise
 from dtrain_dagster.monitoring.diagnosis import diagnose
 from dtrain_dagster.monitoring.hangs import hang_verdict
 from dtrain_dagster.monitoring.learning import Evaluation, judge_learning
-from dtrain_dagster.monitoring.strategies import strategies
-from dtrain_dagster.monitoring.windows import SEGMENTS, Throughput, settled, windows
+from dtrain_dagster.monitoring.windows import SEGMENTS, Throughput
 from trainer.documents.events import (
     CheckpointEvent,
-    CollectiveTiming,
     EndEvent,
     EvaluationEvent,
     EventError,
@@ -37,7 +33,6 @@ from trainer.documents.events import (
     TimingEvent,
     read_event,
 )
-from trainer.documents.schemas import START
 from trainer.secrets.redaction import redact
 
 VALUES = 60_000
@@ -45,11 +40,6 @@ VALUES = 60_000
 LATEST_WINDOWS = 20
 """The number of the newest windows in the breakdown per rank."""
 NEWS, MARKS = 60, 200
-ALL_NODES = "nodes"
-"""The track of the mean over nodes. It has no rates: nodes that share a machine would be counted twice."""
-MEANS = ("busy", "memory")
-TOGETHER_SECONDS, FRESH_SECONDS = 1.0, 10.0
-"""Seconds between two rows of that track, and the greatest age of a node's sample in it."""
 MOST_NODES = 2048
 """The most nodes that are kept. No training has more; further ones are ignored."""
 
@@ -71,11 +61,6 @@ class PerformanceDashboard:
         """Those of the validation split, in order of steps: the latest `POINTS`, and the best."""
         self._loss_sum, self._loss_count = 0.0, 0
         """Of the training losses since the last of them."""
-        self._verdict: LiveVerdict | None = None
-        self._looked_at: tuple[int, ...] = ()
-        self._samples: dict[int, dict[str, Any]] = {}
-        """The latest row of each node."""
-        self._together_at = -math.inf
         self.members: tuple[int, ...] = ()
         """The nodes of the newest generation."""
         self.lost: set[int] = set()
@@ -83,11 +68,10 @@ class PerformanceDashboard:
         """The nodes that have nothing more to do: they may have been released, and say nothing more."""
         self.has_gpus = False
         self.windows: deque[TimingEvent] = deque(maxlen=LATEST_WINDOWS)
-        self.collectives: tuple[dict[str, Any], ...] = ()
         self.news: deque[dict[str, Any]] = deque(maxlen=NEWS)
         self.marks: deque[dict[str, Any]] = deque(maxlen=MARKS)
         self.throughput = Throughput()
-        self.changes_of_nodes: deque[Change] = deque(maxlen=MARKS)
+        self.changes_of_nodes: deque[MembershipEvent] = deque(maxlen=MARKS)
         """The generations after the first that lost nodes or took some in."""
         self.counts: Counter[str] = Counter()
         """The number of events by kind, and ``nodes_lost``."""
@@ -145,16 +129,10 @@ class PerformanceDashboard:
         """Return the bottleneck of the latest steps and the changes that would help, the best first; None if it is not
         known."""
         recent = [*self.view.recent, *self.view.hang]
-        look = (self.counts["timing"], self.counts["hang"], len(self.view.hang))
         try:
-            if look != self._looked_at:  # however many read it: only new steps are another look
-                self._verdict, self._looked_at = settle_verdict(self._verdict, diagnose(recent)), look
-            assert self._verdict is not None
-            found = self._verdict.shown
-            advice = [describe_strategy(item) for item in best(strategies(settled(windows(recent)), recent, training))]
+            return describe_diagnosis(diagnose(recent), advise(recent, training))
         except UNREADABLE:
             return None
-        return describe_diagnosis(found, advice)
 
     def learning(self) -> dict[str, Any] | None:
         """Return where the validation loss was lowest and whether the training overfits since, as
@@ -233,11 +211,6 @@ class PerformanceDashboard:
             "samples_per_second": item.get("samples_per_second"),
         }
         self._add(f"node {node}", "time", row, VALUES // (len(row) * len(self.nodes)))
-        self._samples[node] = row
-        if row["time"] - self._together_at >= TOGETHER_SECONDS:
-            self._together_at = row["time"]
-            if all_nodes := mean_of_latest(self._samples.values(), row["time"]):
-                self._add(ALL_NODES, "time", {"time": row["time"], **all_nodes})
 
     def _take_timing(self, item: dict[str, Any]) -> None:
         window = read_event(TimingEvent, item)
@@ -246,7 +219,6 @@ class PerformanceDashboard:
             raise EventError("a 'timing' event without segments")
         self.windows.append(replace(window, segments=segments))
         self.throughput = self.throughput.after(window)
-        self.collectives = tuple(collective(entry) for entry in window.collectives)
         means = {name: 1000 * window.mean(name) for name in segments}
         self._add("timing", "step", {"step": window.step, "time": window.time, **means})
 
@@ -257,16 +229,7 @@ class PerformanceDashboard:
         self.lost = (self.lost | set(formed.lost)) - set(self.members)
         self.counts["nodes_lost"] += len(formed.lost)
         if formed.generation > 1 and (formed.lost or formed.joined):
-            change = Change(
-                time=formed.time,
-                step=formed.step,
-                lost=tuple(formed.lost),
-                joined=tuple(formed.joined),
-                seconds=formed.seconds,
-                was_asked=formed.was_asked,
-                is_start=formed.reason == START,
-            )
-            self.changes_of_nodes.append(change)
+            self.changes_of_nodes.append(formed)
         self._mark(item, f"generation {formed.generation}: {len(self.members)} node(s), {formed.reason}")
 
     def _take_end(self, item: dict[str, Any]) -> None:
@@ -296,13 +259,6 @@ class PerformanceDashboard:
         self.tracks.setdefault(name, Track(x)).add(values, self.version, min(most, POINTS))
 
 
-def mean_of_latest(samples: Iterable[Mapping[str, Any]], now: float) -> dict[str, float]:
-    """Return the mean of the latest samples, without those of nodes that have gone; empty where there is only one."""
-    fresh = [row for row in samples if now - row["time"] < FRESH_SECONDS]
-    values = {name: [row[name] for row in fresh if is_number(row[name])] for name in MEANS}
-    return {name: statistics.fmean(row) for name, row in values.items() if len(row) > 1}
-
-
 def rank_labels(nodes: Sequence[int]) -> tuple[str, ...]:
     """Return a label for each rank that stays when ranks are numbered again: its node, and its place there if not
     alone."""
@@ -311,19 +267,6 @@ def rank_labels(nodes: Sequence[int]) -> tuple[str, ...]:
         labels.append(f"node {node}.{seen[node]}" if several else f"node {node}")
         seen[node] += 1
     return tuple(labels)
-
-
-def collective(entry: CollectiveTiming) -> dict[str, Any]:
-    """Return one collective's figures per step: times in milliseconds, means over ranks except the time on the
-    network."""
-    return {
-        "name": entry.name,
-        "bytes": entry.bytes,
-        "network_milliseconds": 1000 * entry.wire_seconds,
-        "waiting_milliseconds": 1000 * statistics.fmean(entry.waiting_seconds or (0.0,)),
-        "overlapped_milliseconds": 1000 * statistics.fmean(entry.overlapped_seconds or (0.0,)),
-        "bandwidth_bytes_per_second": entry.bandwidth_bytes_per_second,
-    }
 
 
 def sentences(item: dict[str, Any]) -> tuple[str, ...]:

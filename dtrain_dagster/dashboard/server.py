@@ -13,6 +13,7 @@ the figures in `JobBoard`.
 from __future__ import annotations
 
 import gzip
+import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -287,11 +288,14 @@ def _lateness(job: OpenJob) -> Iterator[Value]:
 
 
 def _collectives(job: OpenJob) -> Iterator[Value]:
-    for entry in job.dashboard.collectives:
-        for part in ("network", "waiting", "overlapped"):
-            yield (entry["name"], part), entry[f"{part}_milliseconds"] / 1000
+    for window in list(job.dashboard.windows)[-1:]:
+        for entry in window.collectives:
+            yield (entry.name, "network"), entry.wire_seconds
+            yield (entry.name, "waiting"), statistics.fmean(entry.waiting_seconds or (0.0,))
+            yield (entry.name, "overlapped"), statistics.fmean(entry.overlapped_seconds or (0.0,))
 
 
 def _bandwidths(job: OpenJob) -> Iterator[Value]:
-    for entry in job.dashboard.collectives:
-        yield (entry["name"],), entry["bandwidth_bytes_per_second"]
+    for window in list(job.dashboard.windows)[-1:]:
+        for entry in window.collectives:
+            yield (entry.name,), entry.bandwidth_bytes_per_second

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose
+from dtrain_dagster.monitoring.diagnosis import SlowdownCause, diagnose
 from dtrain_dagster.monitoring.step_model import Strategy
 from dtrain_dagster.monitoring.stragglers import FEWEST_WINDOWS, LEAST_SECONDS
-from dtrain_dagster.monitoring.strategies import communication_strategies, contention_strategies, waiting_strategies
+from dtrain_dagster.monitoring.strategies import communication_strategies, strategies, waiting_strategies
 from dtrain_dagster.monitoring.windows import (
     COMMUNICATION_LIMIT,
     LATEST_WINDOWS,
@@ -22,13 +22,6 @@ from dtrain_dagster.monitoring.windows import (
     worlds,
 )
 from trainer.documents.events import TimingEvent
-
-CLEARLY_MORE, CLEARLY_MORE_SHARE = 1.25, 0.02
-"""How many times as much as the present cause, and how much of training time besides, another one must cost to take its
-place."""
-LOOKS = 2
-"""Looks in a row, each with new steps, after which a changed verdict is believed."""
-_Key = tuple[SlowdownCause, int | None]
 
 MOST_STRATEGIES = 5
 COMMUNICATION = "communication"
@@ -91,8 +84,7 @@ def communication_alert(found: Sequence[TimingEvent], training: Mapping[str, Any
     if len(found) < FEWEST_WINDOWS or not exceeds_limit(found):
         return None
     cost, world = communication_cost(found), worlds(found)[0]
-    against_waiting = [*waiting_strategies(world), *contention_strategies(world)]
-    against_wire = communication_strategies(world, training or {})
+    against_waiting, against_wire = waiting_strategies(world), communication_strategies(world, training or {})
     larger, other = (against_waiting, against_wire) if cost.is_mostly_waiting else (against_wire, against_waiting)
     is_other_large = min(cost.wire, cost.waiting) > COMMUNICATION_LIMIT
     first, last = found[0], found[-1]
@@ -118,41 +110,14 @@ def best(ranked: Iterable[Strategy]) -> tuple[Strategy, ...]:
     return tuple(sorted(useful, key=lambda item: item.sort_key, reverse=True)[:MOST_STRATEGIES])
 
 
+def advise(events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]) -> list[str]:
+    """Return what would help most against what these events tell, in a line each. ``training``: the configuration."""
+    return [describe_strategy(item) for item in best(strategies(settled(windows(events)), events, training))]
+
+
 def describe_strategy(item: Strategy) -> str:
     """Return a strategy in a line: ``more accumulation (…): +35 % samples/s, communication then 14 % of the step``."""
     gain = f"{item.gain:+.0%} samples/s" if item.gain >= 0.005 else f"{item.cost_gain:+.0%} samples per dollar"
     if item.gain < -0.005:
         gain += f", {item.gain:+.0%} samples/s"
     return f"{item.name}: {item.change}: {gain}, communication then {item.communication_share:.0%} of the step"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LiveVerdict:
-    """The verdict that is shown, and the change that has been seen once or more often."""
-
-    shown: Diagnosis
-    change: _Key | None = None
-    seen: int = 0
-    """Looks in a row that named the change."""
-
-
-def settle_verdict(before: LiveVerdict | None, found: Diagnosis) -> LiveVerdict:
-    """Return the verdict after a look that found this diagnosis. A hang is shown at once, as is the first verdict; the
-    figures of the shown cause are always those of the latest look that named it."""
-    if before is None or SlowdownCause.UNKNOWN in (before.shown.cause, found.cause):
-        return LiveVerdict(shown=found)
-    key, shown = _key_of(found), _key_of(before.shown)
-    if key == shown or SlowdownCause.HANG in (found.cause, before.shown.cause):
-        return LiveVerdict(shown=found)
-    same = next((item for item in found.also if _key_of(item) == shown), None)
-    if same is not None and found.share < CLEARLY_MORE * same.share + CLEARLY_MORE_SHARE:
-        others = (replace(found, also=()), *(item for item in found.also if item is not same))
-        return LiveVerdict(shown=replace(same, also=others))
-    seen = before.seen + 1 if key == before.change else 1
-    if seen >= LOOKS:
-        return LiveVerdict(shown=found)
-    return LiveVerdict(shown=replace(same, also=before.shown.also) if same else before.shown, change=key, seen=seen)
-
-
-def _key_of(found: Diagnosis) -> _Key:
-    return found.cause, found.node_id

@@ -21,8 +21,8 @@ from dtrain_dagster.monitoring.windows import (
     COMMUNICATION_LIMIT,
     NOISE_FACTOR,
     collective_link,
+    describe_contention,
     exceeds_limit,
-    find_contention,
     is_steadily_above,
     latency_share,
     ranks_that_share_cores,
@@ -177,10 +177,12 @@ def _straggler(item: Straggler, world: Sequence[TimingEvent]) -> Diagnosis:
 
 def _contention(world: Sequence[TimingEvent]) -> list[Diagnosis]:
     """Return a diagnosis of cores that ranks share, whatever it costs: that is not known."""
-    item = find_contention(world)
-    if item is None:
+    if not (shared := describe_contention(world)):
         return []
-    text = f"{item.reason}: who is late there is up to the scheduler; this does not mean that a node is slow."
+    text = (
+        f"{shared}, so fewer nodes are as fast: who is late there is up to the scheduler; this does not mean that a "
+        "node is slow."
+    )
     return [Diagnosis(cause=SlowdownCause.CROWDED, share=0.0, evidence=text)]
 
 

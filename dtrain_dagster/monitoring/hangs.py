@@ -13,15 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.documents.events import HangEvent, read_events
-from trainer.documents.schemas import NO_COLLECTIVE
+from trainer.documents.schemas import NO_COLLECTIVE, START
 
 SETTLE_SECONDS = 10.0
 """Seconds within which all ranks of a hang report; a rank that has not by then is silent."""
 SILENT = "it is frozen, cut off, in code that never lets go of the interpreter, or busy outside of a step"
 MOST_NAMES = 6
 """Ranks that are named; of more, the rest is counted."""
-START = "start"
-"""Reason for the first generation of a launch (`trainer.elastic.generation`)."""
 Report = Mapping[str, Any]
 
 

@@ -19,7 +19,6 @@ from dtrain_dagster.monitoring.windows import (
     COMMUNICATION_LIMIT,
     collective_link,
     exceeds_limit,
-    find_contention,
     latency_share,
     ranks_that_share_cores,
     seconds_of,
@@ -44,8 +43,7 @@ def strategies(
     if not groups or not step_model(groups[0]).samples:
         return []
     world, training = groups[0], training or {}
-    ranked = [*waiting_strategies(world), *contention_strategies(world)]
-    ranked += [*_input(world), *_checkpoint(world, events, training)]
+    ranked = [*waiting_strategies(world), *_input(world), *_checkpoint(world, events, training)]
     if exceeds_limit(world, ("communication",)) and not ranks_that_share_cores(world[-1]):
         ranked += communication_strategies(world, training)
     return sorted(ranked, key=lambda item: item.sort_key, reverse=True)
@@ -189,17 +187,6 @@ def waiting_strategies(world: Sequence[TimingEvent], node_id: int | None = None)
         without = replace(ready.with_work(size / (size - 1)), nodes=max(1, now.nodes - 1))
         found.append(now.to(without, f"go on without node {item.node_id}", f"its work goes to the others{besides}"))
     return found
-
-
-def contention_strategies(world: Sequence[TimingEvent]) -> list[Strategy]:
-    """Return what ends the sharing of cores; nothing where no ranks share any."""
-    item, now = find_contention(world), step_model(world)
-    if item is None or not now.samples or item.machines > 1 or now.nodes != item.ranks:
-        return []  # fewer ranks on the same nodes gain nothing
-    fewer = replace(now, nodes=item.cores)
-    change = f"{item.cores} node(s) instead of {now.nodes} (DTRAIN_NODES): now {item.reason}"
-    note = "about as fast, since the cores are the same, for fewer paid nodes"
-    return [now.to(fewer, "as many nodes as cores", change, note)]
 
 
 def _on_time(now: StepModel, item: Straggler, saved: float, size: int) -> StepModel:

@@ -120,7 +120,7 @@ def shares_by_window(found: Sequence[TimingEvent], segments: Sequence[str]) -> l
 
 def typical_share(found: Sequence[TimingEvent], segment: str) -> float:
     """Return the median share over windows, which one window with a disturbance cannot spoil."""
-    return statistics.median(window.mean(segment) / window.seconds for window in found) if found else 0.0
+    return statistics.median(shares_by_window(found, [segment])) if found else 0.0
 
 
 def typical_collectives(found: Sequence[TimingEvent]) -> list[CollectiveTiming]:
@@ -173,30 +173,14 @@ def is_steadily_above(limit: float, values: Sequence[float]) -> bool:
     return statistics.median(values) - NOISE_FACTOR * median_error(values) > limit
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Contention:
-    """A machine with fewer cores than ranks."""
-
-    ranks: int
-    cores: int
-    """Cores that these may use."""
-    machines: int
-    """Machines in all."""
-
-    @property
-    def reason(self) -> str:
-        """Return who shares what: ``3 ranks share 2 cores``."""
-        return f"{self.ranks} ranks share {self.cores} core{'' if self.cores == 1 else 's'}"
-
-
-def find_contention(world: Sequence[TimingEvent]) -> Contention | None:
-    """Return the machine whose ranks share cores in windows of one world; None where none do, or the trainer does not
-    tell. It is told however little it costs, so that the verdict does not change with the noise."""
+def describe_contention(world: Sequence[TimingEvent]) -> str:
+    """Return who shares cores in windows of one world, ``3 ranks share 2 cores``; "" where none do, or the trainer does
+    not tell. It is told however little it costs, so that the verdict does not change with the noise."""
     if len(world) < FEWEST_CROWDED or not (sharing := ranks_that_share_cores(world[-1])):
-        return None
+        return ""
     last, rank = world[-1], sharing[0]
-    ranks, machines = last.machines.count(last.machines[rank]), len(set(last.machines))
-    return Contention(ranks=ranks, cores=last.cores[rank], machines=machines)
+    ranks, cores = last.machines.count(last.machines[rank]), last.cores[rank]
+    return f"{ranks} ranks share {cores} core{'' if cores == 1 else 's'}"
 
 
 def ranks_that_share_cores(window: TimingEvent) -> tuple[int, ...]:

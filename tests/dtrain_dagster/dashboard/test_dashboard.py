@@ -27,7 +27,7 @@ from dtrain_dagster.cli.main import main
 from dtrain_dagster.dashboard import page
 from dtrain_dagster.dashboard.job_board import RECENT_JOBS, JobBoard, headline, state_of
 from dtrain_dagster.dashboard.page import PANELS
-from dtrain_dagster.dashboard.series import ALL_NODES, MOST_NODES, POINTS, PerformanceDashboard
+from dtrain_dagster.dashboard.series import MOST_NODES, POINTS, PerformanceDashboard
 from dtrain_dagster.dashboard.server import (
     COUNTER_METRICS,
     GPU_METRICS,
@@ -117,7 +117,7 @@ def test_what_cannot_be_understood_takes_nothing_else_away():
     assert board.view.step == 50
     assert len(board.tracks["steps"].rows) == 10
     assert board.ranks() is None
-    assert board.collectives == ()
+    assert not board.windows
 
 
 def test_every_column_that_a_panel_names_is_recorded():
@@ -414,17 +414,6 @@ def test_metrics_are_of_nodes_that_are_there_and_survive_strange_figures(remote:
 def test_nodes_that_no_training_has_take_no_room():
     board = folded([event("node", START, node_id=node, cpu_percent=1.0) for node in range(MOST_NODES + 5)])
     assert (len(board.nodes), len(board.tracks)) == (MOST_NODES, MOST_NODES)
-
-
-def test_the_mean_over_nodes_is_that_of_those_that_are_there():
-    def sample(node: int, at: float, busy: float | None) -> dict[str, Any]:
-        return event("node", START + at, node_id=node, cpu_percent=busy)
-
-    first = [sample(0, 0, 80.0), sample(1, 0.1, 20.0), sample(2, 0.2, None)]
-    rows = folded([*first, sample(0, 2, 60.0), sample(1, 20, 50.0), sample(0, 20.5, 70.0)]).tracks[ALL_NODES]
-    assert [(row["time"] - START, row["busy"]) for row in rows.rows] == [(2, 40.0)], (
-        "one node alone has no mean, and the samples of nodes that have gone do not count"
-    )
 
 
 def test_metrics_follow_prometheus_conventions_and_feed_the_grafana_dashboard(served: tuple[str, RunDir]):
