@@ -8,11 +8,17 @@ from dtrain_dagster.registry.base import Registry
 from dtrain_dagster.registry.endpoint import EndpointCheck, ScoringEndpoint, ServingError, check_endpoint
 from dtrain_dagster.registry.evaluated import EvaluationError, judge_again
 from dtrain_dagster.registry.local import MLflowRegistry
-from dtrain_dagster.registry.packed import PACKED_TAG, PackedError
 from dtrain_dagster.registry.promotion import AliasDecision, Comparison, choose_alias
 from dtrain_dagster.registry.run_model import RunModelError, ordered_job
 from dtrain_dagster.registry.smoke_test import AnswerError
-from dtrain_dagster.registry.versions import RegisteredModel, RegistryError, TrainingProvenance, model_card
+from dtrain_dagster.registry.versions import (
+    PACKED_TAG,
+    PackedError,
+    RegisteredModel,
+    RegistryError,
+    TrainingProvenance,
+    model_card,
+)
 from dtrain_dagster.support.user_sources import StagingError
 from trainer.evaluation.gate import Gate
 

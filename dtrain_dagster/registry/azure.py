@@ -18,16 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.clusters.azure_ml.client import request_id_of, request_note
 from dtrain_dagster.registry.base import Registry
-from dtrain_dagster.registry.packed import PACKED_TAG, refuse_changed_files
 from dtrain_dagster.registry.promotion import AliasDecision
 from dtrain_dagster.registry.versions import (
     JOB_TAG,
+    PACKED_TAG,
     WEIGHTS_TAG,
     RegisteredModel,
     RegistryError,
     description,
     explained,
     open_client,
+    refuse_changed_files,
     tags_of_run,
 )
 from dtrain_dagster.support.audit import AuditLog

@@ -27,7 +27,6 @@ from dtrain_dagster.registry.endpoint import (
     check_endpoint,
     scoring_server,
 )
-from dtrain_dagster.registry.packed import PACKED_TAG, PackedError, folder_digest
 from dtrain_dagster.registry.promotion import AliasDecision, Comparison, compare
 from dtrain_dagster.registry.run_model import RunModel, load_run_model, ordered_job
 from dtrain_dagster.registry.script_model import ScriptModel, load_script_model
@@ -35,8 +34,11 @@ from dtrain_dagster.registry.smoke_test import SAME_WEIGHTS_TOLERANCE, AnswerErr
 from dtrain_dagster.registry.versions import (
     CARD,
     MODEL_PATH,
+    PACKED_TAG,
+    PackedError,
     RegisteredModel,
     RegistryError,
+    folder_digest,
     job_tags,
     open_client,
     read_succeeded,

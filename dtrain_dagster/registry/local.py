@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.registry.base import Registry
-from dtrain_dagster.registry.packed import PACKED_TAG, refuse_changed_files
 from dtrain_dagster.registry.promotion import AliasDecision
 from dtrain_dagster.registry.versions import (
     JOB_TAG,
     MODEL_PATH,
+    PACKED_TAG,
     WEIGHTS_TAG,
     RegisteredModel,
     RegistryError,
     description,
     explained,
     open_client,
+    refuse_changed_files,
     tags_of_run,
 )
 from dtrain_dagster.support.secrets import redact
@@ -88,14 +89,13 @@ class MLflowRegistry(Registry):
             self.champion_version(model_name)
 
     def find(self, model_name: str, job_id: str, weights: str | None) -> RegisteredModel | None:
-        """See `Registry`. A version without a record of its weights (an older one), and a call without weights, match
-        on the job alone. The filter is applied here: not every registry can search by tag."""
+        """See `Registry`. A call without weights matches on the job alone. The filter is applied here: not every
+        registry can search by tag."""
         first = min(
             (
                 version
                 for version in open_client(self.address).search_model_versions(f"name = '{model_name}'")
-                if version.tags.get(JOB_TAG) == job_id
-                and (weights is None or version.tags.get(WEIGHTS_TAG, weights) == weights)
+                if version.tags.get(JOB_TAG) == job_id and (weights is None or version.tags.get(WEIGHTS_TAG) == weights)
             ),
             key=lambda version: int(version.version),
             default=None,

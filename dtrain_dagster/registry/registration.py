@@ -15,10 +15,15 @@ from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_registration, order_o
 from dtrain_dagster.jobs.progress import REGISTRATION
 from dtrain_dagster.registry.base import Registry
 from dtrain_dagster.registry.evaluated import judge_again
-from dtrain_dagster.registry.packed import PACKED_TAG
 from dtrain_dagster.registry.promotion import AliasDecision, choose_alias
 from dtrain_dagster.registry.run_model import ordered_job
-from dtrain_dagster.registry.versions import RegisteredModel, TrainingProvenance, model_card, read_succeeded
+from dtrain_dagster.registry.versions import (
+    PACKED_TAG,
+    RegisteredModel,
+    TrainingProvenance,
+    model_card,
+    read_succeeded,
+)
 from dtrain_dagster.support.formatting import in_markdown
 from trainer.config import JobConfig
 from trainer.data.manifest import load_manifest

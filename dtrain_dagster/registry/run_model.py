@@ -12,7 +12,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -166,11 +166,11 @@ def load_run_model(rundir: RunDir, order: Order | None = None) -> RunModel:
         ("loss", plain_order(job.loss)),
         ("spec", plain_order(spec)),
     ):
-        if _with_usual(description.get(name), spec if name == "spec" else None) != wanted:
+        if description.get(name) != wanted:
             raise RunModelError(
                 f"{rundir.uri}/{_FOLDER}/{DESCRIPTION} says {name} = {_shown(description.get(name))}, but "
-                f"{_shown(wanted)} was ordered: it was changed after the training, or written by another; it is not "
-                "used. Train again, and check who can write there"
+                f"{_shown(wanted)} was ordered: it was changed after the training, or written by another or an older "
+                "version; it is not used. Train again, and check who can write there"
             )
     if not is_correction(description.get("correction", {})):
         raise RunModelError(
@@ -185,14 +185,6 @@ def load_run_model(rundir: RunDir, order: Order | None = None) -> RunModel:
         )
     refuse_change(rundir.uri, found, order.digests() if order else {})
     return RunModel(job=job, spec=spec, description=text, weights=weights, digests=found)
-
-
-def _with_usual(said: Any, spec: DataSpec | RowSpec | None) -> Any:
-    """Return what a description says of the data, with the values of fields that older versions did not have."""
-    if spec is None or not isinstance(said, dict):
-        return said
-    usual = {item.name: item.default for item in fields(spec) if item.default is not MISSING}
-    return json.loads(json.dumps(usual)) | said
 
 
 def _described(job: JobConfig) -> DataSpec | RowSpec:

@@ -4,11 +4,13 @@ MLflow model is packed by `base`.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.costs.worth import worth_line
@@ -38,8 +40,42 @@ DESCRIPTION_LIMIT = 5000
 """The number of characters that a registry keeps of a description; the whole card is an artifact of the run."""
 
 
+PACKED_TAG = "packed_sha256"
+"""The version's tag with the digest of all registered files. Nodes report metrics; they change no versions."""
+_ADDED = "registered_model_meta"
+"""A file that MLflow itself adds to a model that it gives out."""
+
+
 class RegistryError(ValueError):
     """A refusal of a job's model that cannot be registered. The message says what is missing and the remedy."""
+
+
+class PackedError(ValueError):
+    """A refusal of a registered model that cannot be used. The message names it and says why."""
+
+
+def folder_digest(folder: Path) -> str:
+    """Return the sha256 over the names and the contents of all files in a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(item for item in folder.rglob("*") if item.is_file() and item.name != _ADDED):
+        with open(path, "rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        digest.update(f"{path.relative_to(folder).as_posix()}\0{content}\n".encode())
+    return digest.hexdigest()
+
+
+def refuse_changed_files(what: str, folder: Path, expected: str | None) -> None:
+    """Raise `PackedError` where the files are not the registered ones, or nothing says which were registered."""
+    if not expected:
+        raise PackedError(
+            f"{what} has no tag {PACKED_TAG}: it was registered by an older version, or not by dtrain; register its "
+            "job again, or take the alias champion from it"
+        )
+    if (found := folder_digest(folder)) != expected:
+        raise PackedError(
+            f"{what}: its files have the digest {found[:12]}…, but {expected[:12]}… was registered: they were "
+            "changed since, and are not loaded; register the model again, and check who can write there"
+        )
 
 
 @contextmanager

@@ -16,7 +16,6 @@ import random as randomness
 import resource
 import shutil
 import socket
-import tarfile
 import tempfile
 import time
 import uuid
@@ -40,8 +39,7 @@ PATIENCE_SECONDS = 120.0
 """Seconds that all readers together may take: usually they take two."""
 MOST_MEMORY = 400 << 20
 """Bytes of memory that the readers may take more than for a whole job."""
-PACKED = Path(__file__).parents[2] / "tests" / "old_files" / "home.tar.xz"
-OLD = ("plan.json", "owner.json", "claim.json", "registration.json", "tracking.json")
+DOCUMENTS = Path(__file__).parent / "orchestrator_documents"
 """Documents of an orchestrator, as an older version has written them."""
 ADDED: dict[str, Any] = {
     "budget.json": {"max_node_seconds": 3600.0, "stop_at_usd": 2.5},
@@ -265,10 +263,8 @@ class Stage:
     def _add_documents(self) -> None:
         """Put the documents beside the trainer's that an orchestrator writes, and events of the kinds that are rare."""
         rundir = RunDir(str(self.jobs / WHOLE))
-        with tarfile.open(PACKED) as archive:
-            for name in archive.getnames():
-                if (file := archive.extractfile(name)) and (path := Path(name)).name in OLD and "jobs" in path.parts:
-                    rundir.storage.write(path.name, file.read())
+        for path in DOCUMENTS.iterdir():
+            rundir.storage.write(path.name, path.read_bytes())
         for name, document in ADDED.items():
             rundir.write_json(name, document)
         rundir.append_events(1, 1, 9, [event(kind, 1, 1, **fields) for kind, fields in RARE.items()])

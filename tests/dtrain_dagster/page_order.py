@@ -21,7 +21,7 @@ def kind_of(name: str, value: Any) -> str:
     if name == "verdict":
         return "verdict"
     if isinstance(value, dg.MarkdownMetadataValue):
-        if "![" not in plain:
+        if name != "picture":
             return "link" if plain.startswith("[") else "words"
         return "picture" if len(plain) < SHOWN_IN_PLACE else "rest"
     kinds = {dg.TableMetadataValue: "table", dg.UrlMetadataValue: "link", dg.PathMetadataValue: "file"}

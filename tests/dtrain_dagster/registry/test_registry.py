@@ -20,9 +20,8 @@ from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry import promotion
 from dtrain_dagster.registry.endpoint import scoring_server
-from dtrain_dagster.registry.packed import PACKED_TAG, folder_digest
 from dtrain_dagster.registry.smoke_test import SAME_WEIGHTS_TOLERANCE, Sample, compare_answers
-from dtrain_dagster.registry.versions import RUN_TAGS, open_client
+from dtrain_dagster.registry.versions import PACKED_TAG, RUN_TAGS, folder_digest, open_client
 from dtrain_dagster.support.formatting import in_markdown
 from dtrain_dagster.support.user_code import stage_for_serving
 from harness import small_job
