@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dtrain_dagster.costs.money import usd
-from dtrain_dagster.fleet.grants import Standing, node_limit
-from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState
+from dtrain_dagster.fleet.grants import node_limit
+from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState, Standing
 from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Pause, RaiseGrant, Start, decide
 
 TICK_SECONDS = 1e-6
@@ -226,6 +226,7 @@ class _Play:
             nodes=run.nodes,
             grant_units=run.grant_units,
             paid_units=self.limits.units_of(run.paid_seconds),
+            node_seconds=run.paid_seconds,
             left_node_seconds=left,
             left_spread=0.1 if known else None,
             launched_at=run.launched_at,
@@ -243,7 +244,7 @@ class _Play:
     def _set_limit(self, run: _Run) -> None:
         """Tell the nodes their limit, which they pass by no more than they are allowed."""
         late = run.nodes * self.limits.margin_seconds * self.random.choice(self.around.late_shares)
-        run.limit = node_limit(self._standing(run), run.paid_seconds, self.limits) + late
+        run.limit = node_limit(self._standing(run), self.limits) + late
 
     def _draw_loss(self, run: _Run) -> None:
         rate = run.spec.losses_per_node_hour * run.nodes / 3600

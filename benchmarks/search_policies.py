@@ -14,7 +14,7 @@ import numpy as np
 import optuna
 
 from dtrain_dagster.costs.money import SECOND, nano_usd
-from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Outcome
+from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Standing
 from dtrain_dagster.search.sampling import RANDOM_FIRST, as_optuna, ask_for_values
 from dtrain_dagster.search.settings import Sampler, SearchSettings
 from dtrain_dagster.search.source import Draw, TrialSource
@@ -118,7 +118,9 @@ def play(pool: Pool, usual: TrialSeconds, settings: SearchSettings, draw: Draw, 
         began, told = running.pop(job_id)
         paid += at - began
         units = round((at - began) * SECOND) * nano_usd(USD_PER_NODE_HOUR)
-        source.on_end(job_id, Outcome(state=state, paid_units=units, node_seconds=at - began, evaluations=tuple(told)))
+        job = FleetJob(job_id=job_id, node_seconds=at - began)
+        ended = Standing(job=job, number=0, state=state, paid_units=units, node_seconds=at - began)
+        source.on_end(ended, tuple(told))
 
     while True:
         while (job := source.next_job()) is not None:

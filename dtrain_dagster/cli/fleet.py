@@ -37,14 +37,14 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import chain
 from dtrain_dagster.clusters.notice_text import FLEET, PART_OF
 from dtrain_dagster.costs.estimate import Forecast
 from dtrain_dagster.costs.ledger import Ledger, ledger
-from dtrain_dagster.costs.money import usd
+from dtrain_dagster.costs.money import SECOND, usd
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.fleet.grants import LEAST_WORK_SECONDS
-from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, JobOrder
+from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits
 from dtrain_dagster.fleet.ledger import FleetLedger, add_ledgers
 from dtrain_dagster.fleet.records import FleetRecords
-from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
+from dtrain_dagster.fleet.runner import FleetRunner
 from dtrain_dagster.fleet.source import FleetFile, JobEntry, JobSource, ListedJobs, parse_fleet
 from dtrain_dagster.fleet.view import FleetWatch
 from dtrain_dagster.search.kept import kept_search
@@ -100,7 +100,7 @@ def fleet(file: str, check: bool) -> None:
     cluster, project = cluster_of(settings)
     limits = limits_of(wanted, settings, cluster, began_at)
     expected = jobs_of(wanted, settings, limits, began_at)
-    given = {entry.job.job_id: entry.job for entry in records.entries()} if records.is_there() else {}
+    given = {standing.job_id: standing.job for standing in records.standings()} if records.is_there() else {}
     tell_what_is_asked(expected, given, limits)
     start = wanted_group(settings, wanted.name, limits.nodes * limits.usd_per_node_hour, limits.budget_usd)
     if check:
@@ -114,7 +114,7 @@ def fleet(file: str, check: bool) -> None:
             records.forget_cancellation()
         records.write_limits(limits, time.time())
         orchestrate(settings, records, ListedJobs([item.job for item in expected]))
-    if any(entry.kept.state != "succeeded" for entry in records.entries()):
+    if any(standing.state != "succeeded" for standing in records.standings()):
         sys.exit(EXIT_INCOMPLETE)
 
 
@@ -127,7 +127,7 @@ def orchestrate(settings: Settings, records: FleetRecords, source: JobSource) ->
     is_tracked = settings.command_tracking != OFF
     kept_out = {} if is_tracked else {TRACKING_OF_LAUNCH: OFF}
     env = cluster.node_env(project) | kept_out | {PART_OF: FLEET}
-    terms = LaunchTerms(processes_per_node=ranks_of(settings), env=env, tier=tier_of(cluster.first_tier))
+    tier = tier_of(cluster.first_tier)
     watch, shown = FleetWatch(records), console()
     tell = partial(warn, shown)
 
@@ -135,13 +135,13 @@ def orchestrate(settings: Settings, records: FleetRecords, source: JobSource) ->
         say_that_jobs_go_on(f"jobs of fleet {records.name}", records.name, this_command_again())
 
     with fleet_screen(shown, watch) as show, ended_by_signals(go_on):
-        runner = FleetRunner(manager, records, source, terms, tell)
-        tracker = FleetTracker(records, terms.tier, tell) if is_tracked else None
+        runner = FleetRunner(manager, records, source, tell, processes_per_node=ranks_of(settings), env=env, tier=tier)
+        tracker = FleetTracker(records, tier, tell) if is_tracked else None
 
         def update() -> None:
             show()
             if tracker is not None:
-                tracker.update(list(runner.entries.values()))
+                tracker.update(list(runner.jobs.values()))
 
         runner.run(update)
     for sentence in tracker.finish() if tracker is not None else ():
@@ -159,7 +159,7 @@ def cancel_fleet(settings: Settings, name: str) -> None:
     while records.is_run():
         time.sleep(0.5)  # whoever runs it ends it
     with records.sole_orchestrator():
-        orchestrate(settings, records, ListedJobs([entry.job for entry in records.entries()]))
+        orchestrate(settings, records, ListedJobs([standing.job for standing in records.standings()]))
 
 
 def bill_of_fleet(settings: Settings, name: str) -> tuple[FleetLedger, float]:
@@ -173,7 +173,7 @@ def bill_of_fleet(settings: Settings, name: str) -> tuple[FleetLedger, float]:
             f"{dollars(before_usd)}: `dtrain search --show {name}` has the sum, and `dtrain cost` the bill of each job"
         )
     bills = {job_id: bill_of(settings, job_id, is_probe=True) for job_id in search.get("measured_by", ())}
-    begun = [entry.job.job_id for entry in records.entries() if entry.kept.launches]
+    begun = [standing.job_id for standing in records.standings() if standing.launches]
     bills |= {job_id: bill_of(settings, job_id) for job_id in begun}
     return add_ledgers(bills), records.limits().budget_usd + before_usd
 
@@ -181,11 +181,16 @@ def bill_of_fleet(settings: Settings, name: str) -> tuple[FleetLedger, float]:
 def bill_document(found: FleetLedger, budget_usd: float) -> dict[str, Any]:
     """Return the cost of a fleet for JSON, with the fields of `dtrain_dagster.cli.json_fields.FLEET_COST`. Pure."""
     return {
-        "node_seconds": found.microseconds / 1e6,
-        "usd": usd(found.units),
+        "node_seconds": found.whole.microseconds / SECOND,
+        "usd": usd(found.whole.units),
         "budget_usd": budget_usd,
-        "causes": {name.value: {"node_seconds": row.seconds, "usd": row.usd} for name, row in found.causes.items()},
-        "jobs": {job_id: {"node_seconds": row.seconds, "usd": row.usd} for job_id, row in found.jobs.items()},
+        "causes": {
+            name.value: {"node_seconds": row.seconds, "usd": row.usd} for name, row in found.whole.causes().items()
+        },
+        "jobs": {
+            job_id: {"node_seconds": of_job.microseconds / SECOND, "usd": usd(of_job.units)}
+            for job_id, of_job in found.jobs.items()
+        },
     }
 
 
@@ -308,16 +313,16 @@ def _job_of(
         raise FleetError(f"least_nodes is {entry.least_nodes}, but the fleet has {limits.nodes} nodes")
     most = min(entry.most_nodes or limits.nodes, limits.nodes)
     job_id = f"{fleet.name}-{entry.name}"
-    order = _order_of(entry, settings, job_id, most, rehearsed)
-    if order.job.training.max_node_seconds is not None:
+    config, command = _order_of(entry, settings, job_id, most, rehearsed)
+    if config.training.max_node_seconds is not None:
         raise FleetError("set.training.max_node_seconds: the fleet's budget_usd takes its place")
-    ranks = order.job.training.micro_batches
+    ranks = config.training.micro_batches
     if ranks < most * ranks_of(settings):
         raise FleetError(
             f"most_nodes is {most}, and its global batch is {ranks} micro-batches, fewer than there would be ranks: "
             "plan it for more (training.world_size)"
         )
-    known = _expectation_of(fleet, entry, order.job, limits, past)
+    known = _expectation_of(fleet, entry, config, limits, past)
     job = FleetJob(
         job_id=job_id,
         priority=entry.priority,
@@ -328,18 +333,21 @@ def _job_of(
         serial_share=entry.serial_share,
         startup_seconds=known.startup_seconds if entry.startup_seconds is None else entry.startup_seconds,
         deadline=began_at + 3600 * entry.deadline_hours if entry.deadline_hours else None,
-        order=order,
+        config=config,
+        command=command,
     )
     return ExpectedJob(job, known.words)
 
 
-def _order_of(entry: JobEntry, settings: Settings, job_id: str, nodes: int, rehearsed: set[str]) -> JobOrder:
-    """Return the order of a job whose batches are planned for this many nodes."""
+def _order_of(
+    entry: JobEntry, settings: Settings, job_id: str, nodes: int, rehearsed: set[str]
+) -> tuple[JobConfig, tuple[str, ...] | None]:
+    """Return a job whose batches are planned for this many nodes, and the command of its script."""
     own = [f"{key}={json.dumps(value)}" for key, value in entry.set.items()]
     if entry.script is not None:
         overrides = [*as_overrides(None, None, entry.epochs), *own]
         ordered = order_script(settings, entry.script, entry.arguments, overrides, nodes, job_id)
-        return JobOrder(job=ordered.job, command=ordered.command)
+        return ordered.job, ordered.command
     overrides = [*as_overrides(entry.model, entry.loss, entry.epochs), *own]
     try:
         job, _ = job_of_options(settings, entry.config, entry.dataset, overrides, nodes, job_id)
@@ -348,7 +356,7 @@ def _order_of(entry: JobEntry, settings: Settings, job_id: str, nodes: int, rehe
     parts = _parts_of(job)
     say_what_is_wrong(job, nodes, settings, rehearses=parts not in rehearsed)
     rehearsed.add(parts)  # the same model and loss on the same data build each time
-    return JobOrder(job=replace(with_reachable_data(job, settings), run_dir=job.run_dir))
+    return replace(with_reachable_data(job, settings), run_dir=job.run_dir), None
 
 
 def _parts_of(job: JobConfig) -> str:
@@ -367,12 +375,10 @@ def tracked_jobs(
     off."""
     found = []
     for entry, item in zip(fleet.jobs, expected, strict=True):
-        order = item.job.order
-        assert order is not None
         source = "dtrain fleet" if entry.script is None else os.path.basename(entry.script)
         asked = [f"{name}=" for name in entry.set]
-        tracked = track(order.job, asked, settings, cluster, project, source, {FLEET_TAG: fleet.name})
-        found.append(replace(item, job=replace(item.job, order=replace(order, job=tracked.job))))
+        tracked = track(item.job.trained, asked, settings, cluster, project, source, {FLEET_TAG: fleet.name})
+        found.append(replace(item, job=replace(item.job, config=tracked.job)))
     return found
 
 

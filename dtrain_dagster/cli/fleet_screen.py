@@ -14,7 +14,7 @@ from rich.text import Text
 from dtrain_dagster.cli.follow import LINE_EVERY_SECONDS, in_place
 from dtrain_dagster.cli.screen import Column, fitted_table, plain_table
 from dtrain_dagster.costs.ledger import MEANINGS
-from dtrain_dagster.costs.money import digits_of, shown, total_shown
+from dtrain_dagster.costs.money import SECOND, digits_of, shown, total_shown
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.printable import visible
 
@@ -100,8 +100,8 @@ def _loss(job: FleetRow) -> str:
 def ledger_table(found: FleetLedger) -> Group:
     """Return a fleet's dollars by cause and by job. Pure."""
 
-    digits = digits_of(found.units)
-    whole = max(1, found.units)
+    all_units, seconds = found.whole.units, found.whole.microseconds / SECOND
+    digits = digits_of(all_units)
 
     def made(title: str, rows: list[tuple[str, int, int, str]]) -> Table:
         figures = ("node-time", "share", "dollars")
@@ -109,13 +109,17 @@ def ledger_table(found: FleetLedger) -> Group:
         table.add_column("", style="dim")
         sums = shown([units for _, _, units, _ in rows], digits)
         for (name, time_, units, meaning), sum_ in zip(rows, sums, strict=True):
-            table.add_row(name, format_duration(time_ / 1e6), f"{units / whole:.1%}", f"${sum_:,}", meaning)
+            table.add_row(
+                name, format_duration(time_ / SECOND), f"{units / max(1, all_units):.1%}", f"${sum_:,}", meaning
+            )
         table.add_section()
-        total = f"${total_shown([found.units], digits):,}"
-        table.add_row("all", format_duration(found.microseconds / 1e6), "100.0%", total, "")
+        total = f"${total_shown([all_units], digits):,}"
+        table.add_row("all", format_duration(seconds), "100.0%", total, "")
         return table
 
-    causes = [(cause.value, row.microseconds, row.units, MEANINGS[cause]) for cause, row in found.causes.items()]
+    causes = [
+        (cause.value, row.microseconds, row.units, MEANINGS[cause]) for cause, row in found.whole.causes().items()
+    ]
     jobs = [(job_id, row.microseconds, row.units, "") for job_id, row in found.jobs.items()]
     return Group(made("cause", causes), Text(""), made("job", jobs))
 

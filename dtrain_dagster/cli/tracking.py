@@ -28,7 +28,7 @@ from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.dashboard.page import write_report
-from dtrain_dagster.fleet.jobs import FleetLimits, FleetState
+from dtrain_dagster.fleet.jobs import FleetLimits, FleetState, Standing
 from dtrain_dagster.jobs.orders import source_tags
 from dtrain_dagster.jobs.progress import code_version
 from dtrain_dagster.registry.run_record import (
@@ -53,7 +53,7 @@ from trainer.rundir import EVALUATION, JOB, RESULT, RunDir
 from trainer.secrets.redaction import redact
 
 if TYPE_CHECKING:
-    from dtrain_dagster.fleet.records import Entry, FleetRecords
+    from dtrain_dagster.fleet.records import FleetRecords
     from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 
 FLEET_TAG, RECORD_TAG = "dtrain.fleet", "dtrain.fleet_record"
@@ -216,19 +216,19 @@ class FleetTracker:
 
     def __init__(self, records: FleetRecords, tier: Tier, told: Callable[[str], object]) -> None:
         self._records, self._tier, self._told = records, tier, told
-        self._entries: Sequence[Entry] = ()
+        self._jobs: Sequence[Standing] = ()
         self._thread: threading.Thread | None = None
         self._next_at = 0.0
         self._runs: dict[tuple[str, str], _FleetRuns | None] = {}
         self._said: set[str] = set()
 
-    def update(self, entries: Sequence[Entry]) -> None:
+    def update(self, jobs: Sequence[Standing]) -> None:
         """Take the state of all jobs, and return at once. Those of which none is tracked load no MLflow."""
-        self._entries = tuple(entry for entry in entries if _place_of(entry) is not None)
+        self._jobs = tuple(item for item in jobs if _place_of(item) is not None)
         is_free = self._thread is None or not self._thread.is_alive()
-        if self._entries and is_free and time.monotonic() >= self._next_at:
+        if self._jobs and is_free and time.monotonic() >= self._next_at:
             self._thread = threading.Thread(
-                target=self._write, args=(self._entries, False), name="fleet-tracking", daemon=True
+                target=self._write, args=(self._jobs, False), name="fleet-tracking", daemon=True
             )
             self._thread.start()
 
@@ -236,14 +236,14 @@ class FleetTracker:
         """Write what is left of a fleet that is over, and return where its runs are, in sentences."""
         if self._thread is not None:
             self._thread.join()
-        return self._write(self._entries, True)
+        return self._write(self._jobs, True)
 
-    def _write(self, entries: Sequence[Entry], is_over: bool) -> Sequence[str]:
+    def _write(self, jobs: Sequence[Standing], is_over: bool) -> Sequence[str]:
         """Write what has changed since, for each experiment of a server that jobs name."""
         where: list[str] = []
-        for key in dict.fromkeys(map(_place_of, entries)):
+        for key in dict.fromkeys(map(_place_of, jobs)):
             assert key is not None
-            mine = [entry for entry in entries if _place_of(entry) == key]
+            mine = [item for item in jobs if _place_of(item) == key]
             try:
                 if key not in self._runs:
                     self._runs[key] = self._open(*key)
@@ -288,19 +288,19 @@ class _FleetRuns:
         self.failed: set[str] = set()
         """Jobs that could not be written. They are tried last, so that they keep no other one out."""
 
-    def write(self, entries: Sequence[Entry], tier: Tier) -> list[str]:
+    def write(self, jobs: Sequence[Standing], tier: Tier) -> list[str]:
         """Write what is new of these jobs, and return why that was impossible for some."""
         problems: list[str] = []
         in_a_row = 0
-        for entry in sorted(entries, key=lambda entry: entry.job.job_id in self.failed):
-            job, job_id, kept = _config_of(entry), entry.job.job_id, entry.kept
-            if job_id in self.ended or not (kept.state.is_final or kept.launches) or in_a_row == MOST_FAILURES:
+        for item in sorted(jobs, key=lambda item: item.job_id in self.failed):
+            job_id, is_final = item.job_id, item.state.is_final
+            if job_id in self.ended or not (is_final or item.launches) or in_a_row == MOST_FAILURES:
                 continue
             try:
-                if kept.state.is_final:
-                    self._write_end(entry, job, tier)
+                if is_final:
+                    self._write_end(item, tier)
                     self.ended.add(job_id)
-                elif job_id not in self.nested and (run_id := run_of(self.group.client, RunDir(job.run_dir), job_id)):
+                elif job_id not in self.nested and (run_id := run_of(self.group.client, item.job.rundir, job_id)):
                     self.group.nest(run_id, {FLEET_TAG: self.fleet})
                     self.nested.add(job_id)
                 in_a_row = 0
@@ -310,44 +310,44 @@ class _FleetRuns:
                 problems.append(f"{job_id}: {error}")
         return problems
 
-    def _write_end(self, entry: Entry, job: JobConfig, tier: Tier) -> None:
+    def _write_end(self, ended: Standing, tier: Tier) -> None:
         """Write how a job has ended. The run's status comes last: by it another process sees that all is there."""
-        kept, rundir, client = entry.kept, RunDir(job.run_dir), self.group.client
-        verdict = f"{kept.state}: {kept.reason}" if kept.reason else str(kept.state)
-        was_begun, note = rundir.storage.exists(JOB), note_of(verdict, None, job.run_dir)
+        rundir, client = ended.job.rundir, self.group.client
+        verdict = f"{ended.state}: {ended.reason}" if ended.reason else str(ended.state)
+        was_begun, note = rundir.storage.exists(JOB), note_of(verdict, None, ended.job.trained.run_dir)
         metrics: dict[str, float] = {}
         if was_begun:
-            bill = Bill(usd=usd(kept.paid_units), node_hours=kept.node_seconds / 3600)
+            bill = Bill(usd=ended.usd, node_hours=ended.node_seconds / 3600)
             metrics = bill.metrics()
             with suppress(DamagedError):  # nodes write these files, and the end is told without them
                 metrics, note = describe_end(rundir, tier, bill, verdict)
-        run_id = run_of(client, rundir, entry.job.job_id)
+        run_id = run_of(client, rundir, ended.job_id)
         if run_id is None:  # it was never begun, or its nodes did not come as far as MLflow
-            run_id = begin_run(client, self.group.address, job)
+            run_id = begin_run(client, self.group.address, ended.job.trained)
             if was_begun:
                 rundir.write_json(TRACKING, {"mlflow_run_id": run_id})
                 with suppress(DamagedError):
                     metrics |= figures_of_test(rundir.read_json(EVALUATION) or {})
         write_to_run(client, run_id, rundir, metrics=metrics, note=note)
-        why = {REASON_TAG: redact(kept.reason)} if kept.reason else {}
-        self.group.nest(run_id, {FLEET_TAG: self.fleet, STATE_TAG: str(kept.state), **why})
-        status = STATUS_OF[kept.state]
+        why = {REASON_TAG: redact(ended.reason)} if ended.reason else {}
+        self.group.nest(run_id, {FLEET_TAG: self.fleet, STATE_TAG: str(ended.state), **why})
+        status = STATUS_OF[ended.state]
         if client.get_run(run_id).info.status != status:  # else its nodes have said when it ended
             client.set_terminated(run_id, status=status)
 
-    def finish(self, entries: Sequence[Entry], limits: FleetLimits, is_cancelled: bool) -> None:
+    def finish(self, jobs: Sequence[Standing], limits: FleetLimits, is_cancelled: bool) -> None:
         """Write what all jobs have cost and how many have succeeded, and end the run of the fleet."""
-        counts = Counter(entry.kept.state for entry in entries)
-        paid = usd(sum(entry.kept.paid_units for entry in entries))
+        counts = Counter(item.state for item in jobs)
+        paid = usd(sum(item.paid_units for item in jobs))
         metrics = {
             "cost/total_usd": paid,
-            "cost/node_hours": sum(entry.kept.node_seconds for entry in entries) / 3600,
+            "cost/node_hours": sum(item.node_seconds for item in jobs) / 3600,
             "cost/budget_usd": limits.budget_usd,
             **{f"jobs/{state}": float(counts[state]) for state in STATUS_OF},
         }
-        done = f"{counts[FleetState.SUCCEEDED]} of {len(entries)} jobs succeeded"
+        done = f"{counts[FleetState.SUCCEEDED]} of {len(jobs)} jobs succeeded"
         note = f"**{done}**, for {dollars(paid)} of {dollars(limits.budget_usd)}"
-        succeeded = counts[FleetState.SUCCEEDED] == len(entries)
+        succeeded = counts[FleetState.SUCCEEDED] == len(jobs)
         self.group.end("FINISHED" if succeeded else "KILLED" if is_cancelled else "FAILED", metrics, {NOTE_TAG: note})
 
 
@@ -357,16 +357,9 @@ def _errors() -> tuple[type[Exception], ...]:
     return (MlflowException, OSError, ValueError, RuntimeError)
 
 
-def _config_of(entry: Entry) -> JobConfig:
-    assert entry.job.order is not None
-    return entry.job.order.job
-
-
-def _place_of(entry: Entry) -> tuple[str, str] | None:
+def _place_of(standing: Standing) -> tuple[str, str] | None:
     """Return the address and the experiment of a job; None for one that is not tracked, or cannot be a training."""
-    if entry.job.order is None:
+    config = standing.job.config
+    if config is None or config.tracking.mlflow_tracking_uri is None:
         return None
-    tracking = entry.job.order.job.tracking
-    if tracking.mlflow_tracking_uri is None:
-        return None
-    return tracking.mlflow_tracking_uri, tracking.mlflow_experiment
+    return config.tracking.mlflow_tracking_uri, config.tracking.mlflow_experiment

@@ -10,10 +10,9 @@ grants, kept within the budget, bounds what is paid, whoever is alive.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState
+from dtrain_dagster.fleet.jobs import FleetLimits, Standing
 
 LEAST_WORK_SECONDS = 30.0
 """Seconds after its start for which a launch must be promised dollars, unless its work takes less; and for which a job
@@ -26,65 +25,6 @@ UNFORESEEN_SHARE = 0.25
 expected of it, and still runs."""
 SURE = 2.0
 """Standard deviations above the expected work up to which a job is promised dollars without another look."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Standing:
-    """What is known of one job of a fleet at one moment."""
-
-    job: FleetJob
-    number: int
-    """Its place in the order in which the source gave them."""
-    state: FleetState = FleetState.WAITING
-    nodes: int = 0
-    """Nodes of its present launch; 0 without one."""
-    paid_units: int = 0
-    """What its nodes have cost up to now, in all launches."""
-    grant_units: int = 0
-    """What they may have cost in all. Without a launch: what it has paid."""
-    left_node_seconds: float | None = None
-    """Work that is left, as on one node; None: all of it."""
-    left_spread: float | None = None
-    """Standard deviation of that as a fraction of it; None: as the source said."""
-    launched_at: float | None = None
-    """Unix time at which it was given its nodes last; None: never."""
-    not_before: float = 0.0
-    """Unix time before which it is not started: no nodes were to be had."""
-    is_training: bool = False
-    """Whether its present launch has come to its first step."""
-    usd_per_node_hour: float | None = None
-    """What its present nodes really cost; None: as much as the dearest that may be bought."""
-
-    @property
-    def left(self) -> float:
-        """Return the expected work that is left, as node-seconds on one node."""
-        return self.job.node_seconds if self.left_node_seconds is None else self.left_node_seconds
-
-    @property
-    def spread(self) -> float:
-        """Return the standard deviation of `left` as a fraction of it."""
-        return self.job.spread if self.left_spread is None else self.left_spread
-
-    @property
-    def is_begun(self) -> bool:
-        """Return whether anything was ever paid for it."""
-        return self.launched_at is not None
-
-    @property
-    def verb(self) -> str:
-        """Return what happens to it when it is given nodes, in a word."""
-        return "continued" if self.is_begun else "begun"
-
-    def deadline(self, limits: FleetLimits) -> float:
-        """Return the Unix time by which it must have ended."""
-        return min((at for at in (self.job.deadline, limits.deadline) if at is not None), default=math.inf)
-
-    def seconds_left(self, nodes: int, deviations: float = 0.0) -> float:
-        """Return the seconds to its end on this many nodes, with a start unless it trains on them already.
-        ``deviations``: standard deviations of the work that are added."""
-        work = self.left * max(0.0, 1 + deviations * self.spread)
-        start = 0.0 if self.is_training and nodes == self.nodes else self.job.startup_seconds
-        return start + self.job.seconds_on(nodes, work)
 
 
 def seconds_ahead(standing: Standing, limits: FleetLimits) -> float:
@@ -100,9 +40,9 @@ def price_share(standing: Standing, limits: FleetLimits) -> float:
     return 1.0 if price is None else price / limits.usd_per_node_hour
 
 
-def node_limit(standing: Standing, paid_node_seconds: float, limits: FleetLimits) -> float:
+def node_limit(standing: Standing, limits: FleetLimits) -> float:
     """Return the node-seconds over all launches at which the nodes of a job stop by themselves."""
-    return paid_node_seconds + standing.nodes * seconds_ahead(standing, limits)
+    return standing.node_seconds + standing.nodes * seconds_ahead(standing, limits)
 
 
 def margin_units(nodes: int, limits: FleetLimits) -> int:
@@ -129,8 +69,7 @@ def first_grant(standing: Standing, nodes: int, free_units: int, limits: FleetLi
     return standing.paid_units + limits.units_of(nodes * (limits.margin_seconds + min(wanted, free_seconds)))
 
 
-@dataclass(frozen=True, slots=True)
-class Raise:
+class Raise(NamedTuple):
     """The answer to what a running job should be promised more."""
 
     grant_units: int | None

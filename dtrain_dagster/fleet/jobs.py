@@ -1,4 +1,4 @@
-"""The nouns of a fleet: its jobs, its limits, and how a job has ended. Plain data, without clock or storage.
+"""The nouns of a fleet: its jobs, its limits, and how a job stands. Plain data, without clock or storage.
 
 Money is in the whole units of `dtrain_dagster.costs.money`, so that sums of promises and bills are exact.
 """
@@ -6,7 +6,7 @@ Money is in the whole units of `dtrain_dagster.costs.money`, so that sums of pro
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
@@ -14,7 +14,7 @@ from typing import Any
 
 from dtrain_dagster.costs.money import SECOND, USD, nano_usd, usd
 from trainer.config import JOB_ID, JobConfig
-from trainer.documents.events import EvaluationEvent
+from trainer.rundir import RunDir
 
 
 class FleetError(ValueError):
@@ -37,7 +37,7 @@ class FleetState(StrEnum):
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     ENDED = "ended"
-    """It was ended, or never begun, by a decision: `Outcome.reason` says which."""
+    """It was ended, or never begun, by a decision."""
 
     @property
     def is_final(self) -> bool:
@@ -48,17 +48,6 @@ class FleetState(StrEnum):
     def has_nodes(self) -> bool:
         """Return whether nodes may be paid for now."""
         return self in (FleetState.RUNNING, FleetState.PAUSING, FleetState.ENDING)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobOrder:
-    """What the nodes of a job are to do."""
-
-    job: JobConfig
-    """Its ``job_id`` is the job's in the fleet, its ``run_dir`` the folder in which the cluster keeps it, its
-    ``training.world_size`` the ranks for which its batches were planned. Its budget is the fleet's matter."""
-    command: tuple[str, ...] | None = None
-    """The command of a script that trains it; None for ``python -m trainer``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,8 +70,11 @@ class FleetJob:
     """Seconds from the start of a launch to its first step, on each node; paid again at each continuation."""
     deadline: float | None = None
     """Unix time by which it must have ended; None: that of the fleet."""
-    order: JobOrder | None = None
-    """None in a simulation, and of a job with a `problem`."""
+    config: JobConfig | None = None
+    """What is trained: ``run_dir`` is the folder in which the cluster keeps it, ``training.world_size`` the ranks for
+    which its batches were planned; its budget is the fleet's matter. None in a simulation, and with a `problem`."""
+    command: tuple[str, ...] | None = None
+    """The command of a script that trains it; None for ``python -m trainer``."""
     problem: str = ""
     """Why it cannot be trained: then it has failed as soon as it is given."""
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -102,10 +94,22 @@ class FleetJob:
             problem = f"serial_share is {self.serial_share}, not between 0 and 1"
         elif not 0 <= self.startup_seconds < math.inf:
             problem = f"startup_seconds is {self.startup_seconds}, not 0 or more"
-        elif self.order is not None and self.order.job.job_id != self.job_id:
-            problem = f"its order is of job {self.order.job.job_id}"
+        elif self.config is not None and self.config.job_id != self.job_id:
+            problem = f"its config is of job {self.config.job_id}"
         if problem:
             raise FleetError(f"job {self.job_id!r}: {problem}")
+
+    @property
+    def trained(self) -> JobConfig:
+        """Return what is trained. Raise `FleetError` where that is not known."""
+        if self.config is None:
+            raise FleetError(f"job {self.job_id!r} has no config: it can be simulated, but not run")
+        return self.config
+
+    @property
+    def rundir(self) -> RunDir:
+        """Return the run directory of the job."""
+        return RunDir(self.trained.run_dir)
 
     def seconds_on(self, nodes: int, node_seconds: float | None = None) -> float:
         """Return the seconds that work takes on this many nodes, without a start. ``node_seconds``: what is left of it,
@@ -161,21 +165,80 @@ _nano_usd = lru_cache(16)(nano_usd)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """How a job of a fleet has ended."""
+class Standing:
+    """How one job of a fleet stands at one moment: what is remembered of it, and what decisions are made from."""
 
-    state: FleetState
-    """A final one."""
+    job: FleetJob
+    number: int
+    """Its place in the order in which the source gave them."""
+    state: FleetState = FleetState.WAITING
     reason: str = ""
-    """Why it failed, was ended, or was never begun."""
+    """Why it failed, was ended, was never begun, or leaves its nodes."""
+    nodes: int = 0
+    """Nodes of its present launch; 0 without one."""
     paid_units: int = 0
-    """What all of its nodes have cost, in the units of `dtrain_dagster.costs.money`."""
+    """What its nodes have cost in all launches, as far as it is known."""
     node_seconds: float = 0.0
-    """The seconds for which its nodes were paid."""
-    evaluations: Sequence[EvaluationEvent] = field(default=())
-    """Every evaluation of its validation split, in order of steps."""
+    """The seconds of that bill."""
+    grant_units: int = 0
+    """What they may have cost in all. Without a launch: what it has paid."""
+    launches: int = 0
+    """How often it was given nodes."""
+    before: str = ""
+    """The launch that its run directory held when it was last given nodes: while it is the same, nothing was started
+    yet."""
+    launched_at: float | None = None
+    """Unix time at which it was given its nodes last; None: never."""
+    not_before: float = 0.0
+    """Unix time before which it is not started: no nodes were to be had."""
+    failures: int = 0
+    """Launches in a row that ended without a result of their own."""
+    left_node_seconds: float | None = None
+    """Work that is left, as on one node; None: all of it."""
+    left_spread: float | None = None
+    """Standard deviation of that as a fraction of it; None: as the source said."""
+    is_training: bool = False
+    """Whether its present launch has come to its first step."""
+    usd_per_node_hour: float | None = None
+    """What its present nodes really cost; None: as much as the dearest that may be bought."""
+
+    @property
+    def job_id(self) -> str:
+        """Return the id of the job."""
+        return self.job.job_id
 
     @property
     def usd(self) -> float:
-        """Return its dollars."""
+        """Return what its nodes have cost, in dollars."""
         return usd(self.paid_units)
+
+    @property
+    def left(self) -> float:
+        """Return the expected work that is left, as node-seconds on one node."""
+        return self.job.node_seconds if self.left_node_seconds is None else self.left_node_seconds
+
+    @property
+    def spread(self) -> float:
+        """Return the standard deviation of `left` as a fraction of it."""
+        return self.job.spread if self.left_spread is None else self.left_spread
+
+    @property
+    def is_begun(self) -> bool:
+        """Return whether anything was ever paid for it."""
+        return self.launched_at is not None
+
+    @property
+    def verb(self) -> str:
+        """Return what happens to it when it is given nodes, in a word."""
+        return "continued" if self.is_begun else "begun"
+
+    def deadline(self, limits: FleetLimits) -> float:
+        """Return the Unix time by which it must have ended."""
+        return min((at for at in (self.job.deadline, limits.deadline) if at is not None), default=math.inf)
+
+    def seconds_left(self, nodes: int, deviations: float = 0.0) -> float:
+        """Return the seconds to its end on this many nodes, with a start unless it trains on them already.
+        ``deviations``: standard deviations of the work that are added."""
+        work = self.left * max(0.0, 1 + deviations * self.spread)
+        start = 0.0 if self.is_training and nodes == self.nodes else self.job.startup_seconds
+        return start + self.job.seconds_on(nodes, work)

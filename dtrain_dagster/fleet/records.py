@@ -3,8 +3,7 @@
     fleet.json              its limits
     jobs/<job_id>.json      a job as its source gave it, and its order; written before anything of it is bought
     states/<job_id>.json    how it stands: its state, nodes, grant and bill
-    source.json             whether the source may give more jobs
-    waits.json              why jobs wait
+    look.json               for people: why jobs wait, and whether the source may give more of them
     cancel.json             somebody wants the fleet to end
     orchestrator.lock       held by the one process that may decide
 
@@ -21,15 +20,14 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from dtrain_dagster.fleet.grants import Standing
-from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, FleetState, JobOrder
+from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, Standing
 from trainer.config import parse_job
 from trainer.documents.places import PlaceError, checked_id
 from trainer.errors import DamagedError
@@ -38,66 +36,16 @@ from trainer.storage.open import open_storage
 
 FOLDER = "fleets"
 FLEET, JOBS, STATES = "fleet.json", "jobs", "states"
-SOURCE, WAITS, CANCEL = "source.json", "waits.json", "cancel.json"
+LOOK, CANCEL = "look.json", "cancel.json"
 LOCK = "orchestrator.lock"
 LOCK_SECONDS = 2.0
 """Seconds that a second orchestrator waits before it is refused."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KeptState:
-    """How a job of a fleet stands, as it is remembered."""
-
-    state: FleetState = FleetState.WAITING
-    nodes: int = 0
-    grant_units: int = 0
-    paid_units: int = 0
-    """Its bill, when it was last known; final as soon as it has no nodes."""
-    node_seconds: float = 0.0
-    """The seconds of that bill."""
-    reason: str = ""
-    launches: int = 0
-    """How often it was given nodes."""
-    before: str = ""
-    """The launch that its run directory held when it was last given nodes: while it is the same, nothing was started
-    yet."""
-    launched_at: float | None = None
-    not_before: float = 0.0
-    failures: int = 0
-    """Launches in a row that ended without a result of their own."""
-    left_node_seconds: float | None = None
-    """Work that was left when its last launch ended, as on one node."""
-    left_spread: float | None = None
-
-    def settled(self, state: FleetState, reason: str, paid_units: int, node_seconds: float) -> KeptState:
-        """Return the state without nodes: what it was promised and did not use is taken back."""
-        return replace(
-            self,
-            state=state,
-            nodes=0,
-            grant_units=paid_units,
-            paid_units=paid_units,
-            node_seconds=node_seconds,
-            reason=reason,
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """A job of a fleet, and how it stands."""
-
-    number: int
-    job: FleetJob
-    kept: KeptState
-
-    def standing(self) -> Standing:
-        """Return what decisions are made from."""
-        kept = self.kept
-        return Standing(
-            job=self.job, number=self.number, state=kept.state, nodes=kept.nodes, paid_units=kept.paid_units,
-            grant_units=kept.grant_units, left_node_seconds=kept.left_node_seconds, left_spread=kept.left_spread,
-            launched_at=kept.launched_at, not_before=kept.not_before,
-        )  # fmt: skip
+ORDER = ("config", "command")
+"""Fields of a job that are kept as its order."""
+OWN = [item.name for item in fields(Standing) if item.name not in ("job", "number")]
+"""What changes of a standing: it has a document of its own."""
 
 
 class FleetRecords:
@@ -143,7 +91,7 @@ class FleetRecords:
     def write_limits(self, limits: FleetLimits, now: float) -> None:
         """Set the limits of the fleet, which begins now if it has not yet. Raise `FleetError` for a budget below what
         its jobs were promised."""
-        promised = sum(entry.kept.grant_units for entry in self.entries())
+        promised = sum(standing.grant_units for standing in self.standings())
         if promised > limits.budget_units:
             raise FleetError(
                 f"budget_usd is {limits.budget_usd:g}, but jobs of fleet {self.name} have been paid or promised more "
@@ -158,60 +106,49 @@ class FleetRecords:
             raise FleetError(f"there is no fleet {self.name!r} in {self.storage.uri.rpartition('/')[0]}")
         return self._valid(FleetLimits, found.get("limits"), FLEET)
 
-    def add(self, job: FleetJob, number: int) -> Entry:
+    def add(self, job: FleetJob, number: int) -> Standing:
         """Remember a job that the source gave."""
-        order = job.order
+        config = job.config
         document = {
             "number": number,
-            "job": {field.name: getattr(job, field.name) for field in fields(FleetJob) if field.name != "order"},
-            "order": order and {"job": json.loads(order.job.to_json()), "command": order.command},
+            "job": {item.name: getattr(job, item.name) for item in fields(FleetJob) if item.name not in ORDER},
+            "order": config and {"job": json.loads(config.to_json()), "command": job.command},
         }
         self._write(f"{JOBS}/{job.job_id}.json", document)
-        return Entry(number=number, job=job, kept=self.kept(job.job_id))
+        return self._standing(job, number)
 
-    def entries(self) -> list[Entry]:
-        """Return all jobs, in the order in which the source gave them."""
+    def standings(self) -> list[Standing]:
+        """Return how all jobs stand, in the order in which the source gave them."""
         found = []
         for file in self.storage.list(JOBS):
-            data = self._read(f"{JOBS}/{file}")
+            name = f"{JOBS}/{file}"
+            data = self._read(name)
             assert data is not None
-            job = self._valid(FleetJob, data.get("job"), f"{JOBS}/{file}")
+            job = self._valid(FleetJob, data.get("job"), name)
             if order := data.get("order"):
-                place = f"{self.storage.uri}/{JOBS}/{file}"
-                config = parse_job(json.dumps(order["job"]), source=place, is_stored=True)
-                command = order["command"]
-                job = replace(job, order=JobOrder(job=config, command=tuple(command) if command else None))
-            found.append(Entry(number=int(data["number"]), job=job, kept=self.kept(job.job_id)))
-        return sorted(found, key=lambda entry: entry.number)
+                text, place = json.dumps(order["job"]), f"{self.storage.uri}/{name}"
+                config, command = parse_job(text, source=place, is_stored=True), order["command"]
+                job = replace(job, config=config, command=tuple(command) if command else None)
+            found.append(self._standing(job, int(data["number"])))
+        return sorted(found, key=lambda standing: standing.number)
 
-    def kept(self, job_id: str) -> KeptState:
-        """Return how a job stands."""
-        name = f"{STATES}/{job_id}.json"
-        found = self._read(name)
-        return KeptState() if found is None else self._valid(KeptState, found, name)
+    def _standing(self, job: FleetJob, number: int) -> Standing:
+        name = f"{STATES}/{job.job_id}.json"
+        return self._valid(Standing, {"job": job, "number": number, **(self._read(name) or {})}, name)
 
-    def keep(self, entry: Entry, kept: KeptState) -> Entry:
-        """Remember how a job stands now, and return it so."""
-        self._write(f"{STATES}/{entry.job.job_id}.json", asdict(kept))
-        return replace(entry, kept=kept)
+    def keep(self, standing: Standing) -> None:
+        """Remember how a job stands now."""
+        self._write(f"{STATES}/{standing.job_id}.json", {name: getattr(standing, name) for name in OWN})
 
-    def note_source(self, may_give_more: bool) -> None:
-        """Remember whether the source may give more jobs."""
-        if may_give_more != self.may_give_more():
-            self._write(SOURCE, {"may_give_more": may_give_more})
+    def note_look(self, waits: Mapping[str, str], may_give_more: bool) -> None:
+        """Remember for people by job why it waits, and whether the source may give more jobs."""
+        if (waits, may_give_more) != self.last_look():
+            self._write(LOOK, {"waits": waits, "may_give_more": may_give_more})
 
-    def may_give_more(self) -> bool:
-        """Return whether the source may give more jobs, as far as it was asked."""
-        return bool((self._read(SOURCE) or {}).get("may_give_more", False))
-
-    def note_waits(self, waits: Mapping[str, str]) -> None:
-        """Remember by job why it waits, for people."""
-        if waits != self.waits():
-            self._write(WAITS, waits)
-
-    def waits(self) -> dict[str, str]:
-        """Return by job why it waited when its fleet was looked at last."""
-        return self._read(WAITS) or {}
+    def last_look(self) -> tuple[dict[str, str], bool]:
+        """Return by job why it waited, and whether the source might give more, when it was looked at last."""
+        found = self._read(LOOK) or {}
+        return found.get("waits", {}), found.get("may_give_more", False)
 
     def ask_to_cancel(self) -> None:
         """Request the end of the fleet from whoever runs it."""

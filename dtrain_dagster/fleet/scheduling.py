@@ -20,8 +20,8 @@ import math
 from dataclasses import dataclass
 
 from dtrain_dagster.costs.money import usd
-from dtrain_dagster.fleet.grants import Standing, first_grant, next_grant, units_to_end
-from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState
+from dtrain_dagster.fleet.grants import first_grant, next_grant, units_to_end
+from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState, Standing
 from dtrain_dagster.support.formatting import dollars, format_duration
 
 LEAST_EFFICIENCY = 0.6
@@ -33,16 +33,16 @@ LOWEST = -(10**9)
 """Below every priority."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class FleetFacts:
     """A fleet at one moment."""
 
     limits: FleetLimits
     jobs: tuple[Standing, ...]
-    """Those that are not over; those that are may be left out, if `settled_units` has what they were paid."""
-    settled_units: int = 0
+    """Those that are over may be left out, if `settled_units` has what they were paid."""
     more_may_come: bool = False
     """Whether the source may give more jobs, for which nodes are kept."""
+    settled_units: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,10 +118,6 @@ class Look:
         self.over: set[str] = set()
         self.left_waiting: dict[str, str] = {}
         """Candidates that do not begin now, and why."""
-        self.not_looked_at: list[Standing] = []
-        """Candidates for which no node is left, the first of which is in `left_waiting`…"""
-        self.all_after = ""
-        """…and why these wait, all for one reason."""
         self.lowest_priority = min((item.job.priority for item in self.running), default=LOWEST)
         self._needed: dict[int, int] = {}
         """What `needed_above` has found, by priority, until a job is told to leave."""
@@ -134,18 +130,17 @@ class Look:
     @property
     def waits(self) -> dict[str, str]:
         """Return by job what keeps each one without nodes from being given some, without those that begin or end."""
-        beyond = {item.job.job_id: self.all_after for item in self.not_looked_at}
-        return {job_id: why for job_id, why in {**beyond, **self.left_waiting}.items() if job_id not in self.over}
+        return {job_id: why for job_id, why in self.left_waiting.items() if job_id not in self.over}
 
     @property
     def running(self) -> list[Standing]:
         """Return the jobs that go on as they are, in order of rank."""
-        return [item for item in self.jobs if item.state is FleetState.RUNNING and item.job.job_id not in self.leaving]
+        return [item for item in self.jobs if item.state is FleetState.RUNNING and item.job_id not in self.leaving]
 
     @property
     def candidates(self) -> list[Standing]:
         """Return the jobs without nodes, in order of rank."""
-        return [item for item in self.jobs if item.state in _RESTING and item.job.job_id not in self.over]
+        return [item for item in self.jobs if item.state in _RESTING and item.job_id not in self.over]
 
     def most_nodes_of(self, standing: Standing) -> int:
         """Return the most nodes that a job may have here."""
@@ -153,20 +148,20 @@ class Look:
 
     def end(self, standing: Standing, reason: str) -> None:
         """Decide that a job is over."""
-        self.decisions.append(End(job_id=standing.job.job_id, reason=reason))
+        self.decisions.append(End(job_id=standing.job_id, reason=reason))
         if standing.state.has_nodes:
             self.leave(standing)
         else:
-            self.over.add(standing.job.job_id)
+            self.over.add(standing.job_id)
 
     def pause(self, standing: Standing, reason: str) -> None:
         """Decide that a job leaves its nodes for now."""
-        self.decisions.append(Pause(job_id=standing.job.job_id, reason=reason))
+        self.decisions.append(Pause(job_id=standing.job_id, reason=reason))
         self.leave(standing)
 
     def leave(self, standing: Standing) -> None:
         """Count the nodes of a job as coming free."""
-        self.leaving.add(standing.job.job_id)
+        self.leaving.add(standing.job_id)
         self._needed.clear()
         self.coming_nodes += standing.nodes
 
@@ -196,7 +191,7 @@ class Look:
             answer = next_grant(item, self.free_units, self.limits)
             if answer.grant_units is not None:
                 self.free_units -= answer.grant_units - item.grant_units
-                self.decisions.append(RaiseGrant(job_id=item.job.job_id, grant_units=answer.grant_units))
+                self.decisions.append(RaiseGrant(job_id=item.job_id, grant_units=answer.grant_units))
             short = short or (answer.lacks and item is not running[-1])
         if short and not self.leaving and not self.coming_nodes:
             self.pause(running[-1], "the budget is running short, and jobs of higher rank have to end")
@@ -214,9 +209,8 @@ class Look:
             job, nodes = item.job, self.fewest_in_time(item)
             behind = f"nodes are kept for {first}, which comes before it" if first else ""
             if not self.free_nodes and (shadow < math.inf or not self.may_claim(job.priority)):
-                self.all_after = behind or "no node is free, and no running job has a lower priority"
-                self.left_waiting[job.job_id] = self.all_after
-                self.not_looked_at = candidates[number:]
+                why = behind or "no node is free, and no running job has a lower priority"
+                self.left_waiting |= {other.job_id: why for other in candidates[number:]}
                 break
             if item.not_before > self.now:
                 self.left_waiting[job.job_id] = "the cluster had no nodes for it: it is tried again later"
@@ -259,7 +253,7 @@ class Look:
         if found < nodes:
             return False
         for item in victims:
-            self.pause(item, f"{standing.job.job_id}, of higher priority, needs its nodes")
+            self.pause(item, f"{standing.job_id}, of higher priority, needs its nodes")
         from_free = min(self.free_nodes, nodes)
         self.free_nodes -= from_free
         self.coming_nodes -= nodes - from_free
@@ -301,11 +295,11 @@ class Look:
 
     def start(self, chosen: dict[str, int], held_units: int) -> None:
         """Decide the starts, on more nodes where nobody else waits for them."""
-        starting = [item for item in self.candidates if item.job.job_id in chosen]
+        starting = [item for item in self.candidates if item.job_id in chosen]
         if not self.left_waiting and not self.more_may_come:
             self.spread_free_nodes(starting, chosen, held_units)
         for item in starting:
-            job_id, nodes = item.job.job_id, chosen[item.job.job_id]
+            job_id, nodes = item.job_id, chosen[item.job_id]
             grant = first_grant(item, nodes, self.free_units, self.limits)
             if grant is None:
                 self.left_waiting[job_id] = "the rest of the budget was promised to jobs that run"
@@ -321,12 +315,12 @@ class Look:
         while self.free_nodes and is_given:
             is_given = False
             for item in starting:
-                nodes = chosen[item.job.job_id]
+                nodes = chosen[item.job_id]
                 if not self.free_nodes or nodes >= item.job.most_nodes:
                     continue
                 more = units_to_end(item, nodes + 1, self.limits) - units_to_end(item, nodes, self.limits)
                 if efficiency(item.job, nodes + 1) >= LEAST_EFFICIENCY and more <= room:
-                    chosen[item.job.job_id], is_given = nodes + 1, True
+                    chosen[item.job_id], is_given = nodes + 1, True
                     self.free_nodes, room = self.free_nodes - 1, room - more
 
     def widen(self) -> None:
@@ -354,7 +348,7 @@ class Look:
         if is_retried or starts or self.more_may_come or any(item.state.has_nodes for item in self.jobs):
             return
         for item in self.candidates:
-            wait = self.left_waiting.get(item.job.job_id)
+            wait = self.left_waiting.get(item.job_id)
             self.end(item, f"not begun: {wait or 'no running job could make room for it'}")
 
 

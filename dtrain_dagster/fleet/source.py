@@ -11,44 +11,44 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from dtrain_dagster.fleet.jobs import FleetError, FleetJob, Outcome
+from dtrain_dagster.fleet.jobs import FleetError, FleetJob, Standing
 from trainer.documents.events import EvaluationEvent
 from trainer.setting_errors import describe_error
 
 
-class JobSource(Protocol):
-    """Gives jobs to a fleet, and judges them as they run. All calls come from one thread."""
+class JobSource:
+    """Gives jobs to a fleet, and judges them as they run; by itself it gives none. All calls come from one thread."""
 
-    @property
-    def waiting_ahead(self) -> int:
-        """How many of its jobs may wait for nodes. With 1 it is asked for a job only when the one before has begun and
-        nodes are free, so that it decides as late as it can."""
+    waiting_ahead = sys.maxsize
+    """How many of its jobs may wait for nodes. With 1 it is asked for a job only when the one before has begun and
+    nodes are free, so that it decides as late as it can."""
 
     def resume(self, given: Sequence[FleetJob]) -> Collection[str]:
         """Take over the jobs that were given before, in their order, and return the ids of those of whose end it has to
         be told again, if they are over. Called once, first. Raise `FleetError` where they cannot be its own."""
+        return ()
 
     def next_job(self) -> FleetJob | None:
         """Return one more job; None where there is none now. The fleet is over when it gives none and no job runs or
         can be continued."""
+        return None
 
     def judge(self, job_id: str, evaluations: Sequence[EvaluationEvent]) -> str:
         """Return why a running job is to be ended now, for people to read; "" where it goes on. ``evaluations``: all
         that it has had of its validation split, in order of steps. It is asked each time that one more has come."""
+        return ""
 
-    def on_end(self, job_id: str, outcome: Outcome) -> None:
-        """Take note that a job is over."""
+    def on_end(self, standing: Standing, evaluations: Sequence[EvaluationEvent]) -> None:
+        """Take note that a job is over, and of its evaluations."""
 
 
-class ListedJobs:
+class ListedJobs(JobSource):
     """The jobs of a list, which all wait from the beginning; none is ever ended for what it has learned."""
-
-    waiting_ahead = sys.maxsize
 
     def __init__(self, jobs: Iterable[FleetJob]) -> None:
         self._left = list(jobs)
@@ -71,13 +71,6 @@ class ListedJobs:
     def next_job(self) -> FleetJob | None:
         """Return the next job of the list."""
         return self._left.pop() if self._left else None
-
-    def judge(self, job_id: str, evaluations: Sequence[EvaluationEvent]) -> str:
-        """Return that the job goes on."""
-        return ""
-
-    def on_end(self, job_id: str, outcome: Outcome) -> None:
-        """Take note of nothing."""
 
 
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)

@@ -13,13 +13,12 @@ from typing import Any
 from dtrain_dagster.clusters import presence
 from dtrain_dagster.costs.budget import launch_price
 from dtrain_dagster.costs.money import usd
-from dtrain_dagster.fleet.jobs import FleetLimits, FleetState
-from dtrain_dagster.fleet.records import Entry, FleetRecords
+from dtrain_dagster.fleet.jobs import FleetLimits, FleetState, Standing
+from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.jobs.view import JobFollower
 from dtrain_dagster.planning.projection import time_left
 from trainer.documents.presences import stale_seconds
 from trainer.errors import DamagedError
-from trainer.rundir import RunDir
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,8 +101,8 @@ class FleetWatch:
     def view(self, now: float | None = None) -> FleetView:
         """Return the fleet as it is now. Raise `FleetError` where there is none of that name."""
         now = time.time() if now is None else now
-        limits, waits, entries = self.records.limits(), self.records.waits(), self.records.entries()
-        rows = [self._row(entry, limits, waits.get(entry.job.job_id, ""), now) for entry in entries]
+        limits, standings, (waits, may_grow) = self.records.limits(), self.records.standings(), self.records.last_look()
+        rows = [self._row(standing, limits, waits.get(standing.job_id, ""), now) for standing in standings]
         return FleetView(
             name=self.records.name,
             at=now,
@@ -114,65 +113,61 @@ class FleetWatch:
             usd_per_node_hour=limits.usd_per_node_hour,
             is_run=self.records.is_run(),
             is_cancelled=self.records.is_cancelled(),
-            may_grow=self.records.may_give_more(),
-            ends_in_seconds=_seconds_to_end(entries, rows, limits.nodes),
+            may_grow=may_grow,
+            ends_in_seconds=_seconds_to_end(standings, rows, limits.nodes),
             jobs=tuple(rows),
         )
 
-    def _row(self, entry: Entry, limits: FleetLimits, wait: str, now: float) -> FleetRow:
-        job_id, kept = entry.job.job_id, entry.kept
-        if job_id in self._done and self._done[job_id].state == kept.state:
+    def _row(self, standing: Standing, limits: FleetLimits, wait: str, now: float) -> FleetRow:
+        job_id, state = standing.job_id, standing.state
+        if job_id in self._done and self._done[job_id].state == state:
             return self._done[job_id]
-        rests = not kept.state.is_final and not kept.state.has_nodes
+        rests = not state.is_final and not state.has_nodes
         row = FleetRow(
             job_id=job_id,
-            state=kept.state,
-            priority=entry.job.priority,
-            nodes=kept.nodes,
-            seconds_left=entry.standing().seconds_left(entry.job.least_nodes) if rests else None,
-            usd=usd(kept.paid_units),
-            promised_usd=usd(kept.grant_units),
-            launches=kept.launches,
-            why=f"waits: {wait}" if rests and wait else kept.reason.partition("\n")[0],
+            state=state,
+            priority=standing.job.priority,
+            nodes=standing.nodes,
+            seconds_left=standing.seconds_left(standing.job.least_nodes) if rests else None,
+            usd=standing.usd,
+            promised_usd=usd(standing.grant_units),
+            launches=standing.launches,
+            why=f"waits: {wait}" if rests and wait else standing.reason.partition("\n")[0],
         )
-        if kept.launches and entry.job.order is not None:
-            row = self._told(entry, row, limits, now)
-        if kept.state.is_final:
+        if standing.launches and standing.job.config is not None:
+            row = self._told(standing, row, limits, now)
+        if state.is_final:
             self._done[job_id] = row
         return row
 
-    def _told(self, entry: Entry, row: FleetRow, limits: FleetLimits, now: float) -> FleetRow:
+    def _told(self, standing: Standing, row: FleetRow, limits: FleetLimits, now: float) -> FleetRow:
         """Return the row of a job with what its run directory says."""
-        job, kept = entry.job, entry.kept
-        assert job.order is not None
-        rundir = RunDir(job.order.job.run_dir)
-        follower = self._followers.setdefault(job.job_id, JobFollower(rundir))
+        rundir = standing.job.rundir
+        follower = self._followers.setdefault(standing.job_id, JobFollower(rundir))
         try:
             deque(follower.read(), maxlen=0)
-            if kept.state.has_nodes:
+            told = follower.view
+            row = replace(
+                row, step=told.step or None, total_steps=told.total_steps, loss=told.loss, valid_loss=told.valid_loss
+            )
+            if standing.state.has_nodes:
                 usage = presence.usage(rundir.nodes(), "", True, now, stale_seconds(rundir.storage))
-                seconds = sum(max(0.0, item.ended_at - item.started_at) for item in usage) - kept.node_seconds
+                seconds = sum(max(0.0, item.ended_at - item.started_at) for item in usage) - standing.node_seconds
                 price = launch_price(rundir, "dedicated") or limits.usd_per_node_hour
-                left = time_left(follower.view, None, now)
-                row = replace(
-                    row,
-                    usd=row.usd + max(0.0, seconds) * price / 3600,
-                    seconds_left=left.seconds if left else None,
-                )
+                left = time_left(told, None, now)
+                more = max(0.0, seconds) * price / 3600
+                row = replace(row, usd=row.usd + more, seconds_left=left.seconds if left else None)
         except (DamagedError, OSError) as error:
             return replace(row, why=str(error))
-        told = follower.view
-        return replace(
-            row, step=told.step or None, total_steps=told.total_steps, loss=told.loss, valid_loss=told.valid_loss
-        )
+        return row
 
 
-def _seconds_to_end(entries: list[Entry], rows: list[FleetRow], nodes: int) -> float | None:
+def _seconds_to_end(standings: list[Standing], rows: list[FleetRow], nodes: int) -> float | None:
     """Return the seconds until all are over, as if the nodes were always busy: at least what the longest takes."""
     each = [
-        (row.nodes or entry.job.least_nodes, row.seconds_left)
-        for entry, row in zip(entries, rows, strict=True)
-        if not entry.kept.state.is_final
+        (row.nodes or standing.job.least_nodes, row.seconds_left)
+        for standing, row in zip(standings, rows, strict=True)
+        if not standing.state.is_final
     ]
     known = [(count, seconds) for count, seconds in each if seconds is not None]
     if not known or len(known) < len(each):

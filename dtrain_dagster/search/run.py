@@ -26,9 +26,9 @@ from dtrain_dagster.clusters.notice_text import PART_OF
 from dtrain_dagster.clusters.notice_text import SEARCH as SEARCH_PART
 from dtrain_dagster.costs.estimate import LearnedCorrection, Parts, Sizes
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, JobOrder
+from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits
 from dtrain_dagster.fleet.records import FleetRecords
-from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
+from dtrain_dagster.fleet.runner import FleetRunner
 from dtrain_dagster.planning.build_plan import pace_mark, sizes_of
 from dtrain_dagster.planning.probe import run_probes
 from dtrain_dagster.search.check_space import job_of_trial
@@ -165,7 +165,6 @@ class Search:
         source = TrialSource(parse_space(request.space), request.settings, self._make_job, self.expected)
         fleet = FleetRecords(self._home, request.name)
         env = {**self._env, PART_OF: SEARCH_PART}
-        terms = LaunchTerms(processes_per_node=request.processes_per_node, env=env, tier=request.tier)
         warned: set[str] = set()
 
         def track(total_usd: float | None) -> None:
@@ -177,7 +176,10 @@ class Search:
         with fleet.sole_orchestrator():
             fleet.forget_cancellation()
             fleet.write_limits(self.limits(), time.time())
-            runner = FleetRunner(self._manager, fleet, source, terms, self._told)
+            runner = FleetRunner(
+                self._manager, fleet, source, self._told,
+                processes_per_node=request.processes_per_node, env=env, tier=request.tier,
+            )  # fmt: skip
 
             def look() -> None:
                 track(None)
@@ -210,7 +212,8 @@ class Search:
             most_nodes=request.most_nodes,
             node_seconds=max(1.0, usual.evaluation * of + usual.finish),
             startup_seconds=usual.startup,
-            order=JobOrder(job=job, command=command),
+            config=job,
+            command=command,
         )
         return made, of
 
@@ -398,7 +401,7 @@ def open_search(
         }
         open_storage(str(search_folder(home, request.name))).write(SEARCH, json.dumps(document, indent=1).encode())
         return Search(home, request, manager, env, found.expected, found.usd, told)
-    if any(not entry.job.facts for entry in FleetRecords(home, request.name).entries()):
+    if any(not standing.job.facts for standing in FleetRecords(home, request.name).standings()):
         raise SpaceError(
             f"search {request.name} was begun by an older version, which kept its trials elsewhere: begin it again "
             f"under another name (`dtrain search --show {request.name}` still shows what it has found)"

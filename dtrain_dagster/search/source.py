@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Outcome
+from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Standing
+from dtrain_dagster.fleet.source import JobSource
 from dtrain_dagster.search.sampling import draw_values
 from dtrain_dagster.search.settings import LOSS, SearchSettings
 from dtrain_dagster.search.space import Space
@@ -26,7 +27,7 @@ Draw = Callable[[int, Sequence[Trial], Sequence[Trial]], Mapping[str, Any] | Non
 where there are no more."""
 
 
-class TrialSource:
+class TrialSource(JobSource):
     """The trials of one search."""
 
     waiting_ahead = 1
@@ -96,21 +97,21 @@ class TrialSource:
             trial = self._trials[trial.number] = replace(trial, reason=reason)
         return trial.reason
 
-    def on_end(self, job_id: str, outcome: Outcome) -> None:
+    def on_end(self, standing: Standing, evaluations: Sequence[EvaluationEvent]) -> None:
         """Take note that a trial is over."""
-        has_succeeded = outcome.state is FleetState.SUCCEEDED
+        has_succeeded = standing.state is FleetState.SUCCEEDED
         # That it ended before anyone looked is chance, which decides nothing: a seed gives the same trials.
-        self.judge(job_id, outcome.evaluations)
-        trial = self._trials[self._numbers[job_id]]
+        self.judge(standing.job_id, evaluations)
+        trial = self._trials[self._numbers[standing.job_id]]
         if trial.reason:  # evaluations after the decision came by chance
             state, reason = TrialState.PRUNED, trial.reason
         else:
-            trial = self._with(trial, outcome.evaluations)
-            is_own = outcome.state is FleetState.ENDED and is_decision(outcome.reason)  # of who was killed since
+            trial = self._with(trial, evaluations)
+            is_own = standing.state is FleetState.ENDED and is_decision(standing.reason)  # of who was killed since
             state = TrialState.COMPLETE if has_succeeded else TrialState.PRUNED if is_own else TrialState.FAILED
-            reason = "" if has_succeeded else outcome.reason
+            reason = "" if has_succeeded else standing.reason
         self._trials[trial.number] = replace(
-            trial, state=state, reason=reason, usd=outcome.usd, node_seconds=outcome.node_seconds
+            trial, state=state, reason=reason, usd=standing.usd, node_seconds=standing.node_seconds
         )
 
     def _add(self, job: FleetJob) -> None:

@@ -27,8 +27,8 @@ from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.job_links import Places
 from dtrain_dagster.dashboard.page import report_page
 from dtrain_dagster.dashboard.server import exposition
+from dtrain_dagster.fleet.jobs import FleetJob, Standing
 from dtrain_dagster.fleet.launches import explain_launch_end
-from dtrain_dagster.fleet.records import KeptState
 from dtrain_dagster.jobs.progress import choose_job, known_jobs, ran_out
 from dtrain_dagster.jobs.view import last_step
 from dtrain_dagster.planning.history import HomeHistory, JobCourse
@@ -183,6 +183,7 @@ def _commands(readers: Readers) -> None:
 def _one_job(readers: Readers) -> None:
     rundir = _rundir(readers)
     checkpoints = CheckpointManager(rundir, 3, "another")
+    standing = Standing(job=FleetJob(job_id=readers.damaged, node_seconds=1.0), number=0)
     for read in (
         rundir.read_job, rundir.nodes, rundir.latest_checkpoint, rundir.last_generation,
         lambda: list(rundir.events()), lambda: list(rundir.events(strict=True)), lambda: rundir.last_step_reported(),
@@ -190,7 +191,7 @@ def _one_job(readers: Readers) -> None:
         lambda: read_owning_run(rundir), lambda: JobCourse.read(rundir), lambda: recent_events(rundir),
         rundir.read_result, lambda: summary_lines(rundir), checkpoints.load_latest,
         lambda: ran_out(rundir), lambda: launch_price(rundir, readers.settings.tiers[0]), lambda: payer_of(rundir),
-        lambda: explain_launch_end(rundir, readers.manager.job_status(readers.damaged), KeptState(), 0.0),
+        lambda: explain_launch_end(standing, rundir, readers.manager.job_status(readers.damaged), 0.0),
     ):  # fmt: skip
         readers.of_damaged(str(getattr(read, "__qualname__", read)), read)
     checkpoints.close(1.0)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from dtrain_dagster.costs.money import SECOND, nano_usd
-from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Outcome
+from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Standing
 from dtrain_dagster.search.settings import SearchSettings
 from dtrain_dagster.search.source import TrialSource
 from dtrain_dagster.search.space import parse_space
@@ -23,7 +24,7 @@ SPACE = parse_space(
 )
 OF, EACH, USUAL = 9, 10.0, TrialSeconds(startup=5.0, training=90.0, of=9, finish=2.0)
 PRICE = 3.6
-Calls = list[tuple[str, Outcome | None]]
+Calls = list[tuple[str, tuple[Standing, tuple[EvaluationEvent, ...]] | None]]
 
 
 def score(values: Mapping[str, Any], place: int) -> float:
@@ -36,6 +37,10 @@ def score(values: Mapping[str, Any], place: int) -> float:
 
 def make_job(number: int, values: Mapping[str, Any], usual: TrialSeconds) -> tuple[FleetJob, int]:
     return FleetJob(job_id=f"trial-{number}", node_seconds=usual.training), OF
+
+
+def standing_of(job_id: str, state: FleetState, reason: str = "") -> Standing:
+    return Standing(job=FleetJob(job_id=job_id, node_seconds=1.0), number=0, state=state, reason=reason)
 
 
 def source_of(settings: SearchSettings) -> TrialSource:
@@ -64,9 +69,9 @@ def play(
         told = tuple(running.pop(job_id))
         seconds = now - begun[job_id]
         units = round(seconds * SECOND) * nano_usd(PRICE)
-        outcome = Outcome(state=state, paid_units=units, node_seconds=seconds, evaluations=told)
-        calls.append((job_id, outcome))
-        source.on_end(job_id, outcome)
+        ended = replace(standing_of(job_id, state), paid_units=units, node_seconds=seconds)
+        calls.append((job_id, (ended, told)))
+        source.on_end(ended, told)
 
     for job_id in [job_id for job_id, outcome in calls if outcome is None and not any(
         other == job_id and ended for other, ended in calls)]:  # fmt: skip
@@ -75,7 +80,7 @@ def play(
         while (job := source.next_job()) is not None:
             calls.append((job.job_id, None))
             if job.problem:
-                source.on_end(job.job_id, Outcome(state=FleetState.FAILED, reason=job.problem))
+                source.on_end(standing_of(job.job_id, FleetState.FAILED, job.problem), ())
             else:
                 start(job.job_id)
         if not waiting or seen >= stop_after:
@@ -112,4 +117,4 @@ def resume(source: TrialSource, calls: Calls, before: TrialSource) -> None:
     ends = {job_id: outcome for job_id, outcome in calls if outcome is not None}
     for job_id in source.resume(given):
         if job_id in ends:
-            source.on_end(job_id, ends[job_id])
+            source.on_end(*ends[job_id])

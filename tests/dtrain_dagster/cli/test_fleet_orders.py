@@ -6,8 +6,7 @@ import pytest
 
 from dtrain_dagster.cli.fleet import Expectation, expect_like_past_runs, guess
 from dtrain_dagster.costs.estimate import Forecast, Measured, Sizes
-from dtrain_dagster.fleet.grants import Standing
-from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits
+from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, Standing
 from dtrain_dagster.fleet.scheduling import FleetFacts, Start, decide
 
 LIMITS = FleetLimits(budget_usd=10.0, nodes=2, usd_per_node_hour=3.6, slice_seconds=600.0)

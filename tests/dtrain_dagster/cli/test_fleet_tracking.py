@@ -12,9 +12,9 @@ import pytest
 
 from dtrain_dagster.cli.tracking import FleetTracker
 from dtrain_dagster.clusters.managers import LocalClusterManager
-from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, JobOrder
+from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits
 from dtrain_dagster.fleet.records import FleetRecords
-from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
+from dtrain_dagster.fleet.runner import FleetRunner
 from dtrain_dagster.fleet.source import ListedJobs
 from harness.tables import copy_tables
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
@@ -40,9 +40,9 @@ def job_of(home: Path, name: str, tracking_uri: str | None, ending: str = "succe
         training=DistributedTrainingConfig(world_size=2),
         tracking=TrackingConfig(tensorboard=False, mlflow_tracking_uri=tracking_uri, mlflow_experiment="e"),
     )
-    order = JobOrder(job=job, command=(sys.executable, str(WORK), "0.2", ending))
+    command = (sys.executable, str(WORK), "0.2", ending)
     nodes = {"least_nodes": least_nodes, "most_nodes": least_nodes}
-    return FleetJob(job_id=name, node_seconds=0.2, startup_seconds=2.0, order=order, **nodes)
+    return FleetJob(job_id=name, node_seconds=0.2, startup_seconds=2.0, config=job, command=command, **nodes)
 
 
 def test_a_trial_whose_values_do_not_go_together_is_in_no_run(tmp_path: Path) -> None:
@@ -69,8 +69,8 @@ def test_every_tracked_job_has_one_run_whoever_writes_it(manager: LocalClusterMa
     jobs.append(job_of(home, "wide", uri, least_nodes=3))
     told: list[str] = []
     killed = FleetTracker(records, "dedicated", told.append)
-    runner = FleetRunner(manager, records, ListedJobs(jobs), LaunchTerms(env={"PYTHONPATH": str(ROOT)}))
-    runner.run(lambda: killed.update([entry for entry in records.entries() if entry.job.job_id != "good"]))
+    runner = FleetRunner(manager, records, ListedJobs(jobs), env={"PYTHONPATH": str(ROOT)})
+    runner.run(lambda: killed.update([item for item in records.standings() if item.job_id != "good"]))
     (home / "storage" / "jobs" / "good" / "result.json").write_text("{")  # its end is told without it
     client = MlflowClient(uri)
     deadline = time.monotonic() + 120
@@ -84,7 +84,7 @@ def test_every_tracked_job_has_one_run_whoever_writes_it(manager: LocalClusterMa
 
     for _ in range(2):  # the second one has nothing to add
         tracker = FleetTracker(records, "dedicated", told.append)
-        tracker.update(records.entries())
+        tracker.update(records.standings())
         assert tracker.finish() == ["in MLflow: experiment e, run small (`dtrain ui mlflow`)"]
     assert told == []
     assert experiment is not None
@@ -118,7 +118,7 @@ def test_a_server_that_does_not_answer_delays_no_decision(tmp_path: Path, monkey
     with socket.create_server(("127.0.0.1", 0)) as server:
         tracking = TrackingConfig(mlflow_tracking_uri=f"http://127.0.0.1:{server.getsockname()[1]}")
         config = JobConfig(job_id="one", run_dir=str(tmp_path / "one"), dataset=DatasetRef(uri="/d"), tracking=tracking)
-        given = FleetJob(job_id="one", node_seconds=1.0, order=JobOrder(job=config))
+        given = FleetJob(job_id="one", node_seconds=1.0, config=config)
         entry, told = records.add(given, 0), list[str]()
         tracker = FleetTracker(records, "dedicated", told.append)
         began = time.monotonic()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.fleet.jobs import FleetState
+from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Standing
 from dtrain_dagster.fleet.launches import judge_launch_end
 
 RUNNING, PAUSING, ENDING = FleetState.RUNNING, FleetState.PAUSING, FleetState.ENDING
@@ -30,7 +30,9 @@ RUNNING, PAUSING, ENDING = FleetState.RUNNING, FleetState.PAUSING, FleetState.EN
 def test_only_its_own_failure_or_many_of_others_end_a_job(
     state: JobState, facts: dict[str, Any], was: FleetState, failures: int, means: tuple[str, str, int]
 ):
-    end = judge_launch_end(state, was, "asked", failures, 100.0, message="why", **facts)
+    job = FleetJob(job_id="a", node_seconds=1.0)
+    before = Standing(job=job, number=0, state=was, reason="asked", failures=failures, not_before=9.0)
+    end = judge_launch_end(before, state, 100.0, message="why", **facts)
     assert (str(end.state), end.failures) == (means[0], means[2])
     assert end.reason.startswith(means[1])
     assert bool(end.not_before) == (end.state is FleetState.PAUSED and end.failures > 0)

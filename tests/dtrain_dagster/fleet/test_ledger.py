@@ -24,9 +24,9 @@ def bill(*spans: tuple[float, float]) -> tuple[CostTracker, Ledger]:
 def test_every_node_second_of_every_job_is_in_it():
     bills = {"a": bill((0, 10.000001), (0, 5)), "b": bill((3, 4.5))}
     found = add_ledgers(bills)
-    assert found.microseconds == 16_500_001
-    assert found.units == sum(tracker.total_units for tracker, _ in bills.values())
-    assert sum(row.units for row in found.causes.values()) == found.units
+    assert found.whole.microseconds == 16_500_001
+    assert found.whole.units == sum(tracker.total_units for tracker, _ in bills.values())
+    assert sum(row.units for row in found.whole.causes().values()) == found.whole.units
     assert {job_id: row.microseconds for job_id, row in found.jobs.items()} == {"a": 15_000_001, "b": 1_500_000}
 
 

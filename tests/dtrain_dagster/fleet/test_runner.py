@@ -13,10 +13,10 @@ import pytest
 
 from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, FleetState, JobOrder, Outcome
+from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, FleetState, Standing
 from dtrain_dagster.fleet.records import FleetRecords
-from dtrain_dagster.fleet.runner import FleetRunner, LaunchTerms
-from dtrain_dagster.fleet.source import ListedJobs
+from dtrain_dagster.fleet.runner import FleetRunner
+from dtrain_dagster.fleet.source import JobSource, ListedJobs
 from dtrain_dagster.fleet.view import FleetWatch
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.documents.events import EvaluationEvent
@@ -37,8 +37,9 @@ def job_of(home: Path, job_id: str, seconds: float, ending: str = "succeeds", **
         training=DistributedTrainingConfig(world_size=2),
         tracking=TrackingConfig(tensorboard=False),
     )
-    order = JobOrder(job=job, command=(sys.executable, str(WORK), str(seconds), ending))
-    return FleetJob(**{"job_id": job_id, "node_seconds": seconds, "startup_seconds": 2.0, "order": order, **fields})
+    command = (sys.executable, str(WORK), str(seconds), ending)
+    usual = {"job_id": job_id, "node_seconds": seconds, "startup_seconds": 2.0, "config": job, "command": command}
+    return FleetJob(**{**usual, **fields})
 
 
 class Stage:
@@ -52,25 +53,24 @@ class Stage:
         self.told: list[str] = []
 
     def runner(self, source: Any) -> FleetRunner:
-        terms = LaunchTerms(env={"PYTHONPATH": str(ROOT)})
-        return FleetRunner(self.manager, self.records, source, terms, self.told.append)
+        return FleetRunner(self.manager, self.records, source, self.told.append, env={"PYTHONPATH": str(ROOT)})
 
     def states(self) -> dict[str, str]:
-        return {entry.job.job_id: str(entry.kept.state) for entry in self.records.entries()}
+        return {item.job_id: str(item.state) for item in self.records.standings()}
 
     def launches(self) -> dict[str, int]:
         """The launches that had nodes, by the records of the nodes themselves."""
-        ids = [entry.job.job_id for entry in self.records.entries() if entry.kept.launches]
+        ids = [item.job_id for item in self.records.standings() if item.launches]
         return {name: len({node.launch for node in self.manager.rundir(name).nodes()}) for name in ids}
 
     def bill(self) -> float:
         """What all jobs cost, in dollars, by the records of the nodes themselves."""
-        ids = [entry.job.job_id for entry in self.records.entries() if entry.kept.launches]
+        ids = [item.job_id for item in self.records.standings() if item.launches]
         return sum(CostTracker("", self.manager.node_usage(name), "dedicated").total_usd for name in ids)
 
     def most_nodes(self) -> int:
         """The most nodes that were there at once."""
-        ids = [entry.job.job_id for entry in self.records.entries() if entry.kept.launches]
+        ids = [item.job_id for item in self.records.standings() if item.launches]
         spans = [(node.started_at, node.ended_at) for name in ids for node in self.manager.node_usage(name)]
         return max((sum(b <= began < e for b, e in spans) for began, _ in spans), default=0)
 
@@ -100,7 +100,7 @@ def test_jobs_share_the_nodes_and_each_is_paid_to_the_microsecond(stage: Stage):
     assert [job.state for job in FleetWatch(stage.records).view().jobs] == [job.state for job in view.jobs]
 
 
-class LaterSource:
+class LaterSource(JobSource):
     """One job, and a second one as soon as the first was judged or has ended."""
 
     waiting_ahead = 1
@@ -122,9 +122,9 @@ class LaterSource:
             self.left.append(self.high.pop())
         return ""
 
-    def on_end(self, job_id: str, outcome: Outcome) -> None:
-        self.judge(job_id, outcome.evaluations)
-        self.told.append((job_id, str(outcome.state)))
+    def on_end(self, standing: Standing, evaluations: Sequence[EvaluationEvent]) -> None:
+        self.judge(standing.job_id, evaluations)
+        self.told.append((standing.job_id, str(standing.state)))
 
 
 @pytest.mark.slow
@@ -135,12 +135,12 @@ def test_a_higher_priority_pauses_a_lower_one_which_goes_on_where_it_was(stage: 
     runner = stage.runner(source)
     while stage.states().get("high") != "succeeded":
         runner.look(time.time())
-    entry = next(entry for entry in stage.records.entries() if entry.job.job_id == "low")
+    entry = next(item for item in stage.records.standings() if item.job_id == "low")
     done = (stage.manager.rundir("low").read_json("progress.json") or {})["done"]
     assert 0 < done < 20
-    while entry.kept.launches < 2:
+    while entry.launches < 2:
         runner.look(time.time())
-        entry = next(entry for entry in stage.records.entries() if entry.job.job_id == "low")
+        entry = next(item for item in stage.records.standings() if item.job_id == "low")
     rundir = stage.manager.rundir("low")
     while len(list(rundir.events("step"))) < 2:
         time.sleep(0.1)
@@ -222,10 +222,10 @@ def test_nodes_that_cost_less_than_the_dearest_know_for_how_long_they_are_paid(d
     while not stage.manager.rundir("one").nodes():
         runner.look(time.time())
     runner.look(time.time())
-    [entry] = stage.records.entries()
+    [entry] = stage.records.standings()
     told = (stage.manager.rundir("one").read_json("budget.json") or {})["max_node_seconds"]
-    nodes = entry.kept.nodes
-    promised_seconds = stage.limits.seconds_of(entry.kept.grant_units) - nodes * stage.limits.margin_seconds
+    nodes = entry.nodes
+    promised_seconds = stage.limits.seconds_of(entry.grant_units) - nodes * stage.limits.margin_seconds
     assert told == pytest.approx(4 * promised_seconds, abs=1)
     time.sleep(1.0)  # beside which it does not count what passes between the two
     view = FleetWatch(stage.records).view()

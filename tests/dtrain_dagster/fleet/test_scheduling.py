@@ -12,13 +12,12 @@ from dtrain_dagster.costs.money import USD
 from dtrain_dagster.fleet.grants import (
     LEAST_WORK_SECONDS,
     UNFORESEEN_SHARE,
-    Standing,
     first_grant,
     next_grant,
     node_limit,
     seconds_ahead,
 )
-from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState
+from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState, Standing
 from dtrain_dagster.fleet.scheduling import (
     Decision,
     End,
@@ -142,7 +141,7 @@ def test_a_limit_leaves_each_node_its_margin():
     job = running("a", nodes=2, grant=100 * CENT)
     assert seconds_ahead(job, LIMITS) == 500 - 10, "a dollar pays two nodes for 500 s each"
     assert seconds_ahead(replace(job, usd_per_node_hour=1.8), LIMITS) == 2 * (500 - 10), "longer on cheaper ones"
-    assert node_limit(replace(job, paid_units=10 * CENT), 100.0, LIMITS) == 100 + 2 * (450 - 10)
+    assert node_limit(replace(job, paid_units=10 * CENT, node_seconds=100.0), LIMITS) == 100 + 2 * (450 - 10)
 
 
 def test_the_higher_priority_comes_first_and_then_the_shorter():

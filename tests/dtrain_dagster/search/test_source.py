@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from played_search import OF, SPACE, USUAL, Calls, make_job, play, resume, score, source_of
+from played_search import OF, SPACE, USUAL, Calls, make_job, play, resume, score, source_of, standing_of
 
-from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Outcome
+from dtrain_dagster.fleet.jobs import FleetJob, FleetState
 from dtrain_dagster.search.sampling import draw_values, grid_of
 from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
 from dtrain_dagster.search.source import TrialSource
@@ -76,8 +76,10 @@ def test_a_trial_that_the_one_before_has_ended_is_no_failure_of_its_own() -> Non
     first = play(source_of(settings), calls)
     assert any(trial.state is TrialState.PRUNED for trial in first.trials)
     again = source_of(settings)
-    told = [(job_id, outcome and replace(outcome, reason=first.trials[int(job_id[6:])].reason))
-            for job_id, outcome in calls]  # fmt: skip
+    told: Calls = [
+        (job_id, end and (replace(end[0], reason=first.trials[int(job_id[6:])].reason), end[1]))
+        for job_id, end in calls
+    ]
     resume(again, told, first)
     assert fates(again) == fates(first)
 
@@ -93,7 +95,7 @@ def test_evaluations_after_a_decision_do_not_count() -> None:
         verdict = source.judge(job.job_id, told[:1])
         assert bool(verdict) is (number == 1)
         state = FleetState.ENDED if verdict else FleetState.SUCCEEDED
-        source.on_end(job.job_id, Outcome(state=state, evaluations=tuple(told)))
+        source.on_end(standing_of(job.job_id, state), told)
     assert [len(trial.scores) for trial in source.trials] == [OF, 1]
 
 
@@ -105,7 +107,7 @@ def test_a_trial_that_ends_before_it_is_judged_is_judged_all_the_same() -> None:
         job = source.next_job()
         assert job is not None
         told = [EvaluationEvent(time=float(place), split="valid", step=place, loss=loss) for place in range(1, OF + 1)]
-        source.on_end(job.job_id, Outcome(state=FleetState.SUCCEEDED, evaluations=tuple(told)))
+        source.on_end(standing_of(job.job_id, FleetState.SUCCEEDED), told)
     first, second = source.trials
     assert (first.state, len(first.scores)) == (TrialState.COMPLETE, OF)
     assert (second.state, len(second.scores)) == (TrialState.PRUNED, 1)
@@ -145,7 +147,7 @@ def test_a_job_that_fails_by_itself_is_no_decision_of_the_search() -> None:
     source = source_of(SearchSettings(trials=2, parallel=1, sampler=Sampler.random))
     job = source.next_job()
     assert job is not None
-    source.on_end(job.job_id, Outcome(state=FleetState.FAILED, reason="out of memory"))
+    source.on_end(standing_of(job.job_id, FleetState.FAILED, "out of memory"), ())
     assert (source.trials[0].state, source.trials[0].reason) == (TrialState.FAILED, "out of memory")
     assert isinstance(source.next_job(), FleetJob)
     assert source.best is None
