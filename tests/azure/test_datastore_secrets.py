@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from azure.ai.ml.entities import Model
 
 from dtrain_dagster.clusters.azure_ml import jobs
 from dtrain_dagster.clusters.base import JobState
@@ -35,6 +34,8 @@ def test_a_job_runs_and_its_logs_are_read(stage: Stage, auth: str, monkeypatch: 
 
 @pytest.mark.parametrize("auth", DATASTORE_AUTHS)
 def test_a_model_comes_back_as_it_went(stage: Stage, auth: str, tmp_path: Path) -> None:
+    from azure.ai.ml.entities import Model
+
     stage.control("datastore", auth=auth)
     (tmp_path / "made").mkdir()
     (tmp_path / "made/weights").write_text(auth)

@@ -6,8 +6,6 @@ import sys
 from typing import Any
 
 import pytest
-from azure.ai.ml import command
-from azure.ai.ml.entities import Environment
 
 from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, list_every_job, read_listed_job, tags
 from dtrain_dagster.clusters.base import JobState
@@ -52,6 +50,9 @@ def test_idle_nodes_go_although_the_workspace_has_jobs_of_an_unknown_kind(stage:
 
 def test_a_copy_of_our_job_that_somebody_made_is_not_ours(stage: Stage) -> None:
     """The Studio's «resubmit» copies a job with its tags, under a name of its own."""
+    from azure.ai.ml import command
+    from azure.ai.ml.entities import Environment
+
     manager, spec = stage.run(FOREVER)
     record: Any = manager._record(spec.job_id)
     until(lambda: manager.job_status(spec.job_id).state is JobState.RUNNING, "the job to run")

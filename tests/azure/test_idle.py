@@ -13,8 +13,6 @@ from typing import Any
 
 import dagster as dg
 import pytest
-from azure.ai.ml import command
-from azure.ai.ml.entities import AmlCompute, Environment
 
 from dtrain_dagster.clusters import job_marks
 from dtrain_dagster.clusters.azure_ml.client import ServiceUnreachable
@@ -46,6 +44,8 @@ def daemon(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 def keep_nodes(stage: Stage, size: str = V100, count: int = 2) -> str:
     """Nodes that somebody keeps whatever there is to do, under this cluster's name; the compute's name."""
+    from azure.ai.ml.entities import AmlCompute
+
     name, tags = f"{stage.name}-kept", {TAG: "1", CLUSTER_TAG: stage.name}
     kept = AmlCompute(name=name, size=size, min_instances=count, max_instances=3, tags=tags)
     stage.manager().service.ml.compute.begin_create_or_update(kept).wait()
@@ -107,6 +107,9 @@ def test_nodes_that_stay_though_nothing_keeps_them_go_with_their_compute(stage: 
 
 
 def test_a_cluster_is_never_scaled_down_under_work_of_anybody(stage: Stage, daemon: Daemon) -> None:
+    from azure.ai.ml import command
+    from azure.ai.ml.entities import Environment
+
     manager, spec = stage.run(FOREVER)
     until(lambda: manager.job_status(spec.job_id).state is JobState.RUNNING, "the job to run")
     [compute] = stage.computes()
@@ -142,6 +145,7 @@ def test_a_cluster_is_never_scaled_down_under_work_of_anybody(stage: Stage, daem
 def test_a_job_submitted_during_the_decision_keeps_its_nodes(
     stage: Stage, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+
     manager, spec = stage.run()
     until(lambda: manager.job_status(spec.job_id).state is JobState.SUCCEEDED, "the end")
     compute = next(iter(stage.computes()))
@@ -168,6 +172,8 @@ def test_a_job_submitted_during_the_decision_keeps_its_nodes(
 def test_a_compute_without_a_run_stays_where_it_is_used_again_or_its_end_takes_too_long(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from azure.ai.ml.entities import AmlCompute
+
     manager = stage.manager(look_patience_seconds=1.0)
     manager.provision_cluster(2, V100)
     [compute] = stage.computes()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 
 import pytest
-from azure.ai.ml.entities import AmlCompute
 from azure.core.exceptions import HttpResponseError
 
 from dtrain_dagster.clusters.azure_ml.compute_description import CLUSTER_TAG, TAG
@@ -24,6 +23,8 @@ NEVER = "UnsupportedVMSizeForLowPriority"
 
 def keep_nodes(stage: Stage, manager: AzureMLClusterManager, size: str, count: int) -> None:
     """Let the service keep nodes of this size."""
+    from azure.ai.ml.entities import AmlCompute
+
     name, tags = f"{stage.name}-kept", {TAG: "1", CLUSTER_TAG: stage.name}
     kept = AmlCompute(name=name, size=size, min_instances=count, max_instances=count, tags=tags)
     manager.service.ml.compute.begin_create_or_update(kept).result()
@@ -174,6 +175,8 @@ def test_a_retired_size_is_still_asked_for_and_what_to_take_instead_is_told(stag
 
 
 def test_a_compute_of_somebody_else_with_our_name_is_not_changed(stage: Stage) -> None:
+    from azure.ai.ml.entities import AmlCompute
+
     manager = stage.manager(chain=(A100, H100))
     theirs = AmlCompute(name=f"{stage.name}-nc24adsa100v4", size=A100, max_instances=1)
     manager.service.ml.compute.begin_create_or_update(theirs).result()

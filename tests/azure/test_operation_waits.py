@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from azure.ai.ml.entities import AmlCompute
 from azure.core.polling.base_polling import LROBasePolling
 
 from dtrain_dagster.clusters.base import JobState
@@ -56,6 +55,8 @@ def test_computes_are_asked_after_as_often_as_the_settings_say(stage: Stage, wai
 def test_a_client_without_the_setting_waits_for_half_a_minute(
     stage: Stage, emulator: Emulator, waits: list[float]
 ) -> None:
+    from azure.ai.ml.entities import AmlCompute
+
     emulator.control("timing", create_seconds=CREATED_AFTER)
     try:
         client = new_client()

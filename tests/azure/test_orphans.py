@@ -10,7 +10,6 @@ from typing import Any
 
 import dagster as dg
 import pytest
-from azure.ai.ml.entities import AmlCompute
 from azure.core.exceptions import HttpResponseError
 
 from dtrain_dagster.automation import run_liveness
@@ -118,6 +117,8 @@ def submit(settings: Settings, job_id: str, run_id: str) -> None:
 
 def buy_by_hand(settings: Settings, cloud: Emulator) -> None:
     """Nodes that are kept whatever there is to do, and a compute that was refused and left."""
+    from azure.ai.ml.entities import AmlCompute
+
     manager = build_resources(settings)["cluster"].manager()  # type: ignore[attr-defined]
     assert isinstance(manager, AzureMLClusterManager)
     tags = {TAG: "1", CLUSTER_TAG: "dtrain"}
