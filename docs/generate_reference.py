@@ -30,7 +30,6 @@ from dtrain_dagster.assets.dataset import DatasetConfig, FolderConfig, PricesCon
 from dtrain_dagster.assets.plan_options import ScriptOptions, TrainingOptions
 from dtrain_dagster.assets.program import ProgramOptions
 from dtrain_dagster.assets.search import SearchOptions
-from dtrain_dagster.cli.json_output import JsonOption
 from dtrain_dagster.cli.main import EXIT_CODES, SECTIONS, load_command
 from dtrain_dagster.cli.main import main as dtrain
 from dtrain_dagster.dashboard import server
@@ -387,10 +386,8 @@ def describe_command(words: str, command: click.Command) -> str:
         lines += ["| option | default | meaning |", "|---|---|---|", *rows, ""]
     for title, block in examples:
         lines += [f"{title}:", "", "```sh" if title == "Examples" else "```text", block, "```", ""]
-    for option in options:
-        if isinstance(option, JsonOption):
-            lines += ["Fields of `--json`:", "", "| field | meaning |", "|---|---|"]
-            lines += [f"| `{name}` | {command_cell(meaning)} |" for name, meaning in option.fields.items()] + [""]
+    if any("--json" in option.opts for option in options):
+        lines += [f"Fields of `--json`: [{words}](../json.md#{words.replace(' ', '-')}).", ""]
     return "\n".join(lines)
 
 
@@ -456,10 +453,8 @@ def introduction() -> str:
     )
     return (
         f"{split_help(dtrain)[0]}\n\n{listed}\n\n| exit code | meaning |\n|---|---|\n{codes}\n\n"
-        "`train` and `launch` end with the code of the process that failed first. Of what `--json` prints, times are "
-        "Unix seconds, durations seconds, and dollars US dollars at list price, where a field does not say otherwise; "
-        "what is not known is null. `nodes[].node` is a field of each item of the list `nodes`, and `causes.*` any "
-        "entry of the object `causes`, whose names are data. Names of fields stay; new ones may be added.\n"
+        "`train` and `launch` end with the code of the process that failed first. Its fields: [what "
+        "`--json` prints](../json.md).\n"
     )
 
 

@@ -138,7 +138,7 @@ def ceilings_command(settings: Settings, as_json: bool, lifts: bool, given: Mapp
 
 
 def ceilings_document(judged: Judged) -> dict[str, Any]:
-    """Return how the ceilings stand for JSON, with the fields of `dtrain_dagster.cli.json_fields.CEILINGS`. Pure."""
+    """Return how the ceilings stand for JSON. Pure."""
     amounts = {kind: getattr(judged.ceilings, kind) for kind in KINDS}
     return {
         "month": judged.month or None,

@@ -12,29 +12,13 @@ import click
 from rich.console import Console
 
 from dtrain_dagster.cli.screen import Screen
-from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.ranks import ranks_per_node
-from dtrain_dagster.clusters.supervision.engine import EngineUnreachableError
-from dtrain_dagster.costs.ceilings import CeilingError
-from dtrain_dagster.costs.prices import PriceError
-from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.fleet.jobs import FleetError
-from dtrain_dagster.fleet.ledger import LedgerError
-from dtrain_dagster.registry.run_model import RunModelError
-from dtrain_dagster.registry.smoke_test import AnswerError
-from dtrain_dagster.registry.versions import RegistryError
 from dtrain_dagster.settings.engines import engine_gpus
-from dtrain_dagster.settings.environment import Settings, SettingsError, load_settings
-from dtrain_dagster.settings.home import HomeError
+from dtrain_dagster.settings.environment import Settings, load_settings
 from dtrain_dagster.settings.variables import warn_of_variables
-from dtrain_dagster.support.secrets import SecretError
-from trainer.data.manifest import DatasetError
 from trainer.documents.places import PlaceError, checked_id
-from trainer.errors import ConfigError, DamagedError
-from trainer.isolation.runner import IsolationError
 from trainer.printable import visible
 from trainer.rundir import RunDir
-from trainer.storage.base import StorageError
 
 if TYPE_CHECKING:
     from dtrain_dagster.resources import GPUClusterResource, ProjectResource
@@ -47,12 +31,9 @@ STORAGE_TROUBLE = (
     *(errno.EIO, errno.ESTALE, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
 )
 """The error numbers of a disk that is full, read-only, broken or gone."""
-EXPECTED_ERRORS = (
-    *(ClusterError, EngineUnreachableError, ConfigError, DamagedError, DataError, FleetError, LedgerError, HomeError),
-    *(PriceError, SettingsError, SecretError, RegistryError, RunModelError, AnswerError, StorageError, DatasetError),
-    *(IsolationError, CeilingError),
-)
-"""The errors that a user can cause, or that a service or a storage reports."""
+TROUBLE = (ValueError, RuntimeError, OSError)
+"""The kinds of all errors that a user can cause, or that a service or a storage reports."""
+OWN_PACKAGES = ("dtrain_dagster", "trainer")
 
 
 class Refusal(click.ClickException):
@@ -78,8 +59,8 @@ def refuses(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, **options: Any) -> None:
         try:
             command(*args, **options)
-        except (ValueError, RuntimeError, OSError) as error:  # kinds of which all these are
-            if isinstance(error, EXPECTED_ERRORS):
+        except TROUBLE as error:
+            if type(error).__module__.partition(".")[0] in OWN_PACKAGES:  # whose errors are sentences for a person
                 raise Refusal(str(error)) from None
             if isinstance(error, OSError) and error.errno in STORAGE_TROUBLE:
                 raise Refusal(storage_trouble(error)) from None

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import click
 
-from dtrain_dagster.cli import json_fields
 from dtrain_dagster.cli.ceilings import OF_CEILINGS, WORD, ceiling_options, ceilings_command
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, read_settings, refuses, run_dir, say
 from dtrain_dagster.cli.fleet import bill_document, bill_of_fleet
@@ -74,17 +73,7 @@ OF_JOBS, OF_PRICES = ("as_csv", "usage_export"), ("skus", "regions", "everywhere
 @click.option("--all", "everywhere", is_flag=True, help="Prices in every region that is known.")
 @click.option("--refresh", is_flag=True, help="Ask Azure's public price list for newer prices; it needs no account.")
 @ceiling_options
-@json_option(
-    json_fields.either(
-        json_fields.COST,
-        {
-            "of ceilings": json_fields.CEILINGS,
-            "of a fleet": json_fields.FLEET_COST,
-            "of prices": json_fields.listed(json_fields.PRICE),
-            "with --refresh": json_fields.PRICES_REFRESHED,
-        },
-    )
-)
+@json_option()
 @refuses
 def cost(name: str | None, as_json: bool, **options: Any) -> None:
     """Show what a job or a fleet has cost, and what for.
@@ -290,10 +279,10 @@ def _refresh(
 
 
 def price_document(row: SkuPrice) -> dict[str, Any]:
-    """Return a SKU in a region for JSON, with the fields of `dtrain_dagster.cli.json_fields.PRICE`. Pure."""
-    figures = {tier: asdict(figure) for tier, figure in row.figures.items()}
-    names = [name for name in json_fields.PRICE if name.partition(".")[0] != "usd_per_hour"]
-    return {**{name: getattr(row, name) for name in names}, "usd_per_hour": figures}
+    """Return a SKU in a region for JSON. Pure."""
+    document = asdict(replace(row, figures=dict(row.figures)))
+    document["usd_per_hour"] = document.pop("figures")
+    return document
 
 
 def _refreshed_document(done: Refreshed, path: str) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import click
 
 from dtrain_dagster.cli.common import read_settings, refuses, say
 from dtrain_dagster.cli.job_names import complete_files
-from dtrain_dagster.cli.json_fields import DATASET
 from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.data.rows import RowParams, build_rows
 
@@ -41,7 +40,7 @@ SEED = "The same seed divides in the same way."
     help="Missing numbers: refuse them, or take the mean and add an input that says so.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help=SEED)
-@json_option(DATASET)
+@json_option()
 @refuses
 def data(source: str, target: str, drop: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Build a dataset of rows from Parquet or CSV files.

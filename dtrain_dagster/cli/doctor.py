@@ -18,19 +18,9 @@ from typing import Any
 import click
 
 from dtrain_dagster.cli.ceilings import book_of, ceiling_lines
-from dtrain_dagster.cli.common import (
-    EXIT_UNUSABLE,
-    EXPECTED_ERRORS,
-    cluster_of,
-    console,
-    ranks_of,
-    read_settings,
-    refuses,
-    say,
-)
+from dtrain_dagster.cli.common import EXIT_UNUSABLE, TROUBLE, cluster_of, console, ranks_of, read_settings, refuses, say
 from dtrain_dagster.cli.facts import health_document
 from dtrain_dagster.cli.job_tables import print_health
-from dtrain_dagster.cli.json_fields import CHECK, DOCTOR, HEALTH, either
 from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.clusters.azure_ml.client import Service
 from dtrain_dagster.clusters.azure_ml.doctor import Doctor, DoctorLine
@@ -45,12 +35,10 @@ from dtrain_dagster.settings.environment import Settings, SettingsError
 from dtrain_dagster.settings.home import HomeError
 from trainer.config import JobConfig
 
-BUYS = "Nothing was bought: the command only reads, and writes one small blob, which it deletes."
-
 
 @click.command()
 @click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="Nodes of a training.  [default: DTRAIN_NODES]")
-@json_option(either(HEALTH, {"Azure ML": DOCTOR, "SLURM, Kubernetes and Ray": CHECK}))
+@json_option()
 @refuses
 def doctor(nodes: int | None, as_json: bool) -> None:
     """Tell whether the cluster can train; buy nothing.
@@ -60,96 +48,67 @@ def doctor(nodes: int | None, as_json: bool) -> None:
     following and ending nodes needs. Nothing is submitted or created.
 
     On Azure ML it walks through identity, workspace, roles, storage, sizes with their quotas and prices, image and
-    network, as the settings name them (docs/azure.md). Each line says ok, warning or missing, what was seen, and how to
-    fix it. It only reads, but for one small blob, which it writes and deletes. The exit code is 1 if something is
-    missing.
+    network, as the settings name them (docs/azure.md). It only reads, but for one small blob, which it writes and
+    deletes.
+
+    Each line says ok, warning or missing, what was seen, and how to fix it. The exit code is 1 if something is missing.
 
     \b
     Examples:
       dtrain doctor
       dtrain doctor --nodes 8 --json
     """
-    document, text, code, is_reached = _look(nodes, as_json)
-    health = None
-    if is_reached:
-        with suppress(*EXPECTED_ERRORS):  # what keeps from asking was told above
-            health = cluster_of(read_settings(nodes=nodes))[0].manager().monitor_health()
+    settings = health = None
+    try:
+        settings = read_settings(nodes=nodes)
+        lines = examine(settings)
+    except SettingsError as error:
+        lines = [_of_settings(error)]
+    missing = {line.check for line in lines if line.verdict == "missing"}
+    if settings and not missing & {settings.cluster, "settings", "identity", "workspace"}:
+        with suppress(*TROUBLE):  # what keeps from asking was told above
+            health = cluster_of(settings)[0].manager().monitor_health()
     if as_json:
-        print_json({**(health_document(health) if health else {}), **document})
-        sys.exit(code)
-    if text:
-        say(text)
-    if health:
-        print_health(console(), health)
-    sys.exit(code)
+        print_json({**(health_document(health) if health else {}), **lines_document(lines)})
+    else:
+        say(lines_text(lines))
+        if health:
+            print_health(console(), health)
+    sys.exit(int(bool(missing)))
 
 
-def _look(nodes: int | None, as_json: bool) -> tuple[dict[str, Any], str, int, bool]:
-    """Return what is told of the kind of cluster, as a document and in words, the exit code, and whether the cluster
-    was reached."""
-    if os.environ.get("DTRAIN_CLUSTER") == "azure_ml":
-        lines = _examine(nodes)
-        missing = {line.check for line in lines if line.verdict == "missing"}
-        is_reached = not missing & {"settings", "identity", "workspace"}
-        return lines_document(lines), lines_text(lines), int(bool(missing)), is_reached
-    settings = read_settings(nodes=nodes)
-    document = _ask_engine(settings, as_json) if settings.kind.has_engine else {}
-    return document, document.get("message", ""), 0, True
-
-
-def examine_without_writing(settings: Settings, nodes: int) -> list[DoctorLine]:
-    """Return what the doctor sees of the settings' cluster that costs nothing and writes nothing."""
+def examine(settings: Settings, writes: bool = True) -> list[DoctorLine]:
+    """Return what is seen of the settings' cluster, which costs nothing. ``writes``: whether storage is tried by a
+    blob."""
     if settings.cluster == "azure_ml":
-        return _examine(nodes, writes=False)
+        return _examine_azure(settings, writes)
     if not settings.kind.has_engine:
         return [DoctorLine(settings.cluster, "ok", "nodes are processes of this machine")]
     try:
-        return [DoctorLine(settings.cluster, "ok", str(_answer(settings)["message"]))]
-    except EXPECTED_ERRORS as error:
+        return [DoctorLine(settings.cluster, "ok", _ask_engine(settings))]
+    except TROUBLE as error:
         return [DoctorLine(settings.cluster, "missing", str(error))]
 
 
-def _ask_engine(settings: Settings, as_json: bool) -> dict[str, Any]:
-    """Return what the engine of a cluster answers, with the fields of `dtrain_dagster.cli.json_fields.CHECK`. As JSON,
-    that it cannot be used is an answer as well, with the exit code of a refusal."""
-    try:
-        return {"usable": True, **_answer(settings)}
-    except EXPECTED_ERRORS as error:
-        if not as_json:
-            raise
-        print_json({**dict.fromkeys(CHECK), "usable": False, "message": str(error)})
-        sys.exit(EXIT_UNUSABLE)
-
-
-def _answer(settings: Settings) -> dict[str, Any]:
-    """Return what the engine of a cluster answers, in its fields. Raise as it does."""
+def _ask_engine(settings: Settings) -> str:
+    """Return what the engine of a cluster answers, in words. Raise as it does."""
     options = read_engine_options(settings.cluster)
     engine: Any = open_engine(settings.cluster, options, ".", "", os.environ)
+    if settings.cluster == "slurm":
+        where = f" on {engine.options.host}" if engine.options.host else ""
+        return f"{engine.check()} answers{where}"
+    if settings.cluster == "kubernetes":
+        engine.check()
+        return f"namespace {engine.options.namespace} takes nodes from this identity"
     try:
-        return _answer_of(settings.cluster, engine)
+        return f"{engine.check()} machine(s) of the Ray cluster answer"
     finally:
-        if settings.cluster == "ray":
-            engine.close()
+        engine.close()
 
 
-def _answer_of(kind: str, engine: Any) -> dict[str, Any]:
-    """Return what an engine answers, in its fields. Raise as it does."""
-    answer = engine.check()
-    if kind == "slurm":
-        host = engine.options.host
-        where = f" on {host}" if host else ""
-        return {"message": f"{answer} answers{where}", "version": answer, "host": host}
-    if kind == "ray":
-        return {"message": f"{answer} machine(s) of the Ray cluster answer", "machines": answer}
-    namespace = engine.options.namespace
-    return {"message": f"namespace {namespace} takes nodes from this identity", "namespace": namespace}
-
-
-def _examine(nodes: int | None, writes: bool = True) -> list[DoctorLine]:
-    """Return all lines; a single one where the settings do not say what to look at. ``writes``: whether storage is
-    tried by a blob."""
+def _examine_azure(settings: Settings, writes: bool) -> list[DoctorLine]:
+    """Return all lines; a single one where the settings do not say what to look at."""
     try:
-        settings = read_settings(nodes=nodes)
         own: dict[str, Any] = {**read_azure_options(settings)}
         try:
             ranks = ranks_of(settings)
@@ -159,8 +118,7 @@ def _examine(nodes: int | None, writes: bool = True) -> list[DoctorLine]:
             **own, cluster_name=settings.cluster_name, storage_uri=settings.shared_uri, processes_per_node=ranks
         )
     except (SettingsError, ClusterError) as error:
-        remedy = "set the variables of docs/azure.md; the deployment's outputs have their values"
-        return [DoctorLine("settings", "missing", str(error), remedy)]
+        return [_of_settings(error)]
     try:
         import azure.ai.ml
         import azure.identity  # noqa: F401
@@ -170,10 +128,15 @@ def _examine(nodes: int | None, writes: bool = True) -> list[DoctorLine]:
     return Doctor(service, settings.home, settings.region, size, settings.nodes, ranks, writes).examine()
 
 
+def _of_settings(error: Exception) -> DoctorLine:
+    remedy = "set the variables of docs/azure.md or docs/installing.md; a deployment on Azure has them as outputs"
+    return DoctorLine("settings", "missing", str(error), remedy)
+
+
 def lines_document(lines: Sequence[DoctorLine]) -> dict[str, Any]:
-    """Return the lines for JSON, with the fields of `dtrain_dagster.cli.json_fields.DOCTOR`. Pure."""
+    """Return the lines for JSON. Pure."""
     counts = {name: sum(line.verdict == name for line in lines) for name in ("ok", "warning", "missing")}
-    return {"buys": BUYS, "counts": counts, "lines": [asdict(line) for line in lines]}
+    return {"counts": counts, "lines": [asdict(line) for line in lines]}
 
 
 def lines_text(lines: Sequence[DoctorLine]) -> str:
@@ -183,7 +146,7 @@ def lines_text(lines: Sequence[DoctorLine]) -> str:
         texts.append(f"{line.verdict:<8}{line.check:<11} {line.seen}")
         texts += [f"{'':20}→ {line.remedy}"] if line.remedy else []
     counts = lines_document(lines)["counts"]
-    return "\n".join([*texts, f"{counts['missing']} missing, {counts['warning']} warnings. {BUYS}"])
+    return "\n".join([*texts, f"{counts['missing']} missing, {counts['warning']} warnings. Nothing was bought."])
 
 
 NOTHING = "dry run: nothing was bought, submitted or written"
@@ -211,7 +174,7 @@ def show_dry_run(
         say(line, err=True)
     if refusal := judged.refusal:
         problems.append(refusal)
-    for check in examine_without_writing(settings, spec.node_count):
+    for check in examine(settings.model_copy(update={"nodes": spec.node_count}), writes=False):
         say(f"{check.verdict}: {check.check}: {check.seen}" + (f" → {check.remedy}" if check.remedy else ""), err=True)
         if check.verdict == "missing":
             problems.append(f"{check.check}: {check.seen}")

@@ -77,7 +77,7 @@ class JobFacts:
         return self.totals.usd if self.totals is not None else None
 
     def document(self) -> dict[str, Any]:
-        """Return the facts for JSON, with the fields of `dtrain_dagster.cli.json_fields.JOB`."""
+        """Return the facts for JSON."""
         status, totals = self.status, self.totals
         return {
             "job": status.job_id,
@@ -203,7 +203,7 @@ def so_far(facts: JobFacts) -> str:
 
 
 def health_document(health: ClusterHealth) -> dict[str, Any]:
-    """Return the state of the cluster for JSON, with the fields of `dtrain_dagster.cli.json_fields.HEALTH`. Pure."""
+    """Return the state of the cluster for JSON. Pure."""
     nodes = [{"node": node.node_id, "healthy": node.healthy, "message": node.message} for node in health.nodes]
     return {
         "cluster": health.cluster_name,
@@ -215,7 +215,7 @@ def health_document(health: ClusterHealth) -> dict[str, Any]:
 
 
 def status_document(facts: JobFacts, rundir: RunDir, course: JobCourse) -> dict[str, Any]:
-    """Return how a job stands for JSON, with the fields of `dtrain_dagster.cli.json_fields.STATUS`."""
+    """Return how a job stands for JSON."""
     view, left = course.view, course.left
     presences = [] if facts.status.damage else rundir.nodes()
     return {
@@ -315,7 +315,7 @@ def price_of_cluster(settings: Settings) -> str:
 
 
 def summary_document(settings: Settings, rundir: RunDir) -> dict[str, Any]:
-    """Return the result of a finished job for JSON, with the fields of `dtrain_dagster.cli.json_fields.SUMMARY`."""
+    """Return the result of a finished job for JSON."""
     result, evaluation = rundir.read_json(RESULT) or {}, rundir.read_json(EVALUATION) or {}
     gate = evaluation.get("gate") if is_judged(evaluation) else None
     registration = rundir.read_json(REGISTRATION)

@@ -179,7 +179,7 @@ def bill_of_fleet(settings: Settings, name: str) -> tuple[FleetLedger, float]:
 
 
 def bill_document(found: FleetLedger, budget_usd: float) -> dict[str, Any]:
-    """Return the cost of a fleet for JSON, with the fields of `dtrain_dagster.cli.json_fields.FLEET_COST`. Pure."""
+    """Return the cost of a fleet for JSON. Pure."""
     return {
         "node_seconds": found.whole.microseconds / SECOND,
         "usd": usd(found.whole.units),

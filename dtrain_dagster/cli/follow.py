@@ -18,7 +18,7 @@ from rich.text import Text
 
 from dtrain_dagster.cli.common import cluster_of, console, run_dir, say
 from dtrain_dagster.cli.facts import SEPARATOR, LeftClock, expect_finish, format_progress
-from dtrain_dagster.cli.json_output import print_json_line
+from dtrain_dagster.cli.json_output import print_json
 from dtrain_dagster.cli.screen import plain_table
 from dtrain_dagster.clusters.base import GPUClusterManager, JobStatus
 from dtrain_dagster.dashboard.series import PerformanceDashboard
@@ -96,9 +96,9 @@ def print_lines(console: Console, lines: Iterable[tuple[int, str]]) -> None:
 
 
 def print_json_lines(lines: Iterable[tuple[int, str]]) -> None:
-    """Print a JSON document per line, with the fields of `dtrain_dagster.cli.json_fields.LOG_LINE`."""
+    """Print a JSON document per line."""
     for node_id, line in lines:
-        print_json_line({"time": time_in(line), "node": node_id, "text": line})
+        print_json({"time": time_in(line), "node": node_id, "text": line}, indent=None)
 
 
 def stream_job(

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import click
 
-from dtrain_dagster.cli import json_fields
 from dtrain_dagster.cli.common import (
     EXIT_INTERRUPTED,
     Refusal,
@@ -44,7 +43,6 @@ from dtrain_dagster.cli.job_names import (
     named_argument,
 )
 from dtrain_dagster.cli.job_tables import print_jobs, print_status
-from dtrain_dagster.cli.json_fields import either, listed
 from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.cli.nodes import lift_exclusion, show_nodes
 from dtrain_dagster.cli.screen import pairs_table
@@ -59,7 +57,7 @@ from dtrain_dagster.settings.environment import Settings
 
 @click.command()
 @click.option("--fleets", "of_fleets", is_flag=True, help="List the fleets instead.")
-@json_option(either(listed(json_fields.JOB), {"with --fleets": listed(json_fields.FLEET)}))
+@json_option()
 @refuses
 def jobs(of_fleets: bool, as_json: bool) -> None:
     """List the jobs of the cluster, newest first.
@@ -110,16 +108,7 @@ def _list_fleets(settings: Settings, as_json: bool) -> None:
 @click.option("--trace", is_flag=True, help="Have the next steps of a training's rank 0 traced.")
 @click.option("--nodes", is_flag=True, help="Show the nodes, of all jobs that run or all that JOB had, and bad hosts.")
 @click.option("--lift", metavar="HOST", help="End the exclusion of a host: nodes may be placed there again.")
-@json_option(
-    either(
-        json_fields.STATUS,
-        {
-            "of a training that has succeeded": json_fields.SUMMARY,
-            "of a fleet": json_fields.FLEET,
-            "with --nodes": json_fields.NODES,
-        },
-    )
-)
+@json_option()
 @refuses
 def status(
     name: str | None, follow: bool, html: str | None, trace: bool, nodes: bool, lift: str | None, as_json: bool
@@ -236,7 +225,7 @@ def _show_job(settings: Settings, job_id: str, as_json: bool) -> None:
 @click.option("--node", type=click.IntRange(min=0), metavar="K", help="Only this node, counted from 0.")
 @click.option("--follow", "-f", is_flag=True, help="Keep printing until the job has ended.")
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of each node.")
-@json_option(json_fields.LOG_LINE, "Print one JSON document for each line instead.")
+@json_option("Print one JSON document for each line instead.")
 @refuses
 def logs(job_id: str, node: int | None, follow: bool, tail: int | None, as_json: bool) -> None:
     """Print the output of a job's processes.

@@ -18,7 +18,6 @@ from dtrain_dagster.cli.facts import price_of_cluster
 from dtrain_dagster.cli.follow import Bar, in_place
 from dtrain_dagster.cli.job_names import LATEST, complete_files, complete_searches, resolve_name
 from dtrain_dagster.cli.job_options import order_script, read_file, say_what_is_wrong, with_reachable_data
-from dtrain_dagster.cli.json_fields import SEARCH_PLAN, SEARCH_RESULT
 from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.cli.screen import plain_table
 from dtrain_dagster.cli.start import (
@@ -123,10 +122,7 @@ if TYPE_CHECKING:
     help="Name of the search; an existing search continues.  [default: from the time]",
 )
 @click.option("--plan", "only_plan", is_flag=True, help="Measure one trial, say what the search would cost, and exit.")
-@json_option(
-    {**SEARCH_RESULT, **SEARCH_PLAN},
-    "Print the result as one JSON document.",
-)
+@json_option("Print the result as one JSON document.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @refuses
 def search(

@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 import pytest
 from click.testing import CliRunner
 
-from dtrain_dagster.cli import json_fields
 from dtrain_dagster.cli.main import main
 from harness.azure.emulator import Emulator
 from harness.azure.emulator.around import CLIENT_ID, IDENTITY_ID, REGISTRY, SUBNET_ID
@@ -45,7 +44,7 @@ class Practice:
         done = CliRunner().invoke(main, ["doctor", "--json", *arguments])
         assert done.exit_code == code, done.output
         document = json.loads(done.stdout)
-        assert set(document) - set(json_fields.HEALTH) == {"buys", "counts", "lines"}
+        assert {"counts", "lines"} <= set(document)
         assert (document["counts"]["missing"] > 0) is (code == 1)
         found: list[dict[str, str]] = document["lines"]
         return found

@@ -1,22 +1,21 @@
-"""What ``--json`` is documented to print, compared with what it printed."""
+"""What docs/json.md says that ``--json`` prints, compared with what it printed."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner
 
-from dtrain_dagster.cli.json_output import JsonOption
-from dtrain_dagster.cli.main import SECTIONS, load_command, main
+from dtrain_dagster.cli.main import main
 
+_PAGE = Path(__file__).parents[2] / "docs" / "json.md"
 TOLD = {
-    f"dtrain {name}": option.fields
-    for names in SECTIONS.values()
-    for name in names
-    for option in load_command(name).params
-    if isinstance(option, JsonOption)
+    section.partition("\n")[0]: re.findall(r"^\| `([^`]+)`", section, re.MULTILINE)
+    for section in _PAGE.read_text().split("\n## ")[1:]
 }
 """Words of a command → the fields that it documents."""
 OF_LINES = {"dtrain logs"}
@@ -42,7 +41,7 @@ def fields_in(words: str, documents: Iterable[Any]) -> set[str]:
 
 
 def fields_of(document: Any, told: Collection[str], prefix: str = "") -> set[str]:
-    """The names of a document's fields, as `JsonOption.fields` writes them. ``told``: the names that are
+    """The names of a document's fields, as the page writes them. ``told``: the names that are
     documented; by them an object whose names are data is known. Pure."""
     if isinstance(document, list):
         return set().union(*(fields_of(item, told, f"{prefix}[]") for item in document))

@@ -60,27 +60,29 @@ def test_who_submits_has_the_rights_that_are_checked_and_nodes_have_none(kuberne
 
 def test_a_cluster_that_takes_nodes_is_told_with_its_namespace(access: Path) -> None:
     document = printed(CHECK)
-    assert {"usable", "message", "namespace"} <= fields_in(CHECK, [document]) <= set(TOLD[CHECK])
-    assert (document["usable"], document["namespace"]) == (True, NAMESPACE)
+    assert fields_in(CHECK, [document]) <= set(TOLD[CHECK])
+    [line] = document["lines"]
+    assert (line["verdict"], line["seen"]) == ("ok", f"namespace {NAMESPACE} takes nodes from this identity")
 
 
 @pytest.mark.parametrize("right", RIGHTS, ids=lambda right: "-".join(filter(None, right)))
 def test_each_right_that_is_missing_is_named(kubernetes: KubernetesCluster, right: Right) -> None:
     role = kubernetes.ask("GET", ROLE)
     del role["metadata"]["resourceVersion"]
-    assert printed(CHECK)["usable"]
+    assert printed(CHECK)["counts"]["ok"]
     kubernetes.ask("PUT", ROLE, without(role, right))
     try:
         kubernetes.wait(lambda: right not in granted(kubernetes, "dtrain", NAMESPACE), "a smaller role")
-        document = printed(CHECK, code=2)
+        document = printed(CHECK, code=1)
     finally:
         kubernetes.ask("PUT", ROLE, role)
         kubernetes.wait(lambda: right in granted(kubernetes, "dtrain", NAMESPACE), "the role as it was")
     _, resource, part, verb = right
-    assert (document["usable"], document["namespace"]) == (False, None)
-    assert verb in document["message"]
-    assert "/".join(filter(None, (resource, part))) in document["message"]
-    assert "deploy/kubernetes has the rights" in document["message"]
+    [line] = document["lines"]
+    assert line["verdict"] == "missing"
+    assert verb in line["seen"]
+    assert "/".join(filter(None, (resource, part))) in line["seen"]
+    assert "deploy/kubernetes has the rights" in line["seen"]
 
 
 def without(role: dict[str, Any], right: Right) -> dict[str, Any]:

@@ -128,8 +128,7 @@ def test_the_blocks_of_the_pages_run(kind: str, tmp_path: Path) -> None:
             assert launch["engine"] == kind, rundir.uri
             assert {node.node_id for node in rundir.nodes()} == set(range(3)), rundir.uri
             assert all(job.state == "ended" for job in machines.jobs(launch)), rundir.uri
-        words = f"dtrain {kind} check"
         settings = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
-        answer = json.loads(run_in(checkout, f"{settings}{words} --json 2>said.txt"))
-        assert fields_in(words, [answer]) == set(TOLD[words])
-        assert answer["usable"], answer
+        answer = json.loads(run_in(checkout, f"{settings}dtrain doctor --json 2>said.txt"))
+        assert fields_in("dtrain doctor", [answer]) <= set(TOLD["dtrain doctor"])
+        assert answer["counts"]["ok"], answer
