@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -26,7 +27,7 @@ from dtrain_dagster.cli.facts import JobFacts, LeftClock, format_progress, read_
 from dtrain_dagster.cli.follow import wrap_parts
 from dtrain_dagster.cli.job_options import as_begun, dataset_config, plan_job, runnable, total_steps
 from dtrain_dagster.cli.job_tables import nodes_table, print_status
-from dtrain_dagster.cli.main import SECTIONS, load_command, main
+from dtrain_dagster.cli.main import RETIRED, SECTIONS, load_command, main
 from dtrain_dagster.clusters.azure_ml.job_records import by_node
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus
 from dtrain_dagster.clusters.managers import LocalClusterManager
@@ -175,6 +176,16 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         ],
         "doctor": ["--json", "--nodes"],
     }
+
+
+@pytest.mark.parametrize("words", RETIRED)
+def test_what_was_typed_before_says_what_to_type_now(words: str):
+    done = CliRunner().invoke(main, [*words.split(), "one", "--json"])
+    assert (done.exit_code, len(done.output.splitlines())) == (2, 1), done.output
+    for instead in re.findall(r"dtrain (\w+)", RETIRED[words]):
+        assert any(instead in names for names in SECTIONS.values()), words
+    for module in re.findall(r"python -m (\S+)", RETIRED[words]):
+        assert importlib.util.find_spec(module), words
 
 
 def test_help_imports_nothing_that_takes_time():
