@@ -233,7 +233,7 @@ class GPUClusterResource(dg.ConfigurableResource):
         if "://" in name:
             found = ScoringEndpoint(url=name, dialect=dialect or "mlflow")
         else:
-            from dtrain_dagster.registry.azure_endpoint import named_endpoint
+            from dtrain_dagster.registry.azure import named_endpoint
 
             service = self.service()
             found = service.call(
@@ -250,12 +250,9 @@ class GPUClusterResource(dg.ConfigurableResource):
     def azure_options(self) -> AzureMLOptions:
         """Return the checked options. Raise `ClusterError` for unusable ones, `PriceError` for a purchase without a
         known price."""
-        own: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in self.azure.items()
-        }
-        own.setdefault("chain", default_chain(self.ranks_per_node, own.get("tiers", ())))
-        options = AzureMLOptions(
-            **own,
+        sizes = default_chain(self.ranks_per_node, self.azure.get("tiers", ()))
+        options = AzureMLOptions.of(
+            {"chain": sizes, **self.azure},
             cluster_name=self.cluster_name,
             storage_uri=self.shared_uri,
             processes_per_node=self.ranks_per_node,

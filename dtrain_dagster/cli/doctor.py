@@ -109,15 +109,15 @@ def _ask_engine(settings: Settings) -> str:
 def _examine_azure(settings: Settings, writes: bool) -> list[DoctorLine]:
     """Return all lines; a single one where the settings do not say what to look at."""
     try:
-        own: dict[str, Any] = {**read_azure_options(settings)}
+        own = read_azure_options(settings)
         try:
             ranks = ranks_of(settings)
         except PriceError:  # of the size's GPUs nothing is known; the line about its price says so
             ranks = settings.processes_per_node or 1
-        options = AzureMLOptions(
-            **own, cluster_name=settings.cluster_name, storage_uri=settings.shared_uri, processes_per_node=ranks
+        options = AzureMLOptions.of(
+            own, cluster_name=settings.cluster_name, storage_uri=settings.shared_uri, processes_per_node=ranks
         )
-    except (SettingsError, ClusterError) as error:
+    except SettingsError as error:
         return [_of_settings(error)]
     try:
         import azure.ai.ml

@@ -99,12 +99,13 @@ def usage(
     """Return every presence as paid time; if the job is ``running``, a node still present counts until now. ``stale``:
     see `is_here`."""
     here = set(find_latest_presences(nodes)) if running else set()
+    longest = stale if math.isfinite(stale) else STALE_SECONDS
     return [
         NodeUsage(
             node_id=node.node_id,
             sku=sku,
             started_at=node.started_at,
-            ended_at=reached(node, now) if node in here and is_here(node, now, stale) else end_of(node),
+            ended_at=reached(node, now, longest) if node in here and is_here(node, now, stale) else end_of(node),
             launch=node.launch,
             not_billed_seconds=node.clock_jump_seconds,
             preflight_until=node.started_at + node.preflight_seconds if node.preflight_seconds else None,

@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from dtrain_dagster.clusters.azure_ml.client import request_id_of, request_note
+from dtrain_dagster.clusters.azure_ml.client import request_id_of, request_note, status_of, words
+from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.registry.base import Registry
+from dtrain_dagster.registry.endpoint import ScoringEndpoint, ServingError, authorisation
 from dtrain_dagster.registry.promotion import AliasDecision
 from dtrain_dagster.registry.versions import (
     JOB_TAG,
@@ -32,7 +34,7 @@ from dtrain_dagster.registry.versions import (
     tags_of_run,
 )
 from dtrain_dagster.support.audit import AuditLog
-from dtrain_dagster.support.secrets import redact
+from dtrain_dagster.support.secrets import IDENTITY, redact, remember
 from trainer.observability.mlflow_sink import ensure_experiment, figures_of_test, metric_name, verdict_tags
 from trainer.runtime.network_refusal import NETWORK_REMEDY, is_network_refusal
 from trainer.runtime.retry import RetryPolicy
@@ -216,6 +218,32 @@ class AzureMLRegistry(Registry):
             self.client.models.create_or_update(model)
 
 
+def named_endpoint(client: MLClient, name: str, dialect: Literal["mlflow", "azureml"]) -> ScoringEndpoint:
+    """Return an endpoint of the workspace as an address to ask, with its key or this machine's identity. Raise
+    `ClusterError` where there is no such endpoint."""
+    from azure.core.exceptions import AzureError, ResourceNotFoundError
+
+    try:
+        found: Any = client.online_endpoints.get(name)
+    except ResourceNotFoundError:
+        raise ClusterError(
+            f"there is no endpoint {name} in {client.workspace_name}: create it first (docs/azure.md)"
+        ) from None
+    key: list[str] = []
+
+    def by_key() -> dict[str, str]:
+        if not key:
+            try:
+                key.append(client.online_endpoints.get_keys(name).primary_key)
+            except AzureError as error:
+                raise ServingError(f"cannot be asked: this identity cannot get a key for it: {words(error)}") from None
+            remember(key[0])
+        return {"Authorization": f"Bearer {key[0]}"}
+
+    headers = by_key if found.auth_mode == "key" else authorisation(IDENTITY)
+    return ScoringEndpoint(url=str(found.scoring_uri), dialect=dialect, headers=headers)
+
+
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
     """Within the block, turn the service's refusals into `RegistryError`, with its words and the remedy."""
@@ -225,16 +253,15 @@ def _explained(what: str) -> Iterator[None]:
     try:
         yield
     except (AzureError, MlException) as error:
-        status = getattr(error, "status_code", None)
-        words = redact(str(getattr(error, "message", None) or error)).strip().splitlines()[0][:1000]
+        status, said = status_of(error), words(error, 1000)
         remedy = "; this identity needs the roles in deploy/azure/README.md" if status in (401, 403) else ""
-        if is_network_refusal("", words):
+        if is_network_refusal("", said):
             remedy = f"; {NETWORK_REMEDY}"
         note = request_note(request_id_of(error))
-        raise RegistryError(f"{what} failed ({status or type(error).__name__}): {words}{remedy}{note}") from error
+        raise RegistryError(f"{what} failed ({status or type(error).__name__}): {said}{remedy}{note}") from error
 
 
-def fit_tags(tags: Mapping[str, Any], max_value: int = MAX_VALUE) -> dict[str, str]:
+def fit_tags(tags: Mapping[str, Any]) -> dict[str, str]:
     """Return tags within Azure's limits: values that are too long end with ``…``, known secrets are removed, empty
     values left out. Raise `RegistryError` for too many tags or a name that is too long: those must not vanish."""
     fitted = {name: redact(str(value)) for name, value in tags.items() if value not in (None, "")}
@@ -244,7 +271,7 @@ def fit_tags(tags: Mapping[str, Any], max_value: int = MAX_VALUE) -> dict[str, s
             f"{len(fitted)} tags, {len(long)} of them with names of more than {MAX_KEY} characters: Azure ML takes "
             f"{MAX_TAGS}; leave some out of the job's tracking.tags"
         )
-    return {name: value if len(value) <= max_value else value[: max_value - 1] + "…" for name, value in fitted.items()}
+    return {name: value if len(value) <= MAX_VALUE else value[: MAX_VALUE - 1] + "…" for name, value in fitted.items()}
 
 
 def _number(model: Model) -> int:

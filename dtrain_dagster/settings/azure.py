@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from dtrain_dagster.settings.data_lake import DataLakeFolder, refuse_folder_of_nodes
-from dtrain_dagster.settings.environment import EnvironmentSettings, Settings, SettingsError, setting, split_words
+from dtrain_dagster.settings.environment import (
+    BUYABLE_GPU_TYPE,
+    EnvironmentSettings,
+    Settings,
+    SettingsError,
+    setting,
+    split_words,
+)
+from dtrain_dagster.settings.tiers import TIERS, current_tier
 
 PREFIX = "DTRAIN_AZURE_"
 MAX_IDLE_SECONDS = 86400
+_CLUSTER_NAME = re.compile(r"[A-Za-z]([A-Za-z0-9-]{0,10}[A-Za-z0-9])?")
 
 
 class AzureSettings(EnvironmentSettings):
@@ -21,7 +31,10 @@ class AzureSettings(EnvironmentSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX)
 
-    subscription_id: str = Field(description="Subscription; `az account show --query id` prints it")
+    subscription_id: str = Field(
+        pattern=r"^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
+        description="Subscription; `az account show --query id` prints it",
+    )
     resource_group: str = Field(description="Resource group of the workspace")
     workspace: str = Field(description="Azure ML workspace")
     image: str = Field(
@@ -33,13 +46,16 @@ class AzureSettings(EnvironmentSettings):
         description="Sizes to try after DTRAIN_GPU_TYPE, separated by commas; unset: A100, H100 and T4 sizes with as "
         "many GPUs, where the region has a price",
     )
-    subnet: str | None = Field(default=None, description="Resource id of the subnet of the nodes")
-    public_ip: bool = Field(default=False, description="Whether nodes may have public addresses")
-    identity: str | None = Field(default=None, description="Resource id of the nodes' identity; unset: system-assigned")
-    identity_client_id: str | None = Field(default=None, description="Client id of that identity")
-    require_own_key: bool = Field(
-        default=False, description="Buy nothing in a workspace without a customer-managed encryption key"
+    subnet: str | None = Field(
+        default=None, pattern="^/subscriptions/", description="Resource id of the subnet of the nodes"
     )
+    public_ip: bool = Field(default=False, description="Whether nodes may have public addresses")
+    identity: str | None = Field(
+        default=None,
+        pattern=r"(?i)^/subscriptions/.+/Microsoft\.ManagedIdentity/userAssignedIdentities/[^/]+$",
+        description="Resource id of the nodes' identity; unset: system-assigned",
+    )
+    identity_client_id: str | None = Field(default=None, description="Client id of that identity")
     queue_deadline_seconds: float = Field(
         default=3600, gt=0, description="A job that Azure keeps queued for longer is cancelled and tried elsewhere"
     )
@@ -50,6 +66,15 @@ class AzureSettings(EnvironmentSettings):
         description="Folder for outputs of runs and values of assets of Dagster: abfss://filesystem@account.dfs.core."
         "windows.net/path; unset: in DAGSTER_HOME",
     )
+
+    @field_validator("chain")
+    @classmethod
+    def _sizes(cls, chain: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for entry in chain or ():
+            sku, _, tier = entry.partition("@")
+            if not re.fullmatch(r"Standard_\w+", sku) or (tier and current_tier(tier) not in TIERS):
+                raise ValueError(f"{entry} is no size such as {BUYABLE_GPU_TYPE}, or <size>@spot")
+        return chain
 
     @model_validator(mode="after")
     def _values_lie_where_no_node_writes(self) -> AzureSettings:
@@ -81,6 +106,11 @@ def read_azure_options(settings: Settings) -> dict[str, Any]:
         raise SettingsError(
             f"DTRAIN_IDLE_MINUTES={settings.idle_minutes:g} is more than the {MAX_IDLE_SECONDS // 60} (a day) that a "
             "compute of Azure ML takes"
+        )
+    if not _CLUSTER_NAME.fullmatch(settings.cluster_name):
+        raise SettingsError(
+            f"DTRAIN_CLUSTER_NAME={settings.cluster_name} must be 1 to 12 letters, digits and hyphens, a letter first "
+            "and no hyphen last: what is bought is called <name>-<size>, of which the service takes 24 characters"
         )
     own = AzureSettings.read().options()
     return {**own, "tiers": list(settings.tiers), "idle_seconds": idle_seconds}

@@ -6,9 +6,8 @@ import json
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,7 @@ import pytest
 
 from dtrain_dagster import registry
 from dtrain_dagster.assets.registry import build_endpoint_compatible
-from dtrain_dagster.registry.azure import AzureMLRegistry, fit_tags
-from dtrain_dagster.registry.azure_endpoint import (
-    DeploymentError,
-    Target,
-    deploy,
-    deployment_name,
-)
+from dtrain_dagster.registry.azure import AzureMLRegistry, fit_tags, named_endpoint
 from dtrain_dagster.registry.endpoint import ServingError
 from dtrain_dagster.registry.versions import RegisteredModel, open_client
 from dtrain_dagster.resources import build_resources
@@ -55,7 +48,6 @@ def test_tags_keep_within_what_azure_takes() -> None:
     assert tags["a"] == "x" * 999 + "…"
     assert len(tags["a"]) == 1000
     assert tags == {"a": tags["a"], "b": "3"}
-    assert fit_tags({"a": "x" * 300}, 256)["a"] == "x" * 255 + "…"
 
 
 @pytest.mark.parametrize("tags", [{f"t{number}": "x" for number in range(51)}, {"n" * 101: "x"}])
@@ -307,26 +299,6 @@ def test_a_champion_is_beaten_on_the_same_windows_and_keeps_its_tag_until_then(w
     assert {line["result"] for line in audit} == {"done"}
 
 
-class Book:
-    """An audit log on a sheet of paper."""
-
-    def __init__(self) -> None:
-        self.lines: list[tuple[str, str, str]] = []
-
-    @contextmanager
-    def operation(self, operation: str, target: str, **details: Any) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.lines.append((operation, target, "failed"))
-            raise
-        self.lines.append((operation, target, "done"))
-
-
-def checker(run_dir: str) -> Callable[[registry.ScoringEndpoint], registry.EndpointCheck]:
-    return lambda endpoint: registry.check_endpoint(endpoint, run_dir, patience_seconds=30)
-
-
 def configured(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, endpoint: str) -> dict[str, Any]:
     """The resources of a project whose models have to suit this endpoint of the workspace."""
     for name, value in workspace.emulator.environment.items():
@@ -337,108 +309,55 @@ def configured(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, endpoint: 
     return build_resources(Settings(home=workspace.path, endpoint=endpoint, **cluster))
 
 
-def make_endpoint(workspace: Workspace, name: str, auth_mode: str = "aad_token", **options: Any) -> Target:
+def make_endpoint(workspace: Workspace, name: str, auth_mode: str = "aad_token") -> None:
     """An endpoint of the workspace, as Azure's own tools make it."""
     from azure.ai.ml.entities import ManagedOnlineEndpoint
 
     workspace.client.online_endpoints.begin_create_or_update(
         ManagedOnlineEndpoint(name=name, auth_mode=auth_mode)  # type: ignore[arg-type]
     ).result()
-    return Target(client=workspace.client, endpoint=name, **options)
 
 
-@pytest.mark.long
 @pytest.mark.slow
-def test_a_deployment_gets_traffic_once_it_answers_and_is_taken_back_when_it_does_not(
+def test_a_registered_model_is_compared_with_what_an_endpoint_of_the_workspace_answers(
     workspace: Workspace, run_dir: str, model: RegisteredModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    book = Book()
-    target = make_endpoint(workspace, "dtrain-quotes", instance_count=2, audit=book)
-    first = deploy(target, model, checker(run_dir))
-    name = deployment_name(model)
-    assert first.check.passed
-    assert (first.created, first.deployment) == (True, name)
-    assert [item.name for item in first.check.findings][-1] == "authorisation"
-    assert target.traffic() == {name: 100}
+    from azure.ai.ml.entities import ManagedOnlineDeployment
+
+    make_endpoint(workspace, "dtrain-quotes")
+    deployment = ManagedOnlineDeployment(
+        name="v1",
+        endpoint_name="dtrain-quotes",
+        model=f"azureml:{model.name}:{model.version}",
+        instance_type="Standard_DS3_v2",
+        instance_count=1,
+    )
+    workspace.client.online_deployments.begin_create_or_update(deployment).result()
+    behind: Any = workspace.client.online_endpoints.get("dtrain-quotes")
+    behind.traffic = {"v1": 100}
+    workspace.client.online_endpoints.begin_create_or_update(behind).result()
     asked = {"name": model.name, "version": model.version, "run_dir": run_dir}
-    resources = configured(workspace, monkeypatch, target.endpoint)
-    found = endpoint_compatible(dg.build_asset_check_context(resources=resources), registered_model=asked)
+
+    def compared(endpoint: str) -> Any:
+        resources = configured(workspace, monkeypatch, endpoint)
+        return endpoint_compatible(dg.build_asset_check_context(resources=resources), registered_model=asked)
+
+    found = compared("dtrain-quotes")
     assert found.passed, found.metadata
     assert found.metadata["rows"].value == 32
-    missing_one = endpoint_compatible(
-        dg.build_asset_check_context(resources=configured(workspace, monkeypatch, "not-there")), registered_model=asked
-    )
+    missing_one = compared("not-there")
     assert (missing_one.passed, missing_one.severity) == (False, dg.AssetCheckSeverity.WARN)
     assert "there is no endpoint not-there" in str(missing_one.metadata["message"].value)
-    assert [operation for operation, _, _ in book.lines] == ["create deployment", "set traffic"]
-
-    # The same again buys nothing.
-    book.lines.clear()
-    assert not deploy(target, model, checker(run_dir)).created
-    assert book.lines == []
-
-    # Another model, which does not give the numbers that are asked of it: away with it, and the first answers on.
-    other = workspace.register(workspace.train("job-other", steps=5), "forecaster")
-    with pytest.raises(DeploymentError, match=r"NOT with the model's numbers.*It was deleted again.*as before"):
-        deploy(target, other, checker(run_dir))
-    assert target.traffic() == {name: 100}
-    assert [item.name for item in workspace.client.online_deployments.list(target.endpoint)] == [name]
-    assert [operation for operation, _, _ in book.lines] == ["create deployment", "delete deployment"]
-
-    # Somebody has had enough just when the traffic is on it: the traffic goes back.
-    own, asked = checker(workspace.runs["job-other"]), []
-
-    def interrupted(endpoint: registry.ScoringEndpoint) -> registry.EndpointCheck:
-        asked.append(target.traffic().get(deployment_name(other)))
-        if len(asked) == 2:
-            raise KeyboardInterrupt
-        return own(endpoint)
-
-    with pytest.raises(KeyboardInterrupt):
-        deploy(target, other, interrupted)
-    assert asked == [None, 100]
-    assert target.traffic() == {name: 100}
-
-    # Asked for its own numbers it takes over, and what it replaces no longer costs.
-    watched = replace(target, client=resources["cluster"].service().ml, audit=AuditLog(workspace.path))
-    assert deploy(watched, other, own).created
-    assert target.traffic() == {deployment_name(other): 100}
-    assert [item.name for item in workspace.client.online_deployments.list(target.endpoint)] == [deployment_name(other)]
-    [*_, deleted] = workspace.emulator.control("requests", operation="deployment.delete")
-    [last] = [line for line in AuditLog(workspace.path).lines() if line["operation"] == "delete deployment"]
-    assert (last["target"], last["request_id"]) == (f"{target.endpoint}/{name}", deleted["request_id"])
 
 
 @pytest.mark.slow
 def test_an_endpoint_with_keys_is_asked_with_its_key_which_nobody_sees(workspace: Workspace) -> None:
-    target = make_endpoint(workspace, "dtrain-keys", auth_mode="key")
-    endpoint = target.ask("version-1")
+    make_endpoint(workspace, "dtrain-keys", auth_mode="key")
+    endpoint = named_endpoint(workspace.client, "dtrain-keys", "azureml")
     with pytest.raises(ServingError, match=r"this identity cannot get a key for it.*listKeys/action"):
         endpoint.headers()
     workspace.emulator.control("grant", actions=["*/onlineEndpoints/listKeys/action"])  # which the roles have not
-    key = workspace.client.online_endpoints.get_keys(target.endpoint).primary_key
+    key = workspace.client.online_endpoints.get_keys("dtrain-keys").primary_key
     assert endpoint.headers() == {"Authorization": f"Bearer {key}"}
-    assert endpoint.public_headers == {"azureml-model-deployment": "version-1"}
     assert key not in repr(endpoint)
     assert key not in resolve.redact(f"it said {key}")
-
-
-@pytest.mark.slow
-def test_a_refusal_says_what_and_leaves_nothing(workspace: Workspace, run_dir: str, model: RegisteredModel) -> None:
-    target = make_endpoint(workspace, "dtrain-refused", instance_type="Standard_Nothing")
-    with pytest.raises(DeploymentError, match=r"create deployment .* failed \(BadRequest\).*not supported"):
-        deploy(target, model, checker(run_dir))
-    assert list(workspace.client.online_deployments.list(target.endpoint)) == []
-    with pytest.raises(DeploymentError, match="there is no endpoint nowhere"):
-        deploy(replace(target, endpoint="nowhere"), model, checker(run_dir))
-
-
-@pytest.mark.slow
-def test_a_deployment_that_never_comes_up_is_given_up_and_deleted(
-    workspace: Workspace, run_dir: str, model: RegisteredModel
-) -> None:
-    target = make_endpoint(workspace, "dtrain-stuck", deadline_seconds=3)
-    workspace.emulator.control("fault", fault="stuck", operation="deployment.create")
-    with pytest.raises(DeploymentError, match=r"no end after 3 s.*It was deleted again"):
-        deploy(target, model, checker(run_dir))
-    assert list(workspace.client.online_deployments.list(target.endpoint)) == []

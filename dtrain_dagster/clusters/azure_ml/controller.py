@@ -12,8 +12,8 @@ from dataclasses import asdict, replace
 
 from dtrain_dagster.clusters.azure_ml import launch_record as launch_records
 from dtrain_dagster.clusters.azure_ml.client import ScopeMissing, ServiceError, ServiceRefused, ServiceUnreachable
-from dtrain_dagster.clusters.azure_ml.job_records import JobRecords, bare_facts, gather_facts, job_status_of
-from dtrain_dagster.clusters.azure_ml.jobs import Jobs, NameTaken
+from dtrain_dagster.clusters.azure_ml.job_records import JobRecords, gather_facts, job_status_of
+from dtrain_dagster.clusters.azure_ml.jobs import Jobs
 from dtrain_dagster.clusters.azure_ml.launch_record import Launches, Record
 from dtrain_dagster.clusters.azure_ml.provision import Provisioned, Provisioner
 from dtrain_dagster.clusters.azure_ml.refusals import read_cluster_trouble, read_service_words
@@ -68,31 +68,22 @@ class JobController:
         """Start the job on the provisioned nodes, unless it runs or has succeeded."""
         while True:
             before, record = self.launches.read()
-            if record is None:
-                first = launch_records.next_launch(None, spec, got, self.options.cluster_name, self.run_id)
-                self._mark(first)
-                if self.launches.compare_and_swap(None, first):
-                    return self._put(first, got)
-                continue
-            status = self.look(fresh=True)
-            if status.state is JobState.SUCCEEDED:
-                return
-            if not status.state.is_final:
-                self._own()
-                _, record = self.launches.read()
-                if record is not None and not record["confirmed"] and not record["cancel_asked_at"]:
-                    self._put(record)
-                return
-            before, record = self.launches.read()
-            if record is None or not self.records.is_final(record):
-                continue
-            again = launch_records.next_launch(record, spec, got, self.options.cluster_name, self.run_id)
-            self._mark(again)
-            if self.launches.compare_and_swap(before, again):
-                return self._put(again, got)
-
-    def _mark(self, record: Record) -> None:
-        self.active.enter(launch_records.mark_of(record["job_id"], record["launch"]))
+            if record is not None:
+                status = self.look(fresh=True)
+                before, record = self.launches.read()
+                if status.state is JobState.SUCCEEDED:
+                    return None
+                if not status.state.is_final:
+                    self._own()
+                    if record is not None and not record["confirmed"] and not record["cancel_asked_at"]:
+                        self._put(record)
+                    return None
+                if record is None or not self.records.is_final(record):
+                    continue
+            following = launch_records.next_launch(record, spec, got, self.options.cluster_name, self.run_id)
+            self.active.enter(launch_records.mark_of(following["job_id"], following["launch"]))
+            if self.launches.compare_and_swap(before, following):
+                return self._put(following, got)
 
     def look(self, fresh: bool = False) -> JobStatus:
         """Return the status of the job, after doing what it requires (where this controller tends). The service is
@@ -153,34 +144,35 @@ class JobController:
         except ServiceError as error:
             if isinstance(error, ScopeMissing):
                 record = self._note_look(record, "scope")
-            return self.records.report_unreachable(record, status, error)
+            return self.records.report_unreachable(record, error)
         decision = decide_job(facts, self.options)
         if job is not None and not record["confirmed"]:
             fields = {"confirmed": True, "studio_url": job.studio_url}
-            record = self.launches.change(record["token"], **fields) or record
+            facts = replace(facts, record=self.launches.change(record["token"], **fields) or record)
         if not self.tends and not cancelling and decision.action not in ("settle", "report", "wait", "make_sure"):
-            return self.records.report(record, facts, decision, write=False)
+            return self.records.report(facts, decision, write=False)
         try:
-            return self._act(record, facts, decision)
+            return self._act(facts, decision)
         except ServiceError as error:
             if cancelling and error.status == 403:
                 raise  # waiting grants no right; what was asked for stays noted, for whoever has it
             ended = self.records.read_status()
             if self.records.is_final(record, ended):
                 return job_status_of(ended)
-            return self.records.report_unreachable(record, status, error)
+            return self.records.report_unreachable(record, error)
 
-    def _act(self, record: Record, facts: JobFacts, decision: JobDecision) -> JobStatus:
+    def _act(self, facts: JobFacts, decision: JobDecision) -> JobStatus:
+        record = facts.record
         if decision.action == "wait":
-            return self.records.report_missing(record, decision.message)
+            return self.records.repeat(record, decision.message)
         if decision.action == "make_sure":
-            return self._make_sure(record, facts, decision)
+            return self._make_sure(facts, decision)
         if decision.action == "submit":
             self._put(record)
         elif decision.action == "cancel":
             self._cancel_in_service(record, "somebody asked for it")
             if not facts.look.status:
-                return self.records.report_missing(record, decision.message)
+                return self.records.repeat(record, decision.message)
         elif decision.action == "stop":
             if not record["stopping"]:
                 _log.warning("job %s: %s; ending it, in order to continue", record["job_name"], decision.message)
@@ -191,12 +183,12 @@ class JobController:
             if self.launches.change(record["token"], **fields):
                 self._cancel_in_service(record, decision.message)
         elif decision.action == "next":
-            return self._go_on(record, facts, decision)
+            return self._go_on(facts, decision)
         elif decision.action == "settle":
             larger = memory_advice(facts.result or {}, record) if decision.state is JobState.FAILED else ""
             message = "; ".join(filter(None, (decision.message, larger)))
-            return self._settle(record, facts, replace(decision, message=message))
-        status = self.records.report(record, facts, decision)
+            return self._settle(facts, replace(decision, message=message))
+        status = self.records.report(facts, decision)
         if phase_of(facts.look) == "waiting" and decision.action == "report":
             self._tell_of_wait(record, record["waiting_since"] or record["submitted_at"])
         return status
@@ -207,9 +199,10 @@ class JobController:
             self._told_of_wait.add(record["launch"])
             tell(self.rundir, "waits", record["launch"])
 
-    def _make_sure(self, record: Record, facts: JobFacts, decision: JobDecision) -> JobStatus:
+    def _make_sure(self, facts: JobFacts, decision: JobDecision) -> JobStatus:
         """Cancel a job that seems to be gone, and decide again. If the service takes the cancellation, the job is
         there: it is then waited for, and gone on with elsewhere."""
+        record = facts.record
         try:
             why = "the service does not know it, but it might be running anyway"
             is_known = self.jobs.cancel(record["job_name"], why, self.options.look_patience_seconds)
@@ -223,34 +216,30 @@ class JobController:
         _log.warning("job %s is not known to the service; its cancellation: %s", record["job_name"], answer)
         current = self.launches.change(record["token"], **fields)
         if current is None:  # another launch counts by now
-            return self.records.report_missing(record, decision.message)
-        misses = tuple(current.get("missing_at") or ())
-        facts = replace(facts, misses=misses, missing_cancel=answer, stopping=current["stopping"])
+            return self.records.repeat(record, decision.message)
+        facts = replace(facts, record=current)
         decision = decide_job(facts, self.options)
         if decision.action == "next" and not self.tends:
-            return self.records.report_missing(current, decision.message)
-        return self._act(current, facts, decision)
+            return self.records.repeat(current, decision.message)
+        return self._act(facts, decision)
 
     def _note_look(self, record: Record, answer: Answer) -> Record:
         """Record what came of a look at this launch, and return its record. Nothing is written where nothing
         changes."""
-        before = record.get("missing_at") or []
-        after = list(note_look(before, answer, time.time(), record["submitted_at"], self.options))
-        if after == before:
+        after = note_look(record["missing_at"], answer, time.time(), record["submitted_at"], self.options)
+        if after == record["missing_at"]:
             return record
         fields = {"missing_at": after} if after else {"missing_at": [], "missing_cancel": ""}
         return self.launches.change(record["token"], **fields) or record
 
-    def _go_on(self, record: Record, facts: JobFacts, decision: JobDecision) -> JobStatus:
+    def _go_on(self, facts: JobFacts, decision: JobDecision) -> JobStatus:
         """Make the next launch, from the latest checkpoint, with the nodes that are available."""
-        now = time.time()
+        record, now = facts.record, time.time()
         came_in_vain = record["nodes_ready"] is not None
         waiting_since = (record["waiting_since"] if record["retry_at"] or came_in_vain else None) or now
         if record["retry_at"] and now < record["retry_at"]:
-            message = f"{decision.message}; has been waiting for capacity for {now - waiting_since:.0f} s"
-            status = self.records.report(record, facts, replace(decision, message=message))
-            self._tell_of_wait(record, waiting_since)
-            return status
+            message = f"has been waiting for capacity for {now - waiting_since:.0f} s"
+            return self._wait_for_nodes(facts, decision, message, waiting_since)
         if read_cluster_trouble(read_service_words(facts.look.error_message)) == "refused":
             kinds = launch_records.exclude_own(record)
             record = self.launches.change(record["token"], excluded=kinds) or record
@@ -259,32 +248,37 @@ class JobController:
         except NoCapacityError as error:
             self.records.note_attempts(record["launch"] + 1, record["asked_nodes"], error.attempts)
             if came_in_vain or now - waiting_since > self.options.queue_deadline_seconds:
-                starved = Starved(since=waiting_since, retry_at=error.retry_at)
-                return self._settle_starved(record, facts, f"{decision.message}; and there is {error}", starved)
+                # A Dagster run has a queue to go back to, so its job has not failed; a shell has none.
+                state = JobState.CANCELLED if self.run_id else JobState.FAILED
+                ended = JobDecision("settle", state, f"{decision.message}; and there is {error}")
+                return self._settle(facts, ended, Starved(since=waiting_since, retry_at=error.retry_at))
             self.launches.change(record["token"], retry_at=error.retry_at, waiting_since=waiting_since)
-            status = self.records.report(record, facts, replace(decision, message=f"{decision.message}; {error}"))
-            self._tell_of_wait(record, waiting_since)
-            return status
+            return self._wait_for_nodes(facts, decision, str(error), waiting_since)
         except ServiceError:
             raise
         except ClusterError as error:  # what no other size changes
-            message = f"{decision.message}; and {error}"
-            return self._settle(record, facts, JobDecision("settle", JobState.FAILED, message))
+            return self._settle(facts, JobDecision("settle", JobState.FAILED, f"{decision.message}; and {error}"))
         self.records.end_stays(facts.look)
         before, current = self.launches.read()
         if current is None or current["token"] != record["token"] or current["cancel_asked_at"]:
-            return self.records.report(record, facts, decision)  # somebody else was faster
+            return self.records.report(facts, decision)  # somebody else was faster
         following = launch_records.next_record(current, got, decision.message)
         if not self.launches.compare_and_swap(before, following):
-            return self.records.report(record, facts, decision)
+            return self.records.report(facts, decision)
         message = f"launch {following['launch']} with {got.node_count} x {got.sku}: {decision.message}"
         _log.warning("job %s: continues as %s, %s", record["job_name"], following["job_name"], message)
         self.records.keep_logs(record)
         self.jobs.forget_secret(record)
         self._put(following, got)
-        look = Look(status="NotStarted")
-        facts = replace(facts, look=look, launch=following["launch"], phase_since=following["submitted_at"])
-        return self.records.report(following, facts, JobDecision("report", JobState.QUEUED, message))
+        begun = JobFacts(
+            record=following, look=Look(status="NotStarted"), now=now, phase_since=following["submitted_at"]
+        )
+        return self.records.report(begun, JobDecision("report", JobState.QUEUED, message))
+
+    def _wait_for_nodes(self, facts: JobFacts, decision: JobDecision, why: str, since: float) -> JobStatus:
+        status = self.records.report(facts, replace(decision, message=f"{decision.message}; {why}"))
+        self._tell_of_wait(facts.record, since)
+        return status
 
     def _get_nodes(self, record: Record) -> Provisioned:
         """Return all nodes that were requested, or as many as there are; where some did not come in time, those that
@@ -309,23 +303,16 @@ class JobController:
             self.records.note_attempts(record["launch"], got.node_count, [asdict(attempt) for attempt in got.attempts])
         self._own()
         self._last = None
-        while True:
-            try:
-                self._keep_budget(record)
-                job = self.jobs.submit(record, self.rundir)
-                break
-            except NameTaken as error:
-                _log.warning("%s: the launch is given the next number", error)
-                before, current = self.launches.read()
-                if current is None or current["token"] != record["token"]:
-                    return
-                record = launch_records.renamed(current)
-                if not self.launches.compare_and_swap(before, record):
-                    return
-            except ClusterError as error:
-                if not isinstance(error, ServiceUnreachable):  # it would come again
-                    self._refused(record, error)
-                raise
+        try:
+            self._keep_budget(record)
+            job = self.jobs.submit(record, self.rundir)
+        except ClusterError as error:
+            if not isinstance(error, ServiceUnreachable):  # it would come again: nothing was bought, nor will be
+                now = time.time()
+                facts = JobFacts(record=record, look=Look(status=""), now=now, phase_since=record["submitted_at"])
+                decision = JobDecision("settle", JobState.FAILED, f"it was not submitted: {error}")
+                self.records.write_end(facts, decision, now, 1)
+            raise
         current = self.launches.change(record["token"], confirmed=True, studio_url=job.studio_url)
         if current is None or current["cancel_asked_at"]:  # cancelled, or superseded, while it was being submitted
             self._cancel_in_service(record, "it was cancelled while it was being submitted")
@@ -341,28 +328,14 @@ class JobController:
         except ValueError as error:  # no price, or a damaged file
             raise ClusterError(f"stop_at_usd cannot be kept on these nodes: {error}") from error
 
-    def _refused(self, record: Record, error: ClusterError) -> None:
-        """End this launch: nothing was bought, and nothing will be."""
-        facts = bare_facts(record, Look(status=""), time.time())
-        decision = JobDecision("settle", JobState.FAILED, f"it was not submitted: {error}")
-        self.records.write_end(record, facts, decision, facts.now, 1)
-
     def _cancel_in_service(self, record: Record, why: str) -> None:
         if time.monotonic() - self._cancelled_at > CANCEL_AGAIN_SECONDS:
             self.jobs.cancel(record["job_name"], why, self.options.look_patience_seconds)
             self._cancelled_at = time.monotonic()
 
-    def _settle_starved(self, record: Record, facts: JobFacts, why: str, starved: Starved) -> JobStatus:
-        """Settle a job that got no nodes, after the service has said that it has ended. A Dagster run has a queue to
-        go back to, so it has not failed; a shell has none."""
-        state = JobState.CANCELLED if self.run_id else JobState.FAILED
-        return self._settle(record, facts, JobDecision("settle", state, why), starved)
-
-    def _settle(
-        self, record: Record, facts: JobFacts, decision: JobDecision, starved: Starved | None = None
-    ) -> JobStatus:
+    def _settle(self, facts: JobFacts, decision: JobDecision, starved: Starved | None = None) -> JobStatus:
         """Settle the job after its end: write the end of nodes that could not, keep the logs, and say why it ended."""
-        ended_at = min(facts.look.ended_at or facts.now, facts.now)
+        record, ended_at = facts.record, min(facts.look.ended_at or facts.now, facts.now)
         self.records.end_stays(facts.look)
         self.records.keep_logs(record)
         self.jobs.forget_secret(record)
@@ -370,11 +343,11 @@ class JobController:
         if decision.state is JobState.FAILED:
             message = f"{message}. {how_to_go_on(self.rundir, record['job_id'])}"
             message += f"; in the studio: {record['studio_url']}" if record["studio_url"] else ""
-            message += self.records.said(facts.node_count)
+            message += self.records.said(record["node_count"])
         codes = {JobState.SUCCEEDED: 0, JobState.CANCELLED: 143}
         failure = next((code for code in facts.exit_codes if is_failure(code)), 1)
         decision, code = replace(decision, message=message), codes.get(decision.state, failure)
-        status = self.records.write_end(record, facts, decision, ended_at, code, starved)
+        status = self.records.write_end(facts, decision, ended_at, code, starved)
         tell_of_end(self.rundir)
         _log.info("job %s: %s %s", record["job_name"], decision.state, message.splitlines()[0] if message else "")
         return status

@@ -1,7 +1,7 @@
 """`dtrain doctor` on Azure ML: whether a first training can start, and what to do where it cannot.
 
 Each check looks at one thing; none stops the others. Documents are read without the client's own types, which drop what
-matters here (`applicationInsights` where it is null), and without the SDK's policy that registers providers by itself.
+matters here, and without the SDK's policy that registers providers by itself.
 """
 
 from __future__ import annotations
@@ -59,15 +59,12 @@ MANIFEST_TYPES = (
     "application/vnd.oci.image.manifest.v1+json, application/vnd.oci.image.index.v1+json"
 )
 _IMAGE = re.compile(r"(?P<host>[^/]*[.:][^/]*)/(?P<name>[^:@]+)(:(?P<tag>[^@]+))?(@(?P<digest>.+))?")
-_OF_CHECK = {
-    "workspace": ("DTRAIN_AZURE_WORKSPACE", "dtrain orchestrates (<prefix>)"),
-    "roles": ("DTRAIN_AZURE_WORKSPACE", "dtrain orchestrates (<prefix>)"),
-    "identity": ("DTRAIN_AZURE_IDENTITY", "Managed Identity Operator"),
-    "sizes": ("DTRAIN_AZURE_SUBSCRIPTION_ID", "dtrain reads locations (<prefix>)"),
-    "images": ("DTRAIN_AZURE_IMAGE", "dtrain orchestrates (<prefix>)"),
-    "network": ("DTRAIN_AZURE_SUBNET", "dtrain joins its subnet (<prefix>)"),
+_ROLES = {
+    "identity": "Managed Identity Operator",
+    "sizes": "dtrain reads locations (<prefix>)",
+    "network": "dtrain joins its subnet (<prefix>)",
 }
-"""Check → the setting that names what it looks at, and the role of deploy/azure that the orchestrator has on that."""
+"""Check → the role of deploy/azure that the orchestrator has on what it looks at, where that is not the workspace's."""
 
 Document = Mapping[str, Any]
 Verdict = Literal["ok", "warning", "missing"]
@@ -144,19 +141,11 @@ class Doctor:
     ``writes``: whether storage is tried by a blob, which is deleted."""
 
     def __init__(
-        self,
-        service: Service,
-        home: Path,
-        region: str,
-        wanted: str,
-        node_count: int,
-        ranks: int,
-        writes: bool = True,
+        self, service: Service, home: Path, region: str, wanted: str, node_count: int, ranks: int, writes: bool = True
     ) -> None:
-        self.writes = writes
         self.service, self.options, self.region, self.wanted = service, service.options, region_of(region), wanted
         self.provisioner = Provisioner(service, AuditLog(home))
-        self.node_count, self.ranks = node_count, ranks
+        self.node_count, self.ranks, self.writes = node_count, ranks, writes
         self.properties: Document = {}  # of the workspace, once it was read
         self.principal = "<principal>"  # the id of who asks, once it is known
 
@@ -186,15 +175,19 @@ class Doctor:
         elif error.status == 403 or "Authorization" in error.code:
             remedy = self._assignment(check)
         elif isinstance(error, (NotFound, ScopeMissing)):
-            setting = SETTINGS[error.scope] if isinstance(error, ScopeMissing) else _OF_CHECK[check][0]
+            setting = SETTINGS[error.scope] if isinstance(error, ScopeMissing) else "the setting that names it"
             remedy = f"correct {setting}, or deploy deploy/azure/main.bicep"
         return DoctorLine(check, "missing", f"{error.code}: {reason}", remedy)
 
     def _assignment(self, check: str) -> str:
         places = {"identity": self.options.identity, "network": self.options.subnet}
         places["sizes"] = f"/subscriptions/{self.options.subscription_id}"
-        command = f'az role assignment create --assignee {self.principal} --role "{_OF_CHECK[check][1]}" --scope '
-        return f"`{command}{places.get(check) or self.options.workspace_id}`; it takes effect after some minutes"
+        role, scope = (
+            _ROLES.get(check, "dtrain orchestrates (<prefix>)"),
+            places.get(check) or self.options.workspace_id,
+        )
+        command = f'az role assignment create --assignee {self.principal} --role "{role}" --scope {scope}'
+        return f"`{command}`; it takes effect after some minutes"
 
     def _sign_in(self) -> DoctorLine:
         try:
@@ -210,17 +203,12 @@ class Doctor:
             return DoctorLine("identity", "ok", "an identity whose token does not say who it is")
 
     def _workspace(self) -> Iterator[DoctorLine]:
-        name, group = self.options.workspace, self.options.resource_group
         found = self._document(self.options.workspace_id, "2024-10-01-preview")
-        own = self.properties = found.get("properties") or {}
-        location, state = region_of(str(found.get("location"))), own.get("provisioningState")
-        seen = f"{name} is in {location}, and DTRAIN_REGION, whose prices count, is {self.region}"
+        self.properties = found.get("properties") or {}
+        location, state = region_of(str(found.get("location"))), self.properties.get("provisioningState")
+        seen = f"{self.options.workspace} is in {location}, and DTRAIN_REGION, whose prices count, is {self.region}"
         yield judged("workspace", location == self.region, seen, f"`export DTRAIN_REGION={location}`")
         yield judged("workspace", state == "Succeeded", f"its state is {state}", "wait, or deploy it again")
-        seen = f"its Application Insights, which Azure needs to change it, is {own.get('applicationInsights')}"
-        update = f"az ml workspace update --name {name} --resource-group {group} --update-dependent-resources"
-        remedy = f"`{update} --application-insights <resource id>`"
-        yield judged("workspace", own.get("applicationInsights"), seen, remedy)
 
     def _roles(self) -> Iterator[DoctorLine]:
         page = f"{self.options.workspace_id}/providers/Microsoft.Authorization/permissions"
@@ -230,14 +218,15 @@ class Doctor:
                 document = self._document(page, query)
                 found += document.get("value") or []
                 page, query = str(document.get("nextLink") or "").removeprefix(self._cloud[0]), ""
+        except (NotFound, ScopeMissing):  # of a workspace that is not there, as its line says
+            return
         except ServiceError as error:
             seen = f"permissions cannot be listed ({error.code}): whether they suffice is known when a job is started"
             remedy = "give this identity Microsoft.Authorization/permissions/read, as deploy/azure does"
-            if not isinstance(error, (NotFound, ScopeMissing)):  # of a workspace that is not there, as its line says
-                yield DoctorLine("roles", "warning", seen, remedy)
+            yield DoctorLine("roles", "warning", seen, remedy)
             return
-        missing, count = missing_operations(NEEDED_OPERATIONS, found), len(NEEDED_OPERATIONS)
-        seen = f"of {count} operations on the workspace, {', '.join(missing) or 'none'} is not granted"
+        missing = missing_operations(NEEDED_OPERATIONS, found)
+        seen = f"of {len(NEEDED_OPERATIONS)} operations on the workspace, {', '.join(missing) or 'none'} is not granted"
         yield judged("roles", not missing, seen, self._assignment("roles"))
 
     def _nodes_identity(self) -> Iterator[DoctorLine]:
@@ -252,12 +241,10 @@ class Doctor:
         yield judged("identity", known.casefold() == str(told).casefold(), seen, remedy)
 
     def _storage(self) -> Iterator[DoctorLine]:
-        if not self.writes:
-            yield DoctorLine(
-                "storage", "ok", f"{self.options.root_uri}: not tried, since that writes; `dtrain doctor` does"
-            )
-            return
         uri, name, fault = self.options.root_uri, f"probe-{uuid.uuid4().hex}", ""
+        if not self.writes:
+            yield DoctorLine("storage", "ok", f"{uri}: not tried, since that writes; `dtrain doctor` does")
+            return
         try:
             if not os.environ.get("AZURE_STORAGE_ACCOUNT_URL"):
                 raise ConfigError("AZURE_STORAGE_ACCOUNT_URL is not set: nodes are told it, and open it by identity")

@@ -17,8 +17,7 @@ from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.azure_ml import launch_record as launch_records
 from dtrain_dagster.clusters.azure_ml.client import ServiceError
 from dtrain_dagster.clusters.azure_ml.jobs import Jobs, ServiceJob
-from dtrain_dagster.clusters.azure_ml.launch_record import Record, kinds, launch_durations
-from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
+from dtrain_dagster.clusters.azure_ml.launch_record import Record, launch_durations
 from dtrain_dagster.clusters.azure_ml.provision import NODES_THERE, Provisioner
 from dtrain_dagster.clusters.azure_ml.sku_chain import SkuChoice, chain
 from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, phase_of
@@ -30,27 +29,6 @@ from trainer.documents.reader import LOG_BYTES
 from trainer.errors import DamagedError
 from trainer.rundir import LOGS, RESULT, STATUS, RunDir
 
-_log = logging.getLogger(__name__)
-
-
-def list_alternatives(record: Record, options: AzureMLOptions) -> list[SkuChoice]:
-    """Return the kinds of nodes that are left to try after this launch's."""
-    here = SkuChoice(sku=record["sku"], tier=record["tier"])
-    return chain(record["sku"], options.chain, options.tiers, {here, *launch_records.excluded(record)})
-
-
-def bare_facts(record: Record, look: Look, now: float) -> JobFacts:
-    """Return what the record alone says of a launch."""
-    return JobFacts(
-        look=look,
-        now=now,
-        launch=record["launch"],
-        node_count=record["node_count"],
-        elastic=record["elastic"],
-        submitted_at=record["submitted_at"],
-        phase_since=record["submitted_at"],
-    )
-
 
 def gather_facts(
     record: Record, job: ServiceJob | None, status: Mapping[str, Any], rundir: RunDir, provisioner: Provisioner
@@ -61,34 +39,32 @@ def gather_facts(
     look = job.look if job is not None else Look(status="")
     phase = phase_of(look)
     nodes = [node for node in rundir.nodes() if node.launch == record["launch"]]
+    latest = presences.find_latest_presences(nodes)
     since = record["submitted_at"]
     if status.get("launch") == record["launch"] and phase not in ("submitting", "gone"):
         since = status["phase_since"] if status.get("phase") == phase else now
     ready, error = None, ""
-    patience = options.look_patience_seconds
     if phase == "waiting":
+        patience = options.look_patience_seconds
         there = provisioner.nodes(record["compute"], patience)
         ready = sum(state in NODES_THERE and job_name in (None, "") for _, state, job_name in there)
         if ready < record["node_count"]:
             error = provisioner.allocation_error(record["compute"], patience)
-    heard_at = max((node.last_seen_at or node.started_at for node in nodes), default=None)
-    return replace(
-        bare_facts(record, look, now),
+    here = SkuChoice(sku=record["sku"], tier=record["tier"])
+    others = chain(record["sku"], options.chain, options.tiers, {here, *launch_records.excluded(record)})
+    return JobFacts(
+        record=record,
+        look=look,
+        now=now,
         phase_since=since,
-        seen=record["confirmed"] or heard_at is not None,
-        misses=tuple(record.get("missing_at") or ()),
-        missing_cancel=record.get("missing_cancel") or "",
         result=rundir.read_json(RESULT),
-        heard_at=heard_at,
-        vanished=tuple(node.node_id for node in presences.find_latest_presences(nodes) if node.ended_at is None),
-        exit_codes=tuple(code for node in presences.find_latest_presences(nodes) for code in node.exit_codes),
-        cancel_asked=record["cancel_asked_at"] is not None,
-        stopping=record["stopping"],
-        never_began=record["nodes_ready"] == 0,
+        heard_at=max((node.last_seen_at or node.started_at for node in nodes), default=None),
+        vanished=tuple(node.node_id for node in latest if node.ended_at is None),
+        exit_codes=tuple(code for node in latest for code in node.exit_codes),
         resubmissions_left=options.max_resubmissions - (record["launch"] - record["first_launch"]),
         nodes_ready=ready,
         allocation_error=error,
-        has_alternative=bool(list_alternatives(record, options)),
+        has_alternative=bool(others),
     )
 
 
@@ -119,34 +95,31 @@ class JobRecords:
         status = self.read_status() if status is None else status
         return status.get("launch") == record.get("launch", 0) and JobState(status["state"]).is_final
 
-    def report(self, record: Record, facts: JobFacts, decision: JobDecision, write: bool = True) -> JobStatus:
+    def report(self, facts: JobFacts, decision: JobDecision, write: bool = True) -> JobStatus:
         """Return the job's status now; it is written where anything but its words has changed."""
-        status = describe_status(record, facts, decision)
+        status = describe_status(facts, decision)
         if write and self.writes_reports:
             known = self.read_status()
             if known | {"message": ""} != status | {"message": ""}:  # words alone, such as how long, are not worth it
                 self.rundir.write_json(STATUS, status)
         return job_status_of(status, self._count_alive(facts.now))
 
-    def report_unreachable(self, record: Record, status: Mapping[str, Any], error: ServiceError) -> JobStatus:
+    def report_unreachable(self, record: Record, error: ServiceError) -> JobStatus:
         """Return the last seen status, with the time since when the job could not be seen."""
-        known = dict(status) if status.get("launch") == record["launch"] else {}
-        since = known.get("unreachable_since") or time.time()
-        if self.writes_reports and known and not known.get("unreachable_since"):
+        known, now = self.read_status(), time.time()
+        since = known.get("unreachable_since") or now
+        if self.writes_reports and known.get("launch") == record["launch"] and not known.get("unreachable_since"):
             self.rundir.write_json(STATUS, {**known, "unreachable_since": since})
-        return self._repeat(record, known, f"has been unreachable for {time.time() - since:.0f} s: {error}")
+        return self.repeat(record, f"has been unreachable for {now - since:.0f} s: {error}")
 
-    def report_missing(self, record: Record, message: str) -> JobStatus:
-        """Return the last seen status of a job that the service says not to know, with this message. It goes on from
-        there if it is found again, so nothing is written."""
-        status = self.read_status()
-        return self._repeat(record, status if status.get("launch") == record["launch"] else {}, message)
-
-    def _repeat(self, record: Record, known: Mapping[str, Any], message: str) -> JobStatus:
+    def repeat(self, record: Record, message: str) -> JobStatus:
+        """Return the last seen status with this message, such as that the service does not know the job. It goes on
+        from there if it is found again, so nothing is written."""
+        known = self.read_status()
         _log.warning("job %s: %s", record["job_name"], message)
         return JobStatus(
             job_id=record["job_id"],
-            state=JobState(known.get("state", JobState.QUEUED)),
+            state=JobState(known["state"] if known.get("launch") == record["launch"] else JobState.QUEUED),
             message=message,
             nodes_alive=self._count_alive(time.time()),
             started_at=record["first_submitted_at"],
@@ -154,7 +127,6 @@ class JobRecords:
 
     def write_end(
         self,
-        record: Record,
         facts: JobFacts,
         decision: JobDecision,
         ended_at: float,
@@ -162,7 +134,7 @@ class JobRecords:
         starved: Starved | None = None,
     ) -> JobStatus:
         """Write how this launch ended, for any caller that looks, and return the status."""
-        status = describe_status(record, facts, decision) | {"ended_at": ended_at, "exit_code": exit_code}
+        status = describe_status(facts, decision) | {"ended_at": ended_at, "exit_code": exit_code}
         status |= {"starved": asdict(starved)} if starved else {}
         self.rundir.write_json(STATUS, status)
         return job_status_of(status)
@@ -184,30 +156,18 @@ class JobRecords:
             if entry not in noted:
                 self.rundir.write_json(PROVISIONING, [*noted, entry])
 
-    def usage(self, record: Record | None, running: bool, now: float) -> list[NodeUsage]:
+    def usage(self, record: Record, running: bool, now: float) -> list[NodeUsage]:
         """Return every presence of a node as paid time, with the SKU and tier that were really bought."""
-        bought = kinds(record) if record else {}
-        launch = record["launch"] if record else 0
-        lasted = launch_durations(record, now) if record else {}
-        found = []
-        for node in self.rundir.nodes():
-            sku, tier = bought.get(node.launch) or (record["sku"] if record else "", None)
-            here = running and node.launch == launch and presences.is_here(node, now, self.stale)
-            end = presences.reached(node, now, self.stale) if here else presences.end_of(node)
+        given = {item["launch"]: item for item in [*record["history"], record]}
+        lasted, found = launch_durations(record, now), []
+        for paid in presences.usage(self.rundir.nodes(), "", running, now, self.stale):
             # A node keeps its own record: it cannot have been there for longer than its launch.
-            most = lasted.get(node.launch, math.inf) + SLACK_SECONDS
-            excess = max(0.0, end - node.started_at - most)
-            found.append(
-                NodeUsage(
-                    node_id=node.node_id,
-                    sku=sku,
-                    started_at=node.started_at,
-                    ended_at=end - excess,
-                    tier=tier,
-                    launch=node.launch,
-                    not_billed_seconds=excess or node.clock_jump_seconds,
-                )
-            )
+            most = lasted.get(paid.launch, math.inf) + SLACK_SECONDS
+            excess = max(0.0, paid.ended_at - paid.started_at - most)
+            kind = given.get(paid.launch, record)
+            ended_at, not_billed = paid.ended_at - excess, excess or paid.not_billed_seconds
+            bought = {"sku": kind["sku"], "tier": kind["tier"]}
+            found.append(replace(paid, **bought, ended_at=ended_at, not_billed_seconds=not_billed))
         return found
 
     def end_stays(self, look: Look) -> None:
@@ -276,8 +236,9 @@ def by_node(texts: Mapping[int, str], processes_per_node: int) -> dict[int, str]
     return found
 
 
-def describe_status(record: Record, facts: JobFacts, decision: JobDecision) -> dict[str, Any]:
+def describe_status(facts: JobFacts, decision: JobDecision) -> dict[str, Any]:
     """Return the document for a launch that has not ended. Pure."""
+    record = facts.record
     return {
         "job_id": record["job_id"],
         "state": decision.state,

@@ -28,6 +28,7 @@ from dtrain_dagster.clusters.azure_ml.client import (
 from dtrain_dagster.clusters.azure_ml.compute_description import CLUSTER_TAG, TAG
 from dtrain_dagster.clusters.azure_ml.gpu_nodes import node_environment_of
 from dtrain_dagster.clusters.azure_ml.launch_record import Record
+from dtrain_dagster.clusters.azure_ml.options import LONGEST_JOB_SECONDS
 from dtrain_dagster.clusters.azure_ml.states import ENDED, Look
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.job_code import factories_of
@@ -50,10 +51,6 @@ OLDEST_SECONDS = 30 * 86400.0
 """Largest age of a job: the service ends them after 21 days."""
 _EXISTS = re.compile(r"(?i)already (exists|been)|existing job")
 _USER_LOG = re.compile(r"std_log(?:_process_(\d+))?\.txt$")
-
-
-class NameTaken(ClusterError):
-    """The service has another job under this name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,8 +95,8 @@ class Jobs:
         return job
 
     def submit(self, record: Record, rundir: RunDir) -> ServiceJob:
-        """Return the launch of this record in the service: made, or found where it is already. Raise `NameTaken` where
-        the name is another's."""
+        """Return the launch of this record in the service: made, or found where it is already. Raise `ClusterError`
+        where the name is another's."""
         name = record["job_name"]
         found = self._find(name)
         if found is None:
@@ -112,7 +109,9 @@ class Jobs:
                     raise
         if found.tags.get(TOKEN_TAG) != record["token"]:
             owner = found.tags.get(RUN_DIR_TAG, "somebody else")
-            raise NameTaken(f"Azure ML has another job called {name} (of {owner})")
+            raise ClusterError(
+                f"Azure ML has another job called {name} (of {owner}): start this one under another name"
+            )
         return found
 
     def _find(self, name: str, seconds: float = 0.0) -> ServiceJob | None:
@@ -168,11 +167,11 @@ class Jobs:
         from azure.ai.ml import command
         from azure.ai.ml.entities import CommandJobLimits, Environment, ManagedIdentityConfiguration
 
-        options, image, client_id = self.options, self.options.image, self.options.identity_client_id
+        image, client_id = self.options.image, self.options.identity_client_id
         made = command(
             name=record["job_name"],
             display_name=f"{record['job_id']}, launch {record['launch']}",
-            experiment_name=options.experiment,
+            experiment_name="dtrain",
             code=folder,
             command=command_line(record["command"]),
             environment=image if image.startswith("azureml:") else Environment(image=image),
@@ -184,7 +183,7 @@ class Jobs:
             tags=tags(record),
             identity=ManagedIdentityConfiguration(client_id=client_id) if client_id else None,
         )
-        made.limits = CommandJobLimits(timeout=options.timeout_seconds(record["tier"]))
+        made.limits = CommandJobLimits(timeout=LONGEST_JOB_SECONDS)
         return made
 
     def _variables(self, record: Record) -> dict[str, str]:

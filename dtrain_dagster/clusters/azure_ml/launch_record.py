@@ -11,7 +11,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import SkuChoice
 from dtrain_dagster.clusters.base import JobSpec
 from trainer.documents import schemas
 from trainer.documents.reader import DOCUMENT_BYTES, parse_document
+from trainer.errors import DamagedError
 from trainer.rundir import LAUNCH, RunDir
 
 Record = dict[str, Any]
@@ -27,13 +28,13 @@ Record = dict[str, Any]
 
 job_id, command, node_count, processes_per_node, env, elastic, cluster_name, sku, launch, token, submitted_at: as on the
 local cluster. ``token``: marks this launch in the service.
-has_script: whether a script of the user's goes along with the code. Old documents lack it.
+has_script: whether a script of the user's goes along with the code.
 run_dir, asked_nodes: nodes that were asked for; node_count is what this launch has.
 tier, compute, job_name, studio_url: where it runs, and under which name the service knows it.
 first_launch, first_submitted_at: since when its resubmissions are counted.
 confirmed: the service was seen to have it.
-missing_at: looks that count at which the service did not know it; missing_cancel: what became of its cancellation
-after that: "" not asked, "taken", "not found", or why it was refused. Old documents have neither.
+missing_at: the first and the last look at which the service did not know it; missing_cancel: what became of its
+cancellation after that: "" not asked, "taken", "not found", or why it was refused.
 cancel_asked_at; stopping: why this launch is being ended to go on elsewhere, nodes_ready: nodes that it had then.
 excluded: kinds of nodes that did not come; retry_at, waiting_since: when capacity is asked for again, and since when.
 history: the launches before this one: launch, job_name, sku, tier, node_count, submitted_at, ended_at, reason.
@@ -53,7 +54,11 @@ class Launches:
             data = self.rundir.storage.read_bounded(LAUNCH, DOCUMENT_BYTES)
         except FileNotFoundError:
             return None, None
-        return data, parse_document(data, f"{self.rundir.uri}/{LAUNCH}", schemas.DOCUMENTS[LAUNCH])
+        name = f"{self.rundir.uri}/{LAUNCH}"
+        record: Record = parse_document(data, name, schemas.DOCUMENTS[LAUNCH])
+        if "missing_cancel" not in record:
+            raise DamagedError(name, "an older dtrain wrote it", "end its job in the studio, and start another one")
+        return data, record
 
     def compare_and_swap(self, before: bytes | None, record: Record) -> bool:
         """Write the record if the present document is still ``before``; return whether it was."""
@@ -78,38 +83,34 @@ class Launches:
                 return changed
 
 
-def first_record(
-    spec: JobSpec, got: Provisioned, env: Mapping[str, str], cluster_name: str, run_id: str | None
+def next_launch(
+    before: Record | None, spec: JobSpec, got: Provisioned, cluster_name: str, run_id: str | None
 ) -> Record:
-    """Return the first launch of a job."""
-    now = time.time()
-    record: Record = {
+    """Return the launch with which a job begins, or is submitted again after it has failed or was cancelled.
+    ``before``: its record, if it has one."""
+    number, now = before["launch"] + 1 if before else 1, time.time()
+    return {
         "job_id": spec.job_id,
         "run_dir": spec.run_dir,
         "cluster_name": cluster_name,
         "master_port": None,
-        "launch": 1,
-        "first_submitted_at": now,
-        "history": [],
+        "command": [Path(word).name if word == spec.script else word for word in spec.command],
+        "asked_nodes": spec.node_count,
+        "processes_per_node": spec.processes_per_node,
+        "env": dict(spec.env),
+        "has_script": bool(spec.script),
+        "elastic": spec.elastic,
+        "dagster_run_id": run_id,
+        "cancel_asked_at": None,
+        "excluded": [],
+        "launch": number,
+        "first_launch": number,
+        "first_submitted_at": before["first_submitted_at"] if before else now,
+        "job_name": job_name(spec.job_id, number),
+        "history": [*before["history"], past(before, "submitted again")] if before else [],
+        **_where(got, now),
+        "node_count": spec.node_count,
     }
-    return record | _asked(spec, got, env, run_id, now) | {"first_launch": 1, "job_name": job_name(spec.job_id, 1)}
-
-
-def record_again(record: Record, spec: JobSpec, got: Provisioned, env: Mapping[str, str], run_id: str | None) -> Record:
-    """Return the next launch of a job that is submitted again after it has failed or was cancelled."""
-    number = record["launch"] + 1
-    history = [*record["history"], past(record, "submitted again")]
-    fields = {"launch": number, "first_launch": number, "job_name": job_name(spec.job_id, number), "history": history}
-    return {**record, **_asked(spec, got, env, run_id, time.time()), **fields}
-
-
-def next_launch(
-    before: Record | None, spec: JobSpec, got: Provisioned, cluster_name: str, run_id: str | None
-) -> Record:
-    """Return the launch with which a job begins, or is submitted again. ``before``: its record, if it has one."""
-    if before is None:
-        return first_record(spec, got, spec.env, cluster_name, run_id)
-    return record_again(before, spec, got, spec.env, run_id)
 
 
 def next_record(record: Record, got: Provisioned, why: str) -> Record:
@@ -130,39 +131,10 @@ def next_record(record: Record, got: Provisioned, why: str) -> Record:
     }
 
 
-def renamed(record: Record) -> Record:
-    """Return the same launch under the next number, where the service has something else under this one's name."""
-    number = record["launch"] + 1
-    return {
-        **record,
-        "launch": number,
-        "first_launch": record["first_launch"] + 1,  # it was no resubmission
-        "job_name": job_name(record["job_id"], number),
-        "token": uuid.uuid4().hex,
-        "confirmed": False,
-    }
-
-
 def past(record: Record, why: str) -> Record:
     """Return the entry of this launch for the history."""
     names = ("launch", "job_name", "sku", "tier", "compute", "node_count", "submitted_at", "studio_url")
     return {name: record.get(name) for name in names} | {"ended_at": time.time(), "reason": why}
-
-
-def _asked(spec: JobSpec, got: Provisioned, env: Mapping[str, str], run_id: str | None, now: float) -> Record:
-    return {
-        "command": [Path(word).name if word == spec.script else word for word in spec.command],
-        "asked_nodes": spec.node_count,
-        "processes_per_node": spec.processes_per_node,
-        "env": dict(env),
-        "has_script": bool(spec.script),
-        "elastic": spec.elastic,
-        "dagster_run_id": run_id,
-        "cancel_asked_at": None,
-        "excluded": [],
-        **_where(got, now),
-        "node_count": spec.node_count,
-    }
 
 
 def _where(got: Provisioned, now: float) -> Record:
@@ -218,16 +190,9 @@ def exclude_own(record: Record) -> list[dict[str, str]]:
     return record["excluded"] if own in record["excluded"] else [*record["excluded"], own]
 
 
-def kinds(record: Record) -> dict[int, tuple[str, str]]:
-    """Return launch → (SKU, tier) that it was given."""
-    return {item["launch"]: (item["sku"], item["tier"]) for item in [*record["history"], record]}
-
-
 def launch_durations(record: Record, now: float) -> dict[int, float]:
-    """Return launch → seconds from its order to its end, or to now; of those that record them."""
-    ends = [(item, item.get("ended_at")) for item in record["history"]] + [(record, now)]
+    """Return launch → seconds from its order to its end, or to now."""
     return {
-        item["launch"]: max(0.0, end - item["submitted_at"])
-        for item, end in ends
-        if end is not None and item.get("submitted_at") is not None
+        item["launch"]: max(0.0, (item.get("ended_at") or now) - item["submitted_at"])
+        for item in [*record["history"], record]
     }

@@ -22,7 +22,6 @@ def preview_nodes(
 ) -> tuple[Provisioned, Request]:
     """Return the nodes that `Provisioner.provision` would ask for first, and their compute. Raise as it does where none
     can be asked for."""
-    provisioner.require_own_key()
     options, computes = provisioner.options, provisioner.computes()
     computes = {name: item for name, item in computes.items() if item.provisioning_state not in BROKEN}
     sizes, quotas, refusals = provisioner.sizes(), provisioner.quotas(), []

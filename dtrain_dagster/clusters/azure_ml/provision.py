@@ -96,7 +96,6 @@ class Provisioner:
         Raise `NoCapacityError`, with all attempts, where none is; `ClusterError` for a refusal that no other size
         changes.
         """
-        self.require_own_key()
         computes = self.computes()
         for name in [name for name, compute in computes.items() if compute.provisioning_state in BROKEN]:
             _log.warning("deleting %s, which an earlier attempt has left %s", name, "Failed")
@@ -393,11 +392,3 @@ class Provisioner:
         return self.service.call(
             "look at the workspace", lambda: self.service.ml.workspaces.get(self.options.workspace)
         )
-
-    def require_own_key(self) -> None:
-        """Raise `ClusterError` where a customer-managed key is required, and the workspace has none."""
-        if self.options.require_own_key and getattr(self._workspace, "customer_managed_key", None) is None:
-            raise ClusterError(
-                f"require_own_key: workspace {self.options.workspace} is encrypted with Microsoft's keys; make one "
-                "with a customer-managed key (deploy/azure has a parameter for it), or do not require it"
-            )

@@ -6,7 +6,7 @@ where its last node was lost a moment later; and a job that "fails" because its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,8 +22,6 @@ ENDED = {"Completed", "Failed", "Canceled"}
 # hashicorp/terraform-provider-azurerm#18268; #32535 has it of things made long before). So one answer decides nothing.
 Answer = Literal["found", "own", "scope"]
 """What came of a look: the thing itself; its own 404; a 404 of what it lies in."""
-COUNTED_LOOKS, KEPT_LOOKS = 3, 8
-"""Looks that it takes until a job that the service does not know is gone; and those that are noted at most."""
 CANCEL_TAKEN, CANCEL_NOT_FOUND = "taken", "not found"
 """What becomes of the cancellation of a job that seems to be gone; else it is refused, in the service's words."""
 
@@ -46,32 +44,19 @@ class Look:
 class JobFacts:
     """All known facts about a launch."""
 
+    record: dict[str, Any]
+    """``launch.json``, see `launch_record`."""
     look: Look
     now: float
-    launch: int
-    node_count: int
-    elastic: bool
-    submitted_at: float
     phase_since: float
     """The time at which the phase began that `phase_of` gives for this look."""
-    seen: bool = False
-    """Whether the service has ever shown this launch, or one of its nodes was heard of."""
-    misses: tuple[float, ...] = ()
-    """Times of the looks that count at which the service did not know it, without one in between that found it."""
-    missing_cancel: str = ""
-    """What became of its cancellation after that: "" where it was not asked for yet (see `launch_record`)."""
-    result: dict[str, Any] | None = None
+    result: Mapping[str, Any] | None = None
     """``result.json``, of any launch."""
     heard_at: float | None = None
     """Time at which a node of this launch was last heard of."""
     vanished: tuple[int, ...] = ()
     """Nodes of this launch that ended without a record."""
     exit_codes: tuple[int, ...] = ()
-    cancel_asked: bool = False
-    stopping: str = ""
-    """Reason why this launch is being ended to continue elsewhere; "" if it is not."""
-    never_began: bool = False
-    """Whether this launch was ended without one node, so that going on is no resubmission."""
     resubmissions_left: int = 0
     nodes_ready: int | None = None
     """Nodes that the compute has for a job that waits; None: not known."""
@@ -117,10 +102,10 @@ def decide_job(facts: JobFacts, options: AzureMLOptions) -> JobDecision:
         return _ended(facts)
     if phase == "gone":
         return _gone(facts, options)
-    if facts.cancel_asked:
+    if facts.record["cancel_asked_at"]:
         return JobDecision("report" if phase == "stopping" else "cancel", JobState.RUNNING, "is being cancelled")
-    if facts.stopping:
-        words = f"is being ended, in order to continue: {facts.stopping}"
+    if facts.record["stopping"]:
+        words = f"is being ended, in order to continue: {facts.record['stopping']}"
         return JobDecision("report" if phase == "stopping" else "stop", JobState.QUEUED, words)
     if phase == "working":
         return JobDecision("report", JobState.RUNNING)
@@ -130,40 +115,41 @@ def decide_job(facts: JobFacts, options: AzureMLOptions) -> JobDecision:
 
 
 def _ended(facts: JobFacts) -> JobDecision:
-    look = facts.look
+    look, record = facts.look, facts.record
     if _says(facts, "budget"):
-        return _failed(str((facts.result or {}).get("error", "")))
+        return _failed_by_result(facts)
     if look.status == "Completed":
-        if not facts.elastic:
+        if not record["elastic"]:
             return JobDecision("settle", JobState.SUCCEEDED)
         if _says(facts, "failed"):
-            return _failed(str((facts.result or {}).get("error", "")))
+            return _failed_by_result(facts)
         if _says(facts, "stopped"):
             return _lost(facts, "its processes were told to end (SIGTERM)")
         return _failed("all processes exited normally, but the result does not say that the training is complete")
-    if facts.cancel_asked:
+    if record["cancel_asked_at"]:
         return JobDecision("settle", JobState.CANCELLED, "cancelled")
     if _says(facts, "failed"):
-        return _failed(str((facts.result or {}).get("error", "")))
+        return _failed_by_result(facts)
     # One that was cancelled because the service seemed not to know it may have failed before that.
-    if facts.stopping and not (facts.missing_cancel == CANCEL_TAKEN and look.status == "Failed"):
-        return _lost(facts, facts.stopping)
+    if record["stopping"] and not (record["missing_cancel"] == CANCEL_TAKEN and look.status == "Failed"):
+        return _lost(facts, record["stopping"])
     was_lost = explain_service_loss(look.error_code, look.error_message)
     if look.status == "Canceled" and not (was_lost or _says(facts, "stopped")):
         return JobDecision("settle", JobState.CANCELLED, "cancelled in the workspace, not from here")
     cause = explain_loss(
         facts.exit_codes, look.error_code, look.error_message, facts.vanished, was_stopped=_says(facts, "stopped")
     )
-    if cause and facts.elastic:
+    if cause and record["elastic"]:
         return _lost(facts, cause)
     said = ": ".join(part for part in (look.error_code, look.error_message) if part)
     return _failed(said or cause or "the service does not say why")
 
 
 def _lost(facts: JobFacts, why: str) -> JobDecision:
-    if facts.elastic and (facts.resubmissions_left > 0 or facts.never_began):
+    is_elastic, never_began = facts.record["elastic"], facts.record["nodes_ready"] == 0  # which is no resubmission
+    if is_elastic and (facts.resubmissions_left > 0 or never_began):
         return JobDecision("next", JobState.QUEUED, why)
-    spent = "it cannot go on by itself" if not facts.elastic else "it has been submitted again as often as is allowed"
+    spent = "it has been submitted again as often as is allowed" if is_elastic else "it cannot go on by itself"
     return _failed(f"{why}; {spent}")
 
 
@@ -171,36 +157,40 @@ def _failed(why: str) -> JobDecision:
     return JobDecision("settle", JobState.FAILED, why)
 
 
+def _failed_by_result(facts: JobFacts) -> JobDecision:
+    return _failed(str((facts.result or {}).get("error", "")))
+
+
 def _gone(facts: JobFacts, options: AzureMLOptions) -> JobDecision:
     """Return the decision where the service says that it knows no such job."""
-    if not facts.seen and facts.missing_cancel != CANCEL_TAKEN:
+    record, misses, cancelled = facts.record, facts.record["missing_at"], facts.record["missing_cancel"]
+    if not (record["confirmed"] or facts.heard_at is not None or cancelled == CANCEL_TAKEN):
         return _unseen(facts, options)
-    since = facts.now - facts.misses[0] if facts.misses else 0.0
-    if not is_absent(facts.misses, options):
+    since = facts.now - misses[0] if misses else 0.0
+    if not is_absent(misses, options):
         words = f"the service has not known it for {since:.0f} s; such answers may be wrong, so it is checked again"
-        return JobDecision("cancel" if facts.cancel_asked else "wait", JobState.RUNNING, words)
-    if not facts.missing_cancel:
+        return JobDecision("cancel" if record["cancel_asked_at"] else "wait", JobState.RUNNING, words)
+    if not cancelled:
         return JobDecision("make_sure", JobState.RUNNING, "is not known to the service")
     if _says(facts, "succeeded"):
         return JobDecision("settle", JobState.SUCCEEDED)
     if _says(facts, "budget") or _says(facts, "failed"):
-        return _failed(str((facts.result or {}).get("error", "")))
-    if facts.cancel_asked:
+        return _failed_by_result(facts)
+    if record["cancel_asked_at"]:
         return JobDecision("settle", JobState.CANCELLED, "cancelled")
-    if facts.stopping:
-        return _lost(facts, facts.stopping)
-    also = "" if facts.missing_cancel == CANCEL_NOT_FOUND else f"; its cancellation was {facts.missing_cancel}"
-    looks = f"in {len(facts.misses)} checks{also}"
-    return _failed(f"the job was deleted from the workspace: the service did not know it for {since:.0f} s, {looks}")
+    if record["stopping"]:
+        return _lost(facts, record["stopping"])
+    also = "" if cancelled == CANCEL_NOT_FOUND else f"; its cancellation was {cancelled}"
+    return _failed(f"the job was deleted from the workspace: the service has not known it for {since:.0f} s{also}")
 
 
 def _unseen(facts: JobFacts, options: AzureMLOptions) -> JobDecision:
     """Return the decision about a job that the service has never shown: most likely it was not submitted yet."""
-    if facts.cancel_asked and not facts.missing_cancel:
-        return JobDecision("make_sure", JobState.QUEUED, "is being cancelled")
-    if facts.cancel_asked:
+    if facts.record["cancel_asked_at"]:
+        if not facts.record["missing_cancel"]:
+            return JobDecision("make_sure", JobState.QUEUED, "is being cancelled")
         return JobDecision("settle", JobState.CANCELLED, "cancelled before it was submitted")
-    if facts.now - facts.submitted_at < options.start_seconds:
+    if facts.now - facts.record["submitted_at"] < options.start_seconds:
         return JobDecision("report", JobState.QUEUED, "is being submitted")
     return JobDecision("submit", JobState.QUEUED, "its submitter ended before it could submit it")
 
@@ -210,7 +200,11 @@ def _waiting(facts: JobFacts, options: AzureMLOptions, is_paused: bool) -> JobDe
     waited, deadline = facts.now - facts.phase_since, options.queue_deadline_seconds
     why = f"has been paused by the service for {waited:.0f} s"
     if not is_paused:
-        ready = "" if facts.nodes_ready is None else f", {facts.nodes_ready} of {facts.node_count} nodes are there"
+        ready = (
+            ""
+            if facts.nodes_ready is None
+            else f", {facts.nodes_ready} of {facts.record['node_count']} nodes are there"
+        )
         cause = f" ({facts.allocation_error})" if facts.allocation_error else ""
         why = f"has been waiting for nodes for {waited:.0f} s{ready}{cause}"
         if cause and facts.has_alternative:
@@ -235,23 +229,25 @@ def _says(facts: JobFacts, status: str) -> bool:
     """Return whether the trainer's own result, of this launch, has this status."""
     result = facts.result
     # A job that does not regroup knows of no launches.
-    return result is not None and result.get("status") == status and result.get("launch") in (None, facts.launch)
+    return (
+        result is not None and result.get("status") == status and result.get("launch") in (None, facts.record["launch"])
+    )
 
 
 def note_look(
     misses: Sequence[float], answer: Answer, now: float, asked_at: float, options: AzureMLOptions
-) -> tuple[float, ...]:
-    """Return the times of the looks that count against a job, after one more. Times are Unix seconds; ``asked_at``:
-    when the job was asked for. A look that finds it, or that finds not even its workspace, takes all back. None counts
-    right after the job was asked for; and several orchestrators in a second are one look."""
+) -> list[float]:
+    """Return the times of the first and the last look at which the service did not know a job, after one more; none
+    right after it was asked for (``asked_at``). A look that finds it, or that finds not even its workspace, takes them
+    back, and so does a time without looks. Looks that follow each other closely are one. Unix seconds."""
     if answer != "own":
-        return ()
-    gap = options.missing_seconds / (2 * (COUNTED_LOOKS - 1))
-    if now - asked_at < options.start_seconds or (misses and now - misses[-1] < gap):
-        return tuple(misses)
-    return (*misses[:1], *misses[1:][-(KEPT_LOOKS - 2) :], now)
+        return []
+    since = now - misses[-1] if misses else 0.0
+    if now - asked_at < options.start_seconds or 0 < since < options.missing_seconds / 4:
+        return list(misses)
+    return [misses[0], now] if misses and since < options.missing_seconds else [now]
 
 
 def is_absent(misses: Sequence[float], options: AzureMLOptions) -> bool:
-    """Return whether the service has not known a job for long enough, at enough looks."""
-    return len(misses) >= COUNTED_LOOKS and misses[-1] - misses[0] >= options.missing_seconds
+    """Return whether the service has not known a job for long enough. At least three looks have seen that."""
+    return len(misses) > 1 and misses[-1] - misses[0] >= options.missing_seconds

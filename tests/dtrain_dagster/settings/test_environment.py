@@ -167,6 +167,12 @@ def test_without_a_chain_what_has_as_many_gpus_and_a_price_is_tried(monkeypatch,
     [
         ({"DTRAIN_AZURE_WORKSPACE": ""}, "DTRAIN_AZURE_WORKSPACE (Azure ML workspace) is not set"),
         ({"DTRAIN_AZURE_SUBSCRIPTION_ID": "mine"}, "az account show"),
+        ({"DTRAIN_AZURE_SUBNET": "s"}, "DTRAIN_AZURE_SUBNET='s'"),
+        ({"DTRAIN_AZURE_IDENTITY": "me"}, "DTRAIN_AZURE_IDENTITY='me'"),
+        ({"DTRAIN_AZURE_CHAIN": "NC6"}, "NC6 is no size such as"),
+        ({"DTRAIN_AZURE_CHAIN": "Standard_NC6s_v3@cheap"}, "Standard_NC6s_v3@cheap is no size"),
+        ({"DTRAIN_CLUSTER_NAME": "a-name-that-is-too-long"}, "DTRAIN_CLUSTER_NAME=a-name-that-is-too-long must be"),
+        ({"DTRAIN_AZURE_QUEUE_DEADLINE_SECONDS": "0"}, "DTRAIN_AZURE_QUEUE_DEADLINE_SECONDS"),
         ({"DTRAIN_STORAGE": ""}, "az://container/path"),
         (
             {"DTRAIN_AZURE_CHAIN": "Standard_NC4as_T4_v3,Standard_Unpriced"},

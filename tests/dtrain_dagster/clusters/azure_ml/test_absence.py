@@ -8,7 +8,7 @@ import pytest
 
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.refusals import find_missing_scope, names_resource
-from dtrain_dagster.clusters.azure_ml.states import KEPT_LOOKS, Answer, is_absent, note_look
+from dtrain_dagster.clusters.azure_ml.states import Answer, is_absent, note_look
 
 OPTIONS = AzureMLOptions(
     subscription_id="00000000-0000-4000-8000-000000000001",
@@ -78,8 +78,8 @@ def test_only_a_404_that_names_the_job_is_its_own(body: Any, is_own: bool) -> No
     assert names_resource(body, "j-l1") is is_own
 
 
-def looks(*seen: tuple[float, Answer], asked_at: float = -1000.0) -> tuple[float, ...]:
-    misses: tuple[float, ...] = ()
+def looks(*seen: tuple[float, Answer], asked_at: float = -1000.0) -> list[float]:
+    misses: list[float] = []
     for at, answer in seen:
         misses = note_look(misses, answer, at, asked_at, OPTIONS)
     return misses
@@ -98,9 +98,9 @@ def own(*times: float) -> list[tuple[float, Answer]]:
         (own(0, 90, 180), True),
         (own(*range(0, 180, 5)), False),
         (own(*range(0, 185, 5)), True),
-        (own(0, 1, 2, 3600), False),  # three orchestrators at one moment are one look
-        (own(0, 3600, 3601), False),
-        (own(0, 3600, 3645), True),
+        (own(0, 1, 2, 3600), False),  # nobody has looked for an hour
+        (own(0, 3600, 3645), False),
+        (own(0, 3600, 3690, 3780), True),
         ([*own(0, 90), (100, "found"), *own(180, 270)], False),
         ([*own(0, 90), (100, "scope"), *own(180, 270)], False),
         ([(at, "scope") for at in range(0, 3600, 60)], False),
@@ -111,11 +111,5 @@ def test_a_job_is_gone_after_several_looks_over_minutes(seen: list[tuple[float, 
 
 
 def test_no_look_counts_soon_after_the_job_was_asked_for() -> None:
-    assert looks(*own(0, 60, 119), asked_at=0) == ()
-    assert looks(*own(0, 60, 119, 120, 200), asked_at=0) == (120, 200)
-
-
-def test_what_is_kept_stays_small_and_keeps_the_first() -> None:
-    misses = looks(*own(*range(0, 36000, 45)))
-    assert len(misses) == KEPT_LOOKS
-    assert misses[0] == 0
+    assert looks(*own(0, 60, 119), asked_at=0) == []
+    assert looks(*own(0, 60, 119, 120, 200), asked_at=0) == [120, 200]
