@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -46,8 +46,21 @@ class ValueFiles(dg.UPathIOManager):
         path.write_bytes(pickle.dumps(obj))
 
     def load_from_path(self, context: dg.InputContext, path: UPath) -> Any:
-        """Return the value in a file."""
-        return pickle.loads(path.read_bytes())  # noqa: S301 - whoever writes to Dagster's home runs code anyway
+        """Return the value in a file. Raise `dagster.Failure` for one of a version whose classes were others."""
+        try:
+            value = pickle.loads(path.read_bytes())  # noqa: S301 - whoever writes to Dagster's home runs code anyway
+        except (ImportError, AttributeError, TypeError) as error:
+            found: object = error
+        else:
+            names = [item.name for item in fields(value)] if is_dataclass(value) else []
+            found = ", ".join(name for name in names if not hasattr(value, name))
+        if found:
+            name = context.asset_key.to_user_string()
+            raise dg.Failure(
+                f"the value of {name} was stored by another version ({found}): materialize {name} again",
+                allow_retries=False,
+            )
+        return value
 
     def get_metadata(self, context: dg.OutputContext, obj: Any) -> dict[str, dg.MetadataValue]:
         """Return what stands on the page instead of the full path; nothing for an asset without a value."""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pickle
+from dataclasses import dataclass
 from pathlib import Path
 
 import dagster as dg
@@ -13,6 +15,13 @@ from dtrain_dagster.settings.environment import Settings, SettingsError
 
 ADDRESS = "abfss://dagster@values.dfs.core.windows.net/team/a"
 FOLDER = DataLakeFolder("values", "dagster", "core.windows.net", "team/a")
+
+
+@dataclass(frozen=True)
+class Bare:
+    """A value whose file has none of its fields."""
+
+    dollars: float
 
 
 def on_azure(monkeypatch: pytest.MonkeyPatch, **more: str) -> None:
@@ -93,6 +102,23 @@ def test_values_are_where_dagster_keeps_them_and_named_by_less_than_their_path(t
             [numbers, dg.asset(lambda numbers: numbers.copy(), name="copied", io_manager_key="values")],
             instance=instance, resources={"values": store}, selection="copied",
         ).output_for_node("copied") == [1, 2]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "stored", [b"cno.such.module\nPlan\n.", pickle.dumps(Bare.__new__(Bare))], ids=["moved", "bare"]
+)
+def test_a_value_of_another_version_is_refused_with_the_remedy(tmp_path: Path, stored: bytes):
+    """Of a class that is elsewhere now, and of one that had fewer fields."""
+    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
+        path = Path(instance.storage_directory(), "plan")
+        path.parent.mkdir()
+        path.write_bytes(stored)
+        context = dg.build_init_resource_context(instance=instance)
+        key = dg.AssetKey("plan")
+        upstream = dg.build_output_context(asset_key=key)
+        read = dg.build_input_context(asset_key=key, upstream_output=upstream)
+        with read as where, pytest.raises(dg.Failure, match=r"another version \(.+\): materialize plan again"):
+            value_files.resource_fn(context).load_input(where)
 
 
 def test_the_section_is_written_replaced_and_removed_and_the_rest_kept():
