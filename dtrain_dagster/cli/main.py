@@ -76,7 +76,7 @@ RETIRED = {
     "slurm": "dtrain doctor",
     "kubernetes": "dtrain doctor",
     "ray": "dtrain doctor",
-    "endpoint": "python -m dtrain_dagster.registry.endpoints check, deploy or delete",
+    "endpoint": "python -m dtrain_dagster.registry.endpoints check",
     "setup": "python -m dtrain_dagster setup",
     "work": "python -m dtrain_dagster work COMMAND",
     "clean": "python -m dtrain_dagster clean",
