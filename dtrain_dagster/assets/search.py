@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from dtrain_dagster.assets.common import (
     links,
     refusing_mistakes,
     round_figures,
+    sentences,
 )
 from dtrain_dagster.assets.pipeline import STUDIES, Pipeline
 from dtrain_dagster.assets.provisioning import provision
@@ -36,24 +37,18 @@ from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
 from dtrain_dagster.search.space import parse_space
 from dtrain_dagster.settings.notices import run_page
 from dtrain_dagster.settings.tiers import tier_of
-from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.page_entries import fit_page
 from trainer.config import JobConfig, parse_job
 
 if TYPE_CHECKING:
-    from dtrain_dagster.search.results import Improvement
     from dtrain_dagster.search.run import Search, SearchRequest
     from dtrain_dagster.search.source import TrialSource
-    from dtrain_dagster.search.space import Space
-    from dtrain_dagster.search.trials import Trial
 
 DEFAULT_SPACE = {
     "training.learning_rate": {"low": 3e-4, "high": 1e-2, "log": True},
     "training.weight_decay": {"low": 1e-4, "high": 0.3, "log": True},
 }
 """What the launchpad begins with: what every training has."""
-MOST_PARAMETERS = 2
-"""The columns of values on the page; the file has all."""
 
 
 class SearchOptions(LaunchpadOptions):
@@ -70,10 +65,8 @@ class SearchOptions(LaunchpadOptions):
     """The largest number of trials."""
     parallel: int = Field(default=0, ge=0)
     """Trials at once; 0: as many as there are nodes for."""
-    least_nodes: int = Field(default=1, ge=1)
-    """Nodes with which a trial begins at least. Its batches stay those of the plan."""
-    most_nodes: int = Field(default=1, ge=1)
-    """Nodes of a trial at most."""
+    nodes_per_trial: int = Field(default=1, ge=1)
+    """Nodes of one trial. Its batches stay those of the plan."""
     budget_usd: float = Field(default=0.0, ge=0, lt=math.inf)
     """Dollars that all trials may cost together, held by the nodes. 0: twice what all of them take to their ends."""
     sampler: Sampler = Sampler.gp
@@ -131,13 +124,13 @@ def search_space(
     with refusing_mistakes():
         request = request_of(config, project, dataset, plan)
         space = parse_space(config.space, "launchpad: space")
-        ranks = request.least_nodes * request.processes_per_node
+        ranks = request.nodes_per_trial * request.processes_per_node
         for sentence in check_space(
             space, request.base, lambda job: check_job(job, ranks).sentences, "launchpad: space"
         ):
             context.log.warning(sentence)
     manager = cluster.manager(context.run.run_id)
-    provision(context, manager, cluster, project, plan.sku, request.least_nodes)
+    provision(context, manager, cluster, project, plan.sku, request.nodes_per_trial)
     phases = {name: plan.phases.get(name, 0.0) for name in ("startup", "steps", "evaluation", "checkpoint", "finish")}
     expected = seconds_of_parts(Parts(**phases), plan.node_count, plan.work.evaluations)
     env = cluster.node_env(project)
@@ -177,15 +170,7 @@ def follow_search(
         tracker = SearchTracker(
             project.tracking_uri, project.experiment, search.request.name, settings.metric, settings.sign
         )
-    ended = 0
-
-    def watch(trials: "Sequence[Trial]", line: str) -> None:
-        nonlocal ended
-        before, ended = ended, sum(trial.state.is_final for trial in trials)
-        if ended != before:
-            context.log.info(line)
-
-    return search.run(watch, tracker, context.log.warning), tracker.run_id if tracker else ""
+    return search.run(context.log.info, tracker=tracker), tracker.run_id if tracker else ""
 
 
 def request_of(
@@ -197,7 +182,7 @@ def request_of(
     nodes = plan.node_count
     settings = SearchSettings(
         trials=config.trials,
-        parallel=config.parallel or max(1, nodes // config.least_nodes),
+        parallel=config.parallel or max(1, nodes // config.nodes_per_trial),
         sampler=config.sampler,
         pruner=config.pruner,
         seed=config.seed,
@@ -214,8 +199,7 @@ def request_of(
         samples=dataset.samples,
         budget_usd=config.budget_usd or None,
         nodes=nodes,
-        least_nodes=config.least_nodes,
-        most_nodes=max(config.least_nodes, config.most_nodes),
+        nodes_per_trial=config.nodes_per_trial,
         processes_per_node=plan.processes_per_node,
         usd_per_node_hour=price_of(plan.sku).usd_per_hour(tier_of(plan.tier)),
         tier=tier_of(plan.tier),
@@ -245,95 +229,58 @@ def search_page(
 ) -> dict[str, Any]:
     """Return the page of a search that is over. ``seconds``: of this process with it; ``addresses``: the pages of the
     web about it, by their names."""
-    from dtrain_dagster.search.results import improvements
+    from dtrain_dagster.search.results import improvement_lines, summary
 
-    settings, trials, result = search.request.settings, source.trials, search.result(source)
-    metric, sign, best = settings.metric, settings.sign, result["best"]
-    found = improvements(trials, sign)
+    result = search.result(source)
+    metric, best = result["metric"], result["best"]
+    found, paid = summary(result)[:2]
     return {
         **head_of_page(
-            verdict_of(result, price_words),
-            small_curves({f"best {metric} over dollars": steps_of(found, result["usd"])}),
+            f"{found[0].upper()}{found[1:]}; {paid} ({price_words}).",
+            small_curves({f"best {metric} over dollars": steps_of(result)}),
             {
                 f"best_{metric}": round_figures(best["score"]) if best else None,
                 "cost_usd": round_figures(result["usd"]),
-                "trials": len(trials),
+                "trials": len(result["trials"]),
             },
         ),
-        **({"best_trials": best_rows(trial_rows(source.space, trials, sign, metric))} if trials else {}),
+        **({"best_trials": best_rows(trial_rows(result, search.request.settings.sign))} if result["trials"] else {}),
         **links(**addresses),
         **({"settings_file": dg.MetadataValue.path(search.best_file)} if best else {}),
         "all_trials": dg.MetadataValue.path(search.result_file),
         "search": search.request.name,
         **({"best_trial": best["trial"], "best_values": dg.JsonMetadataValue(best["values"])} if best else {}),
-        "improvements": dg.MarkdownMetadataValue(improvements_list(found, metric)),
-        "planned": dg.MarkdownMetadataValue("\n".join(f"- {line}" for line in search.plan.lines)),
+        "improvements": sentences(improvement_lines(result)),
+        "planned": sentences(search.plan.lines),
         "price": price_words,
         "seconds": round(seconds, 1),
     }
 
 
-def verdict_of(result: Mapping[str, Any], price_words: str) -> str:
-    """Return in a sentence which trial was best, how the others ended, and what all have cost. ``result``:
-    `dtrain_dagster.search.results.result_document`. Pure."""
-    best, counts, count = result["best"], result["counts"], len(result["trials"])
-    paid = (
-        f"all {count} trials cost {dollars(result['usd'])} ({price_words})"
-        if count > 1
-        else (f"it cost {dollars(result['usd'])} ({price_words})")
-    )
-    if best is None:
-        reason = next((row["reason"] for row in result["trials"] if row["reason"]), "")
-        return f"No trial was evaluated{f' ({reason})' if reason else ''}; {paid}."
-    ended = [
-        f"{counts[state]} {words}"
-        for state, words in (("pruned", "ended early"), ("failed", "failed"))
-        if counts.get(state)
-    ]
-    others = f"; {' and '.join(ended)}" if ended else ""
-    return (
-        f"Trial {best['trial']} of {count} is the best: {result['metric']} {best['score']:.6g} after "
-        f"{best['evaluations']} evaluations{others}; {paid}."
-    )
-
-
-def steps_of(found: "Sequence[Improvement]", usd: float) -> list[tuple[float, float]]:
+def steps_of(result: Mapping[str, Any]) -> list[tuple[float, float]]:
     """Return the best score so far over the dollars of all trials, as the corners of a line of steps. Pure."""
     corners: list[tuple[float, float]] = []
-    for item in found:
-        corners += [(item.usd, corners[-1][1]), (item.usd, item.score)] if corners else [(item.usd, item.score)]
-    return [*corners, (usd, corners[-1][1])] if corners else []
+    for item in result["improvements"]:
+        before = [(item["usd"], corners[-1][1])] if corners else []
+        corners += [*before, (item["usd"], item["score"])]
+    return [*corners, (result["usd"], corners[-1][1])] if corners else []
 
 
-def improvements_list(found: "Sequence[Improvement]", metric: str) -> str:
-    """Return each improvement with its price, as a Markdown list. Pure."""
-    lines = [
-        f"- trial {item.trial}: {metric} {item.score:.6g}"
-        + ("" if item.gained is None else f", better by {item.gained:.3g}")
-        + f" for {dollars(item.usd_since)}"
-        for item in found
-    ]
-    return "\n".join(lines) or "none"
+def trial_rows(result: Mapping[str, Any], sign: float) -> list[dict[str, Any]]:
+    """Return a row for each of the best trials, the best first; those without a score come last. Pure."""
+    from dtrain_dagster.search.check_space import shown_values
 
-
-def trial_rows(space: "Space", trials: "Sequence[Trial]", sign: float, metric: str) -> list[dict[str, Any]]:
-    """Return a row for each of the best trials, the best first, with its first values. Pure."""
-    from dtrain_dagster.search.results import best_first
-
-    rows = []
-    for trial in best_first(trials, sign)[:MOST_ROWS]:
-        score = trial.best(sign)
-        row: dict[str, Any] = {
-            "trial": trial.number,
-            metric: "–" if score is None else f"{score:.6g}",
-            "usd": round(trial.usd, 4),
-            "evaluations": f"{len(trial.scores)}/{trial.of}",
+    metric = result["metric"]
+    scored = [row for row in result["trials"] if row["score"] is not None]
+    rows = sorted(scored, key=lambda row: (sign * row["score"], row["trial"]))
+    rows += [row for row in result["trials"] if row["score"] is None]
+    return [
+        {
+            "trial": row["trial"],
+            metric: "–" if row["score"] is None else f"{row['score']:.6g}",
+            "usd": round(row["usd"], 4),
+            "evaluations": row["evaluations"],
+            "values": shown_values(row["values"]),
         }
-        shown = space.parameters[:MOST_PARAMETERS]
-        values = {item.short_name: _in_short(trial.values.get(item.name, "–")) for item in shown}
-        rows.append(row | {name: value for name, value in values.items() if name not in row})
-    return rows
-
-
-def _in_short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+        for row in rows[:MOST_ROWS]
+    ]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dtrain_dagster.cli.ceilings import promising, tell_ceilings, wanted_group
-from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
+from dtrain_dagster.cli.common import cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
 from dtrain_dagster.cli.fleet_screen import fleet_screen, fleet_table, headline
 from dtrain_dagster.cli.follow import warn
 from dtrain_dagster.cli.job_names import complete_files
@@ -47,7 +47,7 @@ from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.runner import FleetRunner
 from dtrain_dagster.fleet.source import FleetFile, JobEntry, JobSource, ListedJobs, parse_fleet
 from dtrain_dagster.fleet.view import FleetWatch
-from dtrain_dagster.search.kept import kept_search
+from dtrain_dagster.search.results import kept_search
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.user_sources import ensure_importable
@@ -164,14 +164,9 @@ def cancel_fleet(settings: Settings, name: str) -> None:
 
 def bill_of_fleet(settings: Settings, name: str) -> tuple[FleetLedger, float]:
     """Return what all jobs of a fleet have cost together, and its budget in dollars; of a search with the probe that
-    measured a trial. Raise `Refusal` where an older version has not kept which one that was."""
+    measured a trial."""
     records, search = FleetRecords(settings.home, name), kept_search(settings.home, name) or {}
     before_usd = float(search.get("before_usd", 0.0))
-    if before_usd and "measured_by" not in search:
-        raise Refusal(
-            f"an older version began search {name}, and did not keep which job measured a trial for "
-            f"{dollars(before_usd)}: `dtrain search --show {name}` has the sum, and `dtrain cost` the bill of each job"
-        )
     bills = {job_id: bill_of(settings, job_id, is_probe=True) for job_id in search.get("measured_by", ())}
     begun = [standing.job_id for standing in records.standings() if standing.launches]
     bills |= {job_id: bill_of(settings, job_id) for job_id in begun}

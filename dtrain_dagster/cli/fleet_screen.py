@@ -125,11 +125,14 @@ def ledger_table(found: FleetLedger) -> Group:
 
 
 @contextmanager
-def fleet_screen(console: Console, watch: FleetWatch) -> Iterator[Callable[[], None]]:
+def fleet_screen(console: Console, watch: FleetWatch, is_shown: bool = True) -> Iterator[Callable[[], None]]:
     """Yield a function that shows the fleet as it is now, if some time has passed: on a terminal a table that is
-    updated in place, else a line now and then."""
+    updated in place, else a line now and then. ``is_shown``: whether it does."""
+    if not is_shown:
+        yield lambda: None
+        return
     shown_at, every = 0.0, VIEW_EVERY_SECONDS if console.is_terminal else LINE_EVERY_SECONDS
-    with in_place(console, is_kept=True) as show:
+    with in_place(console) as show:
 
         def update() -> None:
             nonlocal shown_at

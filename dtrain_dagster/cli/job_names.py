@@ -18,7 +18,7 @@ from click.shell_completion import CompletionItem
 from dtrain_dagster.cli.common import Refusal, cluster_of, run_dir
 from dtrain_dagster.fleet.records import fleet_names
 from dtrain_dagster.jobs.orders import ordered_jobs
-from dtrain_dagster.search.kept import search_names
+from dtrain_dagster.search.results import search_names
 from dtrain_dagster.settings.environment import Settings, SettingsError, load_settings
 from trainer.rundir import JOB, LAUNCH
 from trainer.storage.open import open_storage

@@ -15,7 +15,7 @@ import click
 from dtrain_dagster.cli.ceilings import promising, wanted_group
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, read_settings, refuses, say
 from dtrain_dagster.cli.facts import price_of_cluster
-from dtrain_dagster.cli.follow import Bar, in_place
+from dtrain_dagster.cli.fleet_screen import fleet_screen
 from dtrain_dagster.cli.job_names import LATEST, complete_files, complete_searches, resolve_name
 from dtrain_dagster.cli.job_options import order_script, read_file, say_what_is_wrong, with_reachable_data
 from dtrain_dagster.cli.json_output import json_option, print_json
@@ -30,11 +30,12 @@ from dtrain_dagster.cli.start import (
 )
 from dtrain_dagster.cli.train import Asked, training_options
 from dtrain_dagster.costs.prices import price_of
+from dtrain_dagster.fleet.records import FleetRecords
+from dtrain_dagster.fleet.view import FleetWatch
 from dtrain_dagster.planning.check_job import check_job, data_of, samples_of
 from dtrain_dagster.search.check_space import check_space, shown_values
-from dtrain_dagster.search.kept import kept_result, search_names
-from dtrain_dagster.search.results import summary
-from dtrain_dagster.search.run import Measured, SearchRequest, measure_trial, open_search
+from dtrain_dagster.search.results import kept_result, search_names, summary
+from dtrain_dagster.search.run import Measured, Search, SearchRequest, measure_trial, open_search
 from dtrain_dagster.search.script import SearchedScript
 from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
 from dtrain_dagster.search.space import parse_space
@@ -45,10 +46,6 @@ from dtrain_dagster.support.user_sources import ensure_importable
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dtrain_dagster.search.run import Search
-    from dtrain_dagster.search.settings import SearchSettings
-    from dtrain_dagster.search.tracking import SearchTracker
-    from dtrain_dagster.search.trials import Trial
     from dtrain_dagster.settings.environment import Settings
     from trainer.config import JobConfig, TrackingConfig
 
@@ -79,9 +76,10 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--nodes-per-trial",
-    default="1",
+    type=click.IntRange(1),
+    default=1,
     show_default=True,
-    metavar="K or K-L",
+    metavar="K",
     help="Nodes of one trial: its batches stay those of a training on all --nodes.",
 )
 @click.option(
@@ -159,7 +157,7 @@ def search(
         --budget 5 -- --data table.csv
       dtrain search --dataset latest --space space.json --plan
       dtrain search --config job.json --space space.json --nodes 8 \\
-        --nodes-per-trial 1-2 --name wide
+        --nodes-per-trial 2 --name wide
       dtrain train --config job.json --settings .dtrain/searches/wide/best.json
       dtrain search --show latest --json | jq -r .settings_file
     """
@@ -175,7 +173,7 @@ def search(
 
 def _search(
     asked: Asked, script: tuple[str, tuple[str, ...]] | None, space: str, as_json: bool, *, trials: int,
-    parallel: int | None, nodes_per_trial: str,
+    parallel: int | None, nodes_per_trial: int,
     budget: float | None, sampler: str, pruner: str, metric: str, maximise: bool, seed: int,
     name: str | None, only_plan: bool,
 ) -> None:  # fmt: skip
@@ -184,10 +182,11 @@ def _search(
     settings = asked.settings()
     document, source = _space_of(space)
     parsed = parse_space(document, source)
-    least, most = _nodes_of_trial(nodes_per_trial, settings.nodes)
+    if nodes_per_trial > settings.nodes:
+        raise Refusal(f"--nodes-per-trial {nodes_per_trial}: there are {settings.nodes} node(s) for all (--nodes)")
     wanted = SearchSettings(
         trials=trials,
-        parallel=parallel or max(1, settings.nodes // least),
+        parallel=parallel or settings.nodes // nodes_per_trial,
         sampler=Sampler(sampler),
         pruner=Pruner(pruner),
         seed=seed,
@@ -206,7 +205,7 @@ def _search(
         else:
             job, node_count = asked.job(settings, asked.fields(), search_name)
             say_what_is_wrong(job, node_count, settings)
-            ranks = least * ranks_of(settings)
+            ranks = nodes_per_trial * ranks_of(settings)
             for sentence in check_space(parsed, job, lambda trial: check_job(trial, ranks).sentences, source):
                 say(sentence, err=True)
     ensure_importable()
@@ -218,7 +217,7 @@ def _search(
         samples = dict(samples_of(job))
     request = SearchRequest(
         name=search_name, space=document, settings=wanted, base=job, samples=samples,
-        budget_usd=budget, nodes=node_count, least_nodes=least, most_nodes=most,
+        budget_usd=budget, nodes=node_count, nodes_per_trial=nodes_per_trial,
         processes_per_node=ranks_of(settings), usd_per_node_hour=price.usd_per_hour(settings.tiers[0]),
         tier=settings.tiers[0], script=of_script,
     )  # fmt: skip
@@ -227,7 +226,7 @@ def _search(
         tracker = _open_tracker(tracking, search_name, metric, wanted.sign)  # before anything is bought
     start = wanted_group(settings, search_name, request.at_once * request.usd_per_node_hour, budget)
     with promising(settings, start):
-        say_what_was_got(manager.provision_cluster(least, cluster.sku), cluster.sku)
+        say_what_was_got(manager.provision_cluster(nodes_per_trial, cluster.sku), cluster.sku)
         env = cluster.node_env(project)
         say(f"search {search_name}: the same command with --name {search_name} continues it", err=True)
         is_here = settings.kind.is_this_machine
@@ -250,7 +249,7 @@ def _search(
                 print_json({"name": search_name, "plan": asdict(found.plan)})
             return
         with promising(settings, replace(start, usd=found.budget_usd)):
-            _run(found, wanted, as_json, tracker, again)
+            _run(found, settings, as_json, tracker, again)
 
 
 def _script(
@@ -285,7 +284,6 @@ def _open_tracker(tracking: TrackingConfig, name: str, metric: str, sign: float)
 
 def _space_of(text: str) -> tuple[Any, str]:
     """Return the document of a space, and what messages call it. Raise `Refusal` for no JSON."""
-
     source = "--space"
     if not text.lstrip().startswith("{"):
         source, text = text, read_file(text, f"--space {text}", "the file of JSON")
@@ -295,57 +293,24 @@ def _space_of(text: str) -> tuple[Any, str]:
         raise Refusal(f"{source} is not JSON: {error}") from None
 
 
-def _nodes_of_trial(text: str, nodes: int) -> tuple[int, int]:
-    """Return the least and the most nodes of a trial. Raise `Refusal` for no such numbers."""
-    first, _, last = text.partition("-")
-    if not first.isdigit() or (last and not last.isdigit()) or text.endswith("-"):
-        raise Refusal(f"--nodes-per-trial {text}: give a number, or two as 1-3")
-    least, most = int(first), int(last or first)
-    if not 1 <= least <= most <= nodes:
-        raise Refusal(f"--nodes-per-trial {text}: of {nodes} node(s) (--nodes), a trial has at least 1 and at most all")
-    return least, most
-
-
-def _run(found: Search, wanted: SearchSettings, as_json: bool, tracker: SearchTracker | None, again: str) -> None:
+def _run(found: Search, settings: Settings, as_json: bool, tracker: SearchTracker | None, again: str) -> None:
     """Run a search, show how it stands, and print its result."""
+    name, watch = found.request.name, FleetWatch(FleetRecords(settings.home, found.request.name))
+    with (
+        fleet_screen(console(), watch, is_shown=not as_json) as show,
+        ended_by_signals(lambda: say_that_jobs_go_on("trials", name, again)),
+    ):
+        source = found.run(lambda sentence: say(sentence, err=True), show, tracker)
+    _print_result(found.result(source), as_json)
 
-    shown, told = console(), set[int]()
-    bar = Bar(shown)
-    with in_place(shown, is_shown=not as_json) as show:
 
-        def watch(trials: Sequence[Trial], line: str) -> None:
-            for trial in trials:
-                if trial.state.is_final and trial.number not in told:
-                    told.add(trial.number)
-                    say(trial_line(trial, wanted.sign), err=True)
-            show(bar.at(line, len(told), found.trials))
-
-        with ended_by_signals(lambda: say_that_jobs_go_on("trials", found.request.name, again)):
-            source = found.run(watch, tracker, lambda problem: say(problem, err=True))
-    result = found.result(source)
+def _print_result(result: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(result)
-    else:
-        _print_result(result)
-
-
-def _print_result(result: Mapping[str, Any]) -> None:
-
+        return
     console().print(trials_table(result["trials"], result["metric"]), highlight=False)
     for sentence in summary(result):
         say(sentence)
-
-
-def trial_line(trial: Trial, sign: float) -> str:
-    """Return how a trial has ended, in a line. Pure."""
-
-    best = trial.best(sign)
-    score = "no score" if best is None else f"{best:.6g}"
-    why = f": {trial.reason}" if trial.reason else ""
-    return (
-        f"trial {trial.number} {trial.state}, {score} after {len(trial.scores)}/{trial.of} evaluations, "
-        f"{dollars(trial.usd)} ({shown_values(trial.values)}){why}"
-    )
 
 
 def trials_table(rows: Sequence[Mapping[str, Any]], metric: str) -> Table:
@@ -363,13 +328,8 @@ def trials_table(rows: Sequence[Mapping[str, Any]], metric: str) -> Table:
 
 def _show(given: str, as_json: bool) -> None:
     """Print the trials of one search."""
-
     settings = read_settings()
     names = search_names(settings.home)
     if given == LATEST and names and LATEST not in names:
         given = names[0]
-    result = kept_result(settings.home, resolve_name(given, names, "search", "dtrain jobs --fleets"))
-    if as_json:
-        print_json(result)
-    else:
-        _print_result(result)
+    _print_result(kept_result(settings.home, resolve_name(given, names, "search", "dtrain jobs --fleets")), as_json)

@@ -112,11 +112,6 @@ class FleetRunner:
         self._act(decisions, now)
         return self.source_is_dry and all(item.state.is_final for item in self.jobs.values())
 
-    @property
-    def paid_usd(self) -> float:
-        """Return what all jobs have cost, as far as it was known at the last look."""
-        return usd(sum(item.paid_units for item in self.jobs.values()))
-
     def _keep(self, standing: Standing, **changes: Any) -> Standing:
         """Note how a job stands now, and return it so."""
         standing = self.jobs[standing.job_id] = replace(standing, **changes)

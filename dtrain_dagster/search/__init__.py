@@ -5,6 +5,3 @@ What is drawn is in `space` and `sampling`, which trials end early in `trials`; 
 jobs asks, whose record has the trials. Training one job belongs in `dtrain_dagster.jobs`, running many in
 `dtrain_dagster.fleet`.
 """
-
-FOLDER = "searches"
-"""The folder of a home with a folder for each search."""

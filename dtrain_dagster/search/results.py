@@ -1,80 +1,87 @@
-"""What a search has found, and what each improvement has cost. Pure."""
+"""What a search has found, what each improvement has cost, and the files in which that is kept.
+
+<home>/searches/<name>/search.json   what was asked for, and what a trial takes; written before the first trial
+<home>/searches/<name>/result.json   all trials, dollars and improvements; written at the end
+<home>/searches/<name>/best.json     settings of the best trial, for `dtrain train --settings` and a launchpad
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.search.check_space import job_of_trial, shown_values
 from dtrain_dagster.search.settings import SearchSettings
-from dtrain_dagster.search.space import Space
+from dtrain_dagster.search.space import Space, SpaceError
 from dtrain_dagster.search.trials import Trial, TrialState, best_trial
 from dtrain_dagster.support.formatting import dollars
 from trainer.config import PARTS, JobConfig
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Improvement:
-    """A trial that was the best of the search so far, as good as it was before another one was better."""
-
-    trial: int
-    score: float
-    usd: float
-    """Dollars of all trials until then."""
-    gained: float | None
-    """How much better than the best before; None for the first one."""
-    usd_since: float
-    """Dollars since the best before."""
-
-    @property
-    def usd_per_gain(self) -> float | None:
-        """Return the dollars for an improvement by 1, at the price of this one."""
-        return self.usd_since / self.gained if self.gained else None
+FOLDER = "searches"
+SEARCH, RESULT, BEST = "search.json", "result.json", "best.json"
 
 
-def improvements(trials: Sequence[Trial], sign: float) -> list[Improvement]:
-    """Return the improvements in order of time."""
-    seen = sorted(
-        (time, trial.number, score)
-        for trial in trials
-        for time, score in zip(trial.times, trial.scores, strict=True)
-        if score == score  # not a NaN
-    )
-    found: list[Improvement] = []
-    for time, number, score in seen:
-        before = found[-1] if found else None
-        if before is not None and sign * score >= sign * before.score:
-            continue
-        if before is not None and before.trial == number:  # it only went on to improve
-            found.pop()
-            before = found[-1] if found else None
-        usd = spent_until(trials, time)
-        found.append(
-            Improvement(
-                trial=number,
-                score=score,
-                usd=usd,
-                gained=None if before is None else sign * (before.score - score),
-                usd_since=usd - (before.usd if before else 0.0),
-            )
+def search_names(home: Path) -> list[str]:
+    """Return the names of the searches of this home, the newest first."""
+    found = [path.parent for path in (Path(home) / FOLDER).glob(f"*/{SEARCH}")]
+    return [path.name for path in sorted(found, key=lambda path: (path / SEARCH).stat().st_mtime, reverse=True)]
+
+
+def search_folder(home: Path, name: str) -> Path:
+    """Return the folder of a search."""
+    return home / FOLDER / name
+
+
+def kept_search(home: Path, name: str) -> dict[str, Any] | None:
+    """Return what was kept of a search when it began; None where there is none. Raise `SpaceError` for one of an older
+    version."""
+    found = _read(search_folder(home, name) / SEARCH, "choose another name, or remove the folder")
+    if found is not None and "measured_by" not in found:
+        raise SpaceError(
+            f"search {name} was begun by an older version, which kept less of it: begin it again under another name "
+            f"(`dtrain search --show {name}` still shows what it has found)"
         )
     return found
 
 
-def spent_until(trials: Sequence[Trial], time: float) -> float:
-    """Return the dollars of all trials until a time. The bill of each is spread evenly from one evaluation's length
-    before its first evaluation to its last one."""
-    total = 0.0
-    for trial in trials:
-        if not trial.times:
-            total += trial.usd if trial.state.is_final else 0.0
+def kept_result(home: Path, name: str) -> dict[str, Any]:
+    """Return what a search has found (`result_document`). Raise `SpaceError` where it is not over."""
+    found = _read(search_folder(home, name) / RESULT, "repeat the search, which writes it anew")
+    if found is None:
+        raise SpaceError(f"search {name} has no result yet: `dtrain status {name}` says how it goes")
+    return found
+
+
+def _read(path: Path, remedy: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise SpaceError(f"{path} is damaged: {error}; {remedy}") from None
+    return found if isinstance(found, dict) else None
+
+
+def improvements(trials: Sequence[Trial], sign: float) -> list[dict[str, Any]]:
+    """Return each trial that was the best of those that had ended until then, in order of time. ``usd``: the bills of
+    all of these; ``gained``: how much better than the best before, None for the first; ``usd_since``: dollars since
+    then. A trial that was never evaluated counts from the beginning."""
+    found: list[dict[str, Any]] = []
+    usd = 0.0
+    for trial in sorted(trials, key=lambda trial: (trial.times[-1:], trial.number)):
+        if not trial.state.is_final:
             continue
-        gaps = [after - before for before, after in pairwise(trial.times)]
-        begin, end = trial.times[0] - (max(gaps) if gaps else 1.0), trial.times[-1]
-        total += trial.usd * min(1.0, max(0.0, (time - begin) / max(1e-9, end - begin)))
-    return total
+        usd += trial.usd
+        score, before = trial.best(sign), found[-1] if found else None
+        if score is None or (before and sign * score >= sign * before["score"]):
+            continue
+        gained = sign * (before["score"] - score) if before else None
+        since = usd - (before["usd"] if before else 0.0)
+        found.append({"trial": trial.number, "score": score, "usd": usd, "gained": gained, "usd_since": since})
+    return found
 
 
 def settings_document(
@@ -109,16 +116,6 @@ def as_row(trial: Trial, sign: float) -> dict[str, Any]:
     }
 
 
-def best_first(trials: Sequence[Trial], sign: float) -> list[Trial]:
-    """Return the trials by their best score, those without one last."""
-
-    def place(trial: Trial) -> tuple[bool, float, int]:
-        score = trial.best(sign)
-        return score is None, 0.0 if score is None else sign * score, trial.number
-
-    return sorted(trials, key=place)
-
-
 def result_document(
     trials: Sequence[Trial], settings: SearchSettings, before_usd: float, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -133,31 +130,44 @@ def result_document(
         "counts": {name: count for name, count in counts.items() if count},
         "usd": before_usd + sum(trial.usd for trial in trials),
         "measuring_usd": before_usd,
-        "improvements": [{**asdict(item), "usd_per_gain": item.usd_per_gain} for item in improvements(trials, sign)],
+        "improvements": improvements(trials, sign),
         **extra,
     }
 
 
 def summary(result: Mapping[str, Any]) -> list[str]:
-    """Return the result in sentences. Pure."""
+    """Return the result in sentences: the verdict, the dollars, the improvements, and how the best is used. Pure."""
+    best, planned = result["best"], result["planned"]
     counts = ", ".join(f"{count} {state}" for state, count in result["counts"].items())
-    planned = result["planned"]
     measured = f", with the {dollars(result['measuring_usd'])} of measuring one" if result["measuring_usd"] else ""
-    lines = [
+    paid = (
         f"{len(result['trials'])} trials ({counts}) cost {dollars(result['usd'])}{measured}; the plan was at most "
         f"{dollars(planned['at_most_usd'])}, with {dollars(planned['expected_usd'])} expected"
+    )
+    if best is None:
+        reason = next((row["reason"] for row in result["trials"] if row["reason"]), "")
+        why = f" ({reason})" if reason else ""
+        return [f"no trial was evaluated{why}: see `dtrain logs` of one for why", paid]
+    found = f"best: trial {best['trial']}, {result['metric']} {best['score']:.6g} with {shown_values(best['values'])}"
+    use = result.get("command") or f"dtrain train … --settings {result['settings_file']}"
+    return [found, paid, *improvement_lines(result), f"use it: {use}"]
+
+
+def improvement_lines(result: Mapping[str, Any]) -> list[str]:
+    """Return each improvement with its price. Pure."""
+    return [
+        f"trial {item['trial']}: {result['metric']} {item['score']:.6g}, better by {item['gained']:.3g} for "
+        f"{dollars(item['usd_since'])}"
+        for item in result["improvements"][1:]
     ]
-    for item in result["improvements"][1:]:
-        lines.append(
-            f"  trial {item['trial']}: {result['metric']} {item['score']:.6g}, better by {item['gained']:.3g} for "
-            f"{dollars(item['usd_since'])}"
-        )
-    if (best := result["best"]) is not None:
-        lines.append(
-            f"best: trial {best['trial']}, {result['metric']} {best['score']:.6g} with {shown_values(best['values'])}"
-        )
-        use = result.get("command") or f"dtrain train … --settings {result['settings_file']}"
-        lines.append(f"use it: {use}")
-    else:
-        lines.append("no trial was evaluated: see `dtrain logs` of one for why")
-    return lines
+
+
+def trial_line(trial: Trial, sign: float) -> str:
+    """Return how a trial has ended, in a line. Pure."""
+    best = trial.best(sign)
+    score = "no score" if best is None else f"{best:.6g}"
+    why = f": {trial.reason}" if trial.reason else ""
+    return (
+        f"trial {trial.number} {trial.state}, {score} after {len(trial.scores)}/{trial.of} evaluations, "
+        f"{dollars(trial.usd)} ({shown_values(trial.values)}){why}"
+    )

@@ -1,10 +1,5 @@
 """A search from its request to its result: checked, its trial measured, its trials run by a fleet, its result kept.
 
-    <home>/searches/<name>/search.json   what was asked for, and what a trial takes; written before the first trial
-    <home>/searches/<name>/result.json   all trials, dollars and improvements; written at the end
-    <home>/searches/<name>/best.json     settings of the best trial, for `dtrain train --settings` and a launchpad
-    <home>/fleets/<name>/…               its trials and dollars (`dtrain_dagster.fleet.records`)
-
 Whoever begins a search of a name that is there continues it: nothing is bought twice.
 """
 
@@ -14,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,14 +27,23 @@ from dtrain_dagster.fleet.runner import FleetRunner
 from dtrain_dagster.planning.build_plan import pace_mark, sizes_of
 from dtrain_dagster.planning.probe import run_probes
 from dtrain_dagster.search.check_space import job_of_trial
-from dtrain_dagster.search.kept import RESULT, SEARCH, kept_search, search_folder
-from dtrain_dagster.search.results import result_document, settings_document, summary
+from dtrain_dagster.search.results import (
+    BEST,
+    RESULT,
+    SEARCH,
+    kept_search,
+    result_document,
+    search_folder,
+    settings_document,
+    summary,
+    trial_line,
+)
 from dtrain_dagster.search.sampling import grid_of
 from dtrain_dagster.search.script import SearchedScript
 from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
 from dtrain_dagster.search.source import TrialSource
 from dtrain_dagster.search.space import SpaceError, parse_space
-from dtrain_dagster.search.trials import REDUCTION, Trial, TrialSeconds
+from dtrain_dagster.search.trials import REDUCTION, TrialSeconds
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.config import JobConfig
@@ -51,11 +55,8 @@ from trainer.storage.open import open_storage
 if TYPE_CHECKING:
     from dtrain_dagster.search.tracking import SearchTracker
 
-BEST = "best.json"
 UNASKED = 2.0
 """Times what its trials cost to their ends that a search may cost to which nobody gave a budget."""
-SURE = 0.95
-"""Confidence with which a plan says how far up the best of random trials is."""
 MARGIN_SECONDS = 30.0
 """Seconds for which each node of a trial may be paid after it has come to its limit, see `FleetLimits`."""
 
@@ -76,9 +77,7 @@ class SearchRequest:
     """Dollars that all trials may cost together, with the measurement before them; None: see `Search.budget_usd`."""
     nodes: int
     """Nodes of all trials at once."""
-    least_nodes: int = 1
-    most_nodes: int = 1
-    """Nodes of one trial: it begins on what is free of them, and takes in more or gives some back between launches."""
+    nodes_per_trial: int = 1
     processes_per_node: int = 1
     usd_per_node_hour: float
     tier: Tier = "dedicated"
@@ -90,10 +89,9 @@ class SearchRequest:
             checked_id(self.name, "the name of the search")
         except PlaceError as error:
             raise SpaceError(str(error)) from None
-        if not 1 <= self.least_nodes <= self.most_nodes <= self.nodes:
+        if not 1 <= self.nodes_per_trial <= self.nodes:
             raise SpaceError(
-                f"a trial has {self.least_nodes} to {self.most_nodes} nodes, and all together {self.nodes}: "
-                "1 <= least <= most <= all is needed"
+                f"a trial has {self.nodes_per_trial} nodes of {self.nodes}: it needs at least 1, and has at most all"
             )
         if self.budget_usd is not None and not self.budget_usd > 0:
             raise SpaceError(f"budget_usd = {self.budget_usd:g}: give the dollars that all trials may cost together")
@@ -101,7 +99,7 @@ class SearchRequest:
     @property
     def at_once(self) -> int:
         """Return the nodes that work at the same time."""
-        return min(self.settings.parallel * self.most_nodes, self.nodes)
+        return min(self.settings.parallel * self.nodes_per_trial, self.nodes)
 
     def count_trials(self) -> int:
         """Return the most trials that it can have: a grid has no more than its combinations."""
@@ -136,17 +134,16 @@ class Search:
         request: SearchRequest,
         manager: GPUClusterManager,
         env: Mapping[str, str],
-        expected: TrialSeconds,
-        before_usd: float = 0.0,
+        measured: Measured,
         told: Callable[[str], object] = lambda sentence: None,
     ) -> None:
-        """``expected``: what a trial takes, which was measured for ``before_usd``."""
-        self.request, self.expected, self.before_usd = request, expected, before_usd
+        """``told`` is called with what its fleet tells."""
+        self.request, self.expected, self.before_usd = request, measured.expected, measured.usd
         self.folder = search_folder(home, request.name)
         self.trials = request.count_trials()
         """The most trials that it can have."""
-        settings = replace(request.settings, trials=self.trials)
-        self.plan = plan_search(settings, expected, request.usd_per_node_hour, request.at_once, request.budget_usd)
+        settings, price = replace(request.settings, trials=self.trials), request.usd_per_node_hour
+        self.plan = plan_search(settings, self.expected, price, request.at_once, request.budget_usd)
         self._home, self._manager, self._env, self._told = home, manager, env, told
         self._storage = open_storage(str(self.folder))
         self.began_at = time.time()
@@ -154,24 +151,27 @@ class Search:
 
     def run(
         self,
-        watch: Callable[[Sequence[Trial], str], object] = lambda trials, line: None,
+        tell: Callable[[str], object],
+        watch: Callable[[], object] = lambda: None,
         tracker: SearchTracker | None = None,
-        warn: Callable[[str], object] = lambda sentence: None,
     ) -> TrialSource:
-        """Run the search, or go on with it, until it is over, and return its trials. ``watch`` is called after each
-        look with the trials and how the search stands, in a line; ``tracker`` writes it to MLflow, and ``warn`` is
-        called with what kept it from that. Raise `FleetError` where another process runs it."""
+        """Run the search, or go on with it, until it is over, and return its trials. ``tell`` is called with a sentence
+        on each trial that is over, and on what keeps ``tracker`` from writing to MLflow; ``watch`` after each look.
+        Raise `FleetError` where another process runs it."""
         request = self.request
         source = TrialSource(parse_space(request.space), request.settings, self._make_job, self.expected)
         fleet = FleetRecords(self._home, request.name)
         env = {**self._env, PART_OF: SEARCH_PART}
-        warned: set[str] = set()
+        said: set[str] = set()
 
-        def track(total_usd: float | None) -> None:
-            problem = tracker.write(source.trials, total_usd) if tracker else ""
-            if problem and problem not in warned:
-                warned.add(problem)
-                warn(problem)
+        def look(total_usd: float | None = None) -> None:
+            lines = [trial_line(trial, request.settings.sign) for trial in source.trials if trial.state.is_final]
+            lines += filter(None, [tracker.write(source.trials, total_usd) if tracker else ""])
+            for line in lines:
+                if line not in said:
+                    said.add(line)
+                    tell(line)
+            watch()
 
         with fleet.sole_orchestrator():
             fleet.forget_cancellation()
@@ -180,14 +180,9 @@ class Search:
                 self._manager, fleet, source, self._told,
                 processes_per_node=request.processes_per_node, env=env, tier=request.tier,
             )  # fmt: skip
-
-            def look() -> None:
-                track(None)
-                watch(source.trials, self._line(source, self.before_usd + runner.paid_usd))
-
             runner.run(look)
         self._keep(source)
-        track(self.before_usd + sum(trial.usd for trial in source.trials))
+        look(self.before_usd + sum(trial.usd for trial in source.trials))
         if not fleet.is_cancelled():  # somebody knows already, and may go on with it
             self._tell_end(self.result(source))
         return source
@@ -203,13 +198,13 @@ class Search:
                 job = job_of_trial(base, space, values, f"trial {number}")
             else:
                 job, command = request.script.trial(base, space, values, f"trial {number}")
-            of = max(1, trial_sizes(request, job, None).work(request.most_nodes).evaluations)
+            of = max(1, trial_sizes(request, job, None).work(request.nodes_per_trial).evaluations)
         except ConfigError as error:
             return FleetJob(job_id=job_id, node_seconds=1.0, problem=f"no training: {error}"), 1
         made = FleetJob(
             job_id=job_id,
-            least_nodes=request.least_nodes,
-            most_nodes=request.most_nodes,
+            least_nodes=request.nodes_per_trial,
+            most_nodes=request.nodes_per_trial,
             node_seconds=max(1.0, usual.evaluation * of + usual.finish),
             startup_seconds=usual.startup,
             config=job,
@@ -292,34 +287,10 @@ class Search:
         script, best = self.request.script, source.best
         return None if script is None or best is None else script.words(source.space, best.values)
 
-    def _line(self, source: TrialSource, spent_usd: float) -> str:
-        """Return how the search stands, for a person."""
-        settings, running = self.request.settings, len(source.running)
-        over = len(source.trials) - running
-        parts = [f"{over} of {self.trials} trials over", f"{running} running"]
-        if (seconds := self._eta(source)) is not None:
-            parts.append(f"ETA {format_duration(seconds)}")
-        parts.append(f"{dollars(spent_usd)} so far")
-        if source.best is not None:
-            score = source.best.best(settings.sign)
-            parts.append(f"best {settings.metric} {score:.6g} (trial {source.best.number})")
-        return " · ".join(parts)
-
-    def _eta(self, source: TrialSource) -> float | None:
-        over = [trial for trial in source.trials if trial.node_seconds > 0]
-        if not over:
-            return None
-        each = sum(trial.node_seconds for trial in over) / len(over)
-        left = self.trials - len(source.trials) + 0.5 * len(source.running)
-        at_once = self.request.at_once
-        seconds = left * each / at_once
-        budget = self.budget_usd - self.before_usd - sum(trial.usd for trial in source.trials)
-        return min(seconds, budget / self.request.usd_per_node_hour * 3600 / at_once)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchPlan:
-    """What a search costs at most, what it is expected to cost, and what it is expected to find; said beforehand."""
+    """What a search costs at most, and what it is expected to cost; said beforehand."""
 
     trial_usd: float
     """A trial that is trained to its end."""
@@ -351,11 +322,6 @@ def plan_search(
         f"at most {dollars(min(limit, most))}{capped}; expected {dollars(expected)} ({basis}), in about "
         f"{format_duration(seconds)}",
     ]
-    if settings.sampler is not Sampler.grid:
-        lines.append(
-            f"with {SURE:.0%} confidence, the best of {settings.trials} random trials is among the best "
-            f"{100 * (1 - (1 - SURE) ** (1 / settings.trials)):.2g} % of the space"
-        )
     return SearchPlan(
         trial_usd=whole, at_most_usd=min(limit, most), expected_usd=expected, seconds=seconds, lines=tuple(lines)
     )
@@ -385,8 +351,7 @@ def open_search(
     told: Callable[[str], object] = lambda sentence: None,
 ) -> Search:
     """Return a search, begun now or before. ``measure`` says what a trial takes; it is called once in the life of a
-    search. Raise `SpaceError` where the one of this name was begun with something
-    else."""
+    search. Raise `SpaceError` where the one of this name was begun with something else."""
     kept, described = kept_search(home, request.name), request.described()
     described = json.loads(json.dumps(described))
     if kept is None:
@@ -400,20 +365,15 @@ def open_search(
             "began_at": time.time(),
         }
         open_storage(str(search_folder(home, request.name))).write(SEARCH, json.dumps(document, indent=1).encode())
-        return Search(home, request, manager, env, found.expected, found.usd, told)
-    if any(not standing.job.facts for standing in FleetRecords(home, request.name).standings()):
-        raise SpaceError(
-            f"search {request.name} was begun by an older version, which kept its trials elsewhere: begin it again "
-            f"under another name (`dtrain search --show {request.name}` still shows what it has found)"
-        )
-    before = {name: value for name, value in kept["described"].items() if value is not None}  # once there was more
+        return Search(home, request, manager, env, found, told)
+    before = kept["described"]
     if before != described:
         differs = sorted(name for name in before.keys() | described.keys() if before.get(name) != described.get(name))
         raise SpaceError(
             f"search {request.name} was begun with another {', '.join(differs)}: repeat it as it was, or choose "
             "another name"
         )
-    return Search(home, request, manager, env, TrialSeconds(**kept["expected"]), float(kept["before_usd"]), told)
+    return Search(home, request, manager, env, Measured(TrialSeconds(**kept["expected"]), kept["before_usd"]), told)
 
 
 def measure_trial(
@@ -425,7 +385,7 @@ def measure_trial(
 ) -> Measured:
     """Return what a trial takes, by a probe, as a plan runs one, on the least nodes of a trial. Raise as
     `dtrain_dagster.planning.probe.run_probe` does."""
-    nodes, ranks = request.least_nodes, request.processes_per_node
+    nodes, ranks = request.nodes_per_trial, request.processes_per_node
     sizes = trial_sizes(request, request.base, os.cpu_count() if is_this_machine else None)
     digest, command = ("", None) if request.script is None else (request.script.digest, request.script.command(()))
     mark = f"{pace_mark(request.base, ranks, digest)}-w{request.base.training.world_size}-{request.name}"

@@ -95,11 +95,6 @@ class Parameter:
     when: Mapping[str, tuple[Value, ...]] = dataclasses.field(default_factory=dict)
     """Name of another parameter → its values with which this one is there; all of them have to hold."""
 
-    @property
-    def short_name(self) -> str:
-        """Return its name for charts and tables, without what most names begin with."""
-        return self.name.removeprefix("training.").replace("model.args.", "model ")
-
     def is_active(self, values: Mapping[str, Value]) -> bool:
         """Return whether this parameter is there beside these values of others."""
         return all(name in values and values[name] in wanted for name, wanted in self.when.items())

@@ -41,7 +41,7 @@ def write_home(home: Path) -> Path:
         records.add(FleetJob(job_id=name, node_seconds=60.0), number)
     folder = home / "searches" / "wide"
     folder.mkdir(parents=True)
-    (folder / "search.json").write_text(json.dumps({"name": "wide", "began_at": time.time()}))
+    (folder / "search.json").write_text(json.dumps({"name": "wide", "began_at": time.time(), "measured_by": []}))
     trials = [
         Trial(
             number=number, values={"training.learning_rate": 0.01 * (number + 1)}, of=3, state=TrialState.COMPLETE,

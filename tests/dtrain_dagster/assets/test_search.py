@@ -11,10 +11,10 @@ import dagster as dg
 import pytest
 from played_search import PRICE, USUAL, play, source_of
 
-from dtrain_dagster.assets.search import improvements_list, search_page, steps_of, trial_rows, verdict_of
+from dtrain_dagster.assets.search import search_page, steps_of, trial_rows
 from dtrain_dagster.pipelines import Cluster, build_training_assets
-from dtrain_dagster.search.results import Improvement
-from dtrain_dagster.search.run import Search, SearchRequest
+from dtrain_dagster.search.results import improvement_lines, result_document, summary
+from dtrain_dagster.search.run import Measured, Search, SearchRequest
 from dtrain_dagster.search.settings import Sampler, SearchSettings
 from dtrain_dagster.search.tracking import SearchTracker
 from harness.small_job import write_dataset
@@ -35,7 +35,7 @@ def test_the_page_and_the_runs_of_a_search_that_was_played(tmp_path: Path) -> No
         name="played", space={"training.seed": [1]}, settings=settings, base=base, samples={}, budget_usd=None, nodes=2,
         usd_per_node_hour=PRICE,
     )  # fmt: skip
-    search = Search(tmp_path, request, None, {}, USUAL, before_usd=0.25)  # type: ignore[arg-type]
+    search = Search(tmp_path, request, None, {}, Measured(USUAL, 0.25))  # type: ignore[arg-type]
     addresses = {"dashboard": "http://127.0.0.1:8060/find/played", "run_page": ""}
     page = search_page(search, source, "stand-in price", 1.0, addresses)
     check_order(page, links=1)
@@ -59,39 +59,39 @@ def test_the_page_and_the_runs_of_a_search_that_was_played(tmp_path: Path) -> No
     assert nested["0"].data.params["training.schedule"] == first.values["training.schedule"]
 
 
-def test_the_ten_best_trials_are_shown_and_the_file_has_all(tmp_path: Path) -> None:
+def test_the_ten_best_trials_are_shown_and_the_file_has_all() -> None:
     settings = SearchSettings(trials=14, parallel=2, sampler=Sampler.random)
     source = play(source_of(settings), [])
-    rows = trial_rows(source.space, source.trials, 1.0, "loss")
+    result = result_document(source.trials, settings, 0.0, {})
+    rows = trial_rows(result, 1.0)
     scores = sorted(score for trial in source.trials if (score := trial.best(1.0)) is not None)
     assert [row["loss"] for row in rows] == [f"{score:.6g}" for score in scores[:10]]
-    assert list(rows[0]) == ["trial", "loss", "usd", "evaluations", "learning_rate", "weight_decay"]
-    of_higher = trial_rows(source.space, source.trials, -1.0, "accuracy")
-    best = [trial.best(-1.0) for trial in source.trials]
-    assert of_higher[0]["accuracy"] == f"{max(score for score in best if score is not None):.6g}"
+    assert list(rows[0]) == ["trial", "loss", "usd", "evaluations", "values"]
+    assert trial_rows(result, -1.0)[0]["loss"] == f"{scores[-1]:.6g}"
 
 
 def test_each_improvement_has_its_price() -> None:
-    first = Improvement(trial=0, score=0.5, usd=0.02, gained=None, usd_since=0.02)
-    second = Improvement(trial=3, score=0.375, usd=0.05, gained=0.125, usd_since=0.03)
-    assert improvements_list([first, second], "loss") == (
-        "- trial 0: loss 0.5 for $0.0200\n- trial 3: loss 0.375, better by 0.125 for $0.0300"
-    )
-    assert steps_of([first, second], 0.09) == [(0.02, 0.5), (0.05, 0.5), (0.05, 0.375), (0.09, 0.375)]
+    found: list[dict[str, Any]] = [
+        {"trial": 0, "score": 0.5, "usd": 0.02, "gained": None, "usd_since": 0.02},
+        {"trial": 3, "score": 0.375, "usd": 0.05, "gained": 0.125, "usd_since": 0.03},
+    ]
+    result = {"metric": "loss", "improvements": found, "usd": 0.09}
+    assert improvement_lines(result) == ["trial 3: loss 0.375, better by 0.125 for $0.0300"]
+    assert steps_of(result) == [(0.02, 0.5), (0.05, 0.5), (0.05, 0.375), (0.09, 0.375)]
 
 
-def test_the_verdict_of_a_search_says_what_was_best_and_what_all_cost() -> None:
-    best = {"trial": 3, "score": 0.25, "evaluations": "9/9"}
+def test_the_summary_of_a_search_says_what_was_best_and_what_all_cost() -> None:
     result: dict[str, Any] = {
-        "metric": "loss", "best": best, "trials": [{"reason": ""}] * 5, "usd": 0.5,
-        "counts": {"complete": 2, "pruned": 2, "failed": 1},
+        "metric": "loss", "best": {"trial": 3, "score": 0.25, "values": {"training.seed": 1}}, "settings_file": "s",
+        "trials": [{"reason": ""}] * 5, "usd": 0.5, "measuring_usd": 0.0, "improvements": [],
+        "counts": {"complete": 2, "pruned": 2, "failed": 1}, "planned": {"at_most_usd": 1.0, "expected_usd": 0.75},
     }  # fmt: skip
-    assert verdict_of(result, "stand-in price") == (
-        "Trial 3 of 5 is the best: loss 0.25 after 9/9 evaluations; 2 ended early and 1 failed; all 5 trials cost "
-        "$0.5000 (stand-in price)."
-    )
-    none = {**result, "best": None, "trials": [{"reason": "out of memory"}], "counts": {"failed": 1}}
-    assert verdict_of(none, "list") == "No trial was evaluated (out of memory); it cost $0.5000 (list)."
+    paid = "trials (2 complete, 2 pruned, 1 failed) cost $0.5000; the plan was at most $1.00, with $0.7500 expected"
+    assert summary(result) == [
+        "best: trial 3, loss 0.25 with training.seed = 1", f"5 {paid}", "use it: dtrain train … --settings s",
+    ]  # fmt: skip
+    none = {**result, "best": None, "trials": [{"reason": "out of memory"}]}
+    assert summary(none)[0] == "no trial was evaluated (out of memory): see `dtrain logs` of one for why"
 
 
 @pytest.mark.long

@@ -29,23 +29,25 @@ def trial(number: int, scores: tuple[float, ...], first: float, usd: float) -> T
 
 
 def test_what_each_improvement_cost_adds_up_to_the_dollars_until_then() -> None:
-    trials = [trial(0, (1.0, 0.8, 0.6, 0.5), 10.0, 4.0), trial(1, (0.9, 0.7, 0.4, 0.3), 50.0, 4.0)]
-    first, second = improvements(trials, 1.0)
-    assert (first.trial, first.score, first.gained) == (0, 0.5, None)
-    assert (second.trial, second.score, second.gained) == (1, 0.3, pytest.approx(0.2))
-    assert first.usd == pytest.approx(4.0)
-    assert first.usd + second.usd_since == pytest.approx(second.usd) == pytest.approx(8.0)
-    assert second.usd_per_gain == pytest.approx(4.0 / 0.2)
-    assert [item.trial for item in improvements(trials, -1.0)] == [0]
+    trials = [
+        trial(0, (1.0, 0.8, 0.6, 0.5), 10.0, 4.0), trial(1, (0.9, 0.7, 0.4, 0.3), 50.0, 4.0),
+        trial(2, (), 0.0, 1.0), trial(3, (0.9, 0.6), 20.0, 2.0),
+    ]  # fmt: skip
+    assert improvements(trials, 1.0) == [
+        {"trial": 3, "score": 0.6, "usd": 3.0, "gained": None, "usd_since": 3.0},
+        {"trial": 0, "score": 0.5, "usd": 7.0, "gained": pytest.approx(0.1), "usd_since": 4.0},
+        {"trial": 1, "score": 0.3, "usd": 11.0, "gained": pytest.approx(0.2), "usd_since": 4.0},
+    ]
+    assert [item["trial"] for item in improvements(trials, -1.0)] == [3, 0]
 
 
-def test_the_plan_says_at_most_and_expected_and_how_far_up_the_best_will_be() -> None:
+def test_the_plan_says_at_most_and_expected() -> None:
     settings = SearchSettings(trials=10, pruner=Pruner.asha)
     plan = plan_search(settings, USUAL, 3600.0, 2, None)
     assert plan.trial_usd == pytest.approx(USUAL.total)
     assert plan.at_most_usd == pytest.approx(10 * USUAL.total)
     assert plan.expected_usd < plan.at_most_usd
-    assert "with 95% confidence, the best of 10 random trials is among the best 26 % of the space" in plan.lines[2]
+    assert len(plan.lines) == 2
     assert plan_search(settings, USUAL, 3600.0, 2, 50.0).at_most_usd == 50.0
     everything = plan_search(replace(settings, pruner=Pruner.none), USUAL, 3600.0, 2, None)
     assert everything.expected_usd == everything.at_most_usd
