@@ -25,7 +25,7 @@ from dtrain_dagster.data.prices import PricesRef, write_prices
 from dtrain_dagster.data.publish import publish_dataset
 from dtrain_dagster.data.sharding import LEAST, BuiltDataset, DatasetParams, build_dataset
 from dtrain_dagster.data.sources import known_findings, price_source
-from dtrain_dagster.data.validation import CHECKS, CheckResult, validated
+from dtrain_dagster.data.validation import CHECKS, CheckResult, validate_prices
 from dtrain_dagster.reports.small_pictures import small_bar, small_curves
 from dtrain_dagster.resources import ProjectResource, project_resource
 from dtrain_dagster.settings.environment import load_settings
@@ -94,7 +94,7 @@ def read_prices(
         ref = write_prices(given, project.storage_uri, engine=engine)
     source = ref.manifest()["source"]
     context.log.info(f"{ref.rows:,} rows of {ref.tickers} tickers, {ref.first_date} to {ref.last_date}")
-    validation = validated(ref, settings.calendar)
+    validation = validate_prices(ref, settings.calendar)
     masks = [dg.TableRecord(asdict(mask)) for mask in validation.masks]
     if validation.masks:
         one = validation.masks[0]
@@ -184,7 +184,7 @@ def shard_prices(
     settings = load_settings()
     calendar = settings.calendar
     params = DatasetParams(**config.model_dump())
-    validation = validated(stock_prices, calendar)
+    validation = validate_prices(stock_prices, calendar)
     with opened_engine(settings.data_engine) as engine:
         built = build_dataset(stock_prices, validation, project.storage_uri, params, calendar, engine)
     return show_dataset(context, project, built, settings.data_engine)

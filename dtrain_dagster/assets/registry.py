@@ -15,7 +15,6 @@ from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.costs.worth import worth_line
-from dtrain_dagster.data.sharding import BuiltDataset
 from dtrain_dagster.jobs.orders import order_of
 from dtrain_dagster.jobs.progress import code_version
 from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
@@ -33,63 +32,33 @@ if TYPE_CHECKING:
 
 
 def build_registered_model(pipeline: Pipeline) -> dg.AssetsDefinition:
-    """Return the asset `registered_model` of a graph."""
-    return _of_script(pipeline) if pipeline.source == "script" else _of_dataset(pipeline)
-
-
-def _of_dataset(pipeline: Pipeline) -> dg.AssetsDefinition:
-    names, key = pipeline.names, pipeline.names.key("registered_model")
-    inputs = ("sharded_dataset", "cost_estimate", "trained_checkpoint")
+    """Return the asset `registered_model` of a graph. Of a script's model there is no check `promotion_gate`: a script
+    brings no baselines."""
+    names, key, is_script = pipeline.names, pipeline.names.key("registered_model"), pipeline.source == "script"
+    gate = dg.AssetCheckSpec(
+        "promotion_gate",
+        asset=key,
+        blocking=True,
+        description=f"{RULE[0].upper()}{RULE[1:]}. A point forecast of windows: {POINT_RULE}.",
+    )
+    passes = "its measure is beyond chance" if is_script else "it passes the check promotion_gate"
 
     @dg.asset(
-        **pipeline.asset("registered_model", "registry", inputs=inputs),
+        **pipeline.asset(
+            "registered_model",
+            "registry",
+            inputs=(*(() if is_script else ("sharded_dataset",)), "cost_estimate", "trained_checkpoint"),
+        ),
         kinds={"mlflow"},
         required_resource_keys=names.resources,
-        description=(
-            "The model as a version in MLflow's registry, with its data, code, node-hours and dollars. Its alias is "
-            "champion if it passes the check promotion_gate, a real server answers with its numbers, and it beats "
-            "the previous champion on the same windows or rows; otherwise it is challenger."
-        ),
-        check_specs=[
-            dg.AssetCheckSpec(
-                "promotion_gate",
-                asset=key,
-                blocking=True,
-                description=f"{RULE[0].upper()}{RULE[1:]}. A point forecast of windows: {POINT_RULE}.",
-            ),
-            _served(key),
-        ],
+        description="The model as a version in MLflow's registry, with its data, code, node-hours and dollars. Its "
+        f"alias is champion if {passes}, a real server answers with its numbers, and it beats the previous champion on "
+        "the same samples; otherwise it is challenger.",
+        check_specs=[*(() if is_script else (gate,)), _served(key)],
     )
-    def registered_model(
-        context: dg.AssetExecutionContext,
-        sharded_dataset: BuiltDataset,
-        cost_estimate: TrainingPlan,
-        trained_checkpoint: FinishedJob,
-    ):  # no annotation, see assets.common
+    def registered_model(context: dg.AssetExecutionContext, **inputs: Any):  # no annotation, see assets.common
         """Register the trained model as a version, check it with a scoring server, and give it an alias."""
-        return register(context, names, cost_estimate, trained_checkpoint)
-
-    return registered_model
-
-
-def _of_script(pipeline: Pipeline) -> dg.AssetsDefinition:
-    names, key = pipeline.names, pipeline.names.key("registered_model")
-
-    @dg.asset(
-        **pipeline.asset("registered_model", "registry", inputs=("cost_estimate", "trained_checkpoint")),
-        kinds={"mlflow"},
-        required_resource_keys=names.resources,
-        description=(
-            "The script's model as a version in MLflow's registry, with its data, code, node-hours and dollars, as a "
-            "program that needs nothing of the script. It is a challenger: a script brings no baselines for a gate."
-        ),
-        check_specs=[_served(key)],
-    )
-    def registered_model(
-        context: dg.AssetExecutionContext, cost_estimate: TrainingPlan, trained_checkpoint: FinishedJob
-    ):  # no annotation, see assets.common
-        """Register the trained model as a version, and check it with a scoring server."""
-        return register(context, names, cost_estimate, trained_checkpoint, is_gated=False)
+        return register(context, names, inputs["cost_estimate"], inputs["trained_checkpoint"], is_gated=not is_script)
 
     return registered_model
 

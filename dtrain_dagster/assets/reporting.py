@@ -1,7 +1,5 @@
 """The asset `performance_report`: how fast the nodes were, and what held them up."""
 
-import statistics
-from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -28,16 +26,13 @@ from dtrain_dagster.resources import GPUClusterResource, cluster_resource, proje
 from dtrain_dagster.support.formatting import format_duration
 from dtrain_dagster.support.graph_names import GraphNames
 from dtrain_dagster.support.page_entries import fit_page
-from trainer.documents.events import CollectiveTiming
 from trainer.rundir import EVALUATION, RESULT, RunDir
 
 if TYPE_CHECKING:
-    from dtrain_dagster.reports.performance import NodePerformance, Performance, RankPerformance
+    from dtrain_dagster.reports.performance import Performance, RankPerformance
 
 RANK_COLUMNS = ("rank", "forward_ms", "backward_ms", "waiting_ms")
-NODE_COLUMNS = ("node_id", "samples_per_second", "cpu_percent")
-COLLECTIVE_COLUMNS = ("collective", "network_ms", "waiting_ms", "hidden_percent")
-"""The columns of the tables on the page; the report has all."""
+"""The columns of the table on the page; the report has all."""
 
 
 def build_performance_report(pipeline: Pipeline) -> dg.AssetsDefinition:
@@ -121,8 +116,7 @@ def report_performance(
     rundir.write_json(PERFORMANCE_REPORT, asdict(performance) | {"optimization": advice.document()})
     took = sum_launches(usage)
     expected, good = plan.estimate.seconds, performance.goodput
-    has_gpus = any(node.gpu_utilization is not None for node in performance.nodes)
-    figures, gpu_columns = _figures(performance), ("gpu_utilization",) if has_gpus else ()
+    figures, ranks = _figures(performance), [_rank_row(rank) for rank in performance.ranks]
     first = ("samples_per_second", "goodput_percent", "step_milliseconds_median")
     metadata: dict[str, Any] = {
         **head_of_page(
@@ -130,7 +124,7 @@ def report_performance(
             small_bar(performance.segment_shares or {"trained": good.trained_node_seconds, **good.elsewhere}),
             {name: figures.pop(name) for name in first},
         ),
-        **_table("by_rank", [_rank_row(rank) for rank in performance.ranks], RANK_COLUMNS),
+        **({"by_rank": best_rows(ranks, RANK_COLUMNS)} if ranks else {}),
         "recommendations": dg.MarkdownMetadataValue(
             "\n".join(f"- {describe_strategy(item)}" for item in performance.recommendations)
             or "These figures do not suggest any change."
@@ -143,22 +137,11 @@ def report_performance(
         f"({format_duration(expected.low)} to {format_duration(expected.high)})",
         **figures,
         "wall_seconds": round(took.seconds, 1),
-        **_table("by_node", [_node_row(node) for node in performance.nodes], NODE_COLUMNS + gpu_columns),
-        **_table(
-            "by_collective",
-            [_collective_row(item) for item in getattr(performance.communication, "collectives", ())],
-            COLLECTIVE_COLUMNS,
-        ),
         "test": dg.JsonMetadataValue(evaluation["model"]),
     }
     if advice.utilization:
         metadata["utilization_percent"] = round(100 * advice.utilization.fraction, 1)
     return dg.MaterializeResult(metadata=fit_page(metadata))
-
-
-def _table(name: str, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> dict[str, Any]:
-    """Return the metadata of a table, empty where it has no rows; the report has all rows and columns."""
-    return {name: best_rows(rows, columns)} if rows else {}
 
 
 def _figures(performance: "Performance") -> dict[str, Any]:
@@ -177,14 +160,9 @@ def _figures(performance: "Performance") -> dict[str, Any]:
         figures["scaling_efficiency_percent"] = 100 * performance.scaling.efficiency
     if performance.segment_shares:
         figures["input_percent"] = 100 * performance.segment_shares["input"]
-    communication = performance.communication
-    if communication:
-        figures["communication_percent"] = 100 * communication.network_share
-        figures["waiting_percent"] = 100 * communication.waiting_share
-        if communication.overlap is not None:
-            figures["overlap_percent"] = 100 * communication.overlap
-        if communication.bandwidth_bytes_per_second:
-            figures["megabytes_per_second"] = communication.bandwidth_bytes_per_second / 1e6
+    if performance.network_share is not None and performance.waiting_share is not None:
+        figures["communication_percent"] = 100 * performance.network_share
+        figures["waiting_percent"] = 100 * performance.waiting_share
     also = [
         f"- {item.where}, {item.share:.0%} of training time: {item.evidence}" for item in performance.diagnosis.also
     ]
@@ -194,28 +172,10 @@ def _figures(performance: "Performance") -> dict[str, Any]:
 
 
 def _rank_row(rank: "RankPerformance") -> dict[str, Any]:
-    row = {"rank": rank.rank, "node": f"node {rank.node_id}", "samples_per_second": _or_none(rank.samples_per_second)}
+    row = {"rank": rank.rank, "node": f"node {rank.node_id}", "samples_per_second": "none"}
+    if rank.samples_per_second is not None:
+        row["samples_per_second"] = _short(rank.samples_per_second)
     return row | {f"{name}_ms": round(value, 3) for name, value in rank.milliseconds.items()}
-
-
-def _collective_row(item: CollectiveTiming) -> dict[str, Any]:
-    rate = item.bandwidth_bytes_per_second
-    return {
-        "collective": item.name,
-        "bytes": item.bytes,
-        "network_ms": round(1000 * item.wire_seconds, 4),
-        "waiting_ms": round(1000 * statistics.fmean(item.waiting_seconds or (0.0,)), 4),
-        "hidden_percent": round(100 * item.overlap, 1),
-        "megabytes_per_second": _or_none(rate / 1e6 if rate else None),
-    }
-
-
-def _node_row(node: "NodePerformance") -> dict[str, Any]:
-    return {name: _or_none(value) for name, value in (asdict(node) | {"node_id": f"node {node.node_id}"}).items()}
-
-
-def _or_none(value: Any) -> Any:
-    return "none" if value is None else _short(value)
 
 
 def _short(value: Any) -> Any:

@@ -6,19 +6,14 @@ of one ticker that no window may touch.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import warnings
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.prices import PricesRef, iter_tickers
-from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,8 +27,6 @@ LARGE_MOVE = 0.35
 SPLIT_TOLERANCE = 0.03
 """How far from a whole ratio a jump may be: the price moves on the day of a split, too."""
 GAP_DAYS_WITHOUT_CALENDAR = 7
-_RULES = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
-"""A digest of this file, so that results of earlier rules are not reused for these."""
 
 CHECKS = {
     "schema": ("error", "Every row has a ticker, a date and a finite adjusted close, of the right type."),
@@ -94,24 +87,6 @@ class _Findings:
     def add(self, check: str, examples: list[str], count: int | None = None) -> None:
         self.count[check] += len(examples) if count is None else count
         self.examples[check] += examples[: max(0, 5 - len(self.examples[check]))]
-
-
-def validated(ref: PricesRef, calendar: str | None = "XNYS") -> Validation:
-    """Return `validate_prices`, computed once for the same prices, calendar, version of the calendars and rules; the
-    result is kept beside the prices."""
-    calendar = None if calendar is None or calendar.lower() == "none" else calendar
-    sessions = f"{calendar}-{version('exchange_calendars')}" if calendar else "none"
-    path = Path(ref.uri) / f"validation-{sessions}-{_RULES}.json"
-    try:
-        found = json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
-        validation = validate_prices(ref, calendar)
-        open_storage(ref.uri).write(path.name, json.dumps(asdict(validation)).encode())
-        return validation
-    return Validation(
-        checks=tuple(CheckResult(**check) for check in found["checks"]),
-        masks=tuple(Mask(**mask) for mask in found["masks"]),
-    )
 
 
 def validate_prices(ref: PricesRef, calendar: str | None = "XNYS") -> Validation:

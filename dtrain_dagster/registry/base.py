@@ -149,7 +149,7 @@ class Registry(ABC):
 
     @contextmanager
     def served(self, model: RegisteredModel) -> Iterator[ScoringEndpoint]:
-        """Yield a scoring server of the version on this machine; see `server.scoring_server`."""
+        """Yield a scoring server of the version on this machine; see `endpoint.scoring_server`."""
         with self.files(model.name, model.version) as folder, scoring_server(folder) as endpoint:
             yield endpoint
 
@@ -197,7 +197,7 @@ def save_pyfunc(own: RunModel | ScriptModel, folder: Path, scratch: Path, run_id
     import trainer
 
     data = open_data(own, cache_dir)
-    _, inputs = inputs_at(data, np.unique(np.linspace(0, data.count("test") - 1, 3).astype(np.int64)))
+    inputs = inputs_at(data, np.unique(np.linspace(0, data.count("test") - 1, 3).astype(np.int64)))
     files = scratch / "files"
     files.mkdir()
     own.write(files)

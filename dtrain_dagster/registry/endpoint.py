@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -89,7 +89,7 @@ class ScoringEndpoint:
     timeout_seconds: float = 60.0
     """The longest time of an answer."""
     is_local: bool = False
-    """Whether it was started here, see `server.scoring_server`."""
+    """Whether it was started here, see `scoring_server`."""
 
     def predict(self, windows: Samples) -> list[Any]:
         """Return the rows for windows (n, window, features). Raise `ServingError` if it refuses, `AnswerError` for
@@ -110,7 +110,7 @@ class ScoringEndpoint:
         try:
             with requests.Session() as session:
                 session.trust_env = not self.is_local  # a proxy of the environment is not for this machine
-                content = json.dumps(_payload(windows, self.dialect))
+                content = json.dumps(_payload(windows, self.dialect), default=str)  # a date is its text
                 with session.post(
                     self.url, content, headers=headers, timeout=self.timeout_seconds, stream=True
                 ) as answer:
@@ -315,14 +315,7 @@ def _payload(windows: Samples, dialect: str) -> dict[str, Any]:
 
     if isinstance(windows, np.ndarray):
         return {"inputs" if dialect == "mlflow" else "input_data": windows.tolist()}
-    plain = windows.assign(
-        **{
-            str(name): windows[name].dt.strftime("%Y-%m-%dT%H:%M:%S.%f")
-            for name, kind in windows.dtypes.items()
-            if kind.kind == "M"
-        }
-    )
-    table = plain.astype(object).where(windows.notna(), None).to_dict("split")
+    table = windows.astype(object).where(windows.notna(), None).to_dict("split")
     return {"dataframe_split" if dialect == "mlflow" else "input_data": table}
 
 
@@ -341,13 +334,8 @@ def _words(body: bytes) -> str:
 
 HOST = "127.0.0.1"
 SERVER_CPU_SECONDS, SERVER_FILE_BYTES = 3600, 64 << 20
-IN_USE = "address already in use"
-PORT_RETRIES = RetryPolicy(first_pause_seconds=0.0, max_attempts=3)
-"""The retries with another port: a free port may be taken by any connection before the server, seconds later, is up."""
-
-
-class _PortTakenError(ServingError):
-    """A failure because another process took the port between the choice of it and the server's start."""
+_RUNNING = re.compile(rf"Uvicorn running on http://{re.escape(HOST)}:(\d+)")
+"""The line of its log with which a server says that it answers, and on which port."""
 
 
 @contextlib.contextmanager
@@ -359,38 +347,15 @@ def scoring_server(folder: Path, *, timeout_seconds: float = 120.0) -> Iterator[
     (`trainer.isolation.limited`): a model that finds its code only on this machine fails here rather than where it is
     deployed. Raise `ServingError`, with the end of its log, if it ends or does not answer in time.
     """
-    with contextlib.ExitStack() as running:
-
-        def start() -> ScoringEndpoint:
-            with contextlib.ExitStack() as starting:
-                process, port, log_path = starting.enter_context(_started(folder))
-                try:
-                    _wait_until_ready(process, port, log_path, time.monotonic() + timeout_seconds)
-                except ServingError as error:
-                    if IN_USE in log_path.read_text(errors="replace"):
-                        raise _PortTakenError(str(error)) from None
-                    raise
-                running.push(starting.pop_all())
-            return ScoringEndpoint(url=f"http://{HOST}:{port}/invocations", is_local=True)
-
-        yield PORT_RETRIES.call(f"serving {folder}", start, lambda error: isinstance(error, _PortTakenError))
-
-
-@contextlib.contextmanager
-def _started(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]]:
-    """Yield a server's process, its port, and the path of its log."""
     from mlflow.pyfunc.scoring_server import get_cmd
 
     with scratch_folder("serve") as scratch:
-        with socket.socket() as free:
-            free.bind((HOST, 0))
-            port = free.getsockname()[1]
         log_path, empty = scratch / "server.log", scratch / "empty"
         empty.mkdir()
         host: Any = HOST  # annotated as a number there
-        served, inherited = get_cmd(str(folder), port, host, nworkers=1)
+        served, inherited = get_cmd(str(folder), host=host, nworkers=1)
         own = {name: inherited[name] for name in inherited.keys() - os.environ.keys()}  # MLflow's name of the model
-        command = [sys.executable, "-I", "-m", *shlex.split(served)]
+        command = [sys.executable, "-I", "-m", *shlex.split(served), "--port", "0"]
         memory_bytes = max(2 << 30, psutil.virtual_memory().total // 2)
         with open(log_path, "wb") as log:
             process = subprocess.Popen(
@@ -403,25 +368,25 @@ def _started(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]
                 start_new_session=True,
             )
         try:
-            yield process, port, log_path
+            port = _port_of(process, log_path, time.monotonic() + timeout_seconds)
+            yield ScoringEndpoint(url=f"http://{HOST}:{port}/invocations", is_local=True)
         finally:
             kill_session(process)
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log_path: Path, deadline: float) -> None:
-    import requests
+def _port_of(process: subprocess.Popen[bytes], log_path: Path, deadline: float) -> int:
+    """Return a server's port once it answers."""
+    said = ""
+    while time.monotonic() < deadline:
+        ended = process.poll()
+        said = log_path.read_text(errors="replace")
+        if ended is not None:
+            raise ServingError(f"the scoring server ended with exit code {ended}:\n{_tail(said)}")
+        if found := _RUNNING.search(said):
+            return int(found[1])
+        time.sleep(0.1)
+    raise ServingError(f"the scoring server did not answer in time:\n{_tail(said)}")
 
-    with requests.Session() as session:
-        session.trust_env = False
-        while time.monotonic() < deadline:
-            if process.poll() is not None:
-                raise ServingError(f"the scoring server ended with exit code {process.returncode}:\n{_tail(log_path)}")
-            with contextlib.suppress(requests.RequestException):
-                if session.get(f"http://{HOST}:{port}/ping", timeout=2).ok:
-                    return
-            time.sleep(0.1)
-    raise ServingError(f"the scoring server did not answer on port {port} in time:\n{_tail(log_path)}")
 
-
-def _tail(log_path: Path) -> str:
-    return "\n".join(log_path.read_text(errors="replace").splitlines()[-20:])
+def _tail(log: str) -> str:
+    return "\n".join(log.splitlines()[-20:])

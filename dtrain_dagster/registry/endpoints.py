@@ -5,7 +5,6 @@ python -m dtrain_dagster.registry.endpoints check
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, cast
@@ -67,12 +66,8 @@ def endpoint() -> None:
 @click.option(
     "--deployment", metavar="NAME", help="Deployment of an endpoint of Azure ML that is asked, whatever its traffic."
 )
-@click.option("--rows", type=click.IntRange(min=1), default=32, show_default=True, metavar="N", help="Windows to send.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document: passed, and the findings.")
 @_refuses
-def check(
-    run_dir: str, url: str, dialect: str, token: str | None, deployment: str | None, rows: int, as_json: bool
-) -> None:
+def check(run_dir: str, url: str, dialect: str, token: str | None, deployment: str | None) -> None:
     """Check that an endpoint serves the model of a job.
 
     The endpoint is asked for forecasts, which must have the right
@@ -90,7 +85,7 @@ def check(
     headers = authorisation(token) if token else dict
     public = {"azureml-model-deployment": deployment} if deployment else {}
     asked = ScoringEndpoint(url=url, dialect=cast(Any, dialect), headers=headers, public_headers=public)
-    _print_check(check_endpoint(asked, run_dir, rows=rows, order=order), as_json)
+    _print_check(check_endpoint(asked, run_dir, order=order))
 
 
 def _address_of(settings: Settings, given: str) -> str:
@@ -102,12 +97,9 @@ def _address_of(settings: Settings, given: str) -> str:
     return f"{settings.jobs_uri}/{given}"
 
 
-def _print_check(found: EndpointCheck, as_json: bool = False) -> None:
+def _print_check(found: EndpointCheck) -> None:
     """Print the findings, one line each. End the command with exit code 1 if one did not pass."""
-    if as_json:
-        findings = [{"name": item.name, "passed": item.passed, "message": item.message} for item in found.findings]
-        click.echo(json.dumps({"passed": found.passed, "findings": findings}, indent=2))
-    for item in () if as_json else found.findings:
+    for item in found.findings:
         click.echo(f"{'ok  ' if item.passed else 'FAIL'} {item.name}: {visible(item.message)}")
     if not found.passed:
         raise SystemExit(EXIT_INCOMPATIBLE)

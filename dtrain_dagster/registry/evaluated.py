@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry.run_model import ASK_SECONDS, RunModel, load_run_model
-from dtrain_dagster.registry.smoke_test import open_data, read_predictions
+from dtrain_dagster.registry.smoke_test import open_data, stored_predictions
 from trainer.data.sampler import MOST_JUDGED, spread_positions
 from trainer.evaluation.gate import gate_document, score_of
 from trainer.evaluation.row_scores import RowScoring
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from trainer.data.row_data import RowData
     from trainer.data.shards import DataShardManager
-    from trainer.evaluation.window_report import Predictions
 
 FIGURES = ("windows", "days", "first_date", "last_date", "model", "halves", "baselines")
 """The figures of windows that the gate and the model card read."""
@@ -70,9 +69,12 @@ def judge_again(
 def _judge_windows(rundir: RunDir, shards: DataShardManager, evaluation: Mapping[str, Any]) -> dict[str, Any]:
     import numpy as np
 
-    from trainer.evaluation.window_report import build_report, judge_baselines
+    from trainer.evaluation.window_report import Predictions, build_report, judge_baselines
 
-    predictions = stored_predictions(rundir, shards)
+    rows = shards.end_rows("test", spread_positions(shards.count("test")))
+    stored = stored_predictions(rundir, shards, ("loss", "mu", "sigma", "nu"))
+    target = shards.column(shards.spec.target, rows).astype(np.float64)  # the dataset's own, whatever nodes wrote
+    predictions = Predictions(rows, target, *(values.astype(np.float64) for values in stored.values()))
     days = shards.dates(predictions.row).astype("datetime64[D]")
     try:
         with np.errstate(all="ignore"):
@@ -80,22 +82,6 @@ def _judge_windows(rundir: RunDir, shards: DataShardManager, evaluation: Mapping
     except (ValueError, ArithmeticError, RuntimeError) as error:
         raise EvaluationError(f"{rundir.uri}/{PREDICTIONS} cannot be judged ({error}): train again") from error
     return {**evaluation, **{name: found[name] for name in FIGURES}}
-
-
-def stored_predictions(rundir: RunDir, shards: DataShardManager) -> Predictions:
-    """Return the predictions that nodes wrote, with the dataset's own targets. Raise `EvaluationError` where they are
-    not of its test split, `AnswerError` for a file that holds none."""
-    import numpy as np
-
-    from trainer.evaluation.window_report import Predictions
-
-    rows = shards.end_rows("test", spread_positions(shards.count("test")))
-    stored = read_predictions(rundir, ("row", "loss", "mu", "sigma", "nu"))
-    if not np.array_equal(stored["row"], rows):
-        raise EvaluationError(f"{rundir.uri}/{PREDICTIONS} is not of this dataset's test split: train again")
-    loss, mu, sigma, nu = (np.array(stored[name], dtype=np.float64) for name in ("loss", "mu", "sigma", "nu"))
-    target = shards.column(shards.spec.target, rows).astype(np.float64)
-    return Predictions(rows, target, loss, mu, sigma, nu)
 
 
 def _judge_rows(own: RunModel, data: RowData, evaluation: Mapping[str, Any]) -> dict[str, Any]:

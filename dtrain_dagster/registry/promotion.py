@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry.run_model import load_run_model, ordered_job
-from dtrain_dagster.registry.smoke_test import AnswerError, as_registered, read_predictions
+from dtrain_dagster.registry.smoke_test import as_registered, stored_predictions
 from trainer.data.sampler import spread_positions
 from trainer.evaluation.gate import Gate
 from trainer.evaluation.row_scores import RowScoring
 from trainer.isolation.runner import Isolated, IsolationError
-from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
+from trainer.rundir import EVALUATION, RunDir
 
 if TYPE_CHECKING:
     import numpy as np
@@ -109,9 +109,7 @@ def compare(
     judged = spread_positions(shards.count("test"))
     positions = spread_positions(len(judged), MAX_WINDOWS)
     windows, target = shards.gather(shards.end_rows("test", judged[positions]))
-    stored = read_predictions(rundir, ("mu", "sigma", "nu"))
-    if len(stored["mu"]) != len(judged):
-        raise AnswerError(f"cannot be judged: {rundir.uri}/{PREDICTIONS} is not of this dataset's test split")
+    stored = stored_predictions(rundir, shards, ("mu", "sigma", "nu"))
     trained = {name: values[positions] for name, values in stored.items()}
     try:
         answers = champion.predict(windows.numpy())
@@ -242,7 +240,13 @@ def _metadata(folder: Path) -> dict[str, Any]:
 
 
 def _nll(columns: Mapping[str, NDArray], target: NDArray) -> float | None:
-    """Return the mean NLL; None for columns without a distribution. A missing ``nu`` means a normal distribution."""
+    each = _nll_of_each(columns, target)
+    return None if each is None else float(each.mean())
+
+
+def _nll_of_each(columns: Mapping[str, NDArray], target: NDArray) -> NDArray[np.float64] | None:
+    """Return the NLL of each window; None for columns without a distribution. A missing ``nu`` means a normal
+    distribution."""
     import numpy as np
     import torch
 
@@ -254,7 +258,7 @@ def _nll(columns: Mapping[str, NDArray], target: NDArray) -> float | None:
     mu, sigma, shape, y = (
         torch.from_numpy(np.asarray(each, dtype=np.float64)) for each in (columns["mu"], columns["sigma"], nu, target)
     )
-    return float(student_t_nll(mu, sigma, shape, y).mean())
+    return student_t_nll(mu, sigma, shape, y).numpy()
 
 
 def _squared_error(columns: Mapping[str, NDArray], target: NDArray) -> float | None:
@@ -275,10 +279,8 @@ def judge_later_days(model: RunModel, shards: DataShardManager, after: np.dateti
     takes other windows than these, and `run_model.RunModelError` if it does not answer.
     """
     import numpy as np
-    import torch
 
     from trainer.evaluation.window_report import gain, judge_baselines
-    from trainer.model.losses import student_t_nll
 
     for name in ALIKE:
         own, its = getattr(model.spec, name), getattr(shards.spec, name)
@@ -294,16 +296,11 @@ def judge_later_days(model: RunModel, shards: DataShardManager, after: np.dateti
         return report
     windows, _ = shards.gather(rows[later])
     columns = model.predict(windows.numpy(), seconds)
-    if "sigma" not in columns:
+    nll = _nll_of_each(columns, shards.column(shards.spec.target, rows[later]))
+    if nll is None:
         return report
-    nu = columns.get("nu", np.full(len(later), np.inf))
-    mine, target = columns["mu"], shards.column(shards.spec.target, rows[later]).astype(np.float64)
-    nll = student_t_nll(*map(torch.from_numpy, (mine, columns["sigma"], nu, target))).numpy()
     for name, item in judge_baselines(shards, "test").items():
         if item.nll is not None:
             other = item.nll[later]
-            report["baselines"][name] = {
-                "nll": float(other.mean()),
-                **gain(nll, other, days, shards.spec.horizon),
-            }
+            report["baselines"][name] = {"nll": float(other.mean()), **gain(nll, other, days, shards.spec.horizon)}
     return {**report, "nll": float(nll.mean()), "first_date": str(days.min()), "last_date": str(days.max())}

@@ -78,14 +78,9 @@ def load_sample(run_dir: str, cache_dir: str | None = None, rows: int = 32, orde
     data = open_data(own, cache_dir)
     judged = spread_positions(data.count("test"))
     positions = np.unique(np.linspace(0, len(judged) - 1, min(rows, len(judged))).astype(np.int64))
-    rows_judged, windows = inputs_at(data, judged[positions])
+    windows = inputs_at(data, judged[positions])
     expected = own.predict(windows)
-    trained = read_predictions(rundir, ("row", "mu", "sigma", "nu"))
-    if len(trained["row"]) != len(judged) or not np.array_equal(trained["row"][positions], rows_judged):
-        raise AnswerError(
-            f"cannot be judged: {rundir.uri}/{PREDICTIONS} is not of this dataset: its rows are not those of the "
-            "test split"
-        )
+    trained = stored_predictions(rundir, data, ("mu", "sigma", "nu"))
     renamed = {"prediction" if name == "mu" and "mu" not in expected else name: trained[name] for name in trained}
     known = {name: renamed[name][positions] for name in expected if name in renamed}
     return Sample(
@@ -105,15 +100,14 @@ def open_data(own: RunModel, cache_dir: str | None) -> RowData | DataShardManage
     return kind(own.job.dataset.uri, cache_dir, own.spec.dataset_id)
 
 
-def inputs_at(data: RowData | DataShardManager, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Return the samples at these positions of the test split, 0 … count - 1: what ``predictions.npz`` calls their
-    rows, and themselves: windows float32, or rows float64 as the weights of a run directory take them."""
+def inputs_at(data: RowData | DataShardManager, positions: NDArray[np.int64]) -> NDArray[Any]:
+    """Return the samples at these positions of the test split, 0 … count - 1: windows float32, or rows float64 as the
+    weights of a run directory take them."""
     from trainer.data.shards import DataShardManager
 
     if isinstance(data, DataShardManager):
-        rows = data.end_rows("test", positions)
-        return rows, data.gather(rows)[0].numpy()
-    return positions, data.original("test", positions)
+        return data.gather(data.end_rows("test", positions))[0].numpy()
+    return data.original("test", positions)
 
 
 def as_registered(spec: DataSpec | RowSpec, samples: NDArray[Any]) -> NDArray[Any] | pd.DataFrame:
@@ -124,6 +118,26 @@ def as_registered(spec: DataSpec | RowSpec, samples: NDArray[Any]) -> NDArray[An
     if not isinstance(spec, RowSpec):
         return samples
     return pd.DataFrame(raw_columns(spec, samples))
+
+
+def stored_predictions(
+    rundir: RunDir, data: RowData | DataShardManager, names: Sequence[str]
+) -> dict[str, NDArray[Any]]:
+    """Return columns of ``predictions.npz``, with a value for each of the samples that were judged
+    (`spread_positions`). Raise `AnswerError` for predictions of other samples, and as `read_predictions` does."""
+    import numpy as np
+
+    from trainer.data.shards import DataShardManager
+
+    rows = spread_positions(data.count("test"))
+    if isinstance(data, DataShardManager):
+        rows = data.end_rows("test", rows)
+    stored = read_predictions(rundir, ("row", *names))
+    if not np.array_equal(stored.pop("row"), rows):
+        raise AnswerError(
+            f"cannot be judged: {rundir.uri}/{PREDICTIONS} is not of this dataset's test split: train again"
+        )
+    return stored
 
 
 def read_predictions(rundir: RunDir, names: Sequence[str]) -> dict[str, NDArray[Any]]:

@@ -285,7 +285,7 @@ def model_card(
         loss=_shown(job.loss),
         rule=rule,
         worth=worth_line(evaluation, provenance.cost_usd_total),
-        scores=_scores_of_rows(evaluation) if is_table else _scores(evaluation["model"], evaluation["baselines"]),
+        scores=_scores(evaluation, is_table),
         calibration="" if is_table else _calibration(evaluation.get("calibration") or ()),
         warnings=[check["name"] for check in manifest.get("checks", ()) if not check["passed"]],
         train_seconds=result["train_seconds"] if trained is None else trained,
@@ -304,30 +304,22 @@ def _shown(part: FactoryConfig) -> str:
     return f"{part.factory}({arguments})" if arguments else part.factory
 
 
-_COLUMNS = (("nll", "NLL", ".4f"), ("pinball", "pinball × 10⁴", ".2f"), ("coverage_90", "90 % coverage", ".3f"))
+_OF_WINDOWS = ("nll", "pinball", "coverage_90", "mse_to_zero", "model_gain_nll", "model_gain_t")
+"""The figures of windows that the card shows; of rows it has all."""
 
 
-def _scores(model: Mapping[str, Any], baselines: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the table of scores. Lower is better except for coverage, which should be 0.900; the gain is the model's,
-    with its t-statistic."""
-    order = sorted(baselines, key=lambda name: (baselines[name].get("nll") is None, baselines[name].get("nll") or 0.0))
-    rows = [["**this model**", *_figures(model), ""]]
-    for name in order:
-        row = baselines[name]
-        gain, t = row.get("model_gain_nll"), row.get("model_gain_t")
-        shown = "" if gain is None else f"{gain:+.4f}" + ("" if t is None else f" (t = {t:.1f})")
-        rows.append([in_markdown(name, 100), *_figures(row), shown])
-    header = ["", *(title for _, title, _ in _COLUMNS), "squared error / zero", "model's gain in NLL"]
-    return _table(header, rows)
-
-
-def _figures(row: Mapping[str, Any]) -> list[str]:
-    shown = []
-    for name, _, form in _COLUMNS:
-        value = row.get(name)
-        shown.append("–" if value is None else format(value * 1e4 if name == "pinball" else value, form))
-    ratio = row.get("mse_to_zero")
-    return [*shown, "–" if ratio is None else f"{ratio:.4f}"]
+def _scores(evaluation: Mapping[str, Any], is_table: bool) -> str:
+    """Return the table of the figures that the model or a baseline has."""
+    judged = {"**this model**": evaluation["model"]}
+    judged |= {in_markdown(name, 100): row for name, row in evaluation["baselines"].items()}
+    known = {name for figures in judged.values() for name in figures}
+    names = sorted(known - {"samples"}) if is_table else [name for name in _OF_WINDOWS if name in known]
+    form = ".4g" if is_table else ".4f"
+    rows = [
+        [who, *(format(row[name], form) if isinstance(row.get(name), int | float) else "–" for name in names)]
+        for who, row in judged.items()
+    ]
+    return _table(["", *names], rows)
 
 
 def _calibration(fifths: Sequence[Mapping[str, Any]]) -> str:
@@ -337,20 +329,6 @@ def _calibration(fifths: Sequence[Mapping[str, Any]]) -> str:
         for row in fifths
     ]
     return _table(["fifth, calm to stormy", "mean σ", "NLL", "90 % coverage"], rows) if rows else ""
-
-
-def _scores_of_rows(evaluation: Mapping[str, Any]) -> str:
-    """Return the table of all figures that the model of a table or a baseline has."""
-    judged = {"**this model**": evaluation["model"]}
-    judged |= {in_markdown(name, 100): row for name, row in evaluation["baselines"].items()}
-    scores = sorted({name for figures in judged.values() for name in figures} - {"samples"})
-    return _table(
-        ["", *scores], [[name, *(_figure(row.get(score)) for score in scores)] for name, row in judged.items()]
-    )
-
-
-def _figure(value: Any) -> str:
-    return format(value, ".4g") if isinstance(value, int | float) else "–"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,31 +16,15 @@ from dtrain_dagster.monitoring.step_model import Strategy
 from dtrain_dagster.monitoring.strategies import strategies
 from dtrain_dagster.monitoring.windows import (
     SEGMENTS,
-    Throughput,
-    collective_link,
     communication_cost,
     samples_per_second_by_rank,
     settled,
     shares,
     throughput,
-    typical_collectives,
     windows,
     worlds,
 )
-from trainer.documents.events import CollectiveTiming, NodeEvent, StepEvent, TimingEvent, read_events
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodePerformance:
-    """A node's mean figures over the whole job. GPU figures are None where the node has none."""
-
-    node_id: int
-    samples: int
-    samples_per_second: float | None
-    cpu_percent: float | None
-    memory_used_gib: float | None
-    gpu_utilization: float | None
-    gpu_memory_percent: float | None
+from trainer.documents.events import StepEvent, TimingEvent, read_events
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,22 +35,6 @@ class RankPerformance:
     node_id: int
     samples_per_second: float | None
     milliseconds: dict[str, float]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Communication:
-    """The communication of the world that trained longest; shares are of training time, over all worlds. None: not
-    known."""
-
-    network_share: float
-    waiting_share: float
-    overlap: float | None
-    """The share of the gradients' time on the network that the backward pass hid."""
-    bandwidth_bytes_per_second: float | None
-    """The bandwidth of the bus, in the largest collective."""
-    latency_milliseconds: float | None
-    """The latency of one collective, however few bytes it moves."""
-    collectives: tuple[CollectiveTiming, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,13 +62,16 @@ class Performance:
     step_milliseconds_p95: float
     segment_shares: dict[str, float]
     """Each segment's share of training time, mean over ranks; empty where the trainer recorded no timing."""
-    communication: Communication | None
+    network_share: float | None
+    """The share of training time on the network that nothing hides; None where nothing was timed, or one rank
+    trained."""
+    waiting_share: float | None
+    """The same of waiting at collectives."""
     scaling: Scaling
     goodput: Goodput
     recommendations: tuple[Strategy, ...]
     """Changes that would gain more than noise, the largest gain first."""
     ranks: tuple[RankPerformance, ...]
-    nodes: tuple[NodePerformance, ...]
 
 
 def summarise_performance(
@@ -115,15 +85,14 @@ def summarise_performance(
     steps = read_events(StepEvent, events)
     if not steps:
         raise ValueError("the job recorded no step: there is nothing to report on")
-    by_node: dict[int, list[NodeEvent]] = defaultdict(list)
-    for sample in read_events(NodeEvent, events):
-        by_node[sample.node_id].append(sample)
     milliseconds = sorted(1000 * step.step_seconds for step in steps if step.step_seconds is not None)
     timed = windows(events)
     found = settled(timed)
     judged = judge_job(events, ledger(bill_usage(usage)[0], events))
     pace = throughput(timed, steps)
     rate = pace.samples_per_second or 0.0
+    groups = worlds(found)
+    cost = communication_cost(found) if groups and groups[0][-1].world_size > 1 else None
     return Performance(
         verdict=judged.words,
         diagnosis=judged.diagnosis,
@@ -132,12 +101,12 @@ def summarise_performance(
         step_milliseconds_median=statistics.median(milliseconds),
         step_milliseconds_p95=milliseconds[min(len(milliseconds) - 1, int(0.95 * len(milliseconds)))],
         segment_shares=shares(found),
-        communication=_communication(found),
+        network_share=cost.wire if cost else None,
+        waiting_share=cost.waiting if cost else None,
         scaling=estimate_scaling(found),
         goodput=judged.goodput,
         recommendations=tuple(item for item in strategies(found, events, training) if item.is_worth_it),
         ranks=_ranks(timed),
-        nodes=tuple(_node(node, rows, pace) for node, rows in sorted(by_node.items())),
     )
 
 
@@ -162,25 +131,6 @@ def estimate_scaling(found: Sequence[TimingEvent]) -> Scaling:
     return Scaling(nodes=nodes, efficiency=None, one_node_samples_per_second=None, basis=words)
 
 
-def _communication(found: Sequence[TimingEvent]) -> Communication | None:
-    groups = worlds(found)
-    if not groups or groups[0][-1].world_size < 2:
-        return None
-    cost, collectives = communication_cost(found), typical_collectives(groups[0])
-    fit = collective_link(collectives)
-    buckets = [item for item in collectives if "bucket" in item.name]
-    network = sum(item.wire_seconds for item in buckets)
-    largest = max(collectives, key=lambda item: item.bytes, default=None)
-    return Communication(
-        network_share=cost.wire,
-        waiting_share=cost.waiting,
-        overlap=sum(item.overlap * item.wire_seconds for item in buckets) / network if network else None,
-        bandwidth_bytes_per_second=largest.bandwidth_bytes_per_second if largest else None,
-        latency_milliseconds=1000 * fit.latency_seconds if fit else None,
-        collectives=tuple(collectives),
-    )
-
-
 def _ranks(found: Sequence[TimingEvent]) -> tuple[RankPerformance, ...]:
     groups = worlds(settled(found))
     if not groups:
@@ -202,21 +152,3 @@ def _ranks(found: Sequence[TimingEvent]) -> tuple[RankPerformance, ...]:
         )
         for rank, node in enumerate(world[-1].nodes)
     )
-
-
-def _node(node_id: int, rows: Sequence[NodeEvent], pace: Throughput) -> NodePerformance:
-    memory = _mean(row.memory_used_bytes for row in rows)
-    return NodePerformance(
-        node_id=node_id,
-        samples=len(rows),
-        samples_per_second=pace.of_node(node_id),
-        cpu_percent=_mean(row.cpu_percent for row in rows),
-        memory_used_gib=memory / 2**30 if memory is not None else None,
-        gpu_utilization=_mean(row.gpu_utilization for row in rows),
-        gpu_memory_percent=_mean(row.gpu_memory_percent for row in rows),
-    )
-
-
-def _mean(figures: Iterable[float | None]) -> float | None:
-    values = [figure for figure in figures if figure is not None]
-    return statistics.fmean(values) if values else None

@@ -17,7 +17,7 @@ from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.prices import PricesRef, write_prices
 from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset
 from dtrain_dagster.data.sources import Provenance
-from dtrain_dagster.data.validation import validated
+from dtrain_dagster.data.validation import validate_prices
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,4 +86,4 @@ def build_year(
         )
     known = write_prices(PricesUntil(prices, split.last), storage_uri)
     params = replace(shape, train_last=split.train_last, valid_last=split.valid_last)
-    return build_dataset(known, validated(known, calendar), storage_uri, params, calendar)
+    return build_dataset(known, validate_prices(known, calendar), storage_uri, params, calendar)

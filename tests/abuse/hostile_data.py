@@ -114,7 +114,7 @@ def dataset(folder: Path) -> Path:
     from dtrain_dagster.data.prices import write_prices
     from dtrain_dagster.data.sharding import DatasetParams, build_dataset
     from dtrain_dagster.data.sources import PriceFile
-    from dtrain_dagster.data.validation import validated
+    from dtrain_dagster.data.validation import validate_prices
 
     walk = np.random.default_rng(0)
     days = pd.bdate_range("2015-01-01", periods=700).strftime("%Y-%m-%d")
@@ -124,7 +124,7 @@ def dataset(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     frame.to_csv(folder / "walk.csv", index=False)
     ref = write_prices(PriceFile(str(folder / "walk.csv")), str(folder))
-    built = build_dataset(ref, validated(ref, None), str(folder), DatasetParams(window=20, shards=2), None)
+    built = build_dataset(ref, validate_prices(ref, None), str(folder), DatasetParams(window=20, shards=2), None)
     return Path(built.uri)
 
 

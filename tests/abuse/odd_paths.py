@@ -33,11 +33,11 @@ import sys
 from dtrain_dagster.data.prices import write_prices
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset
 from dtrain_dagster.data.sources import price_source
-from dtrain_dagster.data.validation import validated
+from dtrain_dagster.data.validation import validate_prices
 from dtrain_dagster.settings.environment import load_settings
 settings = load_settings()
 ref = write_prices(price_source(settings.prices), settings.storage_uri)
-print(build_dataset(ref, validated(ref), settings.storage_uri, DatasetParams(window=30)).uri)
+print(build_dataset(ref, validate_prices(ref), settings.storage_uri, DatasetParams(window=30)).uri)
 """
 TRAIN = (
     "train", "--dataset", "latest", "--nodes", "2", "--name", "odd", "--set", "training.max_steps=4",

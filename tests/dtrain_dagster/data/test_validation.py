@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 from price_files import Panel, assert_nothing_half_written, long_frame, save, sessions, write
 
-from dtrain_dagster.data import validation
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.prices import write_prices
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset
@@ -238,31 +237,3 @@ def test_gaps_by_calendar_and_by_days() -> None:
     np.testing.assert_array_equal(np.flatnonzero(gaps(kept, days)), [10, 19])
     assert not gaps(days, days).any()
     np.testing.assert_array_equal(gaps(np.array(["2020-01-01", "2020-01-08", "2020-01-16"], "M8[D]"), None), [0, 0, 1])
-
-
-def test_what_was_found_is_kept_until_calendars_or_rules_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    frame = long_frame(days=300)
-    frame.loc[50:89, "adj_close"] = frame.loc[50, "adj_close"]
-    prices = write(frame, tmp_path)
-    expected = {calendar: validate_prices(prices, calendar) for calendar in ("XNYS", "none")}
-    assert expected["XNYS"].masks
-    for calendar in ("XNYS", "none"):
-        assert validation.validated(prices, calendar) == expected[calendar]
-    looked: list[str | None] = []
-    monkeypatch.setattr(validation, "validate_prices", lambda _, calendar: looked.append(calendar) or expected["XNYS"])
-    for calendar in ("XNYS", "none", None):
-        assert validation.validated(prices, calendar) == expected[calendar or "none"]
-    assert not looked
-    monkeypatch.setattr(validation, "_RULES", "others")
-    validation.validated(prices)
-    assert looked == ["XNYS"]
-    monkeypatch.setattr(validation, "version", lambda package: "another")
-    validation.validated(prices, "none")
-    assert looked == ["XNYS", None]  # by the rules alone
-    validation.validated(prices)
-    assert looked == ["XNYS", None, "XNYS"]
-    next(Path(prices.uri).glob("validation-none-*.json")).write_text("{")
-    monkeypatch.undo()
-    assert validation.validated(prices, "none") == expected["none"]
