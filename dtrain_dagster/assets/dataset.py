@@ -26,7 +26,7 @@ from dtrain_dagster.data.publish import publish_dataset
 from dtrain_dagster.data.sharding import LEAST, BuiltDataset, DatasetParams, build_dataset
 from dtrain_dagster.data.sources import known_findings, price_source
 from dtrain_dagster.data.validation import CHECKS, CheckResult, validate_prices
-from dtrain_dagster.reports.small_pictures import small_bar, small_curves
+from dtrain_dagster.reports.small_pictures import small_bar
 from dtrain_dagster.resources import ProjectResource, project_resource
 from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.settings.ray import RaySettings
@@ -107,7 +107,7 @@ def read_prices(
             f"{ref.rows:,} daily prices of {ref.tickers} tickers, {ref.first_date} to {ref.last_date}; "
             f"{len(masks) or 'no'} stretches are masked; "
             f"{failed or 'none'} of {len(checks)} checks found something new",
-            small_curves({"median price": median_prices(str(ref.path))}),
+            "",
             {"tickers": ref.tickers, "first_date": ref.first_date, "last_date": ref.last_date},
         ),
         **({"masked": best_rows([mask.data for mask in masks])} if masks else {}),
@@ -126,22 +126,6 @@ def read_prices(
         metadata=fit_page(metadata),
         check_results=checks,
     )
-
-
-def median_prices(path: str) -> list[tuple[float, float]]:
-    """Return (year, median price of the tickers then) at 60 days, evenly spread over a file of prices."""
-    import duckdb
-
-    query = """
-        with days as (select distinct "date" from read_parquet($path)),
-             placed as (select "date", row_number() over (order by "date") - 1 as place from days),
-             chosen as (select "date" from placed where place % greatest(1, (select count(*) from days) // 60) = 0)
-        select year("date") + dayofyear("date") / 366.0, median(adj_close)
-        from read_parquet($path) join chosen using ("date") group by "date" order by "date"
-    """
-    with duckdb.connect() as database:
-        found = database.execute(query, {"path": path}).fetchall()
-    return [(float(year), float(price)) for year, price in found if price is not None]
 
 
 def _asset_check(check: CheckResult, known: int) -> dg.AssetCheckResult:
@@ -205,41 +189,34 @@ def show_dataset(
     for ticker, reason in built.excluded.items():
         context.log.warning(f"{ticker} is left out: {reason}")
     manifest = built.manifest()
-    return dg.MaterializeResult(
-        value=built,
-        data_version=dg.DataVersion(built.dataset_id),
-        metadata=fit_page(
-            {
-                **dataset_head(built, "" if built.built else "; it already existed"),
-                "preview": _preview(preview_rows(built.uri)),
-                "dagster/row_count": built.rows,
-                "dagster/column_schema": dg.TableSchema(
-                    [
-                        dg.TableColumn(c["name"], c["type"], f"{c['description']} ({c['role']})")
-                        for c in manifest["columns"]
-                    ]
-                ),
-                "dataset_id": built.dataset_id,
-                "splits": dg.JsonMetadataValue(manifest["splits"]),
-                "shards": len(manifest["shards"]),
-                "bytes": sum(shard["bytes"] for shard in manifest["shards"]),
-                "excluded_tickers": dg.JsonMetadataValue(built.excluded),
-                "rebuilt": built.built,
-                "data_engine": engine if built.built else "not asked: it already existed",
-                "dataset_folder": dg.MetadataValue.path(built.uri),
-                "read_by_nodes_at": shared_uri,
-            }
-        ),
+    columns = [dg.TableColumn(c["name"], c["type"], f"{c['description']} ({c['role']})") for c in manifest["columns"]]
+    facts = {
+        "preview": _preview(preview_rows(built.uri)),
+        "dagster/column_schema": dg.TableSchema(columns),
+        "splits": dg.JsonMetadataValue(manifest["splits"]),
+        "shards": len(manifest["shards"]),
+        "bytes": sum(shard["bytes"] for shard in manifest["shards"]),
+        "excluded_tickers": dg.JsonMetadataValue(built.excluded),
+        "rebuilt": built.built,
+        "data_engine": engine if built.built else "not asked: it already existed",
+    }
+    return _page_of(built, "" if built.built else "; it already existed", facts)
+
+
+def _page_of(dataset: BuiltDataset, note: str, facts: dict[str, Any]) -> dg.MaterializeResult:
+    """Return a dataset as an asset. ``note``: the end of the verdict; ``facts``: what its page says besides."""
+    counts = ", ".join(f"{count:,} of {split}" for split, count in dataset.samples.items())
+    head = head_of_page(
+        f"{f'{dataset.rows:,} rows give samples' if dataset.rows else 'Samples'}: {counts}{note}",
+        small_bar({split: float(count) for split, count in dataset.samples.items()}),
+        {f"{split}_samples": count for split, count in dataset.samples.items()},
     )
-
-
-def dataset_head(built: BuiltDataset, note: str) -> dict[str, Any]:
-    """Return what the page of a dataset begins with. ``note``: the end of the verdict."""
-    counts = ", ".join(f"{count:,} of {split}" for split, count in built.samples.items())
-    return head_of_page(
-        f"{f'{built.rows:,} rows give samples' if built.rows else 'Samples'}: {counts}{note}",
-        small_bar({split: float(count) for split, count in built.samples.items()}),
-        {f"{split}_samples": count for split, count in built.samples.items()},
+    places = {"dataset_folder": dg.MetadataValue.path(dataset.uri), "read_by_nodes_at": dataset.shared_uri}
+    rows = {"dagster/row_count": dataset.rows} if dataset.rows else {}
+    return dg.MaterializeResult(
+        value=dataset,
+        data_version=dg.DataVersion(dataset.dataset_id),
+        metadata=fit_page({**head, **facts, **rows, "dataset_id": dataset.dataset_id, **places}),
     )
 
 
@@ -336,22 +313,9 @@ def take_dataset(context: dg.AssetExecutionContext, project: ProjectResource, fo
     """Return the dataset of a folder, where the nodes read it. Raise `dagster.Failure` where there is none."""
     with refusing_mistakes():
         taken = publish(read_dataset(folder, project), project)
-    manifest = taken.manifest()
+    kind = taken.manifest().get("kind", "windows")
     context.log.info(f"dataset {taken.dataset_id} in {taken.uri}: samples {taken.samples}")
-    return dg.MaterializeResult(
-        value=taken,
-        data_version=dg.DataVersion(taken.dataset_id),
-        metadata=fit_page(
-            {
-                **dataset_head(taken, f"; a dataset of {manifest.get('kind', 'windows')}"),
-                **({"dagster/row_count": taken.rows} if taken.rows else {}),
-                "dataset_id": taken.dataset_id,
-                "kind": manifest.get("kind", "windows"),
-                "dataset_folder": dg.MetadataValue.path(taken.uri),
-                "read_by_nodes_at": taken.shared_uri,
-            }
-        ),
-    )
+    return _page_of(taken, f"; a dataset of {kind}", {"kind": kind})
 
 
 def read_dataset(folder: str, project: ProjectResource) -> BuiltDataset:
@@ -362,16 +326,7 @@ def read_dataset(folder: str, project: ProjectResource) -> BuiltDataset:
     for uri in named:
         storage = open_storage(uri)
         if storage.exists("manifest.json"):
-            manifest = read_dataset_manifest(storage)
-            rows = sum(shard["rows"] for shard in manifest.get("shards", ()) if "rows" in shard)
-            return BuiltDataset(
-                uri=uri,
-                dataset_id=manifest["dataset_id"],
-                rows=rows,
-                samples=manifest["samples"],
-                excluded=manifest.get("excluded", {}),
-                built=False,
-            )
+            return BuiltDataset.of(uri, read_dataset_manifest(storage))
     raise NoDatasetError(
         f"no manifest.json in {' or '.join(named)}: give the folder of a dataset, or the id of one (launchpad of "
         "sharded_dataset, or the argument dataset of the pipeline)"

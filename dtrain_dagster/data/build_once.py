@@ -103,16 +103,10 @@ def parquet_rows(path: Path) -> int:
     return int(pq.read_metadata(path).num_rows)
 
 
-def shard_entry(folder: Path, name: str, split: str, rows: int) -> dict[str, Any]:
-    """Return the entry of a finished shard in the manifest."""
+def shard_entry(folder: Path, name: str, rows: int) -> dict[str, Any]:
+    """Return what the manifest says of each finished shard."""
     path = folder / name
-    return {
-        "path": name,
-        "split": split,
-        "rows": rows,
-        "bytes": path.stat().st_size,
-        "sha256": digest_files([path])[0],
-    }
+    return {"path": name, "rows": rows, "bytes": path.stat().st_size, "sha256": digest_files([path])[0]}
 
 
 class TableShards:
@@ -159,7 +153,7 @@ class TableShards:
     def _finish(self) -> None:
         if self._writer is not None:
             self._writer.close()
-            self.shards.append(shard_entry(self.folder, self._name, self.split, self._rows))
+            self.shards.append(shard_entry(self.folder, self._name, self._rows) | {"split": self.split})
             self._writer, self._rows = None, 0
 
 

@@ -15,11 +15,10 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dtrain_dagster.data.errors import DataEngineError
 
@@ -44,34 +43,15 @@ CONNECT_SECONDS = 10.0
 _PACKAGES = ("numpy", "pandas", "pyarrow")
 
 
-class DataEngine(Protocol):
-    """Where the rows of prices are sorted, and where tickers are computed."""
-
-    @property
-    def name(self) -> str:
-        """The engine's name, as ``DTRAIN_DATA_ENGINE`` has it."""
+class DataEngine:
+    """Where rows of prices are sorted and tickers are computed: here, all in this process. The database sorts, and
+    spills to disk."""
 
     def sorted_rows(self, database: duckdb.DuckDBPyConnection, select: str) -> tuple[pa.Schema, Iterator[pa.Table]]:
         """Return the schema of the rows of a query, and the rows in the order of `ORDER`.
 
         Raise `OSError` where a disk is full, `DataEngineError` where the engine cannot go on.
         """
-
-    def map_tickers(
-        self, frames: Iterator[tuple[str, pd.DataFrame]], work: Callable[[pd.DataFrame], Result]
-    ) -> Iterator[Result]:
-        """Yield what ``work``, which can be pickled, returns for each ticker, in the order of the tickers. Raise what
-        it raises, `OSError` where a disk is full, `DataEngineError` where the engine cannot go on."""
-
-
-@dataclass(frozen=True, slots=True)
-class DuckDBEngine:
-    """All in this process: the database sorts, and spills to disk; tickers are computed one after the other."""
-
-    name: str = "duckdb"
-
-    def sorted_rows(self, database: duckdb.DuckDBPyConnection, select: str) -> tuple[pa.Schema, Iterator[pa.Table]]:
-        """See `DataEngine`."""
         import pyarrow as pa
 
         reader: Any = database.execute(f"{select} ORDER BY {', '.join(ORDER)}").to_arrow_reader(_BATCH_ROWS)
@@ -80,27 +60,26 @@ class DuckDBEngine:
     def map_tickers(
         self, frames: Iterator[tuple[str, pd.DataFrame]], work: Callable[[pd.DataFrame], Result]
     ) -> Iterator[Result]:
-        """See `DataEngine`."""
+        """Yield what ``work``, which can be pickled, returns for each ticker, in the order of the tickers. Raise what
+        it raises, `OSError` where a disk is full, `DataEngineError` where the engine cannot go on."""
         for _, frame in frames:
             yield work(frame)
 
 
-DUCKDB = DuckDBEngine()
+DUCKDB = DataEngine()
 """The engine that is used unless another is asked for."""
 
 
-@dataclass(slots=True)
-class RayEngine:
+class RayEngine(DataEngine):
     """Rows are sorted by Ray Data, tickers are computed by tasks; see `opened_ray_engine`."""
 
-    address: str
-    name: str = "ray"
-    _ray: Any = field(default=None)
-    _is_own: bool = False
-    """Whether the connection was made here."""
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._ray: Any = None
+        self._is_own = False  # whether the connection was made here
 
     def sorted_rows(self, database: duckdb.DuckDBPyConnection, select: str) -> tuple[pa.Schema, Iterator[pa.Table]]:
-        """See `DataEngine`. The database reads and checks; it neither sorts nor spills."""
+        """See `DataEngine`: the database reads and checks."""
         reader: Any = database.execute(select).to_arrow_reader(BLOCK_ROWS)
         return reader.schema, self._sorted(reader)
 

@@ -28,7 +28,6 @@ from dtrain_dagster.data.table_columns import (
     date_parts,
     group_of,
     numbers_of,
-    texts_of,
 )
 from dtrain_dagster.data.table_file import Table
 from dtrain_dagster.data.target_column import TargetColumn, TargetCopy, class_name
@@ -139,7 +138,7 @@ class LearnedTable:
         is_whole = isinstance(found, CategoryColumn) or self.table.types.get(name) == "integer"
         return ColumnReport(
             name=name,
-            type=self.table.types.get(name, ""),
+            type=self.table.types[name],
             missing=found.missing if found else 0,
             remark=remark,
             is_like_id=found is not None and not remark and is_whole and found.is_like_id,
@@ -225,7 +224,7 @@ class LearnedTable:
             return
         counts: Counter[str] = Counter()
         for first, batch in self.table.batches([by]):
-            values = texts_of(batch.column(by))
+            values = batch.column(by).to_pylist()
             if None in values:
                 row = first + values.index(None)
                 self.problems.append(f"--split-by {by}: the column is empty in row {row}, counted from 0: fill it")
@@ -257,7 +256,7 @@ class LearnedTable:
             for name, number in self.numbers.items():
                 number.learn(column(name), is_train, first, every)
             for name, category in self.categories.items():
-                category.learn(texts_of(column(name)), is_train)
+                category.learn(column(name).to_pylist(), is_train)
             for name in target:
                 self.target.learn(batch.column(name), is_train, first, every)
                 self._compare_with_target(batch)
@@ -268,7 +267,7 @@ class LearnedTable:
     def _compare_with_target(self, batch: pa.RecordBatch) -> None:
         def values(name: str) -> list[Any]:
             column = batch.column(name)
-            return texts_of(column) if self.table.kinds[name] == "category" else numbers_of(column).tolist()
+            return column.to_pylist() if self.table.kinds[name] == "category" else numbers_of(column).tolist()
 
         copies = {name: copy for name, copy in self.copies.items() if copy.is_same or copy.is_renamed}
         target = values(self.params.target) if copies else []
@@ -344,7 +343,7 @@ class LearnedTable:
         by, valid, test = self.params.split_by, self.params.valid_fraction, self.params.test_fraction
         if by is None:
             return splits_of(numbered_shares(first, len(batch), self.params.seed), valid, test)
-        values = [group_of(value) for value in texts_of(batch.column(by))]
+        values = [group_of(value) for value in batch.column(by).to_pylist()]
         if self.split_of:
             return np.array([self.split_of[value] for value in values], dtype=np.int64)
         return splits_of(hashed_shares(values, self.params.seed), valid, test)

@@ -16,13 +16,8 @@ from typing import TYPE_CHECKING, Any
 from dtrain_dagster.data.build_once import FinishedDataset, TableShards, build_once, digest_files, id_of
 from dtrain_dagster.data.errors import DataError, refuse
 from dtrain_dagster.data.learned_table import LearnedTable, TableReport
-from dtrain_dagster.data.row_splits import (
-    RowParams,
-)
-from dtrain_dagster.data.table_columns import (
-    numbers_of,
-    texts_of,
-)
+from dtrain_dagster.data.row_splits import RowParams
+from dtrain_dagster.data.table_columns import numbers_of
 from dtrain_dagster.data.table_file import files_of, open_table
 from dtrain_dagster.data.target_column import class_name
 from trainer.data.manifest import SPLITS, STANDARDISED
@@ -125,7 +120,7 @@ class _Builder:
             column_of = self.learned.columns_in(batch)
             for name in kept:
                 if name in codes:
-                    found = [codes[name].get(value, 0) for value in texts_of(column_of(name))]
+                    found = [codes[name].get(value, 0) for value in column_of(name).to_pylist()]
                     arrays.append(np.array(found, dtype=np.int32))
                     continue
                 values = numbers_of(column_of(name))

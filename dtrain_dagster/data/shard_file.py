@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtrain_dagster.data.build_once import shard_entry
 from dtrain_dagster.data.features import AUXILIARY, FEATURES, TARGET
 
 if TYPE_CHECKING:
@@ -50,13 +50,7 @@ class Shard:
     def close(self) -> dict[str, Any]:
         """Finish the file; return its entry in the manifest."""
         self._writer.close()
-        with open(self.path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {
-            "path": str(self.path.name),
-            "sha256": digest,
-            "bytes": self.path.stat().st_size,
-            "rows": self.rows,
+        return shard_entry(self.path.parent, self.path.name, self.rows) | {
             "first_date": min(self._dates),
             "last_date": max(self._dates),
             "tickers": self._tickers,

@@ -9,6 +9,7 @@ inputs, so the same input is never built twice, and it appears whole or not at a
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, date, datetime
 from functools import partial
@@ -80,6 +81,19 @@ class BuiltDataset:
     shared_uri: str = ""
     """The address where nodes read it (`dtrain_dagster.data.publish`)."""
 
+    @classmethod
+    def of(cls, uri: str, manifest: Mapping[str, Any], built: bool = False) -> BuiltDataset:
+        """Return a reference to the dataset in a folder with this manifest."""
+        return cls(
+            uri=uri,
+            dataset_id=manifest["dataset_id"],
+            rows=sum(shard.get("rows", 0) for shard in manifest.get("shards", ())),
+            samples=dict(manifest["samples"]),
+            excluded=dict(manifest.get("excluded", {})),
+            built=built,
+            shared_uri=uri,
+        )
+
     def manifest(self) -> dict[str, Any]:
         """Return the manifest. Raise `DatasetError` where it is damaged."""
         return load_manifest(open_storage(self.uri))
@@ -116,15 +130,7 @@ def build_dataset(
         return _Builder(prices, validation, params, calendar, folder, engine).build(dataset_id)
 
     made = build_once(storage_uri, dataset_id, write)
-    return BuiltDataset(
-        uri=made.uri,
-        dataset_id=dataset_id,
-        rows=sum(shard["rows"] for shard in made.manifest["shards"]),
-        samples=dict(made.manifest["samples"]),
-        excluded=dict(made.manifest["excluded"]),
-        built=made.built,
-        shared_uri=made.uri,
-    )
+    return BuiltDataset.of(made.uri, made.manifest, made.built)
 
 
 def split_dates(dates: NDArray[np.datetime64], params: DatasetParams) -> dict[str, dict[str, str]]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, time
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.ticker_rows import Moments
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
-Task = Literal["regression", "binary", "multiclass"]
-Kind = Literal["number", "date", "category", ""]
+KINDS = {
+    "": "", "boolean": "number", "integer": "number", "number": "number", "datetime": "date", "string": "category",
+}  # fmt: skip
+"""Type of a column → what it is for a training; "" of one without any value."""
 TASKS = (REGRESSION, BINARY, MULTICLASS)
 MOST_VALUES = 1000
 """The most values of a category, each of which is an input of the model."""
@@ -49,36 +51,35 @@ LARGEST = float(2**127)
 """The largest number that is taken: its square has a double, and it has a float."""
 
 
-def kind_of_column(field: pa.Field) -> Kind:
-    """Return what a column is, by its type; "" where it has no value at all. Raise `DataError` for another type."""
-    import pyarrow as pa
+def type_of_column(field: pa.Field) -> str:
+    """Return the type of a column as people have it, one of `trainer.spec.RAW_TYPES`; "" where it has no value at all.
+    Raise `DataError` for another type."""
+    from pyarrow import types
 
-    kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
-    if pa.types.is_null(kind):
+    kind = _plain(field.type)
+    if types.is_null(kind):
         return ""
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
-        return "category"
-    if pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind) or _is_decimal(kind):
+    if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
+        return "string"
+    if types.is_date(kind) or types.is_timestamp(kind):
+        return "datetime"
+    if types.is_boolean(kind):
+        return "boolean"
+    if types.is_integer(kind) and not types.is_uint64(kind):  # of which a signature has the type
+        return "integer"
+    if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind):
         return "number"
-    if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
-        return "date"
     raise DataError(
         f"the column {field.name!r} has the type {field.type}, which is neither a number nor text: leave it out "
         f"(--drop {field.name}), or convert it before"
     )
 
 
-def raw_type(field: pa.Field) -> str:
-    """Return the type of a column as people have it, one of `trainer.spec.RAW_TYPES`; "" where it has no value at all.
-    Raise `DataError` as `kind_of_column` does."""
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """Return a type, or that of the values of a dictionary."""
     import pyarrow as pa
 
-    kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
-    found = kind_of_column(field)
-    is_whole = pa.types.is_integer(kind) and not pa.types.is_uint64(kind)  # of which a signature has the type
-    if found == "number":
-        return "boolean" if pa.types.is_boolean(kind) else "integer" if is_whole else "number"
-    return {"category": "string", "date": "datetime"}.get(found, "")
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
 def joined_type(before: str, also: str) -> str:
@@ -100,8 +101,7 @@ def dates_of(column: pa.Array) -> NDArray[np.datetime64]:
     import numpy as np
     import pyarrow as pa
 
-    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-    values, gone = exact_numbers(column)
+    kind, (values, gone) = _plain(column.type), exact_numbers(column)
     unit = "D" if pa.types.is_date32(kind) else "ms" if pa.types.is_date64(kind) else kind.unit
     dates = values.astype(f"datetime64[{unit}]")
     dates[gone] = np.datetime64("NaT")
@@ -123,8 +123,7 @@ def exact_numbers(column: pa.Array) -> tuple[NDArray[Any], NDArray[np.bool_]]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    if pa.types.is_dictionary(column.type):
-        column = pc.cast(column, column.type.value_type)
+    column = pc.cast(column, _plain(column.type))
     if pa.types.is_null(column.type):
         return np.zeros(len(column)), np.ones(len(column), dtype=bool)
     gone = pc.is_null(column, nan_is_null=pa.types.is_floating(column.type)).to_numpy(zero_copy_only=False)
@@ -132,7 +131,7 @@ def exact_numbers(column: pa.Array) -> tuple[NDArray[Any], NDArray[np.bool_]]:
         column = column.view(pa.int32() if pa.types.is_date32(column.type) else pa.int64())
     elif pa.types.is_boolean(column.type):
         column = pc.cast(column, pa.int8())
-    filled = pc.fill_null(column, pa.scalar(0, column.type) if not _is_decimal(column.type) else 0)
+    filled = pc.fill_null(column, 0 if pa.types.is_decimal(column.type) else pa.scalar(0, column.type))
     values = filled.to_numpy(zero_copy_only=False)
     return np.where(gone, 0, values), np.asarray(gone, dtype=bool)
 
@@ -142,19 +141,13 @@ def numbers_of(column: pa.Array) -> NDArray[np.float64]:
     import numpy as np
     import pyarrow as pa
 
-    values, gone = exact_numbers(column)
-    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    kind, (values, gone) = _plain(column.type), exact_numbers(column)
     if pa.types.is_date64(kind) or pa.types.is_timestamp(kind):
         unit = _UNITS["ms" if pa.types.is_date64(kind) else kind.unit]
         numbers = values // unit + (values % unit) / unit
     else:
         numbers = values.astype(np.float64)
     return np.where(gone, np.nan, numbers)
-
-
-def texts_of(column: pa.Array) -> list[Any]:
-    """Return the values of a column as they are, None where they are missing."""
-    return column.to_pylist()
 
 
 def group_of(value: Any) -> str:
@@ -166,12 +159,6 @@ def group_of(value: Any) -> str:
     if isinstance(value, float | Decimal) and math.isfinite(value):
         return str(int(value)) if value == int(value) else str(float(value))
     return str(value)
-
-
-def _is_decimal(kind: pa.DataType) -> bool:
-    import pyarrow as pa
-
-    return bool(pa.types.is_decimal(kind))
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.price_file import opened, opened_database
 from dtrain_dagster.data.price_views import is_nameless
-from dtrain_dagster.data.table_columns import Kind, check_name, joined_type, kind_of_column, raw_type
+from dtrain_dagster.data.table_columns import KINDS, check_name, joined_type, type_of_column
 
 if TYPE_CHECKING:
     import duckdb
@@ -53,15 +53,19 @@ class Table:
     """The files of a table, as Parquet, and what they agree on."""
 
     files: Sequence[Path]
-    kinds: dict[str, Kind]
-    """What each column is, in the order of the first file; without those that are left out."""
     types: dict[str, str]
-    """The type of each column as people have it, one of `trainer.spec.RAW_TYPES`."""
+    """The type of each column as people have it, one of `trainer.spec.RAW_TYPES`, in the order of the first file; ""
+    of one without a value, or of none that can be used."""
     rows: int
     index: dict[str, str]
     """Columns that are the index of a table: why they are left out."""
     problems: dict[str, list[str]]
     """Why columns cannot be used."""
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """Return what each column is for a training."""
+        return {name: KINDS[kind] for name, kind in self.types.items()}
 
     def batches(self, columns: Sequence[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
         """Yield the number of the first row, and some rows. Raise `DataError` for a file that is damaged."""
@@ -126,8 +130,7 @@ def open_table(files: Sequence[Path], scratch: Path) -> Table:
     names = schemas[0].names
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise DataError(f"{files[0]} has two columns with the name {twice[0]!r}: rename one, or leave it out")
-    kinds: dict[str, Kind] = {}
-    types: dict[str, str] = {}
+    types = dict.fromkeys(names, "")
     for path, schema in zip(files, schemas, strict=True):
         if sorted(schema.names) != sorted(names):
             odd = sorted(set(schema.names) ^ set(names)) or sorted(schema.names)
@@ -135,24 +138,23 @@ def open_table(files: Sequence[Path], scratch: Path) -> Table:
                 f"{path} has different columns from {files[0]} ({', '.join(odd[:5])}): all files need the same"
             )
         for field in schema:
-            before, name = kinds.get(field.name, ""), field.name
-            kinds[name] = before
+            name, before = field.name, types[field.name]
             try:
                 check_name(name)
-                kinds[name] = before or kind_of_column(field)
-                if before and (kind := kind_of_column(field)) and kind != before:
+                found = type_of_column(field)
+                if before and found and KINDS[before] != KINDS[found]:
                     raise DataError(
-                        f"the column {name!r} is a {kind} in {path}, and a {before} in an earlier file: convert one"
+                        f"the column {name!r} is a {KINDS[found]} in {path}, and a {KINDS[before]} in an earlier file: "
+                        "convert one"
                     )
-                types[name] = joined_type(types.get(name, ""), raw_type(field))
+                types[name] = joined_type(before, found)
             except DataError as error:
                 if str(error) not in problems[name]:
                     problems[name].append(str(error))
     index = (schemas[0].pandas_metadata or {}).get("index_columns", ())
-    left = {name: _PANDAS for name in index if isinstance(name, str) and name in kinds}
+    left = {name: _PANDAS for name in index if isinstance(name, str) and name in types}
     left = {name: _INDEX for name in names if is_nameless(name) or name.lower() in _INDEXES} | left
-    found = {name: said for name, said in problems.items() if said}
-    return Table(read, {name: kinds[name] for name in names}, types, rows, left, found)
+    return Table(read, types, rows, left, {name: said for name, said in problems.items() if said})
 
 
 def _convert_csv(path: Path, target: Path, scratch: Path, problems: dict[str, list[str]]) -> None:

