@@ -27,8 +27,8 @@ from dtrain_dagster.data.publish import publish_dataset, published_uri
 from dtrain_dagster.jobs.orders import (
     ScriptOrder,
     environment_anywhere,
-    is_of_script,
     keep_script,
+    ordered_job,
     script_of,
     script_trouble,
 )
@@ -318,7 +318,8 @@ def say_what_is_wrong(
 def script_to_go_on(settings: Settings, name: str | None) -> ScriptOrder | None:
     """Return how the job of this name was started, if a script trains it. The working directory becomes the script's
     while the command runs. Raise `Refusal` where it cannot be started again."""
-    if not name or not JOB_ID.fullmatch(name) or not is_of_script(settings.home, name):
+    ordered = ordered_job(settings.home, name) if name and JOB_ID.fullmatch(name) else None
+    if name is None or ordered is None or not ordered.is_of_script:
         return None
     order = script_of(settings.home, name)
     if order is None or script_trouble(order):

@@ -12,7 +12,7 @@ COMPRESSED_BYTES = 16 * 2**10
 """The least size of an answer that is compressed."""
 
 
-def respond(request: Request, body: bytes, tag: str | None, media_type: str = "application/json") -> Response:
+def respond(request: Request, body: bytes, tag: str = "", media_type: str = "application/json") -> Response:
     """Return an answer with this tag, or "not modified" for a browser that has it already."""
     headers = {"etag": tag} if tag else {}
     if tag and request.headers.get("if-none-match") == tag:
@@ -22,9 +22,9 @@ def respond(request: Request, body: bytes, tag: str | None, media_type: str = "a
     return Response(body, media_type=media_type, headers=headers)
 
 
-def tell_error(words: str) -> Response:
-    """Return the answer that something could not be read."""
-    return PlainTextResponse(words.encode(errors="replace"), 500)
+def refuse(words: str, status: int) -> Response:
+    """Return the answer that something cannot be done or read, in words."""
+    return PlainTextResponse(words.encode(errors="replace"), status)
 
 
 def encode(value: object) -> bytes:

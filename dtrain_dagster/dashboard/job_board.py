@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -94,8 +93,7 @@ class OpenJob:
         self.looked_at = 0.0
 
     def refresh(self, now: float) -> OpenJob:
-        """Read the events written since the last call, at most once a second, on remote storage once in ten; return
-        this job."""
+        """Read what was written since the last look, at most once in `refresh_seconds`; return this job."""
         with self.lock:
             self.looked_at = time.monotonic()
             if time.monotonic() - self._read_at < refresh_seconds(self.rundir.storage):
@@ -177,8 +175,7 @@ class OpenJob:
             }
 
     def account(self, now: float) -> JobAccount:
-        """Return what the job's dollars bought. All events are read for it: that of a running job is shared for a
-        while."""
+        """Return what the job's dollars bought, from all events: that of a running job is shared for a while."""
         with self.lock:
             made = self._account
             if made is None or not (self.settled or time.monotonic() - made[0] < self._keeps_seconds):
@@ -212,26 +209,17 @@ class JobBoard:
         """Jobs that run, and whose verdict the list shows."""
         self._lock = threading.Lock()
         self._index = JobIndex(self.storage, self._seen, 2 * refresh_seconds(self.storage))
-        self._token = uuid.uuid4().hex[:8]
 
     def jobs(self) -> Sequence[JobRow]:
         """Return a row for every training, newest first. Raise OSError where storage cannot be listed."""
         return self.listing().rows
 
     def listing(self, wait_seconds: float | None = None) -> Listing:
-        """Return a row for every training, and a version that changes with them. ``wait_seconds``: the longest wait
-        until all are read."""
+        """Return all rows, and a version that changes with them. ``wait_seconds``: the longest wait for the rest."""
         return self._index.listing(wait_seconds)
 
-    def tag(self, job_id: str) -> str | None:
-        """Return a tag that is the same as long as nothing can have changed in an ended job; None where that is not
-        known."""
-        mark = self._index.mark(job_id)
-        return f'"{self._token}-{"-".join(map(str, mark))}"' if mark else None
-
     def open(self, job_id: str, now: float) -> OpenJob | None:
-        """Return a job as it stands now; None where there is none of that name. Raise one of `CANNOT_READ` if it is
-        damaged."""
+        """Return a job as it stands now; None where there is none. Raise one of `CANNOT_READ` if it is damaged."""
         if not JOB_ID.fullmatch(job_id):
             return None
         with self._lock:
@@ -292,8 +280,7 @@ class JobBoard:
         return replace(row, usd=cost.usd if cost else None, words=words)
 
     def _is_followed(self, row: JobRow) -> bool:
-        """Return whether the list says what holds up this job that runs: not of more than `RECENT_JOBS`, for each is
-        held in memory."""
+        """Return whether the list says what holds this job up: of `RECENT_JOBS` only, for each is held in memory."""
         with self._lock:
             if len(self._followed) < RECENT_JOBS:
                 self._followed.add(row.job_id)

@@ -39,8 +39,7 @@ T = TypeVar("T")
 
 
 def read_facts(rundir: RunDir, state: str, usd: float | None, places: Places) -> dict[str, Any]:
-    """Return the facts of a job in ``state``. ``usd``: what it has cost, None where that is not known. ``damaged``
-    names the parts that cannot be read, and why."""
+    """Return the facts of a job in ``state``, and under ``damaged`` what cannot be read. ``usd``: its cost."""
     damaged: list[str] = []
 
     def read(what: str, part: Callable[[], T]) -> T | None:
@@ -98,23 +97,12 @@ def result_in_words(evaluation: Mapping[str, Any], usd: float | None) -> list[st
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AccountRow:
-    """A cause that paid time was spent on, in words."""
-
-    cause: str
-    meaning: str
-    duration: str
-    share: float
-    """Of the paid node-time, from 0 to 1."""
-    usd: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class JobAccount:
     """The ledger of a job as its page shows it, and the verdict on the whole."""
 
-    rows: tuple[AccountRow, ...] = ()
-    """The costliest first; none where no price is known."""
+    rows: tuple[dict[str, Any], ...] = ()
+    """What paid time was spent on, in words, the costliest first; none where no price is known. ``share``: of the paid
+    node-time, from 0 to 1."""
     total: str = ""
     lost_usd: float | None = None
     """The dollars of what was lost to failures; None where no price is known."""
@@ -138,8 +126,7 @@ def trackers_of(
     default_tier: Tier,
     now: float,
 ) -> tuple[CostTracker, CostTracker]:
-    """Return what a job's own nodes cost so far, and what they cost with its probes. Raise `PriceError` or ValueError
-    where that is not known."""
+    """Return what its own nodes cost so far, and with its probes. Raise `PriceError` or ValueError where unknown."""
     usage = launched_usage(nodes, launch, running, now, stale_seconds(rundir.storage))
     tier = plan.get("tier", default_tier)
     return CostTracker("", usage, tier), CostTracker("", [*usage, *probe_usage_of(plan)], tier)
@@ -158,8 +145,7 @@ def account_of(
     training: Mapping[str, Any],
     now: float,
 ) -> JobAccount:
-    """Return the account of a job in ``state``, from all of its events but the samples of nodes. It has no rows
-    where the price of its nodes is not known."""
+    """Return the account of a job, from its events; without rows where the price of its nodes is not known."""
     running = state in (JobState.RUNNING, JobState.QUEUED)
     plan, launch = rundir.read_json(PLAN) or {}, rundir.read_json(LAUNCH) or {}
     events = [item for item in rundir.events() if item["kind"] != "node"]
@@ -172,13 +158,13 @@ def account_of(
     causes = found.causes()
     digits = digits_of(found.units)
     rows = [
-        AccountRow(
-            cause=row["cause"],
-            meaning=row["meaning"],
-            duration=format_duration(float(row["node_seconds"])),
-            share=float(row["percent"]) / 100,
-            usd=f"${row['usd']:,}",
-        )
+        {
+            "cause": row["cause"],
+            "meaning": row["meaning"],
+            "duration": format_duration(float(row["node_seconds"])),
+            "share": float(row["percent"]) / 100,
+            "usd": f"${row['usd']:,}",
+        }
         for row in ledger_rows(found, digits)
     ]
     judged = judge_job(events, found)
@@ -187,7 +173,7 @@ def account_of(
         paid = describe_goodput(judged.goodput, state == JobState.SUCCEEDED)
         verdict = describe_diagnosis(judged.diagnosis, advise(events, training), paid)
     return JobAccount(
-        rows=tuple(sorted(rows, key=lambda row: -row.share)),
+        rows=tuple(sorted(rows, key=lambda row: -row["share"])),
         lost_usd=causes[CostCause.LOST].usd if CostCause.LOST in causes else 0.0,
         total=f"${total_shown([found.units], digits):,}",
         duration=format_duration(found.microseconds / SECOND),
@@ -200,8 +186,7 @@ def account_of(
 
 
 def describe_diagnosis(found: Diagnosis, advice: Sequence[str], of_paid_time: str = "") -> dict[str, Any] | None:
-    """Return a diagnosis as the page shows it; None where the records do not tell. ``of_paid_time``: a sentence on what
-    took the paid time, for a training that has ended."""
+    """Return a diagnosis as the page shows it, or None. ``of_paid_time``: a sentence on what took the paid time."""
     if found.cause is SlowdownCause.UNKNOWN:
         return None
     share = f", {found.share:.0%} of training time" if found.share >= 0.005 else ""

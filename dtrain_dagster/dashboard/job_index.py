@@ -119,8 +119,7 @@ class JobIndex:
     """The index of a storage's jobs. Safe for any number of threads."""
 
     def __init__(self, storage: Storage, read: Callable[[str], Seen], every_seconds: float) -> None:
-        """``read`` returns the entry of the run directory of that name. A list younger than ``every_seconds`` is new
-        enough."""
+        """``read`` returns the entry of a run directory. A list younger than ``every_seconds`` is new enough."""
         self._storage, self._read, self._every = storage, read, every_seconds
         self._known: dict[str, _Known] = {}
         self._listing = Listing()
@@ -147,19 +146,6 @@ class JobIndex:
             if self._error is not None:
                 raise self._error
             return self._listing
-
-    def mark(self, name: str) -> Mark | None:
-        """Return the mark of an ended job's files, which is the same until the job is started again. Return None for
-        other jobs, and on remote storage."""
-        known = self._known.get(name)
-        if not (known and known.mark and known.seen.settled):
-            return None
-        # The round may be long ago, as a job's page asks nobody for the list; so the files are looked at themselves.
-        return known.mark if self._mark_now(name) == known.mark else None
-
-    def _mark_now(self, name: str) -> Mark:
-        path = self._storage.path(name)
-        return (*_mark(path)[:1], *_mark(f"{path}/{STATUS}"))
 
     def _make_round(self) -> None:
         try:

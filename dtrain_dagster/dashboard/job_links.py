@@ -54,8 +54,7 @@ def links_of(
     tracking: Mapping[str, Any],
     launch: Mapping[str, Any],
 ) -> list[JobLink]:
-    """Return the links of a job. ``owner``, ``job``, ``tracking``, ``launch``: the contents of ``owner.json``,
-    ``job.json``, ``tracking.json`` and ``launch.json``, empty where there is none."""
+    """Return the links of a job, from the contents of four files of its run directory, empty where missing."""
     found = []
     tags = (job.get("tracking") or {}).get("tags") or {}
     run_id = _run_id(owner.get("dagster_run_id") or tags.get("dagster_run_id"))

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from dtrain_dagster.dashboard.answers import read_number, respond, tell_error
+from dtrain_dagster.dashboard.answers import read_number, refuse, respond
 from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.job_index import DAMAGED, JobRow, Listing
 from dtrain_dagster.dashboard.page import static
@@ -109,7 +109,7 @@ def list_routes(board: JobBoard) -> list[Route]:
             most = max(ROWS, read_number(asked.get("n", "")))
             body, tag = made(version, int(time.monotonic()), text, state, most)
         except OSError as error:
-            return tell_error(f"the jobs cannot be listed: {type(error).__name__}: {error}")
+            return refuse(f"the jobs cannot be listed: {type(error).__name__}: {error}", 500)
         return respond(request, body, tag, "text/html")
 
     return [Route("/", page), Route("/find/{text}", page)]

@@ -11,13 +11,13 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.supervision.engine import EngineUnreachableError
 from dtrain_dagster.dashboard import page
-from dtrain_dagster.dashboard.answers import encode, read_number, respond
+from dtrain_dagster.dashboard.answers import encode, read_number, refuse, respond
 from dtrain_dagster.dashboard.job_board import CANNOT_READ, JobBoard, OpenJob
 from dtrain_dagster.dashboard.job_links import Places
 from dtrain_dagster.dashboard.log_pages import LogSource
@@ -49,72 +49,65 @@ def job_routes(board: JobBoard, services: JobServices) -> list[Route]:
             try:
                 found = board.open(request.path_params["job_id"], time.time())
                 if found is None:
-                    return _refusal("there is no job of that name", 404)
+                    return refuse("there is no job of that name", 404)
                 return answer(request, found)
             except (ClusterError, EngineUnreachableError) as error:
-                return _refusal(str(error), 500)
+                return refuse(str(error), 500)
             except CANNOT_READ as error:
-                return _refusal(f"its run directory cannot be read: {type(error).__name__}: {error}", 500)
+                return refuse(f"its run directory cannot be read: {type(error).__name__}: {error}", 500)
 
         return endpoint
 
     def job_page(request: Request) -> Response:
         return HTMLResponse(page.live_job_page(gives_orders=services.desk is not None))
 
-    def figures(request: Request) -> Response:
-        tag = board.tag(request.path_params["job_id"])  # asked first: what is read afterwards is no older
-        if tag is not None and request.headers.get("if-none-match") == tag:
-            return Response(status_code=304, headers={"etag": tag})
-
-        def answer(request: Request, found: OpenJob) -> Response:
-            asked = request.query_params
-            body = encode(found.snapshot(read_number(asked.get("since", "")), asked.get("token", ""), time.time()))
-            return respond(request, body, tag if found.settled else None)
-
-        return of_job(answer)(request)
+    def figures(request: Request, found: OpenJob) -> Response:
+        asked = request.query_params
+        body = encode(found.snapshot(read_number(asked.get("since", "")), asked.get("token", ""), time.time()))
+        return respond(request, body)
 
     def facts(request: Request, found: OpenJob) -> Response:
-        return respond(request, encode(found.facts(services.places)), None)
+        return respond(request, encode(found.facts(services.places)))
 
     def account(request: Request, found: OpenJob) -> Response:
-        return respond(request, encode(asdict(found.account(time.time()))), None)
+        return respond(request, encode(asdict(found.account(time.time()))))
 
     def logs(request: Request, found: OpenJob) -> Response:
         if services.logs is None:
-            return _refusal(NO_LOGS, 404)
+            return refuse(NO_LOGS, 404)
         asked = request.query_params
         node = read_number(asked["node"]) if asked.get("node") else None
         lines = services.logs.page(found.row.job_id, node, asked.get("cursor", ""))
-        return respond(request, encode(asdict(lines)), None)
+        return respond(request, encode(asdict(lines)))
 
     def orders(request: Request, found: OpenJob) -> Response:
         if services.desk is None:
-            return _refusal("this dashboard does not take orders", 404)
+            return refuse("this dashboard does not take orders", 404)
         described = services.desk.describe(found.row.job_id, found.row.state)
         last = described["last"]
-        return respond(request, encode(described | {"last": asdict(last) if last else None}), None)
+        return respond(request, encode(described | {"last": asdict(last) if last else None}))
 
     async def give_order(request: Request) -> Response:
         desk = services.desk
         if desk is None:
-            return _refusal("this dashboard does not take orders", 404)
+            return refuse("this dashboard does not take orders", 404)
         host, given = request.url.hostname or "", request.headers.get("authorization", "")
         is_own = is_own_user(request.scope.get("client"), request.scope.get("server"))
         if refused := judge_order(host, given, desk.token, is_own):
-            return _refusal(refused, 401 if desk.token is not None else 403)
+            return refuse(refused, 401 if desk.token is not None else 403)
         asked = _asked(await request.body())
 
         def answer(request: Request, found: OpenJob) -> Response:
             try:
                 state = desk.give(found.rundir, found.row.job_id, found.row.state, str(asked.get("order", "")))
             except (OrderRefusedError, AuditError) as error:
-                return _refusal(str(error), 409)
+                return refuse(str(error), 409)
             return Response(encode(asdict(state)), 202, media_type="application/json")
 
         return await run_in_threadpool(of_job(answer), request)
 
     return [
-        Route("/jobs/{job_id}.json", figures),
+        Route("/jobs/{job_id}.json", of_job(figures)),
         Route("/jobs/{job_id}/facts.json", of_job(facts)),
         Route("/jobs/{job_id}/account.json", of_job(account)),
         Route("/jobs/{job_id}/logs.json", of_job(logs)),
@@ -122,10 +115,6 @@ def job_routes(board: JobBoard, services: JobServices) -> list[Route]:
         Route("/jobs/{job_id}/orders", give_order, methods=["POST"]),
         Route("/jobs/{job_id}", job_page),
     ]
-
-
-def _refusal(words: str, status: int) -> Response:
-    return PlainTextResponse(words.encode(errors="replace"), status)
 
 
 def _asked(body: bytes) -> dict[str, Any]:

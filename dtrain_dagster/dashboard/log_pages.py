@@ -6,7 +6,6 @@ together. Secrets are struck out of every line, and it stays on one line, whatev
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
@@ -15,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from dtrain_dagster.jobs.log_follower import by_part, time_in
-from trainer.node.line_log import logs_of, open_log, readable
+from dtrain_dagster.jobs.log_follower import FileFollower, by_part, time_in
+from trainer.node.line_log import logs_of
 from trainer.printable import visible
 from trainer.secrets.redaction import redact
 
@@ -62,26 +61,20 @@ class LogFiles:
         self._folder_of = folder_of
 
     def page(self, job_id: str, node: int | None, cursor: str) -> LogPage:
-        logs = logs_of(self._folder_of(job_id))
-        offsets, after = parse_cursor(cursor), {}
-        found: list[tuple[int, str]] = []
-        is_cut = False
-        for number, path in logs.items():
-            if node in (None, number):
-                part, after[number], left_out = _read(path, offsets.get(number) if cursor else None)
-                is_cut |= left_out
-                found += [(number, line) for line in part]
+        follower = FileFollower(self._folder_of(job_id), parse_cursor(cursor), TAIL_BYTES)
+        if not cursor:
+            follower.skip_to_end(MOST_LINES, node)
+        found = list(follower.read(node))
         return LogPage(
             lines=_newest(found),
-            cursor=write_cursor(after),
-            nodes=tuple(logs),
-            is_cut=is_cut or len(found) > MOST_LINES,
+            cursor=write_cursor(follower.offsets),
+            nodes=tuple(logs_of(follower.folder)),
+            is_cut=follower.has_left_out or len(found) > MOST_LINES,
         )
 
 
 class ClusterLogs:
-    """The logs that only the cluster can read, as a `LogSource`. ``ask`` returns those of all nodes of a job, as
-    `GPUClusterManager.job_logs`. It is asked for one job at a time."""
+    """The logs that only the cluster can read, as a `LogSource`; ``ask`` as `GPUClusterManager.job_logs`."""
 
     def __init__(self, ask: Callable[[str], str]) -> None:
         self._ask = ask
@@ -103,8 +96,7 @@ class ClusterLogs:
 
 
 def in_order_of_time(lines: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Return lines of several nodes in the order of the times that they begin with; one without a time stays behind the
-    line before it of its node. Pure."""
+    """Return lines in order of time; one without a time stays behind the line before it of its node. Pure."""
     last: dict[int, str] = {}
     keyed = []
     for node, line in lines:
@@ -123,24 +115,6 @@ def parse_cursor(text: str) -> dict[int, int]:
 def write_cursor(offsets: Mapping[int, int]) -> str:
     """Return the bytes that were read of each node's log, as a page gives them back."""
     return ",".join(f"{node}:{offset}" for node, offset in offsets.items())
-
-
-def _read(path: Path, since: int | None) -> tuple[list[str], int, bool]:
-    """Return the whole lines of a log from ``since`` on, of `TAIL_BYTES` at its end; where they end; and whether
-    earlier ones were left out."""
-    with open_log(path) as file:
-        size = file.seek(0, os.SEEK_END)
-        if since is not None and since > size:  # it was written anew
-            since = None
-        begin = max(since or 0, size - TAIL_BYTES)
-        file.seek(begin)
-        data = file.read(TAIL_BYTES)
-    end = data.rfind(b"\n") + 1
-    if not end and (size - begin >= TAIL_BYTES or since is None):
-        end = len(data)
-    is_cut = begin > (since or 0)
-    first = data.find(b"\n") + 1 if is_cut and since is None else 0  # the rest of a line that began earlier
-    return readable(data[first:end]).splitlines() if end > first else [], begin + end, is_cut
 
 
 def _newest(lines: Sequence[tuple[int, str]]) -> tuple[tuple[int, str], ...]:

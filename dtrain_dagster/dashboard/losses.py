@@ -34,8 +34,7 @@ class LossNotice:
 def missing_nodes(
     changes: Sequence[MembershipEvent], nodes: Sequence[NodePresence], state: str
 ) -> dict[int, MembershipEvent | NodePresence]:
-    """Return each node that a running job lacks, with the change that lost it; with its end, where the others have not
-    formed a generation without it yet."""
+    """Return each node that a running job lacks, with the change that lost it, or, before there is one, its end."""
     missing: dict[int, MembershipEvent | NodePresence] = {}
     if state != JobState.RUNNING:
         return {}

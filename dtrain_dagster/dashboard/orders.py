@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from dtrain_dagster.dashboard.job_index import DAMAGED
-from dtrain_dagster.jobs.orders import FOLDER, environment_anywhere, script_of, script_trouble
+from dtrain_dagster.jobs.orders import environment_anywhere, order_file, ordered_job, script_of, script_trouble
 from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.web.guard import LOOPBACK
-from trainer.config import JOB_ID, ConfigError, JobConfig, parse_job
+from trainer.config import JOB_ID
 from trainer.printable import visible
 from trainer.rundir import LAUNCH, RunDir
 from trainer.secrets.redaction import redact
@@ -101,7 +101,7 @@ def order_command(order: str, job_id: str, home: Path, launch: Mapping[str, Any]
 
 def _resume(job_id: str, home: Path, launch: Mapping[str, Any]) -> list[str]:
     """The nodes are as many as were ordered: a run directory, which nodes write, must not raise their number."""
-    ordered = _read_order(home, job_id)
+    ordered = ordered_job(home, job_id)
     if ordered is None:
         raise OrderRefusedError(f"the order of job {job_id} cannot be read")
     if ordered.is_of_script:
@@ -112,20 +112,7 @@ def _resume(job_id: str, home: Path, launch: Mapping[str, Any]) -> list[str]:
     each = launch.get("processes_per_node")
     each = each if isinstance(each, int) and 0 < each <= ranks and ranks % each == 0 else 1
     sized = ["--nodes", str(ranks // each), "--procs-per-node", str(each)]
-    return ["train", "--config", str(_order_file(home, job_id)), "--name", job_id, *sized, "--detach"]
-
-
-def _order_file(home: Path, job_id: str) -> Path:
-    return home / FOLDER / f"{job_id}.json"
-
-
-def _read_order(home: Path, job_id: str) -> JobConfig | None:
-    """Return the job as it was ordered from this home; None where it was not, or where its order cannot be read."""
-    path = _order_file(home, job_id)
-    try:
-        return parse_job(path.read_text(), source=str(path), is_stored=True)
-    except (ConfigError, OSError):
-        return None
+    return ["train", "--config", str(order_file(home, job_id)), "--name", job_id, *sized, "--detach"]
 
 
 class OrderDesk:
@@ -139,7 +126,7 @@ class OrderDesk:
 
     def describe(self, job_id: str, state: str) -> dict[str, Any]:
         """Return what the page needs for its buttons: which orders can be given, and the last one."""
-        ordered = _read_order(self.home, job_id)
+        ordered = ordered_job(self.home, job_id)
         is_of_script = ordered is not None and ordered.is_of_script
         trouble = script_trouble(script_of(self.home, job_id)) if is_of_script else ""
         found = allowed_orders(state, ordered is not None, trouble)

@@ -117,8 +117,7 @@ def plotly_js() -> str:
 
 
 def live_job_page(gives_orders: bool = False) -> str:
-    """Return the page of one job that asks its server for what it shows. ``gives_orders``: whether it has buttons that
-    cancel, resume and trace the job."""
+    """Return the page of one job that asks its server for what it shows. ``gives_orders``: whether it has buttons."""
     styles = "".join(f'<link rel="stylesheet" href="../{name}">\n' for name in STYLES)
     scripts = ("plotly.js", *SCRIPTS, *LIVE_SCRIPTS, LAST_SCRIPT)
     return Template(static("job.html")).substitute(
@@ -155,15 +154,13 @@ def data_block(name: str, value: Any) -> str:
 
 
 def script_hash(script: str) -> str:
-    """Return a script's sha256 as a Content-Security-Policy states it; browsers read line ends of any kind as a
-    newline."""
+    """Return a script's sha256 as a Content-Security-Policy states it; browsers unify line ends before."""
     unified = script.replace("\r\n", "\n").replace("\r", "\n")
     return base64.b64encode(hashlib.sha256(unified.encode()).digest()).decode()
 
 
 def report_page(rundir: RunDir, tier: Tier, places: Places = Places()) -> str:  # noqa: B008 - it is frozen
-    """Return a job's present state as a page of its own (about 5 MB, most of it plotly.js). ``tier`` sets the price of
-    a job without a plan; ``places``: where links lead."""
+    """Return a job's present state as a page of its own, about 5 MB. ``tier``: of a job without a plan."""
     now = time.time()
     job = OpenJob(rundir, tier).refresh(now)
     while job.is_behind:

@@ -52,7 +52,6 @@ class PerformanceDashboard:
         """The fold's identity: versions of another fold mean nothing here."""
         self.version = 0
         self.view = JobView()
-        self.started_at: float | None = None
         self.heard_at: float | None = None
         self.tracks: dict[str, Track] = {}
         self.nodes: dict[int, dict[str, Any]] = {}
@@ -85,8 +84,7 @@ class PerformanceDashboard:
                 self._take(dict(item))
 
     def changes(self, version: int, token: str) -> dict[str, Any]:
-        """Return the rows of every track that are newer than ``version``; all rows where the token is another
-        fold's."""
+        """Return each track's rows that are newer than ``version``; all rows where the token is another fold's."""
         version = version if token == self.token else 0
         found = {name: track.since(version) for name, track in self.tracks.items()}
         return {
@@ -96,8 +94,7 @@ class PerformanceDashboard:
         }
 
     def details(self, training: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the small parts that change as a whole: ranks, verdict, news, marks. ``training``:
-        the job's configuration."""
+        """Return the small parts that change as a whole. ``training``: the job's configuration."""
         return {
             "has_gpus": self.has_gpus,
             "ranks": self.ranks(),
@@ -126,8 +123,7 @@ class PerformanceDashboard:
         return {"labels": list(labels), "nodes": list(last.nodes), "steps": steps, "milliseconds": segments}
 
     def verdict(self, training: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the bottleneck of the latest steps and the changes that would help, the best first; None if it is not
-        known."""
+        """Return the bottleneck of the latest steps and what would help, the best first; None if it is not known."""
         recent = [*self.view.recent, *self.view.hang]
         try:
             return describe_diagnosis(diagnose(recent), advise(recent, training))
@@ -135,16 +131,9 @@ class PerformanceDashboard:
             return None
 
     def learning(self) -> dict[str, Any] | None:
-        """Return where the validation loss was lowest and whether the training overfits since, as
-        `monitoring.learning` decides it; None before the first evaluation."""
+        """Return the verdict of `judge_learning`; None before the first evaluation."""
         found = judge_learning(self.evaluations)
         return None if found is None else asdict(found)
-
-    @property
-    def best_evaluation(self) -> Evaluation | None:
-        """The evaluation with the lowest validation loss, the first of equal ones; None before the first. Rows of the
-        track are means of several, and have it no more."""
-        return min(self.evaluations, key=lambda item: item.loss, default=None)
 
     def shares(self, segment: str) -> dict[int, float]:
         """Return each node's share of the step that its ranks spent in a segment, over the newest windows."""
@@ -161,7 +150,6 @@ class PerformanceDashboard:
     def _take(self, item: dict[str, Any]) -> None:
         kind, at = item["kind"], float(item["time"])
         self.heard_at = max(at, self.heard_at or at)
-        self.started_at = min(at, self.started_at or at)
         self.counts[kind] += 1
         take = getattr(self, f"_take_{kind}", None)
         if take is not None:
@@ -260,8 +248,7 @@ class PerformanceDashboard:
 
 
 def rank_labels(nodes: Sequence[int]) -> tuple[str, ...]:
-    """Return a label for each rank that stays when ranks are numbered again: its node, and its place there if not
-    alone."""
+    """Return a label of each rank that stays when ranks are numbered again: node, and place there if not alone."""
     several, seen, labels = len(set(nodes)) < len(nodes), Counter[int](), []
     for node in nodes:
         labels.append(f"node {node}.{seen[node]}" if several else f"node {node}")
@@ -270,8 +257,7 @@ def rank_labels(nodes: Sequence[int]) -> tuple[str, ...]:
 
 
 def sentences(item: dict[str, Any]) -> tuple[str, ...]:
-    """Return the sentences that tell people of an event: the news of `dtrain_dagster.jobs.view`, and details for
-    the page's reader. Pure."""
+    """Return the sentences that tell people of an event: its news, and details for the page's reader. Pure."""
     known = news([item])
     if known:
         return known

@@ -29,7 +29,6 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dtrain_dagster.dashboard import page
 from dtrain_dagster.dashboard.job_board import JobBoard, OpenJob
@@ -37,14 +36,13 @@ from dtrain_dagster.dashboard.job_list import list_routes
 from dtrain_dagster.dashboard.job_routes import JobServices, job_routes
 from dtrain_dagster.dashboard.series import is_number
 from dtrain_dagster.jobs.view import UNREADABLE
+from dtrain_dagster.web import guard
 from dtrain_dagster.web.guard import Guard, rules_for
 
 CHUNK_BYTES = 64 * 2**10
-HEADERS = {
+HEADERS = guard.HEADERS | {
     "content-security-policy": page.LIVE_POLICY,
-    "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
 Family = GaugeMetricFamily | CounterMetricFamily
@@ -125,8 +123,7 @@ def build_app(
     hosts: Sequence[str] = (),
     services: JobServices = JobServices(),  # noqa: B008 - it is frozen
 ) -> Starlette:
-    """Return the web application, with its guard. ``hosts``: names that it answers to, besides loopback's.
-    ``services``: what a job's page offers."""
+    """Return the web application, with its guard. ``hosts``: names that it answers to, besides loopback's."""
 
     def script(request: Request) -> Response:
         return Response(page.static(request.url.path[1:]), media_type="text/javascript")
@@ -145,7 +142,7 @@ def build_app(
         return Response(exposition(board), media_type=METRICS_TYPE)
 
     scripts = (*page.SCRIPTS, *page.LIVE_SCRIPTS, page.LAST_SCRIPT, "jobs.js")
-    rules = rules_for("127.0.0.1", hosts, json_only=True)
+    rules = rules_for("127.0.0.1", hosts, json_only=True, headers=HEADERS)
     return Starlette(
         routes=[
             *list_routes(board),
@@ -155,10 +152,7 @@ def build_app(
             *job_routes(board, services),
             Route("/metrics", metrics),
         ],
-        middleware=[
-            Middleware(SecurityHeaders),
-            Middleware(Guard, rules=rules),
-        ],
+        middleware=[Middleware(Guard, rules=rules)],
     )
 
 
@@ -171,23 +165,6 @@ def _plotly(compressed: bool) -> bytes:
 async def _pieces(data: bytes) -> AsyncIterator[bytes]:
     for at in range(0, len(data), CHUNK_BYTES):
         yield data[at : at + CHUNK_BYTES]
-
-
-class SecurityHeaders:
-    """Middleware that puts `HEADERS` on every answer, refusals included."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                given = {name for name, _ in message["headers"]}
-                own = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-                message["headers"] = [*message["headers"], *(pair for pair in own if pair[0] not in given)]
-            await send(message)
-
-        await self.app(scope, receive, with_headers)
 
 
 def _time_left(job: OpenJob) -> float | None:

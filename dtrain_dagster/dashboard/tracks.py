@@ -49,8 +49,7 @@ class Track:
             self._halve(version)
 
     def since(self, version: int) -> dict[str, Any] | None:
-        """Return the rows that changed after ``version``, from an index on; they replace all rows from there. None if
-        none did."""
+        """Return the rows that changed after ``version``; they replace all rows from an index on. None if none did."""
         first = bisect_right(self.versions, version)
         return {"from": first, "rows": self.rows[first:]} if first < len(self.rows) else None
 

@@ -45,31 +45,39 @@ class FileFollower:
     """A follower of logs that grow in a folder of this machine, as a `LogFollower`."""
 
     folder: Path
-    offsets: dict[Path, int] = field(default_factory=dict)
+    offsets: dict[int, int] = field(default_factory=dict)
+    """Node → bytes that were read of its log."""
+    most_bytes: int = LOG_BYTES
+    """Bytes at the end of a log that are read at most: a reader that is behind leaves out what is before."""
+    has_left_out: bool = False
     poll_seconds: float = 0.1
 
-    def skip_to_end(self, keep_lines: int = 0) -> None:
-        for path in logs_of(self.folder).values():
+    def skip_to_end(self, keep_lines: int = 0, node_id: int | None = None) -> None:
+        for node, path in logs_of(self.folder, node_id).items():
             with open_log(path) as file:
                 end = file.seek(0, os.SEEK_END)
-                file.seek(max(0, end - LOG_BYTES))
-                data = file.read(LOG_BYTES) if keep_lines else b""
-            kept = data.splitlines(keepends=True)[-keep_lines:] if keep_lines else []
-            self.offsets[path] = end - sum(map(len, kept))
+                begin = file.seek(max(0, end - self.most_bytes))
+                data = file.read(self.most_bytes) if keep_lines else b""
+            lines = data.splitlines(keepends=True)
+            whole = lines[1:] if begin and len(lines) > 1 else lines
+            self.offsets[node] = end - (sum(map(len, whole[-keep_lines:])) if keep_lines else 0)
+            self.has_left_out |= self.offsets[node] > 0
 
     def read(self, node_id: int | None = None, to_the_end: bool = False) -> Iterator[tuple[int, str]]:
         for node, path in logs_of(self.folder, node_id).items():
             is_more = True
             while is_more:
                 with open_log(path) as file:
-                    begin = max(self.offsets.get(path, 0), file.seek(0, os.SEEK_END) - LOG_BYTES)
-                    file.seek(begin)
+                    size, since = file.seek(0, os.SEEK_END), self.offsets.get(node, 0)
+                    since = since if since <= size else 0  # it was written anew
+                    begin = file.seek(max(since, size - self.most_bytes))
                     data = file.read(PIECE_BYTES)
+                self.has_left_out |= begin > since
                 is_more = len(data) == PIECE_BYTES
                 end = data.rfind(b"\n") + 1
                 if (to_the_end and not is_more) or (is_more and not end):
                     end = len(data)
-                self.offsets[path] = begin + end
+                self.offsets[node] = begin + end
                 for line in readable(data[:end]).splitlines():
                     yield node, line
 
@@ -135,8 +143,7 @@ def by_part(text: str) -> dict[Part, list[str]]:
 
 
 def new_lines(before: Sequence[str], after: Sequence[str]) -> Sequence[str]:
-    """Return the lines that a later look at a log has and the earlier had not; where a log was rewritten, those from
-    the first difference. Pure."""
+    """Return the lines that came since, of a rewritten log those from the first difference on. Pure."""
     alike = 0
     for one, other in zip(before, after, strict=False):
         if one != other:

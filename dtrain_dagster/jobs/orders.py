@@ -89,7 +89,7 @@ def keep_order(home: Path, job: JobConfig, there: JobConfig | None) -> None:
     is known (an older version submitted it), to be a training of the same data, model and loss; it goes on with the
     settings of this job. Raise `OrderError` where it is not.
     """
-    path = _path(home, job.job_id)
+    path = order_file(home, job.job_id)
     if there is None:
         _registered_path(home, job.job_id).unlink(missing_ok=True)
         _script_path(home, job.job_id).unlink(missing_ok=True)
@@ -110,17 +110,15 @@ def keep_script(home: Path, job_id: str, order: ScriptOrder) -> None:
     _write(_script_path(home, job_id), json.dumps(asdict(order), sort_keys=True))
 
 
-def is_of_script(home: Path, job_id: str) -> bool:
-    """Return whether a job was ordered from this home, and a script trains it."""
-    try:
-        return _read(_path(home, job_id)).is_of_script
-    except (ConfigError, OSError):
-        return False
+def ordered_job(home: Path, job_id: str) -> JobConfig | None:
+    """Return a job as it was ordered from this home; None where it was not, or its order cannot be read."""
+    with suppress(ConfigError, OSError):
+        return _read(order_file(home, job_id))
+    return None
 
 
 def script_of(home: Path, job_id: str) -> ScriptOrder | None:
-    """Return how a script's job was ordered; None where it was not by `dtrain train --script`, or by an older version
-    of it, or where the record cannot be read."""
+    """Return how a script was given to `dtrain train --script`; None where it was not, or the record cannot be read."""
     try:
         return _SCRIPT_ORDER.validate_json(_script_path(home, job_id).read_bytes())
     except (OSError, ValueError):
@@ -158,9 +156,9 @@ def order_of(home: str | Path, rundir: RunDir) -> Order | None:
     """Return the order of the job in this run directory, after its ``job.json`` was found equal to it; None for a job
     that was never ordered from this home. Raise `OrderError` where the run directory differs."""
     job_id, home = rundir.uri.rsplit("/", 1)[-1], Path(home)
-    if not JOB_ID.fullmatch(job_id) or not _path(home, job_id).exists():
+    if not JOB_ID.fullmatch(job_id) or not order_file(home, job_id).exists():
         return None
-    job = _read(_path(home, job_id))
+    job = _read(order_file(home, job_id))
     _refuse_difference(rundir.read_job(), job, f"{rundir.uri}/job.json")
     try:
         registered = json.loads(_registered_path(home, job_id).read_text())
@@ -170,11 +168,9 @@ def order_of(home: str | Path, rundir: RunDir) -> Order | None:
 
 
 def latest_orders(home: str | Path, most: int) -> list[JobConfig]:
-    """Return the latest jobs that were ordered from this home, the newest first. One that cannot be read is left out:
-    it is evidence of nothing."""
-    files = [path for path in (Path(home) / FOLDER).glob("*.json") if not path.name.endswith(".registered.json")]
+    """Return the latest jobs that were ordered from this home, the newest first, without those that cannot be read."""
     found = []
-    for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)[:most]:
+    for path in sorted(_order_files(home), key=lambda path: path.stat().st_mtime, reverse=True)[:most]:
         with suppress(ConfigError, OSError):
             found.append(_read(path))
     return found
@@ -182,32 +178,30 @@ def latest_orders(home: str | Path, most: int) -> list[JobConfig]:
 
 def ordered_jobs(home: str | Path) -> list[str]:
     """Return the ids of all jobs that were ordered from this home, in the order of the alphabet."""
-    names = [path.name.removesuffix(".json") for path in (Path(home) / FOLDER).glob("*.json")]
-    return sorted(name for name in names if not name.endswith(".registered"))
+    return sorted(path.name.removesuffix(".json") for path in _order_files(home))
 
 
-def order_difference(found: JobConfig, ordered: JobConfig) -> str:
-    """Return the first field in which a job differs from the order, with both values; "" without a difference. The
-    budget can be raised while a job runs, and the run that follows it changes: neither counts. Pure."""
-    for name, (own, its) in list_differences(_comparable(found), _comparable(ordered)).items():
-        return f"{name} = {show_value(own)}, ordered was {show_value(its)}"
-    return ""
+def _order_files(home: str | Path) -> list[Path]:
+    return [path for path in (Path(home) / FOLDER).glob("*.json") if not path.name.endswith(".registered.json")]
 
 
 def _refuse_difference(found: JobConfig, ordered: JobConfig, where: str) -> None:
-    if said := order_difference(found, ordered):
+    """Raise `OrderError` for the first field in which a job differs from its order, with both values."""
+    for name, (own, its) in list_differences(_comparable(found), _comparable(ordered)).items():
         raise OrderError(
-            f"{where} says {said}: it was changed after it was submitted, and is not used; train again under another "
-            "name, and check who can write there"
+            f"{where} says {name} = {show_value(own)}, ordered was {show_value(its)}: it was changed after it was "
+            "submitted, and is not used; train again under another name, and check who can write there"
         )
 
 
 def _comparable(job: JobConfig) -> dict[str, Any]:
+    """Without the budget, which can be raised while a job runs, and the run that follows it, which changes."""
     job = replace(job, training=replace(job.training, max_node_seconds=None), tracking=replace(job.tracking, tags={}))
     return json.loads(job.to_json())
 
 
-def _path(home: Path, job_id: str) -> Path:
+def order_file(home: Path, job_id: str) -> Path:
+    """Return the file with the order of a job."""
     return Path(home) / FOLDER / f"{job_id}.json"
 
 

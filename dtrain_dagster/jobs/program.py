@@ -48,16 +48,14 @@ def processes_of(engine: str, stated: int | None, usual: int) -> int:
 
 
 def has_gpus(kind: ClusterKind, gpu_type: str, of_engine: int | None) -> bool:
-    """Return whether nodes are known to have GPUs, those of this machine included. ``of_engine``: those that an engine
-    is asked for. Raise `PriceError` for an unknown SKU."""
+    """Return whether nodes, or this machine, have GPUs; ``of_engine`` as asked. Raise `PriceError`."""
     from dtrain_dagster.clusters.ranks import have_gpus
 
     return bool(visible_gpus(os.environ)) if kind.is_this_machine else have_gpus(kind, gpu_type, of_engine)
 
 
 def refuse_program(engine: str, kind: ClusterKind, processes_per_node: int, has_gpus: bool) -> None:
-    """Raise `ConfigError` for a program that cannot run on such a cluster, or whose packages are missing where they can
-    be looked for."""
+    """Raise `ConfigError` for a program that cannot run on such a cluster, or whose packages are missing."""
     if engine not in FRAMEWORKS:
         raise ConfigError(f"there is no engine {engine!r}; choose one of {', '.join(FRAMEWORKS)}")
     why = explain_refusal(engine, kind, processes_per_node, has_gpus)
@@ -119,8 +117,7 @@ def order_program(
     env: Mapping[str, str],
     master_port: int | None = None,
 ) -> JobSpec:
-    """Return the job of a program. ``command``: as it runs on this machine. Raise `ConfigError` as `command_on_nodes`
-    does."""
+    """Return the job of a program. ``command``: as it runs here. Raise `ConfigError` as `command_on_nodes` does."""
     here = kind.is_this_machine
     along = kind.code == "uploaded"
     found, script = (tuple(command), "") if here else command_on_nodes(command, manager.python, along)

@@ -37,8 +37,7 @@ from trainer.printable import visible
 from trainer.rundir import EVALUATION, JOB, LAUNCH, LIMIT, RESULT, RunDir
 
 WORK_FILE = "DTRAIN_WORK_FILE"
-"""Variable: the file to which a process adds the jobs that it starts or follows; unset outside of ``dtrain_dagster
-work``."""
+"""Variable: the file to which processes of ``dtrain_dagster work`` add the jobs that they start or follow."""
 
 REGISTRATION = "registration.json"
 """File of a run directory: the name, version and alias under which the model was registered."""
@@ -118,8 +117,7 @@ def choose_job(fingerprint: str, root_run_id: str, known: Sequence[KnownJob]) ->
 
 
 def known_jobs(manager: GPUClusterManager, jobs_uri: str, fingerprint: str) -> list[KnownJob]:
-    """Return the cluster's jobs of this training, newest first, with whether their result was taken and whether they
-    can be continued."""
+    """Return the cluster's jobs of this training, newest first."""
     known = []
     for status in manager.list_jobs(f"train-{fingerprint}-"):
         rundir = RunDir(f"{jobs_uri}/{status.job_id}")
@@ -319,8 +317,7 @@ def work_file() -> Iterator[Path]:
 
 
 def note_job(job_id: str) -> None:
-    """Note that this process started a job, or follows it. Nothing is noted outside of ``dtrain_dagster work``, or
-    where the file is gone: what is told after Ctrl-C must not hinder the job."""
+    """Note that this process starts or follows a job; nothing outside of ``dtrain_dagster work``."""
     if path := os.environ.get(WORK_FILE):
         _note(path, job_id)
 

@@ -61,8 +61,7 @@ class ScriptJob:
 
 
 def steps_of(training: DistributedTrainingConfig, samples: int) -> int:
-    """Return the optimizer steps of a training on so many samples. Raise `ConfigError` if they cannot feed its
-    ranks."""
+    """Return the optimizer steps on so many samples. Raise `ConfigError` if they cannot feed its ranks."""
     from trainer.data import sampler  # numpy, which the code location does not need to load
 
     return sampler.steps_of(training, samples)

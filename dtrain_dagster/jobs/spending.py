@@ -7,7 +7,6 @@ ceiling, and what it refuses, is decided in `dtrain_dagster.costs.ceilings`.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +31,6 @@ from dtrain_dagster.costs.money import HOUR, SECOND, nano_usd, units_of_usd
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import PriceError, price_of
 from dtrain_dagster.costs.tracker import CostTracker, NodeCost
-from dtrain_dagster.jobs.orders import FOLDER as ORDERS
 from dtrain_dagster.jobs.promises import (
     GROUP,
     Promise,
@@ -45,14 +43,14 @@ from dtrain_dagster.jobs.promises import (
 from dtrain_dagster.jobs.totals import launched_usage
 from dtrain_dagster.settings.tiers import Tier, tier_of
 from dtrain_dagster.support.job_lock import is_held
-from trainer.config import TrackingConfig
 from trainer.documents.places import ID
 from trainer.documents.presences import NodePresence, stale_seconds
 from trainer.errors import DamagedError
 from trainer.rundir import LAUNCH, LIMIT, STATUS, RunDir
 from trainer.storage.open import open_storage
 
-UNKNOWN = "unknown"
+NOBODY = Promise(person="unknown", project="unknown")
+"""The promise of a job that was started without one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,18 +159,18 @@ class SpendingBook:
         try:
             launch = rundir.read_json(LAUNCH)
             if launch is None:
-                held = promise or Promise(person=UNKNOWN, project=UNKNOWN)
+                held = promise or NOBODY
                 return _Looked(promise=held, is_open=held.is_held)
             status, plan, limit = rundir.read_json(STATUS), rundir.read_json(PLAN) or {}, rundir.read_json(LIMIT) or {}
             nodes, stale = rundir.nodes(), stale_seconds(rundir.storage)
         except NotADirectoryError:  # something that is no job
-            return _Looked(promise=Promise(person=UNKNOWN, project=UNKNOWN))
+            return _Looked(promise=NOBODY)
         except (DamagedError, OSError) as error:
             raise CeilingError(
                 f"what job {job_id} has cost cannot be read, so nothing is started: {error}; repair or remove its "
                 f"folder, or lift the ceilings: {COMMAND} --none"
             ) from None
-        promise = promise or _promise_of_order(self.home, job_id)
+        promise = promise or NOBODY
         is_open = _is_open(rundir, launch, status) or (promise.is_held and launch.get("launch", 0) <= promise.before)
         sku, tier = str(launch.get("sku", "")), tier_of(str(launch.get("tier") or plan.get("tier") or self.tier))
         try:
@@ -277,8 +275,7 @@ def _promised(
     hourly: int,
     count: int,
 ) -> int:
-    """Return what a job that runs may cost in all: its hard budget, else what was expected of it, else what it has cost
-    and an hour of its nodes. Pure."""
+    """Return what a job that runs may cost in all: its budget, its estimate, or an hour more of its nodes. Pure."""
     most, each = limit.get("max_node_seconds"), hourly // max(1, count)
     if most is not None:
         seconds = sum(node.seconds(node.last_seen_at or node.started_at) for node in nodes)
@@ -306,21 +303,10 @@ def paid_by_month(intervals: tuple[NodeCost, ...]) -> dict[str, int]:
 
 
 def _is_open(rundir: RunDir, launch: Mapping[str, Any], status: Mapping[str, Any] | None) -> bool:
-    """Return whether a job may go on to cost money: its status is not final, and, on this machine, somebody looks after
-    it."""
+    """Return whether a job may go on to cost money; on this machine, whether somebody looks after it."""
     if launch.get("engine") == "local":
         return is_held(rundir.storage.local_path())
     if status is None:
         return True
     of_launch = status.get("launch") in (None, launch.get("launch"))
     return not (of_launch and JobState(status.get("state", JobState.QUEUED)).is_final)
-
-
-def _promise_of_order(home: Path, job_id: str) -> Promise:
-    """Return whose a job is that was started without a promise, by its order."""
-    person, project = UNKNOWN, UNKNOWN
-    with suppress(OSError, ValueError):
-        tracking = json.loads((home / ORDERS / f"{job_id}.json").read_text()).get("tracking") or {}
-        person = str((tracking.get("tags") or {}).get("mlflow.user", UNKNOWN))
-        project = str(tracking.get("mlflow_experiment") or TrackingConfig().mlflow_experiment)
-    return Promise(person=person, project=project)

@@ -36,8 +36,7 @@ class LaunchTotals:
 
     @property
     def words(self) -> str:
-        """Return the time for a person: ``17 s``, or ``10 min 02 s over 2 launches, of which the last took 2 min
-        12 s``."""
+        """Return the time for a person: ``10 min 02 s over 2 launches, of which the last took 2 min 12 s``."""
         return f"{format_duration(self.seconds)} {self.of_which}".strip()
 
     @property
@@ -89,8 +88,7 @@ def launched_usage(
 
 
 def sum_presences(nodes: Sequence[NodePresence], running: bool, now: float, stale: float = math.inf) -> LaunchTotals:
-    """Return what a job took over all launches, without dollars, by the records of its nodes; ``running``, ``now`` and
-    ``stale``: see `dtrain_dagster.clusters.presence.usage`."""
+    """Return what a job took over all launches, without dollars; arguments as of `presence.usage`."""
     return sum_launches(presence.usage(nodes, "", running, now, stale))
 
 

@@ -64,33 +64,12 @@ class JobView:
     """Reports of ranks that see no progress, until there is some."""
 
     def shares(self) -> dict[str, float]:
-        """Return the share of each segment in the latest steps (`monitoring.windows.SEGMENTS`); empty while not
-        known."""
+        """Return the share of each segment in the latest steps; empty while not known."""
         return shares(settled(windows(self.recent))[-LATEST_WINDOWS:])
 
     def explained(self, message: str) -> str:
         """Return the message, with the rank that kept the others waiting, if that is the cause."""
         return f"{message}; {hang_verdict(self.hang)}" if self.hang else message
-
-    def kept_rate(self) -> dict[str, Any]:
-        """Return the figures that a projection needs for JSON, below 1 kB, and as exact as an estimate needs them."""
-        reports = tuple((round(at, 1), float(f"{seconds:.4g}"), step) for at, seconds, step in self.reports)
-        names = ("step", "evaluation_seconds", "checkpoint_seconds", "paused_seconds", "total_steps", "finish_began")
-        return {"reports": reports} | {name: getattr(self, name) for name in names}
-
-    @classmethod
-    def with_rate(cls, kept: Mapping[str, Any]) -> JobView:
-        """Return a view with the figures from `kept_rate`. Raise KeyError, TypeError or ValueError for anything
-        else."""
-        return cls(
-            step=int(kept["step"]),
-            reports=tuple((float(at), float(seconds), int(step)) for at, seconds, step in kept["reports"]),
-            evaluation_seconds=tuple(map(float, kept["evaluation_seconds"])),
-            checkpoint_seconds=tuple(map(float, kept["checkpoint_seconds"])),
-            paused_seconds=float(kept["paused_seconds"]),
-            total_steps=None if kept["total_steps"] is None else int(kept["total_steps"]),
-            finish_began=None if kept["finish_began"] is None else float(kept["finish_began"]),
-        )
 
 
 def fold(view: JobView, found: Sequence[Mapping[str, Any]]) -> JobView:

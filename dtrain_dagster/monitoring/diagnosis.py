@@ -302,8 +302,7 @@ def _checkpoint(world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]
 
 
 def _slower_while_writing(world: Sequence[TimingEvent], writes: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return (share of training time lost because writes slow the steps, share of the time in which there is a write);
-    the first is 0 unless it stands out from the noise."""
+    """Return the shares of time that writes cost, 0 unless it stands out from noise, and in which there is one."""
     overlaps = []
     for window in world:
         first, last = window.time - window.total_seconds, window.time
@@ -324,8 +323,7 @@ def _slower_while_writing(world: Sequence[TimingEvent], writes: Sequence[tuple[f
 
 
 def _undisturbed(window: TimingEvent) -> float:
-    """Return the seconds of a step without what happens in few of them: medians over steps, where the trainer has
-    recorded them."""
+    """Return the seconds of a step without what happens in few: medians, where the trainer has recorded them."""
     if "compute" not in window.typical:
         return window.seconds - max(window.segments.get("checkpoint") or (0.0,))
     busy = zip(window.typical["compute"], window.typical.get("input") or (0.0,) * window.world_size, strict=True)
@@ -333,8 +331,7 @@ def _undisturbed(window: TimingEvent) -> float:
 
 
 def _hangs(events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
-    """Return a hang that nothing has ended. It is of one rank where just one has not come to where the others wait, or
-    is silent."""
+    """Return a hang that nothing has ended; of one rank where just one is behind, or is silent."""
     reports = unresolved((), map(dict, events))
     if not reports:
         return []

@@ -62,8 +62,7 @@ class GPUMemory:
 def gpu_memory(
     world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
 ) -> GPUMemory | str:
-    """Return the fullest GPU from the ``node`` events of a job, or why it cannot be determined or a larger batch would
-    not help."""
+    """Return the fullest GPU of a job, or why it is not known or a larger batch would not help."""
     batch = training.get("batch_size_per_gpu") or world[-1].facts.get("local_samples_per_micro_batch")
     samples = read_events(NodeEvent, events)
     looks = [(item, gpu) for item in samples for gpu in item.gpus]

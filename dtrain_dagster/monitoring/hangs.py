@@ -41,8 +41,7 @@ def unresolved(reports: Sequence[Report], events: Iterable[Report]) -> tuple[Rep
 
 
 def hang_verdict(rows: Iterable[Report]) -> str:
-    """Return one sentence, of the rows of an unresolved hang: which rank never arrived where the others wait, and
-    where it stands instead."""
+    """Return one sentence on an unresolved hang: which rank never arrived where the others wait, and where it is."""
     reports = read_events(HangEvent, rows)
     nodes = max((item.nodes for item in reports), key=len)
     known = {item.rank: item for item in reports}
@@ -78,8 +77,7 @@ def hang_verdict(rows: Iterable[Report]) -> str:
 
 @dataclass(slots=True)
 class HangNews:
-    """A source of verdicts that gives each once, and again when it changes, after all ranks have reported or have had
-    the time to."""
+    """Gives each verdict once, and again when it changes, after all ranks have reported or have had the time to."""
 
     began: float | None = None
     told: set[str] = field(default_factory=set)

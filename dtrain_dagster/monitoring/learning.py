@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-OVERFIT_SHARE, RECOVERED_SHARE = 0.10, 0.05
-"""The part of what the validation loss had gained by which it must have risen again for a training to overfit, and
-below which it must fall to overfit no more: a curve at the limit does not change the verdict with every evaluation."""
+OVERFIT_SHARE = 0.10
+"""The part of what the validation loss had gained by which it must have risen again for a training to overfit."""
 LOOKS = 2
 """Evaluations since the best one from which a rise is believed; their mean counts."""
 
@@ -57,26 +56,20 @@ class Learning:
 
 
 def judge_learning(evaluations: Sequence[Evaluation]) -> Learning | None:
-    """Return the verdict on evaluations in order of steps; None where there is none. It is that of every look so far,
-    one after the other, since a verdict that stands is harder to change than one that is new."""
+    """Return the verdict on evaluations in order of steps; None where there is none."""
     known = [item for item in evaluations if math.isfinite(item.loss)]
     if not known:
         return None
-    state, best = LearningState.UNKNOWN, 0
-    for latest in range(1, len(known)):
-        best = latest if known[latest].loss < known[best].loss else best
-        state = _next_state(state, known[0], known[best], known[best + 1 : latest + 1])
-    later = known[best + 1 :]
-    return Learning(state=state, best=known[best], since=len(later), words=_words(state, known[best], later))
+    best = min(known, key=lambda item: item.loss)
+    later = known[known.index(best) + 1 :]
+    state = _state(known[0], best, later) if len(known) > 1 else LearningState.UNKNOWN
+    return Learning(state=state, best=best, since=len(later), words=_words(state, best, later))
 
 
-def _next_state(
-    before: LearningState, first: Evaluation, best: Evaluation, later: Sequence[Evaluation]
-) -> LearningState:
+def _state(first: Evaluation, best: Evaluation, later: Sequence[Evaluation]) -> LearningState:
     if not later:
         return LearningState.IMPROVING
-    is_risen = before in (LearningState.OVERFITTING, LearningState.WORSENING)
-    limit = (RECOVERED_SHARE if is_risen else OVERFIT_SHARE) * (first.loss - best.loss)
+    limit = OVERFIT_SHARE * (first.loss - best.loss)
     rise = sum(item.loss for item in later[-LOOKS:]) / len(later[-LOOKS:]) - best.loss
     if len(later) < LOOKS or not rise > limit:
         return LearningState.STALLED

@@ -80,8 +80,7 @@ def stragglers(windows: Sequence[TimingEvent]) -> list[Straggler]:
 
 
 def dealt_seconds(window: TimingEvent) -> list[float]:
-    """Return seconds per step by which each rank is expected to be later, for its samples, than the one with least
-    work."""
+    """Return by how many seconds per step each rank is later, for its samples, than the one with least work."""
     if len(window.samples) != window.world_size or len(set(window.samples)) == 1:
         return [0.0] * window.world_size
     computing = _segments(window, "forward", "backward")
@@ -93,8 +92,7 @@ def dealt_seconds(window: TimingEvent) -> list[float]:
 def _judge(
     windows: Sequence[TimingEvent], rank: int, series: Sequence[float], noise: float, typically: bool
 ) -> Straggler | None:
-    """Return the straggler if this rank is late for a segment of windows that counts. ``series``: its seconds in each,
-    ``noise`` relative."""
+    """Return the straggler if this rank is late in windows that count. ``series``: its seconds, ``noise`` relative."""
     late = [seconds / window.seconds for seconds, window in zip(series, windows, strict=True)]
     first, last = _interval([value - LATE_SHARE / 2 for value in late])
     count = last - first

@@ -50,8 +50,7 @@ def strategies(
 
 
 def communication_strategies(world: Sequence[TimingEvent], training: Mapping[str, Any]) -> list[Strategy]:
-    """Return strategies against communication time. Waiting for a slow rank is another matter: none of these helps
-    against it."""
+    """Return strategies against communication time; none of them helps against waiting for a slow rank."""
     now = step_model(world)
     if not now.samples:
         return []
@@ -63,8 +62,7 @@ def communication_strategies(world: Sequence[TimingEvent], training: Mapping[str
 
 
 def _more_work(now: StepModel, training: Mapping[str, Any]) -> list[Strategy]:
-    """Return fewer all-reduces for each sample: the smallest of some factors that brings communication below the
-    limit."""
+    """Return fewer all-reduces for each sample: the smallest factor that brings communication below the limit."""
     for factor in (2, 4, 8):
         then = now.with_batch(factor)
         if then.communication / then.seconds <= COMMUNICATION_LIMIT:
@@ -124,8 +122,7 @@ def _hierarchy(now: StepModel, world: Sequence[TimingEvent], fit: Link, training
 
 
 def on_fewer_nodes(world: Sequence[TimingEvent]) -> list[StepModel]:
-    """Return the step with the same global batch on one node, two and so on: more computing for each, less or no
-    communication."""
+    """Return the step with the same global batch on one node, two and so on."""
     now = step_model(world)
     if now.nodes < 2 or world[-1].world_size % now.nodes:
         return []
@@ -161,8 +158,7 @@ def _with_ranks(now: StepModel, world: Sequence[TimingEvent], fit: Link | None, 
 
 
 def waiting_strategies(world: Sequence[TimingEvent], node_id: int | None = None) -> list[Strategy]:
-    """Return strategies against a straggler: another node in its place, less work for it, or none. ``node_id``: against
-    this one instead of the costliest."""
+    """Return strategies against the costliest straggler, or that of ``node_id``."""
     ranked, now = stragglers(world), step_model(world)
     late = [item for item in ranked if node_id in (None, item.node_id)]
     if not late or not now.samples:
@@ -235,8 +231,7 @@ def _checkpoint(
 
 
 def _less_communication(now: StepModel, world: Sequence[TimingEvent], saved: float) -> StepModel:
-    """Return the step with ``saved`` seconds less of exposed communication; the commit and a last bucket stay
-    exposed."""
+    """Return the step with ``saved`` seconds less of exposed communication; a last bucket stays exposed."""
     buckets = _buckets_of(world)
     network = sum(item.wire_seconds for item in buckets)
     last = (1 - saved / network) * buckets[-1].wire_seconds if network else 0.0

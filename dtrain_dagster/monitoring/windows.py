@@ -63,14 +63,12 @@ class CommunicationCost:
 
 
 def windows(events: Iterable[Mapping[str, Any]]) -> list[TimingEvent]:
-    """Return the ``timing`` events that can be read, in order of time. A run directory is input: a damaged event spoils
-    no report."""
+    """Return the ``timing`` events that can be read, in order of time."""
     return sorted(read_events(TimingEvent, events), key=lambda window: window.time)
 
 
 def settled(found: Sequence[TimingEvent]) -> list[TimingEvent]:
-    """Return the windows without the first of each generation, in which buckets are made and caches are cold, if enough
-    remain."""
+    """Return the windows without the first of each generation, whose caches are cold, if enough remain."""
     by_generation: dict[int, list[TimingEvent]] = defaultdict(list)
     for window in found:
         by_generation[window.generation].append(window)
@@ -106,8 +104,7 @@ def communication_cost(found: Sequence[TimingEvent]) -> CommunicationCost:
 
 
 def exceeds_limit(found: Sequence[TimingEvent], segments: Sequence[str] = COMMUNICATION_SEGMENTS) -> bool:
-    """Return whether these segments together take more of the time than `COMMUNICATION_LIMIT`, and not only because of
-    one window that hung."""
+    """Return whether these segments exceed `COMMUNICATION_LIMIT`, and not only by one window that hung."""
     part = shares(found)
     usual = statistics.median(shares_by_window(found, segments)) if found else 0.0
     return sum(part.get(name, 0.0) for name in segments) > COMMUNICATION_LIMIT and usual > COMMUNICATION_LIMIT / 2
@@ -184,8 +181,7 @@ def describe_contention(world: Sequence[TimingEvent]) -> str:
 
 
 def ranks_that_share_cores(window: TimingEvent) -> tuple[int, ...]:
-    """Return the ranks on machines that have more ranks than cores; none where that is not known, or ranks compute on
-    GPUs."""
+    """Return the ranks on machines that have more ranks than cores; none for GPUs, or where that is not known."""
     if not window.machines or not window.cores or window.facts.get("device", "cpu") != "cpu":
         return ()
     rows = enumerate(zip(window.machines, window.cores, strict=True))
@@ -239,8 +235,7 @@ class Throughput:
         return sum(self.by_node.values()) / self.rank_seconds if self.rank_seconds else None
 
     def of_node(self, node: int) -> float | None:
-        """Return the samples of a node per second of the whole training, so that nodes add up to all; None where no
-        windows were recorded."""
+        """Return the samples of a node per second of the whole training; None where no windows were recorded."""
         return self.by_node.get(node, 0) / self.seconds if self.seconds else None
 
 

@@ -42,9 +42,10 @@ COST_TOLD = "cost_alerts.json"
 `training_progress.TOLD`, which the run that follows the job holds in memory and writes as a whole."""
 ENOUGH_STEPS, MOST_FILES = 20, 400
 """The reports of steps that are read from the newest events, and the most files for them. A job whose steps take long
-writes dozens of files, of samples, between two such reports; therefore the learned pace is in the cursor."""
-KEPT_PACES = 200
-"""The most jobs whose pace is in the cursor: about 1 kB each. For others, it is read back at each look."""
+writes dozens of files, of samples, between two such reports; therefore what was read is kept from look to look."""
+_READ: dict[str, tuple[JobView, float]] = {}
+"""Of each running job, by its run directory: its view, and the time of the newest event in it. It is lost with this
+process, and made again from the newest events."""
 
 
 def build_cost_overrun_sensor(names: GraphNames = STOCK_NAMES) -> dg.SensorDefinition:
@@ -76,8 +77,6 @@ def build_cost_overrun_sensor(names: GraphNames = STOCK_NAMES) -> dg.SensorDefin
                 look = look | {"told": sorted({*look.get("told", ()), *told})}
                 tracker = CostTracker(cluster.cluster_name, usage, tier_of(plan["tier"]))
                 projection, due, looks[job_id] = judge_cost(rundir, plan, tracker, look)
-                if len(looks) > KEPT_PACES:
-                    looks[job_id].pop("pace")
                 for item in due:
                     sentence = _sentence(job_id, item, projection)
                     told = {key: {"sentence": sentence, "at": time.time()} for key in item.covers} | told
@@ -98,6 +97,9 @@ def build_cost_overrun_sensor(names: GraphNames = STOCK_NAMES) -> dg.SensorDefin
                 why = visible(f"{type(error).__name__}: {error}")
                 context.log.warning(f"{job_id}: its cost could not be judged: {why}")
                 looks.setdefault(job_id, look)
+        kept = {f"{project.jobs_uri}/{job_id}" for job_id in running}
+        for uri in _READ.keys() - kept:
+            del _READ[uri]
         return dg.SensorResult(
             skip_reason=f"{len(running)} running job(s), " + (f"{count} alert(s)" if count else "none newly above"),
             cursor=json.dumps(looks),
@@ -111,16 +113,14 @@ def judge_cost(
 ) -> tuple[Projection, list[Overrun], dict[str, Any]]:
     """Return a job's projection, the overruns to report, and the state for the next look, as JSON. ``look``: the last
     look's state, with ``told``, the keys of all reported overruns."""
-    try:
-        view, read = JobView.with_rate(look["pace"]), float(look["read"])
-    except (KeyError, TypeError, ValueError):  # none, or of another version: start from the latest events
-        view, read = JobView(), 0.0
+    view, read = _READ.get(rundir.uri, (JobView(), 0.0))
     events = recent_events(rundir, after=read)
-    view, read = fold(view, events), events[-1]["time"] if events else read
+    view = fold(view, events)
+    _READ[rundir.uri] = view, events[-1]["time"] if events else read
     projection = project_cost(tracker, plan, view)
     due = overruns(projection, look["told"], look.get("projected"))
     over = projection.over_at_end if projection.counts else None
-    return projection, due, {"told": look["told"], "projected": over, "pace": view.kept_rate(), "read": read}
+    return projection, due, {"told": look["told"], "projected": over}
 
 
 def _advice(

@@ -16,11 +16,10 @@ import dagster as dg
 
 from dtrain_dagster.automation.run_liveness import run_at_work
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseError, NodePool
-from dtrain_dagster.costs.prices import PriceError, price_of, price_words
+from dtrain_dagster.costs.prices import price_words
 from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
-from dtrain_dagster.sensors.watched_clusters import ELSEWHERE, watched_clusters
+from dtrain_dagster.sensors.watched_clusters import ELSEWHERE, usd_per_node_hour, watched_clusters
 from dtrain_dagster.settings.environment import Settings
-from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import notify_and_log
@@ -158,7 +157,7 @@ def build_idle_cluster_sensor(settings: Settings, names: GraphNames = STOCK_NAME
             return dg.SensorResult(skip_reason=f"the nodes cannot be seen now: {error}", cursor=context.cursor)
         watched = []
         for pool in pools:
-            usd = _usd_per_node_hour(pool, cluster)
+            usd = usd_per_node_hour(pool.sku, pool.tier, cluster)  # without one, it is given back all the same
             idling = look(before.get(pool.name), pool, usd or 0.0, now)
             over = is_over(idling, pool, limit_seconds)
             watched.append(Watched(pool=pool, idling=idling, usd_per_node_hour=usd, is_over=over))
@@ -239,14 +238,6 @@ def _gone(name: str, idling: Idling, cluster: GPUClusterResource) -> str:
 
 def _words(cluster: GPUClusterResource) -> str:
     return price_words(cluster.sku, cluster.traits.buys_nodes)
-
-
-def _usd_per_node_hour(pool: NodePool, cluster: GPUClusterResource) -> float | None:
-    """Return the price; None where the price table has none: the pool is given back all the same."""
-    try:
-        return price_of(pool.sku).usd_per_hour(tier_of(pool.tier or cluster.tier))
-    except PriceError:
-        return None
 
 
 def _scale_down(manager: GPUClusterManager, item: Watched, run_id: str) -> Watched:

@@ -16,11 +16,10 @@ import dagster as dg
 
 from dtrain_dagster.automation.run_liveness import LIVE, run_at_work
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseError, Orphan
-from dtrain_dagster.costs.prices import PriceError, price_of, price_words
+from dtrain_dagster.costs.prices import price_words
 from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
-from dtrain_dagster.sensors.watched_clusters import ELSEWHERE, watched_clusters
+from dtrain_dagster.sensors.watched_clusters import ELSEWHERE, usd_per_node_hour, watched_clusters
 from dtrain_dagster.settings.environment import Settings
-from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import notify_and_log
@@ -125,11 +124,10 @@ def describe_orphan(orphan: Orphan, cluster: GPUClusterResource, done: str, alon
 
 def _cost_per_hour(orphan: Orphan, cluster: GPUClusterResource) -> str:
     """Return the cost of the nodes that it has, or waits for; "" where the price table has none."""
-    try:
-        usd = orphan.node_count * price_of(orphan.sku).usd_per_hour(tier_of(orphan.tier or cluster.tier))
-    except PriceError:
+    usd = usd_per_node_hour(orphan.sku, orphan.tier, cluster)
+    if usd is None:
         return ""
-    return f"{dollars(usd)} ({price_words(orphan.sku, cluster.traits.buys_nodes)})"
+    return f"{dollars(orphan.node_count * usd)} ({price_words(orphan.sku, cluster.traits.buys_nodes)})"
 
 
 def _key(orphan: Orphan) -> str:

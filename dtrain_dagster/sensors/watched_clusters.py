@@ -1,10 +1,14 @@
-"""Which sensor watches a cluster that several graphs of a code location train on, and the assets that it reports to."""
+"""What sensors on clusters share: which one watches a cluster that several graphs of a code location train on, the
+assets that it reports to, and prices."""
 
 from __future__ import annotations
 
 import dagster as dg
 
 from dtrain_dagster.assets.training import CLUSTER_TAG
+from dtrain_dagster.costs.prices import PriceError, price_of
+from dtrain_dagster.resources import GPUClusterResource
+from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.graph_names import GraphNames
 
 ELSEWHERE = "the cluster is watched by the sensor of another graph, the first by name, which reports for all"
@@ -22,3 +26,11 @@ def watched_clusters(context: dg.SensorEvaluationContext, names: GraphNames) -> 
     alike = [key for key in graph.get_all_asset_keys() if graph.get(key).tags.get(CLUSTER_TAG) == mine]
     alike.sort(key=lambda key: (len(key.path), key))  # the graph without a name is first
     return alike if alike[0] == own else []
+
+
+def usd_per_node_hour(sku: str, tier: str | None, cluster: GPUClusterResource) -> float | None:
+    """Return the price; None where the price table has none. ``tier``: None or "" for the cluster's."""
+    try:
+        return price_of(sku).usd_per_hour(tier_of(tier or cluster.tier))
+    except PriceError:
+        return None

@@ -16,8 +16,8 @@ IN_SIGHT = 8
 """The entries that a page begins with; `MORE` and `FACTS` are the last two."""
 MORE, FACTS = "more", "facts"
 """The entry with all further tables and Markdown, and the one with all values and tables of the page as data."""
-PAGE_PIXELS, BORDER_PIXELS, LETTER_PIXELS = 270, 26, 7.8
-"""The room of a table on a page at a width of 1280 pixels, and what a column and a letter take of it."""
+COLUMNS = 3
+"""The columns of a table that a page has room for: the first ones."""
 
 
 def fit_page(entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,39 +38,19 @@ def fit_page(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_entries(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a page by their names, also those in `FACTS`, and those of pages of older versions."""
+    """Return the values of a page by their names, also those in `FACTS`."""
     values = {name: _as_data(entry) for name, entry in metadata.items()}
     facts = values.pop(FACTS, None)
     return {**values, **(facts if isinstance(facts, dict) else {})}
 
 
 def _fit(value: Any) -> Any:
-    """Return a table with as many of its columns as a page has room for, the first ones; anything else as it is."""
+    """Return a table with its first columns; anything else as it is."""
     if not isinstance(value, dg.TableMetadataValue):
         return value
-    names = [column.name for column in value.schema.columns]
-    cells = {name: [name, *(str(record.data.get(name, "")) for record in value.records)] for name in names}
-    kept = fitting_columns({name: max(map(_longest_word, texts)) for name, texts in cells.items()})
-    records = [dg.TableRecord({name: record.data[name] for name in kept}) for record in value.records]
-    return dg.TableMetadataValue(
-        records, dg.TableSchema([column for column in value.schema.columns if column.name in kept])
-    )
-
-
-def fitting_columns(widths: Mapping[str, int]) -> list[str]:
-    """Return the first columns that fit on a page side by side, one at least. ``widths``: the letters of each that
-    cannot be broken. Pure."""
-    kept: list[str] = []
-    for name, letters in widths.items():
-        pixels = sum(BORDER_PIXELS + LETTER_PIXELS * widths[other] for other in kept)
-        if kept and pixels + BORDER_PIXELS + LETTER_PIXELS * letters > PAGE_PIXELS:
-            break
-        kept.append(name)
-    return kept
-
-
-def _longest_word(text: str) -> int:
-    return max(map(len, text.split()), default=0)
+    columns = value.schema.columns[:COLUMNS]
+    records = [dg.TableRecord({each.name: record.data[each.name] for each in columns}) for record in value.records]
+    return dg.TableMetadataValue(records, dg.TableSchema(columns))
 
 
 def _as_data(value: Any) -> Any:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from starlette.concurrency import run_in_threadpool
@@ -28,7 +28,7 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "x-content-type-options": "nosniff",
 }
-"""Headers of every answer without its own: no other site frames a page, embeds a file or holds its window."""
+"""No other site frames a page, embeds a file or holds its window."""
 _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::([0-9]{1,5}))?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _PORTS = {"http": 80, "https": 443}
@@ -43,18 +43,16 @@ class Rules:
 
     names: frozenset[str] = frozenset(LOOPBACK)
     """The names and addresses that `Host` may have, in lower case; IPv6 without brackets."""
-    option: str = "--allow-host"
-    """The command's option that adds a name, for the refusal."""
     json_only: bool = False
-    """Whether every POST must be ``application/json``, which a form of a website cannot send; no other method changes
-    anything."""
+    """Whether every POST must be JSON, which a form of a website cannot send; no other method changes anything."""
     pages: frozenset[str] = frozenset()
     """Paths that a GET may ask for as a page only, with nothing after a ``?``: a query there would have effects."""
     most_body_bytes: int | None = MOST_BODY_BYTES
     """The longest body; a longer one is refused unread; None for no limit."""
+    headers: Mapping[str, str] = field(default_factory=lambda: HEADERS)
+    """Headers of every answer that has not its own of these names, refusals included."""
     look_through: Callable[[str, str, bytes], str | None] | None = None
-    """A function of path, query and body of each POST, which returns why it is refused, or None; None: no body is
-    read."""
+    """Returns why a POST of this path, query and body is refused, or None. Without it no body is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +72,7 @@ def rules_for(host: str, names: Sequence[str] = (), **more: object) -> Rules:
 def judge_request(
     rules: Rules, method: str, path: str, query: str, headers: Headers, websocket: bool = False
 ) -> Refused | None:
-    """Return the refusal of a request, or None where it may pass. ``path`` is decoded, ``query`` follows the ``?``.
-    Pure."""
+    """Return the refusal of a request, None where it may pass. ``query`` follows the ``?``. Pure."""
     for name in ("host", "origin", "sec-fetch-site", "content-type", "content-length"):
         if len(_all(headers, name)) > 1:
             return Refused(400, f"the request has more than one {name} header")
@@ -98,7 +95,7 @@ def _judge_host(rules: Rules, headers: Headers) -> Refused | None:
         return Refused(
             403,
             f"this server does not answer to the name {known[0]!r}: a website may have pointed it at this machine. "
-            f"Where it is yours, start the server with {rules.option} {known[0]}",
+            f"Where it is yours, start the server with --allow-host {known[0]}",
         )
     return None
 
@@ -187,8 +184,7 @@ def _first(headers: Headers, name: str) -> str | None:
 
 
 class Guard:
-    """An ASGI application around another, which sees only requests that `judge_request` passes; it adds `HEADERS` to
-    answers."""
+    """An ASGI application around another, which sees only what `judge_request` passes; it adds headers to answers."""
 
     def __init__(self, app: ASGIApp, rules: Rules) -> None:
         self.app, self.rules = app, rules
@@ -197,7 +193,7 @@ class Guard:
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
-        websocket = scope["type"] == "websocket"
+        websocket, tell = scope["type"] == "websocket", _with_headers(send, self.rules.headers)
         headers = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"]]
         query = scope["query_string"].decode("latin-1")
         refused = judge_request(self.rules, scope.get("method", "GET"), scope["path"], query, headers, websocket)
@@ -206,15 +202,15 @@ class Guard:
                 if self.rules.look_through is not None and not websocket and scope["method"] not in READING:
                     body = await _body(receive)
                     if reason := await run_in_threadpool(self.rules.look_through, scope["path"], query, body):
-                        await _refuse_in_json(reason, _with_headers(send))
+                        await _refuse_in_json(reason, tell)
                         return
                     receive = _after(body, receive)
-                await self.app(scope, receive, _with_headers(send))
+                await self.app(scope, receive, tell)
         elif websocket:
             await receive()
             await send({"type": "websocket.close", "code": 1008, "reason": refused.reason[:100]})
         else:
-            await _refuse(refused, _with_headers(send))
+            await _refuse(refused, tell)
 
 
 async def _refuse(refused: Refused, send: Send) -> None:
@@ -255,11 +251,11 @@ def _after(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-def _with_headers(send: Send) -> Send:
+def _with_headers(send: Send, headers: Mapping[str, str]) -> Send:
     async def with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
             given = {bytes(name).lower() for name, _ in message.get("headers", ())}
-            own = [(name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in given]
+            own = [(name.encode(), value.encode()) for name, value in headers.items() if name.encode() not in given]
             message["headers"] = [*message.get("headers", ()), *own]
         await send(message)
 

@@ -72,8 +72,7 @@ class PatientProtocol(HttpToolsProtocol):
         super().data_received(data)
 
     def connection_made(self, transport: Any) -> None:
-        """Start the clock of a new connection; where there are too many, drop the one that keeps the server waiting
-        longest."""
+        """Start the clock; where there are too many, drop the one that keeps the server waiting longest."""
         super().connection_made(transport)
         self._begin(asking=True)
         self._look_later()

@@ -34,8 +34,7 @@ _TOO_DEEP = "the request is nested too deeply to be looked through for secrets"
 
 
 def secret_within(value: object, where: str = "", nested: int = 0) -> str | None:
-    """Return in words where in a document there is a secret, and of what kind; None where none is known. ``where``: the
-    root's name in these words."""
+    """Return where in a document is a secret, and of what kind; None for none. ``where``: its name in words."""
     seen: dict[int, object] = {}  # aliases of YAML lead to one thing often, or round in a ring
     left = [(where, value)]
     while left:
@@ -75,8 +74,7 @@ def _below(at: str, name: str) -> str:
 
 
 def document(text: str) -> Any:
-    """Return the mapping or list that a text is as JSON or YAML, every YAML scalar as its text; None for any other
-    text."""
+    """Return the mapping or list that a text is as JSON or YAML, every YAML scalar as its text; None for others."""
     import yaml
 
     if len(text) > _LONGEST_DOCUMENT or not any(sign in text for sign in ":{["):
@@ -155,8 +153,7 @@ def _texts(left: list[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def refuse_secret_on_command_line(command: Sequence[str]) -> None:
-    """Raise `SecretError` where a command's arguments, or files that it names by ``--config`` or ``-c``, carry a
-    secret."""
+    """Raise `SecretError` where arguments, or files that they name by ``--config`` or ``-c``, carry a secret."""
     previous = ""
     for given in command:
         name, equals, value = given.partition("=")

@@ -116,8 +116,7 @@ def run_webserver(workspace: Path, serve: Callable[[ASGIApp], None]) -> None:
 
 
 def _start_code_servers(workspace: Path, folder: Path, stack: ExitStack) -> tuple[Path, list[subprocess.Popen[bytes]]]:
-    """Start a code server for each code location of a workspace file that is Python code, which webserver and daemon
-    share; return a workspace file that names their sockets, and their processes."""
+    """Start what webserver and daemon share; return a workspace file with the sockets, and the processes."""
     locations = (yaml.safe_load(workspace.read_text()) or {}).get("load_from") or []
     shared, waiting = folder / "workspace.yaml", {}
     for number, location in enumerate(locations):
@@ -163,8 +162,7 @@ def _wait_for_server(path: Path, process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def running(program: str, *arguments: str, python: str | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    """Yield a Python program as a process, which ends in order with the block. ``python``: the interpreter, this one by
-    default."""
+    """Yield a Python program as a process, which ends with the block. ``python``: None for this interpreter."""
     interpreter = os.path.expanduser(python) if python else sys.executable
     process = subprocess.Popen([interpreter, "-c", program, *arguments])
     try:

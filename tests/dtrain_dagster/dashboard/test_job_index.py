@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import requests
@@ -85,22 +84,15 @@ def test_only_what_has_changed_is_read_again(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "stray.txt").write_text("no job")
     index = Counted(tmp_path)
     assert index.round()[0] == {"a": "succeeded", "b": "succeeded", "live": "running", "stray.txt": DAMAGED}
-    for job_id in ("a", "b"):
-        assert index.index.mark(job_id)
-    assert index.index.mark("live") is None
     assert set(index.round()[1]) <= {"live", "stray.txt"}
     tell(tmp_path, "live", "succeeded")
     states, read = index.round()
     assert (states["live"], "live" in read, "a" in read) == ("succeeded", True, False)
-    mark = index.index.mark("a")
-    assert mark is not None
     tell(tmp_path, "a", "running")  # started again
     states, read = index.round()
     assert (states["a"], "a" in read, "b" in read) == ("running", True, False)
-    assert index.index.mark("a") is None
     tell(tmp_path, "a", "failed")
     assert index.round()[0]["a"] == "failed"
-    assert index.index.mark("a") not in (None, mark)
     open_storage(str(tmp_path)).delete("b")
     assert "b" not in index.round()[0]
 
@@ -180,33 +172,6 @@ def ask(url: str, **headers: str) -> requests.Response:
     return requests.get(url, headers=headers, timeout=30)
 
 
-def test_who_has_it_already_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    settle(monkeypatch)
-    write_jobs(tmp_path, 120, time.time())
-    write_run(tmp_path, "live", told(3))
-    with served(build_app(JobBoard(str(tmp_path), "dedicated"))) as port:
-        url = f"http://127.0.0.1:{port}"
-        while "not read yet" in (page := ask(url).text):
-            time.sleep(0.05)
-        assert "121 jobs" in page
-
-        ended = ask(f"{url}/jobs/train-00000001-00000001.json")
-        assert ask(ended.url, **{"If-None-Match": ended.headers["etag"]}).status_code == 304
-        assert "etag" not in ask(f"{url}/jobs/live.json").headers
-        tell(tmp_path, "live", "failed")
-
-        def etag() -> Any:
-            ask(url)
-            return ask(f"{url}/jobs/live.json").headers.get("etag")
-
-        while not (tag := etag()):  # until a round has seen it
-            time.sleep(0.2)
-        tell(tmp_path, "live", "running")  # started again
-        while ask(f"{url}/jobs/live.json", **{"If-None-Match": tag}).status_code == 304:
-            time.sleep(0.2)
-            ask(url)
-
-
 def test_large_answers_are_compressed_and_one_strange_job_is_a_row(tmp_path: Path):
     write_run(tmp_path, "long", told(300), state="succeeded")
     odd = write_run(tmp_path, "odd", told(1), state="succeeded")
@@ -225,14 +190,3 @@ def test_large_answers_are_compressed_and_one_strange_job_is_a_row(tmp_path: Pat
             # (Both hold when they were made, so the last digits of a number may differ.)
             assert abs(len(plain.content) - len(small.content)) < 32
             assert len(plain.content) > 100_000
-
-
-def test_a_resumed_job_has_no_mark_even_if_nobody_asks_for_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Its own page asks for its figures only, and would be told for ever that nothing has changed."""
-    settle(monkeypatch)
-    write_run(tmp_path, "a", told(1), state="cancelled")
-    index = Counted(tmp_path)
-    index.round()
-    assert index.index.mark("a")
-    tell(tmp_path, "a", "running")
-    assert index.index.mark("a") is None

@@ -175,7 +175,7 @@ def test_the_ledger_of_the_page_sums_to_the_headlines_cost(tmp_path: Path) -> No
     rundir.write_json("launch.json", {"launch": 1, "sku": "Standard_NC6s_v3", "submitted_at": START})
     job = opened(tmp_path, "done")
     account = job.account(time.time())
-    assert sum(row.share for row in account.rows) == pytest.approx(1.0)
+    assert sum(row["share"] for row in account.rows) == pytest.approx(1.0)
     cost = next(item["value"] for item in job.snapshot(0, "", time.time())["headline"] if item["label"] == "cost")
     assert account.total.startswith(cost)
     unpriced = opened_without_price(tmp_path)

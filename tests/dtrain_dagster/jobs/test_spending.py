@@ -182,14 +182,6 @@ def test_a_promise_that_cannot_be_read_refuses_and_is_named(book: SpendingBook):
         look(book)
 
 
-def test_an_order_says_whose_a_job_of_an_older_version_is(book: SpendingBook, job: Job, tmp_path: Path):
-    job("old", NOW - 3600.0, 1800.0, state="succeeded")
-    (tmp_path / "orders").mkdir()
-    tracking = '{"tracking": {"tags": {"mlflow.user": "carl"}, "mlflow_experiment": "faces"}}'
-    (tmp_path / "orders" / "old.json").write_text(tracking)
-    assert (look(book)["old"].person, look(book)["old"].project) == ("carl", "faces")
-
-
 def test_a_run_of_dagster_may_name_its_person():
     assert owner_here("faces", {"dtrain/person": "dora"}).person == "dora"
     assert owner_here("faces").person not in ("", "dora")

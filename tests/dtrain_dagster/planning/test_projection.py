@@ -92,8 +92,6 @@ def test_the_time_left_includes_the_finish_and_runs_down_while_it_lasts():
     assert time_left(again, plan(), end + 110).seconds == 30, "a node was lost, and the others begin it again"
     anew = fold(pace, [{"kind": "step", "time": end + 200, "step": 990, "step_seconds": 3.0}])
     assert time_left(anew, plan(), end + 200).seconds > 30, "a launch was lost, and another trains again"
-    for kept in (half, pace):
-        assert JobView.with_rate(kept.kept_rate()).kept_rate() == kept.kept_rate()
 
 
 def test_without_a_plan_the_time_left_is_to_the_last_step():

@@ -7,7 +7,7 @@ from typing import Any
 import dagster as dg
 
 from dtrain_dagster.assets.common import best_rows, links
-from dtrain_dagster.support.page_entries import FACTS, IN_SIGHT, MORE, fit_page, fitting_columns, read_entries
+from dtrain_dagster.support.page_entries import FACTS, IN_SIGHT, MORE, fit_page, read_entries
 
 ROWS = [
     {
@@ -52,15 +52,8 @@ def test_programs_find_each_value_by_its_name() -> None:
     assert read["run_dir"].startswith("/home")
     assert read["tags"] == {"dataset_id": "abc"}
     assert read["rows"] == ROWS, "all columns"
-    older = {"run_dir": dg.MetadataValue.path("/a"), "verdict": dg.MetadataValue.text("good")}
-    assert read_entries(older) == {"run_dir": "/a", "verdict": "good"}, "of a version that showed all of it"
 
 
 def test_a_short_page_is_shown_as_it_is() -> None:
     page = {"verdict": "It is good.", "run_dir": dg.MetadataValue.path("/a")}
     assert fit_page(page) == page
-
-
-def test_one_column_is_shown_at_least() -> None:
-    assert fitting_columns({"a": 100, "b": 1}) == ["a"]
-    assert fitting_columns({"a": 5, "b": 5, "c": 5}) == ["a", "b", "c"]
