@@ -1,7 +1,7 @@
 """What is known of a job: its state, what all of its launches took and cost, how far it has come, the time left, and
 the result of one that has succeeded.
 
-What is printed of it (`dtrain_dagster.cli.tables`) and by ``--json`` is the same.
+What is printed of it (`dtrain_dagster.cli.job_tables`) and by ``--json`` is the same.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dtrain_dagster.cli.common import cluster_of, run_dir
 from dtrain_dagster.cli.plan_lines import past_forecasts
 from dtrain_dagster.clusters.base import ClusterHealth, JobState, JobStatus
+from dtrain_dagster.clusters.exit_policy import describe_exit
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import STAND_IN, price_words
 from dtrain_dagster.costs.worth import is_judged, worth_line
@@ -27,7 +28,7 @@ from dtrain_dagster.reports.kind_scores import compare_figures, has_kind_scores
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
-from trainer.documents.presences import stale_seconds
+from trainer.documents.presences import NodePresence, stale_seconds
 from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
 from trainer.rundir import EVALUATION, LAUNCH, RESULT, RunDir
@@ -115,6 +116,67 @@ def read_facts(settings: Settings, status: JobStatus) -> JobFacts:
         )
     except (DamagedError, OSError) as error:
         return JobFacts(status=replace(status, damage=str(error)), run_dir=rundir.uri)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeFacts:
+    """One incarnation of a node, as a person or a program reads it."""
+
+    job: str
+    launch: int
+    node: int
+    incarnation: int
+    host: str | None
+    state: str
+    """There, silent, or how it ended."""
+    started_at: float
+    ended_at: float | None
+    exit_codes: tuple[int, ...]
+    seconds: float
+    note: str | None
+
+
+def read_nodes(rundir: RunDir, now: float, skip_damaged: bool = False) -> list[NodeFacts]:
+    """Return the nodes that a job has, and has had."""
+    name, stale = rundir.uri.rpartition("/")[2], stale_seconds(rundir.storage)
+    return [
+        NodeFacts(
+            job=name,
+            launch=node.launch,
+            node=node.node_id,
+            incarnation=node.incarnation,
+            host=node.host or None,
+            state=_state_of(node, now, stale),
+            started_at=node.started_at,
+            ended_at=node.ended_at,
+            exit_codes=node.exit_codes,
+            seconds=node.seconds(now - node.clock_jump_seconds),
+            note=_note_of(node),
+        )
+        for node in rundir.nodes(skip_damaged=skip_damaged)
+    ]
+
+
+def _state_of(node: NodePresence, now: float, stale: float) -> str:
+    """Return how a node stands. One that is silent for more than ``stale`` seconds is not known to be there."""
+    if node.ended_at is not None:
+        return ", ".join(map(describe_exit, dict.fromkeys(node.exit_codes))) or "ended"
+    silent = now - node.heard_at(now)
+    return f"silent for {format_duration(silent)}" if silent > stale else "there" if node.kept_since is None else "kept"
+
+
+def _note_of(node: NodePresence) -> str | None:
+    if node.preflight:
+        return f"failed its pre-flight: {node.preflight}"
+    if node.kept_until is not None:
+        return f"kept until {time_of(node.kept_until)}"
+    return None if node.leaves_at is None else f"leaves by {time_of(node.leaves_at)}: {node.leaves_because}"
+
+
+def time_of(seconds: float | None, with_seconds: bool = True) -> str:
+    """Return the local time of Unix ``seconds``, "" for None."""
+    form = "%m-%d %H:%M:%S" if with_seconds else "%m-%d %H:%M"
+    return "" if seconds is None else time.strftime(form, time.localtime(seconds))
 
 
 def read_totals(settings: Settings, rundir: RunDir, launch: Mapping[str, Any], running: bool) -> LaunchTotals:
@@ -217,7 +279,7 @@ def health_document(health: ClusterHealth) -> dict[str, Any]:
 def status_document(facts: JobFacts, rundir: RunDir, course: JobCourse) -> dict[str, Any]:
     """Return how a job stands for JSON."""
     view, left = course.view, course.left
-    presences = [] if facts.status.damage else rundir.nodes()
+    presences = [] if facts.status.damage else read_nodes(rundir, time.time())
     return {
         **facts.document(),
         "phase": describe_training(view, view.total_steps, None, facts.status.state)[0],
@@ -227,17 +289,7 @@ def status_document(facts: JobFacts, rundir: RunDir, course: JobCourse) -> dict[
         "samples_per_second": None if facts.status.state.is_final else view.samples_per_second,
         "eta_seconds": left.seconds if left else None,
         "eta_has_finish": left.has_finish if left else None,
-        "presences": [
-            {
-                "launch": node.launch,
-                "node": node.node_id,
-                "incarnation": node.incarnation,
-                "started_at": node.started_at,
-                "ended_at": node.ended_at,
-                "exit_codes": list(node.exit_codes),
-            }
-            for node in presences
-        ],
+        "presences": [asdict(node) for node in presences],
         "studio_url": None if facts.status.damage else (rundir.read_json(LAUNCH) or {}).get("studio_url"),
     }
 

@@ -42,9 +42,8 @@ from dtrain_dagster.cli.job_names import (
     job_argument,
     named_argument,
 )
-from dtrain_dagster.cli.job_tables import print_jobs, print_status
+from dtrain_dagster.cli.job_tables import lift_exclusion, print_jobs, print_status, show_nodes
 from dtrain_dagster.cli.json_output import json_option, print_json
-from dtrain_dagster.cli.nodes import lift_exclusion, show_nodes
 from dtrain_dagster.cli.screen import pairs_table
 from dtrain_dagster.cli.start import describe_outcome, say_that_it_runs_on
 from dtrain_dagster.dashboard.job_links import places_of
@@ -106,7 +105,7 @@ def _list_fleets(settings: Settings, as_json: bool) -> None:
     help="Save the page of a training as one file, which needs no network and takes about 5 MB.",
 )
 @click.option("--trace", is_flag=True, help="Have the next steps of a training's rank 0 traced.")
-@click.option("--nodes", is_flag=True, help="Show the nodes, of all jobs that run or all that JOB had, and bad hosts.")
+@click.option("--nodes", is_flag=True, help="Show the nodes of all jobs that run, and excluded hosts.")
 @click.option("--lift", metavar="HOST", help="End the exclusion of a host: nodes may be placed there again.")
 @json_option()
 @refuses
@@ -130,7 +129,6 @@ def status(
       dtrain status train-6f66 --json
       dtrain status latest --html training.html
       dtrain status --nodes
-      dtrain status latest --nodes --json
       dtrain status --lift gpu-17
     """
     settings = read_settings()
@@ -139,8 +137,10 @@ def status(
     if lift is not None:
         lift_exclusion(settings, lift)
         return
+    if nodes and name is not None:
+        raise Refusal(f"--nodes shows the nodes of all jobs that run: `dtrain status {name}` has those of a job")
     if nodes:
-        show_nodes(settings, name, as_json)
+        show_nodes(settings, as_json)
         return
     if name is None:
         if (found := latest_job(settings)) is None:

@@ -30,7 +30,7 @@ SMALL = (
 SPACE = {"training.learning_rate": {"low": 1e-4, "high": 1e-1, "log": True}}
 NOT_HERE = {
     "dtrain cost": ("reconciliation", "account"),
-    "dtrain status": ("registered.", "excluded_hosts[]."),
+    "dtrain status": ("registered.", "nodes[].", "excluded_hosts"),
 }
 """Words → how fields begin that this home does not have: a bill of a provider, SLURM, a registered
 model, a host that is excluded."""
@@ -89,7 +89,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, li
         note("dtrain search", search)
         for words in ("jobs", "jobs --fleets", "search --show wide", "cost", "cost one", "cost few"):
             note(f"dtrain {words.partition(' ')[0]}", words.partition(" ")[2])
-        for words, name in (("status", "one"), ("status", "one --nodes"), ("status", "few"), ("logs", "one")):
+        for words, name in (("status", "one"), ("status", "few"), ("logs", "one")):
             note(f"dtrain {words}", name)
         listed.items = listing("Standard_NC6s_v3", 3.5)
         with pytest.MonkeyPatch.context() as patched:

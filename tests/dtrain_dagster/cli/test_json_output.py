@@ -22,7 +22,7 @@ READS: list[tuple[str, str]] = [
     ("dtrain status", LONG),
     ("dtrain status", "train-6f66"),
     ("dtrain status", "weekend"),
-    ("dtrain status", "nightly --nodes"),
+    ("dtrain status", "--nodes"),
     ("dtrain logs", "nightly"),
     ("dtrain cost", "nightly"),
     ("dtrain cost", "week"),

@@ -26,7 +26,7 @@ from told_events import told, write_run
 from dtrain_dagster.cli.facts import JobFacts, LeftClock, format_progress, read_course
 from dtrain_dagster.cli.follow import wrap_parts
 from dtrain_dagster.cli.job_options import as_begun, dataset_config, plan_job, runnable, total_steps
-from dtrain_dagster.cli.job_tables import nodes_table, print_status
+from dtrain_dagster.cli.job_tables import print_status
 from dtrain_dagster.cli.main import RETIRED, SECTIONS, load_command, main
 from dtrain_dagster.clusters.azure_ml.job_records import by_node
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus
@@ -566,14 +566,6 @@ def test_a_line_of_one_rank_does_not_repeat_those_of_the_next():
     texts[1] = "x\ny\n"
     assert list(follower.read()) == []
     assert list(follower.read()) == [(0, "y")]
-
-
-def test_a_node_that_is_silent_is_not_said_to_be_there():
-    heard = NodePresence(node_id=0, launch=1, started_at=0.0, last_seen_at=140.0)
-    silent = NodePresence(node_id=1, launch=1, started_at=0.0, last_seen_at=79.0)
-    left = NodePresence(node_id=2, launch=1, started_at=0.0, last_seen_at=9.0, ended_at=9.0, exit_codes=(3,))
-    table = nodes_table((heard, silent, left), now=200.0, stale=120.0)
-    assert list(table.columns[-1].cells) == ["there", "silent for 2 min 01 s", "3"]
 
 
 def test_a_line_of_progress_says_what_is_known():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from collections.abc import Callable
@@ -9,7 +10,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
+from dtrain_dagster.cli.facts import read_nodes
+from dtrain_dagster.cli.job_tables import print_nodes
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.clusters.hosts import HostEvent, HostRecord
 from trainer.documents.presences import NodePresence
@@ -42,13 +46,14 @@ def test_nodes_are_shown_with_their_hosts_and_what_became_of_them(shell: Shell, 
         NodePresence(node_id=1, incarnation=3, started_at=now - 40, **here | {"last_seen_at": now - 30}),
     ):  # fmt: skip
         rundir.write_node(node)
-    rows = json.loads(shell("one", "--nodes", "--json").output)["nodes"]
-    assert [(row["node"], row["incarnation"], row["state"], row["note"]) for row in rows] == [
+    assert [(row.node, row.incarnation, row.state, row.note) for row in read_nodes(rundir, now)] == [
         (0, 1, "there", None), (1, 1, "exit code 75, lost its peers or its device", None),
         (1, 2, "exit code 76, failed its pre-flight", "failed its pre-flight: the disk is full"),
-        (1, 3, "silent", None),
+        (1, 3, "silent for 30 s", None),
     ]  # fmt: skip
-    assert "10.0.0.7" in shell("one", "--nodes").output
+    console = Console(width=200, file=io.StringIO())
+    print_nodes(console, read_nodes(rundir, now))
+    assert console.file.getvalue().count("10.0.0.7") == 4  # type: ignore[attr-defined]
 
 
 def test_an_excluded_host_is_told_with_its_reason_and_lifted(shell: Shell, tmp_path: Path) -> None:
