@@ -72,25 +72,29 @@ def init(
         refuse_taken(chosen)
     except ValueError as error:
         raise Refusal(f"{error}" if name else f"{error} (the folder's name; --name gives another)") from None
-    project = NewProject(
-        name=chosen, requirement=_installed(), table=_table_of(folder, table, target, drop), own_model=own_model
-    )
-    files = files_of(project)
-    _write_project(folder, project, files)
-    make_home(folder / DEFAULT)  # its own, though a folder above may have one: two projects must not share a home
-    _say_what_is_next(folder, project, files)
-
-
-def _installed() -> Requirement:
-    """Return how to ask for the dtrain that runs here."""
     found = metadata.distribution("dtrain")
-    origin = found.read_text("direct_url.json")
-    return requirement_of(found.version, json.loads(origin) if origin else None)
+    requirement, is_from_file = requirement_of(found.version, json.loads(found.read_text("direct_url.json") or "null"))
+    trained = _table_of(folder, table, target, drop)
+    files = files_of(chosen, requirement, is_from_file, trained, own_model)
+    shipped = trained.shipped if trained else ""
+    _write_project(folder, files, shipped)
+    make_home(folder / DEFAULT)  # its own, though a folder above may have one: two projects must not share a home
+    say(f"{folder}: a project with the graph {chosen}")
+    for path in sorted(files):
+        say(f"  {path}")
+    say("\nnext:")
+    if folder != Path.cwd():
+        say(f"  cd {shlex.quote(str(folder))}")
+    select = f"-m {chosen}.definitions --select 'group:{chosen}' --config run.yaml"
+    say(f"  python -m dtrain_dagster work dagster asset materialize {select}")
+    say("  dtrain ui")
+    if is_from_file:
+        say("\ndtrain was installed from a file: CI and other machines need its wheel, too (README.md says where)")
 
 
 def _table_of(folder: Path, table: str | None, target: str | None, drop: tuple[str, ...]) -> Table | None:
-    """Return the table that the options name, of which a dataset can be built. Raise `Refusal` for one that has no such
-    column, and `DataError` for what cannot be used."""
+    """Return the table that the options name, of which a dataset can be built, and print what it holds. Identifiers are
+    left out, too. Raise `Refusal` for one that has no such column, and `DataError` for what cannot be used."""
     if table is None or table == EXAMPLE:
         for option, given in (("--target", target), ("--drop", drop)):
             if given:
@@ -99,10 +103,16 @@ def _table_of(folder: Path, table: str | None, target: str | None, drop: tuple[s
     if target is None:
         raise click.UsageError("--table FILE needs --target COLUMN", click.get_current_context())
     path = Path(table).expanduser().absolute()
-    columns = _columns_of(path)
+    with scratch_folder("table") as scratch:
+        columns = list(open_table(files_of_table(path), scratch).kinds)
     if target not in columns:
         raise Refusal(f"--target {target}: {path} has no such column; it has {', '.join(columns)}")
-    report, drop = _examined(path, target, drop)
+    report = examine_rows(str(path), RowParams(target=target, drop=drop, missing="mean"))
+    if like_id := tuple(column.name for column in report.columns if column.is_like_id):
+        drop = *drop, *like_id
+        report = examine_rows(str(path), RowParams(target=target, drop=drop, missing="mean"))
+    refuse(report.problems, str(path))
+    say_report(report, like_id)
     has_gaps = any(column.missing for column in report.columns if column.type not in ("string", ""))
     return Table(
         path=path.relative_to(folder) if path.is_relative_to(folder) else path,
@@ -111,18 +121,6 @@ def _table_of(folder: Path, table: str | None, target: str | None, drop: tuple[s
         missing="mean" if has_gaps else "refuse",
         rows=report.rows,
     )
-
-
-def _examined(path: Path, target: str, drop: tuple[str, ...]) -> tuple[TableReport, tuple[str, ...]]:
-    """Print what a table holds; return that, and the columns that are left out: those that were named, and identifiers.
-    Raise `DataError` for problems, with their remedies."""
-    report = examine_rows(str(path), RowParams(target=target, drop=drop, missing="mean"))
-    if like_id := tuple(column.name for column in report.columns if column.is_like_id):
-        drop = *drop, *like_id
-        report = examine_rows(str(path), RowParams(target=target, drop=drop, missing="mean"))
-    refuse(report.problems, str(path))
-    say_report(report, like_id)
-    return report, drop
 
 
 def say_report(report: TableReport, like_id: tuple[str, ...]) -> None:
@@ -142,15 +140,9 @@ def say_report(report: TableReport, like_id: tuple[str, ...]) -> None:
         say(f"note: {note}", err=True)
 
 
-def _columns_of(path: Path) -> list[str]:
-    """Return the names of a table's columns. Raise `DataError` for what is no table."""
-    with scratch_folder("table") as scratch:
-        return list(open_table(files_of_table(path), scratch).kinds)
-
-
-def _write_project(folder: Path, project: NewProject, files: dict[str, str]) -> None:
-    """Write the files. Raise `Refusal` if one of them is there already; then none was written."""
-    shipped = project.table.shipped if project.table else ""
+def _write_project(folder: Path, files: dict[str, str], shipped: str) -> None:
+    """Write the files, and the table that comes with a project. Raise `Refusal` if one of them is there already; then
+    none was written."""
     if there := [path for path in (*files, *([shipped] if shipped else [])) if (folder / path).exists()]:
         raise Refusal(f"{folder} has {', '.join(there)} already, which would be overwritten; name another folder")
     for path, text in files.items():
@@ -172,21 +164,6 @@ def _write_example(path: Path) -> None:
     table["size"] = pd.cut(table["mean radius"], [0, 12, 16, 100], labels=["small", "middle", "large"]).astype(str)
     table["diagnosis"] = found.target_names[found.target]
     table.to_parquet(path)
-
-
-def _say_what_is_next(folder: Path, project: NewProject, files: dict[str, str]) -> None:
-    """Print what was made, and the commands that go on from there."""
-    say(f"{folder}: a project with the graph {project.name}")
-    for path in sorted(files):
-        say(f"  {path}")
-    say("\nnext:")
-    if folder != Path.cwd():
-        say(f"  cd {shlex.quote(str(folder))}")
-    select = f"-m {project.name}.definitions --select 'group:{project.name}' --config run.yaml"
-    say(f"  python -m dtrain_dagster work dagster asset materialize {select}")
-    say("  dtrain ui")
-    if project.requirement.is_from_file:
-        say("\ndtrain was installed from a file: CI and other machines need its wheel, too (README.md says where)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,29 +205,6 @@ class Table:
         return EXAMPLE_TABLE if str(self.path) == EXAMPLE_TABLE else ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Requirement:
-    """How a project asks for dtrain."""
-
-    text: str
-    """As `pip` reads it."""
-    is_from_file: bool
-    """Whether dtrain was installed from a file or folder of this machine, where no other machine finds it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NewProject:
-    """What a project begins with."""
-
-    name: str
-    """Of its package, of its graph, and the prefix of its assets."""
-    requirement: Requirement
-    table: Table | None = None
-    """None: the bundled stock prices."""
-    own_model: bool = False
-    """Whether it has a file with a model of its own."""
-
-
 def name_of(folder: str) -> str:
     """Return the package's name for a folder's name, such as my_project for My-Project."""
     return re.sub(r"[^a-z0-9]+", "_", folder.lower()).strip("_")
@@ -262,21 +216,23 @@ def refuse_taken(name: str) -> None:
         raise ValueError(f"name = {name!r}: there is already a Python package of that name; choose another with --name")
 
 
-def requirement_of(version: str, direct_url: Mapping[str, Any] | None) -> Requirement:
-    """Return how to ask for the dtrain that is installed here. ``direct_url``: the record of where pip had it from
-    (PEP 610); None where it was an index. Until version 1 a minor version may change the public API."""
+def requirement_of(version: str, direct_url: Mapping[str, Any] | None) -> tuple[str, bool]:
+    """Return how a project asks for the dtrain that is installed here, as `pip` reads it, and whether that was
+    installed from a file of this machine, where no other machine finds it. ``direct_url``: the record of where pip had
+    it from (PEP 610); None where it was an index. Until version 1 a minor version may change the public API."""
     major, minor = version.split(".")[:2]
     upper = f"0.{int(minor) + 1}" if major == "0" else f"{int(major) + 1}"
     url, vcs = (direct_url or {}).get("url", ""), (direct_url or {}).get("vcs_info")
     if vcs:
-        return Requirement(text=f"dtrain @ {vcs['vcs']}+{url}@{vcs['commit_id']}", is_from_file=False)
+        return f"dtrain @ {vcs['vcs']}+{url}@{vcs['commit_id']}", False
     if url and not url.startswith("file:"):
-        return Requirement(text=f"dtrain @ {url}", is_from_file=False)
-    return Requirement(text=f"dtrain>={version},<{upper}", is_from_file=bool(url))
+        return f"dtrain @ {url}", False
+    return f"dtrain>={version},<{upper}", bool(url)
 
 
-def files_of(project: NewProject) -> dict[str, str]:
-    """Return the text files of a project: path in its folder → content."""
+def files_of(name: str, requirement: str, wheels: bool, table: Table | None, own_model: bool) -> dict[str, str]:
+    """Return the text files of a project: path in its folder → content. ``wheels``: whether it needs a wheel of dtrain
+    beside it; ``table``: None for the bundled stock prices."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -284,13 +240,7 @@ def files_of(project: NewProject) -> dict[str, str]:
     )
     environment.filters["python"] = json.dumps  # of a text, the same as Python's own
     folder = resources.files("dtrain_dagster.cli") / "new_project_files"
-    values = {
-        "name": project.name,
-        "table": project.table,
-        "own_model": project.own_model,
-        "requirement": project.requirement.text,
-        "wheels": project.requirement.is_from_file,
-    }
+    values = {"name": name, "table": table, "own_model": own_model, "requirement": requirement, "wheels": wheels}
     templates = {
         "README.md": "README.md",
         "pyproject.toml": "pyproject.toml",
@@ -298,11 +248,11 @@ def files_of(project: NewProject) -> dict[str, str]:
         "workspace.yaml": "workspace.yaml",
         ".gitignore": "gitignore",
         ".github/workflows/train.yml": "train.yml",
-        f"{project.name}/__init__.py": "init.py",
-        f"{project.name}/definitions.py": "definitions.py",
+        f"{name}/__init__.py": "init.py",
+        f"{name}/definitions.py": "definitions.py",
     }
-    if project.own_model:
-        templates[f"{project.name}_model.py"] = f"model_of_{'rows' if project.table else 'prices'}.py"
+    if own_model:
+        templates[f"{name}_model.py"] = f"model_of_{'rows' if table else 'prices'}.py"
     return {
         path: environment.from_string((folder / f"{template}.jinja").read_text("utf-8")).render(values)
         for path, template in templates.items()

@@ -232,6 +232,5 @@ def test_a_package_is_named_after_the_folder(folder: str, name: str) -> None:
 def test_the_dependency_is_the_dtrain_that_is_installed(
     version: str, url: dict[str, object] | None, text: str, is_from_file: bool
 ) -> None:
-    found = requirement_of(version, url)
-    assert (found.text, found.is_from_file) == (text, is_from_file)
-    Requirement(found.text)
+    assert requirement_of(version, url) == (text, is_from_file)
+    Requirement(text)
