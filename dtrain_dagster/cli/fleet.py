@@ -31,7 +31,7 @@ from dtrain_dagster.cli.job_options import (
 )
 from dtrain_dagster.cli.plan_lines import past_forecasts
 from dtrain_dagster.cli.start import ended_by_signals, say_that_jobs_go_on, this_command_again
-from dtrain_dagster.cli.tracking import FLEET_TAG, FleetTracker, track
+from dtrain_dagster.cli.tracking import FLEET_TAG, record_fleet, track
 from dtrain_dagster.cli.train import as_overrides
 from dtrain_dagster.clusters.azure_ml.sku_chain import chain
 from dtrain_dagster.clusters.notice_text import FLEET, PART_OF
@@ -136,15 +136,8 @@ def orchestrate(settings: Settings, records: FleetRecords, source: JobSource) ->
 
     with fleet_screen(shown, watch) as show, ended_by_signals(go_on):
         runner = FleetRunner(manager, records, source, tell, processes_per_node=ranks_of(settings), env=env, tier=tier)
-        tracker = FleetTracker(records, tier, tell) if is_tracked else None
-
-        def update() -> None:
-            show()
-            if tracker is not None:
-                tracker.update(list(runner.jobs.values()))
-
-        runner.run(update)
-    for sentence in tracker.finish() if tracker is not None else ():
+        runner.run(show)
+    for sentence in record_fleet(records, records.standings(), tier) if is_tracked else ():
         say(sentence, err=True)
     view = watch.view()
     shown.print(fleet_table(view, shown.width), highlight=False)

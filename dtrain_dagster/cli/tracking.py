@@ -1,26 +1,24 @@
-"""What the command line writes to MLflow. Of a training: where its nodes write to, and what is added once it has ended.
-Of a fleet: a run of its own, and one nested in it for each of its jobs.
+"""What the command line writes to MLflow. Of a training: where its nodes write to, what is added once it has ended, and
+its model, where that is to be registered. Of a fleet: a run of its own, and one nested in it for each of its jobs.
 
 The nodes of a fleet's job write its run while they train, as those of `dtrain train` do. What they do not know is added
-here: the run above it, how the job has ended, and what it has cost. This is done on a thread of its own, since MLflow
-takes seconds to import and to write, and a fleet decides in every second. Another process that goes on with the fleet
-adds what is missing, and makes no second run of a job (`RunGroup`).
+once the fleet is over: the run above it, how the job has ended, and what it has cost. Whoever does that again adds what
+is missing, and makes no second run of a job (`RunGroup`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtrain_dagster.cli.common import run_dir, say
+from dtrain_dagster.cli.common import Refusal, run_dir, say
+from dtrain_dagster.cli.facts import price_of_cluster
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.money import usd
 from dtrain_dagster.costs.prices import PriceError
@@ -30,7 +28,8 @@ from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.dashboard.page import write_report
 from dtrain_dagster.fleet.jobs import FleetLimits, FleetState, Standing
 from dtrain_dagster.jobs.orders import source_tags
-from dtrain_dagster.jobs.progress import code_version
+from dtrain_dagster.jobs.progress import REGISTRATION, code_version
+from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
 from dtrain_dagster.registry.run_record import (
     RunGroup,
     add_to_run,
@@ -44,12 +43,12 @@ from dtrain_dagster.registry.run_record import (
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.tiers import Tier, tier_of
 from dtrain_dagster.support.formatting import dollars
-from trainer.config import JobConfig, TrackingConfig
+from trainer.config import JOB_ID, JobConfig, TrackingConfig
 from trainer.errors import DamagedError
 from trainer.observability.mlflow_sink import NOTE_TAG, TRACKING, begin_run, figures_of_test
 from trainer.observability.mlflow_sqlite import authorised
 from trainer.observability.reporter import OFF, TRACKING_OF_LAUNCH
-from trainer.rundir import EVALUATION, JOB, RESULT, RunDir
+from trainer.rundir import EVALUATION, JOB, LAUNCH, RESULT, RunDir
 from trainer.secrets.redaction import redact
 
 if TYPE_CHECKING:
@@ -63,9 +62,7 @@ STATE_TAG, REASON_TAG = "state", "reason"
 """Tags of a job's run, as of a trial's: how it has ended in the fleet, and why."""
 STATUS_OF = {FleetState.SUCCEEDED: "FINISHED", FleetState.FAILED: "FAILED", FleetState.ENDED: "KILLED"}
 MOST_FAILURES = 3
-"""Jobs that could not be written, after which the others are left for later."""
-PATIENCE_SECONDS = 60.0
-"""Seconds until these are tried again."""
+"""Jobs that could not be written, after which the others are left for who does it again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,112 +161,130 @@ def record_end(
     """Add dollars, report and description to the run of a training that has ended, and say where it is. Raise
     ValueError, RuntimeError or OSError where the cluster or the run directory cannot be read."""
     assert job.tracking.mlflow_tracking_uri is not None
-    tier, bill = tier_of(settings.tiers[0]), None
+    tier, metrics, paid_usd = tier_of(settings.tiers[0]), dict[str, float](), None
     try:
         tracker = CostTracker(settings.cluster_name, cluster.manager().node_usage(job.job_id), tier)
-        lost = ledger(tracker.nodes, rundir.events()).causes().get(CostCause.LOST)
-        bill = Bill(
-            usd=tracker.total_usd, node_hours=tracker.node_hours, lost_node_seconds=lost.seconds if lost else 0.0
-        )
+        lost, paid_usd = ledger(tracker.nodes, rundir.events()).causes().get(CostCause.LOST), tracker.total_usd
+        metrics = cost_metrics({"total_usd": paid_usd, "node_hours": tracker.node_hours})
+        metrics |= lost_metric(lost.seconds if lost else 0.0)
     except PriceError as error:
         say(f"the cost of {job.job_id} is not known: {error}", err=True)
-    metrics, note = describe_end(rundir, tier, bill, (rundir.read_json(RESULT) or {}).get("status", ""))
-    uri = job.tracking.mlflow_tracking_uri
-    why = add_to_run(uri, rundir, job.job_id, metrics=metrics, note=note)
-    say(
-        why or f"in MLflow: experiment {job.tracking.mlflow_experiment}, run {job.job_id} (`dtrain ui mlflow`)",
-        err=True,
-    )
+    note = describe_end(rundir, tier, paid_usd, (rundir.read_json(RESULT) or {}).get("status", ""))
+    why = add_to_run(job.tracking.mlflow_tracking_uri, rundir, job.job_id, metrics=metrics, note=note)
+    where = f"in MLflow: experiment {job.tracking.mlflow_experiment}, run {job.job_id} (`dtrain ui mlflow`)"
+    say(why or where, err=True)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bill:
-    """What a training has cost."""
-
-    usd: float
-    node_hours: float
-    lost_node_seconds: float | None = None
-    """Node-seconds that went to failures; None where that is not known."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return it as metrics of a run."""
-        found = cost_metrics({"total_usd": self.usd, "node_hours": self.node_hours})
-        return found | ({} if self.lost_node_seconds is None else lost_metric(self.lost_node_seconds))
-
-
-def describe_end(rundir: RunDir, tier: Tier, bill: Bill | None, verdict: str) -> tuple[dict[str, float], str]:
-    """Return the metrics and the description of a training that has ended, and write its report. ``bill``: None where
-    its dollars are not known; ``verdict``: how it ended. Raise as the run directory does where it cannot be read."""
-
+def describe_end(rundir: RunDir, tier: Tier, paid_usd: float | None, verdict: str) -> str:
+    """Return the description of a training that has ended, and write its report. ``verdict``: how it ended. Raise as
+    the run directory does where it cannot be read."""
     evaluation = rundir.read_json(EVALUATION)
-    worth = worth_line(evaluation, bill.usd if bill else None) if evaluation else None
     write_report(rundir, tier)
-    return bill.metrics() if bill else {}, note_of(verdict, worth, rundir.uri)
+    return note_of(verdict, worth_line(evaluation, paid_usd) if evaluation else None, rundir.uri)
 
 
-class FleetTracker:
-    """Writes one fleet to MLflow while it is run.
+def refuse_unregistrable(cluster: GPUClusterResource, project: ProjectResource, job: JobConfig) -> None:
+    """Raise `Refusal` where a model that is to be registered could not be, before any node is asked for."""
+    name = job.tracking.registered_model
+    if name is None:
+        return
+    if job.dataset.factory is not None:
+        raise Refusal(
+            f"tracking.registered_model = {name!r}: the model of a dataset that a function makes is not registered: "
+            "let a script call Trainer(…, registry=…).fit(…) with these datasets"
+        )
+    from dtrain_dagster.registry.versions import RegistryError  # not above: MLflow
 
-    ``told`` is called with a sentence for each thing that a person should know, from the thread that writes. Tracking
-    that fails fails no fleet: what is missing is written when MLflow answers, at the latest by who goes on with it.
-    """
+    try:
+        cluster.registry(project).try_out(name, job.tracking.mlflow_experiment)
+    except RegistryError as error:
+        raise Refusal(str(error)) from None
 
-    def __init__(self, records: FleetRecords, tier: Tier, told: Callable[[str], object]) -> None:
-        self._records, self._tier, self._told = records, tier, told
-        self._jobs: Sequence[Standing] = ()
-        self._thread: threading.Thread | None = None
-        self._next_at = 0.0
-        self._runs: dict[tuple[str, str], _FleetRuns | None] = {}
-        self._said: set[str] = set()
 
-    def update(self, jobs: Sequence[Standing]) -> None:
-        """Take the state of all jobs, and return at once. Those of which none is tracked load no MLflow."""
-        self._jobs = tuple(item for item in jobs if _place_of(item) is not None)
-        is_free = self._thread is None or not self._thread.is_alive()
-        if self._jobs and is_free and time.monotonic() >= self._next_at:
-            self._thread = threading.Thread(
-                target=self._write, args=(self._jobs, False), name="fleet-tracking", daemon=True
-            )
-            self._thread.start()
+def unregistered_job(settings: Settings, name: str | None) -> JobConfig | None:
+    """Return the job of this name if it has succeeded, was to be registered, and is not: nobody followed it, or MLflow
+    could not be reached then."""
+    if not name or not JOB_ID.fullmatch(name):
+        return None
+    rundir = run_dir(settings, name)
+    if not rundir.storage.exists(JOB) or rundir.storage.exists(REGISTRATION):
+        return None
+    job, result = rundir.read_job(), rundir.read_json(RESULT) or {}
+    return job if job.tracking.registered_model is not None and result.get("status") == "succeeded" else None
 
-    def finish(self) -> Sequence[str]:
-        """Write what is left of a fleet that is over, and return where its runs are, in sentences."""
-        if self._thread is not None:
-            self._thread.join()
-        return self._write(self._jobs, True)
 
-    def _write(self, jobs: Sequence[Standing], is_over: bool) -> Sequence[str]:
-        """Write what has changed since, for each experiment of a server that jobs name."""
-        where: list[str] = []
-        for key in dict.fromkeys(map(_place_of, jobs)):
-            assert key is not None
-            mine = [item for item in jobs if _place_of(item) == key]
-            try:
-                if key not in self._runs:
-                    self._runs[key] = self._open(*key)
-                if (runs := self._runs[key]) is None:
-                    continue
-                problems = runs.write(mine, self._tier)
-                if is_over:
-                    runs.finish(mine, self._records.limits(), self._records.is_cancelled())
-                    where.append(f"in MLflow: experiment {key[1]}, run {self._records.name} (`dtrain ui mlflow`)")
-            except _errors() as error:
-                problems = [str(error)]
-            for problem in problems:
-                self._next_at = time.monotonic() + PATIENCE_SECONDS
-                sentence = f"MLflow does not have all of fleet {self._records.name}: {redact(problem)}"
-                if sentence not in self._said:
-                    self._said.add(sentence)
-                    self._told(sentence)
-        return where
+def try_to_register(
+    settings: Settings,
+    cluster: GPUClusterResource,
+    project: ProjectResource,
+    job: JobConfig,
+    rundir: RunDir,
+) -> bool:
+    """Register the model of a training that has succeeded, as the assets do; say under which version and alias, or why
+    it is not. Return whether it is, or was not to be."""
+    name = job.tracking.registered_model
+    if name is None:
+        return True
+    from dtrain_dagster.registry.registration import register_job  # not above: MLflow
+    from dtrain_dagster.registry.versions import TrainingProvenance
 
-    def _open(self, tracking_uri: str, experiment: str) -> _FleetRuns | None:
-        """Return the runs of the fleet there; None in a workspace, which has pages of its own for what is written."""
-        address, name = authorised(tracking_uri), self._records.name
-        if is_workspace(address):
-            return None
-        mark = hashlib.sha256(self._records.storage.uri.encode()).hexdigest()[:16]
-        return _FleetRuns(RunGroup(address, experiment, name, (RECORD_TAG, mark), "job_id"), name)
+    tier = tier_of(settings.tiers[0])
+    usage = cluster.manager().node_usage(job.job_id)
+    took, sku = sum_launches(usage), ", ".join(sorted({interval.sku for interval in usage}))
+    try:
+        total: float | None = CostTracker(settings.cluster_name, usage, tier).total_usd
+        in_words = f"{dollars(total or 0.0)} ({sku}: {price_of_cluster(settings)})"
+    except PriceError as error:
+        total, in_words = None, f"cost not known: {error}"
+    made = TrainingProvenance(
+        nodes=int((rundir.read_json(LAUNCH) or {}).get("node_count", 1)),
+        node_hours=took.node_hours,
+        launches=max(1, took.launches),
+        train_seconds=read_phase_totals(rundir, rundir.events()).get("training"),
+        cost_usd=in_words,
+        cost_usd_total=total,
+        sku=sku,
+        code_version=code_version(),
+        dagster_run_id="",
+    )
+    try:
+        found = register_job(
+            cluster.registry(project),
+            str(settings.home),
+            rundir.uri,
+            name,
+            made,
+            experiment=job.tracking.mlflow_experiment,
+            cache_dir=project.cache_dir,
+        )
+    except (ValueError, RuntimeError, OSError) as error:
+        say(f"the model is not registered: {redact(str(error))}", err=True)
+        say(f"once that is mended: dtrain train --name {job.job_id}", err=True)
+        return False
+    say(f"registered: {found.model.name} version {found.model.version}, alias {found.decision.alias}", err=True)
+    say(f"  {found.decision.reason}", err=True)
+    return True
+
+
+def record_fleet(records: FleetRecords, jobs: Sequence[Standing], tier: Tier) -> list[str]:
+    """Write a fleet that is over, and return where its runs are, and what MLflow does not have, in sentences. Jobs of
+    which none is tracked load no MLflow; whoever does the same again adds what is missing."""
+    said: list[str] = []
+    for uri, experiment in dict.fromkeys(filter(None, map(_place_of, jobs))):
+        mine = [item for item in jobs if _place_of(item) == (uri, experiment)]
+        try:
+            address = authorised(uri)
+            if is_workspace(address):  # which has pages of its own for what is written
+                continue
+            mark = hashlib.sha256(records.storage.uri.encode()).hexdigest()[:16]
+            runs = _FleetRuns(RunGroup(address, experiment, records.name, (RECORD_TAG, mark), "job_id"), records.name)
+            problems = runs.write(mine, tier)
+            runs.finish(mine, records.limits(), records.is_cancelled())
+            said.append(f"in MLflow: experiment {experiment}, run {records.name} (`dtrain ui mlflow`)")
+        except _errors() as error:
+            problems = [str(error)]
+        said += [f"MLflow does not have all of fleet {records.name}: {redact(problem)}" for problem in problems]
+    return said
 
 
 class _FleetRuns:
@@ -278,36 +293,19 @@ class _FleetRuns:
     def __init__(self, group: RunGroup, fleet: str) -> None:
         self.group, self.fleet = group, fleet
         group.client.set_tag(group.run_id, FLEET_TAG, fleet)
-        self.nested: set[str] = set()
-        self.ended = {
-            job_id
-            for job_id, run in group.nested.items()
-            if STATE_TAG in run.data.tags and run.info.status != "RUNNING"
-        }
+        nested = group.nested.items()
+        self.ended = {name for name, run in nested if STATE_TAG in run.data.tags and run.info.status != "RUNNING"}
         """Jobs whose end is written."""
-        self.failed: set[str] = set()
-        """Jobs that could not be written. They are tried last, so that they keep no other one out."""
 
     def write(self, jobs: Sequence[Standing], tier: Tier) -> list[str]:
-        """Write what is new of these jobs, and return why that was impossible for some."""
+        """Write how these jobs have ended, and return why that was impossible for some."""
         problems: list[str] = []
-        in_a_row = 0
-        for item in sorted(jobs, key=lambda item: item.job_id in self.failed):
-            job_id, is_final = item.job_id, item.state.is_final
-            if job_id in self.ended or not (is_final or item.launches) or in_a_row == MOST_FAILURES:
-                continue
-            try:
-                if is_final:
+        for item in jobs:
+            if item.state.is_final and item.job_id not in self.ended and len(problems) < MOST_FAILURES:
+                try:
                     self._write_end(item, tier)
-                    self.ended.add(job_id)
-                elif job_id not in self.nested and (run_id := run_of(self.group.client, item.job.rundir, job_id)):
-                    self.group.nest(run_id, {FLEET_TAG: self.fleet})
-                    self.nested.add(job_id)
-                in_a_row = 0
-            except _errors() as error:
-                in_a_row += 1
-                self.failed.add(job_id)
-                problems.append(f"{job_id}: {error}")
+                except _errors() as error:
+                    problems.append(f"{item.job_id}: {error}")
         return problems
 
     def _write_end(self, ended: Standing, tier: Tier) -> None:
@@ -317,10 +315,9 @@ class _FleetRuns:
         was_begun, note = rundir.storage.exists(JOB), note_of(verdict, None, ended.job.trained.run_dir)
         metrics: dict[str, float] = {}
         if was_begun:
-            bill = Bill(usd=ended.usd, node_hours=ended.node_seconds / 3600)
-            metrics = bill.metrics()
+            metrics = cost_metrics({"total_usd": ended.usd, "node_hours": ended.node_seconds / 3600})
             with suppress(DamagedError):  # nodes write these files, and the end is told without them
-                metrics, note = describe_end(rundir, tier, bill, verdict)
+                note = describe_end(rundir, tier, ended.usd, verdict)
         run_id = run_of(client, rundir, ended.job_id)
         if run_id is None:  # it was never begun, or its nodes did not come as far as MLflow
             run_id = begin_run(client, self.group.address, ended.job.trained)

@@ -33,7 +33,6 @@ from dtrain_dagster.cli.job_options import (
 )
 from dtrain_dagster.cli.keep import keep_failed_option, refuse_to_keep
 from dtrain_dagster.cli.plan_lines import expect, promising_training, wanted_training
-from dtrain_dagster.cli.register import refuse_unregistrable, try_to_register, unregistered_job
 from dtrain_dagster.cli.screen import pairs_table
 from dtrain_dagster.cli.start import (
     dataset_name,
@@ -45,7 +44,13 @@ from dtrain_dagster.cli.start import (
     take_over,
     this_command_again,
 )
-from dtrain_dagster.cli.tracking import track, try_to_record_end
+from dtrain_dagster.cli.tracking import (
+    refuse_unregistrable,
+    track,
+    try_to_record_end,
+    try_to_register,
+    unregistered_job,
+)
 from dtrain_dagster.jobs.progress import spec_of, start_job
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.user_sources import ensure_importable

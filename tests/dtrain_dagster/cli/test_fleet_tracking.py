@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain_dagster.cli.tracking import FleetTracker
+from dtrain_dagster.cli.tracking import record_fleet
 from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits
 from dtrain_dagster.fleet.records import FleetRecords
@@ -47,12 +47,10 @@ def job_of(home: Path, name: str, tracking_uri: str | None, ending: str = "succe
 
 def test_a_trial_whose_values_do_not_go_together_is_in_no_run(tmp_path: Path) -> None:
     """Of a search that is cancelled, say: such a job was never ordered."""
-    records, told = FleetRecords(tmp_path, "search"), list[str]()
+    records = FleetRecords(tmp_path, "search")
     records.write_limits(LIMITS, time.time())
     entry = records.add(FleetJob(job_id="search-0000", node_seconds=1.0, problem="no training: window"), 0)
-    tracker = FleetTracker(records, "dedicated", told.append)
-    tracker.update([entry])
-    assert (tracker.finish(), told) == ([], [])
+    assert record_fleet(records, [entry], "dedicated") == []
 
 
 @pytest.mark.slow
@@ -67,26 +65,14 @@ def test_every_tracked_job_has_one_run_whoever_writes_it(manager: LocalClusterMa
     records.write_limits(LIMITS, time.time())
     jobs = [job_of(home, "good", uri), job_of(home, "bad", uri, ending="fails"), job_of(home, "out", None)]
     jobs.append(job_of(home, "wide", uri, least_nodes=3))
-    told: list[str] = []
-    killed = FleetTracker(records, "dedicated", told.append)
-    runner = FleetRunner(manager, records, ListedJobs(jobs), env={"PYTHONPATH": str(ROOT)})
-    runner.run(lambda: killed.update([item for item in records.standings() if item.job_id != "good"]))
+    FleetRunner(manager, records, ListedJobs(jobs), env={"PYTHONPATH": str(ROOT)}).run()
     (home / "storage" / "jobs" / "good" / "result.json").write_text("{")  # its end is told without it
     client = MlflowClient(uri)
-    deadline = time.monotonic() + 120
-    while True:  # a process that is killed now has written these, and not the end of the fleet
-        experiment = client.get_experiment_by_name("e")
-        runs = client.search_runs([experiment.experiment_id]) if experiment else []
-        if {"bad", "wide"} <= {run.info.run_name for run in runs if run.info.status != "RUNNING"}:
-            break
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-    for _ in range(2):  # the second one has nothing to add
-        tracker = FleetTracker(records, "dedicated", told.append)
-        tracker.update(records.standings())
-        assert tracker.finish() == ["in MLflow: experiment e, run small (`dtrain ui mlflow`)"]
-    assert told == []
+    some = [item for item in records.standings() if item.job_id != "good"]
+    for standings in (some, records.standings(), records.standings()):  # the last one has nothing to add
+        said = record_fleet(records, standings, "dedicated")
+        assert said == ["in MLflow: experiment e, run small (`dtrain ui mlflow`)"]
+    experiment = client.get_experiment_by_name("e")
     assert experiment is not None
     runs = client.search_runs([experiment.experiment_id])
     assert sorted(run.info.run_name for run in runs) == ["bad", "good", "small", "wide"]
@@ -110,7 +96,9 @@ def test_every_tracked_job_has_one_run_whoever_writes_it(manager: LocalClusterMa
     assert paid > 0
 
 
-def test_a_server_that_does_not_answer_delays_no_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_answer_is_told_and_ends_no_fleet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     records = FleetRecords(tmp_path, "small")
@@ -118,13 +106,6 @@ def test_a_server_that_does_not_answer_delays_no_decision(tmp_path: Path, monkey
     with socket.create_server(("127.0.0.1", 0)) as server:
         tracking = TrackingConfig(mlflow_tracking_uri=f"http://127.0.0.1:{server.getsockname()[1]}")
         config = JobConfig(job_id="one", run_dir=str(tmp_path / "one"), dataset=DatasetRef(uri="/d"), tracking=tracking)
-        given = FleetJob(job_id="one", node_seconds=1.0, config=config)
-        entry, told = records.add(given, 0), list[str]()
-        tracker = FleetTracker(records, "dedicated", told.append)
-        began = time.monotonic()
-        for _ in range(100):
-            tracker.update([entry])
-        assert time.monotonic() - began < 0.5
-        tracker.finish()
-    assert len(told) == 1, "once, however often it was tried"
-    assert told[0].startswith("MLflow does not have all of fleet small: ")
+        entry = records.add(FleetJob(job_id="one", node_seconds=1.0, config=config), 0)
+        [told] = record_fleet(records, [entry], "dedicated")
+    assert told.startswith("MLflow does not have all of fleet small: ")

@@ -12,7 +12,7 @@ import pytest
 from mlflow import MlflowClient
 
 from dtrain_dagster.cli.common import Refusal, cluster_of
-from dtrain_dagster.cli.register import refuse_unregistrable, unregistered_job
+from dtrain_dagster.cli.tracking import refuse_unregistrable, unregistered_job
 from dtrain_dagster.settings.environment import load_settings
 from trainer.config import DatasetRef, JobConfig, TrackingConfig
 from trainer.rundir import RunDir
