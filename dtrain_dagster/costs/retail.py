@@ -1,7 +1,9 @@
 """Fresh prices from Azure's public retail price API, which needs no account. ``dtrain cost --refresh`` asks it.
 
-It lists several meters for one size; `dtrain_dagster.costs.meters` picks from them. What the API does not list stays as
-it was, and is said. A price that cannot be true refuses the whole table.
+Azure lists one size many times: Windows beside Linux, several tiers, reservations, prices for developers, meters of
+several regions, prices that are no more or not yet, and zeros where it does not sell. `choose_meter` says which row
+wins, and why. What the API does not list stays as it was, and is said. A price that cannot be true refuses the whole
+table.
 
 Read: learn.microsoft.com/rest/api/cost-management/retail-prices/azure-retail-prices (2023-01-01-preview).
 """
@@ -12,24 +14,15 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import requests
 
-from dtrain_dagster.costs.meters import RetailError, choose_prices
-from dtrain_dagster.costs.prices import (
-    Figure,
-    PriceError,
-    Prices,
-    merge,
-    packaged_prices,
-    refreshed_prices,
-)
+from dtrain_dagster.costs.prices import Figure, PriceError, Prices, merge, packaged_prices, refreshed_prices
 from dtrain_dagster.settings.tiers import Tier
 from trainer.runtime.retry import PASSING_STATUSES, RetryPolicy, retry_after_seconds
 from trainer.storage.open import open_storage
@@ -47,6 +40,18 @@ CONNECT_SECONDS, READ_SECONDS = 10, 60
 LARGEST_RATIO = 10.0
 """A price that differs by a larger factor from the packaged one is taken for an error of the list, or of this
 module."""
+_BEGINNING = datetime.min.replace(tzinfo=UTC)
+_NO_LINUX_VM = ("windows", "cloud services", "cloudservices", "dedicated host")
+"""Words in the names of products that are not a Linux machine by the hour."""
+_RETIRED_METER = "low priority"
+"""Words in the names of meters by which Azure ML billed until 2026-03-31, and which may still be listed."""
+
+
+class RetailError(PriceError):
+    """The price list could not be fetched, or cannot be believed. Nothing was written."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}. Nothing was changed")
 
 
 class _PassingError(Exception):
@@ -57,8 +62,7 @@ class _PassingError(Exception):
         self.asked_seconds = asked_seconds
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """A requested figure. ``before``: the previous figure; None: nothing was known."""
 
     region: str
@@ -68,12 +72,21 @@ class Change:
     after: Figure
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Refreshed:
+class Refreshed(NamedTuple):
     """The result of a refresh: what was written, and what stays as it was."""
 
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
+
+
+class Meter(NamedTuple):
+    """One listed price of a size on a tier, for a Linux machine by the hour."""
+
+    usd_per_hour: float
+    since: datetime
+    is_primary: bool
+    """Whether the row is that of the meter's own region. Sizes that share a meter with another have no such row."""
+    product: str
 
 
 def refresh_price_table(
@@ -108,7 +121,7 @@ def refresh_price_table(
         if not prices:
             raise RetailError(
                 f"{url} lists no price of {', '.join(skus)} in region {region!r}: is the name right? Names look like "
-                "eastus (`az account list-locations`). Nothing was changed"
+                "eastus (`az account list-locations`)"
             )
         notes += [f"{region}: {line}" for line in doubts]
         for (sku, tier), usd in prices.items():
@@ -148,11 +161,99 @@ def fetch(
             seen.add(link)
             link, params = page.get("NextPageLink") or "", None
             if link and _place(link) != _place(url):
-                raise RetailError(
-                    f"{url} continues at another address, {link!r}, which was not queried. Nothing was changed"
-                )
+                raise RetailError(f"{url} continues at another address, {link!r}, which was not queried")
             if link in seen or len(seen) >= MAX_PAGES:
-                raise RetailError(f"{url} does not end: {len(seen)} pages for one query. Nothing was changed")
+                raise RetailError(f"{url} does not end: {len(seen)} pages for one query")
+
+
+def choose_meter(meters: Sequence[Meter]) -> tuple[float | None, str]:
+    """Return the price that counts among the meters of one size on one tier, at least one; and in words the prices that
+    are listed beside it with equal right, "" where there are none. None where only zeros are listed. In this order:
+
+    1. a zero is no price: Azure lists it for sizes that it does not sell;
+    2. the meter's own region before others, which stay where there is no other (sizes such as E16-4s v3 have no
+       primary row: they are billed on the meter of E16 v3);
+    3. the newest price: an older row is what it was before;
+    4. a product that is called ``Virtual Machines …`` before special ones;
+    5. the lowest: a doubled row was seen to carry the price of Windows, which is that of Linux and a licence.
+    """
+    left = [meter for meter in meters if meter.usd_per_hour != 0]
+    if not left:
+        return None, ""
+    left = [meter for meter in left if meter.is_primary] or left
+    newest = max(meter.since for meter in left)
+    left = [meter for meter in left if meter.since == newest]
+    left = [meter for meter in left if meter.product.casefold().startswith("virtual machines")] or left
+    prices = sorted({meter.usd_per_hour for meter in left})
+    doubt = "" if len(prices) == 1 else f"listed at {' and at '.join(map(str, prices))}: the lowest is taken"
+    return prices[0], doubt
+
+
+def choose_prices(
+    items: Iterable[Mapping[str, Any]], region: str, skus: Sequence[str], now: datetime
+) -> tuple[dict[tuple[str, Tier], float], list[str]]:
+    """Return (SKU, tier) → US dollars per hour, of the prices that count now, and in words those that are in doubt.
+    Raise `RetailError` for items that are not of the known shape."""
+    names = {sku.casefold(): sku for sku in skus}
+    meters: dict[tuple[str, Tier], list[Meter]] = {}
+    for item in items:
+        try:
+            sku = names.get(str(item.get("armSkuName", "")).casefold())
+            if sku is None or not is_linux_by_the_hour(item, region):
+                continue
+            since, until = (_time(item.get(f"effective{end}Date")) for end in ("Start", "End"))
+            if (since or _BEGINNING) <= now and (until is None or until > now):
+                is_primary = item.get("isPrimaryMeterRegion") is not False
+                product, usd = str(item.get("productName", "")), float(item["retailPrice"])
+                meter = Meter(usd, since or _BEGINNING, is_primary, product)
+                meters.setdefault((sku, tier_of_meter(item)), []).append(meter)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            said = f"{type(error).__name__}: {error}"
+            raise RetailError(f"the price list has an item that cannot be read ({said}): {item!r:.300}") from None
+    chosen: dict[tuple[str, Tier], float] = {}
+    doubts = []
+    for (sku, tier), listed in meters.items():
+        counts, doubt = choose_meter(listed)
+        if counts is not None:
+            chosen[sku, tier] = counts
+        if doubt:
+            doubts.append(f"{sku}, {tier}: {doubt}")
+    return chosen, doubts
+
+
+def is_linux_by_the_hour(item: Mapping[str, Any], region: str) -> bool:
+    """Return whether this is the general price of an hour of a Linux machine in that region. Raise `RetailError` if it
+    is not in US dollars."""
+    product = str(item.get("productName", "")).casefold()
+    names = f"{item.get('skuName', '')} {item.get('meterName', '')}".casefold()
+    if (
+        item.get("type", item.get("priceType")) != "Consumption"  # no reservation, none for developers
+        or item.get("reservationTerm")
+        or str(item.get("armRegionName", "")).casefold() != region
+        or item.get("tierMinimumUnits")
+        or item.get("unitOfMeasure") != "1 Hour"
+        or any(word in product for word in _NO_LINUX_VM)
+        or "expired" in names
+        or _RETIRED_METER in names
+    ):
+        return False
+    if item.get("currencyCode") != "USD":
+        raise RetailError(f"asked for US dollars, got {item.get('currencyCode')!r}: {item!r:.300}")
+    return True
+
+
+def tier_of_meter(item: Mapping[str, Any]) -> Tier:
+    """Return the tier by the suffix of the item's names: ``NC6s v3``, ``NC6s v3 Spot``; bills of before 2026-03-31 have
+    ``NC6s v3 Low Priority`` for what is Spot now."""
+    names = f"{item.get('skuName', '')} {item.get('meterName', '')}".casefold()
+    return "spot" if _RETIRED_METER in names or "spot" in names.split() else "dedicated"
+
+
+def _time(text: str | None) -> datetime | None:
+    if not text:
+        return None
+    found = datetime.fromisoformat(text)
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
 
 
 def as_document(prices: Prices) -> dict[str, Any]:
@@ -183,8 +284,7 @@ def _place(url: str) -> tuple[str, str, int]:
 def _ask(
     session: requests.Session, url: str, params: Mapping[str, str] | None, pause: Callable[[float], None]
 ) -> dict[str, Any]:
-    """Return one page. What passes (no connection, throttled, 5xx) is asked again, when the service says so. Raise
-    `RetailError` where there is no answer with status 200, or it is no page of prices."""
+    """Return one page. What passes (no connection, throttled, 5xx) is asked again, when the service says so."""
 
     def ask() -> dict[str, Any]:
         try:
@@ -192,20 +292,20 @@ def _ask(
         except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
             raise _PassingError(f"cannot be reached ({type(error).__name__}: {error})") from None
         except requests.RequestException as error:
-            raise RetailError(f"{url} cannot be queried: {error}. Nothing was changed") from None
+            raise RetailError(f"{url} cannot be queried: {error}") from None
         if answer.status_code == 200:
             return _page(url, answer)
         problem = f"answers {answer.status_code}: {answer.text[:200]!r}"
         if answer.status_code not in PASSING_STATUSES:
-            raise RetailError(f"{url} {problem}. Nothing was changed")
+            raise RetailError(f"{url} {problem}")
         raise _PassingError(problem, retry_after_seconds(answer.headers))
 
     try:
         return RETRIES.call(
             url,
             ask,
-            lambda error: isinstance(error, _PassingError) and _asked(error) <= LONGEST_PAUSE_SECONDS,
-            asked_seconds=_asked,
+            lambda error: isinstance(error, _PassingError) and error.asked_seconds <= LONGEST_PAUSE_SECONDS,
+            asked_seconds=lambda error: getattr(error, "asked_seconds", 0.0),
             pause=pause,
         )
     except _PassingError as error:
@@ -213,11 +313,7 @@ def _ask(
             why = f". It asks to be queried again in {wait:.0f} s"
         else:
             why = f", {RETRIES.max_attempts} times in a row; try again later"
-        raise RetailError(f"{url} {error}{why}. Nothing was changed") from None
-
-
-def _asked(error: BaseException) -> float:
-    return error.asked_seconds if isinstance(error, _PassingError) else 0.0
+        raise RetailError(f"{url} {error}{why}") from None
 
 
 def _page(url: str, answer: requests.Response) -> dict[str, Any]:
@@ -229,30 +325,26 @@ def _page(url: str, answer: requests.Response) -> dict[str, Any]:
             raise ValueError("its NextPageLink is not text")
     except (ValueError, TypeError, KeyError) as error:
         said = f"{type(error).__name__}: {error}"
-        raise RetailError(f"{url} does not answer with a price list ({said}). Nothing was changed") from None
+        raise RetailError(f"{url} does not answer with a price list ({said})") from None
     return page
 
 
 def _refuse_what_cannot_be(found: Prices, packaged: Prices, url: str) -> None:
-    """`RetailError` with every figure that is not positive or far from what the package has."""
+    """`RetailError` with every figure that is not positive or far from what the package has, there or, as a median, in
+    other regions."""
     wrong = []
     for (region, sku, tier), figure in found.items():
-        usd, usual = figure.usd_per_hour, _usual(packaged, region, sku, tier)
+        known = {place: other.usd_per_hour for (place, *what), other in packaged.items() if what == [sku, tier]}
+        usd, usual = figure.usd_per_hour, known.get(region) or statistics.median(known.values() or [0.0])
         if not 0 < usd < math.inf:
             wrong.append(f"{sku} in {region}, {tier}: {usd}")
         elif usual and not 1 / LARGEST_RATIO <= usd / usual <= LARGEST_RATIO:
             wrong.append(f"{sku} in {region}, {tier}: {usd} (the package has {usual:g})")
     if wrong:
         raise RetailError(
-            f"{url} lists prices that cannot be true, in US dollars per hour: {'; '.join(wrong)}. Nothing was changed; "
-            "look at Azure's own page, or refresh the others with --sku"
+            f"{url} lists prices that cannot be true, in US dollars per hour: {'; '.join(wrong)}; look at "
+            "Azure's own page, or refresh the others with --sku"
         )
-
-
-def _usual(packaged: Prices, region: str, sku: str, tier: Tier) -> float | None:
-    """Return the package's price there, or the median of other regions; None if it has none."""
-    everywhere = {place: figure.usd_per_hour for (place, *what), figure in packaged.items() if what == [sku, tier]}
-    return everywhere.get(region) or (statistics.median(everywhere.values()) if everywhere else None)
 
 
 def _write(path: Path, document: Mapping[str, Any]) -> None:
@@ -261,5 +353,5 @@ def _write(path: Path, document: Mapping[str, Any]) -> None:
     except OSError as error:
         raise RetailError(
             f"{path} cannot be written ({error.strerror or error}); make room there, or set DTRAIN_HOME to a folder "
-            "that can be written. Nothing was changed"
+            "that can be written"
         ) from None

@@ -21,8 +21,8 @@ from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from dtrain_dagster.costs.meters import tier_of_meter
 from dtrain_dagster.costs.money import HOUR, SECOND, USD, digits_of, shown
+from dtrain_dagster.costs.retail import tier_of_meter
 from dtrain_dagster.costs.tracker import CostTracker
 
 COLUMNS = {

@@ -14,7 +14,6 @@ from price_list import PriceList, listing, meter, price_list
 
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.costs import retail
-from dtrain_dagster.costs.meters import Choice, Meter, choose_meter, choose_prices
 from dtrain_dagster.costs.prices import (
     PriceError,
     known_regions,
@@ -27,6 +26,7 @@ from dtrain_dagster.costs.prices import (
     refreshed_prices,
     skus,
 )
+from dtrain_dagster.costs.retail import Meter, choose_meter, choose_prices
 from dtrain_dagster.settings.tiers import tier_of
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -130,7 +130,7 @@ def test_the_right_meters_are_picked_in_whatever_order_they_come():
 
 def listed_meter(usd: float, since: str = "2024-01-01", is_primary: bool = True, product: str = "") -> Meter:
     day = datetime.fromisoformat(since).replace(tzinfo=UTC)
-    return Meter(usd_per_hour=usd, since=day, is_primary=is_primary, product=product or "Virtual Machines X Series")
+    return Meter(usd, day, is_primary, product or "Virtual Machines X Series")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def listed_meter(usd: float, since: str = "2024-01-01", is_primary: bool = True,
 )  # fmt: skip
 def test_of_several_meters_one_wins_for_a_reason(meters, usd, doubt):
     for rows in (meters, meters[::-1]):
-        assert choose_meter(rows) == Choice(usd_per_hour=usd, doubt=doubt)
+        assert choose_meter(rows) == (usd, doubt)
 
 
 def test_sizes_that_share_a_meter_with_another_keep_their_price(home, listed):
