@@ -62,7 +62,7 @@ from benchmarks.scaling_figures import (
 )
 from benchmarks.scaling_model import study
 from dtrain_dagster.costs.budget import launch_price
-from dtrain_dagster.planning.check_job import samples_of
+from dtrain_dagster.planning.check_job import data_of
 from dtrain_dagster.settings.environment import load_settings
 from harness import worlds
 from harness.faults import switch
@@ -120,7 +120,7 @@ def by_nodes(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             smaller = sorted(set(options.nodes) - {most})
             runs += [("strong", count) for count in smaller if accumulation * most % count == 0]
         training, usd = asdict(job.training), launch_price(rundir, settings.tiers[0]) or 0.0
-        point = read_point(list(rundir.events()), mode, nodes, training, samples_of(job)["train"], usd)
+        point = read_point(list(rundir.events()), mode, nodes, training, data_of(job).samples["train"], usd)
         note(f"{name}: {1000 * point.step_seconds:.1f} ms a step, {point.samples_per_second:,.0f} samples/s")
         points.append(point)
     points += [replace(point, mode="strong") for point in points if (point.mode, point.nodes) == ("weak", most)]

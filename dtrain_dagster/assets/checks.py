@@ -129,8 +129,8 @@ def build_estimate_scored(names: GraphNames) -> dg.AssetChecksDefinition:
     )
     def estimate_scored(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
         """Judge this run's estimate against what the run took, and all past estimates together."""
-        scores = [past.score for past in past_scores(context.instance, names)]
-        return judged(latest_score(context.instance, context.run.run_id, names), scores)
+        latest = latest_score(context.instance, context.run.run_id, names)
+        return judged(latest, past_scores(context.instance, names))
 
     return estimate_scored
 

@@ -34,7 +34,7 @@ from dtrain_dagster.jobs.orders import (
 )
 from dtrain_dagster.jobs.program import describe_needs
 from dtrain_dagster.jobs.script_job import ScriptJob, describe_script, steps_of
-from dtrain_dagster.planning.check_job import Checked, check_job, check_memory, check_strategy, data_of, samples_of
+from dtrain_dagster.planning.check_job import Checked, check_job, check_memory, check_strategy, data_of
 from dtrain_dagster.planning.memory_fit import room_of
 from dtrain_dagster.planning.tuned_settings import read_tuned
 from dtrain_dagster.settings.engines import engine_gpus
@@ -264,14 +264,14 @@ def as_begun(job: JobConfig, runs: bool = False, changes: Sequence[str] = ()) ->
     if runs and limit is None:
         limit = (rundir.read_json(LIMIT) or {}).get("max_node_seconds", before.training.max_node_seconds)
     if changes and not before.is_of_script and (position := read_position(rundir)) is not None:
-        samples, plan = samples_of(before)["train"], before.training
+        samples, plan = data_of(before).samples["train"], before.training
         steps_left(samples, position[1] % samples, plan.global_batch_size, plan.micro_batches)
     return replace(before, training=replace(before.training, max_node_seconds=limit))
 
 
 def total_steps(job: JobConfig) -> int:
     """Return the optimizer steps that the training will take. Raise `ConfigError` if the data cannot feed its ranks."""
-    return steps_of(job.training, samples_of(job)["train"])
+    return steps_of(job.training, data_of(job).samples["train"])
 
 
 def runnable(command: Sequence[str]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_cost, est
 from dtrain_dagster.costs.prices import SkuPrice, price_of, price_words
 from dtrain_dagster.jobs.promises import Wanted, owner_here
 from dtrain_dagster.planning.build_plan import sizes_of
-from dtrain_dagster.planning.check_job import samples_of
+from dtrain_dagster.planning.check_job import data_of
 from dtrain_dagster.planning.history import HomeHistory
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.tiers import Tier, tier_in_words, tier_of
@@ -118,7 +118,7 @@ def past_forecasts(settings: Settings) -> Callable[[JobConfig], Forecast | None]
     def forecast(job: JobConfig) -> Forecast | None:
         if not history.runs_like(job):  # then its dataset need not be read
             return None
-        return history.forecast(job, sizes_of(job, samples_of(job), history.processes_per_node, cores))
+        return history.forecast(job, sizes_of(job, data_of(job).samples, history.processes_per_node, cores))
 
     return forecast
 

@@ -32,7 +32,7 @@ from dtrain_dagster.cli.train import Asked, training_options
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.view import FleetWatch
-from dtrain_dagster.planning.check_job import check_job, data_of, samples_of
+from dtrain_dagster.planning.check_job import check_job, data_of
 from dtrain_dagster.search.check_space import check_space, shown_values
 from dtrain_dagster.search.results import kept_result, search_names, summary
 from dtrain_dagster.search.run import Measured, Search, SearchRequest, measure_trial, open_search
@@ -214,7 +214,7 @@ def _search(
     if of_script is None:
         dataset_id = data_of(job).dataset_id  # a part of what is searched
         job = with_reachable_data(replace(job, dataset=replace(job.dataset, dataset_id=dataset_id)), settings)
-        samples = dict(samples_of(job))
+        samples = dict(data_of(job).samples)
     request = SearchRequest(
         name=search_name, space=document, settings=wanted, base=job, samples=samples,
         budget_usd=budget, nodes=node_count, nodes_per_trial=nodes_per_trial,

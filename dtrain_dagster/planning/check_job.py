@@ -149,10 +149,8 @@ def check_memory(
     """Return the same, with a sentence where memory is short. Raise `ConfigError` where the model cannot fit."""
     if checked.model is None or room is None:
         return checked
-    fit = judge_memory(checked.model, training, room, prices)
-    if fit.refusal:
-        raise ConfigError(f"the model {fit.refusal}")
-    return replace(checked, sentences=(*checked.sentences, fit.warning)) if fit.warning else checked
+    warning = judge_memory(checked.model, training, room, prices)
+    return replace(checked, sentences=(*checked.sentences, warning)) if warning else checked
 
 
 def memory_of(planned: PlannedJob, checked: Checked) -> tuple[TooSmall, tuple[str, ...]]:
@@ -212,14 +210,6 @@ def data_of(job: JobConfig) -> JobData:
     except ValueError as error:
         raise DatasetError(f"{job.dataset.uri}/manifest.json: {error}") from None
     return JobData(kind=kind, samples=manifest["samples"], dataset_id=manifest["dataset_id"], spec=spec)
-
-
-def samples_of(job: JobConfig) -> Mapping[str, int]:
-    """Return the number of samples of each split of a job's data. Raise as `data_of` does."""
-    if job.dataset.factory is not None:
-        return data_of(job).samples
-    samples: Mapping[str, int] = load_manifest(open_storage(job.dataset.uri))["samples"]
-    return samples
 
 
 @lru_cache(maxsize=8)

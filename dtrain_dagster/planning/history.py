@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,27 +70,17 @@ class PastRun:
     """A training that finished, whose run directory is still there."""
 
     job_id: str
-    fingerprint: str
     sku: str
     measured: Measured
-    wall_seconds: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PastScore:
-    """A score, and the training that it is of."""
-
-    fingerprint: str
-    score: Score
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """All facts of an instance that bear on one training."""
+    """What an instance knows that bears on one training."""
 
     fingerprint: str
     runs: tuple[PastRun, ...]
-    scores: tuple[PastScore, ...]
+    scores: tuple[Score, ...]
     probes: tuple[PastProbe, ...] = ()
     """Probes of any training."""
 
@@ -113,21 +103,16 @@ class History:
 
     def learned(self, basis: Basis, sku: str) -> LearnedCorrection:
         """Return the correction that past scores teach for this basis and SKU."""
-        return learn([past.score for past in self.scores], basis, sku)
+        return learn(self.scores, basis, sku)
 
     def forecast(self, sizes: Sizes, node_count: int, sku: str) -> Forecast | None:
         """Return the best forecast from past runs, None where there are none."""
-        alike = [past.score for past in self.scores if past.fingerprint == self.fingerprint]
-        totals = [score.actual_seconds for score in alike if score.sku == sku and not score.disturbed]
-        return from_history(
-            self.runs,
-            totals,
-            sizes,
-            node_count,
-            sku,
-            speed_of=lambda name: hardware_of(name).speed,
-            learned_of=lambda basis: self.learned(basis, sku),
-        )
+        totals = [
+            score.actual_seconds
+            for score in self.scores
+            if (score.fingerprint, score.sku) == (self.fingerprint, sku) and not score.disturbed
+        ]
+        return from_history(self.runs, totals, sizes, node_count, sku, lambda basis: self.learned(basis, sku))
 
 
 def past_runs(
@@ -158,8 +143,7 @@ class HomeHistory:
         if not runs:
             return None
         sizes = replace(sizes, stated_ranks=job.training.world_size)
-        count, speed_of = runs[0].measured.node_count, lambda name: hardware_of(name).speed
-        return from_history(runs, (), sizes, count, self.sku, speed_of, lambda basis: LearnedCorrection())
+        return from_history(runs, (), sizes, runs[0].measured.node_count, self.sku)
 
     def runs_like(self, job: JobConfig) -> list[PastRun]:
         """Return the latest runs of the same pace and global batch, as `past_runs` does."""
@@ -188,10 +172,8 @@ def _usable(
             count, batch = len({node.node_id for node in nodes}), rundir.read_job().training.global_batch_size
             run = PastRun(
                 job_id=rundir.uri.rsplit("/", 1)[-1],
-                fingerprint=plan.get("fingerprint", ""),
                 sku=hardware_of(sku_here).sku,
                 measured=read_measured(list(rundir.events()), nodes, count, batch, keeps_cache),
-                wall_seconds=max(node.ended_at or 0.0 for node in nodes) - min(node.started_at for node in nodes),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             _log.info("the run directory %s cannot be used: %r", rundir.uri, error)
@@ -212,14 +194,13 @@ def past_probes(instance: dg.DagsterInstance, names: GraphNames = STOCK_NAMES) -
     return list(found.values())
 
 
-def past_scores(instance: dg.DagsterInstance, names: GraphNames = STOCK_NAMES) -> list[PastScore]:
+def past_scores(instance: dg.DagsterInstance, names: GraphNames = STOCK_NAMES) -> list[Score]:
     """Return the scores of finished runs, the oldest first: for each job the last one of `cost_breakdown`."""
     latest: dict[str, tuple[float, Mapping[str, Any]]] = {}
     for at, _, said in _materializations(instance, names.key("cost_breakdown")):
         latest.setdefault(str(said.get("job_id")), (at, said))
-    found = [(str(said.get("fingerprint")), score_of(at, said)) for at, said in latest.values()]
-    scores = [PastScore(fingerprint=mark, score=score) for mark, score in found if isinstance(score, Score)]
-    return scores[:MOST_RUNS][::-1]
+    scores = (score_of(at, said) for at, said in latest.values())
+    return [score for score in scores if isinstance(score, Score)][:MOST_RUNS][::-1]
 
 
 def latest_score(
@@ -245,12 +226,11 @@ def score_of(at: float, said: Mapping[str, Any]) -> Score | str:
         usd = Interval(low=said["estimated_low_usd"], expected=said["estimated_usd"], high=said["estimated_high_usd"])
         if not (usd.expected > 0 and said["estimated_seconds"] > 0):
             return "its estimate is too small to be compared with"
-        course = JobCourse(
-            launches=said["launches"], replaced_nodes=said["replaced_nodes"], generations=said["generations"]
-        )
+        course = JobCourse(**{item.name: said[item.name] for item in fields(JobCourse)})
         return Score(
             at=at,
             job_id=said["job_id"],
+            fingerprint=str(said.get("fingerprint")),
             basis=said["basis"],
             sku=said["sku"],
             seconds=usd.scaled(said["estimated_seconds"] / usd.expected),
@@ -270,8 +250,7 @@ def from_history(
     sizes: Sizes,
     node_count: int,
     sku: str,
-    speed_of: Callable[[str], float],
-    learned_of: Callable[[Basis], LearnedCorrection],
+    learned_of: Callable[[Basis], LearnedCorrection] = lambda basis: LearnedCorrection(),
 ) -> Forecast | None:
     """Return the best forecast from past runs, None where there are none.
 
@@ -297,7 +276,7 @@ def from_history(
         spread = max(spread_of_runs(totals), spread_of_runs(paces))
     elif others:
         nearest = [run for run in others if run.sku == others[0].sku]
-        speed = speed_of(nearest[0].sku) / speed_of(sku)
+        speed = hardware_of(nearest[0].sku).speed / hardware_of(sku).speed
         measured, jobs = _parts(_newest_of_each_count(nearest, node_count))
         return Forecast(
             measured=measured,

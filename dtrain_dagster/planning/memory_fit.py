@@ -16,7 +16,7 @@ from typing import Any
 from dtrain_dagster.clusters.resume_advice import name_larger_skus
 from dtrain_dagster.costs.prices import SkuPrice
 from dtrain_dagster.settings.cluster_kinds import ClusterKind
-from trainer.config import DistributedTrainingConfig
+from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.node.gpus import least_gpu_bytes, visible_gpus
 from trainer.performance.memory import (
     GIB,
@@ -53,16 +53,6 @@ class MemoryRoom:
         """Return the same with another number of nodes."""
         factor = self.node_count / count if self.is_shared else 1.0
         return replace(self, node_count=count, bytes=self.bytes * factor)
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """What is to be said of a training's memory; both are empty where it fits."""
-
-    refusal: str = ""
-    """Why it cannot run, with the remedy."""
-    warning: str = ""
-    """What only just fits, or only in parts."""
 
 
 def room_of(kind: ClusterKind, price: SkuPrice, node_count: int, ranks_per_node: int) -> MemoryRoom | None:
@@ -134,23 +124,23 @@ def why_too_small(model: ModelBytes, training: DistributedTrainingConfig, room: 
 
 def judge_memory(
     model: ModelBytes, training: DistributedTrainingConfig, room: MemoryRoom, prices: Iterable[SkuPrice] = ()
-) -> Fit:
-    """Return what is to be said of a training on these nodes. ``prices``: the SKUs that could be had instead."""
+) -> str:
+    """Return a sentence where a training only just fits on these nodes, or only in parts; "" where it fits. Raise
+    `ConfigError`, with the remedy, where it cannot run. ``prices``: the SKUs that could be had instead."""
     if why := why_too_small(model, training, room):
-        ways = _ways(model, training, room, prices)
-        return Fit(refusal=f"{why}; {'; '.join(ways)}" if ways else f"{why}; train a smaller model")
+        ways = _ways(model, training, room, prices) or ["train a smaller model"]
+        raise ConfigError(f"the model {why}; {'; '.join(ways)}")
     batch = training.batch_size_per_gpu
     need = need_of(model, training, room, batch)
     if need.total <= FITS * room.bytes:
-        return Fit()
+        return ""
     said = f"memory is short: {format_bytes(need.total)} a rank with {batch} samples at once, and {room.words}"
     if need.activations:
         most = _most_samples(model, training, room, training.strategy)
         said += f". At most about {most} fit (training.batch_size_per_gpu)"
         if not training.activation_checkpointing:
             said += "; training.activation_checkpointing = true takes less"
-    ways = _ways_to_share(model, training, room, batch)
-    return Fit(warning=f"{said}; {'; '.join(ways)}" if ways else said)
+    return "; ".join([said, *_ways_to_share(model, training, room, batch)])
 
 
 def _most_samples(model: ModelBytes, training: DistributedTrainingConfig, room: MemoryRoom, strategy: str) -> int:

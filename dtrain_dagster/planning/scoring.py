@@ -47,6 +47,8 @@ class Score:
     at: float
     """The time at which it was scored; Unix seconds."""
     job_id: str
+    fingerprint: str = ""
+    """Of the training, see `dtrain_dagster.jobs.progress.fingerprint`."""
     basis: Basis
     sku: str
     """SKU on which it ran, as planned."""
