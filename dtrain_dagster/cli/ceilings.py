@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
@@ -21,7 +22,6 @@ from dtrain_dagster.costs.ceilings import (
     explain_unknown,
     read_ceilings,
     read_dollars,
-    with_given,
     write_ceilings,
 )
 from dtrain_dagster.costs.money import usd
@@ -119,7 +119,8 @@ def ceilings_command(settings: Settings, as_json: bool, lifts: bool, given: Mapp
         raise click.UsageError("--none lifts all ceilings: leave out the others", click.get_current_context())
     if lifts or any(given.values()):
         before = Ceilings() if lifts else read_ceilings(settings.home)
-        write_ceilings(make_home(settings.home), with_given(before, given))
+        set_now = {name: value for name, value in given.items() if value is not None}
+        write_ceilings(make_home(settings.home), replace(before, **set_now))
     judged = book_of(settings).judge()
     if as_json:
         print_json(ceilings_document(judged))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -38,7 +38,7 @@ KINDS: Mapping[Kind, str] = {
 }
 """Field of `Ceilings` → its name for people."""
 _WHOSE: Mapping[Kind, str] = {"per_person": "person", "per_project": "project"}
-"""Ceilings that hold for each person or project → the field of `Spending` that names it."""
+"""Ceilings that hold for each person or project → the field of `Spending` that names it; others hold for the home."""
 _AMOUNT = optional(matching(r"\d{1,10}(\.\d{1,9})?"))
 _SCHEMA = record(**dict.fromkeys(KINDS, _AMOUNT))
 
@@ -65,7 +65,7 @@ class Ceilings:
 
     def limits(self) -> dict[Kind, int]:
         """Return the ceilings that are set, in units."""
-        return {kind: units_of(value) for kind in KINDS if (value := getattr(self, kind)) is not None}
+        return {kind: int(value * USD) for kind in KINDS if (value := getattr(self, kind)) is not None}
 
 
 def read_dollars(text: str) -> Decimal:
@@ -79,11 +79,6 @@ def read_dollars(text: str) -> Decimal:
     if amount != round(amount, 9):
         raise ValueError(f"{text!r} has more than nine decimal places")
     return amount
-
-
-def units_of(amount: Decimal) -> int:
-    """Return dollars in units."""
-    return int(amount * USD)
 
 
 def read_ceilings(home: Path) -> Ceilings:
@@ -177,41 +172,27 @@ def stands_of(ceilings: Ceilings, spending: Sequence[Spending], wanted: Spending
         ]
     found = list[Stand]()
     for kind, limit in ceilings.limits().items():
-        if kind == "per_hour":
-            found.append(
-                Stand(
-                    kind=kind,
-                    limit=limit,
-                    spent=sum(item.hourly_units for item in spending),
-                    wanted=wanted.hourly_units if wanted else 0,
-                    by=_most(Counter({f"{item.name} of {item.person}": item.hourly_units for item in spending})),
-                )
-            )
-            continue
-        key = _WHOSE.get(kind, "")
+        key, is_hourly = _WHOSE.get(kind, ""), kind == "per_hour"
         told = [wanted] if wanted else spending
         for name in sorted({getattr(item, key) if key else "" for item in told}) or [""]:
             own = [item for item in spending if not key or getattr(item, key) == name]
             by = Counter[str]()
             for item in own:
-                by[item.name if key == "person" else item.person] += item.units
+                who = f"{item.name} of {item.person}" if is_hourly else item.name if key == "person" else item.person
+                by[who] += item.hourly_units if is_hourly else item.units
+            ordered = sorted(by.items(), key=lambda item: (-item[1], item[0]))
             found.append(
                 Stand(
                     kind=kind,
                     limit=limit,
                     whose=name,
-                    spent=sum(item.month_units for item in own),
-                    promised=sum(item.promised_units for item in own),
-                    wanted=wanted.units if wanted else 0,
-                    by=_most(by),
+                    spent=sum(item.hourly_units if is_hourly else item.month_units for item in own),
+                    promised=0 if is_hourly else sum(item.promised_units for item in own),
+                    wanted=0 if wanted is None else wanted.hourly_units if is_hourly else wanted.units,
+                    by=tuple(item for item in ordered if item[1])[:MOST_NAMED],
                 )
             )
     return found
-
-
-def _most(by: Counter[str]) -> tuple[tuple[str, int], ...]:
-    ordered = sorted(by.items(), key=lambda item: (-item[1], item[0]))
-    return tuple(item for item in ordered if item[1])[:MOST_NAMED]
 
 
 def describe_stand(stand: Stand, month: str) -> str:
@@ -256,9 +237,3 @@ def month_of(now: float) -> tuple[str, float]:
     moment = datetime.fromtimestamp(now, UTC)
     first = datetime(moment.year, moment.month, 1, tzinfo=UTC)
     return f"{first:%Y-%m}", first.timestamp()
-
-
-def with_given(ceilings: Ceilings, given: Mapping[str, Decimal | None]) -> Ceilings:
-    """Return the ceilings with those that are given in the place of theirs. Pure."""
-    known = {field.name: getattr(ceilings, field.name) for field in fields(ceilings)}
-    return Ceilings(**known | {name: value for name, value in given.items() if value is not None})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from dtrain_dagster.support.formatting import dollars
@@ -11,41 +10,24 @@ from trainer.evaluation.gate import CHANCE_T, chance_t, is_beyond_chance
 from trainer.spec import REGRESSION, ROWS
 
 NATS = "nats"
-_SQUARED = "less squared error"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LinearGain:
-    """What a model gains over a linear model, or the nearest thing to one, on the test split."""
-
-    over: str
-    amount: float
-    """Above zero where the model is better."""
-    unit: str
-    """`NATS` per window or row; or of the linear model's squared error, a share."""
-    t: float | None = None
-    """The paired t-statistic; None where there is none."""
-
-
-def linear_gain(evaluation: Mapping[str, Any]) -> LinearGain | None:
-    """Return the gain over ridge (windows) or over the linear model (rows); None where they were not compared."""
-    model, baselines, kind = evaluation["model"], evaluation["baselines"], evaluation.get("kind")
-    if kind == ROWS:
-        return _gain_of_rows(model, baselines.get("linear", {}), evaluation.get("task") == REGRESSION)
-    row = baselines.get("ridge", {})
-    if row.get("model_gain_nll") is None:
-        return None
-    return LinearGain(over="ridge", amount=row["model_gain_nll"], unit=NATS, t=row.get("model_gain_t"))
-
-
-def _gain_of_rows(model: Mapping[str, Any], linear: Mapping[str, Any], is_number: bool) -> LinearGain | None:
+def _linear_gain(evaluation: Mapping[str, Any]) -> tuple[str, float, str, float | None] | None:
+    """Return over which linear model a model gains how much on the test split, in which unit, and the paired
+    t-statistic: over ridge (windows) in nats per window, or over the linear model (rows) in nats per row or as a share
+    of its squared error. None where they were not compared."""
+    model, baselines = evaluation["model"], evaluation["baselines"]
+    if evaluation.get("kind") != ROWS:
+        row = baselines.get("ridge", {})
+        amount = row.get("model_gain_nll")
+        return None if amount is None else ("ridge", amount, NATS, row.get("model_gain_t"))
+    linear, is_number = baselines.get("linear", {}), evaluation.get("task") == REGRESSION
     name = "rmse" if is_number else "log_loss"
     own, other = model.get(name), linear.get(name)
     if own is None or other is None or (is_number and other == 0):
         return None
-    amount = 1 - (own / other) ** 2 if is_number else other - own
-    unit = _SQUARED if is_number else NATS
-    return LinearGain(over="the linear model", amount=amount, unit=unit, t=linear.get("model_gain_t"))
+    amount, unit = (1 - (own / other) ** 2, "less squared error") if is_number else (other - own, NATS)
+    return "the linear model", amount, unit, linear.get("model_gain_t")
 
 
 def worth_line(evaluation: Mapping[str, Any], usd: float | None) -> str | None:
@@ -56,22 +38,20 @@ def worth_line(evaluation: Mapping[str, Any], usd: float | None) -> str | None:
         return f"{chance_line(evaluation)} {price}"
     if not is_judged(evaluation):
         return None
-    gain = linear_gain(evaluation)
+    gain = _linear_gain(evaluation)
     if gain is None:
         return f"not compared with a linear model, {price}"
-    shown, over = f"{_signed(gain.amount, '.4f' if gain.unit == NATS else '.1%')} {gain.unit}", f"over {gain.over}"
-    if gain.t is None:
-        why = "not tested for chance"
-    else:
-        why = f"t {_signed(gain.t, '.1f')}"
-        if not is_beyond_chance(gain.t):
-            return f"{over}: no gain beyond chance ({shown}, {why}) {price}"
-    if gain.amount <= 0:
-        return f"{over}: no gain ({shown}, {why}) {price}"
-    if not usd or gain.unit != NATS:
-        return f"{over}: {shown} ({why}) {price}"
-    each = usd / gain.amount
-    return f"{over}: {shown} ({why}) {price}: {f'${each:,.0f}' if each >= 10 else dollars(each)} per nat"
+    over, amount, unit, t = gain
+    shown = f"{_signed(amount, '.4f' if unit == NATS else '.1%')} {unit}"
+    why = "not tested for chance" if t is None else f"t {_signed(t, '.1f')}"
+    if t is not None and not is_beyond_chance(t):
+        return f"over {over}: no gain beyond chance ({shown}, {why}) {price}"
+    if amount <= 0:
+        return f"over {over}: no gain ({shown}, {why}) {price}"
+    if not usd or unit != NATS:
+        return f"over {over}: {shown} ({why}) {price}"
+    each = usd / amount
+    return f"over {over}: {shown} ({why}) {price}: {f'${each:,.0f}' if each >= 10 else dollars(each)} per nat"
 
 
 def is_judged(evaluation: Mapping[str, Any]) -> bool:

@@ -91,8 +91,11 @@ class Tuned:
 
     def _notes(self, job: JobConfig, used: dict[str, Any]) -> list[str]:
         """Return what a person should know who uses these settings for this job."""
-        now = {"dataset_id": _dataset_id(job), "world_size": job.training.world_size}
-        words = []
+        dataset_id, words = job.dataset.dataset_id, []
+        if dataset_id is None:
+            with contextlib.suppress(NoDatasetError):  # reported better where the data is read
+                dataset_id = data_of(job).dataset_id
+        now = {"dataset_id": dataset_id, "world_size": job.training.world_size}
         if self.is_found:
             made = [name for name in self.training if name not in used]
             words += [f"settings of {self.source}: training.{name} is used as stated, not as found" for name in made]
@@ -108,14 +111,6 @@ class Tuned:
             for name, value in now.items()
             if self.evidence.get(name) != value
         ]
-
-
-def _dataset_id(job: JobConfig) -> str | None:
-    if job.dataset.dataset_id is not None:
-        return job.dataset.dataset_id
-    with contextlib.suppress(NoDatasetError):  # reported better where the data is read
-        return data_of(job).dataset_id
-    return None
 
 
 def read_tuned(path: str) -> Tuned:
@@ -137,33 +132,28 @@ def read_tuned(path: str) -> Tuned:
     evidence = document.get("evidence") or {}
     if not isinstance(evidence, dict):
         raise ConfigError(f'settings {path}: "evidence" is not a JSON object; leave it out or tune again')
-    if SEARCH in evidence:
-        return _found(path, document, training, evidence)
-    known = [knob for knob in KNOBS if knob in FIELDS]
-    wrong = sorted({f"{key!r}" for key in document} - {"'training'", "'evidence'"})
+    is_found = SEARCH in evidence
+    parts = {name: document[name] for name in PARTS if is_found and name in document}
+    known = (
+        [item.name for item in fields(DistributedTrainingConfig)]
+        if is_found
+        else [knob for knob in KNOBS if knob in FIELDS]
+    )
+    wrong = sorted(f"{key!r}" for key in document.keys() - {"training", "evidence", *parts})
     wrong += sorted(f"'training.{key}'" for key in training if key not in known)
+    wrong += [f"{name!r}" for name, part in parts.items() if not isinstance(part, dict) or "factory" not in part]
+    if wrong and is_found:
+        raise ConfigError(
+            f"settings {path}: {', '.join(wrong)} is not something that `dtrain search` writes; use the file as it was"
+        )
     if wrong:
         raise ConfigError(
             f"settings {path}: {', '.join(wrong)} cannot be set by such a file, only these of training: "
             f"{', '.join(known)}; give others with --set or in job.json"
         )
-    if sum(name in training for name in LAYOUT) == 1:
+    if not is_found and sum(name in training for name in LAYOUT) == 1:
         both = " and ".join(f"training.{name}" for name in LAYOUT)
         raise ConfigError(
             f"settings {path}: one of {both} is missing: both are needed to define a step; add it, or tune again"
-        )
-    return Tuned(path, training, evidence)
-
-
-def _found(path: str, document: dict[str, Any], training: dict[str, Any], evidence: dict[str, Any]) -> Tuned:
-    """Return the settings of a file of `dtrain search`. Raise `ConfigError` for what it cannot set."""
-    known = {item.name for item in fields(DistributedTrainingConfig)}
-    parts = {name: document[name] for name in PARTS if name in document}
-    wrong = sorted(f"{key!r}" for key in set(document) - {"training", "evidence", *PARTS})
-    wrong += sorted(f"'training.{key}'" for key in set(training) - known)
-    wrong += [f"{name!r}" for name, part in parts.items() if not isinstance(part, dict) or "factory" not in part]
-    if wrong:
-        raise ConfigError(
-            f"settings {path}: {', '.join(wrong)} is not something that `dtrain search` writes; use the file as it was"
         )
     return Tuned(path, training, evidence, parts)

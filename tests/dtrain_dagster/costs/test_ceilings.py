@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
@@ -19,8 +20,6 @@ from dtrain_dagster.costs.ceilings import (
     read_ceilings,
     read_dollars,
     stands_of,
-    units_of,
-    with_given,
     write_ceilings,
 )
 from dtrain_dagster.costs.money import USD
@@ -46,13 +45,13 @@ def test_an_amount_is_kept_to_the_cent(tmp_path_factory: pytest.TempPathFactory,
     home = tmp_path_factory.mktemp("home")
     write_ceilings(home, Ceilings(per_month=read_dollars(str(amount))))
     assert read_ceilings(home).per_month == amount
-    assert units_of(amount) == int(amount * 100) * (USD // 100)
+    assert read_ceilings(home).limits() == {"per_month": int(amount * 100) * (USD // 100)}
 
 
 def test_ceilings_are_kept_lifted_and_added_to(tmp_path: Path):
     assert not read_ceilings(tmp_path)
-    write_ceilings(tmp_path, with_given(Ceilings(), {"per_month": Decimal(500), "per_hour": None}))
-    write_ceilings(tmp_path, with_given(read_ceilings(tmp_path), {"per_hour": Decimal("2.5")}))
+    write_ceilings(tmp_path, Ceilings(per_month=Decimal(500)))
+    write_ceilings(tmp_path, replace(read_ceilings(tmp_path), per_hour=Decimal("2.5")))
     assert read_ceilings(tmp_path) == Ceilings(per_month=Decimal(500), per_hour=Decimal("2.5"))
     write_ceilings(tmp_path, Ceilings())
     assert not (tmp_path / CEILINGS).exists()
