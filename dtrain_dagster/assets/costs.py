@@ -60,12 +60,10 @@ class Bill:
 
     @property
     def usd_per_1000_samples(self) -> float:
-        """Return the dollars that 1000 samples cost."""
         return 1000 * self.metrics.total_cost_usd / max(1, self.samples_seen)
 
 
 def build_cost_breakdown(pipeline: Pipeline) -> dg.AssetsDefinition:
-    """Return the asset `cost_breakdown` of a graph."""
     key = pipeline.names.key("cost_breakdown")
 
     @dg.asset(

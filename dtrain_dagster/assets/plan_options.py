@@ -76,7 +76,6 @@ class PlanOptions(LaunchpadOptions):
 
 
 def with_nodes_of_run(cluster: GPUClusterResource, config: PlanOptions) -> GPUClusterResource:
-    """Return the cluster with the nodes that the launchpad asks for."""
     return cluster.with_hardware(config.nodes, config.gpu_type, tier_of(config.tier.value) if config.tier else None)
 
 
@@ -200,7 +199,6 @@ class DatasetTraining:
     dataset: BuiltDataset
 
     def on_nodes(self, node_count: int) -> Wanted:
-        """Return the training as it would run on ``node_count`` nodes."""
         config = with_usual_parts(self.config, self.dataset.manifest())
         return Wanted(job_on(node_count, config, self.cluster, self.project, self.dataset), self.dataset.samples)
 
@@ -228,7 +226,6 @@ class ScriptTraining:
     """The name under which its model is registered; None: it is not."""
 
     def on_nodes(self, node_count: int) -> Wanted:
-        """Return the training as it would run on ``node_count`` nodes, which the script says."""
         ranks, is_here = node_count * self.cluster.ranks_per_node, self.cluster.traits.is_this_machine
         share = max(1, (os.cpu_count() or 1) // ranks) if is_here else None
         overrides = list(self.config.overrides(ranks, self.cluster.threads_per_rank or share))

@@ -61,16 +61,13 @@ DESCRIPTION = (
 
 
 def build_cost_estimate(pipeline: Pipeline) -> dg.AssetsDefinition:
-    """Return the asset `cost_estimate` of a graph."""
-    return _of_script(pipeline) if pipeline.source == "script" else _of_dataset(pipeline)
-
-
-def _of_dataset(pipeline: Pipeline) -> dg.AssetsDefinition:
-    kind = with_checked_names(TrainingOptions, pipeline.defaults.get("cost_estimate", {}))
-    names, options = pipeline.names, pipeline.options("cost_estimate", kind)
+    names, is_script = pipeline.names, pipeline.source == "script"
+    of_dataset = with_checked_names(TrainingOptions, pipeline.defaults.get("cost_estimate", {}))
+    options = pipeline.options("cost_estimate", ScriptOptions if is_script else of_dataset)
 
     @dg.asset(
-        **pipeline.asset("cost_estimate", "planning", inputs=("sharded_dataset",)),
+        **pipeline.asset("cost_estimate", "planning", inputs=() if is_script else ("sharded_dataset",)),
+        deps=list(pipeline.deps) if is_script else None,
         kinds={"python"},
         required_resource_keys=names.resources,
         description=DESCRIPTION,
@@ -78,35 +75,15 @@ def _of_dataset(pipeline: Pipeline) -> dg.AssetsDefinition:
     def cost_estimate(
         context: dg.AssetExecutionContext,
         config: options,  # type: ignore[valid-type]
-        sharded_dataset: BuiltDataset,
+        **inputs: BuiltDataset,
     ):  # no annotation, see assets.common
         """Plan the training: estimate its time and cost from past runs or a probe, and refuse it where it exceeds a
-        limit."""
+        limit. That of a script is found out by running the script up to its call of fit."""
         cluster = with_nodes_of_run(cluster_resource(context, names), config)
         project = project_resource(context, names)
-        request = DatasetTraining(names, config, cluster, project, sharded_dataset)
-        return plan_training(context, request, registers=True)
-
-    return cost_estimate
-
-
-def _of_script(pipeline: Pipeline) -> dg.AssetsDefinition:
-    names, options = pipeline.names, pipeline.options("cost_estimate", ScriptOptions)
-
-    @dg.asset(
-        **pipeline.asset("cost_estimate", "planning"),
-        deps=list(pipeline.deps),
-        kinds={"python"},
-        required_resource_keys=names.resources,
-        description=DESCRIPTION,
-    )
-    def cost_estimate(
-        context: dg.AssetExecutionContext,
-        config: options,  # type: ignore[valid-type]
-    ):  # no annotation, see assets.common
-        """Plan a script's training, which is found out by running the script up to its call of fit."""
-        cluster = with_nodes_of_run(cluster_resource(context, names), config)
-        project = project_resource(context, names)
+        if not is_script:
+            request: Request = DatasetTraining(names, config, cluster, project, inputs["sharded_dataset"])
+            return plan_training(context, request, registers=True)
         name = None if pipeline.unregistered else project.model_name
         request = ScriptTraining(names, config, cluster, project, pipeline.script, name)
         return plan_training(context, request, registers=name is not None)
@@ -280,7 +257,6 @@ def measure_pace(
     limit_usd = min((limit for limit in (limits.budget_usd, config.stop_at_usd) if limit), default=0.0)
 
     def left() -> float | None:
-        """Return the node-seconds that the limits leave for the next probe."""
         paid = probe.unpaid_charges(manager, project.jobs_uri, ids)
         return probe.left_node_seconds(limit_usd, paid, price, tier)
 

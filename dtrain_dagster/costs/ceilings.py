@@ -64,7 +64,6 @@ class Ceilings:
         return any(getattr(self, kind) is not None for kind in KINDS)
 
     def limits(self) -> dict[Kind, int]:
-        """Return the ceilings that are set, in units."""
         return {kind: int(value * USD) for kind in KINDS if (value := getattr(self, kind)) is not None}
 
 
@@ -122,7 +121,6 @@ class Spending:
 
     @property
     def units(self) -> int:
-        """Return what counts against the month."""
         return self.month_units + self.promised_units
 
 
@@ -144,22 +142,18 @@ class Stand:
 
     @property
     def total(self) -> int:
-        """Return all that counts."""
         return self.spent + self.promised + self.wanted
 
     @property
     def share(self) -> float:
-        """Return all that counts as a fraction of the ceiling."""
         return self.total / self.limit
 
     @property
     def is_exceeded(self) -> bool:
-        """Return whether it is too much."""
         return self.total > self.limit
 
     @property
     def title(self) -> str:
-        """Return what the ceiling is called."""
         return KINDS[self.kind] + (f" ({self.whose})" if self.whose else "")
 
 

@@ -206,7 +206,6 @@ class Parts:
 
     @property
     def total(self) -> float:
-        """Return the sum of all phases, in seconds."""
         return self.startup + self.steps + self.evaluation + self.checkpoint + self.finish
 
 
@@ -247,7 +246,6 @@ class Forecast:
         return Interval(low=low / factor, expected=expected, high=expected * factor)
 
     def parts(self, node_count: int, speed: float = 1.0) -> Parts:
-        """Return the same phase by phase, before the learned correction."""
         return self._parts(node_count, self.sizes.work(node_count), speed)
 
     def _parts(self, node_count: int, work: Work, speed: float) -> Parts:

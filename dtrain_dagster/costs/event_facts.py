@@ -47,7 +47,6 @@ class EventFacts:
 
 
 def read_facts(events: Iterable[Mapping[str, Any]]) -> EventFacts:
-    """Return the events that count here, and how many of them are damaged."""
     facts = EventFacts()
     steps: dict[int, list[tuple[int, int, float]]] = defaultdict(list)
     for item in events:

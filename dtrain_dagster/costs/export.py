@@ -83,7 +83,6 @@ def cost_document(tracker: CostTracker, found: Ledger, metrics: CostMetrics, pri
 
 
 def plain(rows: Rows) -> Rows:
-    """Return the rows with numbers in place of decimals."""
     return [{key: float(value) if isinstance(value, Decimal) else value for key, value in row.items()} for row in rows]
 
 

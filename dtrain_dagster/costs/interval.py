@@ -15,7 +15,6 @@ class Interval:
     high: float
 
     def scaled(self, factor: float) -> Interval:
-        """Return the interval with all figures times ``factor``."""
         return Interval(low=self.low * factor, expected=self.expected * factor, high=self.high * factor)
 
     def range_in(self, write: Callable[[float], str]) -> str:

@@ -62,12 +62,10 @@ class Row:
 
     @property
     def seconds(self) -> float:
-        """Return the time in seconds."""
         return self.microseconds / SECOND
 
     @property
     def usd(self) -> float:
-        """Return the cost in dollars."""
         return usd(self.units)
 
 
@@ -81,12 +79,10 @@ class Ledger:
 
     @property
     def microseconds(self) -> int:
-        """Return the paid node-time in microseconds."""
         return sum(entry.microseconds for entry in self.entries)
 
     @property
     def units(self) -> int:
-        """Return the cost in the units of `dtrain_dagster.costs.money`."""
         return sum(entry.units for entry in self.entries)
 
     @property
@@ -96,16 +92,13 @@ class Ledger:
         return sum(entry.microseconds for entry in self.entries if entry.cause in IN_STEPS) / whole if whole else 0.0
 
     def causes(self) -> dict[CostCause, Row]:
-        """Return every cause that took some time, in order of `CostCause`."""
         found = self.rows(lambda entry: entry.cause)
         return {cause: found[cause] for cause in CostCause if cause in found}
 
     def by_node(self) -> dict[tuple[int, CostCause], Row]:
-        """Return a row for each node and cause."""
         return self.rows(lambda entry: (entry.node_id, entry.cause))
 
     def rows(self, key: Callable[[LedgerEntry], K]) -> dict[K, Row]:
-        """Return the entries added up by ``key``."""
         sums: dict[K, list[int]] = defaultdict(lambda: [0, 0])
         for entry in self.entries:
             row = sums[key(entry)]

@@ -37,7 +37,6 @@ def units_of_usd(dollars: float) -> int:
 
 
 def usd(units: int) -> float:
-    """Return the dollars of an amount in units, as a float."""
     return units / USD
 
 
@@ -73,7 +72,6 @@ def digits_of(units: int) -> int:
 
 
 def is_finite(value: object) -> bool:
-    """Return whether the value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -79,7 +79,6 @@ class TrainingPlan:
 
     @property
     def sections(self) -> dict[str, Any]:
-        """Return the sections of ``job.json`` that the plan decides."""
         return {name: self.job[name] for name in SECTIONS if name in self.job}
 
     @property
@@ -95,7 +94,6 @@ class TrainingPlan:
 
     @property
     def probe_usage(self) -> tuple[NodeUsage, ...]:
-        """Return the presence of the nodes of its probes, marked as such."""
         return tuple(replace(item, is_probe=True) for probe in self.probes for item in probe.usage)
 
 

@@ -101,7 +101,6 @@ class SkuPrice:
         )
 
     def usd_per_hour(self, tier: Tier) -> float:
-        """Return the price of one node-hour; raise as `figure` does."""
         return self.figure(tier).usd_per_hour
 
     def range_of(self, tier: Tier) -> tuple[float, float]:
@@ -199,12 +198,10 @@ def alternatives_to(sku: str) -> Mapping[str, SkuPrice]:
 
 
 def known_regions() -> tuple[str, ...]:
-    """Return the regions that have prices."""
     return tuple(_tables())
 
 
 def skus() -> tuple[str, ...]:
-    """Return every SKU whose hardware is known."""
     return tuple(_package()["skus"])
 
 
@@ -219,12 +216,10 @@ def refresh_command(region: str, sku: str = "") -> str:
 
 
 def refreshed_path() -> Path:
-    """Return the path of the refreshed prices."""
     return Path(os.path.abspath(os.path.expanduser(setting("home")))) / REFRESHED
 
 
 def packaged_prices() -> Prices:
-    """Return the prices of the package alone."""
     return read_prices(_package())
 
 

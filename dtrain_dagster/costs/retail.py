@@ -272,7 +272,6 @@ def _filter(region: str) -> str:
 
 
 def _place(url: str) -> tuple[str, str, int]:
-    """Scheme, host and port of an address."""
     try:
         parts = urlsplit(url)
         port = parts.port or {"http": 80, "https": 443}[parts.scheme]

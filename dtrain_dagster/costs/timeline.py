@@ -100,7 +100,6 @@ class Term:
     spans: list[Span] = field(default_factory=list)
 
     def has(self, node: int) -> bool:
-        """Return whether the node is a member."""
         return self.nodes is None or node in self.nodes
 
 
@@ -308,7 +307,6 @@ def merge_spans(together: Sequence[TimingEvent]) -> TimingEvent:
 
 
 def _batches(found: Sequence[TimingEvent]) -> Iterator[Sequence[TimingEvent]]:
-    """Neighbours of the same nodes, in batches of which there are not too many."""
     size = -(-len(found) // MOST_WINDOWS)
     for _, world in itertools.groupby(found, key=lambda window: window.nodes):
         mine = list(world)

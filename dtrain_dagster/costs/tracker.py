@@ -52,32 +52,26 @@ class NodeCost:
 
     @property
     def microseconds(self) -> int:
-        """Return the duration in microseconds."""
         return self.ended - self.began
 
     @property
     def units(self) -> int:
-        """Return the cost in the units of `dtrain_dagster.costs.money`."""
         return self.microseconds * self.nano_usd_per_hour
 
     @property
     def started_at(self) -> float:
-        """Return the start in Unix seconds."""
         return self.began / SECOND
 
     @property
     def ended_at(self) -> float:
-        """Return the end in Unix seconds."""
         return self.ended / SECOND
 
     @property
     def hours(self) -> float:
-        """Return the duration in hours."""
         return self.microseconds / HOUR
 
     @property
     def usd(self) -> float:
-        """Return the cost in dollars."""
         return usd(self.units)
 
 
@@ -95,32 +89,26 @@ class CostTracker:
 
     @property
     def node_hours(self) -> float:
-        """Return the paid node-hours."""
         return sum(node.microseconds for node in self.nodes) / HOUR
 
     @property
     def total_units(self) -> int:
-        """Return the exact bill in the units of `dtrain_dagster.costs.money`."""
         return sum(node.units for node in self.nodes)
 
     @property
     def total_usd(self) -> float:
-        """Return the bill in dollars."""
         return usd(self.total_units)
 
     @property
     def training_nodes(self) -> tuple[NodeCost, ...]:
-        """Return the paid intervals without those of probes."""
         return tuple(node for node in self.nodes if not node.is_probe)
 
     @property
     def training_usd(self) -> float:
-        """Return the dollars of the training without its probes."""
         return usd(sum(node.units for node in self.training_nodes))
 
     @property
     def probe_usd(self) -> float:
-        """Return the dollars of the probes."""
         return usd(sum(node.units for node in self.nodes if node.is_probe))
 
     @property
@@ -214,7 +202,6 @@ def _priced(interval: NodeCost, tier: Tier) -> NodeCost:
 
 
 def _once(intervals: list[NodeCost]) -> list[NodeCost]:
-    """The intervals of one node without overlaps."""
     ordered = sorted(intervals, key=lambda item: (item.began, item.ended))
     moments = sorted({moment for item in ordered for moment in (item.began, item.ended)})
     found: list[NodeCost] = []

@@ -33,5 +33,4 @@ class NodeUsage:
 
     @property
     def hours(self) -> float:
-        """Return the duration in hours."""
         return (self.ended_at - self.started_at) / 3600

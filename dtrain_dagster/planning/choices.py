@@ -50,17 +50,14 @@ class PlanChoice:
 
     @property
     def seconds(self) -> Interval:
-        """Return its time."""
         return self.estimate.seconds
 
     @property
     def usd(self) -> Interval:
-        """Return its dollars."""
         return self.estimate.usd
 
     @property
     def name(self) -> str:
-        """Return the choice in a few words."""
         return name_nodes(self.node_count, self.sku, self.tier)
 
 
@@ -89,7 +86,6 @@ class Choices:
 
     @property
     def cheapest(self) -> PlanChoice | None:
-        """Return the cheapest choice that fits, None where none does."""
         return next((row for row in self.rows if row.is_cheapest), None)
 
     @property
@@ -98,7 +94,6 @@ class Choices:
         return next((row for row in self.rows if row.is_planned), None)
 
     def with_planned(self, planned: PlanChoice) -> Choices:
-        """Return the same choices, with this one marked as the plan."""
         return replace(self, rows=tuple(replace(row, is_planned=row is planned) for row in self.rows))
 
     def cheapest_here(self, sku: str, tier: Tier, most: int) -> PlanChoice | None:

@@ -48,7 +48,6 @@ class JobCourse:
 
     @classmethod
     def read(cls, rundir: RunDir) -> JobCourse:
-        """Return the course that the run directory records."""
         nodes = rundir.nodes()
         return cls(
             launches=max((node.launch for node in nodes), default=1),
@@ -93,7 +92,6 @@ class History:
         keeps_cache: bool,
         names: GraphNames = STOCK_NAMES,
     ) -> History:
-        """Return the history that the instance has for this fingerprint and pace in this graph."""
         return cls(
             fingerprint=fingerprint,
             runs=tuple(past_runs(instance, pace, keeps_cache, names)),
@@ -102,7 +100,6 @@ class History:
         )
 
     def learned(self, basis: Basis, sku: str) -> LearnedCorrection:
-        """Return the correction that past scores teach for this basis and SKU."""
         return learn(self.scores, basis, sku)
 
     def forecast(self, sizes: Sizes, node_count: int, sku: str) -> Forecast | None:

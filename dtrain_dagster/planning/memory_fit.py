@@ -50,7 +50,6 @@ class MemoryRoom:
     """Whether all nodes are on one machine, whose memory they divide."""
 
     def on_nodes(self, count: int) -> MemoryRoom:
-        """Return the same with another number of nodes."""
         factor = self.node_count / count if self.is_shared else 1.0
         return replace(self, node_count=count, bytes=self.bytes * factor)
 

@@ -137,12 +137,10 @@ class ResourceOptimizer:
         return tuple(said)
 
     def document(self) -> dict[str, Any]:
-        """Return all advice on the job for JSON."""
         used, advice = self.utilization, [asdict(item) for item in self.recommendations()]
         return {"utilization": used and asdict(used), "recommendations": advice, "not_known": self.not_known()}
 
     def markdown(self) -> str:
-        """Return the changes for the next run, and the settings for which none can be recommended."""
         used, lines = self.utilization, "\n".join(f"- {line}" for line in self.not_known())
         missing = f"\n\nNothing is recommended for:\n{lines}" if lines else ""
         said = f"{used.of} utilisation was {used.fraction:.0%}.\n\n" if used else ""

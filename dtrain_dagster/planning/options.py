@@ -46,17 +46,14 @@ class Change:
 
     @property
     def saved(self) -> str:
-        """Return what it saves, in words."""
         return f"{dollars(self.saved_usd)} {self.of}".rstrip()
 
     @property
     def text(self) -> str:
-        """Return the change as a line of a message."""
         return f"{self.name}: {self.setting}: saves {self.saved}" + (f" ({self.why})" if self.why else "")
 
 
 def change_table(found: Iterable[Change]) -> str:
-    """Return changes as a Markdown table."""
     rows = ["| what | change | saves | takes | why |", "|---|---|---|---|---|"]
     for item in found:
         took = f"{format_duration(abs(item.lost_seconds))} {'more' if item.lost_seconds >= 0 else 'less'}"

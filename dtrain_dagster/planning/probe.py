@@ -169,7 +169,6 @@ def run_probe(
 
 
 def has_succeeded(rundir: RunDir) -> bool:
-    """Return whether the result says that the job succeeded."""
     result = rundir.read_json(RESULT)
     return result is not None and result["status"] == "succeeded"
 
@@ -207,7 +206,6 @@ class ExpectedProbe:
     """Where the figures come from, in words."""
 
     def __str__(self) -> str:
-        """Return it for people: dollars and time with their ranges, and the basis."""
         return f"{self.usd.told(dollars)} and {self.seconds.told(format_duration)}, from {self.basis}"
 
 
@@ -288,17 +286,14 @@ def unpaid_charges(manager: GPUClusterManager, jobs_uri: str, job_ids: Sequence[
 
 
 def charge_usd(charges: Sequence[ProbeCharge], tier: Tier) -> float:
-    """Return the dollars of these probes. Raise `PriceError` where a price is not known."""
     return CostTracker("", [item for charge in charges for item in charge.usage], tier).total_usd
 
 
 def charge_seconds(charges: Sequence[ProbeCharge]) -> float:
-    """Return the wall seconds in which a node of these probes was paid."""
     return sum(paid_wall_seconds(charge.usage) for charge in charges)
 
 
 def charge_node_seconds(charges: Sequence[ProbeCharge]) -> float:
-    """Return the paid node-seconds of these probes."""
     return sum(3600 * item.hours for charge in charges for item in charge.usage)
 
 

@@ -69,12 +69,10 @@ class Score:
 
     @property
     def usd_error(self) -> float:
-        """Return the signed error of dollars relative to the estimate."""
         return self.actual_usd / self.usd.expected - 1
 
     @property
     def is_within(self) -> bool:
-        """Return whether both time and dollars were in their intervals."""
         return _holds(self.seconds, self.actual_seconds) and _holds(self.usd, self.actual_usd)
 
 
@@ -161,7 +159,6 @@ def _remaining_spread(errors: Sequence[float], bias: float) -> float:
 
 
 def summarise_scores(scores: Sequence[Score]) -> Summary:
-    """Return the median error and the coverage of these scores."""
     if not scores:
         return Summary(runs=0, median_error=None, coverage=None)
     return Summary(

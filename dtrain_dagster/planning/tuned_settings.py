@@ -37,7 +37,6 @@ class Tuned:
 
     @property
     def is_found(self) -> bool:
-        """Whether a search has found them."""
         return SEARCH in self.evidence
 
     def parts_for(self, job: JobConfig) -> dict[str, dict[str, Any]]:
@@ -90,7 +89,6 @@ class Tuned:
         return used, self._notes(job, used)
 
     def _notes(self, job: JobConfig, used: dict[str, Any]) -> list[str]:
-        """Return what a person should know who uses these settings for this job."""
         dataset_id, words = job.dataset.dataset_id, []
         if dataset_id is None:
             with contextlib.suppress(NoDatasetError):  # reported better where the data is read
