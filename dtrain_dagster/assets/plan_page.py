@@ -108,7 +108,7 @@ def choices_metadata(table: Choices, fingerprint: str, storage_uri: str) -> dict
         metadata["choices"] = best_rows(shown, SHOWN)
         rows = [_row(choice) for choice in table.rows]
         metadata["choices_file"] = table_file(f"{storage_uri}/plans/{fingerprint}", "choices.csv", rows)
-    metadata["choices_rest_on"] = dg.MarkdownMetadataValue(_rest_on(table))
+    metadata["choices_rest_on"] = dg.MarkdownMetadataValue("\n".join(f"- {line}" for line in table.notes))
     if table.not_available:
         missing = [
             {"sku": item.sku.removeprefix("Standard_"), "tier": tier_in_words(item.tier), "why": item.why}
@@ -137,12 +137,6 @@ def _row(choice: PlanChoice) -> dict[str, str | int | float]:
         "time_from": choice.time_from,
         "price_from": choice.price_from,
     }
-
-
-def _rest_on(table: Choices) -> str:
-    dollars_are = f"Dollars are time × nodes × price: {table.price_words}."
-    lines = [f"Times rest on {table.basis}.", dollars_are, *table.assumptions]
-    return "\n".join(f"- {line}" for line in lines)
 
 
 def probe_metadata(pace: Pace, manager: GPUClusterManager) -> dict[str, Any]:

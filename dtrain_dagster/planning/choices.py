@@ -1,10 +1,7 @@
 """The choices of nodes for a training: SKUs × nodes × tiers, each with time and dollars, the cheapest marked. Pure.
 
-Every GPU of a node is a rank, and each rank keeps its batch: more of them make larger and fewer steps of the same
-epochs. The origin of a figure stands beside it: measured, scaled from a measurement, or guessed from a table of speeds.
-
-The cheapest is that of all choices which keep the deadline and the budget with the upper ends of their intervals. It is
-a comparison: what runs is the planned one, see `PlanChoice.is_planned`.
+Every GPU of a node is a rank, and each rank keeps its batch. The cheapest is that of all choices which keep the
+deadline and the budget with the upper ends of their intervals. It is a comparison: what runs is the planned one.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_cost
 from dtrain_dagster.costs.interval import Interval
@@ -61,8 +58,7 @@ class PlanChoice:
         return name_nodes(self.node_count, self.sku, self.tier)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NotAvailable:
+class NotAvailable(NamedTuple):
     """A SKU on a tier that cannot be bought, and why."""
 
     sku: str
@@ -77,10 +73,8 @@ class Choices:
     rows: tuple[PlanChoice, ...]
     not_available: tuple[NotAvailable, ...]
     limits: Limits
-    basis: str
-    """The basis of the times, in words."""
-    assumptions: tuple[str, ...]
-    price_words: str
+    notes: tuple[str, ...]
+    """What the times and the dollars rest on."""
     place: str = ""
     """See `PlannedJob.place`."""
 
@@ -135,18 +129,16 @@ def compare_choices(
         for tier in tiers:
             why = explain_unavailable(other, tier, None if is_stand_in else today)
             if why := why or (min(small.values(), default="") and small[counts[-1]]):
-                missing.append(NotAvailable(sku=other.sku, tier=tier, why=why))
+                missing.append(NotAvailable(other.sku, tier, why))
             else:
                 offered += [_choice(planned, forecast, other, each, tier) for each in counts if not small[each]]
-    rows = sorted(offered, key=_by_cost)
+    rows = sorted(offered, key=lambda row: (row.usd.expected, row.seconds.expected))
     cheapest = next((row for row in rows if not misses(row, limits)), None)
     return Choices(
         rows=tuple(replace(row, is_cheapest=row is cheapest) for row in rows),
         not_available=tuple(missing),
         limits=limits,
-        basis=forecast.basis_words,
-        assumptions=_assumptions(rows, planned),
-        price_words=price_words(price.sku, planned.kind.buys_nodes),
+        notes=_notes(rows, planned, forecast.basis_words),
         place=planned.place,
     )
 
@@ -269,6 +261,8 @@ def _choice(planned: PlannedJob, forecast: Forecast, price: SkuPrice, node_count
     alike = max(1, round(ranks / own_ranks))  # as many of the planned nodes have as many ranks
     relative = price.speed / planned.price.speed
     estimate = estimate_cost(forecast.seconds_at(alike, relative * node_count / alike), price, tier, node_count)
+    figure = price.figure(tier)
+    told = f"{figure.usd_per_hour:g} USD per node-hour in {price.region}, {figure.how} {figure.recorded_on}: "
     origin: Origin = "guessed"
     if own and forecast.basis != "table":
         origin = "measured" if any(item.node_count == node_count for item in forecast.measured) else "scaled"
@@ -286,43 +280,28 @@ def _choice(planned: PlannedJob, forecast: Forecast, price: SkuPrice, node_count
         else f"guessed: a node is taken to compute {relative:.3g} times as fast as one of {planned.price.sku}; "
         "network, start-up and disks are taken to be the same",
         is_planned=own and (node_count, tier) == (planned.node_count, planned.tier),
-        price_from=_price_from(price, tier),
+        price_from="; ".join(filter(None, [f"{told}{figure.source}", price.tell_spot(tier)])),
     )
 
 
-def _price_from(price: SkuPrice, tier: Tier) -> str:
-    figure = price.figure(tier)
-    told = f"{figure.usd_per_hour:g} USD per node-hour in {price.region}, {figure.how} {figure.recorded_on}: "
-    return "; ".join(filter(None, [f"{told}{figure.source}", price.tell_spot(tier)]))
-
-
-def _by_cost(choice: PlanChoice) -> tuple[float, float]:
-    return choice.usd.expected, choice.seconds.expected
-
-
-def _assumptions(rows: Sequence[PlanChoice], planned: PlannedJob) -> tuple[str, ...]:
+def _notes(rows: Sequence[PlanChoice], planned: PlannedJob, basis: str) -> tuple[str, ...]:
     found = [
+        f"Times rest on {basis}.",
+        f"Dollars are time × nodes × price: {price_words(planned.price.sku, planned.kind.buys_nodes)}.",
         "A choice fits when the upper ends of its intervals keep the deadline and the budget. The cheapest of those is "
         "marked, and the row of this plan is what runs.",
         f"Each rank keeps its {planned.sizes.batch_size_per_rank} samples of a step: with more GPUs the global batch "
         "grows, and its effect on the model is not judged here (training.lr_scaling, gradient_accumulation_steps).",
     ]
     if planned.kind.is_this_machine:
-        found.append(
-            "The measurements come from local nodes, which share the cores of one machine: on separate machines, "
-            "several nodes take less time than is shown here."
-        )
+        found.append("On separate machines several nodes take less time: here they share the cores of one machine.")
     if any(row.sku != planned.price.sku for row in rows):
         found.append(f"How fast other SKUs compute is {planned.price.speed_note}.")
     if any(row.tier == "spot" for row in rows):
-        found.append(
-            "The price of Spot nodes varies, and they may be evicted at any time. What evictions "
-            "cost is not in its figures."
-        )
+        found.append("The price of Spot nodes varies. What evictions cost is not in its figures.")
     if any(row.sku != planned.price.sku and row.gpus > 1 for row in rows):
         found.append(
-            "SKUs with several GPUs: one rank for each GPU, and as much communication as between as many nodes; within "
-            "a node it is quicker than that."
+            "SKUs with several GPUs have one rank for each, and are taken to communicate as slowly as separate nodes."
         )
     return tuple(found)
 

@@ -118,8 +118,8 @@ def test_a_choice_of_spot_may_cost_as_much_as_pay_as_you_go_and_says_what_is_lef
     assert "from $0.3978 to the pay-as-you-go price of $3.06 an hour" in spot.price_from
     assert "evicted at any time, and the start-ups of their replacements are not in these figures" in spot.price_from
     assert "read 2024-09" in spot.price_from
-    assert any("Spot nodes varies" in line for line in table_of(tiers=BOTH).assumptions)
-    assert not any("Spot" in line for line in table_of().assumptions)
+    assert any("Spot nodes varies" in line for line in table_of(tiers=BOTH).notes)
+    assert not any("Spot" in line for line in table_of().notes)
 
 
 def test_what_cannot_be_had_is_listed_with_why_and_never_taken():
@@ -149,7 +149,7 @@ def test_each_gpu_of_a_node_is_a_rank():
     assert asked == [(8, 2.0)], "eight ranks on GPUs of twice the speed"
     assert quad.seconds.expected == pytest.approx(0.1 * HOUR + 12 * HOUR / 2 / 8)
     assert quad.global_batch == 2 * 4 * 256
-    assert any("several GPUs" in line for line in table_of(prices=[PRICES[QUAD]]).assumptions)
+    assert any("several GPUs" in line for line in table_of(prices=[PRICES[QUAD]]).notes)
     # The baseline's own nodes have the ranks that they were given, whatever the SKU that stands in for their price has.
     asked.clear()
     two = planned_on(PRICES[T4], 2, ranks=2, batch=256)
