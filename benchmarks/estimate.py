@@ -35,8 +35,7 @@ import numpy as np
 
 from benchmarks.host import busy_beside, note, options_of, stop_on_signals, tell
 from dtrain_dagster.clusters.managers import LocalClusterManager
-from dtrain_dagster.costs.estimate import Forecast, LearnedCorrection, Sizes
-from dtrain_dagster.costs.interval import Interval
+from dtrain_dagster.costs.estimate import Forecast, Interval, LearnedCorrection, Sizes
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.data.prices import write_prices
 from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset

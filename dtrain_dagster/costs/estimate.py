@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
-from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.prices import SkuPrice
 from dtrain_dagster.settings.tiers import Tier
 
@@ -39,6 +38,26 @@ DOUBLING_SPREAD, SHARED_DOUBLING_SPREAD = 0.10, 0.25
 whose cores slow each other down by more than their number says (docs/performance.md)."""
 SPEED_SPREAD = 0.25
 """Added to the spread for another GPU, whose speed is a guess of the price table."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """A figure and the range in which it is expected."""
+
+    low: float
+    expected: float
+    high: float
+
+    def scaled(self, factor: float) -> Interval:
+        return Interval(low=self.low * factor, expected=self.expected * factor, high=self.high * factor)
+
+    def range_in(self, write: Callable[[float], str]) -> str:
+        """Return ``$2.00 to $4.00``, of figures that ``write`` puts into words."""
+        return f"{write(self.low)} to {write(self.high)}"
+
+    def told(self, write: Callable[[float], str]) -> str:
+        """Return ``$3.00 ($2.00 to $4.00)``."""
+        return f"{write(self.expected)} ({self.range_in(write)})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,8 +43,13 @@ def usd(units: int) -> float:
 def split(total: int, weights: Sequence[float]) -> list[int]:
     """Return whole parts of a whole amount in proportion to ``weights``, which are not negative and not all zero."""
     largest = max(weights)
-    whole = [round(weight / largest * _FINE) for weight in weights]
-    return _largest_remainder(total, whole)
+    shares = [round(weight / largest * _FINE) for weight in weights]
+    whole = sum(shares)
+    parts = [total * share // whole for share in shares]
+    order = sorted(range(len(shares)), key=lambda place: (-(total * shares[place] % whole), place))
+    for place in order[: total - sum(parts)]:
+        parts[place] += 1
+    return parts
 
 
 def shown(amounts: Sequence[int], digits: int, unit: int = USD) -> list[Decimal]:
@@ -78,14 +83,3 @@ def is_finite(value: object) -> bool:
 def _rounded(value: int, unit: int) -> int:
     """The quotient to the nearest whole, half up."""
     return (2 * value + unit) // (2 * unit)
-
-
-def _largest_remainder(total: int, weights: Sequence[int]) -> list[int]:
-    whole = sum(weights)
-    parts = [total * weight // whole for weight in weights]
-    left = total - sum(parts)
-    if left:
-        order = sorted(range(len(weights)), key=lambda place: (-(total * weights[place] % whole), place))
-        for place in order[:left]:
-            parts[place] += 1
-    return parts

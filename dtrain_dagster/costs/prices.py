@@ -91,8 +91,7 @@ class SkuPrice:
             )
         if tier in self.figures:
             return self.figures[tier]
-        known = ", ".join(self.figures)
-        bound = ""
+        known, bound = ", ".join(self.figures), ""
         if tier == "spot" and "dedicated" in self.figures:
             bound = f"; it is at most the pay-as-you-go price of ${self.figures['dedicated'].usd_per_hour:g}"
         raise PriceError(
@@ -273,11 +272,10 @@ def _price_of_site(hardware: SkuPrice, partition: str) -> SkuPrice:
             f"the price of partition {partition!r} is not known: set DTRAIN_SLURM_PRICES to the site's table"
         )
     try:
-        stat = path.stat()
-        prices = _read_site_table((str(path), stat.st_mtime_ns, stat.st_size, stat.st_ino))
+        day = datetime.fromtimestamp(path.stat().st_mtime, UTC).date().isoformat()
+        prices = read_partition_prices()
     except (OSError, SettingsError) as error:
         raise PriceError(f"the site's prices cannot be read: {error}") from None
-    day = datetime.fromtimestamp(stat.st_mtime, UTC).date().isoformat()
     if partition not in prices:
         known = ", ".join(prices) or "none"
         raise PriceError(
@@ -288,11 +286,6 @@ def _price_of_site(hardware: SkuPrice, partition: str) -> SkuPrice:
     name = f"{hardware.sku.partition(_AT)[0]}{_AT}{partition}"
     figures = dict.fromkeys(TIERS, figure)
     return replace(hardware, sku=name, figures=figures, low_priority_capable=True, retired_on=None)
-
-
-@lru_cache(maxsize=4)
-def _read_site_table(version: tuple[Any, ...]) -> Mapping[str, float]:
-    return read_partition_prices()
 
 
 @cache

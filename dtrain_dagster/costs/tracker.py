@@ -16,6 +16,7 @@ from dtrain_dagster.costs.money import HOUR, SECOND, is_finite, microseconds, na
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.settings.tiers import Tier, tier_of
+from dtrain_dagster.support.formatting import format_duration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +86,11 @@ class CostTracker:
     def __init__(self, cluster_name: str, usage: Iterable[NodeUsage], tier: Tier) -> None:
         self.cluster_name = cluster_name
         intervals, self.notes = bill_usage(usage)
-        self.nodes = tuple(_priced(item, tier_of(item.tier or tier)) for item in intervals)
+        tiers = [tier_of(item.tier or tier) for item in intervals]
+        self.nodes = tuple(
+            replace(item, tier=paid, nano_usd_per_hour=nano_usd(price_of(item.sku).usd_per_hour(paid)))
+            for item, paid in zip(intervals, tiers, strict=True)
+        )
 
     @property
     def node_hours(self) -> float:
@@ -167,8 +172,8 @@ def bill_usage(usage: Iterable[NodeUsage]) -> tuple[list[NodeCost], tuple[str, .
         twice += sum(item.microseconds for item in intervals) - sum(item.microseconds for item in once)
         found += once
     notes = [
-        f"the clock of node {node_id} was set {'forward' if seconds > 0 else 'back'} by {_span(abs(seconds))} while it "
-        "was there: not billed"
+        f"the clock of node {node_id} was set {'forward' if seconds > 0 else 'back'} by "
+        f"{format_duration(abs(seconds))} while it was there: not billed"
         for node_id, seconds in sorted(jumps.items())
         if seconds
     ]
@@ -181,10 +186,6 @@ def bill_usage(usage: Iterable[NodeUsage]) -> tuple[list[NodeCost], tuple[str, .
     return found, tuple(notes)
 
 
-def _span(seconds: float) -> str:
-    return f"{seconds / 3600:,.1f} h" if seconds >= 3600 else f"{seconds:,.0f} s"
-
-
 def utc(microseconds: int) -> str:
     """Return a time for people and files: ``2026-10-25T00:30:00Z``, the same in every time zone."""
     return datetime.fromtimestamp(microseconds / SECOND, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -195,10 +196,6 @@ def overrun(actual_usd: float, estimated_usd: float) -> float:
     if estimated_usd <= 0:
         raise ValueError(f"the estimate must be positive, not {estimated_usd} dollars")
     return actual_usd / estimated_usd - 1
-
-
-def _priced(interval: NodeCost, tier: Tier) -> NodeCost:
-    return replace(interval, tier=tier, nano_usd_per_hour=nano_usd(price_of(interval.sku).usd_per_hour(tier)))
 
 
 def _once(intervals: list[NodeCost]) -> list[NodeCost]:

@@ -10,8 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from dtrain_dagster.clusters.ranks import explain_idle_gpus
-from dtrain_dagster.costs.estimate import Estimate, Forecast, LearnedCorrection, Sizes, estimate_cost, estimate_forecast
-from dtrain_dagster.costs.interval import Interval
+from dtrain_dagster.costs.estimate import (
+    Estimate,
+    Forecast,
+    Interval,
+    LearnedCorrection,
+    Sizes,
+    estimate_cost,
+    estimate_forecast,
+)
 from dtrain_dagster.costs.plan import SECTIONS, ProbeCharge, TrainingPlan
 from dtrain_dagster.costs.prices import LISTED, SkuPrice, is_of_site, price_of, price_words
 from dtrain_dagster.jobs.progress import fingerprint

@@ -103,7 +103,12 @@ def check_job(
         if not samples.get(split):
             how = "choose other split dates" if data.kind == WINDOWS else "build it with other fractions"
             raise ConfigError(f"{job.dataset.uri}: the {split} split has no samples; {how}")
-    _refuse_unknown_monitor(job, data.kind)
+    known = {"loss", *FIGURES.get(data.kind, (config.monitor,))}  # of data of the user's own, who tries its task knows
+    if config.monitor not in known:
+        raise ConfigError(
+            f"training.monitor = {config.monitor!r} is not measured of such data: choose one of "
+            f"{', '.join(sorted(known))}"
+        )
     Sampler(
         samples=samples["train"],
         global_batch_size=config.global_batch_size,
@@ -130,17 +135,6 @@ def check_job(
     except UnsureRehearsalError as error:
         model, said = error.model, (f"model and loss could not be tried out here; the nodes try them first: {error}",)
     return check_memory(Checked(said, model), config, room, prices)
-
-
-def _refuse_unknown_monitor(job: JobConfig, kind: str) -> None:
-    """Raise `ConfigError` for a figure that no validation measures; of a dataset of the user's own, who tries its task
-    does."""
-    known = {"loss", *FIGURES.get(kind, (job.training.monitor,))}
-    if job.training.monitor not in known:
-        raise ConfigError(
-            f"training.monitor = {job.training.monitor!r} is not measured of such data: choose one of "
-            f"{', '.join(sorted(known))}"
-        )
 
 
 def check_memory(

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from typing import Literal, NamedTuple
 
-from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_cost
-from dtrain_dagster.costs.interval import Interval
+from dtrain_dagster.costs.estimate import Estimate, Forecast, Interval, estimate_cost
 from dtrain_dagster.costs.prices import PriceError, SkuPrice, alternatives_to, is_of_site, price_words
 from dtrain_dagster.planning.build_plan import Limits, PlannedJob, explain_excess, most_epochs
 from dtrain_dagster.settings.tiers import TIERS, Tier, tier_in_words

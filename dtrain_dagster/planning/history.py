@@ -12,8 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain_dagster.costs.estimate import PRIOR_SPREAD, Basis, Forecast, LearnedCorrection, Measured, Sizes
-from dtrain_dagster.costs.interval import Interval
+from dtrain_dagster.costs.estimate import PRIOR_SPREAD, Basis, Forecast, Interval, LearnedCorrection, Measured, Sizes
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import hardware_of
 from dtrain_dagster.jobs.orders import latest_orders

@@ -90,22 +90,18 @@ def need_of(
 ) -> RankBytes:
     """Return what each rank of these nodes needs, for passes of this many samples. ``strategy``: instead of the
     training's own. With ``cpu_offload`` a GPU has what is gathered alone, and the whole model with DeepSpeed."""
+    ranks = room.node_count * room.ranks_per_node
     if (strategy or training.strategy) == "deepspeed":
-        ranks = room.node_count * room.ranks_per_node
         need = zero_rank_bytes(model, training.zero_stage, ranks, samples, training.precision)
         if training.cpu_offload and room.on_gpu:
             copies = 2 if training.zero_stage < 3 else 1
             return replace(need, parameters=copies * model.parameters, gradients=0, moments=0)
         return need
-    sharing = _sharing(room, strategy or training.strategy)
+    sharing = count_sharing(strategy or training.strategy, ranks, room.ranks_per_node)
     need = rank_bytes(model, sharing, samples, training.precision, training.gather_precision)
     if training.cpu_offload and room.on_gpu and sharing > 1:
         return replace(need, parameters=0, gradients=0, moments=0)
     return need
-
-
-def _sharing(room: MemoryRoom, strategy: str) -> int:
-    return count_sharing(strategy, room.node_count * room.ranks_per_node, room.ranks_per_node)
 
 
 def why_too_small(model: ModelBytes, training: DistributedTrainingConfig, room: MemoryRoom) -> str:

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobState
 from dtrain_dagster.costs.budget import node_seconds_of
-from dtrain_dagster.costs.estimate import CONFIDENCE_90, Forecast, LearnedCorrection, Sizes
-from dtrain_dagster.costs.interval import Interval
+from dtrain_dagster.costs.estimate import CONFIDENCE_90, Forecast, Interval, LearnedCorrection, Sizes
 from dtrain_dagster.costs.plan import ProbeCharge
 from dtrain_dagster.costs.prices import SkuPrice
 from dtrain_dagster.costs.tracker import CostTracker, paid_wall_seconds

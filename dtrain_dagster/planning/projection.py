@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.costs.estimate import MINIMUM_MARGIN
-from dtrain_dagster.costs.interval import Interval
+from dtrain_dagster.costs.estimate import MINIMUM_MARGIN, Interval
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.jobs.view import JobView
 from dtrain_dagster.support.formatting import format_duration

@@ -14,8 +14,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dtrain_dagster.costs.estimate import PRIOR_SPREAD, Basis, LearnedCorrection, interval_margin
-from dtrain_dagster.costs.interval import Interval
+from dtrain_dagster.costs.estimate import PRIOR_SPREAD, Basis, Interval, LearnedCorrection, interval_margin
 
 PRIOR_RUNS = 4
 """The number of runs that the assumption without experience counts as much as: no bias, `PRIOR_SPREAD`."""
@@ -73,7 +72,14 @@ class Score:
 
     @property
     def is_within(self) -> bool:
-        return _holds(self.seconds, self.actual_seconds) and _holds(self.usd, self.actual_usd)
+        told = ((self.seconds, self.actual_seconds), (self.usd, self.actual_usd))
+        return all(interval.low <= value <= interval.high for interval, value in told)
+
+    @property
+    def log_error(self) -> float:
+        """Return the logarithm of the error before the learned correction, as far as it counts."""
+        error = math.log(self.actual_seconds / self.seconds.expected * self.learned_factor)
+        return max(-LARGEST_ERROR, min(LARGEST_ERROR, error))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +97,7 @@ def learn(scores: Sequence[Score], basis: Basis, sku: str) -> LearnedCorrection:
     """Return the correction for the next estimate on that basis and SKU. ``scores``: the oldest first."""
     undisturbed = (score for score in scores if not score.disturbed)
     alike = [score for score in undisturbed if score.basis == basis and score.sku == sku][-MOST_RUNS:]
-    return learn_errors([_log_error(score) for score in alike])
+    return learn_errors([score.log_error for score in alike])
 
 
 def learn_errors(errors: Sequence[float]) -> LearnedCorrection:
@@ -166,13 +172,3 @@ def summarise_scores(scores: Sequence[Score]) -> Summary:
         median_error=statistics.median(abs(score.usd_error) for score in scores),
         coverage=sum(score.is_within for score in scores) / len(scores),
     )
-
-
-def _log_error(score: Score) -> float:
-    """Return the error of the estimate before the learned correction."""
-    error = math.log(score.actual_seconds / score.seconds.expected * score.learned_factor)
-    return max(-LARGEST_ERROR, min(LARGEST_ERROR, error))
-
-
-def _holds(interval: Interval, value: float) -> bool:
-    return interval.low <= value <= interval.high

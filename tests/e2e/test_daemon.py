@@ -28,8 +28,7 @@ from dagster._core.test_utils import freeze_time
 from dtrain_dagster.automation.capacity_queue import TICKET_TAG, WaitingList, new_ticket
 from dtrain_dagster.automation.retraining import CAUSE_TAG
 from dtrain_dagster.clusters.base import GPUClusterManager, JobSpec
-from dtrain_dagster.costs.estimate import Estimate, Work
-from dtrain_dagster.costs.interval import Interval
+from dtrain_dagster.costs.estimate import Estimate, Interval, Work
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings

@@ -14,8 +14,7 @@ from dtrain_dagster.assets.checks import build_estimate_scored
 from dtrain_dagster.assets.costs import build_cost_breakdown
 from dtrain_dagster.assets.pipeline import STOCK
 from dtrain_dagster.assets.training import FinishedJob
-from dtrain_dagster.costs.estimate import Estimate, Work
-from dtrain_dagster.costs.interval import Interval
+from dtrain_dagster.costs.estimate import Estimate, Interval, Work
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan, parse_plan
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings

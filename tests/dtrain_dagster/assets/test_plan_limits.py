@@ -13,8 +13,7 @@ from dtrain_dagster.assets.ceilings import promising
 from dtrain_dagster.assets.training import refuse_dearer_nodes, wanted_by_plan
 from dtrain_dagster.clusters.base import ClusterConfig
 from dtrain_dagster.costs.ceilings import Ceilings, write_ceilings
-from dtrain_dagster.costs.estimate import Forecast, Measured, Sizes, estimate_cost
-from dtrain_dagster.costs.interval import Interval
+from dtrain_dagster.costs.estimate import Forecast, Interval, Measured, Sizes, estimate_cost
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.jobs.promises import PERSON_TAG, PromiseFiles

@@ -18,8 +18,7 @@ from dtrain_dagster.assets.pipeline import STOCK
 from dtrain_dagster.assets.registry import cost_of
 from dtrain_dagster.assets.training import build_trained_checkpoint
 from dtrain_dagster.assets.training_progress import TOLD
-from dtrain_dagster.costs.estimate import Estimate, Work
-from dtrain_dagster.costs.interval import Interval
+from dtrain_dagster.costs.estimate import Estimate, Interval, Work
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.progress import CLAIM

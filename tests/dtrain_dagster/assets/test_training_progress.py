@@ -20,8 +20,7 @@ from dtrain_dagster.assets.training_progress import (
     tell_of,
 )
 from dtrain_dagster.clusters.base import JobSpec
-from dtrain_dagster.costs.estimate import Estimate, Work
-from dtrain_dagster.costs.interval import Interval
+from dtrain_dagster.costs.estimate import Estimate, Interval, Work
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.jobs.view import JobView, fold
 from dtrain_dagster.resources import build_resources

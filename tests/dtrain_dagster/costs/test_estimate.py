@@ -16,6 +16,7 @@ from dtrain_dagster.costs.estimate import (
     MINIMUM_MARGIN,
     PRIOR_SPREAD,
     Forecast,
+    Interval,
     LearnedCorrection,
     Measured,
     Sizes,
@@ -23,7 +24,6 @@ from dtrain_dagster.costs.estimate import (
     estimate_cost,
     interpolated,
 )
-from dtrain_dagster.costs.interval import Interval
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.planning.build_plan import Limits, explain_excess, least, most_epochs
 from dtrain_dagster.planning.choices import compare_choices, remedies

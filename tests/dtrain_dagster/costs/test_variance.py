@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.costs.estimate import Estimate, Work
-from dtrain_dagster.costs.interval import Interval
+from dtrain_dagster.costs.estimate import Estimate, Interval, Work
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.tracker import CostTracker

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain_dagster.assets.plan_page import choices_metadata
-from dtrain_dagster.costs.interval import Interval
+from dtrain_dagster.costs.estimate import Interval
 from dtrain_dagster.costs.prices import price_of, price_table
 from dtrain_dagster.planning.build_plan import Limits
 from dtrain_dagster.planning.choices import Choices, PlanChoice, compare_choices, explain_choice, misses, remedies

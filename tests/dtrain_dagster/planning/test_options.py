@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.costs.estimate import Forecast, Measured, Sizes
-from dtrain_dagster.costs.interval import Interval
+from dtrain_dagster.costs.estimate import Forecast, Interval, Measured, Sizes
 from dtrain_dagster.costs.prices import SkuPrice, price_of, price_table
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.view import JobView

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from dtrain_dagster.assets.training import with_probes
-from dtrain_dagster.costs.estimate import Sizes
-from dtrain_dagster.costs.interval import Interval
+from dtrain_dagster.costs.estimate import Interval, Sizes
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.plan import PLAN, ProbeCharge
 from dtrain_dagster.costs.prices import price_of
