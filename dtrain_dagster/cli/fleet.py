@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ import click
 
 from dtrain_dagster.cli.ceilings import promising, tell_ceilings, wanted_group
 from dtrain_dagster.cli.common import cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
-from dtrain_dagster.cli.fleet_screen import fleet_screen, fleet_table, headline
+from dtrain_dagster.cli.fleet_screen import fleet_screen, fleet_table, headline, name_some
 from dtrain_dagster.cli.follow import warn
 from dtrain_dagster.cli.job_names import complete_files
 from dtrain_dagster.cli.job_options import (
@@ -59,12 +59,11 @@ if TYPE_CHECKING:
     from dtrain_dagster.resources import GPUClusterResource, ProjectResource
     from dtrain_dagster.settings.environment import Settings
 
-GIVEN_SPREAD, GUESSED_SPREAD = 0.3, 1.0
-"""Standard deviation of what somebody has given, and of what nobody knows, as a fraction of it."""
+GUESSED_SPREAD = 1.0
+"""Standard deviation of what nobody knows, as a fraction of it."""
 STARTUP_SECONDS = 20.0
-GIVEN_BEFORE = "as it was when the fleet was given it"
-MOST_NAMED = 3
-"""Jobs that are named of those for which the same is expected."""
+BASIS = "basis"
+"""The fact of a job that says where the figures of what it takes come from."""
 EXIT_INCOMPLETE = 1
 
 
@@ -113,7 +112,7 @@ def fleet(file: str, check: bool) -> None:
             say(f"fleet {wanted.name} was cancelled before: jobs that had not begun will not run", err=True)
             records.forget_cancellation()
         records.write_limits(limits, time.time())
-        orchestrate(settings, records, ListedJobs([item.job for item in expected]))
+        orchestrate(settings, records, ListedJobs(expected))
     if any(standing.state != "succeeded" for standing in records.standings()):
         sys.exit(EXIT_INCOMPLETE)
 
@@ -215,15 +214,7 @@ def dearest_usd_per_hour(cluster: GPUClusterResource) -> float:
     return max(price_of(choice.sku).usd_per_hour(tier_of(choice.tier)) for choice in choices)
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectedJob:
-    """A job of a fleet, and where the figures of what it takes come from."""
-
-    job: FleetJob
-    words: str
-
-
-def jobs_of(fleet: FleetFile, settings: Settings, limits: FleetLimits, began_at: float) -> list[ExpectedJob]:
+def jobs_of(fleet: FleetFile, settings: Settings, limits: FleetLimits, began_at: float) -> list[FleetJob]:
     """Return the jobs of a fleet, each of which was checked. Raise `FleetError`, which names the job and its field, for
     one that cannot be trained."""
     rehearsed: set[str] = set()
@@ -237,55 +228,29 @@ def jobs_of(fleet: FleetFile, settings: Settings, limits: FleetLimits, began_at:
     return found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Expectation:
-    """What a job is expected to take until it tells its speed. What may be spent is bounded by promises
-    (`dtrain_dagster.fleet.grants`), not by this."""
-
-    node_seconds: float
-    """As on one node, from its first step to its end."""
-    spread: float
-    """Standard deviation of that as a fraction of it."""
-    startup_seconds: float
-    """From the start of a launch to its first step."""
-    words: str
-    """Where the figures come from."""
-
-
-def expect_like_past_runs(forecast: Forecast, serial_share: float) -> Expectation:
-    """Return what past runs tell, of a job with this serial share (`FleetJob.serial_share`)."""
+def expect_like_past_runs(forecast: Forecast, serial_share: float) -> dict[str, Any]:
+    """Return what past runs tell, of a job with this serial share (`FleetJob.serial_share`), as fields of a
+    `FleetJob`."""
     nodes = forecast.measured[0].node_count
     parts, seconds = forecast.parts(nodes), forecast.seconds_at(nodes)
-    return Expectation(
-        node_seconds=(parts.total - parts.startup) / (serial_share + (1 - serial_share) / nodes),
-        spread=math.log(seconds.high / seconds.expected),
-        startup_seconds=parts.startup,
-        words=forecast.basis_words,
-    )
+    return {
+        "node_seconds": (parts.total - parts.startup) / (serial_share + (1 - serial_share) / nodes),
+        "spread": math.log(seconds.high / seconds.expected),
+        "startup_seconds": parts.startup,
+        "facts": {BASIS: forecast.basis_words},
+    }
 
 
-def guess(limits: FleetLimits, jobs: int, least_nodes: int) -> Expectation:
-    """Return a first guess of a job of which nothing is known, one of so many in its fleet: a slice, or less where the
-    budget has less for each job. So it begins, and tells its speed."""
+def guess(limits: FleetLimits, jobs: int, least_nodes: int) -> dict[str, Any]:
+    """Return a first guess of a job of which nothing is known, one of so many in its fleet, as fields of a `FleetJob`:
+    a slice, or less where the budget has less for each job. So it begins, and tells its speed."""
     share = limits.seconds_of(limits.budget_units) / jobs / least_nodes - STARTUP_SECONDS - limits.margin_seconds
-    work = min(limits.slice_seconds, max(LEAST_WORK_SECONDS, share / (1 + GUESSED_SPREAD)))
-    return Expectation(
-        node_seconds=work,
-        spread=GUESSED_SPREAD,
-        startup_seconds=STARTUP_SECONDS,
-        words="a first guess: no past run of the same model, data and batch is known here",
-    )
-
-
-def _expectation_of(
-    fleet: FleetFile, entry: JobEntry, job: JobConfig, limits: FleetLimits, past: Callable[[JobConfig], Forecast | None]
-) -> Expectation:
-    if entry.expected_node_minutes is not None:
-        work = 60 * entry.expected_node_minutes
-        return Expectation(node_seconds=work, spread=GIVEN_SPREAD, startup_seconds=STARTUP_SECONDS, words="given")
-    if entry.script is None and (known := past(job)) is not None:
-        return expect_like_past_runs(known, entry.serial_share)
-    return guess(limits, len(fleet.jobs), entry.least_nodes)
+    return {
+        "node_seconds": min(limits.slice_seconds, max(LEAST_WORK_SECONDS, share / (1 + GUESSED_SPREAD))),
+        "spread": GUESSED_SPREAD,
+        "startup_seconds": STARTUP_SECONDS,
+        "facts": {BASIS: "a first guess: no past run of the same model, data and batch is known here"},
+    }
 
 
 def _job_of(
@@ -296,7 +261,7 @@ def _job_of(
     began_at: float,
     rehearsed: set[str],
     past: Callable[[JobConfig], Forecast | None],
-) -> ExpectedJob:
+) -> FleetJob:
     if entry.least_nodes > limits.nodes:
         raise FleetError(f"least_nodes is {entry.least_nodes}, but the fleet has {limits.nodes} nodes")
     most = min(entry.most_nodes or limits.nodes, limits.nodes)
@@ -310,21 +275,26 @@ def _job_of(
             f"most_nodes is {most}, and its global batch is {ranks} micro-batches, fewer than there would be ranks: "
             "plan it for more (training.world_size)"
         )
-    known = _expectation_of(fleet, entry, config, limits, past)
-    job = FleetJob(
+    if entry.expected_node_minutes is not None:
+        work = 60 * entry.expected_node_minutes
+        takes: dict[str, Any] = {"node_seconds": work, "startup_seconds": STARTUP_SECONDS, "facts": {BASIS: "given"}}
+    elif entry.script is None and (known := past(config)) is not None:
+        takes = expect_like_past_runs(known, entry.serial_share)
+    else:
+        takes = guess(limits, len(fleet.jobs), entry.least_nodes)
+    if entry.startup_seconds is not None:
+        takes["startup_seconds"] = entry.startup_seconds
+    return FleetJob(
         job_id=job_id,
         priority=entry.priority,
         least_nodes=entry.least_nodes,
         most_nodes=most,
-        node_seconds=known.node_seconds,
-        spread=known.spread if entry.spread is None else entry.spread,
         serial_share=entry.serial_share,
-        startup_seconds=known.startup_seconds if entry.startup_seconds is None else entry.startup_seconds,
         deadline=began_at + 3600 * entry.deadline_hours if entry.deadline_hours else None,
         config=config,
         command=command,
+        **takes,
     )
-    return ExpectedJob(job, known.words)
 
 
 def _order_of(
@@ -354,37 +324,34 @@ def _parts_of(job: JobConfig) -> str:
 
 def tracked_jobs(
     fleet: FleetFile,
-    expected: Sequence[ExpectedJob],
+    jobs: Sequence[FleetJob],
     settings: Settings,
     cluster: GPUClusterResource,
     project: ProjectResource,
-) -> list[ExpectedJob]:
+) -> list[FleetJob]:
     """Return the jobs of a fleet's file, tracked as `dtrain train` tracks a training; ``set`` of a job may switch it
     off."""
     found = []
-    for entry, item in zip(fleet.jobs, expected, strict=True):
+    for entry, job in zip(fleet.jobs, jobs, strict=True):
         source = "dtrain fleet" if entry.script is None else os.path.basename(entry.script)
         asked = [f"{name}=" for name in entry.set]
-        tracked = track(item.job.trained, asked, settings, cluster, project, source, {FLEET_TAG: fleet.name})
-        found.append(replace(item, job=replace(item.job, config=tracked.job)))
+        tracked = track(job.trained, asked, settings, cluster, project, source, {FLEET_TAG: fleet.name})
+        found.append(replace(job, config=tracked.job))
     return found
 
 
-def tell_what_is_asked(expected: list[ExpectedJob], given: Mapping[str, FleetJob], limits: FleetLimits) -> None:
+def tell_what_is_asked(expected: Sequence[FleetJob], given: Mapping[str, FleetJob], limits: FleetLimits) -> None:
     """Print what the jobs are expected to need, where each figure comes from, and warn where that is more than the
     budget. ``given``: jobs that the fleet was given before, by id, which are not changed."""
-    expected = [
-        ExpectedJob(given[item.job.job_id], GIVEN_BEFORE) if item.job.job_id in given else item for item in expected
-    ]
+    jobs = [given.get(job.job_id, job) for job in expected]
     alike: dict[str, list[str]] = {}
-    for item in expected:
-        figure = f"{format_duration(item.job.node_seconds)} on one node: {item.words}"
-        alike.setdefault(figure, []).append(item.job.job_id)
+    for job in jobs:
+        basis = "as it was when the fleet was given it" if job.job_id in given else job.facts[BASIS]
+        alike.setdefault(f"{format_duration(job.node_seconds)} on one node: {basis}", []).append(job.job_id)
     for figure, names in alike.items():
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        say(f"{', '.join(names[:MOST_NAMED])}{more}: {figure}", err=True)
-    needed = usd(sum(limits.units_of(item.job.paid_seconds_on(item.job.least_nodes)) for item in expected))
-    words = f"{len(expected)} job{'s' if len(expected) > 1 else ''}, expected to need {dollars(needed)}"
+        say(f"{name_some(names)}: {figure}", err=True)
+    needed = usd(sum(limits.units_of(job.paid_seconds_on(job.least_nodes)) for job in jobs))
+    words = f"{len(jobs)} job{'s' if len(jobs) > 1 else ''}, expected to need {dollars(needed)}"
     say(f"{words}; the budget is {dollars(limits.budget_usd)}", err=True)
     if needed > limits.budget_usd:
         say("note: that is more than the budget: the jobs of the lowest rank will not be started", err=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ COLOURS = {
     "ended": "yellow",
 }
 MOST_NAMED = 3
-"""Jobs that are named of those which wait for the same."""
+"""Jobs that are named of those of which the same is said."""
 VIEW_EVERY_SECONDS = 2.0
 
 
@@ -73,9 +73,14 @@ def fleet_table(view: FleetView, width: int) -> Group:
         if job.why:
             whys.setdefault(visible(job.why), []).append(visible(job.job_id))
     for why, jobs in whys.items():
-        names = ", ".join(jobs[:MOST_NAMED]) + (f" and {len(jobs) - MOST_NAMED} more" if len(jobs) > MOST_NAMED else "")
-        more.append(Text(f"{names}: {why}", style="dim"))
+        more.append(Text(f"{name_some(jobs)}: {why}", style="dim"))
     return Group(table, *more)
+
+
+def name_some(names: Sequence[str]) -> str:
+    """Return the first names of a list, and how many more there are. Pure."""
+    left = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {left} more" if left > 0 else "")
 
 
 def job_row(job: FleetRow) -> list[str | Text]:

@@ -100,8 +100,6 @@ class JobEntry(BaseModel):
     expected_node_minutes: float | None = Field(default=None, gt=0)
     """Minutes that one node is expected to need; None: what past runs tell, or a guess. The job corrects it as it
     runs."""
-    spread: float | None = Field(default=None, ge=0, le=10)
-    """How far off that may be: a standard deviation, as a fraction of it. None: by where it comes from."""
     serial_share: float = Field(default=0.1, ge=0, le=1)
     """Share of its work that more nodes do not speed up."""
     startup_seconds: float | None = Field(default=None, ge=0)

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from dtrain_dagster.search.space import Parameter, Space, SpaceError, Value, did_you_mean
+from dtrain_dagster.search.space import Parameter, Space, SpaceError, Value
 from trainer.config import PARTS, ConfigError, DistributedTrainingConfig, JobConfig, parse_job
+from trainer.setting_errors import explain_unknown
 
 OF_CLUSTER = frozenset({
     "world_size", "backend", "master_addr", "master_port", "max_node_seconds", "resume", "regroup", "tls",
@@ -71,13 +72,13 @@ def extremes(space: Space) -> list[dict[str, Value]]:
     parts = [item for item in space.parameters if item.field in [f"{part}.factory" for part in PARTS]]
     found: list[dict[str, Value]] = []
     for part in [*parts, None]:
-        for end in part.domain.ends() if part else [None]:
-            for share in (0.0, 1.0):
+        for end in part.ends if part else [None]:
+            for place in (0, -1):
 
-                def choose(item: Parameter, part: Any = part, end: Any = end, share: float = share) -> Value:
+                def choose(item: Parameter, part: Any = part, end: Any = end, place: int = place) -> Value:
                     if item is part:
                         return end
-                    return item.domain.at(0.0 if item in parts else share)
+                    return item.ends[0 if item in parts else place]
 
                 if (values := space.draw(choose)) not in found:
                     found.append(values)
@@ -96,8 +97,7 @@ def _check_field(parameter: Parameter, base: JobConfig, source: str) -> None:
     where, field = f"{source}: {parameter.name}", parameter.field
     section, _, rest = field.partition(".")
     if section == "training" and rest in OF_CLUSTER:
-        said = f"{field}" if field == parameter.name else f"field = {field}"
-        raise SpaceError(f"{where}: {said} says how a job runs, not what it learns; set it for all trials")
+        raise SpaceError(f"{where}: {field} says how a job runs, not what it learns; set it for all trials")
     if section == "args" and rest and "=" not in rest and not any(map(str.isspace, rest)):
         if not base.is_of_script:
             raise SpaceError(
@@ -117,10 +117,10 @@ def _check_field(parameter: Parameter, base: JobConfig, source: str) -> None:
     if section == "dataset" and is_argument and base.dataset.factory is not None:
         return
     places = [f"training.{item.name}" for item in fields(DistributedTrainingConfig) if item.name not in OF_CLUSTER]
-    hint = did_you_mean(field if rest else f"training.{section}", [*places, "model.factory", "loss.factory"])
+    said = explain_unknown(field, field if rest else f"training.{section}", [*places, "model.factory", "loss.factory"])
     raise SpaceError(
-        f"{where}: there is no field {field} to vary{hint}; fields are training.NAME, model.factory, "
-        "model.args.NAME; loss, optimizer and lr_scheduler alike"
+        f"{where}: {said}; fields are training.NAME, model.factory, model.args.NAME; loss, optimizer and lr_scheduler "
+        "alike"
     )
 
 

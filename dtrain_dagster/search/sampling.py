@@ -8,7 +8,6 @@ values.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dtrain_dagster.search.settings import Sampler
-from dtrain_dagster.search.space import Choices, Parameter, Range, Space, SpaceError, Value
+from dtrain_dagster.search.space import Parameter, Space, SpaceError, Value
 from dtrain_dagster.search.trials import Trial
 
 if TYPE_CHECKING:
@@ -53,11 +52,13 @@ def draw_values(
     if sampler is Sampler.gp:
         made = optuna.samplers.GPSampler(seed=own_seed, n_startup_trials=RANDOM_FIRST)
     drawn = ask_for_values(space, made, known, running, sign)
-    random, tried = np.random.default_rng([seed, number]), [trial.values for trial in (*known, *running)]
+    tried = [trial.values for trial in (*known, *running)]
+    others = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=own_seed))
     for _ in range(MOST_DRAWS if sampler is Sampler.gp else 0):
         if drawn not in tried:
             break
-        drawn = space.draw(lambda item: item.domain.at(random.random()))
+        found = others.ask(space.domains).params
+        drawn = space.draw(lambda item, found=found: found[item.name])  # type: ignore[misc]
     return drawn
 
 
@@ -75,8 +76,8 @@ def ask_for_values(
         study.add_trial(as_optuna(space, trial, goal))
     for trial in running:
         study.add_trial(as_optuna(space, trial))
-    found = study.ask({item.name: distribution_of(item) for item in space.parameters}).params
-    return space.draw(lambda item: _value_of(item, found[item.name]))
+    found = study.ask(space.domains).params
+    return space.draw(lambda item: found[item.name])
 
 
 def goals_of(trials: Sequence[Trial], sign: float) -> list[float | None]:
@@ -117,61 +118,29 @@ def grid_of(space: Space) -> list[dict[str, Value]]:
 
 
 def _grid_values(parameter: Parameter) -> Sequence[Value]:
-    domain = parameter.domain
-    if isinstance(domain, Choices):
-        return domain.values
-    step = domain.step or (1 if domain.whole else None)
-    if step is None:
+    if parameter.choices is not None:
+        return parameter.choices
+    domain: Any = parameter.domain
+    if domain.step is None:
         raise SpaceError(
             f"{parameter.name} is a range without steps, so no grid can be made from it; give a step or choices"
         )
-    count = int((domain.high - domain.low) / step + 1e-9) + 1
-    return [round(domain.low + step * place) if domain.whole else domain.low + step * place for place in range(count)]
+    count = int((domain.high - domain.low) / domain.step + 1e-9) + 1
+    return [domain.low + domain.step * place for place in range(count)]
 
 
 def as_optuna(space: Space, trial: Trial, goal: float | None = None) -> optuna.trial.FrozenTrial:
-    """Return a trial as Optuna has it: complete with this goal, or running. A parameter that it does not have is in the
-    middle, since Optuna's Gaussian process knows no conditions."""
+    """Return a trial as Optuna has it: complete with this goal, or running. A parameter that it does not have is at its
+    first end, since Optuna's Gaussian process knows no conditions."""
     import optuna
 
     states = optuna.trial.TrialState
     return optuna.trial.create_trial(
         state=states.RUNNING if goal is None else states.COMPLETE,
         value=goal,
-        params={
-            item.name: stored_value(item, trial.values.get(item.name, item.domain.at(0.5))) for item in space.parameters
-        },
-        distributions={item.name: distribution_of(item) for item in space.parameters},
+        params={item.name: trial.values.get(item.name, item.ends[0]) for item in space.parameters},
+        distributions=space.domains,
     )
-
-
-def distribution_of(parameter: Parameter) -> optuna.distributions.BaseDistribution:
-    """Return the range of a parameter as Optuna has it."""
-    import optuna
-
-    domain = parameter.domain
-    if isinstance(domain, Choices):
-        return optuna.distributions.CategoricalDistribution([stored_value(parameter, value) for value in domain.values])
-    if domain.whole:
-        return optuna.distributions.IntDistribution(
-            int(domain.low), int(domain.high), log=domain.log, step=int(domain.step or 1)
-        )
-    return optuna.distributions.FloatDistribution(domain.low, domain.high, log=domain.log, step=domain.step)
-
-
-def stored_value(parameter: Parameter, value: Value) -> Any:
-    """Return a value as Optuna takes it: lists and maps as text."""
-    if isinstance(parameter.domain, Range) or value is None or isinstance(value, bool | int | float | str):
-        return value
-    return json.dumps(value, sort_keys=True)
-
-
-def _value_of(parameter: Parameter, stored: Any) -> Value:
-    """Return the value that Optuna has so."""
-    domain = parameter.domain
-    if isinstance(domain, Range):
-        return stored
-    return domain.values[[stored_value(parameter, value) for value in domain.values].index(stored)]
 
 
 def quiet(optuna: Any) -> None:

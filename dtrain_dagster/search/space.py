@@ -9,79 +9,33 @@
     }
 
 A name is the field that it varies, unless ``field`` says another: so one field can have several ranges, each under a
-condition of its own. Two whole bounds make whole numbers; ``"type": "float"`` makes them real. Whether the fields are
-there, and accept what the space says, is checked in `dtrain_dagster.search.check_space`.
+condition of its own, which is on choices that have none. Two whole bounds make whole numbers; ``"type": "float"`` makes
+them real. Ranges are Optuna's. Whether the fields are there, and accept what the space says, is checked in
+`dtrain_dagster.search.check_space`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from trainer.errors import ConfigError
+from trainer.setting_errors import describe_errors, explain_unknown
+
+if TYPE_CHECKING:
+    import optuna
 
 Value = Any
 """A value of a parameter: None, a truth value, a number, a text, or a list or map of them."""
-KEYS = ("field", "type", "low", "high", "log", "step", "choices", "when")
-MOST_STEPS = 10**9
-"""Largest number of values that a range in steps may have."""
 
 
 class SpaceError(ConfigError):
     """A space that cannot be searched. The message names the parameter, what is wrong with it, and the remedy."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Range:
-    """Numbers from ``low`` to ``high``, both included."""
-
-    low: float
-    high: float
-    log: bool = False
-    """Whether they are drawn evenly by their logarithm."""
-    step: float | None = None
-    whole: bool = False
-    """Whether they are whole numbers."""
-
-    def at(self, share: float) -> int | float:
-        """Return the number at this share of the range, from 0 to 1."""
-        low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
-        if self.step is not None:
-            count = math.floor((self.high - self.low) / self.step + 1e-9) + 1
-            value: float = self.low + self.step * min(count - 1, int(share * count))
-            return round(value) if self.whole else value
-        if self.whole:
-            edges = (math.log(self.low - 0.5), math.log(self.high + 0.5)) if self.log else (low - 0.5, high + 0.5)
-            value = edges[0] + share * (edges[1] - edges[0])
-            return round(min(max(math.exp(value) if self.log else value, self.low), self.high))
-        if share in (0.0, 1.0):
-            return self.high if share else self.low
-        value = low + share * (high - low)
-        return min(max(math.exp(value) if self.log else value, self.low), self.high)
-
-    def ends(self) -> tuple[int | float, ...]:
-        """Return the least and the greatest number."""
-        return (self.at(0.0), self.at(1.0)) if self.low != self.high else (self.at(0.0),)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choices:
-    """One of some values."""
-
-    values: tuple[Value, ...]
-
-    def at(self, share: float) -> Value:
-        """Return the value at this share of the list, from 0 to 1."""
-        return self.values[min(len(self.values) - 1, int(share * len(self.values)))]
-
-    def ends(self) -> tuple[Value, ...]:
-        """Return all of them."""
-        return self.values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,9 +45,20 @@ class Parameter:
     name: str
     field: str
     """The field of ``job.json`` that it sets, such as ``training.learning_rate`` or ``model.args.width``."""
-    domain: Range | Choices
-    when: Mapping[str, tuple[Value, ...]] = dataclasses.field(default_factory=dict)
+    domain: optuna.distributions.BaseDistribution
+    when: Mapping[str, Sequence[Value]]
     """Name of another parameter → its values with which this one is there; all of them have to hold."""
+
+    @property
+    def choices(self) -> Sequence[Value] | None:
+        """Return its choices; None for a range."""
+        return getattr(self.domain, "choices", None)
+
+    @property
+    def ends(self) -> Sequence[Value]:
+        """Return its least and its greatest value; of choices all of them."""
+        found: Any = self.domain
+        return (found.low, found.high) if self.choices is None else self.choices
 
     def is_active(self, values: Mapping[str, Value]) -> bool:
         """Return whether this parameter is there beside these values of others."""
@@ -105,7 +70,12 @@ class Space:
     """What a search varies."""
 
     parameters: tuple[Parameter, ...]
-    """In an order in which each comes after those that its condition names."""
+    """Those without a condition first."""
+
+    @property
+    def domains(self) -> dict[str, optuna.distributions.BaseDistribution]:
+        """Return the ranges of all parameters by name, as Optuna takes them."""
+        return {item.name: item.domain for item in self.parameters}
 
     def draw(self, choose: Callable[[Parameter], Value]) -> dict[str, Value]:
         """Return the values of one trial, by name; ``choose`` is called for each parameter that is there."""
@@ -124,21 +94,61 @@ class Space:
         else the first value of everything."""
         found: list[dict[str, Value]] = []
         for parameter in self.parameters:
-            for end in parameter.domain.ends():
-                fixed = {parameter.name: end}
-                self._fix(parameter, fixed)
-                values = self.draw(lambda item, fixed=fixed: fixed.get(item.name, item.domain.at(0.0)))  # type: ignore[misc]
+            for end in parameter.ends:
+                fixed = {parameter.name: end, **{of: wanted[0] for of, wanted in parameter.when.items()}}
+                values = self.draw(lambda item, fixed=fixed: fixed.get(item.name, item.ends[0]))  # type: ignore[misc]
                 if values not in found:
                     found.append(values)
         return found
 
-    def _fix(self, parameter: Parameter, fixed: dict[str, Value]) -> None:
-        """Add the values of others with which this parameter is there."""
-        by_name = {item.name: item for item in self.parameters}
-        for name, wanted in parameter.when.items():
-            if name not in fixed:
-                fixed[name] = wanted[0]
-                self._fix(by_name[name], fixed)
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError("it should be a number")
+    return value
+
+
+Number = Annotated[Any, AfterValidator(_number)]
+
+
+class _Item(BaseModel):
+    """A parameter as it is written."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    field: str | None = None
+    type: Literal["int", "float"] | None = None
+    low: Number = None
+    high: Number = None
+    log: bool = False
+    step: Number = None
+    choices: list[Any] | None = Field(default=None, min_length=1)
+    when: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _is_one_thing(self) -> _Item:
+        of_range = self.model_fields_set & {"low", "high", "log", "step", "type"}
+        if self.choices is not None and of_range:
+            raise ValueError(f"{min(of_range)} belongs to a range, not to choices: give one of the two")
+        if self.choices is None and (self.low is None or self.high is None):
+            raise ValueError("give either choices, or low and high")
+        return self
+
+    def domain(self) -> optuna.distributions.BaseDistribution:
+        """Return the range, or the choices. Raise ValueError for one that cannot be."""
+        from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+        if self.choices is not None:
+            if twice := [value for place, value in enumerate(self.choices) if value in self.choices[:place]]:
+                raise ValueError(f"{twice[0]!r} is listed twice; list each choice once")
+            return CategoricalDistribution(self.choices)
+        numbers = [value for value in (self.low, self.high, self.step) if value is not None]
+        are_whole = all(value == int(value) for value in numbers)
+        if self.type == "float" or (self.type is None and not (type(self.low) is type(self.high) is int)):
+            return FloatDistribution(self.low, self.high, log=self.log, step=self.step)
+        if not are_whole:
+            raise ValueError("whole numbers need whole bounds and steps; or type float")
+        return IntDistribution(int(self.low), int(self.high), log=self.log, step=int(self.step or 1))
 
 
 def parse_space(document: Any, source: str = "space") -> Space:
@@ -149,14 +159,21 @@ def parse_space(document: Any, source: str = "space") -> Space:
             f"{source}: {what}; name at least one field and its range, such as "
             '{"training.learning_rate": {"low": 1e-4, "high": 1e-1, "log": true}}'
         )
-    parameters = [_parameter(str(name), item, source) for name, item in document.items()]
-    ordered = _in_order(parameters, source)
-    _refuse_twice(ordered, source)
-    return Space(tuple(ordered))
+    parameters = [_parameter(str(name), item, f"{source}: {name}") for name, item in document.items()]
+    by_name = {item.name: item for item in parameters}
+    for place, item in enumerate(parameters):
+        for of, wanted in item.when.items():
+            _check_condition(of, wanted, by_name, f"{source}: {item.name}")
+        for other in parameters[:place]:
+            if item.field == other.field and not _exclude_each_other(item, other):
+                raise SpaceError(
+                    f"{source}: {other.name} and {item.name} both set {item.field}, and can be used at once; give "
+                    "them conditions on the same parameter with different values"
+                )
+    return Space(tuple(sorted(parameters, key=lambda item: bool(item.when))))
 
 
-def _parameter(name: str, item: Any, source: str) -> Parameter:
-    where = f"{source}: {name}"
+def _parameter(name: str, item: Any, where: str) -> Parameter:
     if isinstance(item, list | tuple):
         item = {"choices": list(item)}
     if not isinstance(item, Mapping):
@@ -164,120 +181,31 @@ def _parameter(name: str, item: Any, source: str) -> Parameter:
             f'{where} = {item!r} is not a range: give a list of values, or {{"low": …, "high": …}}; a field that does '
             "not vary belongs in the job itself"
         )
-    if unknown := [str(key) for key in item if key not in KEYS]:
-        raise SpaceError(f"{where} has {unknown[0]!r}, which is unknown{did_you_mean(unknown[0], KEYS)}")
-    if ("choices" in item) == ("low" in item or "high" in item):
-        raise SpaceError(f"{where}: give either choices, or low and high")
-    domain = _choices(item, where) if "choices" in item else _range(item, where)
-    when = item.get("when") or {}
-    if not isinstance(when, Mapping):
-        raise SpaceError(
-            f'{where}: when = {when!r} is not a condition: give {{"model.factory": "tcn"}} or a list of values'
-        )
-    conditions = {str(of): tuple(value) if isinstance(value, list | tuple) else (value,) for of, value in when.items()}
-    if empty := [of for of, values in conditions.items() if not values]:
-        raise SpaceError(f"{where}: its condition on {empty[0]} names no value, so it would never be used; name one")
-    return Parameter(name=name, field=str(item.get("field", name)), domain=domain, when=conditions)
+    try:
+        given = _Item.model_validate(dict(item))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of lists as choices, which Optuna's own files cannot have
+            domain = given.domain()
+    except ValidationError as error:
+        raise SpaceError(describe_errors(error, _Item, where)) from None
+    except ValueError as error:
+        raise SpaceError(f"{where}: {error}") from None
+    when = {of: value if isinstance(value, list) else [value] for of, value in given.when.items()}
+    return Parameter(name=name, field=given.field or name, domain=domain, when=when)
 
 
-def _choices(item: Mapping[str, Any], where: str) -> Choices:
-    if extra := [key for key in ("log", "step", "type") if key in item]:
-        raise SpaceError(f"{where}: {extra[0]} belongs to a range with low and high, not to choices; leave it out")
-    values = item["choices"]
-    if not isinstance(values, list | tuple) or not values:
-        raise SpaceError(f"{where}: choices = {values!r} has no value to choose; give a list of at least one")
-    marks = [json.dumps(value, sort_keys=True, default=repr) for value in values]
-    if twice := [value for value, mark in zip(values, marks, strict=True) if marks.count(mark) > 1]:
-        raise SpaceError(f"{where}: {twice[0]!r} is listed twice; list each choice once")
-    return Choices(values=tuple(values))
-
-
-def _range(item: Mapping[str, Any], where: str) -> Range:
-    bounds: dict[str, float] = {}
-    for key in ("low", "high"):
-        value = item.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise SpaceError(f"{where}: {key} = {value!r} is not a number; a range needs low and high")
-        bounds[key] = value
-    low, high, log, step = bounds["low"], bounds["high"], item.get("log", False), item.get("step")
-    kind = item.get("type", "int" if isinstance(low, int) and isinstance(high, int) else "float")
-    if kind not in ("int", "float"):
-        raise SpaceError(
-            f"{where}: type = {kind!r} is neither int nor float{did_you_mean(str(kind), ('int', 'float'))}"
-        )
-    if not isinstance(log, bool):
-        raise SpaceError(f"{where}: log = {log!r} is neither true nor false")
-    if low > high:
-        raise SpaceError(f"{where}: low = {low:g} is above high = {high:g}; swap the two")
-    whole = kind == "int"
-    if whole and (low != int(low) or high != int(high)):
-        raise SpaceError(f"{where}: whole numbers need whole bounds, and low = {low:g}, high = {high:g}; or type float")
-    if log and low <= 0:
-        raise SpaceError(f"{where}: there is no logarithm of low = {low:g}; take a low above 0, or leave log out")
-    if step is not None:
-        if isinstance(step, bool) or not isinstance(step, int | float) or not (math.isfinite(step) and step > 0):
-            raise SpaceError(
-                f"{where}: step = {step!r} is not a number above 0; leave it out for a range without steps"
-            )
-        if log:
-            raise SpaceError(f"{where}: log and step cannot be combined; give choices instead")
-        if whole and step != int(step):
-            raise SpaceError(f"{where}: step = {step:g} of whole numbers has to be whole; or give type float")
-        if step > high - low or (high - low) / step > MOST_STEPS:
-            raise SpaceError(f"{where}: step = {step:g} does not fit between {low:g} and {high:g}; take another")
-    return Range(low=low, high=high, log=log, step=step, whole=whole)
-
-
-def _in_order(parameters: Sequence[Parameter], source: str) -> list[Parameter]:
-    """Return them so that each comes after those that its condition names. Raise `SpaceError` for a condition on
-    what is not there, for values that it cannot have, and for conditions that go in a circle."""
-    by_name = {item.name: item for item in parameters}
-    for item in parameters:
-        for of, wanted in item.when.items():
-            where = f"{source}: {item.name}"
-            if of not in by_name:
-                raise SpaceError(
-                    f"{where}: its condition names {of!r}, which the space lacks{did_you_mean(of, by_name)}"
-                )
-            domain = by_name[of].domain
-            if not isinstance(domain, Choices):
-                raise SpaceError(f"{where}: its condition is on {of}, which is a range; conditions are on choices")
-            if missing := [value for value in wanted if value not in domain.values]:
-                known = ", ".join(map(str, domain.values))
-                raise SpaceError(f"{where}: its condition wants {of} = {missing[0]!r}, and it has only {known}")
-    ordered: list[Parameter] = []
-    left = list(parameters)
-    while left:
-        done = {item.name for item in ordered}
-        ready = [item for item in left if done >= item.when.keys()]
-        if not ready:
-            names = ", ".join(item.name for item in left)
-            raise SpaceError(f"{source}: the conditions of {names} form a cycle; remove the condition of one of them")
-        ordered += ready
-        left = [item for item in left if item not in ready]
-    return ordered
-
-
-def _refuse_twice(parameters: Sequence[Parameter], source: str) -> None:
-    """Raise `SpaceError` where two parameters of one field can be there at once."""
-    for number, item in enumerate(parameters):
-        for other in parameters[:number]:
-            if item.field == other.field and not _exclude_each_other(item, other):
-                raise SpaceError(
-                    f"{source}: {other.name} and {item.name} both set {item.field}, and can be used at once; give "
-                    "them conditions on the same parameter with different values"
-                )
+def _check_condition(of: str, wanted: Sequence[Value], by_name: Mapping[str, Parameter], where: str) -> None:
+    """Raise `SpaceError` for a condition on what is not there, or on values that it cannot have."""
+    if of not in by_name:
+        raise SpaceError(f"{where}: its condition {explain_unknown(of, of, by_name)}")
+    choices = by_name[of].choices
+    if choices is None or by_name[of].when:
+        raise SpaceError(f"{where}: its condition is on {of}: conditions are on choices that have none themselves")
+    if not wanted or any(value not in choices for value in wanted):
+        known = ", ".join(map(str, choices))
+        raise SpaceError(f"{where}: its condition wants {of} = {wanted!r}, and it has only {known}")
 
 
 def _exclude_each_other(one: Parameter, other: Parameter) -> bool:
     shared = one.when.keys() & other.when.keys()
     return any(not any(value in other.when[name] for value in one.when[name]) for name in shared)
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a hint at the known name that looks like this one, and else at all of them; "" where there are none."""
-    names = list(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    if close:
-        return f"; did you mean {close[0]}?"
-    return f"; there are {', '.join(names)}" if names and len(names) <= 20 else ""

@@ -63,7 +63,7 @@ def test_each_job_is_one_run_below_that_of_the_fleet_with_its_end_and_dollars_al
     copy_tables(shell.home / "mlflow.db")
     out = job("out", 1, 3, 0.0)
     out["set"]["tracking.mlflow_tracking_uri"] = None
-    never = {**job("never", 0, 3, 0.0), "expected_node_minutes": 1e6, "spread": 0.0}
+    never = {**job("never", 0, 3, 0.0), "expected_node_minutes": 1e6}
     jobs = [job("good", 3, 100, 0.1), job("bad", 2, 100, 0.0, fails_after=3), out, job("long", 1, 10**6, 0.1), never]
     shell.write(3_000 * PRICE, jobs, 900)
 

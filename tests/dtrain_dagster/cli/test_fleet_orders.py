@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dtrain_dagster.cli.fleet import Expectation, expect_like_past_runs, guess
+from dtrain_dagster.cli.fleet import expect_like_past_runs, guess
 from dtrain_dagster.costs.estimate import Forecast, Measured, Sizes
 from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, Standing
 from dtrain_dagster.fleet.scheduling import FleetFacts, Start, decide
@@ -12,18 +12,11 @@ from dtrain_dagster.fleet.scheduling import FleetFacts, Start, decide
 LIMITS = FleetLimits(budget_usd=10.0, nodes=2, usd_per_node_hour=3.6, slice_seconds=600.0)
 
 
-def job_of(name: str, known: Expectation, **fields: int) -> FleetJob:
-    return FleetJob(
-        job_id=name, node_seconds=known.node_seconds, spread=known.spread, startup_seconds=known.startup_seconds,
-        **fields,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("jobs", [1, 10, 60])
 def test_a_first_guess_lets_every_job_begin_within_the_budget(jobs: int):
     known = guess(LIMITS, jobs, least_nodes=1)
-    assert 30 <= known.node_seconds <= LIMITS.slice_seconds
-    standings = tuple(Standing(job=job_of(f"j{number}", known), number=number) for number in range(jobs))
+    assert 30 <= known["node_seconds"] <= LIMITS.slice_seconds
+    standings = tuple(Standing(job=FleetJob(job_id=f"j{number}", **known), number=number) for number in range(jobs))
     decisions = decide(FleetFacts(limits=LIMITS, jobs=standings), 0.0)
     assert len(decisions) == min(jobs, LIMITS.nodes), "none is ended for what was only guessed"
     assert all(isinstance(item, Start) for item in decisions)
@@ -37,10 +30,9 @@ def test_a_past_run_on_two_nodes_gives_the_work_that_takes_as_long_on_two():
     run = Measured(node_count=2, startup_seconds=7.0, step_seconds=0.5, evaluation_seconds=2.0, finish_seconds=4.0)
     forecast = Forecast(measured=(run,), sizes=sizes, basis="history", basis_words="run a")
     known = expect_like_past_runs(forecast, serial_share=0.2)
-    assert known.startup_seconds == 7.0
-    assert known.words == "run a"
-    job = job_of("a", known, most_nodes=2)
-    assert 0.1 < known.spread < 1.0
-    took = FleetJob(job_id="a", node_seconds=known.node_seconds, serial_share=0.2).seconds_on(2)
+    job = FleetJob(job_id="a", serial_share=0.2, **known)
+    assert (job.startup_seconds, job.facts) == (7.0, {"basis": "run a"})
+    assert 0.1 < job.spread < 1.0
+    took = job.seconds_on(2)
     assert took == pytest.approx(300 * 0.5 + 3 * 2.0 + 4.0, rel=1e-6)
     assert job.node_seconds > took, "one node needs longer"
