@@ -17,7 +17,7 @@ from dtrain_dagster.cli.fleet import bill_document, bill_of_fleet
 from dtrain_dagster.cli.fleet_screen import ledger_table
 from dtrain_dagster.cli.job_names import find_job_or_fleet, named_argument
 from dtrain_dagster.cli.json_output import json_option, print_json
-from dtrain_dagster.cli.screen import Column, pairs_table, plain_table, print_fitted
+from dtrain_dagster.cli.screen import Column, plain_table, print_fitted
 from dtrain_dagster.clusters.azure_ml.bill import Marks, Reconciliation, UsageError, read_usage, reconcile
 from dtrain_dagster.costs import export
 from dtrain_dagster.costs.ledger import Ledger, ledger
@@ -43,13 +43,12 @@ from dtrain_dagster.settings.tiers import TIERS, tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.rundir import JOB, LAUNCH, RESULT, RunDir
 
-OF_JOBS, OF_PRICES = ("as_csv", "usage_export"), ("skus", "regions", "everywhere", "refresh")
+OF_JOBS, OF_PRICES = ("usage_export",), ("skus", "regions", "refresh")
 """The options that need a name, and those that go without one."""
 
 
 @click.command()
 @named_argument(required=False)
-@click.option("--csv", "as_csv", is_flag=True, help="The ledger of a job as CSV.")
 @click.option(
     "--usage-export",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -70,7 +69,6 @@ OF_JOBS, OF_PRICES = ("as_csv", "usage_export"), ("skus", "regions", "everywhere
     metavar="REGION",
     help="Prices in this region. May be repeated.  [default: DTRAIN_REGION]",
 )
-@click.option("--all", "everywhere", is_flag=True, help="Prices in every region that is known.")
 @click.option("--refresh", is_flag=True, help="Ask Azure's public price list for newer prices; it needs no account.")
 @ceiling_options
 @json_option()
@@ -91,7 +89,6 @@ def cost(name: str | None, as_json: bool, **options: Any) -> None:
     \b
     Examples:
       dtrain cost latest
-      dtrain cost train-6f66 --csv > ledger.csv
       dtrain cost latest --usage-export export.csv.gz
       dtrain cost
       dtrain cost --sku Standard_NC24ads_A100_v4
@@ -130,9 +127,7 @@ def _show_fleet(settings: Settings, name: str, as_json: bool) -> None:
         console().print(ledger_table(found), highlight=False)
 
 
-def _show_job(settings: Settings, job_id: str, as_json: bool, as_csv: bool, usage_export: Path | None) -> None:
-    if as_csv and as_json:
-        raise Refusal("--csv or --json, not both")
+def _show_job(settings: Settings, job_id: str, as_json: bool, usage_export: Path | None) -> None:
     cluster = cluster_of(settings)[0]
     manager = cluster.manager()
     running = not manager.job_status(job_id).state.is_final
@@ -150,9 +145,7 @@ def _show_job(settings: Settings, job_id: str, as_json: bool, as_csv: bool, usag
     except (PriceError, UsageError) as error:
         raise Refusal(str(error)) from None
     expected = ((plan.get("estimate") or {}).get("usd") or {}).get("expected")
-    if as_csv:
-        click.echo(export.to_csv(export.ledger_rows(found)), nl=False)
-    elif as_json:
+    if as_json:
         epochs = (rundir.read_json(RESULT) or {}).get("epochs") or 0.0
         more: dict[str, Any] = {"running": running, "launches": asdict(took)}
         if account := manager.describe_account(job_id):
@@ -217,13 +210,12 @@ def _show_prices(
     as_json: bool,
     skus: tuple[str, ...],
     regions: tuple[str, ...],
-    everywhere: bool,
     refresh: bool,
 ) -> None:
     if refresh:
         _refresh(settings, as_json, skus, regions)
         return
-    asked = known_regions() if everywhere or (skus and not regions) else regions or (settings.region,)
+    asked = known_regions() if skus and not regions else regions or (settings.region,)
     if skus:
         known = [
             (sku, region)
@@ -237,16 +229,10 @@ def _show_prices(
     if as_json:
         print_json([price_document(row) for row in rows])
         return
-    for first in {row.sku: row for row in reversed(rows)}.values() if skus else ():
-        facts = {
-            "SKU": first.sku,
-            "GPUs": f"{first.gpus} × {first.gpu}, {first.gpu_memory_gib} GiB and {first.gpu_watts} W each",
-            "host": f"{first.vcpus} vCPUs, {first.memory_gib} GiB" + (", InfiniBand" if first.infiniband else ""),
-            "retired on": first.retired_on or "no such date is known",
-            "speed": f"{first.speed:g} × Standard_NC6s_v3: {first.speed_note}",
-        }
-        console().print(pairs_table(list(facts.items())), highlight=False)
-        click.echo()
+    for row in {row.sku: row for row in reversed(rows)}.values() if skus else ():
+        host = f"{row.vcpus} vCPUs, {row.memory_gib} GiB"
+        say(f"{row.sku}: {row.gpus} × {row.gpu} of {row.gpu_memory_gib} GiB; host: {host}")
+        say(f"speed: {row.speed:g} × Standard_NC6s_v3 ({row.speed_note})")
     _print_table(rows)
 
 
@@ -341,15 +327,8 @@ def _cell(figure: Figure | None, sources: dict[tuple[str, str, str], int]) -> st
 def _print_refreshed(done: Refreshed) -> None:
     changed = [item for item in done.changes if not item.before or item.before.usd_per_hour != item.after.usd_per_hour]
     click.echo(f"{len(done.changes)} prices were found, {len(changed)} of them new or changed")
-    if changed:
-        columns = (
-            *(Column("REGION"), Column("SKU"), Column("TIER"), Column("BEFORE", right=True)),
-            *(Column("AS OF", rank=1), Column("NOW", right=True)),
-        )
-        cells = []
-        for item in changed:
-            before = (f"{item.before.usd_per_hour:.4g}", item.before.recorded_on) if item.before else ("–", "")
-            cells.append([item.region, item.sku, item.tier, *before, f"{item.after.usd_per_hour:.4g}"])
-        print_fitted(console(), columns, cells)
+    for item in changed:
+        before = f", before {item.before.usd_per_hour:.4g} ({item.before.recorded_on})" if item.before else ""
+        click.echo(f"{item.region} {item.sku} {item.tier}: {item.after.usd_per_hour:.4g}{before}")
     for note in done.notes:
         click.echo(note)

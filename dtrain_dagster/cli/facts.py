@@ -20,7 +20,7 @@ from dtrain_dagster.clusters.exit_policy import describe_exit
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import STAND_IN, price_words
 from dtrain_dagster.costs.worth import is_judged, worth_line
-from dtrain_dagster.jobs.progress import CLAIM, REGISTRATION
+from dtrain_dagster.jobs.progress import REGISTRATION
 from dtrain_dagster.jobs.totals import LaunchTotals, launched_usage, sum_launches, sum_presences
 from dtrain_dagster.jobs.view import JobFollower, JobView, last_step
 from dtrain_dagster.planning.projection import TimeLeft, count_nodes, describe_training, time_left
@@ -29,10 +29,8 @@ from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.presences import NodePresence, stale_seconds
-from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
 from trainer.rundir import EVALUATION, LAUNCH, RESULT, RunDir
-from trainer.storage.open import open_storage
 
 SEPARATOR = " · "
 """What stands between the parts of a line of progress."""
@@ -292,21 +290,6 @@ def status_document(facts: JobFacts, rundir: RunDir, course: JobCourse) -> dict[
         "presences": [asdict(node) for node in presences],
         "studio_url": None if facts.status.damage else (rundir.read_json(LAUNCH) or {}).get("studio_url"),
     }
-
-
-def latest_job(settings: Settings) -> RunDir | None:
-    """Return the job that most recently became an asset, None if there is none."""
-    newest: tuple[float, RunDir] | None = None
-    for name in open_storage(settings.jobs_uri).list():
-        rundir = RunDir(f"{settings.jobs_uri}/{name}")
-        try:
-            claim = rundir.read_json(CLAIM)
-        except (DamagedError, OSError) as error:  # of one job: the others are looked at
-            warn_once(f"{name} is left out: {error}")
-            continue
-        if claim and (newest is None or claim["claimed_at"] > newest[0]):
-            newest = (claim["claimed_at"], rundir)
-    return newest[1] if newest else None
 
 
 def has_result(rundir: RunDir) -> bool:

@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
-from rich.table import Table
 from rich.text import Text
 
 from dtrain_dagster.cli.common import cluster_of, console, run_dir, say
 from dtrain_dagster.cli.facts import SEPARATOR, LeftClock, expect_finish, format_progress
 from dtrain_dagster.cli.json_output import print_json
-from dtrain_dagster.cli.screen import plain_table
 from dtrain_dagster.clusters.base import GPUClusterManager, JobStatus
-from dtrain_dagster.dashboard.series import PerformanceDashboard
 from dtrain_dagster.jobs.log_follower import LogFollower, time_in
 from dtrain_dagster.jobs.progress import follow_job, words_of_kept
 from trainer.printable import visible
@@ -33,8 +30,6 @@ if TYPE_CHECKING:
 NODE_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 LINE_EVERY_SECONDS = 5.0
 """The seconds between two lines of progress if there is no terminal."""
-SILENT_NODE_SECONDS = 20.0
-"""The seconds after which a node counts as silent; it reports every few (``training.monitor_interval_seconds``)."""
 
 
 @contextmanager
@@ -133,59 +128,20 @@ def follow_training(settings: Settings, job_id: str, total_steps: int | None = N
 def watch_training(
     console: Console, manager: GPUClusterManager, rundir: RunDir, job_id: str, total_steps: int | None, clock: LeftClock
 ) -> JobStatus:
-    """Show a training's progress until it has ended. On a terminal that is a bar, the line of progress and a row for
-    each node; elsewhere a line for each phase, and one every few seconds."""
-    board, bar, phase, shown_at = PerformanceDashboard(), Bar(console), "", 0.0
+    """Show a training's progress until it has ended. On a terminal that is a bar and the line of progress; elsewhere a
+    line for each phase, and one every few seconds."""
+    bar, phase, shown_at = Bar(console), "", 0.0
     with in_place(console, is_kept=True) as show:
-        for status, progress in follow_job(manager, rundir, job_id, take=board.take):
+        for status, progress in follow_job(manager, rundir, job_id):
             for sentence in progress.news:
                 warn(console, sentence)
             total, now = total_steps or progress.total_steps, time.monotonic()
             text = format_progress(progress, total, clock.left(status, progress), status.state)
             now_in = text.partition(SEPARATOR)[0]
             if console.is_terminal:
-                nodes = [live_nodes_table(board, time.time())] if board.nodes else []
                 is_over = status.state.is_final
-                show(wrapped(text, console.width) if is_over else Group(bar.at(text, progress.step, total), *nodes))
+                show(wrapped(text, console.width) if is_over else bar.at(text, progress.step, total))
             elif now_in != phase or now - shown_at >= LINE_EVERY_SECONDS or status.state.is_final:
                 phase, shown_at = now_in, now
                 console.print(text, soft_wrap=True, highlight=False, markup=False)
     return status
-
-
-def live_nodes_table(board: PerformanceDashboard, now: float) -> Table:
-    """Return a row for each node that has reported: its state, and how it spends a step. Pure."""
-    figures = ("GPU" if board.has_gpus else "CPU", "MEMORY", "SAMPLES/S", "WAITS", "TEMPERATURE")
-    table = plain_table("NODE", "STATE", *figures, right=figures)
-    waiting = board.shares("waiting")
-
-    def shown(value: object, form: str) -> str:
-        return form.format(value) if value is not None else "–"
-
-    for node, sample in sorted(board.nodes.items()):
-        gpu = sample.get("gpu_utilization") is not None
-        table.add_row(
-            Text(str(node), style=NODE_COLOURS[node % len(NODE_COLOURS)]),
-            node_state(board, node, now),
-            shown(sample.get("gpu_utilization" if gpu else "cpu_percent"), "{:.0f} %"),
-            shown(sample.get("gpu_memory_percent" if gpu else "memory_percent"), "{:.1f} %"),
-            shown(sample.get("samples_per_second"), "{:,.0f}"),
-            shown(waiting.get(node), "{:.0%}"),
-            shown(sample.get("gpu_temperature_celsius"), "{:.0f} °C"),
-        )
-    return table
-
-
-def node_state(board: PerformanceDashboard, node: int, now: float) -> Text:
-    """Return the state in a word: lost to the others, done with all that it has to do, silent, training, or between
-    trainings (evaluating, saving, waiting to join)."""
-    silent = now - float(board.nodes[node]["time"])
-    if node in board.lost:
-        return Text("lost", style="red")
-    if node in board.done:
-        return Text("done", style="green")
-    if silent > SILENT_NODE_SECONDS:
-        return Text(f"silent for {silent:.0f} s", style="yellow")
-    if node in board.members and board.nodes[node].get("samples_per_second") is not None:
-        return Text("training", style="green")
-    return Text("there", style="default")

@@ -23,7 +23,6 @@ from dtrain_dagster.cli.facts import (
     LeftClock,
     expect_finish,
     has_result,
-    latest_job,
     list_facts,
     priced_summary,
     read_course,
@@ -35,6 +34,7 @@ from dtrain_dagster.cli.fleet import cancel_fleet
 from dtrain_dagster.cli.fleet_screen import fleet_table, headline
 from dtrain_dagster.cli.follow import follow_training, print_json_lines, print_lines, stream_job
 from dtrain_dagster.cli.job_names import (
+    LATEST,
     complete_files,
     find_job,
     find_job_or_fleet,
@@ -114,7 +114,7 @@ def status(
 ) -> None:
     """Show the state of a job or a fleet, and the result of a training.
 
-    Without a name it shows the training that Dagster materialized last. Ctrl-C ends --follow, not the job. A trace
+    Without a name it shows the job that was started last. Ctrl-C ends --follow, not the job. A trace
     shows which operations take the time; it opens in Perfetto (ui.perfetto.dev), and the steps that are traced are
     slower.
 
@@ -142,10 +142,7 @@ def status(
     if nodes:
         show_nodes(settings, as_json)
         return
-    if name is None:
-        if (found := latest_job(settings)) is None:
-            raise Refusal("nothing was materialized yet; name a job, see `dtrain jobs`")
-        name = found.uri.rpartition("/")[2]
+    name = name or LATEST
     if follow or html or trace:
         job_id = find_training(settings, name)
         if html:

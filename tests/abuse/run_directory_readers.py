@@ -16,7 +16,7 @@ from typing import Any
 from click.testing import CliRunner
 
 from dtrain_dagster.automation.run_liveness import read_owning_run
-from dtrain_dagster.cli.facts import latest_job, summary_lines
+from dtrain_dagster.cli.facts import summary_lines
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.clusters import presence
 from dtrain_dagster.clusters.base import ClusterError
@@ -125,7 +125,6 @@ def _lists(readers: Readers) -> None:
     readers.of_all("monitor_health", manager.monitor_health)
     readers.of_all("find_orphans", lambda: manager.find_orphans(set()))
     readers.of_all("past runs", lambda: _past_runs(readers))
-    readers.of_all("latest_job", lambda: latest_job(readers.settings))
     known = readers.of_all("known_jobs", lambda: known_jobs(manager, readers.settings.jobs_uri, "0a1b2c3d")) or []
     choice = readers.of_all("choose_job", lambda: choose_job("0a1b2c3d", "22222222", known))
     if choice and choice.job_id == damaged and any(job.damage for job in known if job.job_id == damaged):

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from dtrain_dagster.cli.facts import LeftClock, latest_job
+from dtrain_dagster.cli.facts import LeftClock
 from dtrain_dagster.cli.follow import watch_training
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.screen import Screen
@@ -337,14 +337,6 @@ def test_what_a_damaged_job_has_cost_is_not_known(written: Callable[..., RunDir]
         with pytest.raises((DamagedError, ClusterError)):
             list(rundir.events(strict=True)) and rundir.nodes()
         shutil.rmtree(rundir.uri)
-
-
-def test_the_last_job_is_found_beside_a_damaged_one(written: Callable[..., RunDir], tmp_path: Path):
-    written("train-a").write_json("claim.json", {"dagster_run_id": "r", "claimed_at": NOW})
-    written("train-b").storage.write("claim.json", b'{"claimed_at": 1e999}')
-    found = latest_job(Settings(home=tmp_path))
-    assert found is not None
-    assert found.uri.endswith("train-a")
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_options_of_ceilings_need_the_word(tmp_path: Path):
     done = dtrain(tmp_path, "cost", "--per-month", "5")
     assert done.exit_code == 2
     assert "--per-month is of ceilings" in done.output
-    assert "--csv needs the name of a job" in dtrain(tmp_path, "cost", "ceilings", "--csv").output
+    assert "--refresh is of prices" in dtrain(tmp_path, "cost", "ceilings", "--refresh").output
 
 
 @pytest.mark.slow

@@ -167,7 +167,7 @@ def test_commands_and_options_are_those_that_people_have_learnt():
         "status": ["--follow", "--html", "--json", "--lift", "--nodes", "--trace", "-f", "name"],
         "logs": ["--follow", "--json", "--node", "--tail", "-f", "job_id"],
         "cost": [
-            *("--all", "--csv", "--json", "--none", "--per-hour", "--per-month", "--per-person", "--per-project"),
+            *("--json", "--none", "--per-hour", "--per-month", "--per-person", "--per-project"),
             *("--refresh", "--region", "--sku", "--usage-export", "name"),
         ],
         "ui": [

@@ -75,7 +75,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("status", "latest", "--html", "a.html", "--follow"), "give one of them"),
     (("cost", "nojob"), "no job 'nojob'"),
     (("cost", "../../etc"), "the name of the job is"),
-    (("cost", "--csv"), "--csv needs the name of a job"),
+    (("cost", "--usage-export", __file__), "--usage-export needs the name of a job"),
     (("cost", "nojob", "--refresh"), "--refresh is of prices: leave out the name"),
     (("ui", "jobs", "--job", "nojob"), "no job 'nojob'"),
     (("ui", "mlflow", "--host", "0.0.0.0"), "the page mlflow has no --host"),

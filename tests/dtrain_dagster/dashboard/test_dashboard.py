@@ -19,10 +19,8 @@ import requests
 import uvicorn
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Console
-from told_events import HOSTILE, START, event, hang, membership, sample, timing, told, write_run
+from told_events import HOSTILE, START, event, hang, membership, timing, told, write_run
 
-from dtrain_dagster.cli.follow import live_nodes_table, node_state
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.dashboard import page
 from dtrain_dagster.dashboard.job_board import RECENT_JOBS, JobBoard, headline, state_of
@@ -146,21 +144,6 @@ def test_every_column_that_a_panel_names_is_recorded():
 def test_the_cluster_has_the_last_word_on_how_a_job_stands(status, result, launch, state):
     """And the trainer where the cluster has not spoken it: nobody may look after the job any more."""
     assert state_of(status, result, launch) == state
-
-
-def test_the_terminal_has_a_line_for_each_node():
-    events = [*told(5, slow=2, gpus=True), membership(2, START + 5, nodes=[0, 2], lost=[1], joined=[])]
-    table = live_nodes_table(folded([*events, sample(2, 30, START + 40, gpus=True)]), now=START + 41)
-    console = Console(width=100)
-    with console.capture() as capture:
-        console.print(table)
-    lines = [line.split() for line in capture.get().splitlines() if line[:1].isdigit()]
-    assert {line[0]: line[1] for line in lines} == {"0": "silent", "1": "lost", "2": "training"}
-    assert lines[0][-2:] == ["61", "°C"]
-    ended = folded([*told(5), event("end", START + 6, rank=1, status="succeeded")])
-    states = {node: node_state(ended, node, START + 60).plain for node in range(3)}
-    assert states == {0: "silent for 56 s", 1: "done", 2: "silent for 56 s"}, "a released node is not missed"
-    assert [line[-3] for line in lines] == ["24%", "24%", "0%"], "who holds the others up does not wait"
 
 
 # ---- the page
