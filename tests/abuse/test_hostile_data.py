@@ -28,7 +28,6 @@ from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.prices import iter_tickers, write_prices
 from dtrain_dagster.data.publish import publish_dataset
 from dtrain_dagster.data.sources import PriceFile, price_source
-from dtrain_dagster.planning.tuned_settings import _dataset_id
 from tests.abuse import hostile_data
 from trainer.data.manifest import check_manifest
 from trainer.data.shards import DatasetError, DataShardManager
@@ -144,7 +143,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "publishing": lambda folder: publish_dataset(str(folder), folder.name, str(folder.parent / "shared")),
     "prices of a training": lambda folder: prices_of(str(folder.parent), folder.name),
     "samples of a training": lambda folder: _samples_check({"consumed": [], "epochs": 0}, _plan(folder)),
-    "settings that were measured": lambda folder: _dataset_id(_plan(folder)),
 }
 
 

@@ -14,15 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 import pytest
 
-from dtrain_dagster.jobs.orders import Order, keep_order, keep_registration
-from dtrain_dagster.jobs.progress import REGISTRATION
+from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry import endpoint, run_model
 from dtrain_dagster.registry.endpoint import ScoringEndpoint, ServingError
-from dtrain_dagster.registry.endpoints import _registered
 from dtrain_dagster.registry.run_model import RunModelError, load_run_model
 from dtrain_dagster.registry.smoke_test import AnswerError, as_columns, parse_predictions, read_predictions
 from dtrain_dagster.registry.versions import open_client, tracking_run
@@ -166,17 +163,3 @@ class TestAnswers:
     def test_one_that_is_none_is_a_failed_check(self, body: bytes) -> None:
         with pytest.raises(AnswerError):
             as_columns(parse_predictions(body), 1)
-
-
-def test_what_nodes_call_registered_is_not_deployed(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DTRAIN_HOME", str(tmp_path))
-    run_dir = place.fresh("claimed")
-    rundir = RunDir(run_dir)
-    rundir.write_json(REGISTRATION, {"name": "theirs", "version": "7"})
-    keep_order(tmp_path, rundir.read_job(), None)
-    with pytest.raises(click.ClickException, match="was not registered from here"):
-        _registered(run_dir)
-    keep_registration(tmp_path, rundir.read_job().job_id, {"name": "ours", "version": "3"})
-    assert _registered(run_dir).name == "ours"
