@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from dtrain_dagster.clusters.hosts import HostRecord
 from dtrain_dagster.costs.usage import NodeUsage
@@ -166,9 +166,8 @@ class JobStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Orphan:
-    """A job or compute that costs money, or may, and that no live run owns."""
+    """A job that costs money, or may, and that no live run owns."""
 
-    kind: Literal["job", "compute"]
     name: str
     """The name under which the service that runs it knows it."""
     reason: str
@@ -184,10 +183,6 @@ class Orphan:
     tier: str | None = None
     """Tier that is paid for, where the cluster decides; None: the tier that was requested."""
     studio_url: str | None = None
-    is_busy: bool = False
-    """Whether work that this project does not know runs on it; such an orphan is reported and never ended."""
-    used_at: float | None = None
-    """The last use of the cluster, as recorded when this compute was found (`NodePool.used_at`)."""
 
     def refuse_new_owner(self, rundir: RunDir) -> None:
         """Raise `InUseError` if somebody has taken over the job since it was found."""
@@ -320,7 +315,7 @@ class GPUClusterManager(ABC):
 
     @abstractmethod
     def find_orphans(self, live_runs: Collection[str]) -> list[Orphan]:
-        """Return the jobs and computes that no live run owns. ``live_runs``: ids of the Dagster runs that have not
+        """Return the jobs that no live run owns. ``live_runs``: ids of the Dagster runs that have not
         ended. A job that was started without Dagster belongs to a person and is no orphan. Raise `ClusterError` where
         this cannot be determined now."""
 

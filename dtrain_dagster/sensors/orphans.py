@@ -1,7 +1,6 @@
-"""The sensor ``orphans``: it reports or ends jobs and nodes that no run waits for any more, since they still cost
-money.
+"""The sensor ``orphans``: it reports or ends jobs that no run waits for any more, since they still cost money.
 
-The cluster says which jobs and computes no live run owns; this module decides what becomes of them. Several Dagster
+The cluster says which jobs no live run owns; this module decides what becomes of them. Several Dagster
 instances may share a cluster: an orphan whose run this instance does not know is reported, and never ended from here.
 """
 
@@ -14,7 +13,7 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.automation.run_liveness import LIVE, run_at_work
+from dtrain_dagster.automation.run_liveness import LIVE
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, InUseError, Orphan
 from dtrain_dagster.costs.prices import price_words
 from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
@@ -26,7 +25,6 @@ from dtrain_dagster.support.notify import notify_and_log
 from trainer.printable import visible
 
 LEFT, FOREIGN = "left as it is", "left as it is: its run is not of this Dagster, so it may be another user's"
-BUSY = "left as it is: another user's work is on its nodes"
 ENDED, ENDING, FAILED = "ended", "its end was asked for", "could not be ended"
 
 
@@ -40,8 +38,7 @@ def build_orphan_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> 
         required_resource_keys=names.resources,
         minimum_interval_seconds=60,
         default_status=dg.DefaultSensorStatus.RUNNING,
-        description=f"Finds jobs and nodes that no live Dagster run owns; {what} them after "
-        f"{settings.orphan_minutes:g} minutes.",
+        description=f"Finds jobs that no live Dagster run owns; {what} them after {settings.orphan_minutes:g} minutes.",
     )
     def orphans(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         cluster, project = cluster_resource(context, names), project_resource(context, names)
@@ -56,12 +53,8 @@ def build_orphan_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> 
             return dg.SensorResult(skip_reason=f"orphans cannot be looked for now: {error}", cursor=context.cursor)
         known = {key: seen.get(key, {"since": now, "tried": 0.0, "told": ""}) for key in found}
         due = {key: found[key] for key in found if now - known[key]["since"] >= grace}
-        spared = {key: why_spared(orphan, _is_own(context.instance, orphan)) for key, orphan in due.items()}
+        spared = {key: "" if _is_own(context.instance, orphan) else FOREIGN for key, orphan in due.items()}
         may_end = [key for key, orphan in due.items() if not spared[key]] if cancels else []
-        computes = {key for key in may_end if due[key].kind == "compute"}
-        if computes and (run_id := run_at_work(context.instance, keys, now)):  # it may be about to use any of them
-            context.log.info(f"computes are left as they are: Dagster run {run_id} is at work")
-            may_end = [key for key in may_end if key not in computes]
         turn = choose_orphan({key: known[key]["tried"] for key in may_end})
         outcome = (LEFT, "")
         if turn is not None:  # before any message, which takes seconds: no run shall take the orphan over meanwhile
@@ -102,11 +95,8 @@ def choose_orphan(tried: Mapping[str, float]) -> str | None:
 
 def describe_orphan(orphan: Orphan, cluster: GPUClusterResource, done: str, alone_seconds: float) -> dict[str, Any]:
     """Return the facts that a person needs, in order; each value is a figure or a few words."""
-    remedy = "delete it in the studio, or let the sensor end it: DTRAIN_ORPHAN_POLICY=cancel"
-    if orphan.kind == "job":
-        remedy = f"materialize trained_checkpoint again to take it over, or `dtrain cancel {orphan.job_id}`"
+    remedy = f"materialize trained_checkpoint again to take it over, or `dtrain cancel {orphan.job_id}`"
     facts = {
-        "kind": orphan.kind,
         "name": orphan.name,
         "job_id": orphan.job_id,
         "why": orphan.reason,
@@ -133,17 +123,12 @@ def _cost_per_hour(orphan: Orphan, cluster: GPUClusterResource) -> str:
 def _key(orphan: Orphan) -> str:
     """Return the orphan's key, with the run that follows it: a run that takes it over, and ends too, starts a new grace
     time."""
-    return f"{orphan.kind} {orphan.name} {orphan.dagster_run_id or ''}"
+    return f"{orphan.name} {orphan.dagster_run_id or ''}"
 
 
 def _is_own(instance: dg.DagsterInstance, orphan: Orphan) -> bool:
     """Return whether it may be ended from here. An orphan without a run was made by hand, under this cluster's name."""
     return orphan.dagster_run_id is None or instance.has_run(orphan.dagster_run_id)
-
-
-def why_spared(orphan: Orphan, is_own: bool) -> str:
-    """Return why an orphan is reported and never ended from here; "" if it may be ended."""
-    return BUSY if orphan.is_busy else "" if is_own else FOREIGN
 
 
 def _end(manager: GPUClusterManager, orphan: Orphan) -> tuple[str, str]:

@@ -169,7 +169,7 @@ def test_a_job_submitted_during_the_decision_keeps_its_nodes(
     manager.cancel_job(submitted[0])
 
 
-def test_a_compute_without_a_run_stays_where_it_is_used_again_or_its_end_takes_too_long(
+def test_a_compute_stays_where_it_is_used_again_or_its_end_takes_too_long(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from azure.ai.ml.entities import AmlCompute
@@ -181,15 +181,15 @@ def test_a_compute_without_a_run_stays_where_it_is_used_again_or_its_end_takes_t
     kept = AmlCompute(name=compute, size=V100, min_instances=2, max_instances=2, tags=tags, enable_node_public_ip=False)
     manager.service.ml.compute.begin_create_or_update(kept).wait()
     until(lambda: states(stage, compute) == ["idle"] * 2, "idle nodes")
-    [orphan] = manager.find_orphans(())
+    [pool] = manager.pools()
     manager.provision_cluster(2, V100)
     with pytest.raises(InUseError, match="just used"):
-        manager.end_orphan(orphan)
+        manager.scale_down(pool, force=True)
 
-    [orphan] = manager.find_orphans(())
+    [pool] = manager.pools()
     stage.control("fault", fault="error", operation="compute.get", status=503, count=None)
     with pytest.raises(ServiceUnreachable, match="tried for 1 s"):
-        manager.end_orphan(orphan)
+        manager.scale_down(pool, force=True)
     stage.control("clear")
     settled = manager.provisioner.settled
 
@@ -201,10 +201,10 @@ def test_a_compute_without_a_run_stays_where_it_is_used_again_or_its_end_takes_t
     with monkeypatch.context() as patch:
         patch.setattr(manager.provisioner, "settled", be_slow)
         with pytest.raises(InUseError, match="takes too long"):
-            manager.end_orphan(orphan)
+            manager.scale_down(pool, force=True)
     monkeypatch.setattr(job_marks, "time", time)
     assert compute in stage.computes()
-    assert manager.end_orphan(orphan)
+    assert manager.scale_down(pool, force=True)
     assert compute not in stage.computes()
     with pytest.raises(ClusterError, match="not provisioned"):
         manager.scale_cluster(1)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.azure_ml.job_records import PROVISIONING
-from dtrain_dagster.clusters.base import ClusterError, InUseError, JobState, JobStatus, NoCapacityError, Orphan
+from dtrain_dagster.clusters.base import ClusterError, InUseError, JobState, JobStatus, NoCapacityError
 from dtrain_dagster.costs.budget import write_limit
 from dtrain_dagster.costs.prices import price_of
 from harness.waiting import until
@@ -380,25 +380,21 @@ def test_orphans_are_found_and_ended(stage: Stage) -> None:
     stage.manager(run="run-2").job_status(spec.job_id)  # another run follows it now
     assert manager.find_orphans({"run-2"}) == []
     (orphan,) = manager.find_orphans({"run-1"})
-    assert (orphan.kind, orphan.job_id, orphan.dagster_run_id) == ("job", spec.job_id, "run-2")
+    assert (orphan.job_id, orphan.dagster_run_id) == (spec.job_id, "run-2")
     assert (orphan.sku, orphan.node_count) == (V100, 2)
     health = manager.monitor_health()
     assert health.healthy
     assert len(health.nodes) == 2
     assert health.running_jobs == (spec.job_id,)
-    (compute,) = stage.computes()
-    used_at = manager._use.used_at()
-    with pytest.raises(InUseError, match="is at work already"):
-        manager.end_orphan(Orphan(kind="compute", name=compute, reason="idle when it was found", used_at=used_at))
     with pytest.raises(InUseError, match="followed by run run-2"):
         manager.end_orphan(replace(orphan, dagster_run_id="run-1"))
     rundir = RunDir(spec.run_dir)
     rundir.write_json(STATUS, rundir.read_json(STATUS) | {"state": "failed"})  # and its nodes run on
     assert manager.end_orphan(orphan)
     assert stage.jobs()[orphan.name]["status"] == "Canceled"
-    (left,) = until(lambda: [it for it in manager.find_orphans({"run-1"}) if not it.is_busy], "idle nodes")
-    assert (left.kind, left.node_count) == ("compute", 2)
-    manager.end_orphan(left)
+    (pool,) = until(lambda: [it for it in manager.pools() if not it.work], "idle nodes")
+    assert pool.node_count == 2
+    assert manager.scale_down(pool, force=True)
     assert not stage.computes()
     assert stage.manager().monitor_health().message == "not provisioned"
 

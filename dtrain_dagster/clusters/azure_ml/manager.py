@@ -217,18 +217,13 @@ class AzureMLClusterManager(GPUClusterManager):
 
     def scale_down(self, pool: NodePool, force: bool = False) -> bool:
         """Tell the service to keep no idle node there; where that did not help, or it is broken, delete the compute."""
-        return self._give_back(pool.name, pool.used_at, force)
-
-    def _give_back(self, compute: str, used_at: float | None, force: bool) -> bool:
-        """Return whether the compute is gone. Raise `InUseError` where somebody has used the cluster since ``used_at``,
-        or has work there."""
-        with self._use.giving_back(used_at) as check:
+        with self._use.giving_back(pool.used_at) as check:
             work = self._work()
-            if at_work := [*work.get(ANYWHERE, ()), *work.get(compute, ())]:
+            if at_work := [*work.get(ANYWHERE, ()), *work.get(pool.name, ())]:
                 raise InUseError(f"{', '.join(at_work)} is at work already")
-            is_gone = self.compute_pools.give_back(compute, force, check)
+            is_gone = self.compute_pools.give_back(pool.name, force, check)
             got = self._got()
-            if is_gone and got is not None and got.compute == compute:
+            if is_gone and got is not None and got.compute == pool.name:
                 self._state.delete(CLUSTER)
         return is_gone
 
@@ -266,20 +261,13 @@ class AzureMLClusterManager(GPUClusterManager):
         return controller.records.usage(controller.launches.read()[1] or {}, running, time.time())
 
     def find_orphans(self, live_runs: Collection[str]) -> list[Orphan]:
-        """Return the orphaned jobs and computes with this cluster's tag."""
-        patience = self.options.look_patience_seconds
-        self.active_jobs()  # notes what has ended, which counts as use
-        used_at = self._use.used_at()
-        active = self.jobs.active(patience)
+        """Return the orphaned jobs with this cluster's tag. Computes without work are `pools`."""
+        active = self.jobs.active(self.options.look_patience_seconds)
         self._mark_again(active)
         judged = [orphanage.judge_job(job, self.jobs_uri, live_runs) for job in active]
-        found = [orphan for orphan in judged if orphan is not None]
-        return found + self.compute_pools.find_orphans({job.compute for job in active}, used_at)
+        return [orphan for orphan in judged if orphan is not None]
 
     def end_orphan(self, orphan: Orphan) -> bool:
-        """Cancel the job, or delete the compute."""
-        if orphan.kind == "compute":
-            return orphan.state != "Deleting" and self._give_back(orphan.name, orphan.used_at, force=True)
         patience = self.options.look_patience_seconds
         deadline = time.monotonic() + patience
         try:

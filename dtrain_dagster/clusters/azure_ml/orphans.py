@@ -1,4 +1,4 @@
-"""The search for jobs and computes of ours that nobody wants any more. The policy on them is decided elsewhere."""
+"""The search for jobs of ours that nobody wants any more. The policy on them is decided elsewhere."""
 
 from __future__ import annotations
 
@@ -35,20 +35,6 @@ def why_orphaned(
     return ""
 
 
-def why_compute_orphaned(state: str, idle_nodes: int, busy_nodes: int, minimum: int, wanted: bool) -> str:
-    """Return why a compute costs money for nobody; "" if it does not. Pure. ``wanted``: a job of ours waits for it or
-    runs, which continues and would be ended with the compute, whatever its state."""
-    if wanted:
-        return ""
-    if state in ("Failed", "Canceled"):
-        return f"it is {state}"
-    if minimum > 0:
-        return f"it keeps {minimum} nodes even when there is no work"
-    if idle_nodes + busy_nodes:
-        return f"{idle_nodes} nodes are idle and {busy_nodes} are at work, and none of our jobs is there"
-    return ""
-
-
 def is_launched_here(name: str, tags: Mapping[str, str], jobs_uri: str) -> bool:
     """Return whether a job was submitted by an orchestrator that keeps its run directories there. Pure.
 
@@ -81,7 +67,7 @@ def judge_job(job: ServiceJob, jobs_uri: str, live_runs: Collection[str]) -> Orp
         return None
     known = record or {}
     return Orphan(
-        kind="job", name=job.name, reason=reason, job_id=job_id, dagster_run_id=owner, state=job.look.status,
+        name=job.name, reason=reason, job_id=job_id, dagster_run_id=owner, state=job.look.status,
         since=job.created_at, node_count=known.get("node_count", 0), sku=known.get("sku", ""),
         tier=known.get("tier", ""), studio_url=job.studio_url,
     )  # fmt: skip

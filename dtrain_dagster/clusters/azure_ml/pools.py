@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 from dtrain_dagster.clusters.azure_ml.client import ServiceError
 from dtrain_dagster.clusters.azure_ml.compute_description import compute_sku, compute_tier, word_of
-from dtrain_dagster.clusters.azure_ml.jobs import RUN_TAG, Jobs
-from dtrain_dagster.clusters.azure_ml.orphans import why_compute_orphaned
+from dtrain_dagster.clusters.azure_ml.jobs import Jobs
 from dtrain_dagster.clusters.azure_ml.provision import BROKEN, MOVING, NODES_THERE, TIMED_OUT, Provisioner
-from dtrain_dagster.clusters.base import InUseError, NodeHealth, NodePool, Orphan
+from dtrain_dagster.clusters.base import InUseError, NodeHealth, NodePool
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import AmlCompute
@@ -79,25 +78,6 @@ class Pools:
             for index, (name, node, state, job) in enumerate(listed)
         )
         return nodes, "; ".join(broken) or ("" if computes else NOT_PROVISIONED)
-
-    def find_orphans(self, wanted: Collection[str], used_at: float | None) -> list[Orphan]:
-        """Return the computes that cost money for nobody. ``wanted``: those that jobs of this cluster run on or wait
-        for."""
-        found = []
-        for name, compute, state, minimum, nodes in self._seen(self.patience):
-            states = [node_state for _, node_state, _ in nodes]
-            at_work = states.count("running")
-            idle = sum(node_state in NODES_THERE for node_state in states) - at_work
-            reason = why_compute_orphaned(state, idle, at_work, minimum, name in wanted)
-            if reason:
-                found.append(
-                    Orphan(
-                        kind="compute", name=name, reason=reason, dagster_run_id=(compute.tags or {}).get(RUN_TAG),
-                        state=state, node_count=idle + at_work, sku=compute_sku(compute), tier=compute_tier(compute),
-                        studio_url=self.options.studio_url, is_busy=at_work > 0, used_at=used_at,
-                    )
-                )  # fmt: skip
-        return found
 
     def give_back(self, name: str, force: bool, check: Callable[[], None]) -> bool:
         """Remove the nodes of a compute, with the compute if it is ``force``; return whether it is gone. ``check``:

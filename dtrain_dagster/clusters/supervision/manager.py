@@ -336,7 +336,6 @@ class SupervisedClusterManager(GPUClusterManager):
                 continue
             found.append(
                 Orphan(
-                    kind="job",
                     name=status.job_id,
                     reason=f"no live Dagster run follows it; the last was {owner}",
                     job_id=status.job_id,

@@ -7,7 +7,6 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.sensors.cost_overrun import _READ, COST_TOLD, build_cost_overrun_sensor, judge_cost
-from dtrain_dagster.sensors.orphans import build_orphan_sensor, why_spared
+from dtrain_dagster.sensors.orphans import build_orphan_sensor
 from dtrain_dagster.settings.environment import Settings
 from tests.ticks import Daemon
 from tests.webhook import web_hook
@@ -415,10 +414,3 @@ def test_a_job_without_a_live_run_is_told_once_or_cancelled(
         assert manager.job_status(job_id).state.is_final
         [check] = look(cancels, ended_now.cursor).asset_events
         assert check.passed
-
-
-def test_what_may_be_somebody_elses_is_never_ended():
-    compute = Orphan(kind="compute", name="c", reason="3 are at work")
-    assert not why_spared(compute, is_own=True)
-    assert "Dagster" in why_spared(compute, is_own=False)
-    assert "work" in why_spared(replace(compute, is_busy=True), is_own=True)

@@ -406,14 +406,6 @@ class TestOrphans:
         assert "other" in why("j-l2", RECORD, owner="other")
         assert "cancelled" in why("j-l2", {**RECORD, "cancel_asked_at": 1.0})
 
-    def test_nobodys_computes(self) -> None:
-        assert orphans.why_compute_orphaned("Failed", 0, 0, 0, wanted=False)
-        assert not orphans.why_compute_orphaned("Failed", 0, 3, 0, wanted=True), "its job would be ended with it"
-        assert orphans.why_compute_orphaned("Succeeded", 2, 0, 0, wanted=False)
-        assert orphans.why_compute_orphaned("Succeeded", 0, 0, 1, wanted=False)
-        assert not orphans.why_compute_orphaned("Succeeded", 2, 1, 0, wanted=True)
-        assert not orphans.why_compute_orphaned("Succeeded", 0, 0, 0, wanted=False)
-
     def test_what_a_person_goes_on_with_is_no_orphan_whatever_its_tag_says(self, tmp_path: Path) -> None:
         jobs_uri = f"{tmp_path}/jobs"
         rundir = RunDir(f"{jobs_uri}/j")
