@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.refusals import (
@@ -45,11 +45,28 @@ _log = logging.getLogger(__name__)
 
 
 class ServiceError(ClusterError):
-    """The service did not do what was asked. ``code``: its word for why, or the HTTP status, or the error's type."""
+    """The service did not do what was asked. ``code``: its word for why, or the HTTP status, or the error's type;
+    ``reason``: its own words; ``body``: the answer's, None where it had none."""
 
-    def __init__(self, message: str, code: str = "", status: int | None = None, request_id: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        code: str = "",
+        status: int | None = None,
+        request_id: str | None = None,
+        reason: str = "",
+        body: Any = None,
+    ) -> None:
         super().__init__(message)
-        self.code, self.status, self.request_id = code, status, request_id
+        self.code, self.status, self.request_id, self.body = code, status, request_id, body
+        self.reason = reason or message
+
+    @classmethod
+    def of(cls, message: str, error: BaseException) -> Self:
+        """Return the error in our words; what its parts are is the client library's ``error``'s."""
+        number = request_id_of(error)
+        found = code_of(error), status_of(error), number, words(error), error_body_of(error)
+        return cls(message + request_note(number), *found)
 
 
 class ServiceUnreachable(ServiceError):
@@ -57,18 +74,11 @@ class ServiceUnreachable(ServiceError):
 
 
 class ServiceRefused(ServiceError):
-    """The service refused. ``reason``: its own words."""
-
-    def __init__(self, message: str, reason: str, code: str, status: int | None, request_id: str | None) -> None:
-        super().__init__(message, code, status, request_id)
-        self.reason = reason
+    """The service refused."""
 
 
 class NotFound(ServiceRefused):
     """The service says 404 of something within the workspace. It says so for a while of what exists, too."""
-
-    body: Any = None
-    """The answer's body; None where it had none."""
 
     def is_about(self, name: str) -> bool:
         """Return whether the answer names this job or compute as what is missing."""
@@ -148,13 +158,8 @@ class Service:
         except Exception as error:
             if not passes(error):
                 raise self._explain(what, error) from error
-            raise ServiceUnreachable(
-                f"{what}: Azure ML cannot be reached, tried for {patience:.0f} s: {words(error)}"
-                f"{request_note(request_id_of(error))}",
-                code_of(error),
-                status_of(error),
-                request_id_of(error),
-            ) from error
+            message = f"{what}: Azure ML cannot be reached, tried for {patience:.0f} s: {words(error)}"
+            raise ServiceUnreachable.of(message, error) from error
 
     def _may_pass(self, what: str, error: BaseException) -> bool:
         """Return whether to ask again. A workspace that has answered before is there, whatever one answer says."""
@@ -169,13 +174,11 @@ class Service:
         if scope is None:
             return refusal
         names = {"subscription": options.subscription_id, "resource group": options.resource_group}
-        missing = ScopeMissing(
+        missing = ScopeMissing.of(
             f"{what}: the {scope} {names.get(scope, options.workspace)!r} is not found ({refusal.code}: "
-            f"{refusal.reason}). Check {SETTINGS[scope]}, and whether this identity may see it; `dtrain "
-            f"doctor` reports more{request_note(refusal.request_id)}",
-            refusal.code,
-            refusal.status,
-            refusal.request_id,
+            f"{refusal.reason}). Check {SETTINGS[scope]}, and whether this identity may see it; `dtrain doctor` "
+            "reports more",
+            error,
         )
         missing.scope = scope
         return missing
@@ -204,12 +207,12 @@ def passes(error: BaseException) -> bool:
     return False
 
 
-def explain_refusal(what: str, error: BaseException) -> ServiceError:
+def explain_refusal(what: str, error: BaseException) -> ServiceRefused:
     """Return a refusal in our words, with the remedy where one is known."""
-    code, status, reason = code_of(error), status_of(error), words(error)
-    message = f"{what}: {reason}"
     from azure.core.exceptions import ClientAuthenticationError
 
+    code, status, reason = code_of(error), status_of(error), words(error)
+    message = f"{what}: {reason}"
     if is_network_refusal(code, reason):  # first: it comes with the status of each of the others
         message += f". {NETWORK_REMEDY[0].upper()}{NETWORK_REMEDY[1:]}"
     elif any(isinstance(item, ClientAuthenticationError) for item in error_chain(error)) and status in (None, 401):
@@ -219,62 +222,49 @@ def explain_refusal(what: str, error: BaseException) -> ServiceError:
         )
     elif status == 403 or "Authorization" in code:
         message += f". {ROLE_REMEDY}"
-    make = NotFound if status == 404 else ServiceRefused
-    request_id = request_id_of(error)
-    refusal = make(message + request_note(request_id), reason, code, status, request_id)
-    if isinstance(refusal, NotFound):
-        refusal.body = error_body_of(error)
-    return refusal
+    return (NotFound if status == 404 else ServiceRefused).of(message, error)
+
+
+def _first(error: BaseException, find: Callable[[Any], Any]) -> Any:
+    """Return the first thing that is found in an error or its causes; None for none."""
+    return next(filter(None, map(find, error_chain(error))), None)
+
+
+def _header(error: BaseException, read: Callable[[Mapping[str, str]], Any]) -> Any:
+    return _first(error, lambda item: read(getattr(getattr(item, "response", None), "headers", None) or {}))
 
 
 def status_of(error: BaseException) -> int | None:
     """Return the HTTP status of the service's answer, where there was one."""
-    found = (getattr(item, "status_code", None) for item in error_chain(error))
-    return next((status for status in found if isinstance(status, int)), None)
+    status = _first(error, lambda item: getattr(item, "status_code", None))
+    return status if isinstance(status, int) else None
 
 
 def code_of(error: BaseException) -> str:
     """Return the service's code, else the HTTP status, else the error's type."""
-    for item in error_chain(error):
-        code = getattr(getattr(item, "error", None), "code", None)
-        if code:
-            return str(code)
+    if code := _first(error, lambda item: getattr(getattr(item, "error", None), "code", None)):
+        return str(code)
     status = status_of(error)
     return f"HTTP {status}" if status else type(error).__name__
 
 
 def words(error: BaseException, longest: int = 600) -> str:
     """Return the service's message in one line, without secrets."""
-    for item in error_chain(error):
-        message = getattr(getattr(item, "error", None), "message", None)
-        if message:
-            return _line(str(message), longest)
-    return _line(str(getattr(error, "message", "") or error) or type(error).__name__, longest)
-
-
-def _line(text: str, longest: int) -> str:
+    said = _first(error, lambda item: getattr(getattr(item, "error", None), "message", None))
+    text = str(said or getattr(error, "message", "") or error) or type(error).__name__
     line: str = redact(" ".join(text.split()))
     return line if len(line) <= longest else line[: longest - 1] + "…"
 
 
 def asked_pause(error: BaseException) -> float:
     """Return the pause in seconds that the service asks for, 0 where it does not."""
-    asked = (
-        retry_after_seconds(getattr(getattr(item, "response", None), "headers", None)) for item in error_chain(error)
-    )
-    return next(filter(None, asked), 0.0)
+    return _header(error, retry_after_seconds) or 0.0
 
 
 def request_id_of(error: BaseException) -> str | None:
     """Return Azure's number of the request that failed. Where a long operation failed, that of the request that began
     it: the failing answer only belongs to a question about it."""
-    if noted := noted_request_id():
-        return noted
-    for item in error_chain(error):
-        headers = getattr(getattr(item, "response", None), "headers", None) or {}
-        if found := headers.get(REQUEST_ID):
-            return str(found)
-    return None
+    return noted_request_id() or _header(error, lambda headers: headers.get(REQUEST_ID))
 
 
 def request_note(request_id: str | None) -> str:

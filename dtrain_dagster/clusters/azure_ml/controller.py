@@ -343,7 +343,7 @@ class JobController:
         if decision.state is JobState.FAILED:
             message = f"{message}. {how_to_go_on(self.rundir, record['job_id'])}"
             message += f"; in the studio: {record['studio_url']}" if record["studio_url"] else ""
-            message += self.records.said(record["node_count"])
+            message += self.records.said()
         codes = {JobState.SUCCEEDED: 0, JobState.CANCELLED: 143}
         failure = next((code for code in facts.exit_codes if is_failure(code)), 1)
         decision, code = replace(decision, message=message), codes.get(decision.state, failure)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import requests
 
-from dtrain_dagster.clusters.azure_ml.client import NotFound, ScopeMissing, Service, ServiceError, ServiceRefused, words
+from dtrain_dagster.clusters.azure_ml.client import NotFound, ScopeMissing, Service, ServiceError, words
 from dtrain_dagster.clusters.azure_ml.gpu_nodes import explain_retired
 from dtrain_dagster.clusters.azure_ml.provision import Provisioner
 from dtrain_dagster.clusters.azure_ml.refusals import SETTINGS
@@ -167,7 +167,7 @@ class Doctor:
 
     def _refused(self, check: str, error: ServiceError) -> DoctorLine:
         """Return why something cannot be read: the network, a missing role, what does not exist, or no answer."""
-        reason, remedy = error.reason if isinstance(error, ServiceRefused) else str(error), "ask again in a moment"
+        reason, remedy = error.reason, "ask again in a moment"
         if is_network_refusal(error.code, reason):
             remedy = NETWORK_REMEDY
         elif error.status == 401:

@@ -181,36 +181,38 @@ class JobRecords:
 
     def keep_logs(self, record: Record) -> None:
         """Copy the logs of the processes into the run directory, once for each launch. A failure is no error."""
-        header = f"--- launch {record['launch']}, {record['job_name']} ---"
         with contextlib.suppress(ServiceError, OSError):
-            for node_id, text in self.printed(record).items():
-                before = self.kept(node_id)
-                if header not in before:
-                    name = f"{LOGS}/node-{node_id}.log"
-                    self.rundir.storage.write(name, f"{before}{header}\n{text.rstrip()}\n".encode())
+            before = self.kept_logs()
+            for node_id, text in self.with_logs_of(record, before).items():
+                if text != before.get(node_id):
+                    self.rundir.storage.write(f"{LOGS}/node-{node_id}.log", f"{text.rstrip()}\n".encode())
 
-    def printed(self, record: Record) -> dict[int, str]:
-        """Return the output of a launch so far, by node, from the service. Raise `ServiceError` if it cannot be
-        read."""
+    def with_logs_of(self, record: Record, kept: Mapping[int, str]) -> dict[int, str]:
+        """Return the kept output with that of a launch so far, by node, from the service. Raise `ServiceError` if it
+        cannot be read."""
+        header, found = f"--- launch {record['launch']}, {record['job_name']} ---", dict(kept)
         texts = self.jobs.logs(record["job_name"], self.jobs.options.look_patience_seconds)
-        return by_node(texts, record["processes_per_node"])
+        for node_id, text in by_node(texts, record["processes_per_node"]).items():
+            before = kept.get(node_id, "")
+            if header not in before:
+                found[node_id] = f"{before}{header}\n{text}"
+        return found
 
-    def kept(self, node_id: int) -> str:
-        """Return the kept output of ended launches on a node."""
-        try:
-            return self.rundir.storage.read_bounded(f"{LOGS}/node-{node_id}.log", LOG_BYTES).decode(errors="replace")
-        except FileNotFoundError:
-            return ""
-        except DamagedError as error:
-            return f"{error}\n"
+    def kept_logs(self) -> dict[int, str]:
+        """Return the kept output of ended launches, by node."""
+        found = {}
+        for name in self.rundir.storage.list(LOGS):
+            if match := _LOG.fullmatch(name):
+                try:
+                    data = self.rundir.storage.read_bounded(f"{LOGS}/{name}", LOG_BYTES)
+                    found[int(match[1])] = data.decode(errors="replace")
+                except DamagedError as error:
+                    found[int(match[1])] = f"{error}\n"
+        return dict(sorted(found.items()))
 
-    def kept_nodes(self) -> list[int]:
-        """Return the nodes whose log is kept."""
-        return sorted(int(match[1]) for name in self.rundir.storage.list(LOGS) if (match := _LOG.fullmatch(name)))
-
-    def said(self, node_count: int) -> str:
+    def said(self) -> str:
         """Return the end of the log that most likely says why a job failed, for its message."""
-        texts = {node_id: self.kept(node_id) for node_id in range(node_count)}
+        texts = self.kept_logs()
         failed = [node.node_id for node in self.rundir.nodes(True) if any(map(is_failure, node.exit_codes))]
         node_id = next((node_id for node_id in [*failed, *texts] if _has_words(texts.get(node_id, ""))), None)
         if node_id is None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from dtrain_dagster.clusters.azure_ml.client import (
@@ -88,7 +87,7 @@ class Jobs:
             if not error.is_about(name):
                 raise
             return None
-        job = _read(found)
+        job = read_job(found)
         if job.look.status in ("Failed", "Canceled"):
             code, message = self._why(name, job.look.ended_at, patience_seconds)
             return replace(job, look=replace(job.look, error_code=code, error_message=message))
@@ -135,7 +134,7 @@ class Jobs:
                 made = self.service.call(
                     f"submit job {record['job_name']}", lambda: self.service.ml.jobs.create_or_update(job)
                 )
-        return _read(made)
+        return read_job(made)
 
     @contextlib.contextmanager
     def described(self, record: Record, factories: Sequence[str]) -> Iterator[tuple[Any, list[str]]]:
@@ -254,8 +253,7 @@ class Jobs:
 
         def ask() -> list[ServiceJob]:
             found = []
-            for item in list_every_job(self.service, **only):  # newest first
-                job = _read(item)
+            for job in list_every_job(self.service, **only):  # newest first
                 if (job.created_at or now) < now - OLDEST_SECONDS:
                     break
                 found.append(job)
@@ -267,9 +265,8 @@ class Jobs:
 
     def logs(self, name: str, patience_seconds: float | None = None) -> dict[int, str]:
         """Return the output of each process, by rank."""
-        details: Any = self._details(name, patience_seconds)
-        texts = {}
-        for path, address in sorted((getattr(details, "log_files", None) or {}).items()):
+        listed, texts = getattr(self._details(name, patience_seconds), "log_files", None) or {}, {}
+        for path, address in sorted(listed.items()):
             if match := _USER_LOG.search(path):
                 try:
                     data = self.service.call(f"read {path}", partial(_download, address), patience_seconds)
@@ -340,23 +337,36 @@ def tags(record: Record) -> dict[str, str]:
     return {name: value for name, value in known.items() if value}
 
 
-def _read(job: Any) -> ServiceJob:
-    properties = getattr(job, "properties", None) or {}
-    created = getattr(getattr(job, "creation_context", None), "created_at", None)
-    studio = (getattr(job, "services", None) or {}).get("Studio")
+def _read(job: Any, said: Any, compute: Any, made: Any) -> ServiceJob:
+    """Return a job. ``said``: what holds its status, tags, properties and services; ``made``: what says when it was
+    made. Parts that are not there are empty."""
+    status, properties = getattr(said, "status", None), getattr(said, "properties", None) or {}
+    created = getattr(made, "created_at", None)
+    studio = (getattr(said, "services", None) or {}).get("Studio")
     look = Look(
-        status=str(getattr(job.status, "value", job.status) or "Unknown"),  # an enum, or a word that it does not know
+        status=str(getattr(status, "value", status) or "Unknown"),  # an enum, or a word that it does not know
         started_at=parse_time(properties.get("StartTimeUtc")),
         ended_at=parse_time(properties.get("EndTimeUtc")),
     )
     return ServiceJob(
         name=str(job.name),
         look=look,
-        tags=dict(getattr(job, "tags", None) or {}),
+        tags=dict(getattr(said, "tags", None) or {}),
         studio_url=getattr(studio, "endpoint", None),
-        compute=str(getattr(job, "compute", None) or "").rsplit("/", 1)[-1].removeprefix("azureml:"),
+        compute=str(compute or "").rsplit("/", 1)[-1].removeprefix("azureml:"),
         created_at=created.timestamp() if isinstance(created, datetime) else parse_time(created),
     )
+
+
+def read_job(job: Any) -> ServiceJob:
+    """Return a job as the client library gives it."""
+    return _read(job, job, getattr(job, "compute", None), getattr(job, "creation_context", None))
+
+
+def read_listed_job(job: Any) -> ServiceJob:
+    """Return a job of any kind as the service sends it: what is needed is the same in all."""
+    said = getattr(job, "properties", None)
+    return _read(job, said, getattr(said, "compute_id", None), getattr(job, "system_data", None))
 
 
 def parse_time(text: Any) -> float | None:
@@ -368,31 +378,13 @@ def parse_time(text: Any) -> float | None:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-def list_every_job(service: Service, **only: str) -> Iterator[SimpleNamespace]:
+def list_every_job(service: Service, **only: str) -> Iterator[ServiceJob]:
     """Yield the jobs of the workspace, archived ones too, in the service's order; ``only``: a filter of the service,
     such as ``tag``. Raise what the client library raises for a refused request.
 
     The library's own list ends at the first job of a kind that it does not know (`JobException`), or that a pipeline
-    has made. What is needed of a job is the same in each kind, so it is read as the service sends it.
+    has made, so jobs are read as the service sends them.
     """
     operations = copy.copy(service.ml.jobs)  # a copy, since the library itself reads its jobs with this method
     operations._handle_rest_errors = lambda job: job  # type: ignore[assignment, method-assign, return-value]
-    for job in operations.list(list_view_type="All", **only):
-        yield read_listed_job(job)
-
-
-def read_listed_job(job: Any) -> SimpleNamespace:
-    """Return what all kinds of jobs have in common, named as the client library names it; parts that are not there are
-    empty. ``kind``: in the service's words, such as ``Command`` or ``Pipeline``. Pure."""
-    said = getattr(job, "properties", None)
-    kind = getattr(said, "job_type", "")
-    return SimpleNamespace(
-        name=str(job.name),
-        kind=str(getattr(kind, "value", kind) or ""),
-        status=getattr(said, "status", None),
-        tags=dict(getattr(said, "tags", None) or {}),
-        properties=dict(getattr(said, "properties", None) or {}),
-        services=dict(getattr(said, "services", None) or {}),
-        compute=getattr(said, "compute_id", None),
-        creation_context=getattr(job, "system_data", None),
-    )
+    return map(read_listed_job, operations.list(list_view_type="All", **only))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -91,10 +92,9 @@ class AzureMLClusterManager(GPUClusterManager):
     def provision_cluster(self, node_count: int, gpu_type: str) -> ClusterConfig:
         if node_count < 1:
             raise ClusterError(f"DTRAIN_NODES={node_count}: a cluster needs at least one node; set 1 or more")
-        tags = {RUN_TAG: self.dagster_run_id} if self.dagster_run_id else {}
         self.provisioner.require_region()
         self._use.begin("provisioning")
-        got = self.provisioner.provision(node_count, gpu_type, tags=tags)
+        got = self.provisioner.provision(node_count, gpu_type, tags=self._tags)
         self.attempts = got.attempts
         self._write(got)
         self._use.begin("provisioned")
@@ -106,15 +106,13 @@ class AzureMLClusterManager(GPUClusterManager):
             raise ClusterError(f"cluster {self.cluster_name!r} is not provisioned: there is nothing to scale")
         if target_nodes < 0:
             raise ClusterError(f"cluster {self.cluster_name!r} cannot have {target_nodes} nodes: give 0 or more")
-        if target_nodes == got.max_nodes:
-            if target_nodes == got.node_count:
-                return False
-        else:
-            choice = SkuChoice(sku=got.sku, tier=got.tier)
+        if target_nodes == got.max_nodes == got.node_count:
+            return False
+        if target_nodes != got.max_nodes:
             if self.provisioner.settled(got.compute) is None:
                 raise ClusterError(f"compute {got.compute} is gone: provision the cluster again")
-            refusal = self.provisioner.put(choice, got.compute, target_nodes, {})
-            if refusal is not None:
+            choice = SkuChoice(sku=got.sku, tier=got.tier)
+            if refusal := self.provisioner.put(choice, got.compute, target_nodes, {}):
                 raise ClusterError(f"{got.compute} cannot have {target_nodes} nodes: {refusal.code}: {refusal.message}")
         self._write(replace(got, node_count=target_nodes, max_nodes=target_nodes))
         return True
@@ -137,12 +135,15 @@ class AzureMLClusterManager(GPUClusterManager):
     def cleanup_cluster(self) -> None:
         """Cancel the running jobs and delete all computes of this cluster. The error names what cannot be ended, after
         all else has been."""
+        running = [status.job_id for status in self.list_jobs() if not status.state.is_final]
+        ends = [partial(self.cancel_job, job_id) for job_id in running]
+        ends += [partial(self.provisioner.delete, name) for name in self.provisioner.computes()]
         problems = []
-        for status in self.list_jobs():
-            if not status.state.is_final:
-                problems += _problem(lambda job_id=status.job_id: self.cancel_job(job_id))
-        for name in self.provisioner.computes():
-            problems += _problem(lambda name=name: self.provisioner.delete(name))
+        for end in ends:
+            try:
+                end()
+            except ClusterError as error:
+                problems.append(str(error))
         if problems:
             raise ClusterError("; ".join(problems))
         self._state.delete(CLUSTER)
@@ -150,15 +151,16 @@ class AzureMLClusterManager(GPUClusterManager):
     def describe_submission(self, spec: JobSpec, gpu_type: str, job: Mapping[str, Any] | None = None) -> list[Request]:
         self._refuse_spec(spec)
         self.provisioner.require_region()
-        tags = {RUN_TAG: self.dagster_run_id} if self.dagster_run_id else {}
-        got, compute = preview_nodes(self.provisioner, spec.node_count, gpu_type, tags)
-        if spec.script:
-            self.jobs.scripts[spec.job_id] = spec.script
+        got, compute = preview_nodes(self.provisioner, spec.node_count, gpu_type, self._tags)
         record = next_launch(self._record(spec.job_id), spec, got, self.cluster_name, self.dagster_run_id)
         return [compute, preview_job(self.jobs, record, factories_in(job))]
 
+    @property
+    def _tags(self) -> dict[str, str]:
+        return {RUN_TAG: self.dagster_run_id} if self.dagster_run_id else {}
+
     def _refuse_spec(self, spec: JobSpec) -> None:
-        """Raise `ClusterError` for a job that cannot be submitted here."""
+        """Raise `ClusterError` for a job that cannot be submitted here; keep the script of any other."""
         expected = f"{self.jobs_uri}/{spec.job_id}"
         if spec.run_dir.rstrip("/") != expected:
             raise ClusterError(f"this cluster keeps job {spec.job_id!r} in {expected}, not in {spec.run_dir}")
@@ -167,11 +169,11 @@ class AzureMLClusterManager(GPUClusterManager):
         if spec.node_count < 1 or spec.processes_per_node < 1:
             raise ClusterError(f"job {spec.job_id!r} asks for {spec.node_count} nodes: it needs one or more")
         refuse_secrets(spec.env)
+        if spec.script:
+            self.jobs.scripts[spec.job_id] = spec.script
 
     def submit_job(self, spec: JobSpec) -> None:
         self._refuse_spec(spec)
-        if spec.script:
-            self.jobs.scripts[spec.job_id] = spec.script
         if self._got() is not None:
             self._use.begin(spec.job_id)
         got = self._got()
@@ -240,12 +242,10 @@ class AzureMLClusterManager(GPUClusterManager):
 
     def job_logs(self, job_id: str, node_id: int | None = None, tail: int | None = None) -> str:
         controller = self._known(job_id)
-        texts = {node: controller.records.kept(node) for node in controller.records.kept_nodes()}
+        texts = controller.records.kept_logs()
         _, record = controller.launches.read()
         if record is not None and not controller.look().state.is_final:
-            header = f"--- launch {record['launch']}, {record['job_name']} ---"
-            for node, text in controller.records.printed(record).items():
-                texts[node] = f"{texts.get(node, '')}{header}\n{text}"
+            texts = controller.records.with_logs_of(record, texts)
         if node_id is not None and node_id not in texts:
             raise ClusterError(f"job {job_id!r} has no log of a node {node_id}; nodes count from 0")
         parts = []
@@ -378,11 +378,3 @@ def refuse_secrets(env: Mapping[str, str]) -> None:
                 f"the job's environment has {name}, which looks like a secret, and everybody who sees a job in Azure "
                 "ML sees its environment: let the nodes' identity read it from Key Vault instead"
             )
-
-
-def _problem(do: Any) -> list[str]:
-    try:
-        do()
-    except ClusterError as error:
-        return [str(error)]
-    return []

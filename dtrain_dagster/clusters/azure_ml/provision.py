@@ -31,7 +31,7 @@ from dtrain_dagster.clusters.azure_ml.compute_description import (
     is_own_compute,
 )
 from dtrain_dagster.clusters.azure_ml.gpu_nodes import explain_retired, explain_shared_gpu
-from dtrain_dagster.clusters.azure_ml.refusals import classify_refusal, error_body_of, read_late_refusal
+from dtrain_dagster.clusters.azure_ml.refusals import classify_refusal, read_late_refusal
 from dtrain_dagster.clusters.azure_ml.sku_chain import (
     Attempt,
     Quota,
@@ -236,8 +236,7 @@ class Provisioner:
             return classify_refusal([gone, shown], 200)
         if isinstance(failure, ServiceUnreachable):
             raise failure
-        reason = failure.reason if isinstance(failure, ServiceRefused) else str(failure)
-        told = error_body_of(failure) or {"code": failure.code, "message": reason}
+        told = failure.body or {"code": failure.code, "message": failure.reason}
         refusal = classify_refusal([told, shown], failure.status)
         return replace(refusal, message=refusal.message + request_note(failure.request_id))
 
@@ -258,7 +257,7 @@ class Provisioner:
             poller.wait(max(0.1, deadline - time.monotonic()))
             if not poller.done():
                 message = f"{what}: not done after {patience:.0f} s"
-                raise ServiceRefused(message, "it does not end", TIMED_OUT, 200, noted_request_id())
+                raise ServiceRefused(message, TIMED_OUT, 200, noted_request_id(), "it does not end")
 
         try:
             self.service.call(what, wait, patience_seconds=0.0)
