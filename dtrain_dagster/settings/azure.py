@@ -18,7 +18,6 @@ from dtrain_dagster.settings.environment import (
     setting,
     split_words,
 )
-from dtrain_dagster.settings.tiers import TIERS, current_tier
 
 PREFIX = "DTRAIN_AZURE_"
 MAX_IDLE_SECONDS = 86400
@@ -71,9 +70,8 @@ class AzureSettings(EnvironmentSettings):
     @classmethod
     def _sizes(cls, chain: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for entry in chain or ():
-            sku, _, tier = entry.partition("@")
-            if not re.fullmatch(r"Standard_\w+", sku) or (tier and current_tier(tier) not in TIERS):
-                raise ValueError(f"{entry} is no size such as {BUYABLE_GPU_TYPE}, or <size>@spot")
+            if not re.fullmatch(r"Standard_\w+", entry):
+                raise ValueError(f"{entry} is no size such as {BUYABLE_GPU_TYPE}")
         return chain
 
     @model_validator(mode="after")

@@ -203,7 +203,7 @@ def test_a_used_compute_that_is_not_found_for_a_while_is_not_given_up(stage: Sta
     is_running(stage, manager, spec)
     [name] = stage.computes()
     stage.control("fault", fault="hide", resource="compute", name=name, by="get", seconds=4)
-    assert not manager.compute_pools.give_back(name, True, lambda: None), "one answer is no proof that it is gone"
+    assert not manager.compute_pools.give_back(name, lambda: None), "one answer is no proof that it is gone"
     assert manager.job_status(spec.job_id).state is JobState.RUNNING
     RunDir(spec.run_dir).write_json("go.json", {"go": True})
     assert end(manager, spec).state is JobState.SUCCEEDED

@@ -10,23 +10,13 @@ from collections.abc import Sequence
 from datetime import date
 
 from dtrain_dagster.clusters.azure_ml.sku_chain import DEFAULT_CHAIN, DEFAULT_CHAINS
-from dtrain_dagster.costs.prices import PriceError, SkuPrice, hardware_of, price_of
+from dtrain_dagster.costs.prices import PriceError, hardware_of, price_of
 from dtrain_dagster.settings.environment import BUYABLE_GPU_TYPE
 from dtrain_dagster.settings.tiers import tier_of
 
 INTERFACES = "eth"
 """Prefix of the interfaces over which nodes of Azure reach each other; without it NCCL would prefer ``ib0``, which need
 not have an address in a container."""
-_ND4 = {"NCCL_TOPO_FILE": "/opt/microsoft/ndv4-topo.xml", "NCCL_IB_PCI_RELAXED_ORDERING": "1"}
-_TOPOLOGIES = {
-    # As Azure's own images for these sizes set it (github.com/Azure/azhpc-images, topology and customizations). Inside
-    # a virtual machine NCCL cannot see which GPU is near which InfiniBand card. It goes on without the file where the
-    # image of the job does not have it.
-    "standard_nd40rs_v2": {"NCCL_TOPO_FILE": "/opt/microsoft/ndv2-topo.xml", "NCCL_IGNORE_CPU_AFFINITY": "1"},
-    "standard_nd96asr_v4": _ND4,
-    "standard_nd96amsr_a100_v4": _ND4,
-    "standard_nd96isr_h100_v5": {**_ND4, "NCCL_TOPO_FILE": "/opt/microsoft/ndv5-topo.xml"},
-}
 _SHARED = re.compile(r"(?i)standard_nv(6|12|18)ads_a10_v5|.*mig.*|standard_nv\d+as_v4|standard_nv(4|8|12)ads_v710_v5")
 """Sizes with a part of a GPU: vGPUs of an A10, MIG instances."""
 
@@ -47,21 +37,11 @@ def _has_price(sku: str, tier: str) -> bool:
     return True
 
 
-def nccl_environment(price: SkuPrice) -> dict[str, str]:
-    """Return the variables that NCCL needs on nodes of this size: over InfiniBand where it has it, else over Ethernet
-    without a search for it."""
-    if not price.infiniband:
-        return {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": INTERFACES}
-    # The files of topologies count GPUs as the PCI bus does.
-    found = {"NCCL_IB_DISABLE": "0", "NCCL_SOCKET_IFNAME": INTERFACES, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    return found | _TOPOLOGIES.get(price.sku.casefold(), {})
-
-
 def node_environment_of(sku: str) -> dict[str, str]:
-    """Return `nccl_environment` of a size by its name; nothing for one that the price table does not know: NCCL finds
-    its own way there."""
+    """Return the variables that NCCL needs on nodes of this size: over InfiniBand where it has it, else over Ethernet
+    without a search for it. Nothing for one that the price table does not know: NCCL finds its own way there."""
     try:
-        return nccl_environment(hardware_of(sku))
+        return {"NCCL_IB_DISABLE": "0" if hardware_of(sku).infiniband else "1", "NCCL_SOCKET_IFNAME": INTERFACES}
     except PriceError:
         return {}
 

@@ -218,12 +218,12 @@ class AzureMLClusterManager(GPUClusterManager):
         return self.compute_pools.look(self._work(), self._use.used_at())
 
     def scale_down(self, pool: NodePool, force: bool = False) -> bool:
-        """Tell the service to keep no idle node there; where that did not help, or it is broken, delete the compute."""
+        """Delete the compute, which the next purchase makes again."""
         with self._use.giving_back(pool.used_at) as check:
             work = self._work()
             if at_work := [*work.get(ANYWHERE, ()), *work.get(pool.name, ())]:
                 raise InUseError(f"{', '.join(at_work)} is at work already")
-            is_gone = self.compute_pools.give_back(pool.name, force, check)
+            is_gone = self.compute_pools.give_back(pool.name, check)
             got = self._got()
             if is_gone and got is not None and got.compute == pool.name:
                 self._state.delete(CLUSTER)

@@ -1,8 +1,5 @@
-"""The nodes of a cluster's computes, and their removal where the service does not do it by itself.
-
-First the service is told once more to keep no idle node, which disturbs nobody's work. Where nodes stay all the same
-the compute is deleted, after a look through all users' jobs in the workspace.
-"""
+"""The nodes of a cluster's computes, and their removal where the service does not do it by itself: the compute is
+deleted, after a look through all users' jobs in the workspace."""
 
 from __future__ import annotations
 
@@ -79,33 +76,22 @@ class Pools:
         )
         return nodes, "; ".join(broken) or ("" if computes else NOT_PROVISIONED)
 
-    def give_back(self, name: str, force: bool, check: Callable[[], None]) -> bool:
-        """Remove the nodes of a compute, with the compute if it is ``force``; return whether it is gone. ``check``:
-        `ClusterUse.giving_back`'s. Raise `InUseError` for one with work, `ServiceError` where the service does not do
-        it."""
-        compute = self.provisioner.settled(name, 0.0, self.patience)
-        if compute is None:  # one answer may be wrong; where the list has it, it is tried again
+    def give_back(self, name: str, check: Callable[[], None]) -> bool:
+        """Delete a compute with its nodes; return whether it is gone. ``check``: `ClusterUse.giving_back`'s. Raise
+        `InUseError` where somebody uses it, of all users: their work would end with it."""
+        if self.provisioner.settled(name, 0.0, self.patience) is None:  # one answer may be wrong: the list decides
             return name not in self.provisioner.computes(self.patience)
-        is_deleted = force or compute.provisioning_state in BROKEN
         check()
-        self.refuse_work(name, is_deleted)
+        nodes = self.provisioner.nodes(name, self.patience)
+        if at_work := self.jobs.on_compute(name, self.patience) or busy(nodes, ("running", "preparing")):
+            raise InUseError(f"compute {name} is at work already: {', '.join(at_work)}")
         try:
-            if is_deleted:
-                self.provisioner.delete(name, self.patience)
-                return True
-            self.provisioner.release(compute, self.patience)
+            self.provisioner.delete(name, self.patience)
         except ServiceError as error:
             if error.code not in (TIMED_OUT, "NotDeleted"):
                 raise
-        return False
-
-    def refuse_work(self, name: str, is_deleted: bool) -> None:
-        """Raise `InUseError` for a compute that somebody uses: its work would end with it where it ``is_deleted``."""
-        at_work = self.jobs.on_compute(name, self.patience) or busy(
-            self.provisioner.nodes(name, self.patience), ("running", "preparing") if is_deleted else ("running",)
-        )
-        if at_work:
-            raise InUseError(f"compute {name} is at work already: {', '.join(at_work)}")
+            return False
+        return True
 
 
 def busy(nodes: Sequence[tuple[str, str, str | None]], states: Collection[str] = ("running",)) -> list[str]:

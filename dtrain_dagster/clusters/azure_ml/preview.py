@@ -13,7 +13,7 @@ from dtrain_dagster.clusters.azure_ml.compute_description import describe_comput
 from dtrain_dagster.clusters.azure_ml.jobs import Jobs
 from dtrain_dagster.clusters.azure_ml.launch_record import Record
 from dtrain_dagster.clusters.azure_ml.provision import BROKEN, Provisioned, Provisioner
-from dtrain_dagster.clusters.azure_ml.sku_chain import chain, compute_name, no_capacity
+from dtrain_dagster.clusters.azure_ml.sku_chain import compute_name, no_capacity
 from dtrain_dagster.clusters.submission import Request, as_comment, yaml_text
 
 
@@ -22,16 +22,13 @@ def preview_nodes(
 ) -> tuple[Provisioned, Request]:
     """Return the nodes that `Provisioner.provision` would ask for first, and their compute. Raise as it does where none
     can be asked for."""
-    options, computes = provisioner.options, provisioner.computes()
-    computes = {name: item for name, item in computes.items() if item.provisioning_state not in BROKEN}
-    sizes, quotas, refusals = provisioner.sizes(), provisioner.quotas(), []
-    for choice in chain(wanted, options.chain, options.tiers):
-        refusal = provisioner.examine(choice, computes, sizes, quotas, node_count)
+    options, refusals = provisioner.options, []
+    computes = {name: it for name, it in provisioner.computes().items() if it.provisioning_state not in BROKEN}
+    for choice, there, refusal in provisioner.choices(node_count, wanted, computes):
         if refusal is not None:
             refusals.append(refusal)
             continue
         name = compute_name(options.cluster_name, choice)
-        there = computes.get(name)
         most = max(node_count, (there.max_instances or 0) if there is not None else 0)
         is_used = there is not None and provisioner.fits(there, choice, node_count)
         done = "is there already, and is used as it is" if is_used else "is made, or changed to this"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -98,13 +98,10 @@ class Provisioner:
         """
         computes = self.computes()
         for name in [name for name, compute in computes.items() if compute.provisioning_state in BROKEN]:
-            _log.warning("deleting %s, which an earlier attempt has left %s", name, "Failed")
+            _log.warning("deleting %s, which an earlier attempt has left Failed", name)
             self.delete(name)
             del computes[name]
-        sizes, quotas = self.sizes(), self.quotas()
-        attempts, refusals, today = list[Attempt](), list[SkuRefusal](), datetime.now(UTC).date()
-        if retired := explain_retired(wanted, today):
-            _log.warning("%s", retired)
+        attempts, refusals = list[Attempt](), list[SkuRefusal]()
 
         def note(choice: SkuChoice, decision: Any, code: str, message: str = "") -> None:
             attempt = Attempt(
@@ -120,45 +117,43 @@ class Provisioner:
             attempts.append(attempt)
             _log.log(logging.INFO if decision in ("created", "reused") else logging.WARNING, "%s", attempt)
 
-        for choice in chain(wanted, self.options.chain, self.options.tiers, excluded):
-            name = compute_name(self.options.cluster_name, choice)
-            refusal = self.examine(choice, computes, sizes, quotas, node_count)
-            if refusal is None:
-                outcome = self._get(choice, computes.get(name), node_count, tags or {}, note)
-                if isinstance(outcome, int):
-                    return Provisioned(
-                        compute=name,
-                        sku=choice.sku,
-                        tier=choice.tier,
-                        node_count=node_count,
-                        max_nodes=outcome,
-                        attempts=tuple(attempts),
-                    )
-                refusal = outcome
-            said = ". ".join(filter(None, (refusal.message, explain_retired(choice.sku, today))))
-            note(choice, refusal.verdict, refusal.code, said)
-            if refusal.verdict == "fatal":
-                remedy = f". {ROLE_REMEDY}" if refusal.code == "AuthorizationFailed" else ""
-                why = f"{refusal.code}): {refusal.message}{remedy}"
+        for choice, there, skipped in self.choices(node_count, wanted, computes, excluded):
+            outcome = skipped or self._get(choice, there, node_count, tags or {}, note)
+            if isinstance(outcome, int):
+                return Provisioned(
+                    compute=compute_name(self.options.cluster_name, choice),
+                    sku=choice.sku,
+                    tier=choice.tier,
+                    node_count=node_count,
+                    max_nodes=outcome,
+                    attempts=tuple(attempts),
+                )
+            retired = explain_retired(choice.sku, datetime.now(UTC).date())
+            note(choice, outcome.verdict, outcome.code, ". ".join(filter(None, (outcome.message, retired))))
+            if outcome.verdict == "fatal":
+                remedy = f". {ROLE_REMEDY}" if outcome.code == "AuthorizationFailed" else ""
+                why = f"{outcome.code}): {outcome.message}{remedy}"
                 raise ClusterError(f"{choice} was refused for a reason that another size would not change ({why}")
-            refusals.append(refusal)
+            refusals.append(outcome)
         raise no_capacity(node_count, attempts, refusals)
 
-    def examine(
+    def choices(
         self,
-        choice: SkuChoice,
-        computes: Mapping[str, AmlCompute],
-        sizes: Mapping[str, Size],
-        quotas: Sequence[Quota],
         node_count: int,
-    ) -> SkuRefusal | None:
-        """Return why a choice cannot be asked for; None where it can."""
-        name, per_node = compute_name(self.options.cluster_name, choice), self.options.processes_per_node
-        there = len(self.nodes(name)) if name in computes else 0
-        refusal = examine(choice, sizes, quotas, node_count, there, per_node)
-        if refusal is None and (shared := explain_shared_gpu(choice.sku, node_count * per_node)):
-            return skip_choice("SharedGpu", shared)
-        return refusal
+        wanted: str,
+        computes: Mapping[str, AmlCompute],
+        excluded: Collection[SkuChoice] = (),
+    ) -> Iterator[tuple[SkuChoice, AmlCompute | None, SkuRefusal | None]]:
+        """Yield the choices in order, each with the compute that is there, and why it cannot be asked for."""
+        options, sizes, quotas = self.options, self.sizes(), self.quotas()
+        per_node = options.processes_per_node
+        for choice in chain(wanted, options.chain, options.tiers, excluded):
+            there = computes.get(compute_name(options.cluster_name, choice))
+            nodes = len(self.nodes(str(there.name))) if there is not None else 0
+            refusal = examine(choice, sizes, quotas, node_count, nodes, per_node)
+            if refusal is None and (shared := explain_shared_gpu(choice.sku, node_count * per_node)):
+                refusal = skip_choice("SharedGpu", shared)
+            yield choice, there, refusal
 
     def _get(
         self, choice: SkuChoice, there: AmlCompute | None, node_count: int, tags: Mapping[str, str], note: Any
@@ -296,18 +291,6 @@ class Provisioner:
                     f"{self.options.studio_url}, it may cost money",
                     "NotDeleted",
                 )
-
-    def release(self, compute: AmlCompute, patience_seconds: float) -> None:
-        """Tell the service to keep none of its idle nodes. All else stays as it is, and running work continues. Raise
-        `ServiceError`, with the code `TIMED_OUT` if it takes longer than the patience for it."""
-        name = str(compute.name)
-        compute.min_instances, compute.idle_time_before_scale_down = 0, self.options.idle_seconds
-        if compute.network_settings is not None and not compute.network_settings.subnet:
-            compute.network_settings = None  # as the client reads it, it cannot write it
-        with self.audit.operation("compute.release", name, min_nodes=0, idle_seconds=self.options.idle_seconds):
-            self._run(
-                f"release the idle nodes of {name}", lambda: self._api.begin_create_or_update(compute), patience_seconds
-            )
 
     def computes(self, patience_seconds: float | None = None) -> dict[str, AmlCompute]:
         """Return the computes of this cluster, by name."""

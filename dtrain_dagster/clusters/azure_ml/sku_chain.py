@@ -128,16 +128,9 @@ def chain(
 ) -> list[SkuChoice]:
     """Return the choices to try, in order: the wanted size first, then the others; all in the first tier, then all in
     the second."""
-    entries = list(dict.fromkeys([wanted, *order]))
-    found = []
-    for position, tier in enumerate(tiers):
-        for entry in entries:
-            sku, _, own = entry.partition("@")
-            if own and position == 0:
-                found.append(SkuChoice(sku=sku, tier=own))
-            elif not own:
-                found.append(SkuChoice(sku=sku, tier=tier))
-    return [choice for choice in dict.fromkeys(found) if choice not in excluded]
+    skus = dict.fromkeys([wanted, *order])
+    choices = [SkuChoice(sku=sku, tier=tier) for tier in tiers for sku in skus]
+    return [choice for choice in dict.fromkeys(choices) if choice not in excluded]
 
 
 def examine(

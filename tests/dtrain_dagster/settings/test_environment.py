@@ -89,10 +89,10 @@ def on_azure(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
 
 
 def test_the_azure_path_is_set_by_its_own_variables(monkeypatch):
-    on_azure(monkeypatch, DTRAIN_AZURE_CHAIN="Standard_NC4as_T4_v3, Standard_NC24ads_A100_v4@spot")
+    on_azure(monkeypatch, DTRAIN_AZURE_CHAIN="Standard_NC4as_T4_v3, Standard_NC24ads_A100_v4")
     cluster = build_resources(load_settings())["cluster"]
     assert cluster.shared_uri == "az://dtrain/team"
-    assert cluster.azure_options().chain == ("Standard_NC4as_T4_v3", "Standard_NC24ads_A100_v4@spot")
+    assert cluster.azure_options().chain == ("Standard_NC4as_T4_v3", "Standard_NC24ads_A100_v4")
     assert cluster.azure["idle_seconds"] == 600
     monkeypatch.setenv("DTRAIN_ENDPOINT", "quotes")
     assert load_settings().endpoint == "quotes"
@@ -170,7 +170,6 @@ def test_without_a_chain_what_has_as_many_gpus_and_a_price_is_tried(monkeypatch,
         ({"DTRAIN_AZURE_SUBNET": "s"}, "DTRAIN_AZURE_SUBNET='s'"),
         ({"DTRAIN_AZURE_IDENTITY": "me"}, "DTRAIN_AZURE_IDENTITY='me'"),
         ({"DTRAIN_AZURE_CHAIN": "NC6"}, "NC6 is no size such as"),
-        ({"DTRAIN_AZURE_CHAIN": "Standard_NC6s_v3@cheap"}, "Standard_NC6s_v3@cheap is no size"),
         ({"DTRAIN_CLUSTER_NAME": "a-name-that-is-too-long"}, "DTRAIN_CLUSTER_NAME=a-name-that-is-too-long must be"),
         ({"DTRAIN_AZURE_QUEUE_DEADLINE_SECONDS": "0"}, "DTRAIN_AZURE_QUEUE_DEADLINE_SECONDS"),
         ({"DTRAIN_STORAGE": ""}, "az://container/path"),
@@ -189,7 +188,7 @@ def test_without_a_chain_what_has_as_many_gpus_and_a_price_is_tried(monkeypatch,
             "no spot price of Standard_NC40ads_H100_v5 in eastus is known",
         ),
         (
-            {"DTRAIN_AZURE_CHAIN": "Standard_NC40ads_H100_v5@spot"},
+            {"DTRAIN_AZURE_CHAIN": "Standard_NC40ads_H100_v5", "DTRAIN_TIER": "spot"},
             "`dtrain cost --refresh --region eastus --sku Standard_NC40ads_H100_v5`",
         ),
     ],

@@ -91,10 +91,6 @@ class TestChain:
             ("B", "dedicated"), ("A", "dedicated"), ("B", "spot"), ("A", "spot"),
         ]  # fmt: skip
 
-    def test_an_entry_with_a_tier_is_tried_in_its_place_and_once(self) -> None:
-        found = chain("A", ("A@low_priority", "B"), ("dedicated", "spot"))
-        assert [str(choice) for choice in found] == ["A", "A (Spot)", "B", "B (Spot)"]
-
     def test_leaves_out_what_was_waited_for_in_vain(self) -> None:
         assert V100 not in chain(V100.sku, DEFAULT_CHAIN, ("dedicated",), {V100})
 

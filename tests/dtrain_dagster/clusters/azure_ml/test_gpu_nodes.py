@@ -9,7 +9,6 @@ import pytest
 from dtrain_dagster.clusters.azure_ml.gpu_nodes import (
     explain_retired,
     explain_shared_gpu,
-    nccl_environment,
     node_environment_of,
     spell_sku,
 )
@@ -23,23 +22,10 @@ TODAY = date(2026, 11, 1)
 
 @pytest.mark.parametrize("sku", skus())
 def test_nccl_looks_for_infiniband_where_a_size_has_it_and_nowhere_else(sku: str) -> None:
-    price = hardware_of(sku)
-    found = nccl_environment(price)
-    assert found["NCCL_IB_DISABLE"] == ("0" if price.infiniband else "1")
+    found = node_environment_of(sku)
+    assert found["NCCL_IB_DISABLE"] == ("0" if hardware_of(sku).infiniband else "1")
     assert found["NCCL_SOCKET_IFNAME"] == "eth"
-    assert ("NCCL_TOPO_FILE" in found) == (price.infiniband and sku.startswith("Standard_ND"))
-
-
-@pytest.mark.parametrize(
-    ("sku", "topology"),
-    [
-        ("Standard_ND40rs_v2", "ndv2"), ("Standard_ND96asr_v4", "ndv4"), ("Standard_ND96amsr_A100_v4", "ndv4"),
-        ("Standard_ND96isr_H100_v5", "ndv5"),
-    ],
-)  # fmt: skip
-def test_the_topology_is_that_of_the_size(sku: str, topology: str) -> None:
-    assert node_environment_of(sku)["NCCL_TOPO_FILE"] == f"/opt/microsoft/{topology}-topo.xml"
-    assert node_environment_of(sku.upper()) == node_environment_of(sku), "as the service spells it"
+    assert node_environment_of(sku.upper()) == found, "as the service spells it"
 
 
 def test_an_unknown_size_is_left_to_nccl() -> None:
