@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import dagster as dg
 
-from dtrain_dagster.clusters.azure_ml.gpu_nodes import default_chain
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
-from dtrain_dagster.clusters.azure_ml.sku_chain import chain
+from dtrain_dagster.clusters.azure_ml.sku_chain import chain, default_chain
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager
 from dtrain_dagster.clusters.ranks import have_gpus, ranks_per_node
 from dtrain_dagster.costs.prices import PriceError, name_at_site, price_of

@@ -12,7 +12,7 @@
       result.json                         how it ended, from the trainer (metrics, digests, timings); absent while
                                           it runs; of several ranks that fail, the first says why
       evaluation.json, predictions.npz    the test split, judged against the baselines
-      provisioning.json, owner.json       where nodes are bought: the attempts to get them; which Dagster run follows
+      owner.json                          which Dagster run follows
       status.json                         the state of the job, from the cluster (`JobState`, exit codes)
       tuned.json                          the fastest settings, of a job that searched for them (`trainer.tuning.tuner`)
       profile/                            traces of steps, and requests for more (`trainer.observability.trace`)

@@ -20,7 +20,7 @@ import click
 
 from dtrain_dagster.cli.common import Refusal, ranks_of, say
 from dtrain_dagster.cli.start import new_job_id
-from dtrain_dagster.clusters.azure_ml.gpu_nodes import explain_retired
+from dtrain_dagster.clusters.azure_ml.sku_chain import explain_retired
 from dtrain_dagster.clusters.ranks import explain_idle_gpus, have_gpus, hosts_of
 from dtrain_dagster.costs.prices import alternatives_to, price_of
 from dtrain_dagster.data.publish import publish_dataset, published_uri

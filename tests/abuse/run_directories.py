@@ -46,7 +46,6 @@ ADDED: dict[str, Any] = {
     "alerts.json": {"news: node 1 was lost": {"sentence": "node 1 was lost", "at": 1.7e9}},
     "cost_alerts.json": {"over": {"sentence": "25% over the estimate", "at": 1.7e9}},
     "paid_by.json": {"job_id": "train-0a1b2c3d-33333333"},
-    "provisioning.json": [{"launch": 1, "node_count": 2, "attempts": [{"sku": "Standard_NC6s_v3", "error": "quota"}]}],
     "tuned.json": {
         "training": {"compile": "off"},
         "evidence": {

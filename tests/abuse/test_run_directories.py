@@ -153,7 +153,7 @@ DOCUMENTS = (
                 "tracking.json",
                 "registration.json",
             ),
-            *("alerts.json", "cost_alerts.json", "provisioning.json", "tuned.json", "paid_by.json", "model/model.json"),
+            *("alerts.json", "cost_alerts.json", "tuned.json", "paid_by.json", "model/model.json"),
             *("reports/cost_breakdown.json", "reports/performance_report.json", "membership/g000001.json"),
             *("checkpoints/LATEST.json", "checkpoints/BEST.json", "checkpoints/*/manifest.json", "membership/*/*.json"),
             *("events/g0001-r00000-000001.jsonl", "events/g0001-r00001-000009.jsonl"),

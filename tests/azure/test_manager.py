@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.clusters.azure_ml.job_records import PROVISIONING
 from dtrain_dagster.clusters.base import ClusterError, InUseError, JobState, JobStatus, NoCapacityError
 from dtrain_dagster.costs.budget import write_limit
 from dtrain_dagster.costs.prices import price_of
@@ -32,8 +31,7 @@ def test_runs_where_the_nodes_were_got_and_says_so(stage: Stage) -> None:
     launch = rundir.read_json(LAUNCH)
     assert (launch["sku"], launch["tier"], launch["launch"]) == (A100, "dedicated", 1)
     assert launch["studio_url"].startswith("https://ml.azure.com/runs/")
-    (tried,) = rundir.read_json(PROVISIONING)
-    assert [attempt["decision"] for attempt in tried["attempts"]] == ["next", "created"]
+    assert [attempt.decision for attempt in manager.attempts] == ["next", "created"]
     assert "rank 1 of 2 in launch 1" in manager.job_logs(spec.job_id, node_id=1)
     assert "=== node-0.log ===" in stage.manager().job_logs(spec.job_id, tail=1)
     assert [status.job_id for status in stage.manager().list_jobs()] == [spec.job_id]

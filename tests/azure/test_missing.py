@@ -92,7 +92,7 @@ def test_a_cancellation_is_not_confirmed_by_answers_that_there_is_no_job(stage: 
     is_running(stage, manager, spec)
     stage.control("fault", fault="hide", name=f"{spec.job_id}-l1", by="all", seconds=4)
     with pytest.raises(ClusterError, match="is not confirmed"):
-        manager._known(spec.job_id).cancel(1.0)
+        stage.manager(**LONG, cancel_seconds=1.0).cancel_job(spec.job_id)
     assert stage.jobs()[f"{spec.job_id}-l1"]["status"] == "Running"
     manager = stage.manager(**LONG)
     manager.cancel_job(spec.job_id)

@@ -369,7 +369,6 @@ DOCUMENTS: Mapping[str, Check] = {
         phase=text,
         phase_since=optional(moment),
         unreachable_since=optional(moment),
-        service_status=text,
         starved=optional(record(since=moment, retry_at=moment)),
     ),
     "result.json": record(
@@ -435,7 +434,6 @@ DOCUMENTS: Mapping[str, Check] = {
         stop_at_usd=optional(number_between(0.0)),
         rests_on=many(text),
     ),
-    "provisioning.json": many(record(launch=count, node_count=count, attempts=many(obj))),
     "alerts.json": obj,
     "cost_alerts.json": obj,
     "tuned.json": record(

@@ -6,9 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dtrain_dagster.clusters.azure_ml.gpu_nodes import spell_sku
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
-from dtrain_dagster.clusters.azure_ml.sku_chain import AML_COMPUTE, SkuChoice, fold_name
+from dtrain_dagster.clusters.azure_ml.sku_chain import AML_COMPUTE, SkuChoice, fold_name, spell_sku
 from dtrain_dagster.settings.tiers import OLD_SPOT
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from dtrain_dagster.clusters.azure_ml import launch_record as launch_records
 from dtrain_dagster.clusters.azure_ml.client import ScopeMissing, ServiceError, ServiceRefused, ServiceUnreachable
@@ -83,7 +83,7 @@ class JobController:
             following = launch_records.next_launch(record, spec, got, self.options.cluster_name, self.run_id)
             self.active.enter(launch_records.mark_of(following["job_id"], following["launch"]))
             if self.launches.compare_and_swap(before, following):
-                return self._put(following, got)
+                return self._put(following)
 
     def look(self, fresh: bool = False) -> JobStatus:
         """Return the status of the job, after doing what it requires (where this controller tends). The service is
@@ -106,25 +106,28 @@ class JobController:
         record = self.launches.read()[1]
         return record is not None and record["launch"] >= launch and self.records.is_final(record)
 
-    def cancel(self, patience_seconds: float | None = None) -> None:
-        """End the job, and return when the service says that it has ended. Raise `ServiceError` if it does not say so
-        within that time (None: ``cancel_seconds``)."""
+    def ask_to_cancel(self) -> None:
+        """Record that the job has to end, so that no look continues it."""
 
-        def ask(record: Record) -> Record | None:
+        def ask(record: Record) -> Record:
             return record if record["cancel_asked_at"] else {**record, "cancel_asked_at": time.time()}
 
-        if self.records.is_final(self.launches.read()[1] or {}):
+        self.launches.update(ask)
+
+    def cancel(self) -> None:
+        """End the job, and return when the service says that it has ended. Raise `ServiceError` if it does not say so
+        within ``cancel_seconds``."""
+        record = self.launches.read()[1] or {}
+        if self.records.is_final(record):
             return
-        record = self.launches.update(ask)  # before the first look, so that no look continues the job
-        patience = self.options.cancel_seconds if patience_seconds is None else patience_seconds
+        self.ask_to_cancel()
+        patience = self.options.cancel_seconds
         deadline = time.monotonic() + patience
         while not (status := self._look(cancelling=True)).state.is_final:
             if time.monotonic() > deadline:
-                url = (record or {}).get("studio_url") or self.options.studio_url
                 raise ServiceError(
-                    f"the end of job {status.job_id} is not confirmed after {patience:.0f} s "
-                    f"({status.message}): it may still cost money, look at {url}",
-                    "NotCancelled",
+                    f"the end of job {status.job_id} is not confirmed after {patience:.0f} s ({status.message}): it "
+                    f"may still cost money, look at {record.get('studio_url') or self.options.studio_url}"
                 )
             time.sleep(min(self.options.poll_seconds, 2.0))
         self._last = status
@@ -246,7 +249,6 @@ class JobController:
         try:
             got = self._get_nodes(record)
         except NoCapacityError as error:
-            self.records.note_attempts(record["launch"] + 1, record["asked_nodes"], error.attempts)
             if came_in_vain or now - waiting_since > self.options.queue_deadline_seconds:
                 # A Dagster run has a queue to go back to, so its job has not failed; a shell has none.
                 state = JobState.CANCELLED if self.run_id else JobState.FAILED
@@ -269,7 +271,7 @@ class JobController:
         _log.warning("job %s: continues as %s, %s", record["job_name"], following["job_name"], message)
         self.records.keep_logs(record)
         self.jobs.forget_secret(record)
-        self._put(following, got)
+        self._put(following)
         begun = JobFacts(
             record=following, look=Look(status="NotStarted"), now=now, phase_since=following["submitted_at"]
         )
@@ -297,10 +299,8 @@ class JobController:
                 refusals.append(error)
         raise refusals[0]
 
-    def _put(self, record: Record, got: Provisioned | None = None) -> None:
+    def _put(self, record: Record) -> None:
         """Submit this launch to the service, and act on decisions made meanwhile."""
-        if got is not None:
-            self.records.note_attempts(record["launch"], got.node_count, [asdict(attempt) for attempt in got.attempts])
         self._own()
         self._last = None
         try:

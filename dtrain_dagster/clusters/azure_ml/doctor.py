@@ -22,10 +22,17 @@ from typing import Any, Literal
 import requests
 
 from dtrain_dagster.clusters.azure_ml.client import NotFound, ScopeMissing, Service, ServiceError, words
-from dtrain_dagster.clusters.azure_ml.gpu_nodes import explain_retired
 from dtrain_dagster.clusters.azure_ml.provision import Provisioner
 from dtrain_dagster.clusters.azure_ml.refusals import SETTINGS
-from dtrain_dagster.clusters.azure_ml.sku_chain import Quota, Size, SkuChoice, chain, examine, quotas_of
+from dtrain_dagster.clusters.azure_ml.sku_chain import (
+    Quota,
+    Size,
+    SkuChoice,
+    chain,
+    examine,
+    explain_retired,
+    quotas_of,
+)
 from dtrain_dagster.costs.prices import PriceError, price_of, refresh_command, region_of
 from dtrain_dagster.settings.tiers import SPOT_QUOTA, tier_of
 from dtrain_dagster.support.audit import AuditLog

@@ -16,18 +16,18 @@ from typing import Any
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.azure_ml import launch_record as launch_records
 from dtrain_dagster.clusters.azure_ml.client import ServiceError
-from dtrain_dagster.clusters.azure_ml.jobs import Jobs, ServiceJob
-from dtrain_dagster.clusters.azure_ml.launch_record import Record, launch_durations
+from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, LAUNCH_TAG, RUN_DIR_TAG, RUN_TAG, Jobs, ServiceJob
+from dtrain_dagster.clusters.azure_ml.launch_record import Record, job_name, launch_durations
 from dtrain_dagster.clusters.azure_ml.provision import NODES_THERE, Provisioner
 from dtrain_dagster.clusters.azure_ml.sku_chain import SkuChoice, chain
 from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, phase_of
-from dtrain_dagster.clusters.base import JobState, JobStatus, Starved
+from dtrain_dagster.clusters.base import OWNER, JobState, JobStatus, Orphan, Starved
 from dtrain_dagster.clusters.exit_policy import is_failure
 from dtrain_dagster.costs.usage import NodeUsage
 from trainer.documents.presences import stale_seconds
-from trainer.documents.reader import LOG_BYTES
+from trainer.documents.reader import LOG_BYTES, warn_once
 from trainer.errors import DamagedError
-from trainer.rundir import LOGS, RESULT, STATUS, RunDir
+from trainer.rundir import LAUNCH, LOGS, RESULT, STATUS, RunDir
 
 
 def gather_facts(
@@ -68,8 +68,6 @@ def gather_facts(
     )
 
 
-PROVISIONING = "provisioning.json"
-"""File of a run directory: for each launch, the attempts to get its nodes."""
 LOG_TAIL_LINES = 12
 SLACK_SECONDS = 300.0
 """Seconds that a node's record may have beyond the time between the order of its launch and its end, as seen from
@@ -144,17 +142,6 @@ class JobRecords:
             presences.is_here(node, now, self.stale)
             for node in presences.find_latest_presences(self.rundir.nodes(True))
         )
-
-    def note_attempts(self, launch: int, node_count: int, attempts: Collection[Any]) -> None:
-        """Add the attempts to ``provisioning.json``."""
-        if attempts:
-            try:
-                noted = self.rundir.read_json(PROVISIONING) or []
-            except DamagedError:  # what was noted before is lost
-                noted = []
-            entry = {"launch": launch, "node_count": node_count, "attempts": list(attempts)}
-            if entry not in noted:
-                self.rundir.write_json(PROVISIONING, [*noted, entry])
 
     def usage(self, record: Record, running: bool, now: float) -> list[NodeUsage]:
         """Return every presence of a node as paid time, with the SKU and tier that were really bought."""
@@ -246,7 +233,6 @@ def describe_status(facts: JobFacts, decision: JobDecision) -> dict[str, Any]:
         "state": decision.state,
         "message": decision.message,
         "launch": record["launch"],
-        "service_status": facts.look.status,
         "phase": phase_of(facts.look),
         "phase_since": facts.phase_since,
         "started_at": record["first_submitted_at"],
@@ -268,3 +254,63 @@ def job_status_of(status: Mapping[str, Any], nodes_alive: int = 0) -> JobStatus:
         ended_at=status["ended_at"],
         starved=Starved(**status["starved"]) if status.get("starved") else None,
     )
+
+
+def why_orphaned(
+    name: str, record: Mapping[str, Any] | None, is_settled: bool, owner: str | None, live_runs: Collection[str]
+) -> str:
+    """Return why a job that runs in the service has no owner; "" if it has one. Pure.
+
+    ``record``: ``launch.json`` of its run directory, None if there is none; ``is_settled``: the run directory says that
+    the job has ended; ``owner``: the Dagster run that followed it last, None for a job without one, which a person
+    owns.
+    """
+    if record is None:
+        return "its run directory is gone"
+    if record.get("job_name") != name:
+        return f"launch {record.get('launch')} ({record.get('job_name')}) has taken its place"
+    if is_settled:
+        return "its run directory says that it has ended"
+    if record.get("cancel_asked_at"):
+        return "it should have been cancelled"
+    if owner is not None and owner not in live_runs:
+        return f"no live Dagster run follows it; the last was {owner}"
+    return ""
+
+
+def is_launched_here(name: str, tags: Mapping[str, str], jobs_uri: str) -> bool:
+    """Return whether a job was submitted by an orchestrator that keeps its run directories there. Pure.
+
+    The tags alone do not tell: a copy that a person makes of a job in the Studio has its tags, and a name of its own.
+    """
+    job_id, launch = tags.get(JOB_TAG, ""), tags.get(LAUNCH_TAG, "")
+    if not job_id or not launch.isdecimal() or tags.get(RUN_DIR_TAG) != f"{jobs_uri}/{job_id}":
+        return False
+    return name == job_name(job_id, int(launch))
+
+
+def judge_job(job: ServiceJob, jobs_uri: str, live_runs: Collection[str]) -> Orphan | None:
+    """Return a job that runs in the service as an orphan, by its run directory; None where it has an owner."""
+    # A job of another container in the same workspace is judged by the orchestrator that uses it.
+    if not is_launched_here(job.name, job.tags, jobs_uri):
+        return None
+    job_id, owner = job.tags[JOB_TAG], job.tags.get(RUN_TAG)
+    rundir = RunDir(f"{jobs_uri}/{job_id}")
+    try:
+        record = rundir.read_json(LAUNCH)
+        status = rundir.read_json(STATUS) or {}
+        known_owner = rundir.read_json(OWNER)
+    except DamagedError as error:  # it may have an owner, so it is not ended: a person has to look
+        warn_once(f"{job.name} runs, and its owner cannot be determined: {error}")
+        return None
+    settled = record is not None and status.get("launch") == record["launch"] and JobState(status["state"]).is_final
+    owner = owner if known_owner is None else known_owner["dagster_run_id"]
+    reason = why_orphaned(job.name, record, settled, owner, live_runs)
+    if not reason:
+        return None
+    known = record or {}
+    return Orphan(
+        name=job.name, reason=reason, job_id=job_id, dagster_run_id=owner, state=job.look.status,
+        since=job.created_at, node_count=known.get("node_count", 0), sku=known.get("sku", ""),
+        tier=known.get("tier", ""), studio_url=job.studio_url,
+    )  # fmt: skip

@@ -25,9 +25,9 @@ from dtrain_dagster.clusters.azure_ml.client import (
     own_environment,
 )
 from dtrain_dagster.clusters.azure_ml.compute_description import CLUSTER_TAG, TAG
-from dtrain_dagster.clusters.azure_ml.gpu_nodes import node_environment_of
 from dtrain_dagster.clusters.azure_ml.launch_record import Record
 from dtrain_dagster.clusters.azure_ml.options import LONGEST_JOB_SECONDS
+from dtrain_dagster.clusters.azure_ml.sku_chain import node_environment_of
 from dtrain_dagster.clusters.azure_ml.states import ENDED, Look
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.job_code import factories_of

@@ -15,15 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dtrain_dagster.clusters.azure_ml import orphans as orphanage
 from dtrain_dagster.clusters.azure_ml.client import Service, ServiceError
 from dtrain_dagster.clusters.azure_ml.controller import JobController
+from dtrain_dagster.clusters.azure_ml.job_records import is_launched_here, judge_job
 from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_TAG, Jobs, ServiceJob
 from dtrain_dagster.clusters.azure_ml.launch_record import Launches, mark_of, next_launch, read_mark
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.pools import ANYWHERE, NOT_PROVISIONED, Pools
 from dtrain_dagster.clusters.azure_ml.preview import preview_job, preview_nodes
-from dtrain_dagster.clusters.azure_ml.provision import TIMED_OUT, Provisioned, Provisioner
+from dtrain_dagster.clusters.azure_ml.provision import Provisioned, Provisioner
 from dtrain_dagster.clusters.azure_ml.sku_chain import Attempt, SkuChoice
 from dtrain_dagster.clusters.base import (
     ClusterConfig,
@@ -264,21 +264,16 @@ class AzureMLClusterManager(GPUClusterManager):
         """Return the orphaned jobs with this cluster's tag. Computes without work are `pools`."""
         active = self.jobs.active(self.options.look_patience_seconds)
         self._mark_again(active)
-        judged = [orphanage.judge_job(job, self.jobs_uri, live_runs) for job in active]
+        judged = [judge_job(job, self.jobs_uri, live_runs) for job in active]
         return [orphan for orphan in judged if orphan is not None]
 
     def end_orphan(self, orphan: Orphan) -> bool:
         patience = self.options.look_patience_seconds
         deadline = time.monotonic() + patience
-        try:
-            if orphan.job_id:
-                orphan.refuse_new_owner(RunDir(f"{self.jobs_uri}/{orphan.job_id}"))
-                if (self._record(orphan.job_id) or {}).get("job_name") == orphan.name:
-                    self._known(orphan.job_id).cancel(patience)
-        except ServiceError as error:
-            if error.code in (TIMED_OUT, "NotCancelled"):
-                return False
-            raise
+        if orphan.job_id:
+            orphan.refuse_new_owner(RunDir(f"{self.jobs_uri}/{orphan.job_id}"))
+            if (self._record(orphan.job_id) or {}).get("job_name") == orphan.name:
+                self._known(orphan.job_id).ask_to_cancel()
         # Also where its run directory says that it has ended: only the service knows whether it still costs money.
         return self.jobs.end(orphan.name, orphan.reason, patience, deadline)
 
@@ -286,7 +281,7 @@ class AzureMLClusterManager(GPUClusterManager):
         """Mark jobs again that the service runs and whose mark was removed."""
         marked = {read_mark(mark)[0] for mark in self._active.marks() or ()}
         for job in active:
-            is_ours = orphanage.is_launched_here(job.name, job.tags, self.jobs_uri)
+            is_ours = is_launched_here(job.name, job.tags, self.jobs_uri)
             if is_ours and job.tags[JOB_TAG] not in marked:
                 self._mark(job.tags[JOB_TAG])
 

@@ -30,7 +30,6 @@ from dtrain_dagster.clusters.azure_ml.compute_description import (
     describe_compute,
     is_own_compute,
 )
-from dtrain_dagster.clusters.azure_ml.gpu_nodes import explain_retired, explain_shared_gpu
 from dtrain_dagster.clusters.azure_ml.refusals import classify_refusal, read_late_refusal
 from dtrain_dagster.clusters.azure_ml.sku_chain import (
     Attempt,
@@ -41,6 +40,8 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import (
     chain,
     compute_name,
     examine,
+    explain_retired,
+    explain_shared_gpu,
     no_capacity,
     quota_of,
     skip_choice,

@@ -1,4 +1,5 @@
-"""The rules of buying: the fallback chain and the arithmetic of quotas. Pure. What a refusal means is in `refusals`.
+"""The rules of buying: which sizes are tried in which order, what keeps a size from training here, and the arithmetic
+of quotas. Pure. What a refusal means is in `refusals`.
 
 A listed size may be unavailable, a sufficient quota may not be met, and a compute that was made may not get its nodes:
 so each of them is a step of its own, and a refusal says at which step, with which code.
@@ -11,10 +12,13 @@ import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import date
 from typing import Any, Literal
 
 from dtrain_dagster.clusters.base import NoCapacityError
-from dtrain_dagster.settings.tiers import SPOT_QUOTA, current_tier, tier_in_words
+from dtrain_dagster.costs.prices import PriceError, hardware_of, price_of
+from dtrain_dagster.settings.environment import BUYABLE_GPU_TYPE
+from dtrain_dagster.settings.tiers import SPOT_QUOTA, current_tier, tier_in_words, tier_of
 
 DEFAULT_CHAIN = ("Standard_NC24ads_A100_v4", "Standard_NC40ads_H100_v5", "Standard_NC4as_T4_v3", "Standard_NC8as_T4_v3")
 """One GPU per node each, the equivalents of a V100 first. No V100, whose sizes are retired; no A10, whose sizes only
@@ -36,6 +40,13 @@ Verdict = Literal["next", "wait", "fatal"]
 
 IN_USE_SECONDS, SCARCE_SECONDS, NO_QUOTA_SECONDS = 300.0, 900.0, 3600.0
 """Seconds until a new request makes sense: cores are in use now; the region has none; a person has to raise a quota."""
+
+
+INTERFACES = "eth"
+"""Prefix of the interfaces over which nodes of Azure reach each other; without it NCCL would prefer ``ib0``, which need
+not have an address in a container."""
+_SHARED = re.compile(r"(?i)standard_nv(6|12|18)ads_a10_v5|.*mig.*|standard_nv\d+as_v4|standard_nv(4|8|12)ads_v710_v5")
+"""Sizes with a part of a GPU: vGPUs of an A10, MIG instances."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,4 +274,62 @@ def no_capacity(node_count: int, attempts: Sequence[Attempt], refusals: Sequence
         f"the chain or Spot to the tiers (its quota: {SPOT_QUOTA}), or wait",
         attempts=tuple(asdict(attempt) for attempt in attempts),
         retry_at=retry_at(refusals, time.time()),
+    )
+
+
+def default_chain(ranks: int, tiers: Sequence[str]) -> tuple[str, ...]:
+    """Return the sizes to try where none are set: those with a GPU for each rank of a node that have a known price in
+    the region (``DTRAIN_REGION``) on each of these tiers. What has no price is not bought."""
+    return tuple(
+        sku for sku in DEFAULT_CHAINS.get(ranks, DEFAULT_CHAIN) if all(_has_price(sku, tier) for tier in tiers)
+    )
+
+
+def _has_price(sku: str, tier: str) -> bool:
+    try:
+        price_of(sku).figure(tier_of(tier))
+    except PriceError:
+        return False
+    return True
+
+
+def node_environment_of(sku: str) -> dict[str, str]:
+    """Return the variables that NCCL needs on nodes of this size: over InfiniBand where it has it, else over Ethernet
+    without a search for it. Nothing for one that the price table does not know: NCCL finds its own way there."""
+    try:
+        return {"NCCL_IB_DISABLE": "0" if hardware_of(sku).infiniband else "1", "NCCL_SOCKET_IFNAME": INTERFACES}
+    except PriceError:
+        return {}
+
+
+def spell_sku(name: str) -> str:
+    """Return a size as the price table spells it: the service answers ``STANDARD_NC6S_V3``. Unknown ones stay as they
+    are."""
+    try:
+        return hardware_of(name).sku
+    except PriceError:
+        return name
+
+
+def explain_shared_gpu(sku: str, ranks: int) -> str:
+    """Return why this size cannot train with that many ranks, "" if it can: NCCL sums between whole GPUs only."""
+    if ranks < 2 or not _SHARED.fullmatch(sku):
+        return ""
+    return (
+        f"{sku} has a part of a GPU (a vGPU or a MIG instance), which NCCL cannot connect, but {ranks} ranks are to "
+        "train together: take a size with whole GPUs"
+    )
+
+
+def explain_retired(sku: str, today: date) -> str:
+    """Return a sentence on a size that Azure has retired, with one to take instead; "" for any other."""
+    try:
+        retired_on = hardware_of(sku).retired_on
+    except PriceError:
+        return ""
+    if retired_on is None or date.fromisoformat(retired_on) > today:
+        return ""
+    return (
+        f"Azure retired {sku} on {retired_on}, so it can hardly be bought, even where it is listed: set "
+        f"DTRAIN_GPU_TYPE={BUYABLE_GPU_TYPE}, or another of `dtrain cost`"
     )

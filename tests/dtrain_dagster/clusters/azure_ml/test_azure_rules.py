@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.clusters.azure_ml import launch_record, orphans
+from dtrain_dagster.clusters.azure_ml import job_records, launch_record
 from dtrain_dagster.clusters.azure_ml.compute_description import compute_tier, describe_compute
 from dtrain_dagster.clusters.azure_ml.jobs import (
     JOB_TAG,
@@ -392,7 +392,7 @@ class TestStates:
 class TestOrphans:
     def test_nobodys_jobs(self) -> None:
         def why(name: str, record: Any, settled: bool = False, owner: str | None = "run") -> str:
-            return orphans.why_orphaned(name, record, settled, owner, {"run"})
+            return job_records.why_orphaned(name, record, settled, owner, {"run"})
 
         assert not why("j-l2", RECORD)
         assert not why("j-l2", RECORD, owner=None)
@@ -409,10 +409,10 @@ class TestOrphans:
         tags = {JOB_TAG: "j", LAUNCH_TAG: "2", RUN_DIR_TAG: rundir.uri, RUN_TAG: "ended"}
         look = Look(status="Running")
         job = ServiceJob(name="j-l2", look=look, tags=tags, studio_url=None, compute="c", created_at=None)
-        assert getattr(orphans.judge_job(job, jobs_uri, {"live"}), "dagster_run_id", None) == "ended"
+        assert getattr(job_records.judge_job(job, jobs_uri, {"live"}), "dagster_run_id", None) == "ended"
         for owner, is_orphan in (("other", True), ("live", False), (None, False)):
             rundir.write_json(OWNER, {"dagster_run_id": owner})
-            assert (orphans.judge_job(job, jobs_uri, {"live"}) is not None) is is_orphan
+            assert (job_records.judge_job(job, jobs_uri, {"live"}) is not None) is is_orphan
 
 
 class TestCode:

@@ -6,13 +6,13 @@ from datetime import date
 
 import pytest
 
-from dtrain_dagster.clusters.azure_ml.gpu_nodes import (
+from dtrain_dagster.clusters.azure_ml.sku_chain import (
+    DEFAULT_CHAIN,
     explain_retired,
     explain_shared_gpu,
     node_environment_of,
     spell_sku,
 )
-from dtrain_dagster.clusters.azure_ml.sku_chain import DEFAULT_CHAIN
 from dtrain_dagster.clusters.ranks import ranks_per_node
 from dtrain_dagster.costs.prices import hardware_of, skus
 from dtrain_dagster.settings.cluster_kinds import KINDS
