@@ -29,15 +29,9 @@ SURE = 2.0
 
 def seconds_ahead(standing: Standing, limits: FleetLimits) -> float:
     """Return the seconds that a job with nodes may go on before it comes to the limit that they know; not below 0. On
-    nodes that cost less than the dearest these are more."""
+    nodes that cost less than the dearest, more of its grant is left at each look."""
     unpaid = standing.grant_units - standing.paid_units - margin_units(standing.nodes, limits)
-    return limits.seconds_of(max(0, unpaid)) / standing.nodes / price_share(standing, limits)
-
-
-def price_share(standing: Standing, limits: FleetLimits) -> float:
-    """Return the price of a job's nodes over that of the dearest."""
-    price = standing.usd_per_node_hour
-    return 1.0 if price is None else price / limits.usd_per_node_hour
+    return limits.seconds_of(max(0, unpaid)) / standing.nodes
 
 
 def node_limit(standing: Standing, limits: FleetLimits) -> float:
@@ -87,9 +81,8 @@ def next_grant(standing: Standing, free_units: int, limits: FleetLimits) -> Rais
     wanted = min(limits.slice_seconds, max(needed, unforeseen))
     if ahead >= wanted / 2:
         return Raise(None)
-    share = price_share(standing, limits)
-    more = limits.units_of(standing.nodes * (wanted - ahead) * share)
+    more = limits.units_of(standing.nodes * (wanted - ahead))
     given = min(more, max(0, free_units))
-    least = limits.units_of(standing.nodes * LEAST_RAISE_SHARE * wanted * share)
-    lacks = given < more and ahead + limits.seconds_of(given) / standing.nodes / share < wanted / 2
+    least = limits.units_of(standing.nodes * LEAST_RAISE_SHARE * wanted)
+    lacks = given < more and ahead + limits.seconds_of(given) / standing.nodes < wanted / 2
     return Raise(standing.grant_units + given if given >= min(least, more) else None, lacks)

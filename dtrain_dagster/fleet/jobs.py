@@ -199,8 +199,6 @@ class Standing:
     """Standard deviation of that as a fraction of it; None: as the source said."""
     is_training: bool = False
     """Whether its present launch has come to its first step."""
-    usd_per_node_hour: float | None = None
-    """What its present nodes really cost; None: as much as the dearest that may be bought."""
 
     @property
     def job_id(self) -> str:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobState
-from dtrain_dagster.costs.budget import launch_price, write_limit
+from dtrain_dagster.costs.budget import write_limit
 from dtrain_dagster.costs.money import SECOND, usd
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.fleet.grants import margin_units, node_limit
@@ -36,8 +36,9 @@ AT_ONCE = 8
 """Jobs that are started or asked to leave their nodes at the same time: each takes seconds."""
 LOOK_SECONDS = 1.0
 """Seconds between two looks."""
-LIMIT_CHANGE_SECONDS = 1.0
-"""Node-seconds by which a limit must differ from the one that nodes were told, for them to be told."""
+LIMIT_CHANGE_SECONDS = 10.0
+"""Node-seconds by which a limit must differ from the one that nodes were told, for them to be told without a raise: on
+nodes that cost less than the dearest it moves at each look."""
 CANCELLED = "the fleet was cancelled"
 RESTS = {FleetState.PAUSING: FleetState.PAUSED, FleetState.ENDING: FleetState.ENDED}
 """The state that follows, once the nodes have gone."""
@@ -153,7 +154,7 @@ class FleetRunner:
         billed = self._billed(standing)
         if billed.paid_units > standing.paid_units:
             standing = billed
-        self.jobs[job_id] = replace(standing, usd_per_node_hour=self._price_of(standing.job))
+        self.jobs[job_id] = standing
 
     def _follow(self, standing: Standing) -> Followed:
         followed = self.followed.setdefault(standing.job_id, Followed(standing.job.rundir))
@@ -166,14 +167,6 @@ class FleetRunner:
         tracker = CostTracker("", self.manager.node_usage(standing.job_id), self.tier)
         seconds = sum(node.microseconds for node in tracker.nodes) / SECOND
         return replace(standing, paid_units=tracker.total_units, node_seconds=seconds)
-
-    def _price_of(self, job: FleetJob) -> float | None:
-        """Return what a node of the job's last launch costs in an hour; None where its cluster does not say, or not in
-        a way that can be read: then it counts as the dearest."""
-        try:
-            return launch_price(job.rundir, self.tier)
-        except (DamagedError, OSError):
-            return None
 
     def _settle(self, standing: Standing, state: FleetState, reason: str) -> None:
         """Write the bill of a job that has no nodes now, and take back what it did not use."""
@@ -233,7 +226,7 @@ class FleetRunner:
         for item in decisions:
             if isinstance(item, RaiseGrant) and self.jobs[item.job_id].state is FleetState.RUNNING:
                 # first here and then to its nodes
-                self._tell_limit(self._keep(self.jobs[item.job_id], grant_units=item.grant_units))
+                self._tell_limit(self._keep(self.jobs[item.job_id], grant_units=item.grant_units), True)
         starts = [item for item in decisions if isinstance(item, Start)]
         for start in starts:
             standing = self.jobs[start.job_id]
@@ -246,7 +239,6 @@ class FleetRunner:
                 launches=standing.launches + 1,
                 before=launch_mark(standing.job),
                 launched_at=now,
-                usd_per_node_hour=None,
             )
             nodes = f"{start.nodes} node{'s' if start.nodes > 1 else ''}"
             self.told(f"{start.job_id}: {start.reason} on {nodes}")
@@ -270,10 +262,11 @@ class FleetRunner:
         with suppress(ClusterError):  # it was not started: the next look says so
             self.manager.cancel_job(standing.job_id)
 
-    def _tell_limit(self, standing: Standing) -> None:
+    def _tell_limit(self, standing: Standing, is_raised: bool = False) -> None:
         """Tell the nodes of a job their limit, if it is not what they were told."""
-        limit, dollars = self._limit(replace(standing, usd_per_node_hour=self._price_of(standing.job)))
-        if abs(limit - self.told_limits.get(standing.job_id, -math.inf)) > LIMIT_CHANGE_SECONDS:
+        least_change = 0.0 if is_raised else LIMIT_CHANGE_SECONDS
+        limit, dollars = self._limit(standing)
+        if abs(limit - self.told_limits.get(standing.job_id, -math.inf)) > least_change:
             write_limit(standing.job.rundir, limit, dollars)
             self.told_limits[standing.job_id] = limit
 
@@ -288,7 +281,7 @@ class FleetRunner:
     def _start(self, standing: Standing) -> str:
         """Start the launch that was noted, and return why it could not be started; "" where it was."""
         job = standing.job.trained
-        limit, dollars = self._limit(standing)  # on cheaper nodes it is raised as soon as these are known
+        limit, dollars = self._limit(standing)
         job = replace(job, training=replace(job.training, max_node_seconds=limit))
         try:
             start_job(
