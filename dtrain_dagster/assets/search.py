@@ -42,7 +42,6 @@ from trainer.config import JobConfig, parse_job
 
 if TYPE_CHECKING:
     from dtrain_dagster.search.run import Search, SearchRequest
-    from dtrain_dagster.search.source import TrialSource
 
 DEFAULT_SPACE = {
     "training.learning_rate": {"low": 3e-4, "high": 1e-2, "log": True},
@@ -116,9 +115,11 @@ def search_space(
     plan: TrainingPlan,
 ) -> dg.MaterializeResult:
     """Return the search of a space around a plan's training."""
+    from dtrain_dagster.dashboard.job_list import jobs_page
     from dtrain_dagster.planning.check_job import check_job
     from dtrain_dagster.search.check_space import check_space
-    from dtrain_dagster.search.run import Measured, open_search, seconds_of_parts
+    from dtrain_dagster.search.run import Measured, open_search, seconds_of_parts, trial_id
+    from dtrain_dagster.search.tracking import SearchTracker
 
     cluster = of_plan(cluster, plan)
     with refusing_mistakes():
@@ -129,109 +130,73 @@ def search_space(
             space, request.base, lambda job: check_job(job, ranks).sentences, "launchpad: space"
         ):
             context.log.warning(sentence)
-    manager = cluster.manager(context.run.run_id)
+    manager, began_at = cluster.manager(context.run.run_id), time.time()
     provision(context, manager, cluster, project, plan.sku, request.nodes_per_trial)
     phases = {name: plan.phases.get(name, 0.0) for name in ("startup", "steps", "evaluation", "checkpoint", "finish")}
     expected = seconds_of_parts(Parts(**phases), plan.node_count, plan.work.evaluations)
-    env = cluster.node_env(project)
+    env, log = cluster.node_env(project), context.log.info
+    tracker = None
     with refusing_mistakes():
-        search = open_search(Path(project.home), request, manager, env, lambda: Measured(expected), context.log.info)
-        context.log.info(f"search {request.name}: {'; '.join(search.plan.lines)}")
+        search = open_search(Path(project.home), request, manager, env, lambda: Measured(expected), log)
+        log(f"search {request.name}: {'; '.join(search.plan.lines)}")
         hourly = request.at_once * request.usd_per_node_hour
         wanted = wanted_by_run(context, project, request.name, hourly, search.budget_usd, is_group=True)
         with promising(context, cluster, project, wanted):
-            source, run_id = follow_search(context, search, project)
-    return show_search(search, source, plan, pages_of(project, search, source, run_id))
-
-
-def pages_of(project: ProjectResource, search: "Search", source: "TrialSource", run_id: str) -> dict[str, str]:
-    """Return the addresses of a search's jobs and of its best trial on the dashboard, and of its run in MLflow.
-    ``run_id``: "" where there is none."""
-    from dtrain_dagster.dashboard.job_list import jobs_page
-    from dtrain_dagster.search.run import trial_id
-
-    name, best = search.request.name, source.best
-    return {
-        "best_job": project.job_url(trial_id(name, best.number)) if best else "",
-        "all_jobs": jobs_page(project.dashboard_url, name),
-        "run_page": run_page(project.mlflow_url, run_id),
+            if not project.tracks_in_workspace:
+                uri, settings = project.tracking_uri, request.settings
+                tracker = SearchTracker(uri, project.experiment, request.name, settings.metric, settings.sign)
+            result = search.result(search.run(log, tracker=tracker))
+    best = result["best"]
+    addresses = {
+        "best_job": project.job_url(trial_id(request.name, best["trial"])) if best else "",
+        "all_jobs": jobs_page(project.dashboard_url, request.name),
+        "run_page": run_page(project.mlflow_url, tracker.run_id if tracker else ""),
     }
-
-
-def follow_search(
-    context: dg.AssetExecutionContext, search: "Search", project: ProjectResource
-) -> "tuple[TrialSource, str]":
-    """Run a search to its end, tell how it stands, and write its trials to MLflow as they end. Return its trials, and
-    the id of its run in MLflow, "" where it has none."""
-    from dtrain_dagster.search.tracking import SearchTracker
-
-    settings, tracker = search.request.settings, None
-    if not project.tracks_in_workspace:
-        tracker = SearchTracker(
-            project.tracking_uri, project.experiment, search.request.name, settings.metric, settings.sign
-        )
-    return search.run(context.log.info, tracker=tracker), tracker.run_id if tracker else ""
+    return dg.MaterializeResult(
+        value={"name": request.name, "settings_file": result["settings_file"], "best": best},
+        metadata=fit_page(search_page(search, result, plan.price_words, time.time() - began_at, addresses)),
+    )
 
 
 def request_of(
     config: SearchOptions, project: ProjectResource, dataset: BuiltDataset, plan: TrainingPlan
 ) -> "SearchRequest":
-    """Return what is searched. Raise `ConfigError` for what cannot be."""
+    """Return what is searched; without a name, under one made of all that it is. Raise `ConfigError` for what cannot
+    be."""
     from dtrain_dagster.search.run import SearchRequest
 
-    nodes = plan.node_count
-    settings = SearchSettings(
-        trials=config.trials,
-        parallel=config.parallel or max(1, nodes // config.nodes_per_trial),
-        sampler=config.sampler,
-        pruner=config.pruner,
-        seed=config.seed,
-        metric=config.metric,
-        maximise=config.maximise,
-    )
+    drawn = ("trials", "sampler", "pruner", "seed", "metric", "maximise")
     place = {"job_id": "search", "run_dir": f"{project.jobs_uri}/search", "tracking": {"tensorboard": False}}
     base: JobConfig = parse_job(json.dumps({**plan.sections, **place}), source="the plan")
     request = SearchRequest(
-        name="search",
+        name=config.name or "search",
         space=config.space,
-        settings=settings,
+        settings=SearchSettings(
+            parallel=config.parallel or max(1, plan.node_count // config.nodes_per_trial),
+            **{name: getattr(config, name) for name in drawn},
+        ),
         base=base,
         samples=dataset.samples,
         budget_usd=config.budget_usd or None,
-        nodes=nodes,
+        nodes=plan.node_count,
         nodes_per_trial=config.nodes_per_trial,
         processes_per_node=plan.processes_per_node,
         usd_per_node_hour=price_of(plan.sku).usd_per_hour(tier_of(plan.tier)),
         tier=tier_of(plan.tier),
     )
-    return replace(request, name=config.name or f"search-{mark_of(request, plan)}")
-
-
-def mark_of(request: "SearchRequest", plan: TrainingPlan) -> str:
-    """Return what tells searches apart that were given no name: ten hex digits over all that they are."""
+    if config.name:
+        return request
     what = json.dumps([request.described(), plan.fingerprint], sort_keys=True)
-    return hashlib.sha256(what.encode()).hexdigest()[:10]
-
-
-def show_search(
-    search: "Search", source: "TrialSource", plan: TrainingPlan, addresses: Mapping[str, str]
-) -> dg.MaterializeResult:
-    """Return the asset of a search that is over. ``addresses``: the pages of the web about it, by their names."""
-    result, seconds = search.result(source), time.time() - search.began_at
-    return dg.MaterializeResult(
-        value={"name": search.request.name, "settings_file": result["settings_file"], "best": result["best"]},
-        metadata=fit_page(search_page(search, source, plan.price_words, seconds, addresses)),
-    )
+    return replace(request, name=f"search-{hashlib.sha256(what.encode()).hexdigest()[:10]}")
 
 
 def search_page(
-    search: "Search", source: "TrialSource", price_words: str, seconds: float, addresses: Mapping[str, str]
+    search: "Search", result: Mapping[str, Any], price_words: str, seconds: float, addresses: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the page of a search that is over. ``seconds``: of this process with it; ``addresses``: the pages of the
     web about it, by their names."""
-    from dtrain_dagster.search.results import improvement_lines, summary
+    from dtrain_dagster.search.results import RESULT, improvement_lines, summary
 
-    result = search.result(source)
     metric, best = result["metric"], result["best"]
     found, paid = summary(result)[:2]
     return {
@@ -246,8 +211,8 @@ def search_page(
         ),
         **({"best_trials": best_rows(trial_rows(result, search.request.settings.sign))} if result["trials"] else {}),
         **links(**addresses),
-        **({"settings_file": dg.MetadataValue.path(search.best_file)} if best else {}),
-        "all_trials": dg.MetadataValue.path(search.result_file),
+        **({"settings_file": dg.MetadataValue.path(result["settings_file"])} if best else {}),
+        "all_trials": dg.MetadataValue.path(f"{search.folder}/{RESULT}"),
         "search": search.request.name,
         **({"best_trial": best["trial"], "best_values": dg.JsonMetadataValue(best["values"])} if best else {}),
         "improvements": sentences(improvement_lines(result)),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,26 +173,20 @@ def search(
 
 
 def _search(
-    asked: Asked, script: tuple[str, tuple[str, ...]] | None, space: str, as_json: bool, *, trials: int,
-    parallel: int | None, nodes_per_trial: int,
-    budget: float | None, sampler: str, pruner: str, metric: str, maximise: bool, seed: int,
-    name: str | None, only_plan: bool,
+    asked: Asked, script: tuple[str, tuple[str, ...]] | None, space: str, as_json: bool, *, parallel: int | None,
+    nodes_per_trial: int, budget: float | None, sampler: str, pruner: str, name: str | None, only_plan: bool,
+    **drawn: Any,
 ) -> None:  # fmt: skip
-    from dataclasses import asdict, replace
-
     settings = asked.settings()
     document, source = _space_of(space)
     parsed = parse_space(document, source)
     if nodes_per_trial > settings.nodes:
         raise Refusal(f"--nodes-per-trial {nodes_per_trial}: there are {settings.nodes} node(s) for all (--nodes)")
     wanted = SearchSettings(
-        trials=trials,
         parallel=parallel or settings.nodes // nodes_per_trial,
         sampler=Sampler(sampler),
         pruner=Pruner(pruner),
-        seed=seed,
-        metric=metric,
-        maximise=maximise,
+        **drawn,
     )
     cluster, project = cluster_of(settings)
     manager = cluster.manager(tends=True)
@@ -223,7 +218,7 @@ def _search(
     )  # fmt: skip
     tracker = None
     if tracking.mlflow_tracking_uri is not None and not only_plan:
-        tracker = _open_tracker(tracking, search_name, metric, wanted.sign)  # before anything is bought
+        tracker = _open_tracker(tracking, search_name, wanted)  # before anything is bought
     start = wanted_group(settings, search_name, request.at_once * request.usd_per_node_hour, budget)
     with promising(settings, start):
         say_what_was_got(manager.provision_cluster(nodes_per_trial, cluster.sku), cluster.sku)
@@ -270,14 +265,14 @@ def _script(
     return found.job, asked.nodes or settings.nodes, searched, dict(found.samples)
 
 
-def _open_tracker(tracking: TrackingConfig, name: str, metric: str, sign: float) -> SearchTracker:
+def _open_tracker(tracking: TrackingConfig, name: str, wanted: SearchSettings) -> SearchTracker:
     """Return what writes the search to MLflow: the orchestrator, and not the nodes of each trial. Raise `Refusal` where
     MLflow cannot be reached."""
     from mlflow.exceptions import MlflowException
 
     assert tracking.mlflow_tracking_uri is not None
     try:
-        return SearchTracker(tracking.mlflow_tracking_uri, tracking.mlflow_experiment, name, metric, sign)
+        return SearchTracker(tracking.mlflow_tracking_uri, tracking.mlflow_experiment, name, wanted.metric, wanted.sign)
     except (MlflowException, OSError) as error:
         raise Refusal(f"tracking.mlflow_tracking_uri cannot be used, so nothing was bought: {error}") from None
 

@@ -146,8 +146,6 @@ class Search:
         self.plan = plan_search(settings, self.expected, price, request.at_once, request.budget_usd)
         self._home, self._manager, self._env, self._told = home, manager, env, told
         self._storage = open_storage(str(self.folder))
-        self.began_at = time.time()
-        """Unix time at which this process began with it."""
 
     def run(
         self,
@@ -190,10 +188,9 @@ class Search:
     def _make_job(self, number: int, values: Mapping[str, Any], usual: TrialSeconds) -> tuple[FleetJob, int]:
         """Return the job of a trial, and how often it is evaluated if it goes to its end."""
         request, job_id = self.request, trial_id(self.request.name, number)
+        space, jobs_uri = parse_space(request.space), request.base.run_dir.rpartition("/")[0]
+        base, command = replace(request.base, job_id=job_id, run_dir=f"{jobs_uri}/{job_id}"), None
         try:
-            space, base = parse_space(request.space), request.base
-            base = replace(base, job_id=job_id, run_dir=f"{self._jobs_uri}/{job_id}")
-            command = None
             if request.script is None:
                 job = job_of_trial(base, space, values, f"trial {number}")
             else:
@@ -201,7 +198,7 @@ class Search:
             of = max(1, trial_sizes(request, job, None).work(request.nodes_per_trial).evaluations)
         except ConfigError as error:
             return FleetJob(job_id=job_id, node_seconds=1.0, problem=f"no training: {error}"), 1
-        made = FleetJob(
+        return FleetJob(
             job_id=job_id,
             least_nodes=request.nodes_per_trial,
             most_nodes=request.nodes_per_trial,
@@ -209,12 +206,7 @@ class Search:
             startup_seconds=usual.startup,
             config=job,
             command=command,
-        )
-        return made, of
-
-    @property
-    def _jobs_uri(self) -> str:
-        return self.request.base.run_dir.rpartition("/")[0]
+        ), of
 
     def _tell_end(self, result: Mapping[str, Any]) -> None:
         """Tell people once that the search has ended; trials are not told one by one. It never raises."""
@@ -248,19 +240,10 @@ class Search:
             margin_seconds=MARGIN_SECONDS,
         )
 
-    @property
-    def best_file(self) -> str:
-        """Return the address of the settings of the best trial, which is there once a search has found one."""
-        return f"{self.folder}/{BEST}"
-
-    @property
-    def result_file(self) -> str:
-        """Return the address of the result."""
-        return f"{self.folder}/{RESULT}"
-
     def result(self, source: TrialSource) -> dict[str, Any]:
-        """Return the result as plain data."""
-        request = self.request
+        """Return the result as plain data: of a script with the command that trains with the best values, else with
+        their file of settings."""
+        request, best, script = self.request, source.best, self.request.script
         more = {
             "name": request.name,
             "dataset_id": request.base.dataset.dataset_id,
@@ -269,23 +252,18 @@ class Search:
             "seed": request.settings.seed,
             "budget_usd": self.budget_usd,
             "planned": {"at_most_usd": self.plan.at_most_usd, "expected_usd": self.plan.expected_usd},
-            "settings_file": self.best_file if source.best is not None and request.script is None else None,
-            "command": self._command(source),
+            "settings_file": f"{self.folder}/{BEST}" if best and not script else None,
+            "command": script.words(source.space, best.values) if best and script else None,
         }
         return result_document(source.trials, request.settings, self.before_usd, more)
 
     def _keep(self, source: TrialSource) -> None:
         """Write the result, and the settings of the best trial."""
+        request, best = self.request, source.best
         self._storage.write(RESULT, json.dumps(self.result(source), indent=1).encode())
-        if source.best is not None and self.request.script is None:
-            request = self.request
-            document = settings_document(request.name, source.space, request.settings, source.best, request.base)
+        if best is not None and request.script is None:
+            document = settings_document(request.name, source.space, request.settings, best, request.base)
             self._storage.write(BEST, json.dumps(document, indent=2, sort_keys=True).encode())
-
-    def _command(self, source: TrialSource) -> str | None:
-        """Return what trains a script with the best values; None for a job on a dataset, whose settings are a file."""
-        script, best = self.request.script, source.best
-        return None if script is None or best is None else script.words(source.space, best.values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

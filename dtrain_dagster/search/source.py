@@ -81,8 +81,7 @@ class TrialSource(JobSource):
             self._is_exhausted = True
             return None
         job, of = self._make_job(number, values, self._expected.learned_from(known))
-        known_numbers = sorted(trial.number for trial in known)
-        job = replace(job, facts={"values": dict(values), "known": known_numbers, "of": of})
+        job = replace(job, facts={"values": dict(values), "of": of})
         self._add(job)
         return job
 
@@ -117,7 +116,7 @@ class TrialSource(JobSource):
     def _add(self, job: FleetJob) -> None:
         facts = job.facts
         self._numbers[job.job_id] = number = len(self._trials)
-        self._trials.append(Trial(number=number, values=facts["values"], of=facts["of"], known=tuple(facts["known"])))
+        self._trials.append(Trial(number=number, values=facts["values"], of=facts["of"]))
 
     def _sample(self, number: int, known: Sequence[Trial], running: Sequence[Trial]) -> Mapping[str, Any] | None:
         settings = self.settings

@@ -46,8 +46,6 @@ class Trial:
     """Name of a parameter → its value."""
     of: int
     """Evaluations that it has in all if it goes to its end."""
-    known: tuple[int, ...] = ()
-    """The trials whose results its values were drawn with."""
     scores: tuple[float, ...] = ()
     """The metric at each evaluation."""
     times: tuple[float, ...] = ()

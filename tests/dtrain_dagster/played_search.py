@@ -109,7 +109,7 @@ def resume(source: TrialSource, calls: Calls, before: TrialSource) -> None:
     given = [
         FleetJob(
             job_id=job_id, node_seconds=1.0,
-            facts={"values": facts[job_id].values, "known": facts[job_id].known, "of": facts[job_id].of},
+            facts={"values": facts[job_id].values, "of": facts[job_id].of},
         )
         for job_id, outcome in calls
         if outcome is None
