@@ -15,7 +15,6 @@ import pandas as pd
 import pytest
 from price_files import Panel, assert_nothing_half_written, long_frame, prepare, save, write
 
-from dtrain_dagster.assets.dataset import preview_rows
 from dtrain_dagster.data.build_once import verify_shards
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.features import FEATURES, TARGET
@@ -132,21 +131,12 @@ def test_a_manifest_that_counts_other_rows_is_refused(small: Panel, tmp_path: Pa
         DataShardManager(str(copy), tmp_path / "cache")
 
 
-def test_a_short_ticker_is_left_out_and_named(tmp_path: Path) -> None:
-    frame = long_frame(days=300)
-    late = frame.iloc[-10:].assign(ticker="NEW")
-    panel = prepare(save(pd.concat([frame, late]), tmp_path / "prices.csv"), tmp_path, PARAMS)
-    assert list(panel.dataset.excluded) == ["NEW"]
-    assert "its 10 days give no window: 47 in a row are needed" in panel.dataset.excluded["NEW"]
-    assert panel.dataset.manifest()["excluded"] == panel.dataset.excluded
-    assert {ticker for shard in panel.dataset.manifest()["shards"] for ticker in shard["tickers"]} == {"AAA", "BBB"}
-
-
 @pytest.mark.parametrize(("days", "kept"), [(46, False), (47, True)])
 def test_the_number_of_days_that_are_needed_is_told_rightly(days: int, kept: bool, tmp_path: Path) -> None:
     frame = pd.concat([long_frame(days=300), long_frame(days=days, tickers=["NEW"])])
     panel = prepare(save(frame, tmp_path / "prices.csv"), tmp_path, PARAMS)
     assert list(panel.dataset.excluded) == ([] if kept else ["NEW"])
+    assert kept or "its 46 days give no window: 47 in a row are needed" in panel.dataset.excluded["NEW"]
 
 
 BAD_DATASETS: dict[str, tuple[dict[str, Any], str]] = {
@@ -154,8 +144,6 @@ BAD_DATASETS: dict[str, tuple[dict[str, Any], str]] = {
     "window longer than the history": ({"window": 380}, r"window = 380: no ticker has .* longest history is 378 days"),
     "no date": ({"train_last": "31.12.2015"}, "train_last = '31.12.2015' is not a date: write it as 2009-12-31"),
     "in the wrong order": ({"train_last": "2016-03-01", "valid_last": "2015-12-31"}, "must lie in this order"),
-    "after the history": ({"valid_last": "2030-12-31"}, "must lie in this order"),
-    "no day": ({"valid_last": "2016-02-30"}, "valid_last = '2016-02-30' is not a date"),
     "before the history": ({"train_last": "2009-12-31"}, "must lie in this order inside the history 2015-01-05 to"),
     "nothing between": ({"train_last": "2016-02-01", "valid_last": "2016-02-02"}, "the valid split .* has no window"),
 }
@@ -201,12 +189,6 @@ def test_no_calendar_has_one_name(small: Panel, tmp_path: Path) -> None:
     assert one.manifest()["calendar"] is None
 
 
-def test_the_preview_shows_rows(small: Panel) -> None:
-    rows = preview_rows(small.dataset.uri)
-    assert [row["ticker"] for row in rows] == ["AAA"] * 10
-    assert list(rows[0]) == [column["name"] for column in small.dataset.manifest()["columns"]]
-
-
 BUILD = """
 import sys
 import dtrain_dagster.data.sharding as sharding
@@ -248,31 +230,3 @@ def test_two_processes_may_build_the_same_dataset_at_once(small: Panel, tmp_path
     assert [path.name for path in (tmp_path / "datasets").iterdir()] == [small.dataset.dataset_id]
     verify_shards(str(tmp_path / "datasets" / small.dataset.dataset_id))
     assert_nothing_half_written(tmp_path)
-
-
-FILL_DISK = """
-import resource, sys
-from dtrain_dagster.data.prices import write_prices
-from dtrain_dagster.data.sharding import DatasetParams, build_dataset
-from dtrain_dagster.data.sources import price_source
-from dtrain_dagster.data.validation import Validation
-prices = write_prices(price_source(sys.argv[1]), sys.argv[2])
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
-try:
-    build_dataset(prices, Validation(checks=(), masks=()), sys.argv[2], DatasetParams(window=20, shards=3))
-except OSError as error:
-    print(error)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("limit", [2_000, 30_000])
-def test_a_full_disk_leaves_no_dataset(limit: int, tmp_path: Path) -> None:
-    """The limit on a file's size stands in for the disk: full at a shard's first or later rows."""
-    address = save(interrupted(), tmp_path / "prices.csv")
-    command = [sys.executable, "-c", FILL_DISK, address, str(tmp_path), str(limit)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert "File too large" in done.stdout
-    assert not list((tmp_path / "datasets").iterdir())
-    assert_nothing_half_written(tmp_path)
-    assert prepare(address, tmp_path, PARAMS).dataset.built

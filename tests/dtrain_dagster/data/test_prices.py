@@ -28,10 +28,6 @@ BAD_FILES = {
     "empty file": ("", ["is empty: no header and no rows"]),
     "header only, long": ("date,ticker,adj_close\n", ["has a header but no prices"]),
     "header only, wide": ("date,AAA,BBB\n", ["has a header but no prices"]),
-    "no date column": ("when,ticker,adj_close\n2020-01-02,AAA,1\n", ["no column 'date'", "when"]),
-    "no ticker column": ("date,adj_close\n2020-01-02,1\n", ["no column 'ticker'", "adj_close"]),
-    "no price column": ("date,ticker,colour\n2020-01-02,AAA,1\n", ["no column 'adj_close'", "colour"]),
-    "dates only": ("date\n2020-01-02\n2020-01-03\n", ["no column besides 'date'"]),
     "text in a price, long": (
         "date,ticker,adj_close\n2020-01-02,AAA,1\n2020-01-03,AAA,abc\n",
         ["line 3", "'AAA'", "adj_close holds 'abc', not a number"],
@@ -58,15 +54,8 @@ BAD_FILES = {
     ),
     "no date": ("date,ticker,adj_close\n2020-01-02,AAA,1\nsoon,AAA,1\n", ["line 3", "date holds 'soon'", "2020-01-31"]),
     "day first": ("date,ticker,adj_close\n31/12/2020,AAA,1\n", ["line 2", "date holds '31/12/2020'"]),
-    "a day that never was": ("date,ticker,adj_close\n2021-02-29,AAA,1\n", ["line 2", "date holds '2021-02-29'"]),
-    "a day without hyphens": ("date,AAA\n20200102,1\n", ["line 2", "date holds '20200102'"]),
     "a day without end": ("date,ticker,adj_close\ninfinity,AAA,1\n", ["line 2", "date holds 'infinity'"]),
     "no name": ("date,ticker,adj_close\n2020-01-02,AAA,1\n2020-01-03,,1\n", ["line 3", "ticker is empty"]),
-    "thousands that are whole": (
-        "date,ticker,adj_close\n2020-01-02,AAA,999\n2020-01-03,AAA,1,234\n",
-        ["line 3 has a cell in column 4, which has no name"],
-    ),
-    "an index": (",date,AAA\n0,2020-01-02,1\n", ["'' does not look like one", "index=False"]),
     "a word after the day": ("date,AAA\n2020-01-02 early,1\n", ["line 2", "date holds '2020-01-02 early'"]),
     "several problems": (
         "date,ticker,adj_close,volume\n2020-01-02,AAA,x,1\nsoon,AAA,1,many\n",
@@ -206,13 +195,6 @@ def test_the_manifest_says_where_prices_are_from(panel) -> None:
     assert source["is_synthetic"] is False
     assert (source["rows"], source["tickers"]) == (166_260, 20)
     assert (source["first_date"], source["last_date"]) == ("1990-01-02", "2022-12-28")
-
-
-def test_the_other_bundled_panel(tmp_path: Path) -> None:
-    found = write_address("us_ohlcv", tmp_path)
-    assert list(found) == ["AAPL", "FB", "GOOG", "IBM", "MSFT"]
-    assert sum(map(len, found.values())) == 12_154
-    assert {"open", "high", "low", "close", "volume"} <= set(found["FB"])
 
 
 FILL_DISK = """

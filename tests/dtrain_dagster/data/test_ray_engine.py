@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import psutil
 import pytest
 from price_files import Panel, assert_nothing_half_written, long_frame, prepare, save, sessions, walk
 
@@ -162,45 +159,6 @@ def test_a_sort_larger_than_the_object_store_spills_and_gives_the_same_bytes(eng
     one = write_prices(price_source(address), str(tmp_path / "ray"), engine=engine)
     other = write_prices(price_source(address), str(tmp_path / "duckdb"))
     assert one.path.read_bytes() == other.path.read_bytes()
-
-
-class ShuffleKiller(threading.Thread):
-    """Kills the first workers that it sees at a task of the sort, as often as it is told."""
-
-    def __init__(self, times: int) -> None:
-        super().__init__(daemon=True)
-        self.times, self.killed, self.stopped = times, list[str](), threading.Event()
-
-    def run(self) -> None:
-        own = psutil.Process()
-        while len(self.killed) < self.times and not self.stopped.is_set():
-            for process in own.children(recursive=True):
-                try:
-                    title = " ".join(process.cmdline())
-                    if title.startswith("ray::") and any(word in title for word in ("sort", "Sort", "reduce", "map")):
-                        process.kill()
-                        self.killed.append(title)
-                        break
-                except psutil.Error:
-                    continue
-            time.sleep(0.002)
-
-
-@pytest.mark.long
-def test_workers_that_are_killed_in_the_shuffle_change_nothing(
-    engine: RayEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    address = large_prices(tmp_path, tickers=60)
-    monkeypatch.setattr(engines, "BLOCK_ROWS", 1 << 15)
-    killer = ShuffleKiller(times=3)
-    killer.start()
-    one = write_prices(price_source(address), str(tmp_path / "ray"), engine=engine)
-    killer.stopped.set()
-    killer.join()
-    assert killer.killed, "nobody was killed"
-    other = write_prices(price_source(address), str(tmp_path / "duckdb"))
-    assert one.path.read_bytes() == other.path.read_bytes()
-    assert_nothing_half_written(tmp_path / "ray")
 
 
 def test_workers_with_other_versions_are_refused():

@@ -286,12 +286,6 @@ def test_an_index_is_no_feature(tmp_path: Path, form: str) -> None:
         assert left in made.manifest["excluded"]
 
 
-def test_a_feature_that_counts_rows_is_told(tmp_path: Path) -> None:
-    made = build_table(tmp_path, "value", table().assign(number=range(1200)))
-    said = "number has another value in nearly every row, as an identifier does: if it measures nothing, leave it out"
-    assert made.manifest["notes"] == [f"{said} (--drop number)"]
-
-
 def test_rows_are_divided_by_the_fractions() -> None:
     for shares in (numbered_shares(0, 50_000, 0), hashed_shares([str(number) for number in range(50_000)], 0)):
         assert ((shares >= 0) & (shares < 1)).all()

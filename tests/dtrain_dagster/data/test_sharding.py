@@ -16,7 +16,6 @@ from price_files import Panel, long_frame, prepare, write
 from dtrain_dagster.data.build_once import verify_shards
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.features import AUXILIARY, FEATURES, TARGET, WARM_UP
-from dtrain_dagster.data.prices import iter_tickers
 from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset
 from dtrain_dagster.data.validation import Validation, validate_prices
 
@@ -34,26 +33,6 @@ def stored(dataset: BuiltDataset) -> list[tuple[dict[str, Any], pd.DataFrame]]:
     for shard in dataset.manifest()["shards"]:
         found.append((shard, pq.read_table(Path(dataset.uri) / shard["path"]).to_pandas()))
     return found
-
-
-def windows(dataset: BuiltDataset) -> dict[str, set[tuple[str, str]]]:
-    """Ticker and day of the last row of every window, by split."""
-    found: dict[str, set[tuple[str, str]]] = {}
-    for shard, rows in stored(dataset):
-        for segment in shard["segments"]:
-            for split, (first, stop) in segment["samples"].items():
-                ends = rows.iloc[first:stop]
-                assert set(ends["ticker"]) <= {segment["ticker"]}
-                found.setdefault(split, set()).update(zip(ends["ticker"], ends["date"].astype(str), strict=True))
-    return found
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> BuiltDataset:
-    """Three tickers, one listed later, one with a gap."""
-    frame = long_frame(days=400, tickers=("AAA", "BBB", "CCC"))
-    frame = frame.drop(index=[*range(400, 480), 1000, 1001]).reset_index(drop=True)
-    return build(frame, tmp_path_factory.mktemp("small"))
 
 
 @pytest.mark.slow
@@ -81,18 +60,6 @@ def test_no_window_of_the_panel_touches_a_masked_day(panel: Panel) -> None:
     everywhere = pd.concat([rows for _, rows in stored(panel.dataset)])
     fall = everywhere[(everywhere["ticker"] == "AAPL") & (everywhere["date"].astype(str) == "2000-09-29")]
     assert fall["log_return"].item() == pytest.approx(-0.73, abs=0.01)  # genuine: it stays
-
-
-def test_between_splits_lies_an_embargo_of_the_horizon(small: BuiltDataset) -> None:
-    """The last label of a split ends before the first window of the next does: nobody trains on a later answer."""
-    days = sorted({str(day) for _, rows in stored(small) for day in rows["date"]})
-    splits, found = small.manifest()["splits"], windows(small)
-    for before, after in (("train", "valid"), ("valid", "test")):
-        last = max(day for _, day in found[before])
-        first = min(day for _, day in found[after])
-        assert days.index(first) - days.index(last) == SMALL.horizon + 1
-        assert days[days.index(last) + SMALL.horizon] == splits[before]["last"]
-        assert splits[before]["last"] < splits[after]["first"]
 
 
 def test_files_are_what_the_manifest_says(panel: Panel) -> None:
@@ -123,16 +90,6 @@ def test_files_are_what_the_manifest_says(panel: Panel) -> None:
     assert len(set(tickers)) == 20
     assert manifest["source"]["sha256"].startswith("ee21cac28b")
     assert (manifest["calendar"], manifest["window"], manifest["horizon"]) == ("XNYS", 60, 5)
-
-
-def test_stored_targets_are_the_prices_returns(panel: Panel) -> None:
-    prices = dict(iter_tickers(panel.prices))
-    shard, rows = stored(panel.dataset)[2]
-    part = rows[rows["ticker"] == shard["tickers"][0]]
-    close = prices[shard["tickers"][0]].set_index("date")["adj_close"]
-    expected = (np.log(close.shift(-5)) - np.log(close)).loc[pd.to_datetime(part["date"])]
-    np.testing.assert_allclose(part[TARGET], expected, rtol=1e-5, atol=1e-7)
-    assert part[TARGET].isna().sum() == 5
 
 
 def test_later_prices_change_no_scale(tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import fsspec
@@ -66,15 +64,6 @@ def test_an_unknown_name_or_address_is_refused(address: str, message: str, tmp_p
     assert not list((tmp_path / "prices").glob("*"))
 
 
-def test_tickers_of_the_optional_download() -> None:
-    assert price_source("yfinance: AAPL ,MSFT,").tickers == ("AAPL", "MSFT")
-
-
-def test_the_users_file_is_known_by_its_name() -> None:
-    provenance = price_source("memory://folder/mine.csv").provenance
-    assert (provenance.name, provenance.origin) == ("mine.csv", "memory://folder/mine.csv")
-
-
 @pytest.mark.parametrize("address", ["local", "memory://tokens/prices.csv"])
 def test_the_version_follows_the_file_and_the_digest_its_content(address: str, tmp_path: Path) -> None:
     source = PriceFile(str(tmp_path / "prices.csv") if address == "local" else address)
@@ -92,21 +81,3 @@ def test_the_version_follows_the_file_and_the_digest_its_content(address: str, t
         file.write("other")
     assert source.version() != first
     assert source.digest() != digest
-
-
-def test_reading_the_panel_does_not_import_its_package(tmp_path: Path) -> None:
-    """The package takes 1.4 s and 90 MB to import; its file does not need it."""
-    code = """
-import sys
-from pathlib import Path
-from dtrain_dagster.data.sources import KNOWN
-for source in KNOWN.values():
-    assert source.local_file(Path(".")).stat().st_size > 100_000
-assert not {"skfolio", "bokeh", "bokeh_sampledata", "sklearn", "pandas"} & set(sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, timeout=60)
-
-
-def test_a_local_file_is_not_copied(tmp_path: Path) -> None:
-    address = save(long_frame(), tmp_path / "prices.csv")
-    assert PriceFile(address).local_file(tmp_path / "scratch") == Path(address)

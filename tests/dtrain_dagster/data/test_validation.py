@@ -14,7 +14,7 @@ from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.prices import write_prices
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset
 from dtrain_dagster.data.sources import price_source
-from dtrain_dagster.data.validation import CHECKS, Validation, exchange_sessions, gaps, validate_prices
+from dtrain_dagster.data.validation import CHECKS, Validation, gaps, validate_prices
 
 BLOCKING = {"schema", "positive_prices", "unique_sorted_rows", "high_low_order", "trading_sessions"}
 
@@ -124,13 +124,6 @@ def test_the_panel_s_stale_and_split_segment_is_masked(panel: Panel) -> None:
     assert max(mask.last for mask in masks) == "1992-05-27"
 
 
-def test_the_panel_s_calendar_is_new_york_s(panel: Panel) -> None:
-    days = exchange_sessions("XNYS", "1990-01-02", "2022-12-28")
-    dates = pd.read_parquet(panel.prices.path, columns=["ticker", "date"])
-    for _, part in dates.groupby("ticker"):
-        np.testing.assert_array_equal(part["date"].to_numpy().astype("datetime64[D]"), days)
-
-
 def standing_still(days: int, ratio: float = 1.0) -> pd.DataFrame:
     """AAA stands still from row 100 for some days, and is worth ``ratio`` times as much from then on."""
     frame = long_frame(days=300, tickers=["AAA"])
@@ -224,11 +217,6 @@ def test_without_a_calendar_every_day_is_a_session(calendar: str | None, tmp_pat
     validation = validate_prices(write(frame, tmp_path), calendar)
     assert not failed(validation) & BLOCKING
     assert examples(validation, "calendar_gaps") == ["BTC: sessions are missing before 2020-04-20"]
-
-
-def test_one_day_of_prices_is_validated(tmp_path: Path) -> None:
-    validation = validate_prices(write(long_frame(days=1), tmp_path))
-    assert not failed(validation) & BLOCKING
 
 
 def test_gaps_by_calendar_and_by_days() -> None:

@@ -19,7 +19,7 @@ from tests.kinds import build_table, table
 from trainer.config import parse_job
 from trainer.data.row_data import RowData
 from trainer.engine.run_job import run_job
-from trainer.evaluation.gate import Gate, gate
+from trainer.evaluation.gate import gate
 from trainer.rundir import RunDir
 
 
@@ -136,32 +136,3 @@ def test_a_target_far_from_zero_is_judged_and_answered_by_its_digits(
     assert compare_answers(sample, sample.expected).passed
     off = {"prediction": sample.expected["prediction"] + 0.01}
     assert not compare_answers(sample, off).passed, "a hundredth is much beside a deviation of 30"
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_champion_of_rows_is_beaten_on_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
-    uri, cache = build_table(tmp_path).uri, str(tmp_path / "cache")
-    copy_tables(tmp_path / "mlflow.db")
-    tracking = f"sqlite:///{tmp_path}/mlflow.db"
-    runs = {
-        "worse": trained(tmp_path, uri, "linear", "logistic", "worse", learning_rate=1e-6),
-        "better": trained(tmp_path, uri, "mlp", "logistic", "better", epochs=8, learning_rate=5e-3),
-    }
-    versions = registry.MLflowRegistry(tracking)
-    models = {name: versions.register_model(run, "tumours", {}, "# card") for name, run in runs.items()}
-    reports = {name: RunDir(run).read_json("evaluation.json") or {} for name, run in runs.items()}
-    assert not reports["worse"]["gate"]["passed"]
-    assert gate(registry.judge_again(RunDir(runs["better"]), None, reports["better"], cache)).passed
-    passed = Gate(True, ())
-    versions.promote(models["worse"], registry.choose_alias(passed, None))
-    compared = versions.judge_champion(runs["better"], models["better"], cache_dir=cache)
-    assert compared is not None
-    assert (compared.champion_version, compared.metric, compared.note) == (models["worse"].version, "log-loss", "")
-    assert compared.candidate == pytest.approx(reports["better"]["model"]["log_loss"], rel=1e-5)
-    assert compared.champion == pytest.approx(reports["worse"]["model"]["log_loss"], rel=1e-5)
-    decision = registry.choose_alias(passed, compared)
-    assert decision.alias == "champion"
-    assert decision.reason.endswith(f"on the same {reports['better']['model']['samples']} test rows")
-    assert versions.promote(models["better"], decision) == models["worse"].version

@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.costs.ledger import ledger
-from dtrain_dagster.costs.tracker import bill_usage
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.costs.verdict import Goodput, goodput
 from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.monitoring.diagnosis import SlowdownCause
 from dtrain_dagster.monitoring.windows import windows
@@ -46,10 +43,6 @@ def whole(events: list[dict[str, Any]], nodes: int) -> list[NodeUsage]:
     return [stay(10 + node, timing[-1].time - 1.5 * trained, timing[-1].time + 0.5 * trained) for node in range(nodes)]
 
 
-def performance_of(events: list[dict[str, Any]], usage: list[NodeUsage]) -> Goodput:
-    return goodput(ledger(bill_usage(usage)[0], events))
-
-
 def test_the_report_of_a_job_with_a_slow_node():
     events = with_steps(Simulation(windows=20, late_compute={1: 0.05}).events())
     usage = whole(events, 3)
@@ -68,17 +61,6 @@ def test_the_report_of_a_job_with_a_slow_node():
     again = json.loads(json.dumps(asdict(report), allow_nan=False))
     assert again["diagnosis"]["cause"] == "slow compute"
     assert again["recommendations"][0]["gain"] > 0.2
-
-
-def test_steps_that_were_done_again_trained_once():
-    first = Simulation(windows=10).events()
-    again = [item | {"time": item["time"] + 1000, "generation": 2} for item in first[4:]]
-    began, ended = first[0]["time"] - 100, first[-1]["time"]
-    usage = [stay(node, began + at, ended + at) for at in (0, 1000) for node in (10, 11, 12)]
-    once = performance_of(first, usage[:3])
-    both = performance_of([*first, *again], usage)
-    assert both.trained_node_seconds == pytest.approx(once.trained_node_seconds, rel=1e-4)  # windows are rounded
-    assert both.elsewhere["lost to a failure"] > 0.5 * once.trained_node_seconds
 
 
 def test_after_a_second_launch_paid_time_still_adds_up():
