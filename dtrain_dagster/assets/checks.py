@@ -74,28 +74,20 @@ def build_leakage_checks(pipeline: Pipeline) -> dg.AssetChecksDefinition:
         kind = sharded_dataset.manifest().get("kind", "windows")
         if kind != "windows":
             why = f"not judged: these checks are for windows of prices, and this is a dataset of {kind}"
-            checks = ("shuffled_labels_teach_nothing", "planted_leak_is_caught")
-            yield from (
-                dg.AssetCheckResult(check_name=name, asset_key=key, passed=True, metadata={"why": why})
-                for name in checks
-            )
+            for name in ("shuffled_labels_teach_nothing", "planted_leak_is_caught"):
+                yield dg.AssetCheckResult(check_name=name, asset_key=key, passed=True, metadata={"why": why})
             return
-        # A given folder may be read-only, or another project's: only what is built here is written to.
-        own = f"{project.storage_uri}/leakage_checks/{sharded_dataset.dataset_id}"
-        yield from check_leakage(project, sharded_dataset.uri, sharded_dataset.uri if is_built(pipeline) else own, key)
+        # Not in its folder, which may be read-only, or another project's.
+        kept_at = f"{project.storage_uri}/leakage_checks/{sharded_dataset.dataset_id}"
+        yield from check_leakage(project, sharded_dataset.uri, kept_at, key)
 
     return leakage_checks
-
-
-def is_built(pipeline: Pipeline) -> bool:
-    """Return whether the graph builds its dataset itself, and so may write into its folder."""
-    return pipeline.source == "prices"
 
 
 def check_leakage(project: ProjectResource, uri: str, kept_at: str, key: dg.AssetKey) -> Iterator[dg.AssetCheckResult]:
     """Yield the results of a dataset's leakage checks, whose report is in the folder ``kept_at``."""
     storage = open_storage(kept_at)
-    name = f"canaries-{code_version()}.json"  # the name of older datasets too
+    name = f"{code_version()}.json"
     if not storage.exists(name):
         storage.write(name, _run_leakage_checks(project, uri))
     report = json.loads(storage.read(name))

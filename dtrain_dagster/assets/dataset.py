@@ -20,9 +20,9 @@ from dtrain_dagster.assets.common import (
     sentences,
 )
 from dtrain_dagster.assets.pipeline import Pipeline
+from dtrain_dagster.data.build_once import publish_dataset
 from dtrain_dagster.data.engines import DUCKDB, DataEngine, opened_ray_engine
 from dtrain_dagster.data.prices import PricesRef, write_prices
-from dtrain_dagster.data.publish import publish_dataset
 from dtrain_dagster.data.sharding import LEAST, BuiltDataset, DatasetParams, build_dataset
 from dtrain_dagster.data.sources import known_findings, price_source
 from dtrain_dagster.data.validation import CHECKS, CheckResult, validate_prices

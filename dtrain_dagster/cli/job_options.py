@@ -23,7 +23,7 @@ from dtrain_dagster.cli.start import new_job_id
 from dtrain_dagster.clusters.azure_ml.sku_chain import explain_retired
 from dtrain_dagster.clusters.ranks import explain_idle_gpus, have_gpus, hosts_of
 from dtrain_dagster.costs.prices import alternatives_to, price_of
-from dtrain_dagster.data.publish import publish_dataset, published_uri
+from dtrain_dagster.data.build_once import publish_dataset, published_uri
 from dtrain_dagster.jobs.orders import (
     ScriptOrder,
     environment_anywhere,

@@ -1,4 +1,5 @@
-"""Datasets that are named after their content and their settings: each is built once, and appears whole or not at all.
+"""Datasets that are named after their content and their settings: each is built once, and appears whole or not at all,
+here and where the nodes read it.
 
 What is in a dataset is said by the builder of its kind (`rows`, `sharding`).
 """
@@ -7,15 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.support.building import building_in
-from trainer.data.manifest import DatasetError, read_dataset_manifest
-from trainer.documents.places import PlaceError, inside
+from trainer.data.manifest import (
+    DatasetError,
+    checked_manifest,
+    manifest_bytes,
+    parse_manifest,
+    read_dataset_manifest,
+)
+from trainer.documents.places import PlaceError, checked_id, inside
 from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
@@ -167,3 +176,57 @@ def _shards(uri: str) -> Iterator[tuple[Path, Mapping[str, Any]]]:
             yield inside(uri, shard["path"], f"a shard in {uri}/manifest.json"), shard
         except PlaceError as error:
             raise DataError(str(error)) from None
+
+
+_PARALLEL = 4
+"""The shards that are copied at once."""
+
+
+def published_uri(uri: str, dataset_id: str, shared_uri: str) -> str:
+    """Return the address that a dataset's copy has, whether it was made or not. Raise `DataError` for an id that cannot
+    be part of one."""
+    try:
+        checked_id(dataset_id, f"dataset_id in {uri}/manifest.json")
+    except PlaceError as error:
+        raise DataError(str(error)) from None
+    return f"{shared_uri}/datasets/{dataset_id}"
+
+
+def publish_dataset(uri: str, dataset_id: str, shared_uri: str) -> tuple[str, int]:
+    """Copy a dataset's folder from this machine to ``<shared>/datasets/<id>``; return (its address there, bytes
+    copied).
+
+    The manifest goes last, so that a dataset is there as a whole or not at all; shards that an earlier, interrupted
+    call has copied are not copied again. Raise `DataError` where a shard differs from its manifest, `DatasetError`
+    where the manifest is damaged or another dataset's.
+    """
+    source, target = Path(uri), open_storage(published_uri(uri, dataset_id, shared_uri))
+    if target.is_local and target.local_path() == source:
+        return uri, 0
+    if target.exists("manifest.json"):
+        return target.uri, 0
+    given = open_storage(uri)
+    text = manifest_bytes(given)
+    manifest = checked_manifest(parse_manifest(text, given), given, dataset_id)
+    there = set(target.list("data"))
+
+    def copy(shard: dict[str, object]) -> int:
+        name = str(shard["path"])
+        try:
+            path = inside(source, name, f"a shard in {uri}/manifest.json")
+        except PlaceError as error:
+            raise DataError(str(error)) from None
+        if Path(name).name in there and target.size(name) == shard["bytes"]:
+            return 0
+        with open(path, "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
+                raise DataError(f"{source / name} does not match its manifest; delete {uri} and rebuild the dataset")
+            file.seek(0)
+            with target.stream(name) as copied:
+                shutil.copyfileobj(file, copied, 1 << 20)
+            return file.tell()
+
+    with ThreadPoolExecutor(_PARALLEL) as pool:
+        copied = sum(pool.map(copy, manifest["shards"]))
+    target.write("manifest.json", text)
+    return target.uri, copied + len(text)

@@ -174,7 +174,7 @@ def opened_ray_engine(address: str) -> Iterator[RayEngine]:
 def computing_versions() -> dict[str, str]:
     """Return the versions of what computes features here: packages, and a digest of this project's modules."""
     modules = hashlib.sha256()
-    for name in ("features", "ticker_rows", "validation", "shard_file"):
+    for name in ("features", "ticker_rows", "validation"):
         modules.update((Path(__file__).parent / f"{name}.py").read_bytes())
     return {**{name: version(name) for name in _PACKAGES}, "dtrain": modules.hexdigest()[:8]}
 

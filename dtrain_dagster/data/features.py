@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import pandas as pd
+    import pyarrow as pa
 
 FEATURES = {
     "scaled_return": "log return / realised volatility over 22 days",
@@ -111,3 +112,27 @@ def ticker_features(frame: pd.DataFrame, index: pd.DataFrame, horizon: int) -> p
         target_log_rv=log_rv(returns, horizon).shift(-horizon),
         target_return=prices.shift(-horizon) - prices,
     )
+
+
+def stored_table(frame: pd.DataFrame) -> pa.Table:
+    """Return the stored columns of one ticker's rows, in their stored types."""
+    import pyarrow as pa
+
+    columns = stored_columns()
+    kinds = {"string": pa.string(), "date32": pa.date32(), "float64": pa.float64(), "float32": pa.float32()}
+    schema = pa.schema([(column["name"], kinds[column["type"]]) for column in columns])
+    table = pa.Table.from_pandas(frame[schema.names], schema=schema, preserve_index=False, safe=False, nthreads=1)
+    return table.replace_schema_metadata(None)  # what pandas notes of its columns differs between its versions
+
+
+def stored_columns() -> list[dict[str, str]]:
+    """Return every stored column: name, type, role, description."""
+    rows = [
+        ("ticker", "string", "key", "symbol"),
+        ("date", "date32", "key", "trading day"),
+        ("adj_close", "float64", "price", "close, adjusted for splits and dividends"),
+        *((name, "float32", "feature", text) for name, text in FEATURES.items()),
+        *((name, "float32", "auxiliary", text) for name, text in AUXILIARY.items()),
+        (TARGET, "float32", "target", "log return over the horizon ahead"),
+    ]
+    return [dict(zip(("name", "type", "role", "description"), row, strict=True)) for row in rows]

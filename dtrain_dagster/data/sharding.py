@@ -16,12 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain_dagster.data.build_once import build_once, id_of  # not above: loading the code location does without
+from dtrain_dagster.data.build_once import (  # not above: loading the code location does without
+    build_once,
+    id_of,
+    shard_entry,
+)
 from dtrain_dagster.data.engines import DUCKDB, DataEngine
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.data.features import FEATURES, MAY_BE_FLAT, TARGET, WARM_UP, index_features
+from dtrain_dagster.data.features import FEATURES, MAY_BE_FLAT, TARGET, WARM_UP, index_features, stored_columns
 from dtrain_dagster.data.prices import PricesRef, iter_tickers
-from dtrain_dagster.data.shard_file import Shard, rename_shards, stored_columns
 from dtrain_dagster.data.ticker_rows import Moments, TickerRows, TickerRules, daily_returns, ticker_rows
 from dtrain_dagster.data.validation import Mask, Validation, exchange_sessions
 from dtrain_dagster.support.secrets import redact
@@ -31,6 +34,7 @@ from trainer.storage.open import open_storage
 if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
+    import pyarrow as pa
     from numpy.typing import NDArray
 
 SCHEMA_VERSION = 1
@@ -79,7 +83,7 @@ class BuiltDataset:
     built: bool
     """False where it already existed."""
     shared_uri: str = ""
-    """The address where nodes read it (`dtrain_dagster.data.publish`)."""
+    """The address where nodes read it (`dtrain_dagster.data.build_once`)."""
 
     @classmethod
     def of(cls, uri: str, manifest: Mapping[str, Any], built: bool = False) -> BuiltDataset:
@@ -167,6 +171,60 @@ def _day_of(name: str, text: str) -> date:
         return date.fromisoformat(text)
     except ValueError as error:
         raise DataError(f"{name} = {text!r} is not a date: write it as 2009-12-31") from error
+
+
+class Shard:
+    """A Parquet file that is being written: one row group per ticker."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.path = folder / "data" / f"part-{number:05d}.parquet"
+        self.rows = 0
+        self._writer: Any = None
+        self._segments: list[dict[str, Any]] = []
+        self._tickers: list[str] = []
+        self._dates: list[str] = []
+        self._pending = 0
+
+    def add_segment(self, ticker: str, rows: int, samples: dict[str, list[int]]) -> None:
+        """Register a segment of the rows that the next `write` gets; its sample ranges count from its own first row."""
+        start = self.rows + self._pending
+        self._pending += rows
+        shifted = {
+            split: [start + first, start + stop] if stop > first else [0, 0] for split, (first, stop) in samples.items()
+        }
+        self._segments.append({"ticker": ticker, "rows": [start, start + rows], "samples": shifted})
+
+    def write(self, table: pa.Table) -> None:
+        """Append one ticker's `stored_table` as a row group."""
+        import pyarrow.compute as pc
+        import pyarrow.parquet as pq
+
+        if self._writer is None:
+            self._writer = pq.ParquetWriter(self.path, table.schema, compression="zstd", use_dictionary=["ticker"])
+        self._writer.write_table(table, row_group_size=len(table))
+        self.rows += len(table)
+        self._pending = 0
+        self._tickers.append(table["ticker"][0].as_py())
+        self._dates += [str(pc.min(table["date"]).as_py()), str(pc.max(table["date"]).as_py())]
+
+    def close(self) -> dict[str, Any]:
+        """Finish the file; return its entry in the manifest."""
+        self._writer.close()
+        return shard_entry(self.path.parent, self.path.name, self.rows) | {
+            "first_date": min(self._dates),
+            "last_date": max(self._dates),
+            "tickers": self._tickers,
+            "segments": self._segments,
+        }
+
+
+def rename_shards(folder: Path, shards: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give the files their final names, now that their number is known; return their entries with these names."""
+    for number, shard in enumerate(shards):
+        path = f"data/shard-{number:05d}-of-{len(shards):05d}.parquet"
+        (folder / "data" / shard["path"]).rename(folder / path)
+        shard["path"] = path
+    return shards
 
 
 @dataclass(slots=True)

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dtrain_dagster.data.features import FEATURES, TARGET, ticker_features
-from dtrain_dagster.data.shard_file import stored_table
+from dtrain_dagster.data.features import FEATURES, TARGET, stored_table, ticker_features
 from dtrain_dagster.data.validation import Mask, gaps
 
 if TYPE_CHECKING:

@@ -28,8 +28,7 @@ from dtrain_dagster.registry.endpoint import (
     scoring_server,
 )
 from dtrain_dagster.registry.promotion import AliasDecision, Comparison, compare
-from dtrain_dagster.registry.run_model import RunModel, load_run_model, ordered_job
-from dtrain_dagster.registry.script_model import ScriptModel, load_script_model
+from dtrain_dagster.registry.run_model import RunModel, ScriptModel, load_model, ordered_job
 from dtrain_dagster.registry.smoke_test import SAME_WEIGHTS_TOLERANCE, AnswerError, as_registered, inputs_at, open_data
 from dtrain_dagster.registry.versions import (
     CARD,
@@ -135,7 +134,7 @@ class Registry(ABC):
             if (known := self.find(model_name, job.job_id, weights)) is not None:
                 return known
             result, evaluation = read_succeeded(rundir)
-            own = load_script_model(rundir, order) if job.is_of_script else load_run_model(rundir, order)
+            own = load_model(rundir, order)
             texts = {name: str(value) for name, value in tags.items()}
             all_tags = redact({**job_tags(rundir, result, evaluation, job), **own.digests, **texts})
             run_id = tracking_run(open_client(self.address), rundir, self.address, experiment, job.job_id)

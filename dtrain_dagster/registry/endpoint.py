@@ -23,8 +23,6 @@ import psutil
 
 from dtrain_dagster.clusters.azure_ml.client import words
 from dtrain_dagster.jobs.orders import Order
-from dtrain_dagster.registry.run_model import ordered_job
-from dtrain_dagster.registry.script_model import load_script_model, script_sample
 from dtrain_dagster.registry.smoke_test import (
     AnswerError,
     Sample,
@@ -35,8 +33,6 @@ from dtrain_dagster.registry.smoke_test import (
 )
 from dtrain_dagster.support.secrets import IDENTITY, check_token, redact, resolve
 from trainer.isolation.runner import clean_environment, kill_session, limit_command
-from trainer.rundir import RunDir
-from trainer.runtime.retry import RetryPolicy
 from trainer.runtime.scratch import scratch_folder
 from trainer.secrets.azure_token import credential
 
@@ -63,14 +59,6 @@ _NOT_ASKED = (401, 403, 404, *_BUSY)
 
 class ServingError(RuntimeError):
     """A scoring server's failure to start or to answer. The message says why."""
-
-
-class _BusyError(Exception):
-    """An answer that asks to come back later; it counts where patience is at its end."""
-
-    def __init__(self, status: int, body: bytes) -> None:
-        super().__init__(f"status {status}")
-        self.status, self.body = status, body
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,7 +197,6 @@ def check_endpoint(
     cache_dir: str | None = None,
     rows: int = 32,
     tolerance: float = ENDPOINT_TOLERANCE,
-    patience_seconds: float = 0.0,
     order: Order | None = None,
 ) -> EndpointCheck:
     """Ask the endpoint for the model of a run directory; return the findings:
@@ -220,15 +207,9 @@ def check_endpoint(
     - ``refusal``: inputs of a wrong shape, or with a value that is not finite, are refused, not answered
     - ``authorisation``: a request without credentials is refused (where credentials are used at all)
 
-    ``patience_seconds``: how long a busy or not yet ready endpoint is asked again. A fault of the endpoint is a
-    finding; only a fault of the run directory raises (`RunModelError`, `AnswerError`).
+    A fault of the endpoint is a finding; only a fault of the run directory raises (`RunModelError`, `AnswerError`).
     """
-    is_of_script = ordered_job(RunDir(run_dir), order).is_of_script
-    sample = (
-        script_sample(load_script_model(RunDir(run_dir), order))
-        if is_of_script
-        else load_sample(run_dir, cache_dir, rows, order)
-    )
+    sample = load_sample(run_dir, cache_dir, rows, order)
     findings: list[Finding] = []
     status: int | None = None
 
@@ -240,7 +221,7 @@ def check_endpoint(
         return EndpointCheck(url=redact(endpoint.url), findings=tuple(findings), status=status, **figures)
 
     try:
-        status, body = _ask(endpoint, sample.windows, patience_seconds)
+        status, body = endpoint.post(sample.windows)
         if not note("answers", status == 200, f"status {status}" + ("" if status == 200 else f": {_words(body)}")):
             return result()
         try:
@@ -263,22 +244,6 @@ def check_endpoint(
         max_relative_difference=found.max_relative_difference,
         max_relative_difference_to_training=found.max_relative_difference_to_training,
     )
-
-
-def _ask(endpoint: ScoringEndpoint, windows: Samples, patience_seconds: float) -> tuple[int, bytes]:
-    """Return the first answer that is not ``come back later``, or the last of those."""
-
-    def ask() -> tuple[int, bytes]:
-        status, body = endpoint.post(windows)
-        if status in _BUSY:
-            raise _BusyError(status, body)
-        return status, body
-
-    policy = RetryPolicy(first_pause_seconds=0.5, longest_pause_seconds=15.0, deadline_seconds=patience_seconds)
-    try:
-        return policy.call("the endpoint", ask, lambda error: isinstance(error, ServingError | _BusyError))
-    except _BusyError as busy:
-        return busy.status, busy.body
 
 
 def _refusals(endpoint: ScoringEndpoint, sample: Sample, note: Callable[[str, bool, str], bool]) -> None:

@@ -1,4 +1,4 @@
-"""The model of a run directory, checked against its order, and run in a process of its own.
+"""The model of a run directory, of a dataset or a script, checked against its order, and run in a process of its own.
 
 Nodes have written it: its description must be that of the order, its weights must be those that were registered, and no
 code of it runs in this process (`trainer.isolation.runner`).
@@ -20,6 +20,7 @@ from dtrain_dagster.jobs.orders import MODEL_DIGESTS, Order, plain_order
 from dtrain_dagster.support.user_code import stage_for_serving
 from trainer.config import JobConfig
 from trainer.data.manifest import DatasetError, describe, read_dataset_manifest
+from trainer.documents.arrays import ArraysError, read_arrays
 from trainer.documents.factory_arguments import is_correction
 from trainer.errors import DamagedError
 from trainer.isolation.runner import Isolated, IsolationError
@@ -35,15 +36,20 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from trainer.observability.program_registry import ProgramFiles
+
 DESCRIPTION, WEIGHTS = "model.json", "weights.pt"
 FACTORIES = "factories.json"
 """The file beside a packed model that lists the modules its factories may come from (`trainer.model.mlflow_model`)."""
+PROGRAM, EXAMPLE, FACTS = "program.pt2", "example.npz", "program.json"
+"""The files of a script's model: a program of torch and some samples, with their digests."""
+_DIGESTS = {PROGRAM: "program_sha256", EXAMPLE: "example_sha256"}
 MOST_BYTES = {
     DESCRIPTION: 1 << 20,
     WEIGHTS: 16 << 30,
-    "program.json": 1 << 20,
-    "example.npz": 1 << 30,
-    "program.pt2": 16 << 30,
+    FACTS: 1 << 20,
+    EXAMPLE: 1 << 30,
+    PROGRAM: 16 << 30,
 }
 ASK_SECONDS = 300.0
 _FOLDER = "model"
@@ -128,6 +134,36 @@ class RunModel:
                 raise RunModelError(f"{self.job.run_dir}: {error}") from error
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScriptModel:
+    """A script's model that was read once, and checked. Its class is in the script, so nothing of it is imported: the
+    program is run in a process of its own (`trainer.model.program`)."""
+
+    job: JobConfig
+    """The job as it was ordered."""
+    description: bytes
+    program: KeptFile
+    example: bytes
+    found: ProgramFiles
+    digests: Mapping[str, str]
+
+    def write(self, folder: Path) -> None:
+        """Write its files into a folder."""
+        (folder / FACTS).write_bytes(self.description)
+        (folder / EXAMPLE).write_bytes(self.example)
+        self.program.write(folder / PROGRAM)
+
+    def predict(self, samples: NDArray[Any]) -> dict[str, NDArray[np.float64]]:
+        """Return named columns (n,) for samples (n, …), from a process of its own. Raise `RunModelError` where it does
+        not answer, or not with just that."""
+        with scratch_folder("program") as folder:
+            self.write(folder)
+            try:
+                return Isolated(folder=folder, kind="program").predict(samples)
+            except IsolationError as error:
+                raise RunModelError(f"{self.job.run_dir}: {error}") from error
+
+
 def is_own(job: JobConfig) -> bool:
     """Return whether the model or the loss is a user's own."""
     return job.model.factory not in STOCK["model"] or job.loss.factory not in STOCK["loss"]
@@ -148,13 +184,20 @@ def ordered_job(rundir: RunDir, order: Order | None) -> JobConfig:
     return job
 
 
+def load_model(rundir: RunDir, order: Order | None) -> RunModel | ScriptModel:
+    """Return the model of a run directory, of a dataset or of a script, checked."""
+    return (
+        load_script_model(rundir, order) if ordered_job(rundir, order).is_of_script else load_run_model(rundir, order)
+    )
+
+
 def load_run_model(rundir: RunDir, order: Order | None = None) -> RunModel:
     """Return the model of a run directory, checked: of the ordered factories, arguments and data, undamaged, and
     unchanged since it was registered. Nothing of it is imported or unpickled. Raise `RunModelError` for a model that
     fails a check."""
     job = ordered_job(rundir, order)
     text, weights = read(rundir.storage, DESCRIPTION), keep(rundir.storage, WEIGHTS)
-    description = _parsed(text, rundir)
+    description = _parsed(text, rundir, DESCRIPTION)
     try:
         spec = _described(job)
     except DatasetError as error:
@@ -185,6 +228,47 @@ def load_run_model(rundir: RunDir, order: Order | None = None) -> RunModel:
         )
     refuse_change(rundir.uri, found, order.digests() if order else {})
     return RunModel(job=job, spec=spec, description=text, weights=weights, digests=found)
+
+
+def load_script_model(rundir: RunDir, order: Order | None) -> ScriptModel:
+    """Return the model of a script's run directory, undamaged and unchanged since it was registered. Nothing of it is
+    loaded. Raise `RunModelError` where there is none, with the reason that the nodes gave."""
+    from trainer.observability.program_registry import ProgramFiles  # not above: MLflow
+
+    if order is None:
+        raise RunModelError(
+            f"{rundir.uri}: no such job was ordered from this DTRAIN_HOME, so its program is not run: train from here"
+        )
+    text = read(rundir.storage, FACTS)
+    description = _parsed(text, rundir, FACTS)
+    if not isinstance(description.get("shape"), list):
+        said = str(description.get("error"))[:500]
+        raise RunModelError(f"{rundir.uri}: the model could not be exported ({said}): train again")
+    program, example = keep(rundir.storage, PROGRAM), read(rundir.storage, EXAMPLE)
+    found = {_DIGESTS[PROGRAM]: program.sha256, _DIGESTS[EXAMPLE]: hashlib.sha256(example).hexdigest()}
+    for name, digest in found.items():
+        if description.get(name) != digest:
+            raise RunModelError(
+                f"{rundir.uri}/model: {name} is {digest[:12]}…, {FACTS} says {str(description.get(name))[:12]}…: "
+                "it is damaged or was changed; do not use it, train again"
+            )
+    refuse_change(rundir.uri, found, order.registered)
+    try:
+        arrays = read_arrays(example, ("inputs", "outputs"))
+    except ArraysError as error:
+        raise RunModelError(f"{rundir.uri}/model/{EXAMPLE} {error}") from None
+    inputs, outputs = arrays["inputs"], arrays["outputs"]
+    fits = outputs.ndim == 2 and len(inputs) == len(outputs) > 0
+    if not fits or [*inputs.shape[1:]] != description["shape"] or str(inputs.dtype) != description.get("dtype"):
+        raise RunModelError(f"{rundir.uri}/model/{EXAMPLE} is not of the shape that {FACTS} says: train again")
+    return ScriptModel(
+        job=order.job,
+        description=text,
+        program=program,
+        example=example,
+        found=ProgramFiles(description, inputs, outputs),
+        digests=found,
+    )
 
 
 def _described(job: JobConfig) -> DataSpec | RowSpec:
@@ -231,13 +315,13 @@ def _told(storage: Storage, name: str) -> Iterator[str]:
         raise RunModelError(f"{storage.uri}/{path} is missing: the saved model is incomplete; train again") from None
 
 
-def _parsed(data: bytes, rundir: RunDir) -> dict[str, Any]:
+def _parsed(data: bytes, rundir: RunDir, name: str) -> dict[str, Any]:
     try:
         description = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise RunModelError(f"{rundir.uri}/{_FOLDER}/{DESCRIPTION} is not JSON: {error}") from None
+        raise RunModelError(f"{rundir.uri}/{_FOLDER}/{name} is not JSON: {error}") from None
     if not isinstance(description, dict):
-        raise RunModelError(f"{rundir.uri}/{_FOLDER}/{DESCRIPTION} holds a {type(description).__name__}, no object")
+        raise RunModelError(f"{rundir.uri}/{_FOLDER}/{name} holds a {type(description).__name__}, no object")
     return description
 
 

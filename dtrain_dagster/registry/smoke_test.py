@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.jobs.orders import Order
-from dtrain_dagster.registry.run_model import RunModel, load_run_model
+from dtrain_dagster.registry.run_model import RunModel, ScriptModel, load_model
 from trainer.data.sampler import spread_positions
 from trainer.documents.arrays import ArraysError, read_arrays
 from trainer.errors import DamagedError
@@ -69,12 +69,15 @@ class Agreement:
 
 
 def load_sample(run_dir: str, cache_dir: str | None = None, rows: int = 32, order: Order | None = None) -> Sample:
-    """Return ``rows`` windows at most, with their answers. ``order``: see `run_model.load_run_model`, which raises
-    `RunModelError`. Raise `AnswerError` where the run directory's predictions are of another dataset, or unreadable."""
+    """Return ``rows`` windows at most, of a script all that lie beside its program, with their answers. ``order``: see
+    `run_model.load_model`, which raises `RunModelError`. Raise `AnswerError` where the run directory's predictions are
+    of another dataset, or unreadable."""
     import numpy as np
 
     rundir = RunDir(run_dir)
-    own = load_run_model(rundir, order)
+    own = load_model(rundir, order)
+    if isinstance(own, ScriptModel):
+        return _script_sample(own)
     data = open_data(own, cache_dir)
     judged = spread_positions(data.count("test"))
     positions = np.unique(np.linspace(0, len(judged) - 1, min(rows, len(judged))).astype(np.int64))
@@ -89,6 +92,16 @@ def load_sample(run_dir: str, cache_dir: str | None = None, rows: int = 32, orde
         trained={name: values for name, values in known.items() if np.isfinite(values).all()},
         units={"prediction": own.spec.target_std} if getattr(own.spec, "task", "") == REGRESSION else {},
     )
+
+
+def _script_sample(own: ScriptModel) -> Sample:
+    """Return the samples that lie beside the program, with the answers that a server must give."""
+    import numpy as np
+
+    found = own.found
+    trained = dict(zip(found.columns, found.outputs.T, strict=True))
+    known = {name: values for name, values in trained.items() if np.isfinite(values).all()}
+    return Sample(windows=found.inputs, expected=own.predict(found.inputs), trained=known, takes_infinite=True)
 
 
 def open_data(own: RunModel, cache_dir: str | None) -> RowData | DataShardManager:

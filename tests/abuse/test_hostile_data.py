@@ -23,10 +23,9 @@ from dtrain_dagster.assets.checks import _samples_check
 from dtrain_dagster.assets.dataset import preview_rows
 from dtrain_dagster.automation.retraining import prices_of
 from dtrain_dagster.data import price_file
-from dtrain_dagster.data.build_once import verify_shards
+from dtrain_dagster.data.build_once import publish_dataset, verify_shards
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.prices import iter_tickers, write_prices
-from dtrain_dagster.data.publish import publish_dataset
 from dtrain_dagster.data.sources import PriceFile, price_source
 from tests.abuse import hostile_data
 from trainer.data.manifest import check_manifest

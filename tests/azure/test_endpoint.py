@@ -221,26 +221,6 @@ def test_an_endpoint_with_a_fault_does_not_pass(
 
 
 @pytest.mark.slow
-def test_an_endpoint_that_has_only_just_come_up_is_asked_again(
-    run_dir: str, azure_like: Callable[[Answer], str], rows_of: Callable[[np.ndarray], list[dict[str, float]]]
-) -> None:
-    asked = []
-
-    def answer(windows: np.ndarray, headers: dict[str, str]) -> tuple[int, Any]:
-        asked.append(len(windows))
-        if "Authorization" not in headers:
-            return 401, {}
-        return (503, {"message": "no healthy upstream"}) if len(asked) < 3 else (200, rows_of(windows))
-
-    endpoint = with_token(azure_like(answer))
-    assert not registry.check_endpoint(endpoint, run_dir).passed
-    asked.clear()
-    check = registry.check_endpoint(endpoint, run_dir, patience_seconds=60)
-    assert check.passed, check.message
-    assert asked[:3] == [32, 32, 32]
-
-
-@pytest.mark.slow
 def test_nobody_there_is_a_finding(run_dir: str) -> None:
     check = registry.check_endpoint(registry.ScoringEndpoint(url="http://127.0.0.1:9/invocations"), run_dir)
     assert [item.name for item in check.findings] == ["answers"]

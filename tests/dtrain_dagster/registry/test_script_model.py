@@ -21,7 +21,7 @@ from dtrain_dagster.jobs.orders import keep_order, order_of
 from dtrain_dagster.registry import MLflowRegistry, RunModelError, TrainingProvenance
 from dtrain_dagster.registry.promotion import choose_alias, compare_measures
 from dtrain_dagster.registry.registration import register_job
-from dtrain_dagster.registry.script_model import load_script_model
+from dtrain_dagster.registry.run_model import load_script_model
 from harness.accuracy import Accuracy
 from harness.tables import copy_tables
 from trainer import Trainer
@@ -151,7 +151,7 @@ def failed_export(folder: Path) -> None:
         (changed_shape, "is not of the shape that program.json says"),
         (failed_export, r"could not be exported \(the model cannot be exported\): train again"),
         (lambda folder: (folder / "example.npz").unlink(), r"example\.npz is missing"),
-        (lambda folder: (folder / "program.json").write_text("[]"), "could not be exported"),
+        (lambda folder: (folder / "program.json").write_text("[]"), "holds a list, no object"),
     ],
 )
 def test_what_nodes_have_changed_is_not_used(folder: Path, change: Any, message: str) -> None:
