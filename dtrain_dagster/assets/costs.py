@@ -49,8 +49,7 @@ class Bill:
 
     @property
     def above(self) -> float:
-        """Return the excess of the training over its estimate, as a fraction of the estimate. A probe is paid before
-        there is an estimate, and counts in neither."""
+        """Return the excess of the training, without its probe, over its estimate, as a fraction of that."""
         return overrun(self.tracker.training_usd, self.plan.estimate.usd.expected)
 
     @property

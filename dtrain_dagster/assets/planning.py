@@ -217,12 +217,8 @@ def measure_pace(
     history: History,
     limits: Limits,
 ) -> Pace:
-    """Return the forecast from a short probe on the available nodes, unless past runs on these very nodes tell enough;
-    with ``config.probe`` false, from past runs on other nodes.
-
-    Raise `dagster.Failure` where the probe is switched off and no past run is known, where the probe does not fit the
-    limits, and where it comes to them.
-    """
+    """Return the forecast from a short probe on the available nodes, unless past runs on these very nodes tell enough.
+    Raise `dagster.Failure` where that would exceed a limit, or probes are switched off and no past run is known."""
     config, cluster, project = request.config, request.cluster, request.project
     job, sizes = planned.job, planned.sizes
     if not config.probe:

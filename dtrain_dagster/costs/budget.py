@@ -44,8 +44,7 @@ def write_limit(rundir: RunDir, max_node_seconds: float | None, stop_at_usd: flo
 
 
 def launch_price(rundir: RunDir, tier: Tier) -> float | None:
-    """Return what a node of a job's last launch costs in an hour; None where its cluster does not say which nodes it
-    has, or their price is not known. ``tier``: of a launch that does not name its own."""
+    """Return what a node of a job's last launch costs in an hour; None where that is not known."""
     launch = rundir.read_json(LAUNCH) or {}
     try:
         return price_of(launch["sku"]).usd_per_hour(tier_of(launch.get("tier") or tier)) if "sku" in launch else None
@@ -54,8 +53,7 @@ def launch_price(rundir: RunDir, tier: Tier) -> float | None:
 
 
 def reprice(rundir: RunDir, usage: Iterable[NodeUsage], sku: str, tier: Tier) -> None:
-    """Recompute a budget in dollars for a job that continues on these nodes. Raise `PriceError` where that is
-    impossible."""
+    """Recompute a budget in dollars for a job that continues on these nodes. Raise `PriceError`."""
     dollars = (rundir.read_json(LIMIT) or {}).get("stop_at_usd")
     if dollars:
         paid = [*usage, *probe_usage_of(rundir.read_json(PLAN))]

@@ -81,8 +81,8 @@ def read_dollars(text: str) -> Decimal:
 
 
 def read_ceilings(home: Path) -> Ceilings:
-    """Return the ceilings of a home; none are set where there is no file. Raise `CeilingError` where it cannot be
-    read: a ceiling that is not known is not held."""
+    """Return the ceilings of a home. Raise `CeilingError` where they cannot be read: one that is not known is not
+    held."""
     try:
         found = read_document(open_storage(str(home)), CEILINGS, _SCHEMA, MARK_BYTES) or {}
     except (DamagedError, OSError) as error:

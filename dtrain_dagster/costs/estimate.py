@@ -29,8 +29,7 @@ Basis = Literal["history", "probe", "table"]
 CONFIDENCE_90 = 1.645
 """Standard deviations to either side that hold 90 % of a normal distribution."""
 PRIOR_SPREAD = 0.12
-"""Standard deviation of log(actual / estimated) before anything has been scored: shared machines and clouds vary by
-more than a short probe can see."""
+"""Standard deviation of log(actual / estimated) before anything has been scored."""
 MINIMUM_MARGIN = 0.07
 """However well it went so far, no interval is narrower to either side."""
 DOUBLING_SPREAD, SHARED_DOUBLING_SPREAD = 0.10, 0.25
@@ -121,8 +120,7 @@ class Sizes:
         return math.log(max(1.0, (ranks + 2 * other_cores) / self.cores) / self.crowding(node_count)) / 2
 
     def work(self, node_count: int) -> Work:
-        """Return all of the work, as the trainer's loop does it. Early stopping is not counted on: it can only make the
-        training cheaper."""
+        """Return all of the work, as the trainer's loop does it. Early stopping is not counted on."""
         ranks = self.ranks(node_count)
         per_epoch = self._steps_per_epoch(ranks)
         steps = per_epoch * self.epochs
@@ -138,8 +136,7 @@ class Sizes:
         )
 
     def least_work(self, node_count: int) -> Work:
-        """Return the work if the training stops as early as ``early_stopping_patience`` allows: the first evaluation is
-        the best one."""
+        """Return the work if the training stops as early as ``early_stopping_patience`` allows."""
         if self.early_stopping_patience is None:
             return self.work(node_count)
         frequency = self.eval_frequency or self._steps_per_epoch(self.ranks(node_count))
@@ -249,8 +246,7 @@ class Forecast:
     """Cores that other work took on the machine of all nodes when the forecast was made."""
 
     def seconds_at(self, node_count: int, speed: float = 1.0) -> Interval:
-        """Return the wall seconds of the whole training on ``node_count`` nodes, whose GPUs are ``speed`` times as fast
-        as those of the estimate."""
+        """Return the wall seconds of the whole training. ``speed``: of its GPUs relative to those of the estimate."""
         speed /= self.measured_speed
         known = speed == 1 and node_count == self.measured[0].node_count
         if self.totals and known:
@@ -342,14 +338,12 @@ def _nodes(item: Measured) -> int:
 
 
 def estimate_forecast(forecast: Forecast, price: SkuPrice, tier: Tier, node_count: int) -> Estimate:
-    """Return the time and the dollars of a forecast on ``node_count`` nodes. Raise `PriceError` where the SKU has no
-    price on that tier."""
+    """Return the time and dollars of a forecast. Raise `PriceError` where the SKU has no price on that tier."""
     return estimate_cost(forecast.seconds_at(node_count), price, tier, node_count)
 
 
 def estimate_cost(seconds: Interval, price: SkuPrice, tier: Tier, node_count: int) -> Estimate:
-    """Return time and dollars of ``node_count`` nodes for that long. The ends of the interval of dollars are at the
-    ends of the price's own range."""
+    """Return time and dollars of nodes for that long. The interval of dollars ends at the ends of the price's range."""
     usd_per_hour, (low, high) = price.usd_per_hour(tier), price.range_of(tier)
     hours = seconds.scaled(node_count / 3600)
     return Estimate(

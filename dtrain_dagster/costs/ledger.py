@@ -20,8 +20,7 @@ K = TypeVar("K")
 IN_STEPS = (CostCause.PRODUCTIVE, CostCause.COMMUNICATION, CostCause.WAITING, CostCause.INPUT)
 """Time in steps that counted; `Ledger.goodput` is their share."""
 CLOSING = 60 * SECOND
-"""Time after the job's end, in microseconds, in which its processes may be closing
-(`trainer.engine.trainer.DistributedTrainer.close`)."""
+"""Microseconds after the job's end in which its processes may be closing."""
 MEANINGS = {
     CostCause.PRODUCTIVE: "forward, backward, optimizer, and the votes and reports of a step",
     CostCause.SCRIPT: "your own program, which does not say what it does",
@@ -171,8 +170,7 @@ def _work(
 
 
 def _spans(interval: NodeCost, line: Timeline) -> list[Span]:
-    """Return the spans of the terms that this interval of the node was a member of: one that began later is a
-    newcomer."""
+    """Return the spans of the terms that this interval of the node was a member of."""
     found: list[Span] = []
     was_in = False
     for term in line.terms:
@@ -216,8 +214,7 @@ def _left(interval: NodeCost, term: Term) -> CostCause:
 
 
 def _longest_startup(intervals: Sequence[NodeCost], line: Timeline) -> int:
-    """Return the most seconds that a node took to join: one that never did was starting for that long. A launch that
-    formed no generation was starting all the time."""
+    """Return the most microseconds that a node took to join: one that never did was starting for that long."""
     took = []
     for interval in intervals:
         formed = [term.formed for term in line.terms if _is_member(interval, term)]

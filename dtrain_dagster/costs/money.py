@@ -21,8 +21,7 @@ _FINE = 1 << 40
 
 
 def microseconds(seconds: float) -> int:
-    """Return Unix seconds, or a duration, in microseconds. Raise OverflowError or ValueError where it is no finite
-    number."""
+    """Return seconds in microseconds. Raise OverflowError or ValueError where they are no finite number."""
     return round(float(seconds) * SECOND)
 
 

@@ -43,8 +43,7 @@ class TrainingPlan:
     fingerprint: str
     """Digest of everything that decides the trained weights, see `dtrain_dagster.jobs.progress.fingerprint`."""
     job: dict[str, Any]
-    """The `SECTIONS` of the job's ``job.json``; where a script trains, also ``script``: its command, and the numbers of
-    samples that it has found (`dtrain_dagster.jobs.script_job`)."""
+    """The `SECTIONS` of ``job.json``; and where a script trains, ``script``, see `dtrain_dagster.jobs.script_job`."""
     sku: str
     tier: Annotated[Tier, BeforeValidator(current_tier)]
     """The tier; plans of before 2026-03-31 have the old name of Spot, which is read as Spot."""
@@ -74,8 +73,7 @@ class TrainingPlan:
     phases: dict[str, float] = field(default_factory=dict)
     """Expected seconds by phase, see `costs.estimate.Parts`; `planning.projection` takes them for what is to come."""
     probes: tuple[ProbeCharge, ...] = ()
-    """The probes that are paid with this training: those that its estimate rests on and no other training has paid.
-    ``estimate`` is of the training alone."""
+    """The probes that are paid with this training, and not by another one. ``estimate`` is without them."""
 
     @property
     def sections(self) -> dict[str, Any]:
@@ -98,8 +96,7 @@ class TrainingPlan:
 
 
 def charges_of(document: Mapping[str, Any] | None) -> tuple[ProbeCharge, ...]:
-    """Return `TrainingPlan.probes` of a ``plan.json``; none where it is missing. Raise ValueError where they cannot be
-    read."""
+    """Return `TrainingPlan.probes` of a ``plan.json``. Raise ValueError where they cannot be read."""
     try:
         return _charges().validate_python((document or {}).get("probes") or ())
     except (ValidationError, AttributeError) as error:

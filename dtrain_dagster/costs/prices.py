@@ -71,8 +71,7 @@ class SkuPrice:
     memory_gib: int
     infiniband: bool
     low_priority_capable: bool
-    """Whether Azure ML gives Spot nodes of it: False where the service said no when the package was made. The name is
-    the service's own (``lowPriorityCapable``)."""
+    """Whether Azure ML gives Spot nodes of it (``lowPriorityCapable``)."""
     retired_on: str | None
     speed: float
     """Training speed of one node relative to one `REFERENCE_SKU`, in fp32. A rough guess, see ``speed_note``."""
@@ -82,8 +81,7 @@ class SkuPrice:
     """Prices of the tiers that have a known one."""
 
     def figure(self, tier: Tier) -> Figure:
-        """Return the price on that tier. Raise `PriceError` where the SKU is not offered on it, or its price is not
-        known."""
+        """Return the price on that tier. Raise `PriceError` where it is not offered, or not known."""
         tier = tier_of(tier)  # plans of before 2026-03-31 have the old name
         if tier == "spot" and not self.low_priority_capable:
             raise PriceError(
@@ -103,8 +101,8 @@ class SkuPrice:
         return self.figure(tier).usd_per_hour
 
     def range_of(self, tier: Tier) -> tuple[float, float]:
-        """Return the lowest and the highest price of one node-hour to expect; raise as `figure` does. That of Spot
-        ends at the pay-as-you-go price, above which it does not rise."""
+        """Return the lowest and the highest price to expect; that of Spot does not rise above the pay-as-you-go
+        price."""
         figure = self.figure(tier)
         most = self.figures.get("dedicated", figure) if tier_of(tier) == "spot" else figure
         return figure.usd_per_hour, max(figure.usd_per_hour, most.usd_per_hour)
@@ -128,8 +126,7 @@ Prices = dict[tuple[str, str, Tier], Figure]
 
 
 def price_of(sku: str, region: str | None = None) -> SkuPrice:
-    """Return the price of a SKU, in any case of letters; ``region``: None for ``DTRAIN_REGION``. Raise `PriceError`
-    where it is not known there, or where the site no longer prices the partition."""
+    """Return the price of a SKU, in any case of letters (region None: ``DTRAIN_REGION``). Raise `PriceError`."""
     if _AT in sku:
         return _price_of_site(hardware_of(sku), sku.partition(_AT)[2])
     region = region_of(region)
@@ -150,8 +147,7 @@ def price_of(sku: str, region: str | None = None) -> SkuPrice:
 
 
 def price_table(region: str | None = None) -> Mapping[str, SkuPrice]:
-    """Return SKU → price, of all that are known in a region (None: ``DTRAIN_REGION``). Raise `PriceError` where none
-    is."""
+    """Return SKU → price of a region (None: ``DTRAIN_REGION``). Raise `PriceError` where none is known."""
     region = region_of(region)
     regions = _tables()
     if region not in regions:
@@ -163,8 +159,7 @@ def price_table(region: str | None = None) -> Mapping[str, SkuPrice]:
 
 
 def hardware_of(sku: str) -> SkuPrice:
-    """Return a SKU of any region where it is known, for facts that do not depend on the region. Raise `PriceError` for
-    an unknown SKU."""
+    """Return a SKU of any region, for facts that do not depend on it. Raise `PriceError` for an unknown SKU."""
     name, at, partition = sku.partition(_AT)
     rows = (_by_any_case(rows, name) for rows in _tables().values())
     found = next((row for row in rows if row), None) or price_of(name)
@@ -191,8 +186,7 @@ def price_words(sku: str, is_bought: bool) -> str:
 
 
 def alternatives_to(sku: str) -> Mapping[str, SkuPrice]:
-    """Return the SKUs that may be taken in the place of this one: all of the region, or, at a site's price, it alone.
-    Raise `PriceError` where no price is known."""
+    """Return the SKUs that may be taken in its place: all of the region, or, at a site's price, it alone."""
     return {sku: price_of(sku)} if is_of_site(sku) else price_table()
 
 

@@ -38,8 +38,7 @@ LONGEST_PAUSE_SECONDS = 60.0
 """Longest pause that is accepted from the service: somebody waits at a terminal."""
 CONNECT_SECONDS, READ_SECONDS = 10, 60
 LARGEST_RATIO = 10.0
-"""A price that differs by a larger factor from the packaged one is taken for an error of the list, or of this
-module."""
+"""A price that differs by a larger factor from the packaged one is taken for an error."""
 _BEGINNING = datetime.min.replace(tzinfo=UTC)
 _NO_LINUX_VM = ("windows", "cloud services", "cloudservices", "dedicated host")
 """Words in the names of products that are not a Linux machine by the hour."""
@@ -97,9 +96,8 @@ def refresh_price_table(
     now: datetime | None = None,
     pause: Callable[[float], None] = time.sleep,
 ) -> Refreshed:
-    """Request the prices of these SKUs in these regions, and write them into the table at ``path`` as a whole. Figures
-    of other SKUs and regions stay in it. Raise `RetailError` where prices cannot be had; the table then stays as
-    before."""
+    """Request these prices and write them into the table at ``path``; others stay in it. Raise `RetailError`, and leave
+    the table as it was, where they cannot be had."""
     now = now or datetime.now(UTC)
     packaged = packaged_prices()
     notes = []
@@ -192,8 +190,7 @@ def choose_meter(meters: Sequence[Meter]) -> tuple[float | None, str]:
 def choose_prices(
     items: Iterable[Mapping[str, Any]], region: str, skus: Sequence[str], now: datetime
 ) -> tuple[dict[tuple[str, Tier], float], list[str]]:
-    """Return (SKU, tier) → US dollars per hour, of the prices that count now, and in words those that are in doubt.
-    Raise `RetailError` for items that are not of the known shape."""
+    """Return (SKU, tier) → US dollars per hour now, and the doubts in words. Raise `RetailError` for other items."""
     names = {sku.casefold(): sku for sku in skus}
     meters: dict[tuple[str, Tier], list[Meter]] = {}
     for item in items:
@@ -222,8 +219,8 @@ def choose_prices(
 
 
 def is_linux_by_the_hour(item: Mapping[str, Any], region: str) -> bool:
-    """Return whether this is the general price of an hour of a Linux machine in that region. Raise `RetailError` if it
-    is not in US dollars."""
+    """Return whether this is the general price of a Linux machine there. Raise `RetailError` if it is not in
+    dollars."""
     product = str(item.get("productName", "")).casefold()
     names = f"{item.get('skuName', '')} {item.get('meterName', '')}".casefold()
     if (
@@ -243,8 +240,7 @@ def is_linux_by_the_hour(item: Mapping[str, Any], region: str) -> bool:
 
 
 def tier_of_meter(item: Mapping[str, Any]) -> Tier:
-    """Return the tier by the suffix of the item's names: ``NC6s v3``, ``NC6s v3 Spot``; bills of before 2026-03-31 have
-    ``NC6s v3 Low Priority`` for what is Spot now."""
+    """Return the tier by the item's names: ``NC6s v3 Spot``; in older bills ``NC6s v3 Low Priority``."""
     names = f"{item.get('skuName', '')} {item.get('meterName', '')}".casefold()
     return "spot" if _RETIRED_METER in names or "spot" in names.split() else "dedicated"
 
@@ -329,8 +325,8 @@ def _page(url: str, answer: requests.Response) -> dict[str, Any]:
 
 
 def _refuse_what_cannot_be(found: Prices, packaged: Prices, url: str) -> None:
-    """`RetailError` with every figure that is not positive or far from what the package has, there or, as a median, in
-    other regions."""
+    """`RetailError` with every figure that is not positive or far from the package's (else from other regions'
+    median)."""
     wrong = []
     for (region, sku, tier), figure in found.items():
         known = {place: other.usd_per_hour for (place, *what), other in packaged.items() if what == [sku, tier]}

@@ -67,8 +67,7 @@ IN_STEPS = ("training", "checkpoint")
 """Phases whose time the windows divide: the time that a save holds up is a segment of theirs."""
 NEVER = 1 << 62
 MOST_WINDOWS = 1500
-"""Windows of a generation that are kept; neighbours beyond are merged, which moves nothing from one cause to
-another."""
+"""Windows of a generation that are kept; neighbours beyond are merged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +117,7 @@ class Timeline:
 
 
 def timeline(events: Iterable[Mapping[str, Any]], running: bool = False) -> Timeline:
-    """Return the timeline of a job's events. ``running``: the job has not ended, so the time after its last report
-    counts like that before."""
+    """Return the timeline of a job's events. ``running``: the time after its last report counts like that before."""
     facts = read_facts(events)
     terms = _terms(facts)
     last = max((time for generation, time, _ in facts.ends if terms and generation == terms[-1].number), default=NEVER)

@@ -77,11 +77,7 @@ class NodeCost:
 
 
 class CostTracker:
-    """The sum of a job's node presence. One tracker looks at one job.
-
-    It accepts any history: an interval that ends before it starts counts zero, overlapping intervals of one node count
-    once, and ``notes`` says so.
-    """
+    """The sum of a job's node presence. Odd intervals count zero or once, and ``notes`` says so."""
 
     def __init__(self, cluster_name: str, usage: Iterable[NodeUsage], tier: Tier) -> None:
         self.cluster_name = cluster_name
@@ -118,13 +114,11 @@ class CostTracker:
 
     @property
     def wall_seconds(self) -> float:
-        """Return the seconds in which at least one node of the training was paid for; the time between two launches is
-        not, and that of probes neither."""
+        """Return the seconds in which at least one node of the training, without its probes, was paid for."""
         return paid_wall_seconds(self.training_nodes)
 
     def metrics(self, epochs: float, estimated_usd: float) -> CostMetrics:
-        """Return the job as `CostMetrics`. ``epochs`` may be a fraction; with none, an epoch costs as much as the
-        whole."""
+        """Return the job as `CostMetrics`. ``epochs`` may be a fraction."""
         return CostMetrics(
             cluster_name=self.cluster_name,
             total_cost_usd=self.total_usd,
@@ -140,11 +134,8 @@ def _moment(at: float | None) -> int | None:
 
 
 def bill_usage(usage: Iterable[NodeUsage]) -> tuple[list[NodeCost], tuple[str, ...]]:
-    """Return the paid intervals, without prices, in order of node and time, and their oddities in words.
-
-    Where two records of one node overlap it is paid for once, as the later one says: of two launches, the later one's
-    nodes are present.
-    """
+    """Return the paid intervals, without prices, in order of node and time, and their oddities in words. Where two
+    records of one node overlap it is paid for once, as the later one says."""
     by_node: dict[int, list[NodeCost]] = defaultdict(list)
     backward, twice = 0, 0
     jumps: dict[int, float] = defaultdict(float)

@@ -53,8 +53,7 @@ def judge_job(events: Sequence[Mapping[str, Any]], found: Ledger) -> JobVerdict:
 
 
 def describe_performance(diagnosis: Diagnosis, good: Goodput) -> str:
-    """Return the bottleneck and its evidence in words, and the largest other use of the paid time, where little of it
-    trained."""
+    """Return the bottleneck and its evidence, and the largest other use of paid time where little of it trained."""
     if diagnosis.cause is SlowdownCause.UNKNOWN:
         first = diagnosis.evidence
     elif diagnosis.cause is SlowdownCause.HEALTHY:
@@ -67,8 +66,7 @@ def describe_performance(diagnosis: Diagnosis, good: Goodput) -> str:
 
 
 def describe_goodput(good: Goodput, succeeded: bool = True) -> str:
-    """Return what took the paid time that did not train, in words; "" where most of it trained. Of a training that did
-    not succeed, a longer one is not advised."""
+    """Return what took the paid time that did not train, in words; "" where most of it trained."""
     if good.share >= LOW_GOODPUT or not good.elsewhere:
         return ""
     name, seconds = max(good.elsewhere.items(), key=lambda item: item[1])
@@ -98,8 +96,7 @@ class Reason:
 def reasons(
     plan: TrainingPlan, nodes: Sequence[NodeCost], found: Ledger, steps: int, probe: Ledger | None
 ) -> list[Reason]:
-    """Return the reasons, the largest first; they add up to paid minus expected dollars. ``probe``: of the run that the
-    estimate rests on, where there was one."""
+    """Return the reasons, the largest first; they add up to paid minus expected dollars."""
     rate, count = plan.estimate.usd_per_node_hour / 3600, plan.node_count
     paid, usd = sum(node.hours for node in nodes) * 3600, sum(node.usd for node in nodes)
     told: list[Reason] = []

@@ -64,8 +64,7 @@ class PlannedJob:
         return "this machine" if self.kind.is_this_machine else f"the {self.kind.words}"
 
     def on_nodes(self, job: JobConfig, node_count: int) -> PlannedJob:
-        """Return the same training on another number of nodes. Each rank keeps its batch, so that sizes and pace
-        stay."""
+        """Return the same training on other nodes; sizes and pace stay, since each rank keeps its batch."""
         digest = fingerprint(job, node_count, self.sizes.processes_per_node, self.script.digest if self.script else "")
         return replace(self, job=job, fingerprint=self.names.mark(digest), node_count=node_count)
 
@@ -101,9 +100,8 @@ def size_up_job(
 
 
 def pace_mark(job: JobConfig, processes_per_node: int, script: str = "") -> str:
-    """Return eight hex digits over everything that decides the duration of a step, an evaluation or a start, on any
-    number of nodes. Trainings that differ only in their number of steps, in how often they save or evaluate, or in the
-    numbers of an optimizer have the same mark."""
+    """Return eight hex digits over all that decides the duration of a step, an evaluation or a start, on any nodes: not
+    the number of steps, the frequency of saves and evaluations, or the numbers of an optimizer."""
     training = replace(
         job.training,
         world_size=1,
@@ -185,8 +183,7 @@ def assemble_plan(
 
 
 def note_price(planned: PlannedJob) -> str:
-    """Return the source of the price in words, that nothing is billed where it is a stand-in, and what a price of Spot
-    leaves open."""
+    """Return the source of the price in words, and what it leaves open."""
     price, figure = planned.price, planned.price.figure(planned.tier)
     if is_of_site(price.sku):
         return (
@@ -244,8 +241,7 @@ class Limits:
 
 
 def explain_excess(estimate: Estimate, limits: Limits, at_least: bool = False) -> str | None:
-    """Return in words how the estimate exceeds the limits; None where it fits. ``at_least``: only what is beyond doubt
-    counts, the lower end of the interval."""
+    """Return in words how the estimate exceeds the limits; None where it fits. ``at_least``: with its lower end."""
     usd, seconds = estimate.usd, estimate.seconds
     said = []
     if limits.budget_usd and (usd.low if at_least else usd.expected) + limits.spent_usd > limits.budget_usd:

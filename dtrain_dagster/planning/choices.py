@@ -143,8 +143,7 @@ def compare_choices(
 
 
 def explain_unavailable(price: SkuPrice, tier: Tier, today: date | None) -> str:
-    """Return why nodes of a SKU cannot be had on a tier, "" if they can. ``today``: None for nodes that are only priced
-    as this SKU, which may be retired then."""
+    """Return why nodes cannot be had, "" if they can. ``today``: None for nodes that are only priced as this SKU."""
     if today and price.retired_on and date.fromisoformat(price.retired_on) <= today:
         return f"retired on {price.retired_on}"
     try:
@@ -208,22 +207,19 @@ def misses(choice: PlanChoice, limits: Limits) -> list[str]:
 
 
 def name_nodes(node_count: int, sku: str, tier: Tier, place: str = "") -> str:
-    """Return ``3 × NC24ads_A100_v4 (Spot)``, or ``this machine, priced as if it were 3 × …``. ``place``: see
-    `PlannedJob.place`."""
+    """Return ``3 × NC24ads_A100_v4 (Spot)``, or ``this machine, priced as if it were 3 × …``."""
     nodes = f"{node_count} × {sku.removeprefix('Standard_')} ({tier_in_words(tier)})"
     return f"{place}, priced as if it were {nodes}" if place else nodes
 
 
 def in_words(choice: PlanChoice, place: str = "") -> str:
-    """Return ``2 × NC6s_v3 (dedicated): 3 h 10 min (2 h 50 min to 3 h 40 min), $19.38 ($17.34 to $22.44); scaled from
-    …``"""
+    """Return the nodes, the time and the dollars with their ranges, and where the time comes from."""
     name = name_nodes(choice.node_count, choice.sku, choice.tier, place)
     return f"{name}: {choice.seconds.told(format_duration)}, {choice.usd.told(dollars)}; {choice.time_from}"
 
 
 def explain_choice(table: Choices) -> str:
-    """Return what runs, what fewer nodes of the same kind would save, and the cheapest of all choices, each with its
-    dollars and its time. Pure."""
+    """Return what runs, what fewer such nodes would save, and the cheapest of all choices. Pure."""
     planned, cheapest = table.planned, table.cheapest
     if planned is None:
         said = ["The planned nodes are not among the choices (see choices_not_available)."]
@@ -310,8 +306,7 @@ def _told(choice: PlanChoice) -> str:
 
 
 def _rounded_up(value: float) -> str:
-    """Return the value rounded up to cents, and below 1 to three digits: what is set is never less than what is
-    needed."""
+    """Return the value rounded up to cents, and below 1 to three digits."""
     value *= 1 + 1e-9  # floats: what is set is multiplied again before it is compared
     digits = 2 if value >= 1 else 2 - math.floor(math.log10(max(value, 1e-9)))
     return f"{math.ceil(value * 10**digits) / 10**digits:.{digits}f}"

@@ -114,27 +114,23 @@ class History:
 def past_runs(
     instance: dg.DagsterInstance, pace: str, keeps_cache: bool, names: GraphNames = STOCK_NAMES
 ) -> list[PastRun]:
-    """Return the latest runs of the same pace, the newest first, that lost no node and did not start again. Folders
-    that are gone or unreadable do not count."""
+    """Return the latest runs of the same pace, the newest first, that lost no node and did not start again."""
     made = _materializations(instance, names.key("trained_checkpoint"))
     folders = (RunDir(str(said["run_dir"])) for _, _, said in made if "run_dir" in said)
     return _usable(folders, keeps_cache, lambda plan: bool(plan) and plan.get("pace") == pace)
 
 
 class HomeHistory:
-    """Past runs of a home as evidence for a training that no Dagster asset plans. They are found by its latest orders,
-    whoever gave them: Dagster, a shell, a search or a fleet."""
+    """Past runs of a home, by its latest orders, as evidence for a training that no Dagster asset plans."""
 
     def __init__(self, home: Path, processes_per_node: int, sku: str, shares_machine: bool) -> None:
-        """``sku``: of the nodes that are planned. ``shares_machine``: whether all nodes are this one machine, which
-        keeps what was unpacked for the next run."""
+        """``shares_machine``: whether all nodes are this machine, which keeps what was unpacked for the next run."""
         self.processes_per_node, self.sku, self.shares_machine = processes_per_node, sku, shares_machine
         self._orders = [(self._mark(job), job) for job in latest_orders(home, LOOK_BACK)]
         self._runs: dict[str, list[PastRun]] = {}
 
     def forecast(self, job: JobConfig, sizes: Sizes) -> Forecast | None:
-        """Return what past runs of the same pace and global batch tell of a job, on the nodes that the latest of them
-        had; None where there are none. Of the trainer's own code they may have had another version."""
+        """Return what past runs of the same pace and global batch tell of a job, on the nodes of the latest of them."""
         runs = self.runs_like(job)
         if not runs:
             return None
@@ -156,8 +152,7 @@ class HomeHistory:
 def _usable(
     folders: Iterable[RunDir], keeps_cache: bool, is_wanted: Callable[[Mapping[str, Any]], bool], sku: str = ""
 ) -> list[PastRun]:
-    """Return the first `MOST_READ` runs that can be learned from. ``is_wanted``: by their plan. ``sku``: of nodes whose
-    records name none."""
+    """Return the first `MOST_READ` runs that can be learned from. ``is_wanted``: by their plan."""
     found: list[PastRun] = []
     for rundir in folders:
         try:
@@ -299,8 +294,8 @@ def from_history(
 
 
 def spread_of_runs(seconds: Sequence[float]) -> float:
-    """Return the standard deviation of the logarithm of the next of these times; 0 for fewer than two. It is shrunk
-    towards the assumption without experience, as what past estimates teach is."""
+    """Return the standard deviation of the logarithm of the next of these times, shrunk towards `PRIOR_SPREAD`; 0 for
+    fewer than two."""
     if len(seconds) < 2 or min(seconds) <= 0:
         return 0.0
     logs = [math.log(value) for value in seconds]
@@ -311,8 +306,7 @@ def spread_of_runs(seconds: Sequence[float]) -> float:
 
 
 def knows(forecast: Forecast | None, node_count: int) -> bool:
-    """Return whether the forecast rests on past runs on exactly this number of nodes, so that a probe would tell
-    nothing new."""
+    """Return whether the forecast rests on past runs on exactly these nodes, so that a probe would tell nothing new."""
     return forecast is not None and forecast.basis == "history" and forecast.measured[0].node_count == node_count
 
 

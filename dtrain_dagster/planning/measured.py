@@ -29,10 +29,7 @@ def read_measured(
     global_batch_size: int,
     keeps_cache: bool,
 ) -> Measured:
-    """Return the durations of a finished run, from the records of its last launch. Pure.
-
-    ``keeps_cache``: shards that it had to unpack are there for the next one.
-    """
+    """Return the durations of a finished run. ``keeps_cache``: shards that it unpacked are there for the next. Pure."""
     launch = max(node.launch for node in nodes)
     nodes = [node for node in nodes if node.launch == launch]
     begin = min(node.started_at for node in nodes)

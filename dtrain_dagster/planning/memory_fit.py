@@ -105,8 +105,7 @@ def need_of(
 
 
 def why_too_small(model: ModelBytes, training: DistributedTrainingConfig, room: MemoryRoom) -> str:
-    """Return why the model cannot be trained on these nodes, however few samples go through it at once; "" if it can
-    be."""
+    """Return why the model cannot be trained on these nodes with any batch; "" if it can be."""
     need = need_of(model, training, room, 0)
     if need.least <= room.bytes:
         return ""
@@ -156,8 +155,7 @@ def _ways(
 
 
 def _ways_to_share(model: ModelBytes, training: DistributedTrainingConfig, room: MemoryRoom, samples: int) -> list[str]:
-    """Return how ranks could share the model so that passes of this many samples fit: on these nodes, else on the
-    fewest that suffice."""
+    """Return how ranks could share the model for passes of this many samples: here, else on the fewest that suffice."""
 
     def fits(strategy: str, there: MemoryRoom) -> bool:
         return need_of(model, training, there, samples, strategy).total <= FITS * there.bytes

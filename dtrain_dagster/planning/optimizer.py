@@ -66,8 +66,7 @@ def utilization(events: Iterable[Mapping[str, Any]]) -> Utilization | None:
 
 
 class ResourceOptimizer:
-    """An adviser on one finished job. ``prices``: of the SKUs that may be bought instead; ``training``: the trainer's
-    configuration."""
+    """An adviser on one finished job. ``prices``: of the SKUs that may be bought instead."""
 
     def __init__(
         self,

@@ -167,8 +167,7 @@ def worthwhile(rows: Sequence[Change], kinds: Iterable[str], usd: float) -> list
 
 
 def _fits_on(nodes: int, world: Sequence[TimingEvent], memory: GPUMemory | str, training: Mapping[str, Any]) -> bool:
-    """Return whether a model that ranks share fits on so many nodes, of which each holds more of it, as far as that is
-    known."""
+    """Return whether a model that ranks share fits on so many nodes, as far as that is known."""
     if not isinstance(memory, GPUMemory):
         return True
     sharing = sharing_of(world[-1], str(training.get("strategy") or "ddp"), nodes)
@@ -200,8 +199,7 @@ def _other_skus(
 
 
 def _is_offered(price: SkuPrice, base: BaseRun, memory: GPUMemory | str, today: date) -> bool:
-    """Return whether such nodes can be bought and hold the same ranks; one with less memory is offered where what is
-    used was measured and fits."""
+    """Return whether such nodes can be bought and hold the same ranks, by what was measured or by their size."""
     if explain_unavailable(price, base.tier, today) or price.gpus != base.price.gpus:
         return False
     if isinstance(memory, GPUMemory):

@@ -29,8 +29,7 @@ from trainer.config import JobConfig, TrackingConfig
 from trainer.rundir import RESULT, RunDir
 
 LISTENING_SECONDS = 1.0
-"""Seconds in which the use of the cores is counted. The load averages of the system reach back a minute, in which a
-probe or a training of our own may have run."""
+"""Seconds in which the use of the cores is counted: load averages would still count a probe that has ended."""
 LEAST_STEPS, MOST_STEPS, SHARE_OF_TRAINING = 24, 120, 0.1
 """A probe does a tenth of the training's steps, within these bounds: of a long training, next to nothing."""
 WINDOWS = 6
@@ -39,16 +38,13 @@ MANY_EVALUATIONS = 4
 """Evaluations of a training from which a probe has two: the first takes up to twice as long as all after it."""
 TRACKING_SHARE = 0.8
 """Delay of a training by its trackers, as a share of the start-up of a rank that has a core to itself: both are
-imports. A probe is tracked nowhere, so that nothing disturbs its few steps and nobody's experiments fill up with
-probes."""
+imports. A probe is tracked nowhere."""
 PAID_BY = "paid_by.json"
 """File of a probe's run directory: the job that pays for it. The first training that rests on it does, and no other."""
 GUESSED_SECONDS = 7.0
-"""Seconds of a probe whose ranks have a core each, where nothing better is known. The default model's took 6 to 16 s
-with 3 ranks on 2 cores, by what else the machine did; for any other model and machine it is a guess."""
+"""Seconds of a probe whose ranks have a core each, where nothing better is known: a guess."""
 PAST_SPREAD, GUESS_SPREAD = 0.35, 0.75
-"""Standard deviation of the logarithm of a probe's time, where probes of other trainings are known and where nothing
-is: 90 % lie within a factor of 1.8 and of 3.4."""
+"""Standard deviation of the logarithm of a probe's time, with probes of other trainings and without."""
 
 
 def probe_counts(node_count: int, has_limits: bool) -> tuple[int, ...]:
@@ -59,14 +55,12 @@ def probe_counts(node_count: int, has_limits: bool) -> tuple[int, ...]:
 
 
 def probe_id(mark: str, node_count: int) -> str:
-    """Return the id of a probe's job. ``mark`` identifies a measurement that can be used again: the training, and what
-    it runs on."""
+    """Return the id of a probe's job. ``mark``: of the training and of what it runs on."""
     return f"probe-{mark}-{node_count}n"
 
 
 def probe_job(job: JobConfig, jobs_uri: str, mark: str, node_count: int, sizes: Sizes) -> JobConfig:
-    """Return the same training on ``node_count`` nodes, cut to some steps and one or two evaluations, tracked
-    nowhere."""
+    """Return the same training, cut to some steps and one or two evaluations, tracked nowhere."""
     job_id, work = probe_id(mark, node_count), sizes.work(node_count)
     steps = min(work.steps, max(LEAST_STEPS, min(MOST_STEPS, round(SHARE_OF_TRAINING * work.steps))))
     training = replace(
@@ -173,8 +167,7 @@ def has_succeeded(rundir: RunDir) -> bool:
 
 
 def cores_of_others(sizes: Sizes) -> float:
-    """Return how many cores of the machine are in use, counted for a second while nothing of the plan runs on it; 0
-    where each node is a machine of its own, which cannot be seen from here."""
+    """Return how many cores of this machine others use, counted for a second; 0 where nodes are other machines."""
     if not sizes.cores:
         return 0.0
     import psutil  # not above: loading the code location does without
@@ -224,8 +217,7 @@ class Pace:
 
 
 def explain_dear_probe(probe: ExpectedProbe, limits: Limits, stop_at_usd: float) -> str | None:
-    """Return in words why not even the plan's probe fits its limits; None where it does, as expected. A probe that was
-    run before is free."""
+    """Return in words why not even the plan's probe fits its limits; None where it does, as expected."""
     said = [
         f"{name} is {dollars(limit)}"
         for name, limit in (("budget_usd", limits.budget_usd), ("stop_at_usd", stop_at_usd))
@@ -274,8 +266,7 @@ def _expected_seconds(alike: Sequence[PastProbe], count: int, sizes: Sizes) -> f
 
 
 def unpaid_charges(manager: GPUClusterManager, jobs_uri: str, job_ids: Sequence[str]) -> tuple[ProbeCharge, ...]:
-    """Return the charges of those probes that no training pays for yet; none of a job that the cluster has
-    forgotten."""
+    """Return the charges of those probes that no training pays for yet, as far as the cluster knows them."""
     found = []
     for job_id in job_ids:
         if payer_of(RunDir(f"{jobs_uri}/{job_id}")) is None:
@@ -303,8 +294,7 @@ def payer_of(rundir: RunDir) -> str | None:
 
 
 def take_charges(jobs_uri: str, charges: Sequence[ProbeCharge], job_id: str) -> tuple[ProbeCharge, ...]:
-    """Make this job pay for those of the probes that no other job pays for, and return them. Whoever comes first gets
-    a probe, so that each is paid once."""
+    """Make this job pay for those of the probes that no other job pays for, and return them."""
     mine = []
     for charge in charges:
         rundir = RunDir(f"{jobs_uri}/{charge.job_id}")
@@ -316,8 +306,7 @@ def take_charges(jobs_uri: str, charges: Sequence[ProbeCharge], job_id: str) -> 
 
 
 def left_node_seconds(limit_usd: float, charges: Sequence[ProbeCharge], price: SkuPrice, tier: Tier) -> float | None:
-    """Return the node-seconds that a probe may take of a limit in dollars, after these charges; None without a limit.
-    Pure."""
+    """Return the node-seconds that the limit leaves for a probe after these charges; None without a limit. Pure."""
     if not limit_usd:
         return None
     left = limit_usd - charge_usd(charges, tier)

@@ -108,8 +108,7 @@ def _key(kind: str, level: float) -> str:
 
 
 def project(tracker: CostTracker, plan: Mapping[str, Any] | None, view: JobView) -> Projection:
-    """Return the projection. ``plan``: the content of ``plan.json``. Raise KeyError, TypeError or ValueError for a
-    damaged one."""
+    """Return the projection. Raise KeyError, TypeError or ValueError for a damaged ``plan.json``."""
     if plan is None:
         return Projection(so_far=tracker.total_usd)
     usd = plan["estimate"]["usd"]
@@ -130,9 +129,8 @@ def project(tracker: CostTracker, plan: Mapping[str, Any] | None, view: JobView)
 
 
 def time_left(view: JobView, plan: Mapping[str, Any] | None, now: float) -> TimeLeft | None:
-    """Return the time left of a job that runs, at Unix time ``now``: its steps at their latest speed, evaluations and
-    saves, and the finish as far as the plan foresees it. None where it is not known: before the first report, and in a
-    finish that the plan does not foresee or that takes longer."""
+    """Return the time left of a job that runs, at Unix time ``now``: steps at their latest speed, evaluations and
+    saves, and the finish as far as the plan foresees it. None where it is not known."""
     try:
         work, phases = (plan or {}).get("work") or {}, (plan or {}).get("phases") or {}
         finish, total = phases.get("finish"), work.get("steps") or view.total_steps
@@ -183,8 +181,7 @@ def pauses_left(view: JobView, work: Mapping[str, Any], phases: Mapping[str, Any
 
 
 def _steps_since(now: float, view: JobView) -> float:
-    """Return the steps done since the last report, as far as the view says; at most those between two reports, so that
-    time in which nothing is done counts as lost."""
+    """Return the steps done since the last report, as far as the view says; at most those between two reports."""
     if len(view.reports) < 2:
         return 0.0
     (_, _, before), (at, seconds, last) = view.reports[-2:]
@@ -192,8 +189,7 @@ def _steps_since(now: float, view: JobView) -> float:
 
 
 def _shifted(estimate: Interval, so_far: float, plan: Mapping[str, Any]) -> Interval:
-    """Return the estimate plus what the start has cost more than planned; where that is not known, at least what was
-    spent."""
+    """Return the estimate plus what the start has cost more than planned; at least what was spent."""
     seconds = float(((plan["estimate"].get("seconds") or {}).get("expected")) or 0.0)
     startup = (plan.get("phases") or {}).get("startup")
     planned = so_far if startup is None or not seconds else estimate.expected * float(startup) / seconds
@@ -206,8 +202,7 @@ def _shifted(estimate: Interval, so_far: float, plan: Mapping[str, Any]) -> Inte
 
 
 def _usd_per_second(tracker: CostTracker, first: float, last: float) -> float:
-    """Return the dollars per second of this time; where nothing was paid, since clocks differ, of the time from the
-    beginning to now."""
+    """Return the dollars per second of this time; where nothing was paid, of the time from the beginning to now."""
     began = min((node.started_at for node in tracker.nodes), default=first)
     ended = max((node.ended_at for node in tracker.nodes), default=last)
     for begin, end in ((max(first, began), min(last, ended)), (began, ended)):

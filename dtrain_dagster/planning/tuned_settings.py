@@ -32,17 +32,15 @@ class Tuned:
     training: dict[str, Any]
     evidence: dict[str, Any] = field(default_factory=dict)
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """``model`` and ``loss`` as a search has found them, with ``factory`` and ``args``; empty in a file of
-    `dtrain tune`."""
+    """``model`` and ``loss`` as a search has found them, with ``factory`` and ``args``."""
 
     @property
     def is_found(self) -> bool:
         return SEARCH in self.evidence
 
     def parts_for(self, job: JobConfig) -> dict[str, dict[str, Any]]:
-        """Return the sections of the model and the loss for a job that was configured without the file; only those that
-        a search has varied. Raise `ConfigError` for a job whose model or loss is neither the one that the search began
-        from nor the one that it has found."""
+        """Return the model and the loss that a search has varied. Raise `ConfigError` for a job that has neither those
+        that it began from nor those that it has found."""
         for name in PARTS if self.is_found else ():
             here, before = asdict(job)[name], self.evidence.get(name)
             if here not in (before, self.parts.get(name, before)):
@@ -53,14 +51,9 @@ class Tuned:
         return self.parts
 
     def settings_for(self, job: JobConfig, stated: Collection[str]) -> tuple[dict[str, Any], list[str]]:
-        """Return fields of ``training`` for a job that was configured without the file, and notes on them for a person.
-        ``stated``: fields that were given besides and stay as they are.
-
-        Another dataset or number of ranks brings a warning: a dataset gets another id with each day of new prices, and
-        the settings can be used all the same, only their figures may differ. An unfinished search also brings one.
-        Raise `ConfigError` for another model or loss, since the effect of a precision on learning was measured on that
-        one alone, and for another number of samples in a step, which would make it another training.
-        """
+        """Return fields of ``training`` for a job that was configured without the file, and notes on them. ``stated``:
+        fields that were given besides and stay. Raise `ConfigError` for another model or loss than was measured, and
+        for another number of samples in a step."""
         used = {name: value for name, value in self.training.items() if name not in stated}
         if self.is_found:
             return used, self._notes(job, used)
