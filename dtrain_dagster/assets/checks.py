@@ -7,6 +7,7 @@ Checks that an asset makes as it is made are with it: of prices in `dataset`, of
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from dtrain_dagster.jobs.progress import code_version
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows, with_own_cores
 from dtrain_dagster.planning.history import latest_score, past_scores
 from dtrain_dagster.planning.projection import THRESHOLDS
-from dtrain_dagster.planning.scoring import Score, learn, summarise_scores
+from dtrain_dagster.planning.scoring import Score, learn
 from dtrain_dagster.resources import ProjectResource, project_resource
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.graph_names import GraphNames
@@ -134,7 +135,9 @@ def judged(latest: tuple[str, Score | str] | None, scores: Sequence[Score]) -> d
     job_id, last = latest
     if isinstance(last, str):
         return dg.AssetCheckResult(passed=True, metadata={"job_id": job_id, "why": f"not scored: {last}"})
-    together, next_one = summarise_scores(scores), learn(scores, last.basis, last.sku)
+    next_one = learn(scores, last.basis, last.sku)
+    errors = [abs(score.usd_error) for score in scores] or [0.0]
+    held = [score.is_within for score in scores] or [False]
     metadata: dict[str, Any] = {
         "job_id": job_id,
         "usd_error_percent": _percent(last.usd_error),
@@ -143,9 +146,9 @@ def judged(latest: tuple[str, Score | str] | None, scores: Sequence[Score]) -> d
         "cost": f"{dollars(last.actual_usd)}; estimated {_told(last.usd, dollars)}",
         "time": f"{format_duration(last.actual_seconds)}; estimated {_told(last.seconds, format_duration)}",
         "basis": last.basis,
-        "runs": together.runs,
-        "median_error_percent": _percent(together.median_error or 0.0),
-        "coverage_90_percent": _percent(together.coverage or 0.0),
+        "runs": len(scores),
+        "median_error_percent": _percent(statistics.median(errors)),
+        "coverage_90_percent": _percent(statistics.fmean(held)),
         "learned": f"the next estimate on {last.sku} from a {last.basis} is multiplied by {next_one.factor:.3f}",
     }
     if last.disturbed:

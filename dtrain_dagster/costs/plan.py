@@ -98,7 +98,7 @@ class TrainingPlan:
 def charges_of(document: Mapping[str, Any] | None) -> tuple[ProbeCharge, ...]:
     """Return `TrainingPlan.probes` of a ``plan.json``. Raise ValueError where they cannot be read."""
     try:
-        return _charges().validate_python((document or {}).get("probes") or ())
+        return _adapter(tuple[ProbeCharge, ...]).validate_python((document or {}).get("probes") or ())
     except (ValidationError, AttributeError) as error:
         raise ValueError(f"{PLAN} names probes that cannot be read: {error}") from None
 
@@ -112,7 +112,7 @@ def parse_plan(document: Any, source: str) -> TrainingPlan:
     """Return the plan of a ``plan.json``. Unknown fields are left out, and those that an older version did not write
     have their defaults. Raise ValueError, which names ``source``, where it is no plan."""
     try:
-        return _adapter().validate_python(document)
+        return _adapter(TrainingPlan).validate_python(document)
     except ValidationError as error:
         wrong = describe_errors(error, TrainingPlan).replace("\n", "; ")
         raise ValueError(
@@ -120,11 +120,4 @@ def parse_plan(document: Any, source: str) -> TrainingPlan:
         ) from None
 
 
-@cache
-def _charges() -> TypeAdapter[tuple[ProbeCharge, ...]]:
-    return TypeAdapter(tuple[ProbeCharge, ...])
-
-
-@cache
-def _adapter() -> TypeAdapter[TrainingPlan]:
-    return TypeAdapter(TrainingPlan)
+_adapter = cache(TypeAdapter)

@@ -229,16 +229,6 @@ class Limits:
     def __bool__(self) -> bool:
         return bool(self.budget_usd or self.deadline_hours)
 
-    @property
-    def left_usd(self) -> float | None:
-        """Return what is left of the budget, never nothing; None where there is none."""
-        return max(self.budget_usd - self.spent_usd, 1e-9) if self.budget_usd else None
-
-    @property
-    def left_seconds(self) -> float | None:
-        """Return what is left of the time until the deadline, as `left_usd` does of the budget."""
-        return max(3600 * self.deadline_hours - self.spent_seconds, 1e-9) if self.deadline_hours else None
-
 
 def explain_excess(estimate: Estimate, limits: Limits, at_least: bool = False) -> str | None:
     """Return in words how the estimate exceeds the limits; None where it fits. ``at_least``: with its lower end."""

@@ -197,11 +197,13 @@ def _nearest(table: Choices) -> str:
 
 def misses(choice: PlanChoice, limits: Limits) -> list[str]:
     """Return in words which limits a choice may not keep, judged by the upper ends of its intervals."""
-    found, deadline, budget = [], limits.left_seconds, limits.left_usd
-    if deadline is not None and choice.seconds.high > deadline:
+    found = []
+    deadline = max(3600 * limits.deadline_hours - limits.spent_seconds, 1e-9)
+    budget = max(limits.budget_usd - limits.spent_usd, 1e-9)
+    if limits.deadline_hours and choice.seconds.high > deadline:
         late = format_duration(choice.seconds.high - deadline)
         found.append(f"may take {format_duration(choice.seconds.high)}, {late} past the deadline")
-    if budget is not None and choice.usd.high > budget:
+    if limits.budget_usd and choice.usd.high > budget:
         found.append(f"may cost {dollars(choice.usd.high)}, {dollars(choice.usd.high - budget)} over the budget")
     return found
 

@@ -115,9 +115,7 @@ class ResourceOptimizer:
         slower = [item for item in self._prices if has_gpus and item.speed < self.price.speed]
         rows = build_options(base, self._world, self._events, self.training, slower, self._today)
         kinds = OTHER_NODES if self.utilization and self.utilization.fraction < LOW_UTILIZATION else ()
-        found = worthwhile(rows, kinds, base.usd)
-        if not isinstance(self.memory, str):
-            found += filter(None, [best_of(rows, "larger batch")])
+        found = [*worthwhile(rows, kinds, base.usd), *filter(None, [best_of(rows, "larger batch")])]
         return tuple(sorted(found, key=lambda item: item.saved_usd, reverse=True))
 
     def not_known(self) -> tuple[str, ...]:

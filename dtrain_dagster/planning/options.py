@@ -15,7 +15,7 @@ from typing import Any
 from dtrain_dagster.costs.prices import SkuPrice
 from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, GPUMemory, gpu_memory, sharing_of
 from dtrain_dagster.monitoring.step_model import WORTH_IT, StepModel, step_model
-from dtrain_dagster.monitoring.strategies import communication_strategies, on_fewer_nodes
+from dtrain_dagster.monitoring.strategies import on_fewer_nodes
 from dtrain_dagster.planning.choices import explain_unavailable
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
@@ -152,7 +152,7 @@ def build_options(
         if model.nodes < base.node_count and _fits_on(model.nodes, world, memory, training):
             setting, seconds = _nodes_setting(model.nodes, now, world, training), base.seconds_with(now, model)
             found.append(base.changed("fewer nodes", setting, seconds, note, node_count=model.nodes))
-    return [*found, *_larger_batch(base, world, now, memory, events, training)]
+    return [*found, *_larger_batch(base, now, memory, events, training)]
 
 
 def best_of(options: Iterable[Change], name: str) -> Change | None:
@@ -209,30 +209,21 @@ def _is_offered(price: SkuPrice, base: BaseRun, memory: GPUMemory | str, today: 
 
 def _larger_batch(
     base: BaseRun,
-    world: Sequence[TimingEvent],
     now: StepModel,
     memory: GPUMemory | str,
     events: Sequence[Mapping[str, Any]],
     training: Mapping[str, Any],
 ) -> list[Change]:
-    """Return a batch as large as the GPU's memory holds; if that was not measured, as large as communication calls for.
-    A fixed number of steps with a larger batch is more work, not the same work in fewer steps."""
-    if training.get("max_steps") or read_events(OutOfMemoryEvent, events):
+    """Return a batch as large as the GPU's memory holds, where that was measured. A fixed number of steps with a larger
+    batch is more work, not the same work in fewer steps."""
+    if training.get("max_steps") or read_events(OutOfMemoryEvent, events) or not isinstance(memory, GPUMemory):
         return []
-    if isinstance(memory, GPUMemory):
-        batch = memory.batch_at()
-        if memory.fraction >= MEMORY_LOW or batch == memory.batch:
-            return []
-        setting, note = f"training.batch_size_per_gpu = {batch} (now {memory.batch})", _batch_words(memory, training)
-        factor = batch / memory.batch
-    else:
-        ranked = communication_strategies(world, training)
-        more = next((item for item in ranked if item.name == "larger micro-batch"), None)
-        if more is None:
-            return []
-        setting, note = more.change, more.note
-        factor = more.samples_per_second * more.step_seconds / now.samples
-    return [base.changed("larger batch", setting, base.seconds_with(now, now.with_batch(factor)), note)]
+    batch = memory.batch_at()
+    if memory.fraction >= MEMORY_LOW or batch == memory.batch:
+        return []
+    seconds = base.seconds_with(now, now.with_batch(batch / memory.batch))
+    setting = f"training.batch_size_per_gpu = {batch} (now {memory.batch})"
+    return [base.changed("larger batch", setting, seconds, _batch_words(memory, training))]
 
 
 def _batch_words(memory: GPUMemory, training: Mapping[str, Any]) -> str:

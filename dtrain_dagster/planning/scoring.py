@@ -10,7 +10,6 @@ whose load changes. Late runs count more than early ones.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -82,17 +81,6 @@ class Score:
         return max(-LARGEST_ERROR, min(LARGEST_ERROR, error))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Summary:
-    """Several scores together; fields are None where there are none."""
-
-    runs: int
-    median_error: float | None
-    """Median of the absolute errors of dollars."""
-    coverage: float | None
-    """Share of runs that lay within their interval."""
-
-
 def learn(scores: Sequence[Score], basis: Basis, sku: str) -> LearnedCorrection:
     """Return the correction for the next estimate on that basis and SKU. ``scores``: the oldest first."""
     undisturbed = (score for score in scores if not score.disturbed)
@@ -162,13 +150,3 @@ def _remaining_spread(errors: Sequence[float], bias: float) -> float:
         return PRIOR_SPREAD
     runs = _effective_runs(_weights(len(errors)))
     return math.sqrt(_remaining_variance(errors, bias) * (1 + 1 / (PRIOR_RUNS + runs)))
-
-
-def summarise_scores(scores: Sequence[Score]) -> Summary:
-    if not scores:
-        return Summary(runs=0, median_error=None, coverage=None)
-    return Summary(
-        runs=len(scores),
-        median_error=statistics.median(abs(score.usd_error) for score in scores),
-        coverage=sum(score.is_within for score in scores) / len(scores),
-    )

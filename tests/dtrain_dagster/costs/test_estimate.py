@@ -29,7 +29,7 @@ from dtrain_dagster.planning.build_plan import Limits, explain_excess, least, mo
 from dtrain_dagster.planning.choices import compare_choices, remedies
 from dtrain_dagster.planning.measured import read_measured
 from dtrain_dagster.planning.probe import probe_counts
-from dtrain_dagster.planning.scoring import Score, learn, summarise_scores
+from dtrain_dagster.planning.scoring import Score, learn
 from tests.dtrain_dagster.planning.planned_nodes import planned_on
 from trainer.documents.presences import NodePresence
 from trainer.rundir import event
@@ -216,10 +216,6 @@ def test_what_a_score_says():
     assert over.is_within
     assert over.seconds_error == pytest.approx(0.15)
     assert not score(79.0, 100.0).is_within
-    together = summarise_scores([over, score(79.0, 100.0), score(101.0, 100.0)])
-    assert (together.runs, together.median_error) == (3, pytest.approx(0.15))
-    assert together.coverage == pytest.approx(2 / 3)
-    assert summarise_scores([]).coverage is None
 
 
 def test_one_odd_run_teaches_little_and_many_teach_much():

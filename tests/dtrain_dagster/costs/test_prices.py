@@ -136,16 +136,13 @@ def listed_meter(usd: float, since: str = "2024-01-01", is_primary: bool = True,
 @pytest.mark.parametrize(
     ("meters", "usd", "doubt"),
     [
-        ([listed_meter(3.0)], 3.0, ""),
         ([listed_meter(3.0), listed_meter(3.0)], 3.0, ""),
         ([listed_meter(3.0, is_primary=False)], 3.0, ""),
         ([listed_meter(3.0, is_primary=False), listed_meter(4.0)], 4.0, ""),
         ([listed_meter(3.0, "2025-01-01", is_primary=False), listed_meter(4.0, "2019-01-01")], 4.0, ""),
         ([listed_meter(3.0, "2019-01-01"), listed_meter(4.0, "2025-01-01")], 4.0, ""),
         ([listed_meter(3.0, product="NCX Promo"), listed_meter(4.0)], 4.0, ""),
-        ([listed_meter(3.0, product="NCX Promo")], 3.0, ""),
         ([listed_meter(0.0), listed_meter(4.0, "2019-01-01")], 4.0, ""),
-        ([listed_meter(0.0), listed_meter(3.0, is_primary=False)], 3.0, ""),
         ([listed_meter(0.0)], None, ""),
         ([listed_meter(4.2), listed_meter(3.0)], 3.0, "listed at 3.0 and at 4.2: the lowest is taken"),
     ],
@@ -153,13 +150,6 @@ def listed_meter(usd: float, since: str = "2024-01-01", is_primary: bool = True,
 def test_of_several_meters_one_wins_for_a_reason(meters, usd, doubt):
     for rows in (meters, meters[::-1]):
         assert choose_meter(rows) == (usd, doubt)
-
-
-def test_sizes_that_share_a_meter_with_another_keep_their_price(home, listed):
-    listed.items = [meter(A100, 3.673, isPrimaryMeterRegion=False), meter(T4, 0.526)]
-    ask(listed, home, A100, T4)
-    assert price_of(A100).figure("dedicated").how == "asked"
-    assert price_of(A100).usd_per_hour("dedicated") == 3.673
 
 
 def test_a_list_as_azure_gives_it_is_read_page_by_page_in_several_regions(home, listed):

@@ -102,8 +102,7 @@ def test_a_past_run_tells_how_long_a_longer_one_takes(finished, instance):
     [run] = past_runs(instance, pace_mark(job, 1), keeps_cache=True)
     assert past_runs(instance, "another", keeps_cache=True) == []
 
-    samples = json.loads((Path(job.dataset.uri) / "manifest.json").read_text())["samples"]
-    sizes = sizes_of(job, samples, 1, None)
+    sizes = sizes_of(job, dataset_of(job).samples, 1, None)
 
     def told(totals: tuple[float, ...] = (), sku: str = SKU, nodes: int = 1, steps: int = 30):
         longer = replace(sizes, max_steps=steps, epochs=999)
@@ -214,6 +213,13 @@ def test_a_run_that_was_disturbed_is_told_and_teaches_nothing(instance):
     assert shown["not_learned"].startswith("nodes were lost or joined, 2 generations")
 
 
+def dataset_of(job: JobConfig) -> BuiltDataset:
+    uri = job.dataset.uri
+    manifest = json.loads((Path(uri) / "manifest.json").read_text())
+    name, samples = manifest["dataset_id"], manifest["samples"]
+    return BuiltDataset(uri=uri, dataset_id=name, rows=1, samples=samples, excluded={}, built=True, shared_uri=uri)
+
+
 def plan_of(
     instance: dg.DagsterInstance, home: Path, dataset: BuiltDataset, **options: Any
 ) -> tuple[TrainingPlan | None, list[str]]:
@@ -243,8 +249,7 @@ def plan_of(
 def test_a_probe_that_was_run_before_is_told_as_such(finished, tmp_path):
     home, rundir, job = finished
     job = replace(job, run_dir=f"{tmp_path}/plan")
-    manifest = json.loads((Path(job.dataset.uri) / "manifest.json").read_text())
-    sizes, said = sizes_of(job, manifest["samples"], 1, None), []
+    sizes, said = sizes_of(job, dataset_of(job).samples, 1, None), []
     short = probe_job(job, str(tmp_path), "mark", 1, sizes)
     shutil.copytree(rundir.uri, short.run_dir)
     times = [item["time"] for item in rundir.events()]
@@ -259,11 +264,7 @@ def test_a_probe_that_was_run_before_is_told_as_such(finished, tmp_path):
 @pytest.mark.slow
 def test_a_plan_that_would_exceed_a_ceiling_is_refused_before_its_probe(finished, instance, tmp_path):
     _, _, job = finished
-    manifest = json.loads((Path(job.dataset.uri) / "manifest.json").read_text())
-    uri, name = job.dataset.uri, manifest["dataset_id"]
-    dataset = BuiltDataset(
-        uri=uri, dataset_id=name, rows=1, samples=manifest["samples"], excluded={}, built=True, shared_uri=uri
-    )
+    dataset = dataset_of(job)
     home = tmp_path / "home"
     home.mkdir()
     write_ceilings(home, Ceilings(per_hour=Decimal(2)))
@@ -276,11 +277,7 @@ def test_a_plan_that_would_exceed_a_ceiling_is_refused_before_its_probe(finished
 @pytest.mark.long
 def test_the_plan_rests_on_what_is_known_and_keeps_to_its_budget(finished, instance, monkeypatch):
     home, rundir, job = finished
-    manifest = json.loads((Path(job.dataset.uri) / "manifest.json").read_text())
-    uri, name = job.dataset.uri, manifest["dataset_id"]
-    dataset = BuiltDataset(
-        uri=uri, dataset_id=name, rows=1, samples=manifest["samples"], excluded={}, built=True, shared_uri=uri
-    )
+    dataset = dataset_of(job)
     jobs = home / "storage" / "jobs"
     before = sorted(jobs.iterdir())
 
@@ -323,7 +320,7 @@ def test_the_plan_rests_on_what_is_known_and_keeps_to_its_budget(finished, insta
     assert f"no spot price of {dear} in eastus" in "\n".join(said)
     assert sorted(jobs.iterdir()) == before, "no probe is run at a price that nobody knows"
 
-    own = replace(job, dataset=replace(job.dataset, dataset_id=name))
+    own = replace(job, dataset=replace(job.dataset, dataset_id=dataset.dataset_id))
     write_plan(rundir, own)
     materialized(instance, "trained_checkpoint", run_dir=dg.MetadataValue.path(rundir.uri))
     plan, said = plan_of(instance, home, dataset, stop_at_usd=0.001)
@@ -346,12 +343,8 @@ def test_the_plan_rests_on_what_is_known_and_keeps_to_its_budget(finished, insta
 def test_a_plan_on_spot_by_its_old_name_is_told_and_says_what_it_does_not_know(finished, instance, monkeypatch):
     home, rundir, job = finished
     monkeypatch.setenv("DTRAIN_HOME", str(home))
-    manifest = json.loads((Path(job.dataset.uri) / "manifest.json").read_text())
-    uri, name = job.dataset.uri, manifest["dataset_id"]
-    dataset = BuiltDataset(
-        uri=uri, dataset_id=name, rows=1, samples=manifest["samples"], excluded={}, built=True, shared_uri=uri
-    )
-    write_plan(rundir, replace(job, dataset=replace(job.dataset, dataset_id=name)))
+    dataset = dataset_of(job)
+    write_plan(rundir, replace(job, dataset=replace(job.dataset, dataset_id=dataset.dataset_id)))
     materialized(instance, "trained_checkpoint", run_dir=dg.MetadataValue.path(rundir.uri))
     plan, said = plan_of(instance, home, dataset, tier="spot")
     assert plan is not None, said
@@ -368,11 +361,7 @@ def test_a_plan_on_spot_by_its_old_name_is_told_and_says_what_it_does_not_know(f
 @pytest.mark.long
 def test_a_probe_that_hangs_is_stopped_by_the_limits_and_nothing_more_is_started(finished, instance, monkeypatch):
     home, _, job = finished
-    manifest = json.loads((Path(job.dataset.uri) / "manifest.json").read_text())
-    uri, name = job.dataset.uri, manifest["dataset_id"]
-    dataset = BuiltDataset(
-        uri=uri, dataset_id=name, rows=1, samples=manifest["samples"], excluded={}, built=True, shared_uri=uri
-    )
+    dataset = dataset_of(job)
     monkeypatch.setenv(
         "DTRAIN_FAULTS", json.dumps([{"kind": "sleep", "at": "input", "step": 5, "node": 0, "seconds": 600}])
     )

@@ -172,7 +172,8 @@ def test_starting_again_is_paid_where_nodes_change_and_only_there():
     again, events = replace(base, restart_seconds=900.0), RUN.events()
     world = worlds(settled(windows(events)))[0]
     for kind, more in (("spot", 900.0), ("larger batch", 0.0)):
-        first, second = (best_of(build_options(item, world, [], TRAINING, [], TODAY), kind) for item in (base, again))
+        tables = (build_options(item, world, LOOKS, TRAINING, [], TODAY) for item in (base, again))
+        first, second = (best_of(table, kind) for table in tables)
         assert first
         assert second
         assert second.lost_seconds - first.lost_seconds == pytest.approx(more)

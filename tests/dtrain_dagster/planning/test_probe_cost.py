@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dtrain_dagster.assets.training import with_probes
-from dtrain_dagster.costs.estimate import Interval, Sizes
+from dtrain_dagster.costs.estimate import Sizes
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.plan import PLAN, ProbeCharge
 from dtrain_dagster.costs.prices import price_of
@@ -140,9 +140,3 @@ def test_the_bill_has_the_probe_as_a_cause_of_its_own():
     found = ledger(tracker.nodes, [])
     assert found.units == tracker.total_units
     assert found.causes()[CostCause.PROBE].seconds == 60.0
-
-
-def test_an_expected_probe_is_told_with_its_range():
-    interval = Interval(low=10.0, expected=20.0, high=40.0)
-    text = str(ExpectedProbe(seconds=interval, usd=interval.scaled(0.01), basis="2 past probe(s)"))
-    assert text == "$0.2000 ($0.1000 to $0.4000) and 20 s (10 s to 40 s), from 2 past probe(s)"
