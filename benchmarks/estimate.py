@@ -35,6 +35,7 @@ import numpy as np
 
 from benchmarks.host import busy_beside, note, options_of, stop_on_signals, tell
 from dtrain_dagster.clusters.managers import LocalClusterManager
+from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from dtrain_dagster.costs.estimate import Forecast, Interval, LearnedCorrection, Sizes
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.data.prices import write_prices
@@ -105,7 +106,7 @@ class Course:
     def __init__(self, home: Path) -> None:
         self.home = home
         self.jobs_uri = str(home / "storage" / "jobs")
-        self.manager = LocalClusterManager(home, gpu_type=SKU, threads_per_rank=1)
+        self.manager = LocalClusterManager(home, LaunchSettings(sku=SKU, threads_per_rank=1))
         self.markets = [write_market(home / f"market-{number}", *sizes) for number, sizes in enumerate(MARKETS)]
         self.env = {"DTRAIN_CACHE": str(home / "cache")}
         self.scores: list[Score] = []

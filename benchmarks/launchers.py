@@ -60,7 +60,9 @@ class Cluster(Training):
         real engine, which sees the parent folder of ``home``, instead of the local cluster; ``program``: the module
         that trains; ``metadata``: what tells machines of SLURM that they are taken away, needed for a warning."""
         rundir = make_job(home, config)
-        manager: LocalClusterManager | EngineClusterManager = LocalClusterManager(home, max_replacements=1000)
+        manager: LocalClusterManager | EngineClusterManager = LocalClusterManager(
+            home, LaunchSettings(max_replacements=1000)
+        )
         if machines is not None:
             settings = LaunchSettings(engine=machines.kind, cluster_name="recovery", max_replacements=1000)
             options = machines.options(home.parent)

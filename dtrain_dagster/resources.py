@@ -19,7 +19,6 @@ from dtrain_dagster.settings.azure import AzureSettings, read_azure_options
 from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind, cluster_key
 from dtrain_dagster.settings.environment import Settings, SettingsError
 from dtrain_dagster.settings.notices import job_page, read_notice_settings
-from dtrain_dagster.settings.slurm import SUCCESSOR_LEAD_SECONDS
 from dtrain_dagster.settings.tiers import Tier, tier_of
 from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
@@ -289,30 +288,20 @@ class GPUClusterResource(dg.ConfigurableResource):
             tends = tends or run_id is not None
             return AzureMLClusterManager(self.azure_options(), Path(self.home), run_id, tends)
         from dtrain_dagster.clusters.managers import EngineClusterManager, LocalClusterManager
+        from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 
-        if self.engine:
-            from dtrain_dagster.clusters.supervision.submit import LaunchSettings
-
-            settings = LaunchSettings(
-                engine=self.kind,
-                cluster_name=self.cluster_name,
-                sku=self.sku,
-                threads_per_rank=self.threads_per_rank,
-                max_replacements=self.max_replacements,
-                successor_lead_seconds=SUCCESSOR_LEAD_SECONDS if self.kind == "slurm" else 0.0,
-                preflight=self.preflight,
-                gpus=self.engine.get("gpus", 0),
-            )
-            return EngineClusterManager(Path(self.home), settings, self.engine, self.ranks_per_node)
-        return LocalClusterManager(
-            home=Path(self.home),
+        settings = LaunchSettings(
+            engine=self.kind,
             cluster_name=self.cluster_name,
-            gpu_type=self.gpu_type,
-            processes_per_node=self.ranks_per_node,
+            sku=self.sku,
             threads_per_rank=self.threads_per_rank,
             max_replacements=self.max_replacements,
             preflight=self.preflight,
+            gpus=self.engine.get("gpus", 0),
         )
+        if self.traits.has_engine:
+            return EngineClusterManager(Path(self.home), settings, self.engine, self.ranks_per_node)
+        return LocalClusterManager(Path(self.home), settings, self.ranks_per_node)
 
 
 def cluster_resource(context: Any, names: GraphNames) -> GPUClusterResource:

@@ -24,7 +24,7 @@ from dtrain_dagster.planning.history import JobCourse
 from dtrain_dagster.planning.projection import THRESHOLDS
 from dtrain_dagster.reports.small_pictures import small_bar
 from dtrain_dagster.resources import cluster_resource, project_resource
-from dtrain_dagster.support.formatting import dollars, in_block
+from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.page_entries import fit_page
 from trainer.errors import DamagedError
 from trainer.rundir import RESULT, RunDir
@@ -97,9 +97,7 @@ def build_cost_breakdown(pipeline: Pipeline) -> dg.AssetsDefinition:
         bill = bill_training(manager, cost_estimate, trained_checkpoint)
         document = _report(bill)
         rundir.write_json(COST_REPORT, document)
-        account = manager.describe_account(trained_checkpoint.job_id)
-        by_cluster = {"accounting": dg.MarkdownMetadataValue(in_block("\n".join(account)))} if account else {}
-        page = _page(rundir, bill) | by_cluster
+        page = _page(rundir, bill)
         lost = sum(row["node_seconds"] for row in document["ledger"] if row["cause"] == CostCause.LOST)
         metrics = cost_metrics(page) | lost_metric(float(lost))
         if why := add_to_run(cluster.registry(project).tracking_uri, rundir, bill.job.job_id, metrics=metrics):

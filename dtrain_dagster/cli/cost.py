@@ -76,8 +76,7 @@ OF_JOBS, OF_PRICES = ("usage_export",), ("skus", "regions", "refresh")
 def cost(name: str | None, as_json: bool, **options: Any) -> None:
     """Show what a job or a fleet has cost, and what for.
 
-    Dollars are node-time at list price. On the local cluster they stand in for a SKU's, and nothing is billed. On a
-    SLURM with accounting, the time of the nodes is compared with it, node by node.
+    Dollars are node-time at list price. On the local cluster they stand in for a SKU's, and nothing is billed.
 
     Without a name it shows the prices in use, with their sources and dates; none is a bill. Those of --refresh are kept
     in DTRAIN_HOME/prices.json, and are used from then on if they are newer than those of the package. If something goes
@@ -148,16 +147,12 @@ def _show_job(settings: Settings, job_id: str, as_json: bool, usage_export: Path
     if as_json:
         epochs = (rundir.read_json(RESULT) or {}).get("epochs") or 0.0
         more: dict[str, Any] = {"running": running, "launches": asdict(took)}
-        if account := manager.describe_account(job_id):
-            more["account"] = account
         if reconciled is not None:
             more["reconciliation"] = json.loads(json.dumps(asdict(reconciled), default=float))
         metrics = tracker.metrics(epochs, expected + tracker.probe_usd if expected else 0.0)
         print_json(export.cost_document(tracker, found, metrics, words, **more))
     else:
         _print(tracker, found, took, words, expected, running)
-        for line in manager.describe_account(job_id):
-            say(line)
         if reconciled is not None:
             _print_reconciled(reconciled)
 

@@ -70,7 +70,6 @@ RETIRED = {
     "mlflow": "dtrain ui mlflow",
     "tensorboard": "dtrain ui tensorboard",
     "prices": "dtrain cost, with --sku SKU, --region REGION or --refresh",
-    "slurm account": "dtrain cost JOB",
     "kubernetes train-job": "DTRAIN_CLUSTER=kubernetes dtrain train",
     "azure": "dtrain doctor",
     "slurm": "dtrain doctor",

@@ -7,7 +7,6 @@ progress is followed, belongs to the run directory (`trainer.rundir`).
 from __future__ import annotations
 
 import sys
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -276,11 +275,6 @@ class GPUClusterManager(ABC):
     def job_status(self, job_id: str) -> JobStatus:
         """Return the status of the job. Raise `ClusterError` for an unknown id."""
 
-    def wait(self, seen: JobStatus) -> None:
-        """Wait until the next look at a job that is followed: `poll_seconds`, or less where a change from the status
-        ``seen`` is noticed at once."""
-        time.sleep(self.poll_seconds)
-
     @abstractmethod
     def list_jobs(self, prefix: str = "") -> list[JobStatus]:
         """Return all jobs of this cluster whose id begins with ``prefix``, newest first. It opens all their run
@@ -303,11 +297,6 @@ class GPUClusterManager(ABC):
     @abstractmethod
     def node_usage(self, job_id: str) -> list[NodeUsage]:
         """Return when each node was present for this job, over all launches; a node still present counts until now."""
-
-    def describe_account(self, job_id: str) -> list[str]:
-        """Return the cluster's own account of a job's nodes beside their presence, as lines for people; none where it
-        keeps no account, or cannot be asked now."""
-        return []
 
     def host_record(self) -> HostRecord | None:
         """Return what happened on the hosts of this cluster; None where it does not choose hosts for its nodes."""

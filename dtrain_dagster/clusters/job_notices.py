@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import OWNER, JobState
-from dtrain_dagster.clusters.notice_claims import is_claimed, notice_addresses, send_once, send_safely
+from dtrain_dagster.clusters.notice_claims import ONCE, Write, is_claimed, notice_addresses, send_once
 from dtrain_dagster.clusters.notice_text import (
-    PART_OF_NAME,
     JobFigures,
     NoticeKind,
     describe_kept,
@@ -33,8 +32,6 @@ from trainer.errors import DamagedError
 from trainer.rundir import LAUNCH, STATUS, RunDir
 from trainer.runtime.retry import RetryPolicy
 
-RETRIES = RetryPolicy(first_pause_seconds=6.0, max_attempts=4)
-"""The attempts of a process that has time: after 0, 6, 18 and 42 s."""
 MOST_REASON = 600
 """The most characters of the reason for a failure."""
 _RUN_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -43,25 +40,17 @@ Wanted = Literal["end", "goes_on", "waits", "kept"]
 """What is to be told; of an end, `kind_of_end` says how it is told."""
 
 
-def has_end_to_tell(rundir: RunDir) -> bool:
-    """Return whether `tell_of_end` would send something, or has."""
-    try:
-        return bool(notice_addresses()) and _end_of(rundir) is not None
-    except (DamagedError, OSError):
-        return False
+def tell_of_end(rundir: RunDir, retries: RetryPolicy = ONCE) -> None:
+    """Tell people that the job of this run directory has ended, as its ``status.json`` says; once for each launch. It
+    never raises: what is wrong is logged."""
+    send_once(rundir, lambda: _find_notice(rundir, "end", None), retries)
 
 
-def tell_of_end(rundir: RunDir, retries: RetryPolicy | None = None) -> None:
-    """Tell people that the job of this run directory has ended, as its ``status.json`` says; once for each launch.
-    ``retries``: None for one attempt. It never raises: what is wrong is logged."""
-    send_safely(rundir, lambda urls: _tell(rundir, "end", None, urls), retries)
-
-
-def tell(rundir: RunDir, of: Wanted, launch: int, retries: RetryPolicy | None = None) -> None:
+def tell(rundir: RunDir, of: Wanted, launch: int, retries: RetryPolicy = ONCE) -> None:
     """Tell people of a launch, once: that the job goes on in it, that it waits for nodes, with the reason of
     ``status.json`` and however often it waits, or that it has failed, and how to enter the nodes that are kept. It
     never raises, as `tell_of_end`."""
-    send_safely(rundir, lambda urls: _tell(rundir, of, launch, urls), retries)
+    send_once(rundir, lambda: _find_notice(rundir, of, launch), retries)
 
 
 def wait_patience_seconds() -> float:
@@ -78,31 +67,24 @@ def was_told(rundir: RunDir, of: Wanted, launch: int | None = None) -> bool:
     that cannot be read."""
     try:
         number = launch or int((rundir.read_json(LAUNCH) or {}).get("launch") or 1)
-        return is_claimed(rundir, f"l{number}-{PART_OF_NAME.get(of, 'end')}")
+        return is_claimed(rundir, f"l{number}-{of}")
     except (DamagedError, OSError):
         return False
 
 
-def _tell(rundir: RunDir, of: Wanted, launch: int | None, urls: Sequence[str]) -> None:
+def _find_notice(rundir: RunDir, of: Wanted, launch: int | None) -> tuple[str, Write] | None:
+    """Return the key and the words of a notice that is due; None where nothing is to be told."""
     found = rundir.read_json(LAUNCH) or {}
     job_id, number = str(found.get("job_id", "")), int(found.get("launch") or 1)
     if launch not in (None, number):  # another launch has followed, and is told
-        return
-    kind = _end_of(rundir) if of == "end" else of
+        return None
+    kind: NoticeKind | None = None if of == "end" else of
+    if of == "end":
+        state = JobState((rundir.read_json(STATUS) or {}).get("state", JobState.QUEUED))
+        kind = kind_of_end(state, rundir.read_result() or {}, number)
     if kind is None or not is_told(kind, job_id, found.get("env") or {}):
-        return
-
-    def write() -> tuple[str, str]:
-        return write_notice(kind, job_id, _figures(rundir, kind, found))
-
-    send_once(rundir, f"l{number}-{PART_OF_NAME.get(kind, 'end')}", urls, write)
-
-
-def _end_of(rundir: RunDir) -> NoticeKind | None:
-    """Return the notice that the end of this job is worth; None for no notice."""
-    launch, status = rundir.read_json(LAUNCH) or {}, rundir.read_json(STATUS) or {}
-    state = JobState(status.get("state", JobState.QUEUED))
-    return kind_of_end(state, rundir.read_result() or {}, int(launch.get("launch") or 1))
+        return None
+    return f"l{number}-{of}", lambda: write_notice(kind, job_id, _figures(rundir, kind, found))
 
 
 def find_links(rundir: RunDir, launch: Mapping[str, Any]) -> tuple[str, ...]:

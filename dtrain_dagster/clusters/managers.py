@@ -17,58 +17,27 @@ from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.hosts import HostRecord
 from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
 from dtrain_dagster.clusters.ray.engine import RayEngine
-from dtrain_dagster.clusters.slurm.engine import SlurmEngine, describe_account
+from dtrain_dagster.clusters.slurm.engine import SlurmEngine
 from dtrain_dagster.clusters.submission import Request, others_like_first, shell_line
 from dtrain_dagster.clusters.supervision.engine import Engine, agent_command
 from dtrain_dagster.clusters.supervision.manager import SupervisedClusterManager
-from dtrain_dagster.clusters.supervision.private_files import PrivateFiles
-from dtrain_dagster.clusters.supervision.submit import LaunchSettings
+from dtrain_dagster.clusters.supervision.submit import LaunchSettings, PrivateFiles
 from dtrain_dagster.settings.cluster_kinds import KINDS
+from dtrain_dagster.settings.engines import ENGINES as ENGINE_SETTINGS
 from dtrain_dagster.settings.environment import MOST_NODES
-from dtrain_dagster.settings.kubernetes import KubernetesSettings
-from dtrain_dagster.settings.ray import RaySettings
-from dtrain_dagster.settings.slurm import SlurmSettings
-from trainer.node.environment import STOP_GRACE, Seat, read_duration
+from trainer.node.environment import Seat
 from trainer.node.node_processes import environment_of
-from trainer.rundir import LOGS, RunDir
+from trainer.rundir import RunDir
 
-HOLD_SECONDS = 10.0
-"""Seconds for which a pod that is told to end trains on until another is there in its place. Clouds that take machines
-away may leave pods no more than 15 s, whatever they ask for."""
 RANKS_PER_CORE = 8
 """The most processes that this machine is asked to carry, for each of its cores."""
 
 
 class LocalClusterManager(SupervisedClusterManager):
-    """A cluster on this machine. Its jobs are ``<home>/storage/jobs/<job_id>``. ``gpu_type`` is the SKU whose price is
-    used as a stand-in; ``threads_per_rank`` sets OMP_NUM_THREADS (None: cores / ranks). For a job that regroups,
-    ``max_replacements`` lost nodes are replaced, each after ``replacement_delay_seconds``."""
-
-    def __init__(
-        self,
-        home: Path,
-        cluster_name: str = "local",
-        gpu_type: str = "Standard_NC6s_v3",
-        processes_per_node: int = 1,
-        threads_per_rank: int | None = None,
-        max_replacements: int = 6,
-        replacement_delay_seconds: float = 1.0,
-        preflight: str = "",
-    ) -> None:
-        settings = LaunchSettings(
-            cluster_name=cluster_name,
-            sku=gpu_type,
-            threads_per_rank=threads_per_rank,
-            max_replacements=max_replacements,
-            replacement_delay_seconds=replacement_delay_seconds,
-            preflight=preflight,
-        )
-        super().__init__(home, settings, processes_per_node)
+    """A cluster on this machine."""
 
     def check_size(self, node_count: int, processes_per_node: int) -> None:
-        if node_count < 1:
-            raise ClusterError(f"DTRAIN_NODES={node_count}: a cluster needs at least one node; set 1 or more")
-        _refuse_empty_nodes(processes_per_node)
+        super().check_size(node_count, processes_per_node)
         ranks = node_count * processes_per_node
         if ranks > self._most_ranks:
             raise ClusterError(
@@ -112,49 +81,34 @@ class EngineClusterManager(SupervisedClusterManager):
         self.python = engine_options.get("python") or self.python
 
     def check_size(self, node_count: int, processes_per_node: int) -> None:
-        words = KINDS[self.settings.engine].words
-        if not 1 <= node_count <= MOST_NODES:
+        super().check_size(node_count, processes_per_node)
+        if node_count > MOST_NODES:
+            words = KINDS[self.settings.engine].words
             raise ClusterError(f"DTRAIN_NODES={node_count}: the {words} is asked for 1 to {MOST_NODES} nodes")
-        _refuse_empty_nodes(processes_per_node)
 
     def host_record(self) -> HostRecord | None:
         return HostRecord.of_cluster(self.home, self.settings.cluster_key)
 
     def preview_launch(self, launch: Mapping[str, Any], rundir: RunDir, files: PrivateFiles) -> list[Request]:
-        options, secret = self.engine_options or {}, str(files.secret)
-        engine = open_engine(self.settings.engine, options, rundir.uri, secret, {**os.environ, **launch["env"]})
-        return list(engine.describe(launch))
-
-    def describe_account(self, job_id: str) -> list[str]:
-        if self.settings.engine != "slurm":
-            return []
-        return describe_account(self.engine_options or {}, self.rundir(job_id))
+        engine = open_engine(self.settings.engine, self.engine_options or {}, rundir.uri, str(files.secret))
+        return engine.describe(launch)
 
     @property
     def most_nodes(self) -> int:
         return MOST_NODES
 
 
-def _refuse_empty_nodes(processes_per_node: int) -> None:
-    if processes_per_node < 1:
-        raise ClusterError(f"DTRAIN_PROCESSES_PER_NODE={processes_per_node}: a node runs at least one; set 1 or more")
+ENGINES: Mapping[str, type[Engine]] = {"slurm": SlurmEngine, "kubernetes": KubernetesEngine, "ray": RayEngine}
+"""Kind of cluster → what runs its nodes."""
 
 
-def open_engine(
-    kind: str, options: Mapping[str, Any], run_dir: str, secret: str, environment: Mapping[str, str]
-) -> Engine:
-    """Return the engine of a kind of cluster, for the nodes of one job. ``secret``: the path of the file with the
-    launch's secret. Raise `ClusterError` for a kind without an engine."""
+def open_engine(kind: str, options: Mapping[str, Any], run_dir: str, secret: str) -> Engine:
+    """Return the engine of a kind of cluster, for the nodes of one job. ``options``: of
+    `dtrain_dagster.settings.engines`. ``secret``: the path of the file with the launch's secret."""
+    engine = ENGINES[kind]
 
     def command(launch: Mapping[str, Any], node_id: int, incarnation: int) -> Sequence[str]:
-        python, hold = options.get("python") or sys.executable, HOLD_SECONDS if kind == "kubernetes" else 0.0
-        return agent_command(launch, run_dir, secret, node_id, incarnation, python, hold)
+        python = options.get("python") or sys.executable
+        return agent_command(launch, run_dir, secret, node_id, incarnation, python, engine.hold_seconds)
 
-    grace = HOLD_SECONDS + read_duration(*STOP_GRACE, environment) + 10.0  # the agent ends its ranks in order within it
-    if kind == "kubernetes":
-        return KubernetesEngine(KubernetesSettings.of(options), run_dir, command, grace)
-    if kind == "slurm":
-        return SlurmEngine(SlurmSettings.of(options), Path(run_dir) / LOGS, command)
-    if kind == "ray":
-        return RayEngine(RaySettings.of(options), Path(run_dir) / LOGS, command)
-    raise ClusterError(f"DTRAIN_CLUSTER={kind!r} has no engine that runs nodes")
+    return engine(ENGINE_SETTINGS[kind].of(options), run_dir, command)

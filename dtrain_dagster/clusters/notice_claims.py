@@ -1,38 +1,36 @@
-"""A notice is sent once, whoever sends it: each attempt is claimed first by a file that can be created only once.
+"""A notice is sent once, whoever sees first that it is due: a file that can be created only once claims it.
 
-A claim without an outcome is never repeated, since its message may have arrived; only a refusal that certainly reached
-nobody is tried again, for the addresses that missed it.
+A claim whose sender died is never repeated, since its message may have arrived. It is given back only where each
+address has refused the message, so that certainly nobody was told.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from dtrain_dagster.support.notify import notify  # not above: a supervisor has to start in a moment
 from dtrain_dagster.support.secrets import redact
-from trainer.documents.reader import MARK_BYTES, parse_document
-from trainer.documents.schemas import count, many, record, text
-from trainer.errors import DamagedError
 from trainer.printable import visible
 from trainer.rundir import RunDir
 from trainer.runtime.retry import RetryPolicy
 
 NOTIFY = "DTRAIN_NOTIFY"
 NOTICES = "notices"
-"""The folder of a run directory, or of a search, with a file for each attempt to send a notice."""
-MOST_ATTEMPTS = 8
+"""The folder of a run directory, or of a search, with a file for each notice that was sent."""
 REFUSED_WITHIN_SECONDS = 3.0
 """A failure within this time is a refusal, and nobody was told. A later one may be an answer that did not come in time:
 Apprise waits four seconds for it."""
-_CLAIM = record(state=text, by=text, at=count, missed=many(text))
+RETRIES = RetryPolicy(first_pause_seconds=6.0, max_attempts=4)
+"""The attempts of a process that has time: after 0, 6, 18 and 42 s."""
+ONCE = RetryPolicy(first_pause_seconds=0.0, max_attempts=1)
+Write = Callable[[], tuple[str, str]]
+"""Returns title and text of a notice."""
 _log = logging.getLogger(__name__)
 
 
@@ -45,97 +43,61 @@ def notice_addresses() -> tuple[str, ...]:
     return tuple(os.environ.get(NOTIFY, "").split())
 
 
-def send_safely(folder: RunDir, send: Callable[[Sequence[str]], None], retries: RetryPolicy | None = None) -> None:
-    """Call ``send`` with the addresses, if there are any, and again where `NotToldError` says that it may help.
-    ``retries``: None for one attempt. It never raises: what is wrong is logged."""
+def send_once(folder: RunDir, find: Callable[[], tuple[str, Write] | None], retries: RetryPolicy = ONCE) -> None:
+    """Send a notice to the addresses of `NOTIFY`, unless it was sent before. ``find`` returns its key and its words;
+    None where nothing is to be told. It never raises: what is wrong is logged."""
     urls = notice_addresses()
     if not urls:
         return
     try:
-        if retries is None:
-            send(urls)
-        else:
-            retries.call("a notice", lambda: send(urls), lambda error: isinstance(error, NotToldError))
-    except NotToldError as error:
-        _log.warning("%s; see DTRAIN_NOTIFY", error)
+        found = find()
+        if found is None or is_claimed(folder, found[0]):
+            return
+        key, write = found
+        _send(folder, f"{NOTICES}/{key}.json", urls, write(), retries)
     except Exception as error:  # of any kind: a notice must not stop the work that it tells of
         _log.warning("nobody could be notified of %s: %s: %s", folder.uri, type(error).__name__, redact(str(error)))
 
 
-def send_once(folder: RunDir, key: str, urls: Sequence[str], write: Callable[[], tuple[str, str]]) -> None:
-    """Send the notice of this key to the addresses that have not had it. ``write`` gives its title and text. Raise
-    `NotToldError` where some have refused it."""
-    if _next_attempt(folder, key, urls) is None:
-        return
-    title, body = write()
-    claimed = claim_notice(folder, key, urls)
-    if claimed is None:
-        return
-    name, addresses = claimed
-
-    refused: list[str] = []
-    lost: list[str] = []
-    for url in addresses:
-        began = time.monotonic()
-        if notify([url], title, visible(body, keep_lines=True)):
-            (refused if time.monotonic() - began < REFUSED_WITHIN_SECONDS else lost).append(url)
-    outcome = "refused" if refused else "unknown" if lost else "sent"
-    folder.storage.write(name, json.dumps(_state(outcome, missed=[_digest(url) for url in refused])).encode())
-    if lost:
-        _log.warning("%s did not answer in time to '%s': it is not sent again", _kinds(lost), title)
-    if refused:
-        raise NotToldError(f"nobody could be notified by {_kinds(refused)}: {title}")
-
-
 def is_claimed(folder: RunDir, key: str) -> bool:
     """Return whether the notice of this key was sent, or is being sent."""
-    return any(name.startswith(f"{key}.") for name in folder.storage.list(NOTICES))
+    return folder.storage.exists(f"{NOTICES}/{key}.json")
 
 
-def _next_attempt(folder: RunDir, key: str, urls: Sequence[str]) -> tuple[str, tuple[str, ...]] | None:
-    """Return the file of the next attempt to send a notice, and the addresses that it has to reach; None where nothing
-    is left to send, or another process may be sending it."""
-    left = tuple(urls)
-    for attempt in range(1, MOST_ATTEMPTS + 1):
-        name = f"{NOTICES}/{key}.{attempt}.json"
-        if not folder.storage.exists(name):
-            return name, left
-        found = _read(folder, name)
-        left = tuple(url for url in urls if _digest(url) in found.get("missed", ()))
-        if found.get("state") != "refused" or not left:
-            return None
-    return None
-
-
-def claim_notice(folder: RunDir, key: str, urls: Sequence[str]) -> tuple[str, tuple[str, ...]] | None:
-    """Return the file of an attempt that is this process's alone, and the addresses that it has to reach; None where
-    another process has sent the notice, or may have."""
-    for _ in range(MOST_ATTEMPTS):
-        if (found := _next_attempt(folder, key, urls)) is None:
-            return None
-        with suppress(FileExistsError):  # another process was quicker: how its attempt went decides
-            folder.storage.create(found[0], json.dumps(_state("claimed")).encode())
-            return found
-    return None
-
-
-def _read(folder: RunDir, name: str) -> dict[str, Any]:
-    """Return the record of an attempt; an empty one where it is damaged, so that nothing is sent twice."""
+def _send(folder: RunDir, name: str, urls: Sequence[str], said: tuple[str, str], retries: RetryPolicy) -> None:
+    title, body = said[0], visible(said[1], keep_lines=True)
     try:
-        found: dict[str, Any] = parse_document(folder.storage.read_bounded(name, MARK_BYTES), name, _CLAIM)
-    except (DamagedError, FileNotFoundError):
-        return {}
-    return found
+        folder.storage.create(name, _state("claimed"))
+    except FileExistsError:  # another process was quicker
+        return
+    left, lost = list(urls), []
+
+    def send() -> None:
+        for url in tuple(left):
+            began = time.monotonic()
+            is_told = not notify([url], title, body)
+            if is_told or time.monotonic() - began >= REFUSED_WITHIN_SECONDS:
+                left.remove(url)
+                lost.extend([] if is_told else [url])
+        if left:
+            raise NotToldError
+
+    try:
+        retries.call("a notice", send, lambda error: isinstance(error, NotToldError))
+    except NotToldError:
+        _log.warning("nobody could be notified by %s: %s; see %s", _kinds(left), title, NOTIFY)
+    if lost:
+        _log.warning("%s did not answer in time to '%s': it is not sent again", _kinds(lost), title)
+    if len(left) == len(urls):
+        folder.storage.delete(name)
+    else:
+        folder.storage.write(name, _state("refused" if left else "unknown" if lost else "sent"))
 
 
-def _state(state: str, **more: Any) -> dict[str, Any]:
-    return {"state": state, "by": f"{os.getpid()}@{socket.gethostname()}", "at": int(time.time()), **more}
+def _state(state: str) -> bytes:
+    found: dict[str, Any] = {"state": state, "by": f"{os.getpid()}@{socket.gethostname()}", "at": int(time.time())}
+    return json.dumps(found).encode()
 
 
 def _kinds(urls: Sequence[str]) -> str:
     return ", ".join(url.partition(":")[0] for url in urls)
-
-
-def _digest(url: str) -> str:
-    """Return a name for an address that does not tell it."""
-    return hashlib.sha256(url.encode()).hexdigest()[:12]

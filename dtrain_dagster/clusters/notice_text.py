@@ -12,9 +12,6 @@ from dtrain_dagster.settings.tiers import current_tier, tier_in_words
 from dtrain_dagster.support.formatting import format_duration
 
 NoticeKind = Literal["finished", "failed", "budget", "goes_on", "waits", "kept"]
-PART_OF_NAME: Mapping[str, str] = {"goes_on": "launch", "waits": "wait", "kept": "kept"}
-"""What the names of a notice's files have after the launch; the others are an end."""
-
 UNTOLD = ("probe-",)
 """The first letters of jobs that no person started."""
 PART_OF = "DTRAIN_PART_OF"

@@ -19,19 +19,13 @@ from typing import Any
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.hosts import HostRecord
-from dtrain_dagster.clusters.job_notices import (
-    RETRIES,
-    has_end_to_tell,
-    tell,
-    tell_of_end,
-    wait_patience_seconds,
-)
-from dtrain_dagster.clusters.notice_claims import notice_addresses
+from dtrain_dagster.clusters.job_notices import tell, tell_of_end, wait_patience_seconds
+from dtrain_dagster.clusters.notice_claims import RETRIES, notice_addresses
 from dtrain_dagster.clusters.supervision.local_placer import LocalPlacer
-from dtrain_dagster.clusters.supervision.placer import Placer
-from dtrain_dagster.clusters.supervision.private_files import PrivateFiles
+from dtrain_dagster.clusters.supervision.placer import Placer, say
 from dtrain_dagster.clusters.supervision.reaper import Reaper, run_under_reaper
 from dtrain_dagster.clusters.supervision.settle import has_ended, outlives_supervisor, settle_status, supervisor_mark
+from dtrain_dagster.clusters.supervision.submit import PrivateFiles
 from dtrain_dagster.clusters.supervision.supervisor import Supervisor, begin_clock
 from dtrain_dagster.settings.cluster_kinds import cluster_key
 from dtrain_dagster.support.job_lock import acquire
@@ -46,19 +40,16 @@ RESUME = "--resume"
 """The argument of a supervisor that goes on with the nodes of one that died."""
 
 
-def make_placer(
-    launch: Mapping[str, Any], rundir: RunDir, secret: SecretFile, clock: SteadyClock, reaper: Reaper
-) -> Placer:
+def make_placer(launch: Mapping[str, Any], rundir: RunDir, secret: SecretFile, clock: SteadyClock) -> Placer:
     """Return the placer of a launch: that of its ``engine``, else this machine's."""
     if not outlives_supervisor(launch):
-        return LocalPlacer(rundir, secret, clock, reaper)
+        return LocalPlacer(rundir, secret, clock)
     from dtrain_dagster.clusters.managers import open_engine
     from dtrain_dagster.clusters.supervision.agent_placer import AgentPlacer
 
-    files = PrivateFiles.beside(secret.path)
+    files = PrivateFiles(secret.path)
     options = files.read_options()
-    environment = {**os.environ, **launch["env"]}
-    engine = open_engine(launch["engine"], options, rundir.uri, str(secret.path), environment)
+    engine = open_engine(launch["engine"], options, rundir.uri, str(secret.path))
     key = cluster_key(launch["engine"], launch.get("cluster_name", "local"))
     return AgentPlacer(rundir, engine, secret, clock, HostRecord.of_cluster(files.home, key))
 
@@ -66,9 +57,9 @@ def make_placer(
 def supervise(rundir: RunDir, secret: SecretFile, clock: SteadyClock, resumes: bool, reaper: Reaper) -> int:
     """Run a supervisor's whole life, under its reaper, and return the exit code."""
     try:
-        placer = make_placer(rundir.read_json(LAUNCH) or {}, rundir, secret, clock, reaper)
+        placer = make_placer(rundir.read_json(LAUNCH) or {}, rundir, secret, clock)
     except ClusterError as error:
-        _say(str(error))
+        say(str(error))
         return UNUSABLE
     supervisor = Supervisor(rundir, placer, clock, reaper, wait_patience_seconds())
     try:
@@ -76,7 +67,7 @@ def supervise(rundir: RunDir, secret: SecretFile, clock: SteadyClock, resumes: b
     except Exception as error:
         supervisor.abandon(error)
         raise
-    _say(json.dumps({"state": state}))
+    say(json.dumps({"state": state}))
     return 0
 
 
@@ -89,12 +80,12 @@ def main(arguments: Sequence[str]) -> int:
     rundir = RunDir(arguments[0])
     lock = int(arguments[1]) if len(arguments) > 1 else acquire(rundir.storage.local_path())
     if lock is None:
-        _say("another supervisor has this job")
+        say("another supervisor has this job")
         return 1
     try:
         secret = SecretFile(Path(arguments[2])) if len(arguments) > 2 else file_by_hand(os.environ)
     except ConfigError as error:
-        _say(str(error))
+        say(str(error))
         return UNUSABLE
     launch = rundir.read_json(LAUNCH) or {}
     clock = begin_clock(rundir)
@@ -104,21 +95,17 @@ def main(arguments: Sequence[str]) -> int:
         if outlives_supervisor(launch) and not has_ended(rundir):
             return  # its nodes go on, and whoever looks at the job next starts another supervisor
         secret.remove()
-        PrivateFiles.beside(secret.path).remove_options()
+        PrivateFiles(secret.path).options.unlink(missing_ok=True)
         presences.close(rundir, clock.now())
         if notice_addresses():  # people are told, whoever looks; else the next one who looks settles it
             settle_status(rundir, sweeps=False)
 
     work = partial(supervise, rundir, secret, clock, RESUME in arguments)
     code = run_under_reaper(work, supervisor_mark(launch), afterwards, partial(tell, rundir, retries=RETRIES))
-    if has_end_to_tell(rundir):
-        os.close(lock)  # the job may be started again meanwhile
+    if notice_addresses():
+        os.close(lock)  # the job may be started again while people are told
         tell_of_end(rundir, RETRIES)
     return code
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)  # noqa: T201 - the supervisor's log
 
 
 if __name__ == "__main__":

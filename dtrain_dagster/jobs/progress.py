@@ -272,7 +272,7 @@ def follow_job(
         yield status, replace(follower.view, news=(*dict.fromkeys(told), *hang), nodes_alive=status.nodes_alive)
         if status.state.is_final:
             return
-        manager.wait(status)
+        time.sleep(manager.poll_seconds)
 
 
 def words_of_kept(status: JobStatus) -> list[str]:

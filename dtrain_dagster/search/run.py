@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.clusters.base import GPUClusterManager
-from dtrain_dagster.clusters.job_notices import RETRIES
-from dtrain_dagster.clusters.notice_claims import send_once, send_safely
+from dtrain_dagster.clusters.notice_claims import RETRIES, send_once
 from dtrain_dagster.clusters.notice_text import PART_OF
 from dtrain_dagster.clusters.notice_text import SEARCH as SEARCH_PART
 from dtrain_dagster.costs.estimate import LearnedCorrection, Parts, Sizes
@@ -213,7 +212,7 @@ class Search:
         folder = RunDir(str(self.folder))
         said = f"dtrain: search {result['name']} has ended", "\n".join(summary(result))
         mark = f"end-{len(result['trials'])}"  # it may be given more trials later
-        send_safely(folder, lambda urls: send_once(folder, mark, urls, lambda: said), RETRIES)
+        send_once(folder, lambda: (mark, lambda: said), RETRIES)
 
     @property
     def budget_usd(self) -> float:

@@ -130,11 +130,6 @@ class KubernetesSettings(EnvironmentSettings):
         pattern=r"^[a-z0-9][A-Za-z0-9._:/@-]*$", description="Image of the nodes, with this project and its packages"
     )
     python: str = Field(default="python3", pattern=r"^\S+$", description="Interpreter in the image")
-    service_account: str | None = Field(
-        default=None,
-        pattern=f"^{_LONG_NAME}$",
-        description="Service account of the pods, which get no token of it",
-    )
     cpu: str = Field(default="1", pattern=f"^{_QUANTITY}$", description="CPUs of a node: requested, and no limit")
     memory: str = Field(default="4Gi", pattern=f"^{_QUANTITY}$", description="Memory of a node, and its limit")
     gpus: int = Field(default=0, ge=0, le=16, description="GPUs of a node")
@@ -154,5 +149,3 @@ class KubernetesSettings(EnvironmentSettings):
         description="YAML file with a pod template, from which the nodes' pods take all else: node selector, "
         "tolerations, Secrets, affinity, security context",
     )
-
-    poll_seconds: float = Field(default=2.0, gt=0, le=60, description="Seconds between two looks at the nodes")

@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from dtrain_dagster.settings.environment import EnvironmentSettings
 
 PREFIX = "DTRAIN_RAY_"
 _RESOURCE = re.compile(r"(?P<name>[A-Za-z][\w:.-]*)=(?P<amount>\d+(\.\d+)?)")
-_FIXED = {"CPU": "CPUS", "GPU": "GPUS", "memory": "MEMORY_GIB"}
+_FIXED = {"CPU": "CPUS", "GPU": "GPUS"}
 
 
 def read_resources(value: object) -> object:
@@ -52,42 +52,19 @@ class RaySettings(EnvironmentSettings):
         description="Address of the head's dashboard, http://host:8265, which is asked how nodes stand; unset: the "
         "cluster knows it",
     )
-    cluster: str | None = Field(
-        default=None,
-        exclude=True,
-        pattern=r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?/)?[a-z]([a-z0-9-]{0,39}[a-z0-9])?$",
-        description="RayCluster of KubeRay, as name or namespace/name: the address and the dashboard are those of its "
-        "head's service; instead of DTRAIN_RAY_ADDRESS",
-    )
     cpus: float = Field(default=1.0, gt=0, le=4096, description="CPUs of a node")
     gpus: int = Field(default=0, ge=0, le=64, description="GPUs of a node")
-    memory_gib: float | None = Field(default=None, gt=0, description="Memory of a node in GiB, as Ray counts it")
     resources: Annotated[dict[str, float], NoDecode, BeforeValidator(read_resources)] = Field(
-        default={}, description="Further resources of Ray that a node needs: name=amount, separated by commas"
+        default={},
+        description="Further resources of Ray that a node needs: name=amount, separated by commas; memory is in bytes",
     )
     python: str | None = Field(
         default=None,
         pattern=r"^/\S+$",
         description="Interpreter on the nodes, a full path; unset: the one that submits",
     )
-    poll_seconds: float = Field(default=1.0, gt=0, le=60, description="Seconds between two looks at the nodes")
-
-    @model_validator(mode="after")
-    def _of_cluster(self) -> RaySettings:
-        """Take the addresses of the RayCluster that is named, as KubeRay makes them."""
-        if self.cluster is None:
-            return self
-        if self.address != "auto":
-            raise ValueError(
-                f"{PREFIX}CLUSTER={self.cluster!r} and {PREFIX}ADDRESS={self.address!r} cannot be combined: unset one"
-            )
-        namespace, _, name = self.cluster.rpartition("/")
-        head = f"{name}-head-svc{f'.{namespace}.svc' if namespace else ''}"
-        self.address, self.dashboard = f"ray://{head}:10001", self.dashboard or f"http://{head}:8265"
-        return self
 
     def demand(self) -> dict[str, float]:
         """Return what a node asks for, by Ray's names of resources."""
-        memory = {"memory": self.memory_gib * 2**30} if self.memory_gib else {}
         gpus = {"GPU": float(self.gpus)} if self.gpus else {}
-        return {"CPU": self.cpus, **gpus, **memory, **self.resources}
+        return {"CPU": self.cpus, **gpus, **self.resources}

@@ -9,23 +9,19 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from dtrain_dagster.settings.environment import EnvironmentSettings, SettingsError, split_words
+from dtrain_dagster.settings.environment import EnvironmentSettings, SettingsError
 
 PREFIX = "DTRAIN_SLURM_"
-SUCCESSOR_LEAD_SECONDS = 600.0
-"""Seconds before a node's time limit at which its successor is submitted."""
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.,:@/-]*$"
 _OURS = {
     "--array": "nodes are jobs of their own",
-    "--export": "set DTRAIN_SLURM_EXPORT",
     "--job-name": "it names the node",
     "--nodes": "each job is one node",
     "--ntasks": "the node agent is one task",
@@ -37,15 +33,6 @@ _OURS = {
     "--wrap": "the agent runs",
 }
 """Options of sbatch that the project sets itself → why."""
-
-
-def read_names(value: object) -> object:
-    """Return text as names of variables; anything else as it is. Raise `ValueError` for text that names none."""
-    words: Any = split_words(value)
-    for name in words:
-        if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            raise ValueError(f"{name!r} is not the name of a variable: give names alone, separated by commas")
-    return words
 
 
 def read_arguments(value: object) -> object:
@@ -91,12 +78,10 @@ class SlurmSettings(EnvironmentSettings):
         description="Interpreter on the nodes, a full path; unset: the one that submits",
     )
     setup: str = Field(default="", description="Shell commands before the node begins, such as: module load cuda/12.4")
-    export: Annotated[tuple[str, ...], NoDecode, BeforeValidator(read_names)] = Field(
-        default=(),
-        description="Variables of the submitter that nodes get besides PATH, HOME, USER and LANG; separated by commas",
-    )
     extra: Annotated[tuple[str, ...], NoDecode, BeforeValidator(read_arguments)] = Field(
-        default=(), description="Further options of sbatch, as --account=lab --qos=high --exclusive"
+        default=(),
+        description="Further options of sbatch, as --account=lab --qos=high --exclusive; an --export names the "
+        "variables that nodes get in the place of PATH, HOME, USER and LANG",
     )
     prices: str | None = Field(
         default=None,
@@ -104,7 +89,6 @@ class SlurmSettings(EnvironmentSettings):
         description="File with what a node-hour of each partition costs, in US dollars, as JSON: "
         '{"gpu": 2.5}; with DTRAIN_SLURM_PARTITION, plans and bills are in these dollars',
     )
-    poll_seconds: float = Field(default=2.0, gt=0, le=300, description="Seconds between two looks at the queue")
 
 
 def site_prices_path() -> Path | None:

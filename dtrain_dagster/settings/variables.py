@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from dtrain_dagster.settings.environment import PREFIX, Settings
+from dtrain_dagster.settings.environment import PREFIX, EnvironmentSettings, Settings
 from dtrain_dagster.settings.notices import NoticeSettings
 
 _log = logging.getLogger(__name__)
@@ -192,12 +192,11 @@ def is_ours(name: str) -> bool:
 def known_variables() -> set[str]:
     """Return the names of all variables that the project reads."""
     from dtrain_dagster.settings.azure import AzureSettings  # not above: only who has such a variable needs to know
-    from dtrain_dagster.settings.kubernetes import KubernetesSettings
-    from dtrain_dagster.settings.ray import RaySettings
-    from dtrain_dagster.settings.slurm import SlurmSettings
+    from dtrain_dagster.settings.engines import ENGINES
 
+    kinds: list[type[EnvironmentSettings]] = [Settings, NoticeSettings, AzureSettings, *ENGINES.values()]
     names = {*INTERNAL, *(name for group in GROUPS for name in group.variables if is_ours(name))}
-    for kind in (Settings, AzureSettings, KubernetesSettings, NoticeSettings, RaySettings, SlurmSettings):
+    for kind in kinds:
         names |= {f"{kind.model_config['env_prefix']}{name.upper()}" for name in kind.model_fields}
     return names
 

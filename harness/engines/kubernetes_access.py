@@ -73,7 +73,7 @@ def make_options(kubeconfig: Path, **changes: Any) -> KubernetesSettings:
     """The options of quick, small nodes."""
     given = {
         "kubeconfig": str(kubeconfig), "namespace": NAMESPACE, "image": IMAGE, "cpu": "100m", "memory": "64Mi",
-        "poll_seconds": 0.2, "pod_template": pod_template(imagePullPolicy="Never"),
+        "pod_template": pod_template(imagePullPolicy="Never"),
     }  # fmt: skip
     return KubernetesSettings.of(json.loads(json.dumps(given | changes)))
 
@@ -84,4 +84,4 @@ def make_engine(options: KubernetesSettings, script: str = "exit 0") -> Kubernet
     def command(launch: Mapping[str, Any], node_id: int, incarnation: int) -> Sequence[str]:
         return ["/bin/sh", "-c", f"NODE={node_id}; INCARNATION={incarnation}; {script}"]
 
-    return KubernetesEngine(options, "/data/jobs/one", command, grace_seconds=5.0)
+    return KubernetesEngine(options, "/data/jobs/one", command)

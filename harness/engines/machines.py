@@ -110,7 +110,7 @@ class Pods:
         ]
         return {
             "kubeconfig": str(self.kubeconfig), "namespace": NAMESPACE, "image": IMAGE, "cpu": "100m", "memory": "1Gi",
-            "poll_seconds": 0.3, "volumes": volumes, "python": str(python),
+            "volumes": volumes, "python": str(python),
             "pod_template": pod_template({"securityContext": user, "tolerations": lost}, imagePullPolicy="Never"),
         }  # fmt: skip
 
@@ -172,19 +172,21 @@ class Slurmds:
         self.cluster = cluster
 
     def options(self, folder: Path) -> dict[str, Any]:
-        return {"cpus": 1, "poll_seconds": 0.3, "extra": ["--exclusive"]}
+        return {"cpus": 1, "extra": ["--exclusive"]}
 
     def too_large(self, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
         return options | {"cpus": 64}, "PartitionConfig: no node of the partition is large enough"
 
     def jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
-        return SlurmEngine(SlurmSettings(), Path(), lambda *_: ()).list_jobs(launch)
+        return SlurmEngine(SlurmSettings(), ".", lambda *_: ()).list_jobs(launch)
 
     def all_jobs(self) -> set[str]:
         return set(self.cluster.ask("squeue", "--noheader", "--states=all", "--format=%i").split())
 
     def fill(self) -> Callable[[], None]:
-        engine = SlurmEngine(SlurmSettings(extra=("--exclusive",)), self.cluster.folder, lambda *_: ("sleep", "1000"))
+        engine = SlurmEngine(
+            SlurmSettings(extra=("--exclusive",)), str(self.cluster.folder), lambda *_: ("sleep", "1000")
+        )
         return _fill(engine, len(self.cluster.nodes))
 
     def kill_node(self, job: EngineJob) -> Callable[[], None]:
@@ -234,11 +236,11 @@ class Raylets:
 
     def __init__(self, cluster: RayCluster) -> None:
         self.cluster = cluster
-        self.asked = RayEngine(RaySettings(**self.options(Path())), Path("/nowhere"), lambda *_: ())
+        self.asked = RayEngine(RaySettings(**self.options(Path())), "/nowhere", lambda *_: ())
 
     def options(self, folder: Path) -> dict[str, Any]:
         return {
-            "address": self.cluster.address, "dashboard": self.cluster.dashboard, "cpus": 2.0, "poll_seconds": 0.3,
+            "address": self.cluster.address, "dashboard": self.cluster.dashboard, "cpus": 2.0,
         }  # fmt: skip
 
     def too_large(self, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -254,7 +256,7 @@ class Raylets:
         return {actor["name"] for actor in self.asked._ask("list_actors", prefix="")["actors"]}
 
     def fill(self) -> Callable[[], None]:
-        engine = RayEngine(RaySettings(**self.options(Path())), self.cluster.folder, lambda *_: ("sleep", "1000"))
+        engine = RayEngine(RaySettings(**self.options(Path())), str(self.cluster.folder), lambda *_: ("sleep", "1000"))
         release = _fill(engine, len(self.cluster.names) - 1)
 
         def give_back() -> None:

@@ -24,11 +24,8 @@ from typing import Any
 import psutil
 
 from dtrain_dagster.clusters.hosts import HostRecord
-from dtrain_dagster.clusters.job_notices import (
-    RETRIES,
-    tell,
-    wait_patience_seconds,
-)
+from dtrain_dagster.clusters.job_notices import tell, wait_patience_seconds
+from dtrain_dagster.clusters.notice_claims import RETRIES
 from dtrain_dagster.clusters.submission import Request
 from dtrain_dagster.clusters.supervision import supervisor
 from dtrain_dagster.clusters.supervision.agent_placer import AgentPlacer

@@ -110,7 +110,7 @@ def _work(order: Mapping[str, Any], reaper: Any) -> int:
     rundir = RunDir(order["run_dir"])
     clock = begin_clock(rundir)
     secret = SecretFile(Path(f"{order['run_dir']}-secrets/launch"))
-    placer = LocalPlacer(rundir, secret, clock, reaper, spawn=partial(_fork, order))
+    placer = LocalPlacer(rundir, secret, clock, spawn=partial(_fork, order))
     supervisor = Supervisor(rundir, placer, clock, reaper)
     _note(order, {"supervisor": os.getpid(), "time": time.time()})
     try:

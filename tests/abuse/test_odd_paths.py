@@ -59,7 +59,7 @@ def test_an_id_of_a_job_cannot_leave_its_folder(job_id: str, tmp_path: Path, mon
     monkeypatch.setenv("DTRAIN_HOME", str(tmp_path))
     with pytest.raises(Refusal, match="the job is"):
         run_dir(load_settings(), job_id)
-    cluster = LocalClusterManager(home=tmp_path, cluster_name="local", gpu_type="Standard_NC6s_v3")
+    cluster = LocalClusterManager(tmp_path)
     for ask in (cluster.job_status, cluster.cancel_job, cluster.node_usage):
         with pytest.raises(ClusterError, match="the id of the job is"):
             ask(job_id)

@@ -12,6 +12,7 @@ import pytest
 
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.managers import LocalClusterManager
+from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from dtrain_dagster.costs.money import SECOND
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.jobs.progress import follow_job, start_job
@@ -29,7 +30,7 @@ def test_of_jobs_that_start_at_once_nothing_is_lost(tmp_path: Path):
     made by whoever comes first."""
     dataset = DatasetRef(uri=str(write_dataset(tmp_path / "dataset")))
     home, database = tmp_path / "home", f"sqlite:///{tmp_path}/home/mlflow.db"
-    manager = LocalClusterManager(home=home, threads_per_rank=1, max_replacements=0)
+    manager = LocalClusterManager(home, LaunchSettings(threads_per_rank=1, max_replacements=0))
     training = DistributedTrainingConfig(world_size=1, threads_per_rank=1, max_steps=STEPS, epochs=10**6)
     jobs = [
         JobConfig(

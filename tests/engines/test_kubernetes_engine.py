@@ -77,7 +77,7 @@ def test_a_node_that_is_submitted_twice_is_bought_once(
         ({"pod_template": pod_template({"nodeSelector": {"gpu": "a100"}})}, "check nodeSelector, tolerations"),
         ({"image": "localhost/absent:1"}, "imagePullPolicy in DTRAIN_KUBERNETES_POD_TEMPLATE is Never"),
         ({"image": "127.0.0.1:1/absent:1", "pod_template": pod_template()}, "check DTRAIN_KUBERNETES_IMAGE"),
-        ({"service_account": "nobody"}, "change DTRAIN_KUBERNETES_SERVICE_ACCOUNT"),
+        ({"pod_template": pod_template({"serviceAccountName": "nobody"})}, "change serviceAccountName in"),
         ({"pod_template": pod_template({"priorityClassName": "absent"})}, "change priorityClassName in"),
         (
             {"pod_template": pod_template(imagePullPolicy="Never", envFrom=[{"secretRef": {"name": "absent"}}])},

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.clusters.slurm.engine import SlurmEngine, SlurmError
-from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError, name_job
+from dtrain_dagster.clusters.slurm.engine import SlurmEngine
+from dtrain_dagster.clusters.supervision.engine import EngineError, EngineJob, EngineUnreachableError, name_job
 from dtrain_dagster.settings.slurm import SlurmSettings
 from harness.engines.slurm_cluster import SlurmCluster
 from harness.waiting import until
@@ -42,7 +42,7 @@ def launch() -> dict[str, Any]:
 def make(tmp_path: Path) -> Callable[..., SlurmEngine]:
     def engine(shell: str = IN_ORDER, **options: Any) -> SlurmEngine:
         return SlurmEngine(
-            SlurmSettings(**options), tmp_path, lambda launch, node, _: ["/bin/sh", "-c", f"NODE={node}; {shell}"]
+            SlurmSettings(**options), str(tmp_path), lambda launch, node, _: ["/bin/sh", "-c", f"NODE={node}; {shell}"]
         )
 
     return engine
@@ -111,7 +111,7 @@ def test_what_waits_says_why(make: Callable[..., SlurmEngine], launch: dict[str,
 def test_refusals_name_the_setting(
     make: Callable[..., SlurmEngine], launch: dict[str, Any], options: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(SlurmError, match=said):
+    with pytest.raises(EngineError, match=said):
         make(**options).submit(launch, 0, 1)
     assert make().list_jobs(launch) == []
 
@@ -223,5 +223,5 @@ def of_node(engine: SlurmEngine, launch: dict[str, Any], node_id: int) -> Engine
 
 def test_commands_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch, make: Callable[..., SlurmEngine]) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(SlurmError, match="set DTRAIN_SLURM_HOST"):
+    with pytest.raises(EngineError, match="set DTRAIN_SLURM_HOST"):
         make().check()

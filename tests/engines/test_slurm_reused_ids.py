@@ -37,7 +37,7 @@ def states(cluster: SlurmCluster) -> dict[str, str]:
 
 def test_another_job_of_the_same_id_goes_on(cluster: SlurmCluster, tmp_path: Path) -> None:
     launch: dict[str, Any] = {"token": os.urandom(24).hex(), "launch": 1, "node_count": 1}
-    engine = SlurmEngine(SlurmSettings(), tmp_path, lambda *_: ["/bin/sh", "-c", "echo done; sleep 100"])
+    engine = SlurmEngine(SlurmSettings(), str(tmp_path), lambda *_: ["/bin/sh", "-c", "echo done; sleep 100"])
     first = engine.submit(launch, 0, 1)
     until(lambda: engine.read_log(first) is not None, "its log", pause=0.1)
     cluster.kill("slurmctld")

@@ -12,8 +12,8 @@ import pytest
 
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.managers import EngineClusterManager
-from dtrain_dagster.clusters.slurm.engine import SlurmEngine, SlurmError
-from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError
+from dtrain_dagster.clusters.slurm.engine import SlurmEngine
+from dtrain_dagster.clusters.supervision.engine import EngineError, EngineJob, EngineUnreachableError
 from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from dtrain_dagster.settings.slurm import SlurmSettings
 from harness.engines.engine_training import Training, write_job
@@ -48,7 +48,7 @@ def login(slurm: SlurmCluster) -> Iterator[LoginNode]:
 def engine(login: LoginNode, tmp_path: Path) -> SlurmEngine:
     shell = "trap 'echo ends in order; kill $!; exit 143' TERM; echo it has $GIVEN; sleep 100 & wait"
     options = SlurmSettings(host=NAME, setup="export GIVEN='a b'", time_limit_minutes=5)
-    return SlurmEngine(options, tmp_path, lambda *_: ["/bin/sh", "-c", shell])
+    return SlurmEngine(options, str(tmp_path), lambda *_: ["/bin/sh", "-c", shell])
 
 
 def wait_for(engine: SlurmEngine, launch: dict[str, Any], state: str) -> EngineJob:
@@ -78,10 +78,10 @@ def test_a_node_runs_and_ends_over_one_connection_whatever_a_profile_says(
 
 def test_what_ssh_and_slurm_refuse_is_told_apart(login: LoginNode, engine: SlurmEngine, tmp_path: Path) -> None:
     launch = {"token": os.urandom(24).hex(), "launch": 1, "node_count": 1}
-    wrong = SlurmEngine(SlurmSettings(host=NAME, extra=("--constraint=nix",)), tmp_path, lambda *_: ["true"])
-    with pytest.raises(SlurmError, match="correct --constraint in DTRAIN_SLURM_EXTRA"):
+    wrong = SlurmEngine(SlurmSettings(host=NAME, extra=("--constraint=nix",)), str(tmp_path), lambda *_: ["true"])
+    with pytest.raises(EngineError, match="correct --constraint in DTRAIN_SLURM_EXTRA"):
         wrong.submit(launch, 0, 1)
-    with pytest.raises(SlurmError, match=f"on {NAME}: .*must be on the PATH there"):
+    with pytest.raises(EngineError, match=f"on {NAME}: .*must be on the PATH there"):
         engine.run(["sno-such-command"], "ask")
     login.kill()
     try:
@@ -95,7 +95,7 @@ def test_what_ssh_and_slurm_refuse_is_told_apart(login: LoginNode, engine: Slurm
 @pytest.mark.long
 def test_a_training_goes_on_while_the_login_node_is_away(login: LoginNode, tmp_path: Path) -> None:
     settings = LaunchSettings(engine="slurm", cluster_name="engine", replacement_delay_seconds=0.0)
-    options = {"host": NAME, "cpus": 1, "poll_seconds": 0.3}
+    options = {"host": NAME, "cpus": 1}
     training = Training(EngineClusterManager(tmp_path, settings, options), write_job(tmp_path, 1500))
     training.submit()
     try:

@@ -57,9 +57,7 @@ class TestSlurm(EngineTrials):
     def test_a_time_limit_is_met_by_a_successor(self, machines: Slurmds, tmp_path: Path) -> None:
         """Successors come after half of the limit, here. SLURM tells a job 60 to 90 s before the limit, so that of two
         minutes would come first."""
-        settings = LaunchSettings(
-            engine="slurm", cluster_name="engine", max_replacements=0, successor_lead_seconds=600.0
-        )
+        settings = LaunchSettings(engine="slurm", cluster_name="engine", max_replacements=0)
         options = machines.options(tmp_path) | {"time_limit_minutes": 4}
         training = Training(
             EngineClusterManager(tmp_path, settings, options), write_job(tmp_path, 9 * STEPS, model=PACED)

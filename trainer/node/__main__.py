@@ -118,7 +118,7 @@ class NodeAgent:
                 codes = (UNFIT,) * self.launch["processes_per_node"]
             elif not self.asked and (seat := self._wait_for_seat()):
                 node = make_node(self.launch, seat, log)
-                node.start(self.launch, self.clock.variables(), spawn_process, lambda group: None)
+                node.start(self.launch, self.clock.variables(), spawn_process)
                 codes = self._watch(node)
                 self._keep(codes)
             else:

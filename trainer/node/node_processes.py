@@ -85,12 +85,9 @@ class NodeProcesses:
         """Return whether no process of it runs, or one that the others need is lost."""
         return not self.alive or any(code is not None and is_loss(code) for code in self.codes)
 
-    def start(
-        self, launch: Mapping[str, Any], variables: Mapping[str, str], spawn: Spawn, began: Callable[[int], None]
-    ) -> None:
+    def start(self, launch: Mapping[str, Any], variables: Mapping[str, str], spawn: Spawn) -> None:
         """Start its processes, one per rank. ``launch``: as in ``launch.json``. ``variables``: added to each
-        environment. ``began`` is called with the process group once it exists. Raise `LaunchError` where the command
-        cannot be started, OSError where no process can."""
+        environment. Raise `LaunchError` where the command cannot be started, OSError where no process can."""
         for local_rank in range(self.size):
             rank, environment = environment_of(launch, self.seat, local_rank, variables, os.environ)
             pipe = self.log.open_pipe()
@@ -104,9 +101,7 @@ class NodeProcesses:
             finally:
                 os.close(pipe)
             self.processes.append((rank, process))
-            if self.group is None:
-                self.group = process.pid
-                began(self.group)
+            self.group = self.group or process.pid
 
     def end(self, grace: float) -> None:
         """Send SIGTERM to the whole node now, and SIGKILL after ``grace`` seconds, in `look`. A second call can only

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.kubernetes.objects import (
     LAUNCH,
     first_pod,
@@ -25,16 +24,23 @@ from dtrain_dagster.clusters.kubernetes.objects import (
     read_node,
 )
 from dtrain_dagster.clusters.submission import Request, as_comment, process_lines, yaml_text
-from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError, name_launch
+from dtrain_dagster.clusters.supervision.engine import (
+    MAX_LOG_BYTES,
+    Command,
+    Engine,
+    EngineError,
+    EngineJob,
+    EngineUnreachableError,
+    name_launch,
+)
 from dtrain_dagster.settings.kubernetes import CONTAINER, KubernetesSettings
-from trainer.node.environment import LaunchError
+from trainer.node.environment import STOP_GRACE, read_duration
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient
 
 TIMEOUT_SECONDS = (5.0, 15.0)
 """For a connection, and for an answer."""
-MAX_LOG_BYTES = 4 * 2**20
 RIGHTS = (
     *(("batch", "jobs", "", verb) for verb in ("create", "list", "delete")),
     *(("", "configmaps", "", verb) for verb in ("create", "get", "delete")),
@@ -56,66 +62,26 @@ _REFUSALS = {
 }
 
 
-class KubernetesError(ClusterError, LaunchError):
-    """The cluster cannot be used as it is configured, or refuses a request for good. The message has the remedy."""
-
-
-def refusal(what: str, status: int, said: str) -> KubernetesError:
+def refusal(what: str, status: int, said: str) -> EngineError:
     """Return the error of a request that the cluster has refused: its own words, and the remedy. Pure."""
     remedy = _REFUSALS.get(status, "see DTRAIN_KUBERNETES_ in the settings")
-    return KubernetesError(f"cannot {what}: {said} ({status}); {remedy}")
+    return EngineError(f"cannot {what}: {said} ({status}); {remedy}")
 
 
-class PassingRefusals:
-    """The kinds of requests that were allowed, and since when each has been refused: an API server that has just
-    started answers 403 until it has read its own roles."""
-
-    def __init__(self) -> None:
-        self._refused_since: dict[str, float | None] = {}
-        """By kind; None: allowed when it was asked last."""
-
-    def note_allowed(self, what: str) -> None:
-        """Take down that a request was answered. ``what`` names it; a number at its end says which object it is about,
-        and not which kind of request it is."""
-        self._refused_since[_kind(what)] = None
-
-    def may_pass(self, what: str, status: int, said: str, now: float) -> bool:
-        """Return whether a refusal may be over soon: of a request whose kind was allowed before, within
-        `PATIENCE_SECONDS` of its first refusal. ``now``: seconds of a monotonic clock."""
-        kind = _kind(what)
-        if status not in (401, 403) or "exceeded quota" in said or kind not in self._refused_since:
-            return False
-        since = self._refused_since[kind]
-        if since is None:
-            since = self._refused_since[kind] = now
-        return now - since < PATIENCE_SECONDS
-
-
-def _kind(what: str) -> str:
-    return what.rstrip(" 0123456789")
-
-
-class KubernetesEngine:
+class KubernetesEngine(Engine):
     """One cluster, as the environment's kubeconfig or the pod's own service account reaches it."""
 
-    def __init__(
-        self,
-        options: KubernetesSettings,
-        run_dir: str,
-        command: Callable[[Mapping[str, Any], int, int], Sequence[str]],
-        grace_seconds: float = 30.0,
-    ) -> None:
-        """``command``: returns what the pod of an incarnation runs, for launch, node and incarnation."""
-        self.options, self.run_dir, self.command = options, run_dir, command
-        self.grace_seconds = grace_seconds
-        self.poll_seconds = options.poll_seconds
-        self._passing = PassingRefusals()
+    hold_seconds = 10.0  # clouds that take machines away may leave pods no more than 15 s, whatever they ask for
+
+    def __init__(self, options: KubernetesSettings, run_dir: str, command: Command) -> None:
+        super().__init__(options, run_dir, command)
+        self._refused_since: dict[str, float | None] = {}
+        """Since when requests of a kind are refused that were allowed before; None: not now. An API server that has
+        just started answers 403 until it has read its own roles."""
         self._pods: dict[str, str] = {}
         """The pod of each Job that was seen, by uid: a Job whose pod is deleted may make another, which is refused."""
 
     def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int, excluded: Sequence[str] = ()) -> str:
-        """Create the Job of an incarnation, and return its name; one that is there already is returned, not made twice.
-        Raise `KubernetesError` where the cluster refuses it."""
         body = owned_by(self.request(launch, node_id, incarnation, excluded), launch, self._group(launch))
         name = body["metadata"]["name"]
         with self._asking(f"submit node {node_id}", pass_over=(409,)):
@@ -126,11 +92,12 @@ class KubernetesEngine:
         self, launch: Mapping[str, Any], node_id: int, incarnation: int, excluded: Sequence[str] = ()
     ) -> dict[str, Any]:
         """Return the Job of an incarnation, but for its owner. Nothing is asked."""
+        # The agent ends its ranks in order within it.
+        grace = self.hold_seconds + read_duration(*STOP_GRACE, launch.get("env", {}), os.environ) + 10.0
         command = self.command(launch, node_id, incarnation)
-        return node_object(self.options, launch, node_id, incarnation, command, self.grace_seconds, excluded)
+        return node_object(self.options, launch, node_id, incarnation, command, grace, excluded)
 
     def describe(self, launch: Mapping[str, Any]) -> list[Request]:
-        """Return the objects of a launch, as `kubectl apply` takes them."""
         group = group_object(self.options, launch, self.run_dir)
         owner = as_comment("Each Job also gets this ConfigMap as its owner, by the uid that the cluster gives it.")
         requests = [Request(title="the launch, which owns its Jobs", form="yaml", text=f"{owner}\n{yaml_text(group)}")]
@@ -164,7 +131,6 @@ class KubernetesEngine:
         return found
 
     def cancel(self, ids: Sequence[str], force: bool) -> None:
-        """End these Jobs and their pods: with SIGTERM first, or, with ``force``, without waiting for the machine."""
         for name in ids:
             self._delete(name, force)
 
@@ -180,7 +146,6 @@ class KubernetesEngine:
         return f"kubectl{where} exec -it -n {self._space} {name} -c {CONTAINER} -- bash"
 
     def read_log(self, job_id: str) -> str | None:
-        """Return what the node printed, at most its last `MAX_LOG_BYTES`; None where nothing is kept."""
         selector = f"job-name={job_id}"
         pod = first_pod(self._items("list the pods", self._core.list_namespaced_pod, label_selector=selector))
         if pod is None:
@@ -197,9 +162,7 @@ class KubernetesEngine:
                 name_launch(launch), self._space, propagation_policy="Background", **_RAW
             )
 
-    def check(self) -> None:
-        """Raise `KubernetesError` where this cluster cannot be used: not reached, no namespace, or one of `RIGHTS`
-        missing. Nothing is created."""
+    def check(self) -> str:
         with self._asking("look at the namespace"):
             self._batch.list_namespaced_job(self._space, limit=1, **_RAW)
         for group, resource, part, verb in RIGHTS:
@@ -218,6 +181,7 @@ class KubernetesEngine:
                 if not json.loads(answer.data)["status"].get("allowed"):
                     what = f"{resource}/{part}" if part else resource
                     raise refusal(f"{verb} {what} in {self._space}", 403, "not allowed")
+        return f"namespace {self._space} takes nodes from this identity"
 
     # ---
 
@@ -231,7 +195,7 @@ class KubernetesEngine:
             from kubernetes import client, config
             from kubernetes.config.config_exception import ConfigException
         except ImportError:
-            raise KubernetesError(
+            raise EngineError(
                 "DTRAIN_CLUSTER=kubernetes needs the package kubernetes: pip install 'dtrain[kubernetes]'"
             ) from None
         configuration = client.Configuration()
@@ -246,7 +210,7 @@ class KubernetesEngine:
                     persist_config=False,
                 )
         except (ConfigException, OSError) as error:
-            raise KubernetesError(
+            raise EngineError(
                 f"no cluster is configured: {error}; set DTRAIN_KUBERNETES_KUBECONFIG and DTRAIN_KUBERNETES_CONTEXT"
             ) from None
         configuration.retries = False  # asked again by whoever polls
@@ -312,7 +276,7 @@ class KubernetesEngine:
         try:
             try:
                 yield
-                self._passing.note_allowed(what)
+                self._refused_since[_kind(what)] = None
             except AttributeError as error:  # the client stumbles over its own errors of TLS, which have no body
                 if isinstance(error.__context__, ApiException):
                     raise error.__context__ from None
@@ -323,16 +287,29 @@ class KubernetesEngine:
             said = _message(error.body) or str(error.reason)
             if "CERTIFICATE_VERIFY_FAILED" in said:
                 raise refusal(what, 0, said) from None
-            is_passing = self._passing.may_pass(what, error.status or 0, said, time.monotonic())
-            if error.status in _TRANSIENT or not error.status or is_passing:
+            if error.status in _TRANSIENT or not error.status or self._may_pass(what, error.status, said):
                 raise EngineUnreachableError(f"cannot {what} now: {said}") from error
             raise refusal(what, error.status, said) from None
         except HTTPError as error:
             raise EngineUnreachableError(f"cannot {what}: the cluster does not answer ({error})") from error
 
+    def _may_pass(self, what: str, status: int, said: str) -> bool:
+        """Return whether a refusal may be over soon: of a request whose kind was allowed before, within
+        `PATIENCE_SECONDS` of its first refusal."""
+        kind, now = _kind(what), time.monotonic()
+        if status not in (401, 403) or "exceeded quota" in said or kind not in self._refused_since:
+            return False
+        since = self._refused_since[kind] = self._refused_since[kind] or now
+        return now - since < PATIENCE_SECONDS
+
 
 _RAW: dict[str, Any] = {"_preload_content": False, "_request_timeout": TIMEOUT_SECONDS}
 """Answers as the cluster gave them: what this client's version does not know must not be lost or refused."""
+
+
+def _kind(what: str) -> str:
+    """Return the kind of a request; a number at its end says which object it is about."""
+    return what.rstrip(" 0123456789")
 
 
 def _in_cluster() -> bool:

@@ -35,7 +35,7 @@ _WAITS["ErrImagePull"] = _WAITS["ImagePullBackOff"]
 _REFUSED = {
     "exceeded quota": f"ask for less ({S}CPU, {S}MEMORY, {S}GPUS, DTRAIN_NODES), or have the quota raised",
     "PodSecurity": f"the namespace's standard forbids it: see {TEMPLATE}, and host: in {S}VOLUMES",
-    "serviceaccount": f"create the service account, or change {S}SERVICE_ACCOUNT",
+    "serviceaccount": f"create the service account, or change serviceAccountName in {TEMPLATE}",
     "no PriorityClass": f"change priorityClassName in {TEMPLATE}",
     "limits.": f"the namespace limits what a pod may ask for: see {S}CPU and {S}MEMORY",
 }
@@ -181,8 +181,6 @@ def pod_spec(
         "containers": [_container(options, command, mounts)],
         "volumes": storage,
     }
-    if options.service_account:
-        spec["serviceAccountName"] = options.service_account
     if "affinity" not in template:
         term = {"labelSelector": {"matchLabels": dict(apart)}, "topologyKey": "kubernetes.io/hostname"}
         preferred = [{"weight": 100, "podAffinityTerm": term}]

@@ -8,29 +8,36 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import selectors
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.ray import ACTOR
 from dtrain_dagster.clusters.ray.driver import actor_options
 from dtrain_dagster.clusters.submission import Request, json_text, others_like_first, process_lines
-from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError, name_job, name_launch
+from dtrain_dagster.clusters.supervision.engine import (
+    Cause,
+    Command,
+    Engine,
+    EngineError,
+    EngineJob,
+    EngineUnreachableError,
+    name_job,
+    name_launch,
+    read_job_name,
+    tail_of,
+)
 from dtrain_dagster.settings.ray import RaySettings
-from trainer.node.environment import LaunchError
 from trainer.node.processes import MARK
 
 S = "DTRAIN_RAY_"
-_OWN = re.compile(r"dtrain-[0-9a-z]+-l\d+-n(?P<node>\d+)-s(?P<incarnation>\d+)")
-_SETTINGS = {"CPU": f"{S}CPUS", "GPU": f"{S}GPUS", "memory": f"{S}MEMORY_GIB"}
+_SETTINGS = {"CPU": f"{S}CPUS", "GPU": f"{S}GPUS"}
 
 
 def read_actor(
@@ -41,12 +48,11 @@ def read_actor(
     ``largest``: the resources of each machine of the cluster. ``code``: the exit code of the agent, where it has
     written one. ``demand``: what a node asks for.
     """
-    match = _OWN.fullmatch(actor["name"])
-    if match is None:
+    if (own := read_job_name(actor["name"])) is None:
         return None
     state: Literal["pending", "running", "ended"] = "running"
     reason, lost = "", False
-    cause: Literal["", "machine", "taken", "program"] = ""
+    cause: Cause = ""
     if actor["state"] in ("DEPENDENCIES_UNREADY", "PENDING_CREATION"):
         state, reason = "pending", explain_waiting(demand, largest)
     elif actor["state"] == "DEAD":
@@ -55,8 +61,8 @@ def read_actor(
         cause = _cause_of(reason.lower()) if lost else ""
     return EngineJob(
         id=actor["name"],
-        node_id=int(match["node"]),
-        incarnation=int(match["incarnation"]),
+        node_id=own[0],
+        incarnation=own[1],
         state=state,
         reason=reason,
         host=actor["host"],
@@ -66,7 +72,7 @@ def read_actor(
     )
 
 
-def _cause_of(reason: str) -> Literal["", "machine", "taken", "program"]:
+def _cause_of(reason: str) -> Cause:
     """Return whose doing the end of an actor was, from Ray's words in lower case."""
     if "out of memory" in reason or "low on memory" in reason or "oom" in reason.split():
         return "program"
@@ -90,7 +96,6 @@ DRIVER = "dtrain_dagster.clusters.ray.driver"
 START_SECONDS, ANSWER_SECONDS = 60.0, 25.0
 AGAIN_SECONDS = 5.0
 """Seconds between two tries to start a driver."""
-MAX_LOG_BYTES = 4 * 2**20
 
 
 def _knock(address: str) -> None:
@@ -107,28 +112,19 @@ def _knock(address: str) -> None:
         ) from None
 
 
-class RayError(ClusterError, LaunchError):
-    """The cluster cannot be used as it is configured. The message has the remedy."""
-
-
-class RayEngine:
+class RayEngine(Engine):
     """One cluster, through a driver of it."""
 
-    def __init__(
-        self, options: RaySettings, log_folder: Path, command: Callable[[Mapping[str, Any], int, int], Sequence[str]]
-    ) -> None:
-        """``log_folder``: where the output of nodes goes, the same path here and there. ``command``: returns what the
-        node of an incarnation runs, for launch, node and incarnation."""
-        self.options, self.log_folder, self.command = options, log_folder, command
-        self.poll_seconds = options.poll_seconds
+    poll_seconds = 1.0
+
+    def __init__(self, options: RaySettings, run_dir: str, command: Command) -> None:
+        super().__init__(options, run_dir, command)
         self._driver: subprocess.Popen[str] | None = None
         self._tried_at = float("-inf")
         self._ended: dict[str, float] = {}
         """When the end of a node was seen first, in Unix seconds: Ray's lists do not say."""
 
     def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int, excluded: Sequence[str] = ()) -> str:
-        """Create the actor of an incarnation, and return its name; one that is there already is returned, not made
-        twice."""
         self.log_folder.mkdir(parents=True, exist_ok=True)
         return str(self._ask("submit", **self.request(launch, node_id, incarnation), excluded=list(excluded)))
 
@@ -142,14 +138,12 @@ class RayEngine:
         }
 
     def describe(self, launch: Mapping[str, Any]) -> list[Request]:
-        """Return the actors of a launch: that of node 0, and how the others differ."""
         others = others_like_first(launch["node_count"], "with --node K, and -nK- in their names")
         parts = [json_text({"class": ACTOR, **self.request(launch, 0, 1)}), others, process_lines(launch)]
         title = f"node 0, a detached actor on the Ray cluster at {self.options.address}"
         return [Request(title=title, form="json", text="\n".join(filter(None, parts)))]
 
     def list_jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
-        """Return the nodes of a launch that the cluster still knows."""
         found = self._ask("list_actors", prefix=f"{name_launch(launch)}-")
         demand = self.options.demand()
         jobs = (read_actor(actor, found["largest"], self._code(actor["name"]), demand) for actor in found["actors"])
@@ -161,24 +155,20 @@ class RayEngine:
         ]
 
     def cancel(self, ids: Sequence[str], force: bool) -> None:
-        """End these nodes: in order, or at once with ``force``."""
         self._ask("end", names=list(ids), force=force)
 
     def how_to_enter(self, job: EngineJob, address: str) -> str:
         return f"ssh {address or job.host}  (Ray itself opens no shell)"
 
     def read_log(self, job_id: str) -> str | None:
-        """Return what a node printed, at most its last `MAX_LOG_BYTES`; None where it printed nothing."""
         path = self._output(job_id)
-        return path.read_bytes()[-MAX_LOG_BYTES:].decode(errors="replace") if path.exists() else None
+        return tail_of(path) if path.exists() else None
 
-    def check(self) -> int:
-        """Return the number of the cluster's machines. Raise `RayError` or `EngineUnreachableError` where it cannot be
-        used. Nothing is created."""
-        return len(self._ask("list_actors", prefix="none-")["largest"])
+    def check(self) -> str:
+        machines = len(self._ask("list_actors", prefix="none-")["largest"])
+        return f"{machines} machine(s) of the Ray cluster answer"
 
     def close(self) -> None:
-        """End the driver."""
         if self._driver is not None:
             self._driver.kill()
             self._driver.wait()
@@ -237,7 +227,7 @@ class RayEngine:
             said = self._last_words()
             self.close()
             if "No module named 'ray'" in said:
-                raise RayError("DTRAIN_CLUSTER=ray needs the package ray: pip install 'dtrain[ray]'") from None
+                raise EngineError("DTRAIN_CLUSTER=ray needs the package ray: pip install 'dtrain[ray]'") from None
             raise EngineUnreachableError(
                 f"no Ray cluster at {address} ({said or error}); start one with `ray start --head`, or set "
                 "DTRAIN_RAY_ADDRESS"

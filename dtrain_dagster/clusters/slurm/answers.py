@@ -1,4 +1,4 @@
-"""What SLURM's answers mean: a line of squeue or sacct → the state of a node, with the reason and the remedy.
+"""What SLURM's answers mean: a line of squeue → the state of a node, with the reason and the remedy.
 
 Pure: what is asked, and what is done about it, belongs in `engine`.
 """
@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Literal
 
-from dtrain_dagster.clusters.slurm.commands import COLUMNS, END_SECONDS, ENDED
-from dtrain_dagster.clusters.supervision.engine import EngineJob
+from dtrain_dagster.clusters.slurm.commands import COLUMNS, END_SECONDS
+from dtrain_dagster.clusters.supervision.engine import Cause, EngineJob, read_job_name
 
 S = "DTRAIN_SLURM_"
 _WAITING = {
@@ -66,7 +66,6 @@ REASONS = {
 }
 """The beginning of a reason → what it means, and what helps."""
 REFUSALS = {
-    "accounting storage is disabled": "the cluster does no accounting of jobs",
     "walldurationperjob": f"lower {S}TIME_LIMIT_MINUTES",
     "cpuperjob": f"lower {S}CPUS",
     "memperjob": f"lower {S}MEMORY",
@@ -96,7 +95,6 @@ FULL = ("submit limit", "submitjob", "job submission limit", "too many jobs")
 """What sbatch says, in lower case, where no more jobs are taken for now."""
 _LIMIT_NAME = re.compile(r"(?:qos|assoc)\w*limit")
 """The name of the limit that is met, in lower case. The sentence that follows it names all that there may be."""
-_OWN = re.compile(r"dtrain-[0-9a-z]+-l\d+-n(?P<node>\d+)-s(?P<incarnation>\d+)")
 _LIMIT = re.compile(r"(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)")
 
 
@@ -113,33 +111,10 @@ def read_rows(text: str) -> list[dict[str, str]]:
     return rows
 
 
-def is_own(name: str) -> bool:
-    """Return whether a job of this name is a node of ours."""
-    return _OWN.fullmatch(name) is not None
-
-
-def read_accounted(text: str) -> list[dict[str, str]]:
-    """Return the rows of sacct about jobs that have ended, as `read_rows` gives those of squeue."""
-    rows = []
-    for line in text.splitlines():
-        told = dict(zip(ENDED, line.split("|"), strict=False))
-        if len(told) < len(ENDED) or told["State"].split()[0] not in _ENDED:
-            continue
-        code, _, signal = told["ExitCode"].partition(":")
-        status = int(code) << 8 | int(signal or 0) if f"{code}{signal}".isdigit() else ""
-        rows.append({
-            "JobID": told["JobID"], "Name": told["JobName"], "State": told["State"], "exit_code": str(status),
-            "Reason": "", "NodeList": told["NodeList"], "SubmitTime": told["Submit"], "StartTime": told["Start"],
-            "EndTime": told["End"], "TimeLimit": told["Timelimit"], "Partition": told["Partition"],
-        })  # fmt: skip
-    return rows
-
-
 def read_job(row: Mapping[str, str], position: tuple[int, int] | None = None) -> EngineJob | None:
     """Return the state of a node from its row; None for a job that is no node of ours. ``position``: its place among
     the waiting jobs of its partition, and their number."""
-    match = _OWN.fullmatch(row["Name"])
-    if match is None:
+    if (own := read_job_name(row["Name"])) is None:
         return None
     state, host = row["State"].split()[0], row["NodeList"]
     submitted, started, ended = (moment(row[name]) for name in ("SubmitTime", "StartTime", "EndTime"))
@@ -154,8 +129,8 @@ def read_job(row: Mapping[str, str], position: tuple[int, int] | None = None) ->
     planned = stage == "ended" and (state == "TIMEOUT" or (state == "FAILED" and told))
     return EngineJob(
         id=row["JobID"],
-        node_id=int(match["node"]),
-        incarnation=int(match["incarnation"]),
+        node_id=own[0],
+        incarnation=own[1],
         state=stage,
         reason=reason,
         host="" if host in ("(null)", "N/A") else host,
@@ -171,7 +146,7 @@ def read_job(row: Mapping[str, str], position: tuple[int, int] | None = None) ->
     )
 
 
-def _cause_of(state: str, planned: bool) -> Literal["", "machine", "taken", "program"]:
+def _cause_of(state: str, planned: bool) -> Cause:
     if state == "OUT_OF_MEMORY":
         return "program"
     if state in _MACHINE:

@@ -1,4 +1,4 @@
-"""The command lines of SLURM: submit a node, list a user's jobs, end some of them, ask the accounting. Pure.
+"""The command lines of SLURM: submit a node, list a user's jobs, end some of them. Pure.
 
 What they print is read in `answers`; they are run by `engine`.
 """
@@ -17,15 +17,12 @@ COLUMNS = {
     "StartTime": 24, "EndTime": 24, "TimeLimit": 20, "Partition": 40,
 }  # fmt: skip
 """The fields that squeue is asked for, with their widths. Text with explicit widths is what all versions agree on."""
-ACCOUNTED = ("JobID", "JobName", "State", "Start", "End", "ElapsedRaw", "ExitCode", "NodeList", "Partition")
-"""The fields that sacct is asked for."""
-ENDED = ("JobID", "JobName", "State", "Submit", "Start", "End", "ExitCode", "NodeList", "Partition", "Timelimit")
-"""The fields that sacct is asked for about jobs that squeue has forgotten."""
 TIMES = {"SLURM_TIME_FORMAT": "%s"}
 """Has all commands print times as Unix seconds."""
-PERSONAL = ("SQUEUE_", "SBATCH_", "SACCT_", "SCANCEL_", "SINFO_", "SLURM_TIME_FORMAT", "SLURM_BITSTR_LEN")
+PERSONAL = ("SQUEUE_", "SBATCH_", "SCANCEL_", "SINFO_", "SLURM_TIME_FORMAT", "SLURM_BITSTR_LEN")
 """The beginnings of variables by which a person changes what SLURM's commands do and print; SLURM_CONF is kept."""
-EXPORTED = ("PATH", "HOME", "USER", "LANG")
+EXPORTED = "PATH,HOME,USER,LANG"
+"""What nodes get of the submitter's environment; of two such options sbatch takes the last, a person's own."""
 END_SECONDS = 60
 """Seconds before the time limit at which the agent is told that it comes."""
 
@@ -52,7 +49,7 @@ def submit(
     return [
         *("sbatch", "--parsable", "--no-requeue", "--nodes=1", "--ntasks=1", f"--cpus-per-task={options.cpus}"),
         f"--job-name={name_job(launch, node_id, incarnation)}",
-        f"--export={','.join((*EXPORTED, *options.export))}",
+        f"--export={EXPORTED}",
         # The batch script is the agent: it gets the signal before the limit, and the ranks get it from the agent.
         f"--signal=B:TERM@{END_SECONDS}",
         *(f"--output={output}", "--open-mode=append", "--input=/dev/null"),
@@ -85,24 +82,6 @@ def end(ids: Sequence[str], force: bool) -> list[list[str]]:
     if force:
         return [["scancel", "--signal=KILL", "--full", *ids], ["scancel", *ids]]
     return [["scancel", "--state=PENDING", *ids], ["scancel", "--batch", "--signal=TERM", "--state=RUNNING", *ids]]
-
-
-def account(names: Sequence[str], since: float) -> list[str]:
-    """Return the command that asks the accounting for jobs of these names that have run since ``since`` (Unix
-    seconds)."""
-    return [
-        *("sacct", "--noheader", "--parsable2", "--allocations", "--duplicates"),
-        *(f"--name={','.join(names)}", f"--starttime=uts{int(since)}", f"--format={','.join(ACCOUNTED)}"),
-    ]
-
-
-def find_ended(ids: Sequence[str], since: float) -> list[str]:
-    """Return the command that asks the accounting for jobs of these ids since ``since`` (Unix seconds), also for those
-    whose ids were given again."""
-    return [
-        *("sacct", "--noheader", "--parsable2", "--allocations", "--duplicates"),
-        *(f"--jobs={','.join(ids)}", f"--starttime=uts{int(since)}", f"--format={','.join(ENDED)}"),
-    ]
 
 
 def remote(host: str, socket: str, command: Sequence[str]) -> list[str]:

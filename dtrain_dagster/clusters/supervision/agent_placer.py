@@ -21,14 +21,16 @@ from dtrain_dagster.clusters.supervision.placer import (
     HANDOVER_SECONDS,
     NodeRecord,
     PlacedNode,
+    Placer,
     close_presence,
     find_fault,
     is_ready,
     is_successor_due,
+    say,
     view_node,
 )
 from trainer.comm.launch_secret import SecretFile
-from trainer.documents.presences import NodePresence, stale_seconds
+from trainer.documents.presences import stale_seconds
 from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
 from trainer.exit_codes import UNUSABLE
@@ -44,21 +46,23 @@ EXCLUSION_PATIENCE_SECONDS = 60.0
 """Seconds that a node waits for its place before it may have one on an excluded host, too."""
 MOST_SUCCESSORS = 4
 """Successors of one node that are tried, one after the other; a lost node is replaced in any case."""
+LISTED_SECONDS = 60.0
+"""Seconds within which an engine lists a job that it has taken."""
 LEAVE_SECONDS = 3.0
 """Seconds within which the job of a node that has ended by itself ends too. A job that is cancelled before is told as
 cancelled in the engine's account, though nothing was wrong with it."""
 
 
-class AgentPlacer:
+class AgentPlacer(Placer):
     """Has an engine run the agents of nodes, and follows them by their presences and by the engine's word."""
 
     def __init__(
         self, rundir: RunDir, engine: Engine, secret: SecretFile, clock: SteadyClock, hosts: HostRecord
     ) -> None:
         """``hosts``: of the cluster, which all its jobs share."""
-        self.rundir, self.engine, self.secret, self.clock, self.hosts = rundir, engine, secret, clock, hosts
+        super().__init__(rundir, secret, clock)
+        self.engine, self.hosts = engine, hosts
         self.poll_seconds = LOOK_SECONDS
-        self.launch: Mapping[str, Any] = {}
         self.nodes: dict[int, NodeRecord] = {}
         """The incarnation of each node that counts: the newest one, but for successors that wait for their turn."""
         self.successors: dict[int, NodeRecord] = {}
@@ -71,7 +75,6 @@ class AgentPlacer:
         """Whether something has ended that the engine may explain, so that it is asked at once."""
 
     def begin_launch(self, launch: Mapping[str, Any]) -> None:
-        """Write a new secret, and forget the nodes of an earlier launch."""
         self._take(launch)
         self.secret.renew()
 
@@ -86,7 +89,7 @@ class AgentPlacer:
             for job in self.engine.list_jobs(launch):
                 self._find(job.node_id, job.incarnation)
         except EngineUnreachableError as error:
-            _say(f"{error}: its queue is looked at later")
+            say(f"{error}: its queue is looked at later")
         return set(self.nodes)
 
     def start(self, node_id: int, incarnation: int) -> None:
@@ -108,7 +111,6 @@ class AgentPlacer:
         return {node_id: view_node(record, self._size, self._now()) for node_id, record in self.nodes.items()}
 
     def exclusions(self) -> Sequence[Exclusion]:
-        """Return the hosts on which no node is placed now."""
         try:
             return self.hosts.excluded(self._now())
         except OSError as error:
@@ -121,7 +123,6 @@ class AgentPlacer:
         return self.engine.how_to_enter(record.job, address) if record.job is not None else ""
 
     def end(self, node_ids: Iterable[int], grace: float) -> None:
-        """Have the engine end these nodes, by force after ``grace`` seconds."""
         now = time.monotonic()
         for node_id in node_ids:
             for records in (self.nodes, self.successors):
@@ -129,10 +130,6 @@ class AgentPlacer:
                     first = record.force_at is None
                     force_at = min(now + grace, record.force_at or float("inf"))
                     records[node_id] = replace(record, force_at=force_at, is_end_told=record.is_end_told and not first)
-
-    def collect_logs(self, node_id: int) -> None:
-        """Do nothing: agents write into the run directory, and the output of one that could not is brought when its
-        end is seen."""
 
     def sweep(self, seconds: float) -> None:
         """End all jobs that the engine still has of this launch, and wait for at most that long for their end. Those of
@@ -226,7 +223,7 @@ class AgentPlacer:
             for node_id, record in records.items():
                 if (job := jobs.get((node_id, record.incarnation))) is not None:
                     records[node_id] = replace(record, job=job, job_id=job.id)
-                elif (seen := _last_seen(record)) is not None and not self._is_heard(record):
+                elif (seen := _last_seen(record, self._now())) is not None and not self._is_heard(record):
                     records[node_id] = replace(record, job=_forgotten(seen, self._now()))
         return True
 
@@ -262,7 +259,7 @@ class AgentPlacer:
         waits = record.presence is None and job is not None and job.state == "pending" and record.force_at is None
         if job is None or job.host or not waits or not record.excluded or waited < EXCLUSION_PATIENCE_SECONDS:
             return record
-        _say(f"node {record.node_id} finds no place but on {', '.join(record.excluded)}: it may be placed there again")
+        say(f"node {record.node_id} finds no place but on {', '.join(record.excluded)}: it may be placed there again")
         try:
             self.engine.cancel([job.id], force=True)
         except EngineUnreachableError as error:
@@ -281,7 +278,7 @@ class AgentPlacer:
             warn_once(f"the record of hosts cannot be written: {error}")
         for found in self.exclusions():
             if found.host not in {each.host for each in before}:
-                _say(f"host {found.host} is excluded: {found.why}; `dtrain status --lift {found.host}` lifts it")
+                say(f"host {found.host} is excluded: {found.why}; `dtrain status --lift {found.host}` lifts it")
                 try:
                     self.rundir.append_supervisor_event("host_excluded", **asdict(found))
                 except OSError as error:
@@ -311,7 +308,7 @@ class AgentPlacer:
         """Write the end that a node could not write itself, bring its output where it wrote none, and count it gone."""
         closed = close_presence(record, self._size, self._now())
         if closed is not None and closed != record.presence:
-            self._write(closed)
+            self.write_presence(closed)
         if record.presence is None and record.job_id is not None:
             try:
                 if said := self.engine.read_log(record.job_id):
@@ -328,10 +325,9 @@ class AgentPlacer:
         for node_id, record in self.nodes.items():
             successor = self.successors.get(node_id)
             if record.force_at is None and successor is None:
-                lead = float(self.launch.get("successor_lead_seconds", 0.0))
-                if is_successor_due(record, lead, self._now()):
+                if is_successor_due(record, self._now()):
                     why = record.presence.leaves_because if record.presence is not None else ""
-                    _say(f"node {node_id} leaves soon ({why or 'time limit'}): its successor is submitted")
+                    say(f"node {node_id} leaves soon ({why or 'time limit'}): its successor is submitted")
                     self._submit_successor(node_id, record.incarnation + 1)
             elif successor is not None and successor.gone_at is not None:
                 tried = successor.incarnation - record.incarnation
@@ -378,12 +374,6 @@ class AgentPlacer:
         begun = self.nodes[node_id].presence
         return newest is not None and begun is not None and newest.formed_at > since and node_id in newest.nodes
 
-    def _write(self, presence: NodePresence) -> None:
-        try:
-            self.rundir.write_node(presence)
-        except OSError as error:  # a full disk must not end the watching
-            warn_once(f"could not write the presence of node {presence.node_id}: {error}")
-
     def _write_log(self, node_id: int, text: str) -> None:
         """Append text to a node's log, for whoever looks for what it said."""
         path = self.rundir.storage.local_path(f"{LOGS}/node-{node_id}.log")
@@ -395,19 +385,21 @@ class AgentPlacer:
             warn_once(f"could not write the log of node {node_id}: {error}")
 
 
-def _last_seen(record: NodeRecord) -> EngineJob | None:
-    """Return the job as the engine last showed it. One that began, and ended while no supervisor looked, may have been
-    forgotten before this one could see it."""
+def _last_seen(record: NodeRecord, now: float) -> EngineJob | None:
+    """Return the job as the engine last showed it. One that ended while no supervisor looked may have been forgotten
+    before this one could see it."""
     presence = record.presence
-    if record.job is not None or presence is None or record.job_id is None:
+    is_new = presence is None and now - record.made_at < LISTED_SECONDS
+    if record.job is not None or record.job_id is None or is_new:
         return record.job
     return EngineJob(
         id=record.job_id,
         node_id=record.node_id,
         incarnation=record.incarnation,
         state="running",
-        host=presence.host,
-        started_at=presence.started_at,
+        host=presence.host if presence else "",
+        started_at=presence.started_at if presence else None,
+        ended_at=presence.last_seen_at if presence else None,
     )
 
 
@@ -415,8 +407,10 @@ def _forgotten(job: EngineJob, now: float) -> EngineJob:
     """Return the job that the engine has shown and knows no longer: somebody has deleted it."""
     if job.state == "ended":
         return job
-    return replace(job, state="ended", lost=True, reason=job.reason or "the engine no longer knows it", ended_at=now)
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)  # noqa: T201 - the supervisor's log
+    return replace(
+        job,
+        state="ended",
+        lost=True,
+        reason=job.reason or "the engine no longer knows it",
+        ended_at=job.ended_at or now,
+    )

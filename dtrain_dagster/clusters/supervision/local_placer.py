@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
-from dtrain_dagster.clusters.hosts import Exclusion
-from dtrain_dagster.clusters.supervision.placer import PlacedNode
-from dtrain_dagster.clusters.supervision.reaper import Reaper, reap_orphans
+from dtrain_dagster.clusters.supervision.placer import PlacedNode, Placer, say
+from dtrain_dagster.clusters.supervision.reaper import reap_orphans
 from trainer.comm.launch_secret import SecretFile
 from trainer.documents.presences import NodePresence
-from trainer.documents.reader import warn_once
 from trainer.node.environment import LaunchError, Seat, choose_port
 from trainer.node.line_log import LineLog
 from trainer.node.node_processes import NodeProcesses, Spawn, header_of, make_node, spawn_process
@@ -26,7 +24,7 @@ from trainer.rundir import LOGS, RunDir
 from trainer.runtime.clock import SteadyClock
 
 
-class LocalPlacer:
+class LocalPlacer(Placer):
     """Starts, watches and ends the process groups of this machine that stand in for nodes."""
 
     poll_seconds = 0.05
@@ -36,12 +34,11 @@ class LocalPlacer:
         rundir: RunDir,
         secret: SecretFile,
         clock: SteadyClock,
-        reaper: Reaper,
         spawn: Spawn = spawn_process,
     ) -> None:
-        self.rundir, self.secret, self.clock, self.reaper, self.spawn = rundir, secret, clock, reaper, spawn
+        super().__init__(rundir, secret, clock)
+        self.spawn = spawn
         self.parent = os.getppid()
-        self.launch: Mapping[str, Any] = {}
         self.port = 0
         self.beat = 0.0
         self.nodes: dict[int, tuple[NodeProcesses, NodePresence]] = {}
@@ -74,18 +71,13 @@ class LocalPlacer:
         judged = judge_node(found, Wanted(is_room_needed=bool(setting)))
         for words, each in (("failed", judged.failed), ("warning", judged.warned)):
             for text in each:
-                print(f"pre-flight {words}: {text}", flush=True)  # noqa: T201 - the supervisor's log
+                say(f"pre-flight {words}: {text}")
         if judged.failed:
             raise LaunchError(
                 f"this machine failed its pre-flight: {judged.why}. Repair that, or set DTRAIN_PREFLIGHT=off"
             )
 
-    def resume_launch(self, launch: Mapping[str, Any]) -> set[int]:
-        """Raise NotImplementedError: these nodes end with their supervisor."""
-        raise NotImplementedError
-
     def start(self, node_id: int, incarnation: int) -> None:
-        """Start one process group, as `Placer.start` says."""
         log = LineLog(self.rundir.storage.local_path(f"{LOGS}/node-{node_id}.log"), header_of(self.launch, incarnation))
         place = {"node_id": node_id, "launch": self.launch["launch"], "incarnation": incarnation}
         here = NodePresence(**place, started_at=(now := self.clock.now()), last_seen_at=now)
@@ -93,7 +85,7 @@ class LocalPlacer:
         node = make_node(self.launch, seat, log)
         self.nodes[node_id] = node, here
         self.rundir.write_node(here)
-        node.start(self.launch, self.clock.variables(), self.spawn, self.reaper.watch)
+        node.start(self.launch, self.clock.variables(), self.spawn)
 
     def look(self) -> Mapping[int, PlacedNode]:
         """Pass on what the processes have printed, refresh the presences now and then, and see what has ended."""
@@ -107,8 +99,6 @@ class LocalPlacer:
                     self._write_presence(node_id, last_seen_at=self.clock.now())
             if node.look():
                 self._write_presence(node_id, ended_at=self.clock.now(), exit_codes=node.ended_codes)
-                if node.group is not None:
-                    self.reaper.forget(node.group)  # its number is free for others now
         return {node_id: _placed(node, presence) for node_id, (node, presence) in self.nodes.items()}
 
     def end(self, node_ids: Iterable[int], grace: float) -> None:
@@ -120,16 +110,7 @@ class LocalPlacer:
             if grace <= 0:
                 node.kill()
 
-    def how_to_enter(self, node_id: int) -> str:
-        """Return nothing: its nodes are processes of this machine, and none is kept."""
-        return ""
-
-    def exclusions(self) -> Sequence[Exclusion]:
-        """Return none: its nodes share one machine."""
-        return ()
-
     def collect_logs(self, node_id: int) -> None:
-        """Write what the node's processes have printed into its log."""
         node = self.nodes[node_id][0]
         if not node.gone:
             node.log.pump()
@@ -150,10 +131,7 @@ class LocalPlacer:
         node, presence = self.nodes[node_id]
         presence = replace(presence, clock_jump_seconds=self.clock.jump(), **changes)
         self.nodes[node_id] = node, presence
-        try:
-            self.rundir.write_node(presence)
-        except OSError as error:  # a full disk must not end the watching
-            warn_once(f"could not write the presence of node {node_id}: {error}")
+        self.write_presence(presence)
 
 
 def _placed(node: NodeProcesses, presence: NodePresence) -> PlacedNode:
@@ -162,6 +140,6 @@ def _placed(node: NodeProcesses, presence: NodePresence) -> PlacedNode:
         incarnation=presence.incarnation,
         codes=node.codes,
         state="gone" if node.gone else "running",
-        gone_at=node.gone_at,
+        gone_seconds=None if node.gone_at is None else time.monotonic() - node.gone_at,
         presence=presence,
     )

@@ -38,7 +38,6 @@ from dtrain_dagster.clusters.job_code import code_of, factories_in, stage_code, 
 from dtrain_dagster.clusters.job_marks import ActiveJobs, ClusterUse
 from dtrain_dagster.clusters.notice_text import BEFORE, describe_kept, place_of
 from dtrain_dagster.clusters.submission import DRAWN, Request
-from dtrain_dagster.clusters.supervision.private_files import PrivateFiles
 from dtrain_dagster.clusters.supervision.settle import (
     acquire_job_lock,
     end_supervised,
@@ -48,10 +47,10 @@ from dtrain_dagster.clusters.supervision.settle import (
     settle_status,
     signal_supervisor,
     sweep,
-    wait_for_change,
 )
 from dtrain_dagster.clusters.supervision.submit import (
     LaunchSettings,
+    PrivateFiles,
     SupervisorError,
     launch_document,
     start_supervisor,
@@ -71,6 +70,7 @@ from trainer.storage.open import open_storage
 END_SECONDS = 25.0
 """Seconds for which one tick of a sensor waits for the end of an orphan."""
 CLUSTER = "cluster.json"
+DEFAULTS = LaunchSettings()
 NEVER_STARTED = "it never started: its submitter ended before it could; submit it again"
 
 
@@ -82,7 +82,7 @@ class SupervisedClusterManager(GPUClusterManager):
     def __init__(
         self,
         home: Path,
-        settings: LaunchSettings,
+        settings: LaunchSettings = DEFAULTS,
         processes_per_node: int = 1,
         engine_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -94,9 +94,11 @@ class SupervisedClusterManager(GPUClusterManager):
         self.state = open_storage(str(self.home / "clusters" / settings.cluster_key))
         self.use, self.active = ClusterUse(self.state), ActiveJobs(f"{self.state.uri}/active")
 
-    @abstractmethod
     def check_size(self, node_count: int, processes_per_node: int) -> None:
         """Raise `ClusterError` for a size that this cluster cannot have."""
+        for setting, value in (("DTRAIN_NODES", node_count), ("DTRAIN_PROCESSES_PER_NODE", processes_per_node)):
+            if value < 1:
+                raise ClusterError(f"{setting}={value}: at least one is needed; set 1 or more")
 
     @property
     @abstractmethod
@@ -209,7 +211,7 @@ class SupervisedClusterManager(GPUClusterManager):
         launch["token"] = launch["token"][: -len(DRAWN)] + DRAWN
         code = KINDS[self.settings.engine].code
         staged = code_of(self.home / "code", factories_in(job))[0] if code == "staged" else None
-        return self.preview_launch(with_code(launch, staged, code), rundir, PrivateFiles(self.home, spec.job_id))
+        return self.preview_launch(with_code(launch, staged, code), rundir, self._files(spec.job_id))
 
     @abstractmethod
     def preview_launch(self, launch: Mapping[str, Any], rundir: RunDir, files: PrivateFiles) -> list[Request]:
@@ -269,9 +271,6 @@ class SupervisedClusterManager(GPUClusterManager):
             ended_at=status["ended_at"],
             kept=() if state.is_final else tuple(describe_kept(status.get("kept") or ())),
         )
-
-    def wait(self, seen: JobStatus) -> None:
-        wait_for_change(self.rundir(seen.job_id), seen.state, self.poll_seconds)
 
     def list_jobs(self, prefix: str = "") -> list[JobStatus]:
         jobs = []
@@ -381,7 +380,7 @@ class SupervisedClusterManager(GPUClusterManager):
         code = KINDS[self.settings.engine].code
         launch = self._next_launch(spec, folder, rundir)
         launch = with_code(launch, stage_code(self.home / "code", rundir) if code == "staged" else None, code)
-        files = PrivateFiles(self.home, spec.job_id)
+        files = self._files(spec.job_id)
         if self.engine_options is not None:
             files.write_options(self.engine_options)
         start_supervisor(launch, rundir, lock, files.secret)
@@ -397,7 +396,10 @@ class SupervisedClusterManager(GPUClusterManager):
         start."""
         launch = rundir.read_json(LAUNCH)
         if launch is not None:
-            start_supervisor(launch, rundir, lock, PrivateFiles(self.home, launch["job_id"]).secret, resumes=True)
+            start_supervisor(launch, rundir, lock, self._files(launch["job_id"]).secret, resumes=True)
+
+    def _files(self, job_id: str) -> PrivateFiles:
+        return PrivateFiles(self.home / "secrets" / job_id)
 
     def _is_own(self, job_id: str) -> bool:
         """Return whether a job was launched here last. One whose launch cannot be read may be."""

@@ -8,15 +8,20 @@ its own presence and the engine say, is told by pure functions, for which `agent
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from dtrain_dagster.clusters.exit_policy import NodeFacts, describe_exit
 from dtrain_dagster.clusters.hosts import Exclusion, HostEvent
 from dtrain_dagster.clusters.supervision.engine import EngineJob
+from trainer.comm.launch_secret import SecretFile
 from trainer.documents.presences import NodePresence
+from trainer.documents.reader import warn_once
 from trainer.exit_codes import EVICTED, LOST, is_loss
+from trainer.rundir import RunDir
+from trainer.runtime.clock import SteadyClock
 
 KILLED = -9
 SETTLE_SECONDS = 1.0
@@ -29,24 +34,21 @@ ABANDON_SECONDS = 5.0
 not answer. Whatever still runs of it is in no generation any more."""
 HANDOVER_SECONDS = 60.0
 """Seconds that a node has for its end in order where its successor waits for it."""
+LEAD_SECONDS = 600.0
+"""Seconds before a node's time limit at which its successor is submitted; of a short limit, half of it."""
 LEAST_RUN_SECONDS = 60.0
 """Seconds that a node has to have run for its time limit to count as planned: one that is shorter than a start would
 be bought for ever."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlacedNode:
+class PlacedNode(NodeFacts):
     """The newest incarnation of a node, as its placer saw it last."""
 
-    node_id: int
     incarnation: int
-    codes: tuple[int | None, ...]
-    """The exit codes by local rank, or minus the number of the signal; None for a process that runs or will run."""
     state: Literal["pending", "running", "kept", "gone"]
     """``pending``: the engine has not started it yet. ``kept``: its ranks have ended, and it is left in place for a
     person. ``gone``: nothing of it is left."""
-    gone_at: float | None = None
-    """Time of `time.monotonic` at which it was seen that nothing of the node was left; None before."""
     presence: NodePresence | None = None
     """Its record in the run directory; None while it is pending."""
     reason: str = ""
@@ -55,69 +57,72 @@ class PlacedNode:
     """The time at which the engine was asked for it, in Unix seconds, while it is pending."""
     host: str = ""
     """The machine that it runs on, as the engine calls it."""
-    is_taken: bool = False
-    """Whether it was taken away, as by preemption or at a time limit, and nothing has failed."""
-
-    @property
-    def alive(self) -> bool:
-        """Return whether a process of the node runs, or will run once the node has its place."""
-        return None in self.codes
 
     @property
     def gone(self) -> bool:
         """Return whether nothing of the node is left."""
-        return self.gone_at is not None
-
-    def facts(self) -> NodeFacts:
-        """Return what `clusters.exit_policy` decides from."""
-        since = None if self.gone_at is None else time.monotonic() - self.gone_at
-        return NodeFacts(node_id=self.node_id, codes=self.codes, gone_seconds=since, is_taken=self.is_taken)
+        return self.gone_seconds is not None
 
 
-class Placer(Protocol):
+class Placer(ABC):
     """What runs the nodes of one job. One thread calls it."""
 
     poll_seconds: float
     """Seconds between two looks."""
 
+    def __init__(self, rundir: RunDir, secret: SecretFile, clock: SteadyClock) -> None:
+        self.rundir, self.secret, self.clock = rundir, secret, clock
+        self.launch: Mapping[str, Any] = {}
+
+    @abstractmethod
     def begin_launch(self, launch: Mapping[str, Any]) -> None:
         """Prepare a launch (as in ``launch.json``): its secret, its port. Nodes of an earlier one are forgotten."""
-        ...
 
     def resume_launch(self, launch: Mapping[str, Any]) -> set[int]:
         """Find the nodes of a launch that another supervisor began, and return their ids. Raise `NotImplementedError`
         where nodes end with their supervisor."""
-        ...
+        raise NotImplementedError
 
+    @abstractmethod
     def start(self, node_id: int, incarnation: int) -> None:
         """Start one incarnation of a node. Raise `trainer.node.environment.LaunchError` where that is impossible for
         good, OSError where it may succeed later."""
-        ...
 
+    @abstractmethod
     def look(self) -> Mapping[int, PlacedNode]:
         """Return the newest incarnation of each node that was started; write what is new about their presences."""
-        ...
 
+    @abstractmethod
     def end(self, node_ids: Iterable[int], grace: float) -> None:
         """Ask these nodes to end (SIGTERM), and end them by force after ``grace`` seconds, while `look` is called. A
         second call can only shorten the grace."""
-        ...
 
-    def collect_logs(self, node_id: int) -> None:
-        """Bring what the node has printed into the run directory, before somebody reads it there."""
-        ...
-
+    @abstractmethod
     def sweep(self, seconds: float) -> None:
         """End whatever the nodes of this job may have left behind, for at most that long."""
-        ...
+
+    def collect_logs(self, node_id: int) -> None:  # noqa: B027 - agents write into the run directory themselves
+        """Bring what the node has printed into the run directory, before somebody reads it there."""
 
     def how_to_enter(self, node_id: int) -> str:
         """Return the command that opens a shell on a node that is kept, or what there is instead."""
-        ...
+        return ""
 
     def exclusions(self) -> Sequence[Exclusion]:
         """Return the hosts on which no node is placed now."""
-        ...
+        return ()
+
+    def write_presence(self, presence: NodePresence) -> None:
+        """Write the presence of a node, where that is possible."""
+        try:
+            self.rundir.write_node(presence)
+        except OSError as error:  # a full disk must not end the watching
+            warn_once(f"could not write the presence of node {presence.node_id}: {error}")
+
+
+def say(text: str) -> None:
+    """Write a line into the supervisor's log."""
+    print(text, flush=True)  # noqa: T201
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +175,7 @@ def view_node(record: NodeRecord, size: int, now: float) -> PlacedNode:
         incarnation=record.incarnation,
         codes=codes if codes is not None else (None,) * size,
         state="gone" if is_gone else "kept" if is_kept else "pending" if waits else "running",
-        gone_at=record.gone_at,
+        gone_seconds=None if record.gone_at is None else time.monotonic() - record.gone_at,
         presence=presence,
         reason=(job.reason if job else "") or record.reason,
         queued_at=((job.submitted_at if job else None) or record.made_at) if waits else None,
@@ -262,9 +267,9 @@ def is_ready(successor: NodeRecord | None) -> bool:
     return successor is not None and successor.presence is not None and successor.presence.ready_at is not None
 
 
-def is_successor_due(record: NodeRecord, lead_seconds: float, now: float) -> bool:
+def is_successor_due(record: NodeRecord, now: float) -> bool:
     """Return whether the successor of a node is to be submitted: it is told that its machine will be taken away, or its
-    time limit is nearer than ``lead_seconds``, of which at most half the limit counts, or has come."""
+    time limit is near, or has come."""
     if record.presence is not None and record.presence.kept_since is not None:
         return False
     job = record.job
@@ -279,4 +284,4 @@ def is_successor_due(record: NodeRecord, lead_seconds: float, now: float) -> boo
     if job.ends_at is None or job.state != "running":
         return False
     length = job.ends_at - started
-    return length >= LEAST_RUN_SECONDS and job.ends_at - now < min(lead_seconds, length / 2)
+    return length >= LEAST_RUN_SECONDS and job.ends_at - now < min(LEAD_SECONDS, length / 2)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Container
 from typing import Any
 
 from dtrain_dagster.clusters.job_notices import Wanted
-from trainer.node.processes import descendants, group_alive, kill_all, marked, signal_group
+from trainer.node.processes import descendants, kill_all, marked
 
 LIMIT_SECONDS = 10.0
 _PR_SET_CHILD_SUBREAPER = 36
@@ -34,21 +34,10 @@ class Reaper:
     def __init__(self, pipe: int) -> None:
         self._pipe = pipe
 
-    def watch(self, group: int) -> None:
-        """Kill this process group if the supervisor dies."""
-        self._tell(b"+ %d\n" % group)
-
-    def forget(self, group: int) -> None:
-        """Stop watching a group that is gone; its number may soon belong to another."""
-        self._tell(b"- %d\n" % group)
-
     def announce(self, news: Wanted, launch: int) -> None:
         """Have people told this of a launch; the supervisor has no time for that."""
-        self._tell(f"{news} {launch}\n".encode())
-
-    def _tell(self, line: bytes) -> None:
         with contextlib.suppress(BrokenPipeError):  # somebody killed the reaper; the job can do without
-            os.write(self._pipe, line)
+            os.write(self._pipe, f"{news} {launch}\n".encode())
 
 
 def run_under_reaper(
@@ -81,23 +70,14 @@ def run_under_reaper(
         os.close(read)
         os._exit(_work(work, Reaper(write)))
     os.close(write)
-    groups: set[int] = set()
     threads: list[threading.Thread] = []
     with os.fdopen(read) as lines:
         for line in lines:
-            what, told = line.split()
-            if what == "+":
-                groups.add(int(told))
-            elif what == "-":
-                groups.discard(int(told))
-            else:
-                threads.append(threading.Thread(target=on_news, args=(what, int(told))))
-                threads[-1].start()
+            news, launch = line.split()
+            threads.append(threading.Thread(target=on_news, args=(news, int(launch))))
+            threads[-1].start()
 
     def left() -> set[int]:
-        for group in groups:
-            if group_alive(group):
-                signal_group(group, signal.SIGKILL)
         return (descendants(os.getpid(), token) | marked(token)) - {os.getpid(), child}
 
     kill_all(left, LIMIT_SECONDS)

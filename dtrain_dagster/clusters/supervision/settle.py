@@ -37,8 +37,6 @@ SWEEP_SECONDS = 10.0
 POLL_SECONDS = 0.02
 FORCE_SECONDS = 15.0
 """Seconds beyond its grace that a supervisor may take to end a job before it is killed itself."""
-NOTICE_SECONDS = 0.1
-"""Seconds until the end of a followed job is noticed. Each look reads the date of one file."""
 SUPERVISOR_LOG = "supervisor.log"
 SUPERVISE = "dtrain_dagster.clusters.supervise"
 """The module that is a supervisor's process; its command line is known by this name."""
@@ -126,18 +124,6 @@ def observe(rundir: RunDir, revive: Revive | None = None) -> tuple[dict[str, Any
                 os.close(lock)
 
 
-def wait_for_change(rundir: RunDir, state: JobState, seconds: float) -> None:
-    """Return as soon as ``status.json`` holds another state than this one, or after that many seconds."""
-    deadline = time.monotonic() + seconds
-    path, known = rundir.storage.path(STATUS), None
-    while time.monotonic() < deadline:
-        if (version := _version(path)) != known:
-            known = version
-            if (rundir.read_json(STATUS) or {}).get("state", JobState.QUEUED) != state:
-                return
-        time.sleep(NOTICE_SECONDS)
-
-
 def end_supervised(rundir: RunDir, patience_seconds: float, revive: Revive | None = None) -> bool:
     """Request the end of a job from its supervisor and wait at most that long; return whether it has ended. A
     supervisor that takes much longer than its grace is killed, and the end that it could not write is written here."""
@@ -209,12 +195,3 @@ def _digest(folder: Path) -> str:
 
 def _is_same(argument: str, folder: Path) -> bool:
     return argument.startswith("/") and Path(argument).resolve() == folder.resolve()
-
-
-def _version(path: str) -> tuple[int, int] | None:
-    """Return a value that changes whenever the file is replaced; None where there is none."""
-    try:
-        stat = os.stat(path)
-    except FileNotFoundError:
-        return None
-    return stat.st_ino, stat.st_mtime_ns

@@ -5,6 +5,7 @@ All that follows, up to the end of the job, belongs in `supervisor`; `settle` de
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -48,8 +49,6 @@ class LaunchSettings:
     """Lost nodes that are replaced, for a job that regroups."""
     replacement_delay_seconds: float = 1.0
     """Seconds that a node is gone before another takes its place."""
-    successor_lead_seconds: float = 0.0
-    """Seconds before a node's time limit at which its successor is submitted."""
     preflight: str = ""
     """What is checked of a node before its ranks start (`trainer.node.preflight.read_setting`); "" as the kind of
     cluster has it: ``quick`` on nodes of an engine, here only what costs nothing."""
@@ -64,6 +63,36 @@ class LaunchSettings:
     def has(self, launch: Mapping[str, Any]) -> bool:
         """Return whether this is the launch of a job of this cluster."""
         return all(launch.get(name, getattr(self, name)) == getattr(self, name) for name in ("engine", "cluster_name"))
+
+
+class PrivateFiles:
+    """The files of one job that are for this user alone: a job can write into its run directory, so what its supervisor
+    trusts, such as the path of a kubeconfig, is kept elsewhere."""
+
+    def __init__(self, secret: Path) -> None:
+        """``secret``: the file for the secret of its launches, ``<home>/secrets/<job_id>``."""
+        self.home, self.secret = secret.parent.parent, secret
+        self.options = secret.with_name(f"{secret.name}.engine.json")
+        """The file with the options of its engine."""
+
+    def write_options(self, options: Mapping[str, Any]) -> None:
+        """Write the options of the engine, for the supervisors of this job."""
+        self.secret.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.secret.parent.chmod(0o700)
+        temporary = self.options.with_name(f"{self.options.name}.{os.getpid()}.tmp")
+        temporary.unlink(missing_ok=True)
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
+            json.dump(options, file)
+        temporary.replace(self.options)
+
+    def read_options(self) -> dict[str, Any]:
+        """Return the options of the engine. Raise `ClusterError` where there are none that can be read."""
+        try:
+            return dict(json.loads(self.options.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise ClusterError(
+                f"{self.options} with the options of the engine cannot be read: {error}; submit the job again"
+            ) from None
 
 
 class SupervisorError(ClusterError):

@@ -29,7 +29,7 @@ from dtrain_dagster.clusters.exit_policy import (
 from dtrain_dagster.clusters.notice_text import BEFORE, describe_kept, place_of
 from dtrain_dagster.clusters.presence import HEARTBEAT_SECONDS
 from dtrain_dagster.clusters.resume_advice import explain_failure, explain_giving_up
-from dtrain_dagster.clusters.supervision.placer import PlacedNode, Placer
+from dtrain_dagster.clusters.supervision.placer import PlacedNode, Placer, say
 from dtrain_dagster.clusters.supervision.reaper import Reaper
 from dtrain_dagster.support.formatting import format_duration
 from trainer.documents.reader import warn_once
@@ -131,7 +131,7 @@ class Supervisor:
         self.replacements, self.preemptions = status.get("replacements", 0), status.get("preemptions", 0)
         self.started_at = status.get("started_at") or self.started_at
         found = self.placer.resume_launch(self.launch)
-        _say(f"another supervisor continues launch {self.launch['launch']}: nodes {sorted(found)} are there")
+        say(f"another supervisor continues launch {self.launch['launch']}: nodes {sorted(found)} are there")
         for node_id in set(range(self.launch["node_count"])) - found:
             self.placer.start(node_id, 1)
         self.nodes = self.placer.look()
@@ -142,7 +142,7 @@ class Supervisor:
         while True:
             self._look()
             decision = self._decide()
-            alive = any(node.alive for node in self.nodes.values())
+            alive = any(node.runs for node in self.nodes.values())
             # A cancellation that comes when all is done already is one that came too late.
             if self.cancelled and (alive or decision.action == "relaunch"):
                 return None
@@ -180,7 +180,7 @@ class Supervisor:
         message = f"failed: {explain_failure(self.rundir, self.launch, self.failure)}"
         self._write_status(JobState.RUNNING, message)
         for line in describe_kept(self.kept):
-            _say(line)
+            say(line)
         if self.reaper:
             self.reaper.announce("kept", self.launch["launch"])
         while any(node.state == "kept" for node in self.nodes.values()) and not self.cancelled:
@@ -190,10 +190,10 @@ class Supervisor:
         self.kept = ()
 
     def _decide(self) -> ExitDecision:
-        facts = [node.facts() for node in self.nodes.values()]
+        facts = [*self.nodes.values()]
         elastic = self.launch["elastic"]
         if elastic:
-            done = 0 in (code for node in facts for code in node.codes) or not any(node.runs for node in facts)
+            done = any(0 in node.codes for node in facts) or not any(node.runs for node in facts)
             decision = decide_after_exit(
                 facts,
                 finished=done and (self.rundir.read_result() or {}).get("status") == "succeeded",
@@ -222,11 +222,11 @@ class Supervisor:
             self.replacements += not before.is_taken
             self.preemptions += before.is_taken
             why = f" ({before.reason})" if before.reason else ""
-            _say(f"node {node_id} is lost {[*before.codes]}{why}: starting incarnation {before.incarnation + 1}")
+            say(f"node {node_id} is lost {[*before.codes]}{why}: starting incarnation {before.incarnation + 1}")
             try:
                 self.placer.start(node_id, before.incarnation + 1)
             except (LaunchError, OSError) as error:
-                _say(f"could not start it: {error}")
+                say(f"could not start it: {error}")
                 self.placer.end([node_id], 0.0)
         self.nodes = self.placer.look()
         self._write_status(self._state(), self._said)
@@ -236,7 +236,7 @@ class Supervisor:
         self.relaunches += 1
         before = place_of(self.launch)
         self.launch |= {"launch": self.launch["launch"] + 1, "node_count": node_count, BEFORE: before}
-        _say(f"the nodes could not regroup: launch {self.launch['launch']} with {node_count} of them")
+        say(f"the nodes could not regroup: launch {self.launch['launch']} with {node_count} of them")
         self.rundir.write_json(LAUNCH, self.launch)
         self._start_nodes()
         self._write_status(self._state())
@@ -247,7 +247,7 @@ class Supervisor:
         self._end_useless()
         waiting = describe_waiting(self.nodes.values(), self.clock.now())
         if waiting.partition(";")[0] != self._said.partition(";")[0]:  # not each second that it waits
-            _say(waiting or "all nodes have their places")
+            say(waiting or "all nodes have their places")
             self._said = waiting
             self._write_status(self._state(), waiting)
         launch = self.launch["launch"]
@@ -267,7 +267,7 @@ class Supervisor:
 
     def _end_useless(self) -> None:
         for node in self.nodes.values():
-            is_useless = not node.alive or (self.launch["elastic"] and node.facts().is_lost)
+            is_useless = not node.runs or (self.launch["elastic"] and node.is_lost)
             if is_useless and node.state not in ("kept", "gone"):
                 self.placer.end([node.node_id], self.stop_grace)
 
@@ -287,8 +287,8 @@ class Supervisor:
         if newest is None or self.clock.now() - newest.formed_at < newest.patience_seconds:
             return
         for node in self.nodes.values():
-            if node.alive and node.presence and newest.leaves_out(node.presence):
-                _say(f"node {node.node_id} was left out of generation {newest.number} and does not answer: ending it")
+            if node.runs and node.presence and newest.leaves_out(node.presence):
+                say(f"node {node.node_id} was left out of generation {newest.number} and does not answer: ending it")
                 self.placer.end([node.node_id], 0.0)
 
     def _end_nodes(self, grace: float) -> None:
@@ -362,7 +362,3 @@ def begin_clock(rundir: RunDir) -> SteadyClock:
     """Return the clock of a supervisor, of its reaper and of all their children. It starts from the newest time that
     this run directory has recorded: a clock that was set back in between must not make a node present twice at once."""
     return SteadyClock.begin(not_before=max(map(presences.end_of, rundir.nodes()), default=0.0))
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)  # noqa: T201 - the supervisor's log

@@ -29,7 +29,7 @@ SMALL = (
 )
 SPACE = {"training.learning_rate": {"low": 1e-4, "high": 1e-1, "log": True}}
 NOT_HERE = {
-    "dtrain cost": ("reconciliation", "account"),
+    "dtrain cost": ("reconciliation",),
     "dtrain status": ("registered.", "nodes[].", "excluded_hosts"),
 }
 """Words → how fields begin that this home does not have: a bill of a provider, SLURM, a registered

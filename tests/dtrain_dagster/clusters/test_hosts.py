@@ -138,12 +138,12 @@ def test_only_a_loss_that_others_survived_counts_against_a_host(
 
 def test_a_warned_node_has_a_successor_and_one_that_is_kept_or_gone_has_none() -> None:
     warned = replace(running(0), presence=replace(warned_record().presence, ended_at=None))  # type: ignore[type-var]
-    assert is_successor_due(warned, 0.0, NOW)
-    assert is_successor_due(replace(warned, job=None), 0.0, NOW)
-    assert not is_successor_due(running(0), 0.0, NOW)
-    assert not is_successor_due(warned_record(), 0.0, NOW)
+    assert is_successor_due(warned, NOW)
+    assert is_successor_due(replace(warned, job=None), NOW)
+    assert not is_successor_due(running(0), NOW)
+    assert not is_successor_due(warned_record(), NOW)
     kept = replace(warned, presence=replace(warned.presence, kept_since=NOW))  # type: ignore[type-var]
-    assert not is_successor_due(kept, 0.0, NOW)
+    assert not is_successor_due(kept, NOW)
 
 
 def test_the_record_is_shared_and_forgets_what_no_longer_counts(

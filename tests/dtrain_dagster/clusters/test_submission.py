@@ -43,7 +43,7 @@ def without_comments(text: str) -> str:
 def test_slurm_gets_the_command_and_the_script_that_were_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = SlurmEngine(SlurmSettings(partition="gpu", gpus=2, setup="module load cuda"), tmp_path, agent)
+    engine = SlurmEngine(SlurmSettings(partition="gpu", gpus=2, setup="module load cuda"), str(tmp_path), agent)
     asked: list[tuple[list[str], str]] = []
 
     def run(command: list[str], what: str = "", given: str = "") -> str:
@@ -99,7 +99,7 @@ def test_kubernetes_gets_the_manifests_that_were_printed(monkeypatch: pytest.Mon
 
 
 def test_ray_gets_the_actor_that_was_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = RayEngine(RaySettings(gpus=1, memory_gib=2.0, resources={"fast": 1.0}), tmp_path / "logs", agent)
+    engine = RayEngine(RaySettings(gpus=1, resources={"fast": 1.0, "memory": 2.0 * 2**30}), str(tmp_path), agent)
     asked: list[dict[str, Any]] = []
 
     def ask(do: str, **given: Any) -> str:

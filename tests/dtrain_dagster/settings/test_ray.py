@@ -1,4 +1,4 @@
-"""The settings of a Ray cluster: what is refused, and where a RayCluster of KubeRay is found."""
+"""The settings of a Ray cluster: what is refused."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from dtrain_dagster.settings.ray import RaySettings
     ("name", "value", "said"),
     [
         ("ADDRESS", "head", "DTRAIN_RAY_ADDRESS"),
-        ("CLUSTER", "a/b/c", "DTRAIN_RAY_CLUSTER"),
-        ("CLUSTER", "n" * 42, "DTRAIN_RAY_CLUSTER"),
         ("RESOURCES", "GPU=1", "DTRAIN_RAY_GPUS"),
         ("RESOURCES", "disk", "give name=amount"),
     ],
@@ -23,25 +21,4 @@ def test_unusable_values_are_refused_with_the_setting(
 ):
     monkeypatch.setenv(f"DTRAIN_RAY_{name}", value)
     with pytest.raises(SettingsError, match=said):
-        RaySettings.read().options()
-
-
-@pytest.mark.parametrize(
-    ("given", "address", "dashboard"),
-    [
-        ("train", "ray://train-head-svc:10001", "http://train-head-svc:8265"),
-        ("ml/train", "ray://train-head-svc.ml.svc:10001", "http://train-head-svc.ml.svc:8265"),
-    ],
-)
-def test_a_ray_cluster_of_kuberay_is_found_by_its_name(
-    monkeypatch: pytest.MonkeyPatch, given: str, address: str, dashboard: str
-):
-    monkeypatch.setenv("DTRAIN_RAY_CLUSTER", given)
-    found = RaySettings.read().options()
-    assert (found["address"], found["dashboard"]) == (address, dashboard)
-    assert "cluster" not in found
-    monkeypatch.setenv("DTRAIN_RAY_DASHBOARD", "http://gateway:80")
-    assert RaySettings.read().options()["dashboard"] == "http://gateway:80"
-    monkeypatch.setenv("DTRAIN_RAY_ADDRESS", "head:6379")
-    with pytest.raises(SettingsError, match="cannot be combined: unset one"):
         RaySettings.read().options()

@@ -45,7 +45,7 @@ TEMPLATE = {
     },
 }
 FULL = KubernetesSettings.of({
-    "image": "registry.example/dtrain:1", "gpus": 4, "queue": "research", "service_account": "trainer",
+    "image": "registry.example/dtrain:1", "gpus": 4, "queue": "research",
     "volumes": read_volumes("pvc:shared:/data,nfs:files.example:/export:/nfs:ro,host:/mnt/disk:/disk"),
     "pod_template": TEMPLATE,
 })  # fmt: skip

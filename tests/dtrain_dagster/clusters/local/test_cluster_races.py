@@ -120,6 +120,8 @@ LocalClusterManager(Path({str(cluster.manager.home)!r})).submit_job({spec!r})
     assert [racer.returncode for racer in racers] == [0, 0, 0]
     (cluster.folder / "go").touch()
     assert cluster.wait("once").state is JobState.SUCCEEDED
+    cluster.manager.submit_job(spec)  # after it has succeeded
+    assert cluster.manager.job_status("once").state is JobState.SUCCEEDED
     assert (cluster.folder / "starts").read_text() == "x"
 
 

@@ -13,7 +13,6 @@ import pytest
 from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState
 from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.clusters.supervision.local_placer import LocalPlacer
-from dtrain_dagster.clusters.supervision.reaper import Reaper
 from trainer.rundir import RunDir
 from trainer.runtime.clock import SteadyClock
 
@@ -51,7 +50,7 @@ def test_a_machine_that_fails_its_pre_flight_starts_no_node(cluster):
 def test_a_machine_with_little_room_is_warned_of_unless_a_pre_flight_was_asked_for(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("trainer.node.preflight_measures.available_bytes", lambda: 1 << 20)
     secret: Any = SimpleNamespace(renew=lambda: None)
-    placer = LocalPlacer(RunDir(str(tmp_path)), secret, SteadyClock.begin(), Reaper(-1))
+    placer = LocalPlacer(RunDir(str(tmp_path)), secret, SteadyClock.begin())
     placer.begin_launch({"master_port": None})
     assert capsys.readouterr().out.startswith("pre-flight warning: 1 MiB of memory")
 

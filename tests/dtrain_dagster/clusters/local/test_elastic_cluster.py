@@ -18,6 +18,7 @@ import pytest
 
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.managers import LocalClusterManager
+from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from harness.waiting import until
 from trainer.documents.presences import NodePresence
 from trainer.rundir import RunDir
@@ -64,7 +65,9 @@ def stays(cluster, job_id: str) -> list[tuple[int, int, int, tuple[int, ...]]]:
 @pytest.fixture
 def elastic(cluster):
     """Submits a job that regroups, without waiting long for replacements."""
-    manager = LocalClusterManager(cluster.manager.home, max_replacements=2, replacement_delay_seconds=0.1)
+    manager = LocalClusterManager(
+        cluster.manager.home, LaunchSettings(max_replacements=2, replacement_delay_seconds=0.1)
+    )
 
     def submit(job_id: str, script: str, **fields: Any) -> None:
         manager.submit_job(cluster.spec(job_id, WORK + textwrap.dedent(script), elastic=True, **fields))

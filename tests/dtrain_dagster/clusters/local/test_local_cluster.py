@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -11,12 +10,11 @@ import subprocess
 import sys
 import threading
 
-import psutil
 import pytest
 
 from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState, Orphan
 from dtrain_dagster.clusters.managers import LocalClusterManager
-from dtrain_dagster.clusters.supervision.submit import with_package
+from dtrain_dagster.clusters.supervision.submit import LaunchSettings, with_package
 from dtrain_dagster.support.job_lock import acquire, is_held
 from harness.waiting import until
 from trainer.comm.launch_secret import SECRET_FILE
@@ -116,7 +114,7 @@ def test_each_node_is_a_process_group_with_torchruns_variables_and_its_own_log(c
 
 
 def test_threads_are_a_setting(cluster):
-    manager = LocalClusterManager(cluster.manager.home, threads_per_rank=3)
+    manager = LocalClusterManager(cluster.manager.home, LaunchSettings(threads_per_rank=3))
     manager.submit_job(cluster.spec("who", SAY_WHO, nodes=1))
     cluster.wait("who")
     assert json.loads((cluster.folder / "rank-0.json").read_text())["env"]["OMP_NUM_THREADS"] == "3"
@@ -254,18 +252,6 @@ def test_a_supervisor_killed_by_force_leaves_no_orphan_and_a_failed_job(cluster)
     assert cluster.wait("orphans").state is JobState.SUCCEEDED
 
 
-def test_processes_die_even_if_supervisor_and_reaper_are_killed_together(cluster):
-    cluster.submit("both", SLEEP)
-    for rank in range(2):
-        cluster.wait_for_file(f"up-{rank}")
-    for process in cluster.processes():
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):  # killing one may end the other
-            if "dtrain_dagster.clusters.supervise" in process.cmdline():
-                process.kill()
-    assert cluster.wait("both").state is JobState.FAILED
-    until(lambda: cluster.processes() == [], "the processes to die")
-
-
 def test_a_stuck_supervisor_is_ended_by_force(cluster, monkeypatch):
     cluster.submit("stuck", SLEEP, env={"DTRAIN_STOP_GRACE_SECONDS": "0.2"})
     for rank in range(2):
@@ -290,26 +276,6 @@ def test_a_job_outlives_whoever_submitted_it(cluster):
     assert [job.job_id for job in manager.list_jobs()] == ["long"]
     (cluster.folder / "go").touch()
     assert cluster.wait("long").state is JobState.SUCCEEDED
-
-
-def test_racing_submissions_start_a_job_once(cluster):
-    spec = cluster.spec("once", "open(OUT / 'starts', 'a').write('x')\ntime.sleep(0.5)", nodes=1)
-    barrier = threading.Barrier(4)
-
-    def submit() -> None:
-        barrier.wait()
-        LocalClusterManager(cluster.manager.home).submit_job(spec)
-
-    threads = [threading.Thread(target=submit) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    cluster.manager.submit_job(spec)  # while it runs
-    assert cluster.wait("once").state is JobState.SUCCEEDED
-    cluster.manager.submit_job(spec)  # after it has succeeded
-    assert cluster.manager.job_status("once").state is JobState.SUCCEEDED
-    assert (cluster.folder / "starts").read_text() == "x"
 
 
 def test_a_failed_job_starts_again_as_the_next_launch(cluster):

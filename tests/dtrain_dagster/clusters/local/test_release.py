@@ -13,6 +13,7 @@ import pytest
 
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.managers import LocalClusterManager
+from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from dtrain_dagster.jobs.progress import start_job
 from harness.small_job import write_dataset
 from harness.waiting import until
@@ -33,7 +34,9 @@ def begin(
 ) -> RunDir:
     """Begin to train with these faults; the run directory of the job. ``delay``: seconds that a node is gone before
     another takes its place."""
-    manager = cluster.manager = LocalClusterManager(cluster.manager.home, replacement_delay_seconds=delay)
+    manager = cluster.manager = LocalClusterManager(
+        cluster.manager.home, LaunchSettings(replacement_delay_seconds=delay)
+    )
     rundir = RunDir(str(cluster.run_dir(job_id)))
     job = JobConfig(
         job_id=job_id,

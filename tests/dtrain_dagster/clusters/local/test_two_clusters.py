@@ -10,6 +10,7 @@ import pytest
 
 from dtrain_dagster.clusters.base import OWNER, JobSpec, JobState
 from dtrain_dagster.clusters.managers import LocalClusterManager
+from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from trainer.rundir import RunDir
 
 JOB = "train-00000000-11111111"
@@ -18,7 +19,7 @@ JOB = "train-00000000-11111111"
 @pytest.fixture
 def clusters(tmp_path: Path) -> Iterator[tuple[LocalClusterManager, LocalClusterManager]]:
     """One with a job that runs, and one without."""
-    here, there = (LocalClusterManager(tmp_path, name) for name in ("here", "there"))
+    here, there = (LocalClusterManager(tmp_path, LaunchSettings(cluster_name=name)) for name in ("here", "there"))
     rundir = RunDir(f"file://{tmp_path}/storage/jobs/{JOB}")
     rundir.write_json(OWNER, {"dagster_run_id": "a run that has ended"})
     command = (sys.executable, "-c", "import time; time.sleep(60)")

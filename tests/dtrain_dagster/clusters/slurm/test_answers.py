@@ -10,7 +10,6 @@ from dtrain_dagster.clusters.slurm.answers import (
     is_unreachable,
     limit_seconds,
     place_in,
-    read_accounted,
     read_job,
     read_rows,
     remedy_of,
@@ -132,22 +131,6 @@ def test_a_queue_that_is_full_is_told_from_a_job_that_is_too_large():
     assert not is_full(too_long), "it would wait for ever"
     assert remedy_of(too_long) == "lower DTRAIN_SLURM_TIME_LIMIT_MINUTES"
     assert "--qos in DTRAIN_SLURM_EXTRA" in remedy_of(POLICY.format("QOSMaxNodePerJobLimit"))
-    assert remedy_of("Slurm accounting storage is disabled") == "the cluster does no accounting of jobs"
-
-
-def test_the_accounting_has_what_the_queue_has_forgotten():
-    told = f"""\
-1|{NAME}|FAILED|1795525535|1795525536|1795525538|3:0|n1|main|01:00:00
-2|{NAME}|CANCELLED by 0|1795525197|1795525199|1795525202|0:15|n1|main|01:00:00
-3|{NAME}|PREEMPTED|1795525197|1795525199|1795525202|0:0|n1|main|UNLIMITED
-4|{NAME}|RUNNING|1795525197|1795525203|Unknown|0:0|n1|main|00:02:00
-"""
-    jobs = [read_job(row) for row in read_accounted(told)]
-    assert [(job.id, job.state, job.exit_code, job.lost) for job in jobs if job] == [
-        ("1", "ended", 3, False), ("2", "ended", -15, True), ("3", "ended", 0, True),
-    ]  # fmt: skip
-    assert jobs[0] is not None
-    assert (jobs[0].submitted_at, jobs[0].started_at, jobs[0].ended_at) == (1795525535.0, 1795525536.0, 1795525538.0)
 
 
 def test_a_node_is_one_job_that_nothing_requeues_and_whose_shell_becomes_the_agent():

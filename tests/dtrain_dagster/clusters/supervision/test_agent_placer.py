@@ -322,9 +322,9 @@ def test_a_node_that_is_kept_is_neither_at_work_nor_gone_and_gets_no_successor()
     job = EngineJob(id="7", node_id=0, incarnation=1, state="running", started_at=0.0, ends_at=1010.0)
     record = NodeRecord(node_id=0, incarnation=1, made_at=0.0, job_id="7", job=job, presence=there)
     seen = view_node(record, 2, 1000.0)
-    assert (seen.state, seen.codes, seen.alive, seen.gone) == ("kept", (1, -9), False, False)
-    assert not is_successor_due(record, 60.0, 1000.0)
-    assert is_successor_due(replace(record, presence=replace(there, kept_since=None)), 60.0, 1000.0)
+    assert (seen.state, seen.codes, seen.runs, seen.gone) == ("kept", (1, -9), False, False)
+    assert not is_successor_due(record, 1000.0)
+    assert is_successor_due(replace(record, presence=replace(there, kept_since=None)), 1000.0)
     ended = replace(record, job=replace(job, state="ended", ended_at=990.0))  # its machine has gone meanwhile
     assert view_node(ended, 2, 1000.0).state == "gone"
 
@@ -603,14 +603,11 @@ def test_a_refusal_is_told_before_anything_runs(make_job: Callable[..., Job]) ->
 def test_a_time_limit_is_met_by_a_successor_that_was_submitted_before(
     make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = make_job(
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n" + SUCCEEDS, max_replacements=0,
-        successor_lead_seconds=1000.0,
-    )  # fmt: skip
+    job = make_job("signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n" + SUCCEEDS, max_replacements=0)
     job.start()
     job.file("began-0-1"), job.file("began-1-1")
     os.utime(job.folder / "engine" / job.name(1) / "pid", (time.time() - 3600,) * 2)  # it runs for an hour already
-    (job.folder / "engine" / f"{job.name(1)}.ends_at").write_text(str(time.time() + 900))
+    (job.folder / "engine" / f"{job.name(1)}.ends_at").write_text(str(time.time() + 500))
     job.file("began-1-2")
     (job.folder / "go").touch()
     assert job.ends()["state"] == "succeeded", job.said()
