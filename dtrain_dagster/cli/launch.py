@@ -31,7 +31,6 @@ from dtrain_dagster.cli.start import finish, new_job_id, runs_already, start_and
 from dtrain_dagster.cli.train import size_options
 from dtrain_dagster.jobs.log_follower import follow_logs
 from dtrain_dagster.jobs.program import describe_needs, has_gpus, order_program, processes_of, refuse_program
-from dtrain_dagster.jobs.progress import note_job
 from dtrain_dagster.settings.engines import engine_gpus
 from trainer.frameworks.catalogue import FRAMEWORKS
 
@@ -113,16 +112,12 @@ def launch(
             follower.skip_to_end()
         take_over(rundir)
 
-        def begin() -> None:
-            note_job(job_id)
-            manager.submit_job(spec)
-
         show = partial(print_lines, console())
         status = start_and_follow(
             settings,
             manager,
             job_id,
-            begin,
+            partial(manager.submit_job, spec),
             lambda: stream_job(show, manager, job_id, follower),
             this_command_again(job_id),
             "run it again",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -208,6 +211,7 @@ class JobBoard:
         self._followed: set[str] = set()
         """Jobs that run, and whose verdict the list shows."""
         self._lock = threading.Lock()
+        self._token = uuid.uuid4().hex
         self._index = JobIndex(self.storage, self._seen, 2 * refresh_seconds(self.storage))
 
     def jobs(self) -> Sequence[JobRow]:
@@ -217,6 +221,14 @@ class JobBoard:
     def listing(self, wait_seconds: float | None = None) -> Listing:
         """Return all rows, and a version that changes with them. ``wait_seconds``: the longest wait for the rest."""
         return self._index.listing(wait_seconds)
+
+    def tag(self, job_id: str) -> str:
+        """Return a tag that stays as the cluster's record of a job's end; "" for other jobs."""
+        status: dict[str, Any] = {}
+        with suppress(*CANNOT_READ):  # told where it is opened
+            status = RunDir(f"{self.jobs_uri}/{job_id}").read_json(STATUS) or {} if JOB_ID.fullmatch(job_id) else {}
+        whole = f"{self._token} {json.dumps(status, sort_keys=True)}"
+        return f'"{hashlib.sha256(whole.encode()).hexdigest()[:20]}"' if status.get("state") in ENDED else ""
 
     def open(self, job_id: str, now: float) -> OpenJob | None:
         """Return a job as it stands now; None where there is none. Raise one of `CANNOT_READ` if it is damaged."""

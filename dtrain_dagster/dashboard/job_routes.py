@@ -61,10 +61,17 @@ def job_routes(board: JobBoard, services: JobServices) -> list[Route]:
     def job_page(request: Request) -> Response:
         return HTMLResponse(page.live_job_page(gives_orders=services.desk is not None))
 
-    def figures(request: Request, found: OpenJob) -> Response:
-        asked = request.query_params
-        body = encode(found.snapshot(read_number(asked.get("since", "")), asked.get("token", ""), time.time()))
-        return respond(request, body)
+    def figures(request: Request) -> Response:
+        tag = board.tag(request.path_params["job_id"])  # asked first: what is read afterwards is no older
+        if tag and request.headers.get("if-none-match") == tag:  # of many ended jobs few are held in memory
+            return Response(status_code=304, headers={"etag": tag})
+
+        def answer(request: Request, found: OpenJob) -> Response:
+            asked = request.query_params
+            body = encode(found.snapshot(read_number(asked.get("since", "")), asked.get("token", ""), time.time()))
+            return respond(request, body, tag if found.settled else "")
+
+        return of_job(answer)(request)
 
     def facts(request: Request, found: OpenJob) -> Response:
         return respond(request, encode(found.facts(services.places)))
@@ -107,7 +114,7 @@ def job_routes(board: JobBoard, services: JobServices) -> list[Route]:
         return await run_in_threadpool(of_job(answer), request)
 
     return [
-        Route("/jobs/{job_id}.json", of_job(figures)),
+        Route("/jobs/{job_id}.json", figures),
         Route("/jobs/{job_id}/facts.json", of_job(facts)),
         Route("/jobs/{job_id}/account.json", of_job(account)),
         Route("/jobs/{job_id}/logs.json", of_job(logs)),

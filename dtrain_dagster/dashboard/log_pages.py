@@ -118,10 +118,8 @@ def write_cursor(offsets: Mapping[int, int]) -> str:
 
 
 def _newest(lines: Sequence[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
-    """Return the newest `MOST_LINES` of the lines, in order of time and made safe."""
-    return tuple((node, safe_line(line)) for node, line in in_order_of_time(lines)[-MOST_LINES:])
-
-
-def safe_line(line: str) -> str:
-    """Return a line of a log as it may be shown: without secrets, with every character visible, of bounded length."""
-    return visible(redact(line[:MOST_CHARACTERS])) + ("…" if len(line) > MOST_CHARACTERS else "")
+    """Return the newest `MOST_LINES` in order of time: without secrets, every character visible, of bounded length."""
+    return tuple(
+        (node, visible(redact(line[:MOST_CHARACTERS])) + ("…" if len(line) > MOST_CHARACTERS else ""))
+        for node, line in in_order_of_time(lines)[-MOST_LINES:]
+    )

@@ -56,6 +56,7 @@ def alerts(
     if communication and COMMUNICATION not in told_before and seconds_of(latest) >= LEAST_SECONDS:
         due.append(communication)
     diagnosis = diagnose(recent)
+    groups = worlds(found)  # a straggler is judged in the world that trained longest of those in which it is one
     for item in (diagnosis, *diagnosis.also):
         key = f"{item.cause} {item.node_id}"
         if item.cause in STRAGGLERS and key not in told_before:
@@ -65,15 +66,12 @@ def alerts(
                     title=item.where,
                     sentence=f"{item.where}, {item.share:.0%} of training time: {item.evidence}",
                     figures={"share": item.share},
-                    strategies=best(_against(item.node_id, found)),
+                    strategies=best(
+                        next(filter(None, (waiting_strategies(world, item.node_id) for world in groups)), [])
+                    ),
                 )
             )
     return due
-
-
-def _against(node_id: int | None, found: Sequence[TimingEvent]) -> list[Strategy]:
-    """Return strategies against this straggler, in the world that trained longest of those in which it is one."""
-    return next(filter(None, (waiting_strategies(world, node_id) for world in worlds(found))), [])
 
 
 def communication_alert(found: Sequence[TimingEvent], training: Mapping[str, Any] | None = None) -> Alert | None:

@@ -55,7 +55,8 @@ def build_orphan_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> 
         due = {key: found[key] for key in found if now - known[key]["since"] >= grace}
         spared = {key: "" if _is_own(context.instance, orphan) else FOREIGN for key, orphan in due.items()}
         may_end = [key for key, orphan in due.items() if not spared[key]] if cancels else []
-        turn = choose_orphan({key: known[key]["tried"] for key in may_end})
+        # One at a tick, right after it was seen: it may take half of the minute that a sensor has.
+        turn = min(may_end, key=lambda key: known[key]["tried"], default=None)
         outcome = (LEFT, "")
         if turn is not None:  # before any message, which takes seconds: no run shall take the orphan over meanwhile
             known[turn]["tried"] = now
@@ -85,12 +86,6 @@ def build_orphan_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> 
         )
 
     return orphans
-
-
-def choose_orphan(tried: Mapping[str, float]) -> str | None:
-    """Return the orphan to end at this tick: one not tried yet, else the one tried longest ago; None for none. Only
-    one, right after it was seen: it may take half of the minute that a sensor has."""
-    return min(tried, key=lambda key: tried[key], default=None)
 
 
 def describe_orphan(orphan: Orphan, cluster: GPUClusterResource, done: str, alone_seconds: float) -> dict[str, Any]:

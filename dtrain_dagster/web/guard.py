@@ -8,7 +8,6 @@ application. A client without any of them is no browser, but a program of a user
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +15,8 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -200,9 +200,10 @@ class Guard:
         if refused is None:
             with suppress(ClientDisconnect):  # in the middle of a request: there is no one to answer
                 if self.rules.look_through is not None and not websocket and scope["method"] not in READING:
-                    body = await _body(receive)
+                    body = await Request(scope, receive).body()  # its length was judged by its headers
                     if reason := await run_in_threadpool(self.rules.look_through, scope["path"], query, body):
-                        await _refuse_in_json(reason, tell)
+                        told = {"data": None, "errors": [{"message": reason}]}  # GraphQL's form: the page shows it
+                        await JSONResponse(told, 400)(scope, receive, tell)
                         return
                     receive = _after(body, receive)
                 await self.app(scope, receive, tell)
@@ -210,35 +211,9 @@ class Guard:
             await receive()
             await send({"type": "websocket.close", "code": 1008, "reason": refused.reason[:100]})
         else:
-            await _refuse(refused, tell)
-
-
-async def _refuse(refused: Refused, send: Send) -> None:
-    body = f"{refused.reason}.\n".encode()
-    head = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
-    # The request's body is not read, so the connection cannot be used for another request.
-    await send({"type": "http.response.start", "status": refused.status, "headers": [*head, (b"connection", b"close")]})
-    await send({"type": "http.response.body", "body": body})
-
-
-async def _refuse_in_json(reason: str, send: Send) -> None:
-    """Refuse in the form of GraphQL's errors: the page shows the message."""
-    body = json.dumps({"data": None, "errors": [{"message": reason}]}).encode()
-    head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 400, "headers": head})
-    await send({"type": "http.response.body", "body": body})
-
-
-async def _body(receive: Receive) -> bytes:
-    """Return the whole body of a request; its length was judged by its headers."""
-    parts, more = [], True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        parts.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    return b"".join(parts)
+            # The request's body is not read, so the connection cannot be used for another request.
+            refusal = PlainTextResponse(f"{refused.reason}.\n", refused.status, {"connection": "close"})
+            await refusal(scope, receive, tell)
 
 
 def _after(body: bytes, receive: Receive) -> Receive:

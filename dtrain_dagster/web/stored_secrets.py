@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -113,8 +113,8 @@ def secret_posted(path: str, query: str, body: bytes) -> str | None:
 
 
 def _secret_in_graphql(query: str, variables: object) -> str | None:
-    from graphql import GraphQLError, Visitor, parse, visit
-    from graphql.language.ast import ArgumentNode, Node, VariableDefinitionNode
+    from graphql import GraphQLError, Visitor, parse, value_from_ast_untyped, visit
+    from graphql.language.ast import ArgumentNode, ValueNode, VariableDefinitionNode
 
     if "mutation" not in query:  # the word cannot be written otherwise
         return None
@@ -122,7 +122,7 @@ def _secret_in_graphql(query: str, variables: object) -> str | None:
         parsed = parse(query, no_location=True)
     except GraphQLError:
         return None
-    given: list[tuple[str, Node]] = []
+    given: list[tuple[str, ValueNode]] = []
 
     class Literals(Visitor):
         def enter_argument(self, node: ArgumentNode, *_: object) -> None:
@@ -135,21 +135,7 @@ def _secret_in_graphql(query: str, variables: object) -> str | None:
     if found := secret_within(variables):
         return found
     visit(parsed, Literals())
-    return next(filter(None, (secret_within(text, at) for at, text in _texts(given))), None)
-
-
-def _texts(left: list[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield the texts among GraphQL's literals, and where they are."""
-    from graphql.language.ast import ListValueNode, ObjectValueNode, StringValueNode
-
-    while left:
-        at, node = left.pop()
-        if isinstance(node, StringValueNode):
-            yield at, node.value
-        elif isinstance(node, ObjectValueNode):
-            left += [(_below(at, field.name.value), field.value) for field in node.fields]
-        elif isinstance(node, ListValueNode):
-            left += [(_below(at, str(number)), value) for number, value in enumerate(node.values)]
+    return next(filter(None, (secret_within(value_from_ast_untyped(node), at) for at, node in given)), None)
 
 
 def refuse_secret_on_command_line(command: Sequence[str]) -> None:

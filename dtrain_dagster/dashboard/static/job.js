@@ -144,7 +144,11 @@ async function pollFacts() {
 }
 
 async function poll() {
-  take(await ask(`${encodeURIComponent(job.id)}.json?since=${job.version}&token=${job.token}`));
+  const answer = await askTagged(`${encodeURIComponent(job.id)}.json?since=${job.version}&token=${job.token}`, job.tag);
+  if (answer !== null) {
+    take(answer.body);
+    job.tag = answer.tag;
+  }
   const done = await Promise.allSettled([pollFacts(), pollOrders(), pollLogs()]); // one in trouble stops no other
   const failed = done.find(item => item.status === "rejected");
   if (failed) throw failed.reason;

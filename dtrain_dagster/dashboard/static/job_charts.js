@@ -12,7 +12,7 @@ const MARKS = { membership: "triangle-down", checkpoint: "circle", hang: "x" };
 const embedded = id => element(id) && JSON.parse(element(id).textContent);
 const PANELS = embedded("panels-data");
 const PAGE = embedded("page-data"); // whether a server answers, and whether it takes orders
-const job = { id: null, token: "", version: 0, tracks: {}, look: null };
+const job = { id: null, token: "", version: 0, tracks: {}, look: null, tag: "" };
 
 // ---- what the charts are made of
 

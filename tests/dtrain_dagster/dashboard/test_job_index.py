@@ -172,6 +172,19 @@ def ask(url: str, **headers: str) -> requests.Response:
     return requests.get(url, headers=headers, timeout=30)
 
 
+def test_who_has_a_job_that_ended_already_is_told_so_until_it_is_started_again(tmp_path: Path):
+    write_run(tmp_path, "live", told(3))
+    with served(build_app(JobBoard(str(tmp_path), "dedicated"))) as port:
+        url = f"http://127.0.0.1:{port}/jobs/live.json"
+        assert "etag" not in ask(url).headers
+        tell(tmp_path, "live", "failed")
+        while not (tag := ask(url).headers.get("etag")):  # until it was read
+            time.sleep(0.2)
+        assert ask(url, **{"If-None-Match": tag}).status_code == 304
+        tell(tmp_path, "live", "running")
+        assert ask(url, **{"If-None-Match": tag}).status_code == 200
+
+
 def test_large_answers_are_compressed_and_one_strange_job_is_a_row(tmp_path: Path):
     write_run(tmp_path, "long", told(300), state="succeeded")
     odd = write_run(tmp_path, "odd", told(1), state="succeeded")
