@@ -69,7 +69,7 @@ class SearchOptions(LaunchpadOptions):
     budget_usd: float = Field(default=0.0, ge=0, lt=math.inf)
     """Dollars that all trials may cost together, held by the nodes. 0: twice what all of them take to their ends."""
     sampler: Sampler = Sampler.gp
-    """How values are drawn: where most improvement is expected (gp), at random, or all of a grid."""
+    """How values are drawn: where most improvement is expected (gp), or at random."""
     pruner: Pruner = Pruner.asha
     """What ends trials early: successive halving (asha), or nothing."""
     seed: int = Field(default=0, ge=0)

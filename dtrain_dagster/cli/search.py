@@ -91,10 +91,10 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--sampler",
-    type=click.Choice(["gp", "random", "grid"]),
+    type=click.Choice(["gp", "random"]),
     default="gp",
     show_default=True,
-    help="gp (a Gaussian process), random or grid (all).",
+    help="gp (a Gaussian process) or random.",
 )
 @click.option(
     "--pruner",

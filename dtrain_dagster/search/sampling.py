@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dtrain_dagster.search.settings import Sampler
-from dtrain_dagster.search.space import Parameter, Space, SpaceError, Value
+from dtrain_dagster.search.space import Space, Value
 from dtrain_dagster.search.trials import Trial
 
 if TYPE_CHECKING:
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 
 RANDOM_FIRST = 5
 """Trials that the Gaussian process draws at random before it learns from results."""
-MOST_OF_GRID = 100_000
-MOST_DRAWS = 200
-"""Random draws after which values are taken that were tried before."""
+MOST_DRAWS = 1000
+"""Random draws of values that were tried before, after which none are left."""
 
 
 def draw_values(
@@ -38,13 +37,8 @@ def draw_values(
     running: Sequence[Trial],
     sign: float,
 ) -> dict[str, Value] | None:
-    """Return the values of trial ``number``; None where a grid has no more. ``known``: trials whose results count;
-    ``running``: of those that are not known yet, so that the same is not drawn again. ``sign``: 1 where the metric is
-    minimised, else -1."""
-    if sampler is Sampler.grid:
-        combinations = grid_of(space)
-        order = np.random.default_rng(seed).permutation(len(combinations))
-        return combinations[order[number]] if number < len(combinations) else None
+    """Return the values of trial ``number``; None where all were tried. ``known``: trials whose results count;
+    ``running``: of those that are not known yet. ``sign``: 1 where the metric is minimised, else -1."""
     import optuna
 
     own_seed = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
@@ -54,12 +48,12 @@ def draw_values(
     drawn = ask_for_values(space, made, known, running, sign)
     tried = [trial.values for trial in (*known, *running)]
     others = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=own_seed))
-    for _ in range(MOST_DRAWS if sampler is Sampler.gp else 0):
+    for _ in range(MOST_DRAWS):
         if drawn not in tried:
-            break
+            return drawn
         found = others.ask(space.domains).params
         drawn = space.draw(lambda item, found=found: found[item.name])  # type: ignore[misc]
-    return drawn
+    return None
 
 
 def ask_for_values(
@@ -100,33 +94,6 @@ def goals_of(trials: Sequence[Trial], sign: float) -> list[float | None]:
 def _goal(trial: Trial, sign: float) -> float:
     best = trial.best(sign)
     return math.inf if best is None or not math.isfinite(trial.scores[-1]) else sign * best
-
-
-def grid_of(space: Space) -> list[dict[str, Value]]:
-    """Return every combination of a space. Raise `SpaceError` for a range without steps, and for too many."""
-    found: list[dict[str, Value]] = [{}]
-    for parameter in space.parameters:
-        values = _grid_values(parameter)
-        longer: list[dict[str, Value]] = []
-        for each in found:
-            is_there = parameter.is_active(each)
-            longer += [{**each, parameter.name: value} for value in values] if is_there else [each]
-            if len(longer) > MOST_OF_GRID:
-                raise SpaceError(f"a grid of more than {MOST_OF_GRID:,} trials; take another sampler, or larger steps")
-        found = longer
-    return found
-
-
-def _grid_values(parameter: Parameter) -> Sequence[Value]:
-    if parameter.choices is not None:
-        return parameter.choices
-    domain: Any = parameter.domain
-    if domain.step is None:
-        raise SpaceError(
-            f"{parameter.name} is a range without steps, so no grid can be made from it; give a step or choices"
-        )
-    count = int((domain.high - domain.low) / domain.step + 1e-9) + 1
-    return [domain.low + domain.step * place for place in range(count)]
 
 
 def as_optuna(space: Space, trial: Trial, goal: float | None = None) -> optuna.trial.FrozenTrial:

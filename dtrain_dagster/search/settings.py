@@ -19,8 +19,6 @@ class Sampler(StrEnum):
     """Where the best score is expected to improve the most, by Optuna's Gaussian process."""
     random = "random"
     """Each evenly from its range."""
-    grid = "grid"
-    """Every combination of a space of choices, whole numbers and ranges in steps, in an order of its own."""
 
 
 class Pruner(StrEnum):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dtrain_dagster.search.run import Measured, Search, SearchRequest, open_search
-from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
+from dtrain_dagster.search.settings import SearchSettings
 from dtrain_dagster.search.space import SpaceError
 from dtrain_dagster.search.trials import TrialSeconds
 from tests.webhook import web_hook
@@ -44,18 +43,6 @@ def test_a_search_of_an_older_version_is_refused_before_its_record_is_touched(tm
     path.write_text(json.dumps({name: value for name, value in document.items() if name != "measured_by"}))
     with pytest.raises(SpaceError, match=r"begun by an older version.*--show rates"):
         open_search(tmp_path, request, None, {}, lambda: Measured(USUAL, 0.1))  # type: ignore[arg-type]
-
-
-def test_a_grid_is_planned_for_its_own_trials_and_not_for_as_many_as_there_may_be(tmp_path: Path) -> None:
-    space = {"training.learning_rate": [0.1, 0.2], "training.clip_norm": [1.0, 2.0, 3.0]}
-    settings = SearchSettings(trials=32, sampler=Sampler.grid, pruner=Pruner.none)
-    request = replace(request_in(tmp_path), space=space, settings=settings)
-    search = Search(tmp_path, request, None, {}, Measured(USUAL))  # type: ignore[arg-type]
-    assert search.trials == 6
-    assert search.plan.at_most_usd == pytest.approx(6 * search.plan.trial_usd)
-    assert search.plan.lines[0].startswith("6 trials")
-    assert replace(request, settings=replace(settings, trials=4)).count_trials() == 4
-    assert replace(request, settings=SearchSettings()).count_trials() == 32
 
 
 def test_the_end_of_a_search_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
