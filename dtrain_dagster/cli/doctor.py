@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -142,12 +142,6 @@ def lines_text(lines: Sequence[DoctorLine]) -> str:
 
 
 NOTHING = "dry run: nothing was bought, submitted or written"
-
-
-def dry_run_option(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with the option ``--dry-run``."""
-    text = "Print what would be submitted, its price and what is in its way; submit nothing."
-    return click.option("--dry-run", "is_dry", is_flag=True, help=text)(command)
 
 
 def show_dry_run(

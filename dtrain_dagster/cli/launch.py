@@ -21,13 +21,21 @@ from dtrain_dagster.cli.common import (
     run_dir,
     say,
 )
-from dtrain_dagster.cli.doctor import dry_run_option, show_dry_run
+from dtrain_dagster.cli.doctor import show_dry_run
 from dtrain_dagster.cli.follow import print_lines, stream_job
 from dtrain_dagster.cli.job_names import complete_files
 from dtrain_dagster.cli.job_options import runnable
-from dtrain_dagster.cli.keep import keep_failed_option, refuse_to_keep
 from dtrain_dagster.cli.plan_lines import expect_nodes
-from dtrain_dagster.cli.start import finish, new_job_id, runs_already, start_and_follow, take_over, this_command_again
+from dtrain_dagster.cli.start import (
+    How,
+    finish,
+    new_job_id,
+    runs_already,
+    start_and_follow,
+    start_options,
+    take_over,
+    this_command_again,
+)
 from dtrain_dagster.cli.train import size_options
 from dtrain_dagster.jobs.log_follower import follow_logs
 from dtrain_dagster.jobs.program import describe_needs, has_gpus, order_program, processes_of, refuse_program
@@ -44,25 +52,19 @@ from trainer.frameworks.catalogue import FRAMEWORKS
     show_default=True,
     help="What the script is written for.",
 )
-@click.option("--name", metavar="JOB", help="Name of the job.  [default: made from the time]")
 @click.option(
     "--master-port", type=click.IntRange(1, 65535), metavar="PORT", help="Port of rank 0.  [default: a free one]"
 )
-@click.option("--detach", is_flag=True, help="Print the name of the job and leave it running.")
-@keep_failed_option
-@dry_run_option
+@start_options
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=complete_files)
 @refuses
 def launch(
     nodes: int | None,
     procs_per_node: int | None,
     engine: str,
-    name: str | None,
     master_port: int | None,
-    detach: bool,
-    keep_failed_seconds: float,
-    is_dry: bool,
     command: tuple[str, ...],
+    how: How,
 ) -> None:
     """Run a script of your own on N nodes of the cluster.
 
@@ -89,20 +91,20 @@ def launch(
     refuse_program(engine, kind, processes, has_gpus(kind, settings.gpu_type, engine_gpus(settings)))
     cluster, project = cluster_of(settings)
     manager = cluster.manager(tends=True)
-    job_id = new_job_id(name, "launch")
+    job_id = new_job_id(how.name, "launch")
     rundir = run_dir(settings, job_id)
-    refuse_to_keep(settings, keep_failed_seconds)
+    how.check(settings)
     spec = order_program(
         manager, kind, job_id, rundir.uri, engine, runnable(command) if kind.is_this_machine else command,
         node_count, processes, cluster.node_env(project), master_port,
     )  # fmt: skip
-    spec = replace(spec, keep_failed_seconds=keep_failed_seconds)
+    spec = replace(spec, keep_failed_seconds=how.keep_failed_seconds)
     if runs_already(manager, job_id):
         raise Refusal(f"job {job_id} is already running: `dtrain logs --follow {job_id}` or `dtrain cancel {job_id}`")
     for note in (FRAMEWORKS[engine].open_ports, describe_needs(kind)):
         if note:
             say(f"note: {note}", err=True)
-    if is_dry:
+    if how.is_dry:
         say(expect_nodes(settings, node_count).price_line, err=True)
         show_dry_run(settings, manager, spec, cluster.sku, wanted_start(settings, job_id, node_count))
     with promising(settings, wanted_start(settings, job_id, node_count)):
@@ -121,7 +123,7 @@ def launch(
             lambda: stream_job(show, manager, job_id, follower),
             this_command_again(job_id),
             "run it again",
-            detach=f"dtrain logs --follow {job_id}" if detach else "",
+            detach=f"dtrain logs --follow {job_id}" if how.detach else "",
         )
         if status is not None:
             finish(settings, rundir, status)

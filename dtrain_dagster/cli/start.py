@@ -1,7 +1,7 @@
 """Start and follow: what every command that starts a job does, whatever the job is. Its name, its owner, Ctrl-C, its
 end, and what a person is told when the command ends before the job is done.
 
-What a command trains, and its options, do not belong here. `dtrain_dagster.cli.follow` shows how a job goes.
+What a command trains does not belong here. `dtrain_dagster.cli.follow` shows how a job goes.
 """
 
 from __future__ import annotations
@@ -13,16 +13,81 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, fields
+from functools import wraps
+from typing import Any
 
 import click
 
 from dtrain_dagster.cli.common import EXIT_INTERRUPTED, EXIT_STOPPED, Refusal, cluster_of, run_dir, say
 from dtrain_dagster.cli.facts import JobCourse, JobFacts, LeftClock, price_of_cluster, read_course, read_facts, so_far
-from dtrain_dagster.cli.job_names import LATEST
+from dtrain_dagster.cli.job_names import LATEST, complete_jobs
 from dtrain_dagster.clusters.base import OWNER, ClusterConfig, ClusterError, GPUClusterManager, JobState, JobStatus
 from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.support.formatting import format_duration, seconds_of
 from trainer.config import JOB_ID, JobConfig
 from trainer.rundir import LAUNCH, STATUS, RunDir
+
+MOST_KEPT_SECONDS = 86400.0
+"""The longest time for which failed nodes are kept: one that is forgotten is paid for."""
+
+
+class _Duration(click.ParamType):
+    name = "duration"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        try:
+            seconds = seconds_of(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        if seconds > MOST_KEPT_SECONDS:
+            self.fail(f"{value!r} is more than {format_duration(MOST_KEPT_SECONDS)}: give less", param, ctx)
+        return seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class How:
+    """How a job is started, as options say it."""
+
+    name: str | None = None
+    detach: bool = False
+    keep_failed_seconds: float = 0.0
+    """For how long nodes that fail are left in place for a person."""
+    is_dry: bool = False
+
+    def check(self, settings: Settings) -> None:
+        """Raise `Refusal` where nodes of this kind of cluster cannot be kept; say so where there is nothing to keep."""
+        if not self.keep_failed_seconds:
+            return
+        if settings.kind.buys_nodes:
+            raise Refusal(
+                f"--keep-failed: the {settings.kind.words} takes its nodes back as soon as their processes have ended. "
+                "Enter a job that runs from its page in the studio, or train on slurm, kubernetes or ray"
+            )
+        if settings.kind.is_this_machine:
+            say(f"--keep-failed: the nodes are this machine, so none is kept: look into {settings.jobs_uri}", err=True)
+
+
+def start_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the command with the options of `How`, which it gets as ``how``."""
+
+    @wraps(command)
+    def run(**options: Any) -> None:
+        command(how=How(**{field.name: options.pop(field.name) for field in fields(How)}), **options)
+
+    keep = "Keep nodes whose processes fail for that long, to look into; they are paid for."
+    dry = "Print what would be submitted, its price and what is in its way; submit nothing."
+    name = "Name of the job; `dtrain train` continues an existing one.  [default: made from the time]"
+    for option in (
+        click.option("--dry-run", "is_dry", is_flag=True, help=dry),
+        click.option("--keep-failed", "keep_failed_seconds", type=_Duration(), default=0.0, metavar="30m", help=keep),
+        click.option("--detach", is_flag=True, help="Print the name of the job and leave it running."),
+        click.option("--name", metavar="JOB", shell_complete=complete_jobs, help=name),
+    ):
+        run = option(run)
+    return run
 
 
 def start_and_follow(

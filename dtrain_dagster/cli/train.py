@@ -12,15 +12,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
-from dtrain_dagster.cli.doctor import dry_run_option, show_dry_run
+from dtrain_dagster.cli.doctor import show_dry_run
 from dtrain_dagster.cli.facts import priced_summary
 from dtrain_dagster.cli.follow import follow_training
-from dtrain_dagster.cli.job_names import complete_datasets, complete_files, complete_jobs
+from dtrain_dagster.cli.job_names import complete_datasets, complete_files
 from dtrain_dagster.cli.job_options import (
     as_begun,
     job_of_options,
@@ -31,16 +31,17 @@ from dtrain_dagster.cli.job_options import (
     try_to_keep_script,
     with_reachable_data,
 )
-from dtrain_dagster.cli.keep import keep_failed_option, refuse_to_keep
 from dtrain_dagster.cli.plan_lines import expect, promising_training, wanted_training
 from dtrain_dagster.cli.screen import pairs_table
 from dtrain_dagster.cli.start import (
+    How,
     dataset_name,
     finish,
     new_job_id,
     runs_already,
     say_what_was_got,
     start_and_follow,
+    start_options,
     take_over,
     this_command_again,
 )
@@ -55,6 +56,7 @@ from dtrain_dagster.jobs.progress import spec_of, start_job
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.user_sources import ensure_importable
 from trainer.config import ConfigError, JobConfig
+from trainer.rundir import RunDir
 from trainer.strategies import settings_of_backend
 
 
@@ -172,21 +174,13 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
     help="What `dtrain tune` or `dtrain search` has written; other options win.",
 )
 @click.option(
-    "--name",
-    metavar="JOB",
-    shell_complete=complete_jobs,
-    help="Name of the job; an existing job continues.  [default: that of --config, or from the time]",
-)
-@click.option(
     "--change",
     "changes",
     multiple=True,
     metavar="KEY=VALUE",
     help="A setting to change when a job continues, such as training.epochs=12. May be repeated.",
 )
-@click.option("--detach", is_flag=True, help="Print the name of the job and leave it running.")
-@keep_failed_option
-@dry_run_option
+@start_options
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @refuses
 def train(
@@ -194,12 +188,9 @@ def train(
     script: str | None,
     backend: str | None,
     settings_file: str | None,
-    name: str | None,
     changes: tuple[str, ...],
-    detach: bool,
-    keep_failed_seconds: float,
-    is_dry: bool,
     arguments: tuple[str, ...],
+    how: How,
 ) -> None:
     """Train a model on N nodes, without Dagster.
 
@@ -230,9 +221,9 @@ def train(
       dtrain train --script my_training.py --nodes 3 -- --width 64
       dtrain train --dataset latest --nodes 3 --dry-run
     """
-    settings = asked.settings()
-    refuse_to_keep(settings, keep_failed_seconds)
-    if not (detach or is_dry) and (finished := unregistered_job(settings, name)) is not None:
+    settings, name = asked.settings(), how.name
+    how.check(settings)
+    if not (how.detach or how.is_dry) and (finished := unregistered_job(settings, name)) is not None:
         if not try_to_register(settings, *cluster_of(settings), finished, run_dir(settings, finished.job_id)):
             raise SystemExit(1)
         return
@@ -247,32 +238,25 @@ def train(
                 procs_per_node=asked.procs_per_node or known.processes_per_node,
             )
             settings = asked.settings()
+    own = asked.fields(backend)
     if script is not None:
         refused = {"config": asked.config, "dataset": asked.dataset, "model": asked.model, "loss": asked.loss}
         for option, value in {**refused, "settings": settings_file}.items():
             if value is not None:
                 what = "the script has its own model, loss, data and settings"
                 raise Refusal(f"--{option} cannot be combined with --script: {what}")
-        own = asked.fields(backend)
         found = order_script(settings, script, arguments, [*own, *changes], asked.nodes, name)
-        order = Order(
-            job=found.job,
-            nodes=asked.nodes or settings.nodes,
-            steps=found.total_steps,
-            fields=own,
-            runs=_runs(settings, found.job.job_id),
-            command=found.command,
-            again=this_command_again(found.job.job_id),
-        )
+        job_id, nodes = found.job.job_id, asked.nodes or settings.nodes
+        runs = runs_already(cluster_of(settings)[0].manager(), job_id)
+        planned = Planned(found.job, nodes, found.total_steps, runs, this_command_again(job_id), found.command)
     elif arguments:
         raise click.UsageError(f"arguments belong to a --script: {arguments[0]}", click.get_current_context())
     else:
-        order = _plan(settings, asked, asked.fields(backend), settings_file, name)
-    _train(settings, order, changes, detach, is_dry, keep_failed_seconds)
+        planned = _plan(settings, asked, own, settings_file, name)
+    _train(settings, planned, own, changes, how)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
+class Planned(NamedTuple):
     """A training that was checked and can be started."""
 
     job: JobConfig
@@ -280,15 +264,13 @@ class Order:
     steps: int
     runs: bool
     """Whether it runs already."""
-    fields: Sequence[str]
-    """The overrides of the command."""
-    command: tuple[str, ...] | None = None
-    """Of a script: what each process runs."""
     again: str
     """The command that goes on with it."""
+    command: tuple[str, ...] | None = None
+    """Of a script: what each process runs."""
 
 
-def _plan(settings: Settings, asked: Asked, own: Sequence[str], settings_file: str | None, name: str | None) -> Order:
+def _plan(settings: Settings, asked: Asked, own: Sequence[str], settings_file: str | None, name: str | None) -> Planned:
     """Return the training that the options describe. Raise as `say_what_is_wrong` does."""
     job_id = new_job_id(name, "train") if name or asked.dataset else None
     if job_id and not (asked.config or asked.dataset) and run_dir(settings, job_id).storage.exists("job.json"):
@@ -296,69 +278,61 @@ def _plan(settings: Settings, asked: Asked, own: Sequence[str], settings_file: s
     with asked.in_its_words():
         job, nodes = asked.job(settings, own, job_id, settings_file)
         rundir = run_dir(settings, new_job_id(job.job_id, "train"))
-        runs, steps = _runs(settings, job.job_id), total_steps(job)
+        runs, steps = runs_already(cluster_of(settings)[0].manager(), job.job_id), total_steps(job)
         if not runs:
             say_what_is_wrong(job, nodes, settings, rehearses=not rundir.storage.exists("job.json"))
     again = this_command_again("" if asked.config and not name else job.job_id, dataset_name(job))
-    return Order(job=job, nodes=nodes, steps=steps, runs=runs, fields=own, again=again)
+    return Planned(job, nodes, steps, runs, again)
 
 
-def _runs(settings: Settings, job_id: str) -> bool:
-    return runs_already(cluster_of(settings)[0].manager(), job_id)
-
-
-def _train(
-    settings: Settings, order: Order, changes: Sequence[str], detach: bool, is_dry: bool, keep_failed_seconds: float
-) -> None:
-    """Run a training on the cluster, follow it, and exit as it ends; or only show what would be submitted.
-    ``changes``: see `dtrain_dagster.cli.job_options.as_begun`."""
+def _train(settings: Settings, planned: Planned, own: Sequence[str], changes: Sequence[str], how: How) -> None:
+    """Run a training on the cluster, follow it, and exit as it ends; or only show what would be submitted. ``own``:
+    the overrides of the command; ``changes``: see `dtrain_dagster.cli.job_options.as_begun`."""
+    job, nodes, steps, runs, again, command = planned
     cluster, project = cluster_of(settings)
-    manager, job_id, ranks = cluster.manager(tends=True), order.job.job_id, ranks_of(settings)
-    rundir, command = run_dir(settings, job_id), order.command
+    manager, job_id, ranks, rundir = cluster.manager(tends=True), job.job_id, ranks_of(settings), RunDir(job.run_dir)
     is_new = not rundir.storage.exists("job.json")
     # of a script without its arguments, in which it may take a token
-    source = "dtrain train" if command is None else Path(command[1]).name
-    tracked = track(order.job, order.fields, settings, cluster, project, source)
-    job = tracked.job if command is not None else with_reachable_data(tracked.job, settings, copies=not is_dry)
-    job, env = as_begun(job, order.runs, changes), cluster.node_env(project) | tracked.env
+    tracked = track(job, own, settings, cluster, project, Path(command[1]).name if command else "dtrain train")
+    job = tracked.job if command else with_reachable_data(tracked.job, settings, copies=not how.is_dry)
+    job, env, keep = as_begun(job, runs, changes), cluster.node_env(project) | tracked.env, how.keep_failed_seconds
     if command is None:
         ensure_importable()  # for a manager that sends a user's modules to its nodes
-    if is_dry and not order.runs:
-        spec = spec_of(manager, job, order.nodes, ranks, env, command)
-        spec, expected = replace(spec, keep_failed_seconds=keep_failed_seconds), expect(settings, job, order.nodes)
+    if how.is_dry and not runs:
+        spec, expected = spec_of(manager, job, nodes, ranks, env, command), expect(settings, job, nodes)
         for line in expected.lines():
             say(line, err=True)
+        spec = replace(spec, keep_failed_seconds=keep)
         show_dry_run(settings, manager, spec, cluster.sku, wanted_training(settings, job, expected), job)
     with ExitStack() as stack:
-        if order.runs:
+        if runs:
             say(f"job {job_id} is already running, so no new one is started", err=True)
-            if keep_failed_seconds:
+            if keep:
                 say("--keep-failed counts from its next start on", err=True)
-            if is_dry:
+            if how.is_dry:
                 return
         else:
             refuse_unregistrable(cluster, project, job)
-            stack.enter_context(promising_training(settings, job, order.nodes))
-            got = manager.provision_cluster(order.nodes, cluster.sku)
+            stack.enter_context(promising_training(settings, job, nodes))
+            got = manager.provision_cluster(nodes, cluster.sku)
             say_what_was_got(got, cluster.sku)
             if got.gpu_type != cluster.sku or got.tier not in (None, settings.tiers[0]):  # at another price
-                stack.enter_context(promising_training(settings, job, order.nodes, got))
+                stack.enter_context(promising_training(settings, job, nodes, got))
         take_over(rundir)
 
         def begin() -> None:
-            keep = keep_failed_seconds
-            start_job(manager, job, order.nodes, ranks, env, command=command, keep_failed_seconds=keep)
-            if command is not None and not order.runs:
-                try_to_keep_script(settings, job_id, command, [*order.fields, *changes], order.nodes, ranks)
+            start_job(manager, job, nodes, ranks, env, command=command, keep_failed_seconds=keep)
+            if command and not runs:
+                try_to_keep_script(settings, job_id, command, [*own, *changes], nodes, ranks)
 
         status = start_and_follow(
             settings,
             manager,
             job_id,
             begin,
-            lambda: follow_training(settings, job_id, order.steps if is_new else None),
-            order.again,
-            detach=f"dtrain status {job_id} --follow" if detach else "",
+            lambda: follow_training(settings, job_id, steps if is_new else None),
+            again,
+            detach=f"dtrain status {job_id} --follow" if how.detach else "",
         )
     if status is None:
         return
@@ -367,7 +341,7 @@ def _train(
     try_to_record_end(settings, cluster, project, tracked, rundir)
     if status.state == "succeeded" and not try_to_register(settings, cluster, project, job, rundir):
         raise SystemExit(1)
-    finish(settings, rundir, status, order.again)
+    finish(settings, rundir, status, again)
 
 
 def as_overrides(model: str | None, loss: str | None, epochs: int | None) -> list[str]:

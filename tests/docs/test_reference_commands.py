@@ -100,7 +100,7 @@ PAGES = [
             after="test -s training.html", left_out={
         "dtrain status --lift gpu-17": "no host is excluded; cli/test_nodes.py lifts one"}),
     section("dtrain logs"),
-    section("dtrain cost", filled={"train-6f66": "mine"}, left_out={
+    section("dtrain cost", left_out={
         "dtrain cost --refresh": "asks Azure; costs/test_prices.py emulates it"}),
     section("dtrain fleet"),
     section("dtrain cancel", RUNNING, {

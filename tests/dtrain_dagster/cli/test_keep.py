@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from dtrain_dagster.cli.common import Refusal
 from dtrain_dagster.cli.follow import stream_job
-from dtrain_dagster.cli.keep import keep_failed_option, refuse_to_keep
 from dtrain_dagster.cli.main import main
+from dtrain_dagster.cli.start import How, start_options
 from dtrain_dagster.clusters.base import JobState, JobStatus
 from dtrain_dagster.clusters.notice_text import JobFigures, describe_kept, write_notice
 from dtrain_dagster.jobs.progress import follow_job, words_of_kept
@@ -23,9 +23,9 @@ from trainer.rundir import RunDir
 
 
 @click.command()
-@keep_failed_option
-def command(keep_failed_seconds: float) -> None:
-    click.echo(keep_failed_seconds)
+@start_options
+def command(how: How) -> None:
+    click.echo(how.keep_failed_seconds)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90.0), ("30m", 1800.0), ("1.5h", 5400.0), (" 2h ", 7200.0)])
@@ -45,12 +45,12 @@ def test_a_bad_duration_is_refused_by_name(text: str) -> None:
 def test_a_cluster_that_cannot_keep_a_node_refuses(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refuse_to_keep(load_settings(), 60.0)
+    How(keep_failed_seconds=60.0).check(load_settings())
     assert "none is kept: look into " in capsys.readouterr().err
-    refuse_to_keep(load_settings(), 0.0)
+    How(keep_failed_seconds=0.0).check(load_settings())
     monkeypatch.setenv("DTRAIN_STORAGE", "az://data/x")
     with pytest.raises(Refusal, match=r"--keep-failed: .*studio.*slurm, kubernetes or ray"):
-        refuse_to_keep(load_settings(cluster="azure_ml"), 60.0)
+        How(keep_failed_seconds=60.0).check(load_settings(cluster="azure_ml"))
 
 
 def test_people_are_told_how_to_enter_a_node_that_is_kept() -> None:
