@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -26,11 +25,6 @@ if TYPE_CHECKING:
 EXIT_UNUSABLE, EXIT_INTERRUPTED, EXIT_STOPPED = 2, 130, 143
 PIPE_COLUMNS = 10_000
 """The columns of a pipe or file, which has no width: what a program reads is neither wrapped nor left out."""
-STORAGE_TROUBLE = (
-    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
-    *(errno.EIO, errno.ESTALE, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
-)
-"""The error numbers of a disk that is full, read-only, broken or gone."""
 TROUBLE = (ValueError, RuntimeError, OSError)
 """The kinds of all errors that a user can cause, or that a service or a storage reports."""
 OWN_PACKAGES = ("dtrain_dagster", "trainer")
@@ -62,23 +56,18 @@ def refuses(command: Callable[..., None]) -> Callable[..., None]:
         except TROUBLE as error:
             if type(error).__module__.partition(".")[0] in OWN_PACKAGES:  # whose errors are sentences for a person
                 raise Refusal(str(error)) from None
-            if isinstance(error, OSError) and error.errno in STORAGE_TROUBLE:
-                raise Refusal(storage_trouble(error)) from None
+            if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
+                where = error.filename2 or error.filename or "a file"
+                raise Refusal(
+                    f"{where} cannot be read or written ({error.strerror or error}); check that DTRAIN_HOME names an "
+                    "existing folder that can be written and has room"
+                ) from None
             raise
         except KeyboardInterrupt:  # a command that has begun a job says itself what became of it
             say(f"{click.get_current_context().command_path}: ended by Ctrl-C", err=True)
             sys.exit(EXIT_INTERRUPTED)
 
     return run
-
-
-def storage_trouble(error: OSError) -> str:
-    """Return a sentence for a file or folder that cannot be read or written: which, why, and what to do about it."""
-    where = error.filename2 or error.filename or "a file"
-    return (
-        f"{where} cannot be read or written ({error.strerror or error}); check that DTRAIN_HOME names an existing "
-        "folder that can be written and has room"
-    )
 
 
 def read_settings(processes_per_node: int | None = None, nodes: int | None = None) -> Settings:

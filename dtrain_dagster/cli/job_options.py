@@ -14,7 +14,6 @@ from contextlib import chdir
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -53,11 +52,6 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _log = logging.getLogger(__name__)
 
 
-def read_config(path: str) -> str:
-    """Return the text of a job.json. Raise `ConfigError` for a file that is not there, or cannot be read."""
-    return read_file(path, f"--config {path}", "the job.json")
-
-
 def read_file(path: str, named: str, what: str) -> str:
     """Return the text of a file, here or in storage. Raise `ConfigError` where it cannot be read, with the file as it
     was ``named``; ``what``: the file that is to be named, if a folder was."""
@@ -79,34 +73,24 @@ def dataset_config(settings: Settings, dataset: str, has_own_model: bool = False
     if _FUNCTION.fullmatch(dataset):
         parts = {"model": {"factory": "(--model)"}, "loss": {"factory": "cross_entropy"}}
         return json.dumps({"dataset": {"uri": f"{FACTORY}:{dataset}"}, **parts})
-    places = _dataset_places(settings)
+    places = [f"{uri}/datasets" for uri in dict.fromkeys((settings.storage_uri, settings.shared_uri))]
     if dataset == "latest":
         dataset, words = _latest_dataset(places)
         say(f"--dataset latest: {words}", err=True)
     named = [os.path.abspath(dataset), *(f"{place}/{dataset}" for place in places)]
     for uri in [dataset] if "://" in dataset else named:
         if open_storage(uri).exists("manifest.json"):
-            return json.dumps({"dataset": {"uri": uri}, **_usual_parts(uri, has_own_model)})
+            manifest = load_manifest(open_storage(uri))
+            try:
+                model, loss = usual_parts(kind_of(manifest), manifest.get("task"), has_own_model)
+            except ValueError as error:
+                raise ConfigError(f"--dataset {uri}: {error}") from None
+            return json.dumps({"dataset": {"uri": uri}, "model": {"factory": model}, "loss": {"factory": loss}})
     known = ", ".join(sorted({name for place in places for name in open_storage(place).list()}))
     raise ConfigError(
         f"--dataset {dataset}: neither a folder with a manifest.json nor the id of a dataset in {' or '.join(places)} "
         f"({known or 'none yet; `make run` builds one'})"
     )
-
-
-def _usual_parts(uri: str, has_own_model: bool) -> dict[str, Any]:
-    """Return the sections of a model and a loss for the dataset of this kind."""
-    manifest = load_manifest(open_storage(uri))
-    try:
-        model, loss = usual_parts(kind_of(manifest), manifest.get("task"), has_own_model)
-    except ValueError as error:
-        raise ConfigError(f"--dataset {uri}: {error}") from None
-    return {"model": {"factory": model}, "loss": {"factory": loss}}
-
-
-def _dataset_places(settings: Settings) -> list[str]:
-    """Return where datasets are built, and where nodes read them."""
-    return [f"{uri}/datasets" for uri in dict.fromkeys((settings.storage_uri, settings.shared_uri))]
 
 
 def _latest_dataset(places: Sequence[str]) -> tuple[str, str]:
@@ -200,7 +184,11 @@ def job_of_options(
         )
         raise click.UsageError(f"give {others}", context)
     has_own_model = any(field.startswith(("model=", "model.factory=")) for field in asked)
-    text = read_config(config) if config else dataset_config(settings, dataset or "", has_own_model)
+    text = (
+        read_file(config, f"--config {config}", "the job.json")
+        if config
+        else dataset_config(settings, dataset or "", has_own_model)
+    )
     given = [*([f"job_id={json.dumps(job_id)}"] if job_id else []), *asked]
     job, node_count = plan_job(text, config or "the command line", given, nodes, settings)
     if settings_file:

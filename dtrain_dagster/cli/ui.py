@@ -13,7 +13,6 @@ from typing import Any
 import click
 
 from dtrain_dagster.cli.common import EXIT_INTERRUPTED, Refusal, cluster_of, read_settings, refuses, run_dir
-from dtrain_dagster.cli.job_names import complete_jobs, find_training
 from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.job_links import places_of
 from dtrain_dagster.dashboard.job_routes import JobServices
@@ -42,7 +41,7 @@ ADDRESSES = {"jobs": "DTRAIN_DASHBOARD_URL", "mlflow": "DTRAIN_MLFLOW_URL"}
 """The pages that --all serves as well, and the variables that tell their addresses."""
 OWN = {
     "dagster": {"users", "workspace", "serves_all"},
-    "jobs": {"host", "job_id", "token", "read_only"},
+    "jobs": {"host", "token", "read_only"},
     "mlflow": {"users"},
     "tensorboard": {"users"},
 }
@@ -79,13 +78,6 @@ OWN = {
     "--host", metavar="ADDRESS", help="Address to listen on, of jobs. There is no password.  [default: 127.0.0.1]"
 )
 @click.option(
-    "--job",
-    "job_id",
-    metavar="JOB",
-    shell_complete=complete_jobs,
-    help="Print the address of this job, of jobs.  [default: that of all]",
-)
-@click.option(
     "--token",
     metavar="env:NAME",
     help="Take orders (cancel, resume), of jobs, with this token only; where it is found.",
@@ -112,15 +104,14 @@ def ui(page: str, port: int | None, names: tuple[str, ...], **options: Any) -> N
     Examples:
       dtrain ui --all
       dtrain ui --port 3001
-      dtrain ui jobs --job latest
+      dtrain ui jobs
       dtrain ui mlflow
       dtrain ui tensorboard
     """
     given = {name: value for name, value in options.items() if value}
-    if foreign := sorted(given.keys() - OWN[page]):
-        raise click.UsageError(
-            f"the page {page} has no {', '.join(map(_option, foreign))}", click.get_current_context()
-        )
+    context = click.get_current_context()
+    if foreign := [each.opts[0] for each in context.command.params if each.name in given.keys() - OWN[page]]:
+        raise click.UsageError(f"the page {page} has no {', '.join(foreign)}", context)
     serve: dict[str, Callable[..., None]] = {
         "dagster": _serve_dagster,
         "jobs": _serve_jobs,
@@ -128,12 +119,6 @@ def ui(page: str, port: int | None, names: tuple[str, ...], **options: Any) -> N
         "tensorboard": _serve_tensorboard,
     }
     serve[page](read_settings(), PORTS[page] if port is None else port, names, **given)
-
-
-def _option(name: str) -> str:
-    """Return the option of a parameter of `ui`, as it is typed."""
-    [found] = [parameter for parameter in ui.params if parameter.name == name]
-    return found.opts[0]
 
 
 def user_ids(users: tuple[str, ...]) -> frozenset[int] | None:
@@ -213,17 +198,14 @@ def _serve_jobs(
     port: int,
     names: tuple[str, ...],
     host: str = HOST,
-    job_id: str | None = None,
     token: str | None = None,
     read_only: bool = False,
 ) -> None:
-    if job_id is not None:
-        job_id = find_training(settings, job_id)
     services = _services(settings, token, read_only or (host not in LOOPBACK and token is None))
     board = JobBoard(settings.jobs_uri, settings.tiers[0])
     app = build_app(board, (host, *names), services)
     with listening(host, port) as bound:
-        click.echo(f"dashboard: {address(bound)}/" + (f"jobs/{job_id}" if job_id else ""))
+        click.echo(f"dashboard: {address(bound)}/")
         if host not in LOOPBACK:
             click.echo("anyone who can reach this address can read it: there is no password", err=True)
         server(app).run(sockets=[bound])

@@ -54,7 +54,7 @@ def test_a_name_that_is_not_there_or_not_clear_lists_the_candidates():
 
 
 def test_every_command_that_takes_a_job_takes_a_beginning(home: Path):
-    more = (["status", "--follow"], ["status", "--html", "a.html"], ["status", "--trace"], ["ui", "jobs", "--job"])
+    more = (["status", "--follow"], ["status", "--html", "a.html"], ["status", "--trace"])
     for words in (["status"], ["logs"], ["cost"], ["cancel"], *more):
         assert "'nigh' matches 2 jobs: night, nightly" in run(*words, "nigh", code=2), words
     assert "job night: cancelled" in run("status", "night"), "a whole name is itself"

@@ -171,7 +171,7 @@ def test_commands_and_options_are_those_that_people_have_learnt():
             *("--refresh", "--region", "--sku", "--usage-export", "name"),
         ],
         "ui": [
-            *("--all", "--allow-host", "--allow-user", "--host", "--job", "--port", "--read-only", "--token"),
+            *("--all", "--allow-host", "--allow-user", "--host", "--port", "--read-only", "--token"),
             *("--workspace", "-w", "page"),
         ],
         "doctor": ["--json", "--nodes"],
@@ -465,15 +465,15 @@ class TestPlanJob:
 
     def test_a_dataset_is_found_by_folder_and_by_id(self, settings: Settings):
         folder = settings.home / "storage" / "datasets" / "abc"
-        folder.mkdir(parents=True)
-        (folder / "manifest.json").write_text(json.dumps({"samples": {"train": 1000}}))
+        write_dataset(folder)
+        samples = json.loads((folder / "manifest.json").read_text())["samples"]["train"]
         for given in ("abc", str(folder)):
             text = dataset_config(settings, given)
             assert json.loads(text) == {"dataset": {"uri": str(folder)}, **USUAL_PARTS}
         other = json.loads(dataset_config(settings, "abc", has_own_model=True))
         assert other["loss"] == {"factory": "student_t"}  # of one forecast, as other models make
-        job = parse_job(text, ['job_id="j"', 'run_dir="r"', "training.epochs=2"])  # 1000 samples in batches of 768
-        assert total_steps(job) == 4
+        job = parse_job(text, ['job_id="j"', 'run_dir="r"', "training.epochs=2"])  # in batches of 768
+        assert total_steps(job) == 2 * -(-samples // 768)
         limited = replace(job, training=replace(job.training, max_steps=1))
         assert total_steps(limited) == 1
         with pytest.raises(ConfigError, match=r"--dataset nope: .*abc"):

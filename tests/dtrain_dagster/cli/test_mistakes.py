@@ -77,7 +77,6 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("cost", "../../etc"), "the name of the job is"),
     (("cost", "--usage-export", __file__), "--usage-export needs the name of a job"),
     (("cost", "nojob", "--refresh"), "--refresh is of prices: leave out the name"),
-    (("ui", "jobs", "--job", "nojob"), "no job 'nojob'"),
     (("ui", "mlflow", "--host", "0.0.0.0"), "the page mlflow has no --host"),
     (("status", "latest", "--trace"), "latest: there are no jobs"),
     (("search", "--show", "nosearch"), "no search 'nosearch'"),
