@@ -39,17 +39,11 @@ OF_CEILINGS = (*KINDS, "lifts")
 """The options of `dtrain cost` that need it."""
 
 
-class Dollars(click.ParamType):
-    """An amount of US dollars above 0."""
-
-    name = "usd"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Decimal:
-        """Return the amount. Raise `click.BadParameter` where it is none."""
-        try:
-            return read_dollars(str(value))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+def _read_dollars(context: click.Context, option: click.Parameter, value: str | None) -> Decimal | None:
+    try:
+        return None if value is None else read_dollars(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, option) from None
 
 
 def ceiling_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -63,7 +57,7 @@ def ceiling_options(command: Callable[..., None]) -> Callable[..., None]:
     command = click.option("--none", "lifts", is_flag=True, help="With ceilings: lift all of them.")(command)
     for name, words in reversed(whose.items()):
         option = f"--{name.replace('_', '-')}"
-        command = click.option(option, type=Dollars(), metavar="USD", help=f"With ceilings: {words}.")(command)
+        command = click.option(option, callback=_read_dollars, metavar="USD", help=f"With ceilings: {words}.")(command)
     return command
 
 

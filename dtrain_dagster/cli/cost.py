@@ -281,10 +281,10 @@ def _refreshed_document(done: Refreshed, path: str) -> dict[str, Any]:
 def _print_table(rows: Sequence[SkuPrice]) -> None:
     """Print a line per SKU and region; behind each price the number of its source, which follows below. What is the
     same in all lines is said once."""
-    regions, skus = {row.region for row in rows}, {row.sku for row in rows}
+    regions = {row.region for row in rows}
     columns = [
         *([Column("REGION")] if len(regions) > 1 else []),
-        *([Column("SKU")] if len(skus) > 1 or len(regions) == 1 else []),
+        Column("SKU"),
         Column("GPUS", rank=2),
         Column("GIB", right=True, rank=4),
         *(Column(tier.replace("_", "\n").upper(), right=True) for tier in TIERS),
@@ -295,7 +295,7 @@ def _print_table(rows: Sequence[SkuPrice]) -> None:
     cells = [
         [
             *([row.region] if len(regions) > 1 else []),
-            *([row.sku] if len(skus) > 1 or len(regions) == 1 else []),
+            row.sku,
             f"{row.gpus} × {row.gpu}",
             str(row.gpu_memory_gib),
             *(_cell(row.figures.get(tier), sources) for tier in TIERS),

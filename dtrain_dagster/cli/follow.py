@@ -49,32 +49,15 @@ class Bar:
     """A bar with a line below it, which may take several lines, so that nothing of it is cut off."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
         self._bar = Progress(
             SpinnerColumn(finished_text=" "), BarColumn(bar_width=40), TaskProgressColumn(), console=console
         )
         self._task = self._bar.add_task("", total=None)
 
     def at(self, text: str, completed: float, total: float | None) -> Group:
-        """Return it at this much of the total, over a line whose parts are separated as in a line of progress."""
+        """Return it at this much of the total, over a line of text."""
         self._bar.update(self._task, completed=completed, total=total)
-        return Group(self._bar, wrapped(text, self._console.width))
-
-
-def wrapped(text: str, width: int) -> Text:
-    """Return a line of progress as lines that fit."""
-    return Text("\n".join(wrap_parts(visible(text), width)))
-
-
-def wrap_parts(text: str, width: int) -> list[str]:
-    """Return a line of progress as lines of at most ``width``, none of which ends within a part. Pure."""
-    lines: list[str] = []
-    for part in text.split(SEPARATOR):
-        if lines and len(lines[-1]) + len(SEPARATOR) + len(part) <= width:
-            lines[-1] += SEPARATOR + part
-        else:
-            lines.append(part)
-    return lines
+        return Group(self._bar, Text(visible(text)))
 
 
 def warn(console: Console, sentence: str) -> None:
@@ -140,7 +123,7 @@ def watch_training(
             now_in = text.partition(SEPARATOR)[0]
             if console.is_terminal:
                 is_over = status.state.is_final
-                show(wrapped(text, console.width) if is_over else bar.at(text, progress.step, total))
+                show(Text(visible(text)) if is_over else bar.at(text, progress.step, total))
             elif now_in != phase or now - shown_at >= LINE_EVERY_SECONDS or status.state.is_final:
                 phase, shown_at = now_in, now
                 console.print(text, soft_wrap=True, highlight=False, markup=False)

@@ -24,7 +24,6 @@ from rich.console import Console
 from told_events import told, write_run
 
 from dtrain_dagster.cli.facts import JobFacts, LeftClock, format_progress, read_course
-from dtrain_dagster.cli.follow import wrap_parts
 from dtrain_dagster.cli.job_options import as_begun, dataset_config, plan_job, runnable, total_steps
 from dtrain_dagster.cli.job_tables import print_status
 from dtrain_dagster.cli.main import RETIRED, SECTIONS, load_command, main
@@ -581,12 +580,6 @@ def test_a_line_of_progress_says_what_is_known():
     left = TimeLeft(seconds=5, has_finish=True)
     ended = "succeeded · step 20/40 · epoch 2 · loss 0.5000"
     assert format_progress(progress, 40, left, JobState.SUCCEEDED) == ended, "with no speed, nodes or time left"
-
-
-def test_a_line_of_progress_breaks_between_its_parts():
-    text = "training · step 20/40 · epoch 2 · ETA 1 min 05 s · loss 0.5000"
-    assert wrap_parts(text, 30) == ["training · step 20/40", "epoch 2 · ETA 1 min 05 s", "loss 0.5000"]
-    assert wrap_parts(text, 80) == [text]
 
 
 def test_a_job_that_has_ended_has_no_time_left(tmp_path: Path):

@@ -65,7 +65,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("launch", "--nodes", "1", "--", "/no/such/program"), "there is no program '/no/such/program'"),
     (("launch", "--nodes", "999", "silent.py"), "DTRAIN_NODES=999"),
     (("launch", "--name", 201 * "x", "silent.py"), "at most 200"),
-    (("status",), "nothing was materialized yet"),
+    (("status",), "latest: there are no jobs"),
     (("status", "nojob"), "no job 'nojob': there are no jobs yet; `dtrain jobs` lists them"),
     (("status", "../x"), "the name of the job is '../x'"),
     (("logs", "nojob"), "no job 'nojob'"),
