@@ -114,7 +114,7 @@ def register(
                 "uri": model.uri,
                 "mlflow_run_id": model.run_id,
                 "model_card": dg.MarkdownMetadataValue(found.card),
-                "tags": dg.JsonMetadataValue({**model.tags, **found.digests}),
+                "tags": dg.JsonMetadataValue(dict(model.tags)),
             }
         ),
         check_results=results if is_gated else results[1:],

@@ -154,10 +154,7 @@ def _figures(performance: "Performance") -> dict[str, Any]:
         "step_milliseconds_median": performance.step_milliseconds_median,
         "step_milliseconds_p95": performance.step_milliseconds_p95,
         "goodput_percent": 100 * performance.goodput.share,
-        "scaling_basis": performance.scaling.basis,
     }
-    if performance.scaling.efficiency is not None:
-        figures["scaling_efficiency_percent"] = 100 * performance.scaling.efficiency
     if performance.segment_shares:
         figures["input_percent"] = 100 * performance.segment_shares["input"]
     if performance.network_share is not None and performance.waiting_share is not None:

@@ -41,7 +41,8 @@ def training_page(
     job_url: str,
 ) -> dict[str, Any]:
     """Return the page of a finished training. ``usage``: of its own nodes."""
-    from dtrain_dagster.reports.kind_scores import figures_table, has_kind_scores
+    from dtrain_dagster.registry.versions import scores_table
+    from dtrain_dagster.reports.kind_scores import has_kind_scores
 
     steps, evaluations = ([item for item in events if item["kind"] == kind] for kind in ("step", "evaluation"))
     totals = totals_metadata(usage, plan.tier)
@@ -63,7 +64,7 @@ def training_page(
     if model.get("nll") is not None:
         metadata["scores"] = best_rows(_score_rows(evaluation), ("name", "nll", "t"))
     elif has_kind_scores(evaluation):
-        metadata["scores"] = dg.MarkdownMetadataValue(figures_table(evaluation))
+        metadata["scores"] = dg.MarkdownMetadataValue(scores_table(evaluation, is_table=True))
     metadata |= links(dashboard=job_url, studio=studio_url((rundir.read_json(LAUNCH) or {}).get("studio_url")))
     metadata["notes"] = dg.MarkdownMetadataValue("\n".join(f"- {in_markdown(note)}" for note in evaluation["notes"]))
     metadata["membership"] = dg.MarkdownMetadataValue(membership_table(history))

@@ -91,7 +91,7 @@ def write_prices(
                 return _ref(target, built=False)
             building = scratch / "prices"
             building.mkdir()
-            figures = _convert_on_disk(given, building / "prices.parquet", scratch, memory_limit, engine)
+            figures = _convert(given, building / "prices.parquet", scratch, memory_limit, engine)
             given.refuse_changed()
         manifest = {
             "schema_version": SCHEMA_VERSION,
@@ -128,36 +128,25 @@ def _ref(folder: Path, built: bool) -> PricesRef:
     return PricesRef(uri=str(folder), prices_id=manifest["prices_id"], built=built, **figures)
 
 
-def _convert_on_disk(
-    given: GivenFile, target: Path, scratch: Path, memory_limit: int, engine: DataEngine
-) -> dict[str, Any]:
-    """Call `_convert`; raise `OSError` where the disk cannot hold the engine's files."""
+def _convert(given: GivenFile, target: Path, scratch: Path, memory_limit: int, engine: DataEngine) -> dict[str, Any]:
+    """Write the Parquet file; return the number of rows and tickers, and the dates. Raise `OSError` where the disk
+    cannot hold the engine's files."""
     import duckdb
 
     try:
-        return _convert(given, target, scratch, memory_limit, engine)
-    except duckdb.Error as error:
-        if "Could not write" in str(error) or isinstance(error, duckdb.OutOfMemoryException):
-            reason = str(error).splitlines()[0]
-            raise OSError(f"no room to sort {given.origin} under {scratch.parent}: {reason}") from error
-        raise
-
-
-def _convert(given: GivenFile, target: Path, scratch: Path, memory_limit: int, engine: DataEngine) -> dict[str, Any]:
-    """Write the Parquet file; return the number of rows and tickers, and the dates."""
-    import duckdb
-
-    with opened_database(given, scratch) as database:
-        try:
+        with opened_database(given, scratch) as database:
             views = make_views(database, given, memory_limit)
             figures = _write_sorted(database, views.numbers, target, engine)
-        except (duckdb.InvalidInputException, duckdb.IOException, duckdb.ConversionException) as error:
-            if "Could not write" in str(error):
-                raise
-            reason = str(error).splitlines()[0].replace(given.engine_path, "the file")
+            if figures is None:
+                refuse_bad_rows(database, views)
+    except duckdb.Error as error:
+        reason = str(error).splitlines()[0]
+        if "Could not write" in str(error) or isinstance(error, duckdb.OutOfMemoryException):
+            raise OSError(f"no room to sort {given.origin} under {scratch.parent}: {reason}") from error
+        if isinstance(error, duckdb.InvalidInputException | duckdb.IOException | duckdb.ConversionException):
+            reason = reason.replace(given.engine_path, "the file")
             raise DataError(f"{given.origin} cannot be read as CSV or Parquet: {reason}") from error
-        if figures is None:
-            refuse_bad_rows(database, views)
+        raise
     if not figures or not figures["rows"]:
         raise DataError(f"{given.origin} has a header but no prices: there is nothing to train on")
     return figures

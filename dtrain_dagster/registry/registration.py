@@ -48,8 +48,6 @@ class Registration:
     replaced: str | None
     """The version that was champion before."""
     card: str
-    digests: Mapping[str, str]
-    """Of the files that were registered."""
 
 
 def register_job(
@@ -107,7 +105,6 @@ def register_job(
         decision=decision,
         replaced=replaced,
         card=card,
-        digests=digests,
     )
 
 

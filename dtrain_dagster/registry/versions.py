@@ -285,7 +285,7 @@ def model_card(
         loss=_shown(job.loss),
         rule=rule,
         worth=worth_line(evaluation, provenance.cost_usd_total),
-        scores=_scores(evaluation, is_table),
+        scores=scores_table(evaluation, is_table),
         calibration="" if is_table else _calibration(evaluation.get("calibration") or ()),
         warnings=[check["name"] for check in manifest.get("checks", ()) if not check["passed"]],
         train_seconds=result["train_seconds"] if trained is None else trained,
@@ -308,7 +308,7 @@ _OF_WINDOWS = ("nll", "pinball", "coverage_90", "mse_to_zero", "model_gain_nll",
 """The figures of windows that the card shows; of rows it has all."""
 
 
-def _scores(evaluation: Mapping[str, Any], is_table: bool) -> str:
+def scores_table(evaluation: Mapping[str, Any], is_table: bool) -> str:
     """Return the table of the figures that the model or a baseline has."""
     judged = {"**this model**": evaluation["model"]}
     judged |= {in_markdown(name, 100): row for name, row in evaluation["baselines"].items()}

@@ -38,13 +38,3 @@ def compare_figures(evaluation: Mapping[str, Any]) -> list[ComparedFigure]:
             others = {key: row[name] for key, row in baselines.items() if row.get(name) is not None}
             found.append(ComparedFigure(name, model[name], others))
     return found
-
-
-def figures_table(evaluation: Mapping[str, Any]) -> str:
-    """Return the figures as a Markdown table: a row for each, and a column for the model and for each baseline."""
-    others = list(evaluation["baselines"])
-    lines = [f"| | {' | '.join(['model', *others])} |", "|---" * (len(others) + 2) + "|"]
-    for figure in compare_figures(evaluation):
-        cells = [f"{value:.4g}" if (value := figure.baselines.get(name)) is not None else "–" for name in others]
-        lines.append(f"| {figure.name} | {' | '.join([f'{figure.model:.4g}', *cells])} |")
-    return "\n".join(lines)

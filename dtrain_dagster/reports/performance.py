@@ -38,17 +38,6 @@ class RankPerformance:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scaling:
-    """The speed-up over one node, divided by the number of nodes: 1.0 is perfect."""
-
-    nodes: int
-    efficiency: float | None
-    one_node_samples_per_second: float | None
-    basis: str
-    """The source of the figure, in words."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Performance:
     """The performance of one job."""
 
@@ -67,7 +56,6 @@ class Performance:
     trained."""
     waiting_share: float | None
     """The same of waiting at collectives."""
-    scaling: Scaling
     goodput: Goodput
     recommendations: tuple[Strategy, ...]
     """Changes that would gain more than noise, the largest gain first."""
@@ -103,32 +91,10 @@ def summarise_performance(
         segment_shares=shares(found),
         network_share=cost.wire if cost else None,
         waiting_share=cost.waiting if cost else None,
-        scaling=estimate_scaling(found),
         goodput=judged.goodput,
         recommendations=tuple(item for item in strategies(found, events, training) if item.is_worth_it),
         ranks=_ranks(timed),
     )
-
-
-def estimate_scaling(found: Sequence[TimingEvent]) -> Scaling:
-    """Return the efficiency against one node: measured where the job has trained on one for some time, else bounded by
-    the time that ranks lose to each other."""
-    groups = sorted(worlds(found), key=lambda group: len(set(group[-1].nodes)), reverse=True)
-    nodes = len(set(groups[0][-1].nodes)) if groups else 0
-    alone = [window for window in found if len(set(window.nodes)) == 1]
-    one = throughput(alone).samples_per_second
-    if nodes == 1:
-        words = "one node: nothing to compare"
-        return Scaling(nodes=1, efficiency=None, one_node_samples_per_second=one, basis=words)
-    if not groups:
-        return Scaling(nodes=nodes, efficiency=None, one_node_samples_per_second=None, basis="unknown: no timing")
-    rate = throughput(groups[0]).samples_per_second
-    if one and rate:
-        words = f"measured: {len(alone)} windows of this job were trained on one node"
-        return Scaling(nodes=nodes, efficiency=rate / (nodes * one), one_node_samples_per_second=one, basis=words)
-    bound = 1 - communication_cost(groups[0]).total
-    words = f"one node was not measured; network and waiting leave at most {bound:.0%}"
-    return Scaling(nodes=nodes, efficiency=None, one_node_samples_per_second=None, basis=words)
 
 
 def _ranks(found: Sequence[TimingEvent]) -> tuple[RankPerformance, ...]:

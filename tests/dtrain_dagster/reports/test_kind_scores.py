@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dtrain_dagster.reports.kind_scores import compare_figures, figures_table, has_kind_scores
+from dtrain_dagster.reports.kind_scores import compare_figures, has_kind_scores
 
 EVALUATION: dict[str, Any] = {
     "kind": "tokens",
@@ -24,12 +24,3 @@ def test_a_figure_stands_beside_that_of_each_baseline_that_has_it() -> None:
         "perplexity": (7.239, {"bigram": 11.27, "unigram": 22.0}),
         "bits_per_byte": (2.856, {"bigram": 3.494}),
     }
-
-
-def test_the_table_has_a_row_for_each_figure_and_a_dash_where_one_is_missing() -> None:
-    assert figures_table(EVALUATION).splitlines() == [
-        "| | model | bigram | unigram |",
-        "|---|---|---|---|",
-        "| perplexity | 7.239 | 11.27 | 22 |",
-        "| bits_per_byte | 2.856 | 3.494 | – |",
-    ]

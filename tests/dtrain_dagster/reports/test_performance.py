@@ -14,7 +14,7 @@ from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.monitoring.diagnosis import SlowdownCause
 from dtrain_dagster.monitoring.windows import windows
-from dtrain_dagster.reports.performance import estimate_scaling, summarise_performance
+from dtrain_dagster.reports.performance import summarise_performance
 from tests.dtrain_dagster.simulated_timing import STEPS_PER_WINDOW, Simulation
 from tests.dtrain_dagster.told_events import write_run
 from trainer.rundir import event
@@ -113,17 +113,3 @@ def test_one_throughput_is_that_of_the_job_its_page_and_its_ranks(tmp_path: Path
     assert (told.network_share, told.ranks) == (None, ())
     with pytest.raises(ValueError, match="no step"):
         summarise_performance([], 1, [])
-
-
-def test_scaling_is_measured_where_one_node_has_trained_alone():
-    three = Simulation(windows=10).events()
-    alone = Simulation(ranks=1, windows=5, micro_batches=(6,)).events()
-    later = three[-1]["time"]
-    both = [*three, *(item | {"time": item["time"] + later, "generation": 2} for item in alone)]
-    found = estimate_scaling(windows(both))
-    assert found.nodes == 3
-    assert found.efficiency == pytest.approx(0.9, abs=0.1)
-    assert found.basis.startswith("measured")
-    unknown = estimate_scaling(windows(three))
-    assert unknown.efficiency is None
-    assert "at most 9" in unknown.basis
