@@ -203,8 +203,7 @@ def ask(
 def next_try(
     instance: dg.DagsterInstance, cause: RetrainingCause, now: float, names: GraphNames = STOCK_NAMES
 ) -> str | dg.SkipReason:
-    """Return the key of the cause's next run, the first or one after runs that failed before they trained; or a
-    skip."""
+    """Return the key of the cause's next run, the first or one after failures before training; or a skip."""
     keys = [cause.key, *(f"{cause.key}-{number}" for number in range(2, TRIES + 1))]
     records = instance.get_run_records(dg.RunsFilter(tags={CAUSE_TAG: keys}))
     if not records:
@@ -297,8 +296,7 @@ def budget_words(budget_usd: float) -> str:
 def registrations(
     instance: dg.DagsterInstance, names: GraphNames = STOCK_NAMES
 ) -> tuple[Registered | None, Registered | None]:
-    """Return the champion and the model that was registered last, by the records of ``registered_model``; None if
-    none."""
+    """Return the champion and the model that was registered last; None if none."""
     latest = None
     for record in itertools.islice(_records(instance, names.key("registered_model")), _REGISTRATIONS):
         values, tags = _metadata(record.asset_materialization), {}
@@ -356,8 +354,7 @@ def trained_dataset(instance: dg.DagsterInstance, names: GraphNames = STOCK_NAME
 
 
 def prices_of(shared_uri: str, dataset_id: str) -> Prices | None:
-    """Return the prices that a dataset was made of; None where the dataset is gone. Raise `DatasetError` where it is
-    damaged."""
+    """Return the prices that a dataset was made of; None where it is gone. Raise `DatasetError` where it is damaged."""
     try:
         folder = open_storage(f"{shared_uri}/datasets/{checked_id(dataset_id, 'the dataset')}")
         source = load_manifest(folder)["source"]

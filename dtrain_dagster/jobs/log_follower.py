@@ -36,8 +36,7 @@ class LogFollower(Protocol):
         """Leave out the present lines, except the last ``keep_lines`` of each log."""
 
     def read(self, node_id: int | None = None, to_the_end: bool = False) -> Iterable[tuple[int, str]]:
-        """Return (node, line) of every line finished since the last call; with ``to_the_end`` the unfinished one as
-        well."""
+        """Return (node, line) of each line finished since the last call; ``to_the_end``: the unfinished one, too."""
 
 
 @dataclass(slots=True)
@@ -83,8 +82,7 @@ class FileFollower:
 
 
 class LogPoller:
-    """A `LogFollower` of logs that only the cluster can read. ``ask`` returns the logs of all nodes, as
-    `GPUClusterManager.job_logs`."""
+    """A `LogFollower` of logs that only the cluster can read; ``ask`` as `GPUClusterManager.job_logs` for all nodes."""
 
     def __init__(self, ask: Callable[[], str], poll_seconds: float) -> None:
         self.ask, self.poll_seconds = ask, poll_seconds
@@ -153,8 +151,7 @@ def new_lines(before: Sequence[str], after: Sequence[str]) -> Sequence[str]:
 
 
 def time_in(line: str) -> str | None:
-    """Return the time that a line begins with, as ``2026-11-26 14:25:01.250000`` in the time zone of whoever wrote it;
-    None where it begins with none. Pure."""
+    """Return the time that a line begins with, as ``2026-11-26 14:25:01.250000``; None where there is none. Pure."""
     if not (match := _STAMP.match(line)):
         return None
     return f"{match[1]}-{match[2]}-{match[3]} {match[4]}.{match[5] or '':0<6}"

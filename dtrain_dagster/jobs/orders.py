@@ -140,8 +140,7 @@ def script_trouble(script: ScriptOrder | None) -> str:
 
 
 def environment_anywhere(environment: Mapping[str, str], home: Path) -> dict[str, str]:
-    """Return this environment with what it says of folders made absolute, so that a command works on the same ``home``
-    and with the same modules in whatever folder it is started. Pure but for the working directory."""
+    """Return this environment with absolute folders, so that a command works alike wherever it is started."""
     paths = [os.path.abspath(path) for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     found = {**environment, "DTRAIN_HOME": os.path.abspath(home)}
     return found | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})
@@ -153,8 +152,7 @@ def keep_registration(home: Path, job_id: str, facts: Mapping[str, Any]) -> None
 
 
 def order_of(home: str | Path, rundir: RunDir) -> Order | None:
-    """Return the order of the job in this run directory, after its ``job.json`` was found equal to it; None for a job
-    that was never ordered from this home. Raise `OrderError` where the run directory differs."""
+    """Return the order of a job, equal to its ``job.json``; None without one. Raise `OrderError` where it differs."""
     job_id, home = rundir.uri.rsplit("/", 1)[-1], Path(home)
     if not JOB_ID.fullmatch(job_id) or not order_file(home, job_id).exists():
         return None

@@ -42,8 +42,7 @@ def explain_refusal(engine: str, kind: ClusterKind, processes_per_node: int, has
 
 
 def processes_of(engine: str, stated: int | None, usual: int) -> int:
-    """Return the processes on each node: as stated, else one where one process of the engine takes all GPUs of a node,
-    else the cluster's usual number. Pure."""
+    """Return the processes on each node: as stated, one where one takes all GPUs, else the usual number. Pure."""
     return stated or (1 if FRAMEWORKS[engine].one_per_node else usual)
 
 

@@ -64,8 +64,7 @@ class Promise:
     hourly: Annotated[str, _WHOLE] = "0"
     """What its nodes cost in an hour, in these units; a job of which no estimate is known is promised that."""
     holder: float | None = None
-    """The start of the process that has begun it (Unix seconds), and ``pid`` its number: while it lives, the promise
-    counts, though nothing runs yet."""
+    """The start of the process that has begun it, whose number is ``pid``: while it lives, the promise counts."""
     pid: int = 0
     before: int = 0
     """The number of the launch that was there before."""
@@ -208,8 +207,7 @@ def _shortened(promise: Promise) -> dict[str, Any]:
 
 
 def note_start(home: Path, job_id: str, owner: Owner, part_of: str = "") -> None:
-    """Note that a job is about to be launched, so that it is read again: one for which nothing was promised is
-    ``owner``'s, and a part of a fleet or a search is covered by the promise of that."""
+    """Note that a job is about to be launched, so that it is read again. ``part_of``: whose promise covers it."""
     files = PromiseFiles(home)
     with files.locked():
         known = files.try_to_read(job_id) or Promise(person=owner.person, project=owner.project)

@@ -50,8 +50,7 @@ class ScriptJob:
 
     @property
     def digest(self) -> str:
-        """What tells versions of the script apart: twelve hex digits over its source, the user's modules that it
-        imports, and its arguments."""
+        """Twelve hex digits over its source, the modules of the user that it imports, and its arguments."""
         sources = digest_sources(script_sources(Path(self.command[1])))
         return hashlib.sha256(json.dumps([sources, *self.command[2:]]).encode()).hexdigest()[:12]
 
@@ -102,8 +101,7 @@ def describe_script(
 
 
 def explain_end(code: int, said: str) -> str:
-    """Return why a script ended before it called fit, in one line, from its exit code and what it wrote to standard
-    error: the error that it raised, and the innermost place in its own files. Pure."""
+    """Return why a script ended before it called fit, in one line, by its exit code and standard error. Pure."""
     if code == 0:
         return "it ended without calling Trainer(…).fit(…) (is the call behind a condition, or in a function?)"
     lines = [line.strip() for line in said.splitlines() if line.strip()]

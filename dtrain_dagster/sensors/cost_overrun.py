@@ -38,14 +38,12 @@ if TYPE_CHECKING:
     from dtrain_dagster.planning.options import Change
 
 COST_TOLD = "cost_alerts.json"
-"""The file in a run directory that lists the cost alerts that were sent, and when. It is separate from
-`training_progress.TOLD`, which the run that follows the job holds in memory and writes as a whole."""
+"""The file with the cost alerts that were sent; `training_progress.TOLD` is held in memory by another process."""
 ENOUGH_STEPS, MOST_FILES = 20, 400
 """The reports of steps that are read from the newest events, and the most files for them. A job whose steps take long
 writes dozens of files, of samples, between two such reports; therefore what was read is kept from look to look."""
 _READ: dict[str, tuple[JobView, float]] = {}
-"""Of each running job, by its run directory: its view, and the time of the newest event in it. It is lost with this
-process, and made again from the newest events."""
+"""The view of each running job and the time of its newest event, by run directory, while this process lives."""
 
 
 def build_cost_overrun_sensor(names: GraphNames = STOCK_NAMES) -> dg.SensorDefinition:
@@ -111,8 +109,7 @@ def build_cost_overrun_sensor(names: GraphNames = STOCK_NAMES) -> dg.SensorDefin
 def judge_cost(
     rundir: RunDir, plan: Mapping[str, Any], tracker: CostTracker, look: Mapping[str, Any]
 ) -> tuple[Projection, list[Overrun], dict[str, Any]]:
-    """Return a job's projection, the overruns to report, and the state for the next look, as JSON. ``look``: the last
-    look's state, with ``told``, the keys of all reported overruns."""
+    """Return a job's projection, the overruns to report, and the state for the next look, as JSON."""
     view, read = _READ.get(rundir.uri, (JobView(), 0.0))
     events = recent_events(rundir, after=read)
     view = fold(view, events)
@@ -136,7 +133,7 @@ def _advice(
     try:
         events = recent_events(rundir)
         table, training = alternatives_to(usage[-1].sku), (plan.get("job") or {}).get("training") or {}
-        rest, whole = rest_and_whole(usage, table, projection, plan, fold(JobView(), events))
+        rest, whole = rest_and_whole(usage, table, projection, plan, _READ[rundir.uri][0])
         today = datetime.now(UTC).date()
         return savings(rest, whole, settled(windows(events)), events, training, table, today)
     except Exception as error:  # of any kind: events and plans of other versions, unknown prices
@@ -145,8 +142,7 @@ def _advice(
 
 
 def recent_events(rundir: RunDir, after: float = 0.0) -> list[dict[str, Any]]:
-    """Return rank 0's latest events, in order of time, of those later than ``after``. A job of a week costs no more to
-    look at than one of an hour."""
+    """Return rank 0's latest events later than ``after``, in order of time; however long the job is, a few files."""
     found: list[dict[str, Any]] = []
     for events in rundir.newest_events(MOST_FILES):
         found += (event for event in events if event["time"] > after)

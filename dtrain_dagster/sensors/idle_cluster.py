@@ -62,8 +62,7 @@ class Idling:
 
 
 def look(before: Idling | None, pool: NodePool, usd_per_node_hour: float, now: float) -> Idling:
-    """Return a pool's idle state after one more look. A job that began and ended since the last look ends the interval
-    too."""
+    """Return a pool's idle state after one more look. A job since the last look ends the interval, too."""
     fresh = Idling(seen_at=now, used_at=pool.used_at)
     if before is None or pool.work or not pool.node_count:
         return fresh
@@ -209,8 +208,7 @@ def gone(before: Mapping[str, Idling], pools: Sequence[NodePool]) -> list[str]:
 
 
 def idle_state_of(item: Watched) -> list[Any]:
-    """Return the parts of a pool's state whose change is recorded: all except times and dollars, which always
-    change."""
+    """Return the parts of a pool's state whose change is recorded: times and dollars always change."""
     states = sorted([state, count] for state, count in item.pool.states.items() if count)
     return [item.pool.name, states, bool(item.pool.work), item.is_over, item.idling.outcome]
 

@@ -116,8 +116,7 @@ def _cost_per_hour(orphan: Orphan, cluster: GPUClusterResource) -> str:
 
 
 def _key(orphan: Orphan) -> str:
-    """Return the orphan's key, with the run that follows it: a run that takes it over, and ends too, starts a new grace
-    time."""
+    """Return its key with the run that follows it: one that takes it over, and ends too, starts a new grace time."""
     return f"{orphan.name} {orphan.dagster_run_id or ''}"
 
 

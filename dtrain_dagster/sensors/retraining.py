@@ -47,8 +47,7 @@ QUIET_SECONDS = 600.0
 def build_weekly_schedule(
     settings: Settings, names: GraphNames = STOCK_NAMES, cron: str | None = None
 ) -> dg.ScheduleDefinition:
-    """Return the schedule, switched off by default, that asks for a weekly retraining. ``cron``: five fields (None:
-    DTRAIN_RETRAIN_CRON)."""
+    """Return the schedule of a weekly retraining. ``cron``: five fields (None: DTRAIN_RETRAIN_CRON)."""
 
     @dg.schedule(
         name=names.unique("weekly_retraining"),
@@ -72,8 +71,7 @@ def build_weekly_schedule(
 def build_new_data_sensor(
     settings: Settings, names: GraphNames = STOCK_NAMES, prices: str | None = None
 ) -> dg.SensorDefinition:
-    """Return the sensor, switched off by default, that asks for a retraining when the prices have changed.
-    ``prices``: where they come from (None: DTRAIN_PRICES)."""
+    """Return the sensor that retrains on changed prices. ``prices``: where they are (None: DTRAIN_PRICES)."""
     watched, whose = prices or settings.prices, "its prices" if prices else "DTRAIN_PRICES"
 
     @dg.sensor(
@@ -134,7 +132,7 @@ def build_new_data_sensor(
 
 
 def build_staleness_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> dg.SensorDefinition:
-    """Return the sensor, switched off by default, that asks for a retraining when the champion is stale."""
+    """Return the sensor that asks for a retraining when the champion is stale."""
     days = settings.retrain_max_age_days
 
     @dg.sensor(

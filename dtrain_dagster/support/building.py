@@ -18,8 +18,7 @@ locked."""
 
 @contextmanager
 def building_in(parent: Path) -> Iterator[Path]:
-    """Yield a new folder ``building-….tmp`` in ``parent``, which is made where it is missing. The folder is removed at
-    the end; where this process is killed, the next builder removes it."""
+    """Yield a new folder in ``parent``, removed at the end; of a killed process, by the next builder."""
     parent.mkdir(parents=True, exist_ok=True)
     sweep_leftovers(parent)
     folder = parent / f"building-{uuid.uuid4().hex[:8]}.tmp"

@@ -32,8 +32,7 @@ class OneLineFailures(logging.Formatter):
 
 
 def explain_failure(event: dg.DagsterEvent | None) -> str | None:
-    """Return the line for an event that tells of a `dagster.Failure` or of an interruption; None for any other
-    event."""
+    """Return the line for an event of a `dagster.Failure` or an interruption; None for others."""
     if event is None:
         return None
     if event.is_step_failure:

@@ -20,8 +20,7 @@ LOCK = "supervisor.lock"
 
 
 def acquire(folder: Path) -> int | None:
-    """Return a descriptor that holds the lock until every copy of it is closed; None if a supervisor holds it. Raise
-    `DamagedError` where a link stands in its place."""
+    """Return a descriptor that holds the lock until every copy is closed; None if it is held. Raise `DamagedError`."""
     descriptor = _open(folder, os.O_RDWR | os.O_CREAT)
     while True:
         if _lock(descriptor, fcntl.LOCK_EX):
@@ -34,8 +33,7 @@ def acquire(folder: Path) -> int | None:
 
 
 def is_held(folder: Path) -> bool:
-    """Return whether a supervisor, or a submitter about to start one, holds the lock. Callers do not disturb each
-    other."""
+    """Return whether a supervisor, or a submitter about to start one, holds the lock."""
     with undisturbed(folder) as is_free:
         return not is_free
 

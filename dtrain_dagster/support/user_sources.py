@@ -60,8 +60,7 @@ def resolve_user_sources(factories: Iterable[str], whole_packages: bool = False)
 
 
 def script_sources(script: Path) -> dict[Path, Path]:
-    """Return a script and the user's modules that it imports from its own folder or the Python path, directly or not:
-    the path relative to that folder → the file."""
+    """Return a script and the modules of the user that it imports: path relative to a folder → the file."""
     ensure_importable()
     found, before = {Path(script.name): script}, list(sys.path)
     sys.path.insert(0, str(script.parent))  # as Python does where it runs the script
@@ -105,8 +104,7 @@ def _resolve(own: Mapping[str, str], files: dict[Path, Path], whole_packages: bo
 
 
 def outermost_package(path: Path, root: Path) -> Path | None:
-    """Return the outermost package (folder with ``__init__.py``) around a file, below ``root``, without a gap; None if
-    the file is in none. Folders above a gap are namespaces."""
+    """Return the outermost package around a file, below ``root``, without a gap; None if it is in none."""
     package = None
     for folder in path.relative_to(root).parents:
         if not (root / folder / "__init__.py").is_file() or folder == Path():
@@ -133,8 +131,7 @@ def _missing(factory: str, module: str) -> StagingError:
 
 
 def _find_root(top: str) -> Path | None:
-    """Return the folder of the Python path that a top-level module or package of the user's lies in, None if it is
-    installed. This imports nothing. Raise ModuleNotFoundError if there is no such module."""
+    """Return the folder of the Python path of a top-level module, None if installed. Raise ModuleNotFoundError."""
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
@@ -174,8 +171,7 @@ def _modules_in(package: Path) -> list[Path]:
 
 
 def _imports(path: Path, package: Sequence[str]) -> Iterator[str]:
-    """Dotted names that a module of this package imports, relative ones resolved; `from a import b` gives ``a`` and
-    ``a.b``."""
+    """Dotted names that a module of this package imports; `from a import b` gives ``a`` and ``a.b``."""
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except (SyntaxError, ValueError):
@@ -192,8 +188,7 @@ def _imports(path: Path, package: Sequence[str]) -> Iterator[str]:
 
 
 def _distributions(tops: set[str]) -> dict[str, tuple[str, ...]]:
-    """Return the distributions of top-level names. Which file belongs to which takes a second to find out, and of most
-    models nobody needs to ask."""
+    """Return the distributions of top-level names; which file belongs to which takes a second to find out."""
     asked = tops - set(SERVING_REQUIREMENTS)
     known = importlib.metadata.packages_distributions() if asked else {}
     return {top: tuple(sorted(set(known.get(top, ())))) if top in asked else (top,) for top in sorted(tops)}

@@ -273,7 +273,7 @@ def test_a_whole_job_that_waits_comes_back_as_that_job_for_the_same_cause(
     """`train` is the graph but the studies, within a budget: nothing else may come out of the queue."""
     settings = Settings(home=tmp_path)
     resources = build_resources(settings)
-    manager = SoldOut(home=tmp_path, cluster_name="local", gpu_type="A", processes_per_node=1)
+    manager = SoldOut(home=tmp_path)
 
     @dg.asset(config_schema={"budget_usd": float})
     def cost_estimate(context) -> None:

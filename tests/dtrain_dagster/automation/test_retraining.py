@@ -304,7 +304,6 @@ def test_two_causes_start_one_run(world: tuple[World, list[dict[str, Any]]]):
     ("champion_days", "latest_days", "trained_on", "newest", "expected"),
     [
         (None, None, None, None, "no champion"),
-        (None, 1, None, None, "no champion"),
         (29.9, 29.9, None, None, "2 h 24 min"),
         (30, 30, None, None, "age-v"),
         (90, 1, None, None, "version 2 was trained since"),
@@ -313,7 +312,6 @@ def test_two_causes_start_one_run(world: tuple[World, list[dict[str, Any]]]):
         (1, 1, ("a", "2024-01-01"), ("b", "2024-01-31"), "data-b"),
         (1, 1, ("a", "2024-01-01"), ("a", "2024-01-31"), "not stale before"),
         (1, 1, ("a", "2024-01-31"), ("b", "2023-01-01"), "not stale before"),
-        (30, 30, None, ("b", "2024-01-31"), "age-v"),
     ],
 )
 def test_what_is_stale(

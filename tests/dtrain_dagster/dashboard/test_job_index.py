@@ -110,17 +110,6 @@ def test_a_write_in_the_same_tick_of_the_clock_is_not_missed(tmp_path: Path):
     assert index.round()[0] == {"a": "cancelled"}
 
 
-def test_a_damaged_job_is_a_row_and_is_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    settle(monkeypatch)
-    write_run(tmp_path, "sound", told(1), state="succeeded")
-    hurt = write_run(tmp_path, "hurt", told(1), state="succeeded")
-    hurt.storage.write("status.json", b'{"state": "succ')
-    index = Counted(tmp_path)
-    assert index.round()[0] == {"sound": "succeeded", "hurt": DAMAGED}
-    tell(tmp_path, "hurt", "failed")
-    assert index.round()[0] == {"sound": "succeeded", "hurt": "failed"}
-
-
 def test_a_hundred_who_ask_cause_one_round(tmp_path: Path):
     write_jobs(tmp_path, 20, time.time())
     index, listings = Counted(tmp_path), list[Listing]()
