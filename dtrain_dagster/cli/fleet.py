@@ -99,7 +99,7 @@ def fleet(file: str, check: bool) -> None:
     cluster, project = cluster_of(settings)
     limits = limits_of(wanted, settings, cluster, began_at)
     expected = jobs_of(wanted, settings, limits, began_at)
-    given = {standing.job_id: standing.job for standing in records.standings()} if records.is_there() else {}
+    given = {standing.job_id: standing.job for standing in records.standings()}
     tell_what_is_asked(expected, given, limits)
     start = wanted_group(settings, wanted.name, limits.nodes * limits.usd_per_node_hour, limits.budget_usd)
     if check:

@@ -45,6 +45,8 @@ from trainer.storage.open import open_storage
 from trainer.tuning.search import LEAST_SECONDS, NO_TIME
 from trainer.tuning.verdict import CONFIDENCE, UNTOLD
 
+ENDED_EARLY = "ended early: this is the best so far, not compared with the untuned settings; it may be no faster"
+
 
 @click.command()
 @training_options
@@ -186,57 +188,54 @@ def _deliver(manager: GPUClusterManager, rundir: RunDir, job_id: str, out: Path,
         say(f"note: what it cost is not known: {error}", err=True)
     document = rundir.read_json(TUNED)
     words = price_words(sku, settings.kind.buys_nodes)
-    if document is not None and (document["training"] or document["evidence"]["complete"]):
+    if document is not None:
         evidence = document["evidence"]
-        if tracker is not None:
-            evidence["cost"] = {"node_seconds": tracker.node_hours * 3600, "usd": tracker.total_usd, "price": words}
-        open_storage(str(out.parent.absolute())).write(
-            out.name, json.dumps(document, indent=2, sort_keys=True).encode()
-        )
         console().print(candidates_table(evidence["candidates"]), highlight=False)
-        for sentence in summary(document, out):
-            say(sentence)
-    elif document is not None:
-        console().print(candidates_table(document["evidence"]["candidates"]), highlight=False)
-        say(f"nothing was confirmed in this time: {out} is not written; give more --seconds", err=True)
+        if document["training"] or evidence["complete"]:
+            if tracker is not None:
+                evidence["cost"] = {"node_seconds": tracker.node_hours * 3600, "usd": tracker.total_usd, "price": words}
+            storage = open_storage(str(out.parent.absolute()))
+            storage.write(out.name, json.dumps(document, indent=2, sort_keys=True).encode())
+            for sentence in summary(document, out):
+                say(sentence)
+        else:
+            say(f"nothing was confirmed in this time: {out} is not written; give more --seconds", err=True)
     if tracker is not None:
-        say(
-            f"tuning cost {tracker.node_hours * 3600:.0f} node-seconds, {dollars(tracker.total_usd)} ({words})",
-            err=True,
-        )
+        spent = f"{tracker.node_hours * 3600:.0f} node-seconds, {dollars(tracker.total_usd)} ({words})"
+        say(f"tuning cost {spent}", err=True)
 
 
 def summary(document: Mapping[str, Any], out: Path) -> list[str]:
     """Return the result in sentences. Pure."""
     training, evidence = document["training"], document["evidence"]
-    early = "ended early: this is the best so far, not compared with the untuned settings; it may be no faster"
-    cut = [] if evidence["complete"] else [early]
-    short = sum(row["verdict"] in (UNTOLD, NO_TIME) for row in evidence["candidates"])
-    untold = [f"{short} candidate(s) had too little time: a larger --seconds compares more of them"] if short else []
+    lines = [] if evidence["complete"] else [ENDED_EARLY]
+    if short := sum(row["verdict"] in (UNTOLD, NO_TIME) for row in evidence["candidates"]):
+        lines.append(f"{short} candidate(s) had too little time: a larger --seconds compares more of them")
     baseline, chosen = (evidence[name]["samples_per_second"] for name in ("baseline", "chosen"))
     last = [row for row in evidence["candidates"] if row["group"] == "confirmation" and row.get("gain_interval")]
     if not training:
         pace = f" ({baseline['median']:,.0f} samples/s)" if baseline else ""
         fastest = max(last, key=lambda row: row["gain"]["median"], default=None)
         if fastest is None:
-            return [*cut, *untold, f"keep the settings as configured: no measured change pays{pace}"]
-        changes = ", ".join(f"{name} = {value}" for name, value in fastest["change"].items())
-        return [
-            *cut,
-            *untold,
+            return [*lines, f"keep the settings as configured: no measured change pays{pace}"]
+        lines.append(
             f"keep the settings as configured{pace}: in measurements apart from the search, the fastest found, "
-            f"{changes}, was not faster beyond noise: {_interval(fastest)}",
-        ]
-    found = ", ".join(f"{name} = {value}" for name, value in training.items())
-    gain = ""
+            f"{', '.join(_changes(fastest['change']))}, was not faster beyond noise: {_interval(fastest)}"
+        )
+        return lines
+    found = ", ".join(_changes(training))
     if baseline and chosen:
-        gain = f": {chosen['median']:,.0f} samples/s instead of {baseline['median']:,.0f}"
+        found += f": {chosen['median']:,.0f} samples/s instead of {baseline['median']:,.0f}"
     confirmed = next((row for row in last if row["verdict"] == "confirmed"), None)
     if confirmed is not None:
-        gain += f", {_interval(confirmed)}, measured apart from the search"
+        found += f", {_interval(confirmed)}, measured apart from the search"
     elif evidence["gain"]:
-        gain += f", {_percent(evidence['gain'])}"
-    return [*cut, *untold, f"{found}{gain}", f"use it: dtrain train … --settings {out}"]
+        found += f", {_percent(evidence['gain'])}"
+    return [*lines, found, f"use it: dtrain train … --settings {out}"]
+
+
+def _changes(settings: Mapping[str, Any]) -> list[str]:
+    return [f"{name} = {value}" for name, value in settings.items()]
 
 
 def candidates_table(rows: list[dict[str, Any]]) -> Table:
@@ -249,7 +248,7 @@ def candidates_table(rows: list[dict[str, Any]]) -> Table:
         style = {"chosen": "green", "confirmed": "green"}.get(row["verdict"], "")
         table.add_row(
             row["group"],
-            Text("\n".join(f"{name} = {value}" for name, value in row["change"].items()) or "as configured"),
+            Text("\n".join(_changes(row["change"])) or "as configured"),
             f"{pace['median']:,.0f}" if pace else "–",
             _percent(gain) if gain else "–",
             f"{difference:+.5f}" if difference is not None else "",

@@ -72,10 +72,6 @@ class FleetRecords:
                 )
             yield
 
-    def is_there(self) -> bool:
-        """Return whether there is a fleet of this name."""
-        return self.storage.exists(FLEET)
-
     def is_run(self) -> bool:
         """Return whether a process runs the fleet now."""
         path = self.storage.local_path(LOCK)

@@ -51,11 +51,7 @@ class ListedJobs(JobSource):
     """The jobs of a list, which all wait from the beginning; none is ever ended for what it has learned."""
 
     def __init__(self, jobs: Iterable[FleetJob]) -> None:
-        self._left = list(jobs)
-        ids = [job.job_id for job in self._left]
-        if twice := sorted({name for name in ids if ids.count(name) > 1}):
-            raise FleetError(f"job {twice[0]!r} is there twice: each needs a job_id of its own")
-        self._left.reverse()
+        self._left = list(jobs)[::-1]
 
     def resume(self, given: Sequence[FleetJob]) -> Collection[str]:
         """Leave out what was given before."""

@@ -26,7 +26,7 @@ class FleetRow:
     """A job of a fleet. Fields are None until they are known."""
 
     job_id: str
-    state: str
+    state: FleetState
     priority: int
     nodes: int
     step: int | None = None
@@ -82,7 +82,7 @@ class FleetView:
     @property
     def over(self) -> int:
         """Return how many jobs are over."""
-        return sum(FleetState(job.state).is_final for job in self.jobs)
+        return sum(job.state.is_final for job in self.jobs)
 
     def document(self) -> dict[str, Any]:
         """Return the view for JSON."""

@@ -272,6 +272,8 @@ def test_a_fleet_has_one_orchestrator_and_one_list_of_jobs(stage: Stage):
     with pytest.raises(FleetError, match="job one was given before, and is not there now"):
         stage.runner(ListedJobs([job_of(stage.home, "two", 0.1)]))
     runner.run()
+    with pytest.raises(FleetError, match="'new' was given twice"):
+        stage.runner(ListedJobs([job_of(stage.home, name, 0.1) for name in ("one", "new", "new")])).look(time.time())
     with pytest.raises(FleetError, match="budget_usd is 1e-06"):
         stage.records.write_limits(replace(LIMITS, budget_usd=1e-6), time.time())
     assert FleetState(stage.states()["one"]).is_final

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits
-from dtrain_dagster.fleet.source import ListedJobs, parse_fleet
+from dtrain_dagster.fleet.source import parse_fleet
 
 GOOD: dict[str, Any] = {
     "name": "seeds",
@@ -75,8 +75,6 @@ def test_a_job_that_cannot_be_is_refused(fields: dict[str, Any], said: str):
         FleetJob(**{"job_id": "a", "node_seconds": 1.0, **fields})
 
 
-def test_a_list_with_one_job_twice_and_limits_of_nothing_are_refused():
-    with pytest.raises(FleetError, match="'a' is there twice"):
-        ListedJobs([FleetJob(job_id="a", node_seconds=1.0)] * 2)
+def test_limits_of_nothing_are_refused():
     with pytest.raises(FleetError, match="nodes is 0"):
         FleetLimits(budget_usd=1.0, nodes=0, usd_per_node_hour=1.0)
