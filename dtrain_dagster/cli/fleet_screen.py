@@ -13,7 +13,6 @@ from rich.text import Text
 
 from dtrain_dagster.cli.follow import LINE_EVERY_SECONDS, in_place
 from dtrain_dagster.cli.screen import Column, fitted_table, plain_table
-from dtrain_dagster.costs.ledger import MEANINGS
 from dtrain_dagster.costs.money import SECOND, digits_of, shown, total_shown
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.printable import visible
@@ -122,9 +121,7 @@ def ledger_table(found: FleetLedger) -> Group:
         table.add_row("all", format_duration(seconds), "100.0%", total, "")
         return table
 
-    causes = [
-        (cause.value, row.microseconds, row.units, MEANINGS[cause]) for cause, row in found.whole.causes().items()
-    ]
+    causes = [(cause.value, row.microseconds, row.units, cause.meaning) for cause, row in found.whole.causes().items()]
     jobs = [(job_id, row.microseconds, row.units, "") for job_id, row in found.jobs.items()]
     return Group(made("cause", causes), Text(""), made("job", jobs))
 

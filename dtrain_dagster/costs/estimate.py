@@ -299,7 +299,8 @@ def interpolated(measured: Sequence[Measured], node_count: int, sizes: Sizes) ->
     above = [item for item in measured if item.node_count > node_count]
     if not below or not above:
         return _extrapolated(_nearest(measured, node_count), node_count, sizes)
-    first, last = max(below, key=_nodes), min(above, key=_nodes)
+    first = max(below, key=lambda item: item.node_count)
+    last = min(above, key=lambda item: item.node_count)
     part = (node_count - first.node_count) / (last.node_count - first.node_count)
     values = {
         item.name: (1 - part) * getattr(first, item.name) + part * getattr(last, item.name) for item in fields(Measured)
@@ -331,10 +332,6 @@ def _extrapolated(from_: Measured, node_count: int, sizes: Sizes) -> Measured:
 
 def _nearest(measured: Sequence[Measured], node_count: int) -> Measured:
     return min(measured, key=lambda item: abs(math.log(item.node_count / node_count)))
-
-
-def _nodes(item: Measured) -> int:
-    return item.node_count
 
 
 def estimate_forecast(forecast: Forecast, price: SkuPrice, tier: Tier, node_count: int) -> Estimate:

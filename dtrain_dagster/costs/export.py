@@ -9,7 +9,7 @@ from dataclasses import asdict
 from decimal import Decimal
 from typing import Any
 
-from dtrain_dagster.costs.ledger import MEANINGS, Ledger
+from dtrain_dagster.costs.ledger import Ledger
 from dtrain_dagster.costs.money import SECOND, shown, total_shown
 from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.costs.tracker import CostMetrics, CostTracker, utc
@@ -49,7 +49,7 @@ def ledger_rows(found: Ledger, digits: int = DIGITS) -> Rows:
             "node_seconds": _seconds(row.microseconds),
             "percent": percent,
             "usd": usd,
-            "meaning": MEANINGS[cause],
+            "meaning": cause.meaning,
         }
         for (cause, row), usd, percent in zip(causes.items(), amounts, percents, strict=True)
     ]

@@ -21,24 +21,6 @@ IN_STEPS = (CostCause.PRODUCTIVE, CostCause.COMMUNICATION, CostCause.WAITING, Co
 """Time in steps that counted; `Ledger.goodput` is their share."""
 CLOSING = 60 * SECOND
 """Microseconds after the job's end in which its processes may be closing."""
-MEANINGS = {
-    CostCause.PRODUCTIVE: "forward, backward, optimizer, and the votes and reports of a step",
-    CostCause.SCRIPT: "your own program, which does not say what it does",
-    CostCause.COMMUNICATION: "communication that no computation hides",
-    CostCause.WAITING: "for the slowest rank, in a step",
-    CostCause.INPUT: "for the next batch",
-    CostCause.CHECKPOINT: "held up by a save, or waiting for the rank that saved",
-    CostCause.EVALUATION: "of the validation split",
-    CostCause.FINISH: "test split, baselines, final weights, result, processes closing",
-    CostCause.PROVISIONING: "paid while other nodes of the launch were still being bought",
-    CostCause.PROBE: "a short run of this training, which its plan rests on",
-    CostCause.PREFLIGHT: "checks of a node before it joins",
-    CostCause.STARTUP: "from a node's start until it trains: process, data, model, joining",
-    CostCause.LOST: "steps done again, noticing a loss, regrouping, nodes paid for but dead or frozen",
-    CostCause.KEPT: "a failed node, left in place for a person to look at",
-    CostCause.IDLE: "paid after the job's end, or never part of the training",
-    CostCause.UNEXPLAINED: "no record says what it was for",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,24 +22,31 @@ from trainer.documents.events import TimingEvent
 
 
 class CostCause(StrEnum):
-    """The cause of a paid node-second, in the order in which causes are shown."""
+    """The cause of a paid node-second, in the order in which causes are shown, and what it means."""
 
-    PRODUCTIVE = "productive"
-    SCRIPT = "script"
-    COMMUNICATION = "exposed communication"
-    WAITING = "waiting for a straggler"
-    INPUT = "input"
-    CHECKPOINT = "checkpoint"
-    EVALUATION = "evaluation"
-    FINISH = "finish"
-    PROBE = "probe"
-    PROVISIONING = "provisioning"
-    PREFLIGHT = "pre-flight"
-    STARTUP = "start-up"
-    LOST = "lost to a failure"
-    KEPT = "kept for debugging"
-    IDLE = "idle"
-    UNEXPLAINED = "unexplained"
+    meaning: str
+
+    def __new__(cls, value: str, meaning: str) -> CostCause:
+        member = str.__new__(cls, value)
+        member._value_, member.meaning = value, meaning
+        return member
+
+    PRODUCTIVE = "productive", "forward, backward, optimizer, and the votes and reports of a step"
+    SCRIPT = "script", "your own program, which does not say what it does"
+    COMMUNICATION = "exposed communication", "communication that no computation hides"
+    WAITING = "waiting for a straggler", "for the slowest rank, in a step"
+    INPUT = "input", "for the next batch"
+    CHECKPOINT = "checkpoint", "held up by a save, or waiting for the rank that saved"
+    EVALUATION = "evaluation", "of the validation split"
+    FINISH = "finish", "test split, baselines, final weights, result, processes closing"
+    PROBE = "probe", "a short run of this training, which its plan rests on"
+    PROVISIONING = "provisioning", "paid while other nodes of the launch were still being bought"
+    PREFLIGHT = "pre-flight", "checks of a node before it joins"
+    STARTUP = "start-up", "from a node's start until it trains: process, data, model, joining"
+    LOST = "lost to a failure", "steps done again, noticing a loss, regrouping, nodes paid for but dead or frozen"
+    KEPT = "kept for debugging", "a failed node, left in place for a person to look at"
+    IDLE = "idle", "paid after the job's end, or never part of the training"
+    UNEXPLAINED = "unexplained", "no record says what it was for"
 
 
 Mix = Mapping[CostCause, float]

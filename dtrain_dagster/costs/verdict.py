@@ -5,16 +5,15 @@ The performance report, the live page of a job that has ended and the saved page
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dtrain_dagster.costs.ledger import IN_STEPS, Ledger
 from dtrain_dagster.costs.money import SECOND
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.costs.tracker import NodeCost
-from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose
+from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause
 from dtrain_dagster.support.formatting import dollars, format_duration
 
 NEGLIGIBLE = 0.01
@@ -34,22 +33,6 @@ class Goodput:
     paid_node_seconds: float
     elsewhere: dict[str, float]
     """The node-seconds that did not train, by cause."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobVerdict:
-    """The verdict on a training that has ended."""
-
-    words: str
-    """The bottleneck in one sentence, with its evidence."""
-    diagnosis: Diagnosis
-    goodput: Goodput
-
-
-def judge_job(events: Sequence[Mapping[str, Any]], found: Ledger) -> JobVerdict:
-    """Return the verdict on a training from all of its events and its ledger."""
-    diagnosis, good = diagnose(events), goodput(found)
-    return JobVerdict(words=describe_performance(diagnosis, good), diagnosis=diagnosis, goodput=good)
 
 
 def describe_performance(diagnosis: Diagnosis, good: Goodput) -> str:

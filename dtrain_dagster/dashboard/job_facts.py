@@ -18,7 +18,7 @@ from dtrain_dagster.costs.plan import PLAN, probe_usage_of
 from dtrain_dagster.costs.prices import PriceError, price_words
 from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.costs.verdict import describe_goodput, judge_job
+from dtrain_dagster.costs.verdict import describe_goodput, goodput
 from dtrain_dagster.costs.worth import is_judged, worth_line
 from dtrain_dagster.dashboard.failure import read_failure
 from dtrain_dagster.dashboard.job_links import Places, links_of
@@ -167,11 +167,10 @@ def account_of(
         }
         for row in ledger_rows(found, digits)
     ]
-    judged = judge_job(events, found)
     verdict = None
     if not running:
-        paid = describe_goodput(judged.goodput, state == JobState.SUCCEEDED)
-        verdict = describe_diagnosis(judged.diagnosis, advise(events, training), paid)
+        paid = describe_goodput(goodput(found), state == JobState.SUCCEEDED)
+        verdict = describe_diagnosis(diagnose(events), advise(events, training), paid)
     return JobAccount(
         rows=tuple(sorted(rows, key=lambda row: -row["share"])),
         lost_usd=causes[CostCause.LOST].usd if CostCause.LOST in causes else 0.0,

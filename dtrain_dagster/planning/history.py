@@ -258,7 +258,7 @@ def from_history(
         measured: tuple[Measured, ...] = (lump,)
         spread = spread_of_runs(totals)
     elif same:
-        measured, jobs = _parts(_newest_of_each_count(same, node_count))
+        measured, jobs = _newest_of_each_count(same, node_count)
         count = measured[0].node_count
         words = f"{len(same)} past run(s) at the same pace, the latest {same[0].job_id}"
         words += "" if count == node_count else f", on {count} node(s) instead of {node_count}"
@@ -268,7 +268,7 @@ def from_history(
     elif others:
         nearest = [run for run in others if run.sku == others[0].sku]
         speed = hardware_of(nearest[0].sku).speed / hardware_of(sku).speed
-        measured, jobs = _parts(_newest_of_each_count(nearest, node_count))
+        measured, jobs = _newest_of_each_count(nearest, node_count)
         return Forecast(
             measured=measured,
             sizes=sizes,
@@ -310,16 +310,13 @@ def knows(forecast: Forecast | None, node_count: int) -> bool:
     return forecast is not None and forecast.basis == "history" and forecast.measured[0].node_count == node_count
 
 
-def _newest_of_each_count(runs: Sequence[PastRun], planned: int) -> list[PastRun]:
-    """Return one run for each node count; that of the planned one, or else of the nearest, comes first."""
+def _newest_of_each_count(runs: Sequence[PastRun], planned: int) -> tuple[tuple[Measured, ...], tuple[str, ...]]:
+    """Return what one run for each node count took, and its job; that of the nearest to the planned comes first."""
     newest: dict[int, PastRun] = {}
     for run in runs:
         newest.setdefault(run.measured.node_count, run)
-    return sorted(newest.values(), key=lambda run: abs(run.measured.node_count - planned))
-
-
-def _parts(runs: Sequence[PastRun]) -> tuple[tuple[Measured, ...], tuple[str, ...]]:
-    return tuple(run.measured for run in runs), tuple(run.job_id for run in runs)
+    found = sorted(newest.values(), key=lambda run: abs(run.measured.node_count - planned))
+    return tuple(run.measured for run in found), tuple(run.job_id for run in found)
 
 
 def _materializations(instance: dg.DagsterInstance, asset: dg.AssetKey) -> list[tuple[float, str, dict[str, Any]]]:

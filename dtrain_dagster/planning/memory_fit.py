@@ -130,15 +130,11 @@ def judge_memory(
         return ""
     said = f"memory is short: {format_bytes(need.total)} a rank with {batch} samples at once, and {room.words}"
     if need.activations:
-        most = _most_samples(model, training, room, training.strategy)
+        most = most_samples(need_of(model, training, room, 1), FITS * room.bytes) or 0
         said += f". At most about {most} fit (training.batch_size_per_gpu)"
         if not training.activation_checkpointing:
             said += "; training.activation_checkpointing = true takes less"
     return "; ".join([said, *_ways_to_share(model, training, room, batch)])
-
-
-def _most_samples(model: ModelBytes, training: DistributedTrainingConfig, room: MemoryRoom, strategy: str) -> int:
-    return most_samples(need_of(model, training, room, 1, strategy), FITS * room.bytes) or 0
 
 
 def _ways(
@@ -160,24 +156,15 @@ def _ways_to_share(model: ModelBytes, training: DistributedTrainingConfig, room:
     def fits(strategy: str, there: MemoryRoom) -> bool:
         return need_of(model, training, there, samples, strategy).total <= FITS * there.bytes
 
+    def each(strategy: str, there: MemoryRoom) -> str:
+        return format_bytes(need_of(model, training, there, training.batch_size_per_gpu, strategy).least)
+
     if training.strategy in ("ddp", "horovod") and room.ranks_per_node > 1 and fits("hsdp", room):
-        return [f'training.strategy = "hsdp" would, {_told(model, training, room, "hsdp")}']
+        return [f'training.strategy = "hsdp" would, {each("hsdp", room)} each']
     least = room.node_count + (training.strategy == "fsdp")
     for count in range(least, (room.node_count if room.is_shared else MOST_NODES) + 1):
         there, ranks = room.on_nodes(count), count * room.ranks_per_node
         if ranks > 1 and fits("fsdp", there):
-            told = _told(model, training, there, "fsdp")
             more = "" if count == room.node_count else f" (DTRAIN_NODES = {count})"
-            return [f'training.strategy = "fsdp" on {ranks} ranks would, {told}{more}']
+            return [f'training.strategy = "fsdp" on {ranks} ranks would, {each("fsdp", there)} each{more}']
     return []
-
-
-def _told(model: ModelBytes, training: DistributedTrainingConfig, room: MemoryRoom, strategy: str) -> str:
-    batch = training.batch_size_per_gpu
-    need = need_of(model, training, room, batch, strategy)
-    words = f"{format_bytes(need.least)} each"
-    if not need.activations:
-        return words
-    if need.total <= FITS * room.bytes:
-        return f"{words} ({format_bytes(need.total)} with the activations of {batch} samples)"
-    return f"{words}, with at most about {_most_samples(model, training, room, strategy)} samples at once"

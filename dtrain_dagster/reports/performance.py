@@ -10,8 +10,8 @@ from typing import Any
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.tracker import bill_usage
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.costs.verdict import Goodput, judge_job
-from dtrain_dagster.monitoring.diagnosis import Diagnosis
+from dtrain_dagster.costs.verdict import Goodput, describe_performance, goodput
+from dtrain_dagster.monitoring.diagnosis import Diagnosis, diagnose
 from dtrain_dagster.monitoring.step_model import Strategy
 from dtrain_dagster.monitoring.strategies import strategies
 from dtrain_dagster.monitoring.windows import (
@@ -76,14 +76,14 @@ def summarise_performance(
     milliseconds = sorted(1000 * step.step_seconds for step in steps if step.step_seconds is not None)
     timed = windows(events)
     found = settled(timed)
-    judged = judge_job(events, ledger(bill_usage(usage)[0], events))
+    diagnosis, good = diagnose(events), goodput(ledger(bill_usage(usage)[0], events))
     pace = throughput(timed, steps)
     rate = pace.samples_per_second or 0.0
     groups = worlds(found)
     cost = communication_cost(found) if groups and groups[0][-1].world_size > 1 else None
     return Performance(
-        verdict=judged.words,
-        diagnosis=judged.diagnosis,
+        verdict=describe_performance(diagnosis, good),
+        diagnosis=diagnosis,
         samples_per_second=rate,
         samples_per_second_per_rank=rate / world_size if pace.per_rank is None else pace.per_rank,
         step_milliseconds_median=statistics.median(milliseconds),
@@ -91,7 +91,7 @@ def summarise_performance(
         segment_shares=shares(found),
         network_share=cost.wire if cost else None,
         waiting_share=cost.waiting if cost else None,
-        goodput=judged.goodput,
+        goodput=good,
         recommendations=tuple(item for item in strategies(found, events, training) if item.is_worth_it),
         ranks=_ranks(timed),
     )

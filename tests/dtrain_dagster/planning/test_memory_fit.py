@@ -55,10 +55,7 @@ def test_what_cannot_fit_is_refused_with_the_fewest_ranks_that_suffice() -> None
     assert "does not fit: 20 GiB a rank with training.strategy = 'ddp'" in said
     assert f"{T4} has 16 GiB for each GPU" in said
     assert "20 GiB a rank" in said
-    assert (
-        'training.strategy = "fsdp" on 2 ranks would, 10.5 GiB each (11.5 GiB with the activations of 64 samples)'
-        in said
-    )
+    assert 'training.strategy = "fsdp" on 2 ranks would, 10.5 GiB each' in said
     assert "(DTRAIN_NODES = 2)" in said
     here = refusal(MODEL, config(), room(nodes=3))
     assert 'training.strategy = "fsdp" on 3 ranks would' in here
@@ -99,7 +96,7 @@ def test_the_largest_micro_batch_that_fits_is_told() -> None:
     assert "memory is short: 18.9 GiB a rank with 700 samples at once" in said
     assert "At most about 409 fit (training.batch_size_per_gpu)" in said
     assert "training.activation_checkpointing = true" in said
-    assert '"fsdp" on 4 ranks would, 2.5 GiB each (13.4 GiB with the activations of 700 samples)' in said
+    assert '"fsdp" on 4 ranks would, 2.5 GiB each' in said
     many = judge_memory(model, config(batch_size_per_gpu=1000), room(nodes=4))
     assert "would" not in many, "with no number of ranks do so many samples fit"
     half = judge_memory(model, config(batch_size_per_gpu=700, precision="bf16"), room(nodes=4))
