@@ -61,7 +61,7 @@ from benchmarks.scaling_figures import (
     round_figure,
 )
 from benchmarks.scaling_model import study
-from dtrain_dagster.costs.budget import launch_price
+from dtrain_dagster.costs.plan import launch_price
 from dtrain_dagster.planning.check_job import data_of
 from dtrain_dagster.settings.environment import load_settings
 from harness import worlds

@@ -19,9 +19,8 @@ from dtrain_dagster.assets.provisioning import attempts_metadata, leave_queue, p
 from dtrain_dagster.assets.training_page import training_page
 from dtrain_dagster.assets.training_progress import RAISE_BUDGET, follow_training
 from dtrain_dagster.clusters.base import OWNER, ClusterConfig, GPUClusterManager
-from dtrain_dagster.costs.budget import node_seconds_of, write_limit
 from dtrain_dagster.costs.estimate import estimate_cost
-from dtrain_dagster.costs.plan import PLAN, PLANNED_FOR, TrainingPlan, charges_of
+from dtrain_dagster.costs.plan import PLAN, PLANNED_FOR, TrainingPlan, charges_of, node_seconds_of, write_limit
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.jobs.orders import source_tags
 from dtrain_dagster.jobs.progress import (

@@ -25,10 +25,8 @@ from trainer.storage.open import open_storage
 
 CEILINGS = "ceilings.json"
 COMMAND = "dtrain cost ceilings"
-"""The command that sets them."""
 MOST_DOLLARS = 10**9
 MOST_NAMED = 5
-"""Persons or jobs that a refusal names."""
 Kind = Literal["per_hour", "per_month", "per_person", "per_project"]
 KINDS: Mapping[Kind, str] = {
     "per_hour": "per hour",
@@ -52,13 +50,9 @@ class Ceilings:
     """The ceilings of a home in US dollars; None: no such ceiling."""
 
     per_hour: Decimal | None = None
-    """All jobs that run at once, per hour."""
     per_month: Decimal | None = None
-    """All jobs, in a calendar month (UTC)."""
     per_person: Decimal | None = None
-    """All jobs of one person, in a calendar month."""
     per_project: Decimal | None = None
-    """All jobs of one project, in a calendar month."""
 
     def __bool__(self) -> bool:
         return any(getattr(self, kind) is not None for kind in KINDS)
@@ -111,7 +105,6 @@ class Spending:
     person: str
     project: str
     month_units: int = 0
-    """Paid in the month."""
     promised_units: int = 0
     """What it may still cost: what is left of its estimate or its hard budget; 0 once it has ended."""
     hourly_units: int = 0
@@ -136,7 +129,6 @@ class Stand:
     """Paid in the month; of the ceiling per hour, what runs costs in an hour."""
     promised: int = 0
     wanted: int = 0
-    """What a start would add."""
     by: tuple[tuple[str, int], ...] = ()
     """Who has spent what, the most first."""
 

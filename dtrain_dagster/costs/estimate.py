@@ -89,7 +89,6 @@ class Sizes:
     valid_samples: int
     test_samples: int
     batch_size_per_rank: int
-    """Samples of one rank in one optimizer step."""
     micro_batches_per_rank: int
     processes_per_node: int
     epochs: int
@@ -237,7 +236,6 @@ class Forecast:
     measured_speed: float = 1.0
     """Speed of the measured GPUs relative to those of the estimate: not 1 where the table of speeds was used."""
     rests_on: tuple[str, ...] = ()
-    """Ids of the jobs that ``measured`` comes from."""
     totals: tuple[float, ...] = ()
     """Wall seconds of past runs of exactly this training, on the nodes of the first of ``measured``."""
     run_spread: float = 0.0

@@ -31,7 +31,6 @@ class EventFacts:
     """The readable events, in order of time."""
 
     memberships: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """Members by generation."""
     phases: dict[int, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))
     """Phases of rank 0 by generation: (time, what it had done until then)."""
     windows: dict[int, list[TimingEvent]] = field(default_factory=lambda: defaultdict(list))
@@ -40,7 +39,6 @@ class EventFacts:
     hangs: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     """Hangs of any rank: (time, how long nothing had moved)."""
     ends: list[tuple[int, int, str]] = field(default_factory=list)
-    """(generation, time, status)"""
     first_at: dict[int, int] = field(default_factory=dict)
     left_out: int = 0
     has_timing: bool = False

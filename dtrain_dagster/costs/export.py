@@ -15,7 +15,6 @@ from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.costs.tracker import CostMetrics, CostTracker, utc
 
 DIGITS = 6
-"""Digits of dollars, in files."""
 Rows = list[dict[str, Any]]
 
 

@@ -56,7 +56,6 @@ class Ledger:
 
     entries: tuple[LedgerEntry, ...]
     notes: tuple[str, ...]
-    """Sentences on what is coarser than it could be, and why."""
 
     @property
     def microseconds(self) -> int:

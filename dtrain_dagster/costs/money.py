@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 SECOND = 10**6
-"""Microseconds of a second."""
 HOUR = 3600 * SECOND
 NANO = 10**9
 USD = HOUR * NANO
-"""Units of a dollar."""
 _FINE = 1 << 40
 
 

@@ -34,7 +34,6 @@ OF_SITE = "the site's price per node-hour, not its bill"
 _AT = "@"
 """Between a SKU and the partition whose price counts."""
 REFRESHED = "prices.json"
-"""File of the refreshed prices, under ``DTRAIN_HOME``."""
 REFERENCE_SKU = "Standard_NC6s_v3"
 """The node whose training speed is 1."""
 _DATE = re.compile(r"\d{4}-\d{2}(-\d{2})?")
@@ -64,9 +63,7 @@ class SkuPrice:
     gpu: str
     gpus: int
     gpu_memory_gib: int
-    """Memory of one GPU."""
     gpu_watts: int
-    """Thermal design power of one GPU."""
     vcpus: int
     memory_gib: int
     infiniband: bool
@@ -122,7 +119,6 @@ class SkuPrice:
 
 
 Prices = dict[tuple[str, str, Tier], Figure]
-"""(Region, SKU, tier) → figure."""
 
 
 def price_of(sku: str, region: str | None = None) -> SkuPrice:

@@ -118,7 +118,6 @@ class Timeline:
     """Time at which the job reported its end; `NEVER` if it did not."""
     notes: tuple[str, ...]
     left_out: int
-    """Events that could not be read."""
     silent: CostCause = CostCause.STARTUP
     """The cause of the time of nodes that report nothing at all."""
 

@@ -20,7 +20,6 @@ class NodeUsage:
     tier: str | None = None
     """Tier that was paid for, where the cluster decides; None: the tier that was requested."""
     launch: int = 1
-    """Launch of the job that this presence is of."""
     not_billed_seconds: float = 0.0
     """Seconds that the node's record has beyond this since its clock was set: negative where it was set back."""
 

@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobState
-from dtrain_dagster.costs.budget import write_limit
 from dtrain_dagster.costs.money import SECOND, usd
+from dtrain_dagster.costs.plan import write_limit
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.fleet.grants import margin_units, node_limit
 from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, FleetState, Standing

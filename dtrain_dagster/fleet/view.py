@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dtrain_dagster.clusters import presence
-from dtrain_dagster.costs.budget import launch_price
 from dtrain_dagster.costs.money import usd
+from dtrain_dagster.costs.plan import launch_price
 from dtrain_dagster.fleet.jobs import FleetLimits, FleetState, Standing
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.jobs.view import JobFollower

@@ -18,8 +18,7 @@ from functools import cache
 from typing import Any, Literal
 
 from dtrain_dagster.clusters.base import OWNER, ClusterError, GPUClusterManager, JobSpec, JobState, JobStatus
-from dtrain_dagster.costs.budget import is_spent, write_limit
-from dtrain_dagster.costs.plan import PLAN
+from dtrain_dagster.costs.plan import PLAN, is_spent, write_limit
 from dtrain_dagster.jobs.orders import keep_order
 from dtrain_dagster.jobs.promises import note_start, owner_here
 from dtrain_dagster.jobs.view import JobFollower, JobView, news

@@ -48,7 +48,6 @@ _COPIES = 4
 """Copies of the weights in the temporary folder while a model is registered and its server asked."""
 
 SPLITS = ("train", "valid", "test")
-"""The splits that every training reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +178,7 @@ class JobData:
     """The data of a job."""
 
     kind: str
-    """See `trainer.spec`."""
     samples: Mapping[str, int]
-    """The number of samples of each split."""
     dataset_id: str
     spec: DataSpec | RowSpec | None
     """None for a dataset of the user's own."""

@@ -28,14 +28,11 @@ class PlanChoice:
     sku: str
     gpu: str
     gpus: int
-    """GPUs of one node."""
     node_count: int
     tier: Tier
     global_batch: int
-    """Samples in one optimizer step."""
     estimate: Estimate
     origin: Origin
-    """Origin of the time."""
     time_from: str
     """A sentence on where the time comes from and what it leaves out."""
     price_from: str
@@ -73,7 +70,6 @@ class Choices:
     not_available: tuple[NotAvailable, ...]
     limits: Limits
     notes: tuple[str, ...]
-    """What the times and the dollars rest on."""
     place: str = ""
     """See `PlannedJob.place`."""
 

@@ -39,9 +39,7 @@ class JobCourse:
     """The incidents between a job's start and its end."""
 
     launches: int
-    """Number of launches."""
     replaced_nodes: int
-    """Number of nodes that were replaced."""
     generations: int
     """Number of generations that it trained with, one after the other."""
 
@@ -80,7 +78,6 @@ class History:
     runs: tuple[PastRun, ...]
     scores: tuple[Score, ...]
     probes: tuple[PastProbe, ...] = ()
-    """Probes of any training."""
 
     @classmethod
     def read(

@@ -14,7 +14,6 @@ from trainer.documents.events import EvaluationEvent, PhaseEvent, StepEvent, Tim
 from trainer.documents.presences import NodePresence
 
 SLOW_PARTS = 3
-"""Parts of a probe that are compared for slow changes."""
 OUTLIER = 3.0
 """Times the median from which an interval is an outlier: something else was going on."""
 SETTLED_FROM = 12

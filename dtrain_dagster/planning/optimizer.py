@@ -30,7 +30,6 @@ from dtrain_dagster.settings.tiers import Tier, tier_of
 from trainer.documents.events import EvaluationEvent, NodeEvent, OutOfMemoryEvent, TimingEvent, read_events
 
 LOW_UTILIZATION = 0.5
-"""Utilization below which less is recommended."""
 OTHER_NODES, OTHER_TRAINING = ("fewer nodes", "other SKU", "spot"), ("larger batch",)
 """Changes of the nodes alone, and of the training."""
 LEFT, ANOTHER = "of what is left, from the checkpoint", "in another run like this one"

@@ -33,14 +33,12 @@ class Change:
     setting: str
     """The action, with the setting."""
     seconds: float
-    """Paid wall-clock seconds."""
     usd: float
     saved_usd: float
     """Dollars saved against the run as it is; negative where the change is dearer."""
     lost_seconds: float
     """Seconds lost; negative where it is quicker."""
     why: str
-    """What the figures rest on."""
     of: str = ""
     """What it saves on, in words."""
 

@@ -15,9 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobState
-from dtrain_dagster.costs.budget import node_seconds_of
 from dtrain_dagster.costs.estimate import CONFIDENCE_90, Forecast, Interval, LearnedCorrection, Sizes
-from dtrain_dagster.costs.plan import ProbeCharge
+from dtrain_dagster.costs.plan import ProbeCharge, node_seconds_of
 from dtrain_dagster.costs.prices import SkuPrice
 from dtrain_dagster.costs.tracker import CostTracker, paid_wall_seconds
 from dtrain_dagster.jobs.progress import BudgetSpentError, WaitNews, follow_job, ran_out, start_job
@@ -195,7 +194,6 @@ class ExpectedProbe:
     """Wall seconds, one probe after the other."""
     usd: Interval
     basis: str
-    """Where the figures come from, in words."""
 
     def __str__(self) -> str:
         return f"{self.usd.told(dollars)} and {self.seconds.told(format_duration)}, from {self.basis}"

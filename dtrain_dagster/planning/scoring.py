@@ -22,7 +22,6 @@ MOST_RUNS = 30
 HALF_LIFE = 5
 """The number of runs after which a run counts half as much."""
 LEAST_TAUGHT = 3
-"""The fewest runs that a correction can rest on."""
 CERTAINTY = 2.0
 """Times its standard error that a typical error must be to correct anything; beyond that it is corrected by a growing
 share."""

@@ -21,7 +21,7 @@ from dtrain_dagster.cli.main import main
 from dtrain_dagster.clusters import presence
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.managers import LocalClusterManager
-from dtrain_dagster.costs.budget import launch_price
+from dtrain_dagster.costs.plan import launch_price
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.job_links import Places

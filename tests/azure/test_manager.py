@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.base import ClusterError, InUseError, JobState, JobStatus, NoCapacityError
-from dtrain_dagster.costs.budget import write_limit
+from dtrain_dagster.costs.plan import write_limit
 from dtrain_dagster.costs.prices import price_of
 from harness.waiting import until
 from tests.azure.stage import A100, DONE, FAILS, FOREVER, LAST_ONE_DONE, V100, Stage, end

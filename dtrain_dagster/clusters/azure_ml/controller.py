@@ -33,7 +33,7 @@ from dtrain_dagster.clusters.exit_policy import is_failure
 from dtrain_dagster.clusters.job_marks import ActiveJobs
 from dtrain_dagster.clusters.job_notices import tell, tell_of_end, wait_patience_seconds
 from dtrain_dagster.clusters.resume_advice import how_to_go_on, memory_advice
-from dtrain_dagster.costs.budget import reprice
+from dtrain_dagster.costs.plan import reprice
 from dtrain_dagster.settings.tiers import tier_of
 from trainer.rundir import RunDir
 

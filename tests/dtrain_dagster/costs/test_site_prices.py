@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dtrain_dagster.assets.common import hardware_mark
-from dtrain_dagster.costs.budget import node_seconds_of
+from dtrain_dagster.costs.plan import node_seconds_of
 from dtrain_dagster.costs.prices import (
     LISTED,
     OF_SITE,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain_dagster.costs.budget import is_spent, node_seconds_of
+from dtrain_dagster.costs.plan import is_spent, node_seconds_of
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.tracker import CostTracker, overrun
 from dtrain_dagster.costs.usage import NodeUsage
