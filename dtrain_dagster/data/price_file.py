@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import duckdb
     import pyarrow as pa
 
-_BLOCK = 1 << 20
+_BLOCK, _CSV_BUFFER = 1 << 20, 8 << 20
 _PACKINGS = {".gz": "gzip", ".zst": "zstd"}
 
 
@@ -40,6 +40,19 @@ class GivenFile:
     def engine_path(self) -> str:
         """The path under which the engine opens this very file; no character in it is special to the engine."""
         return f"/dev/fd/{self.handle.fileno()}"
+
+    @property
+    def csv(self) -> str:
+        """The SQL that reads its cells as texts, those of the header among them."""
+        return (
+            f"read_csv('{self.engine_path}', all_varchar=true, header=false, null_padding=true, quote='\"', "
+            f"escape='\"', buffer_size={_CSV_BUFFER}, compression='{self.packing}')"
+        )
+
+    def header(self, database: duckdb.DuckDBPyConnection) -> list[str]:
+        """Return the cells of the first line of a CSV file, as names of columns."""
+        cells = database.execute(f"SELECT * FROM {self.csv} LIMIT 1").fetchone() or ()
+        return [str(cell or "").strip().lstrip("\ufeff") for cell in cells]
 
     def digest(self) -> str:
         """Return the sha256 of its content."""
@@ -110,6 +123,11 @@ def opened_database(given: GivenFile, scratch: Path) -> Iterator[duckdb.DuckDBPy
         database.execute(f"SET allowed_paths=['{given.engine_path}']")
         database.execute("SET enable_external_access=false")
         yield database
+
+
+def quoted(name: str) -> str:
+    """Return a name in SQL."""
+    return '"' + name.replace('"', '""') + '"'
 
 
 def _state(handle: BufferedReader) -> tuple[int, int, int]:

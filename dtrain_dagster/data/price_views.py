@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dtrain_dagster.data.errors import DataError, refuse
+from dtrain_dagster.data.price_file import GivenFile, quoted
 
 if TYPE_CHECKING:
     import duckdb
-
-    from dtrain_dagster.data.price_file import GivenFile
 
 FIRST_DAY, LAST_DAY = datetime.date(1800, 1, 1), datetime.date(2200, 1, 1)
 MOST_DAYS = (LAST_DAY - FIRST_DAY).days + 1
@@ -44,7 +43,6 @@ _FIELD_OR_TICKER = re.compile("open|high|low|last|vol|id|index|idx|row")
 _NAMELESS = re.compile(r"__index_level_\d+__|unnamed: *\d+(\.\d+)?|level_\d+|", re.IGNORECASE)
 _LONGEST_TICKER = 64
 _NAME = f"a name of {_LONGEST_TICKER} letters at most, on one line"
-_CSV_BUFFER = 8 << 20
 _WHEN = r"^\s*(\d{4}[-/]\d{1,2}[-/]\d{1,2})([T ]0{1,2}:00(:00([.]0+)?)?)?\s*$"
 """A day as its first group, perhaps with its midnight. Another time may be of another day, in the exchange's zone."""
 
@@ -162,13 +160,7 @@ def refuse_bad_rows(database: duckdb.DuckDBPyConnection, views: PriceViews) -> N
 def _load(database: duckdb.DuckDBPyConnection, given: GivenFile, memory_limit: int) -> tuple[list[str], list[str], int]:
     """Create the view ``raw`` of the file's cells, with ``__line`` counting rows from 1; return the names of its
     columns, the SQL of each one's cells as text, and the lines of the header."""
-    path = given.engine_path  # made here: nothing in it needs quoting
-    reader = (
-        f"read_parquet('{path}')"
-        if given.is_parquet
-        else f"read_csv('{path}', all_varchar=true, header=false, null_padding=true, quote='\"', escape='\"', "
-        f"buffer_size={_CSV_BUFFER}, compression='{given.packing}')"
-    )
+    reader = f"read_parquet('{given.engine_path}')" if given.is_parquet else given.csv
     columns = database.execute(f"DESCRIBE SELECT * FROM {reader}").fetchall()
     if len(columns) > MOST_COLUMNS:
         raise DataError(f"{given.origin} has {len(columns):,} columns; at most {MOST_COLUMNS:,} are read")
@@ -176,7 +168,7 @@ def _load(database: duckdb.DuckDBPyConnection, given: GivenFile, memory_limit: i
     memory = memory_limit + math.ceil(COLUMN_MEMORY * len(columns))
     database.execute(f"SET memory_limit='{memory}MB'; SET threads={threads}")
     database.execute("SET lock_configuration=true")
-    cells = [_quoted(column[0]) for column in columns]
+    cells = [quoted(column[0]) for column in columns]
     numbered = f'SELECT row_number() OVER () AS "__line", * FROM {reader}'
     if given.is_parquet:
         if zoned := [column[0] for column in columns if column[1] == "TIMESTAMP WITH TIME ZONE"]:
@@ -186,8 +178,7 @@ def _load(database: duckdb.DuckDBPyConnection, given: GivenFile, memory_limit: i
     database.execute(
         f'CREATE VIEW raw AS SELECT "__line" - 1 AS "__line", {", ".join(cells)} FROM ({numbered}) WHERE "__line" > 1'
     )
-    head = database.execute(f"SELECT * FROM {reader} LIMIT 1").fetchone() or ()
-    names = [str(name or "").strip() for name in head]
+    names = given.header(database)
     for place, name in enumerate(names):
         if place and not name:
             found = database.execute(f'SELECT min("__line") FROM raw WHERE {cells[place]} IS NOT NULL').fetchall()[0][0]
@@ -196,11 +187,6 @@ def _load(database: duckdb.DuckDBPyConnection, given: GivenFile, memory_limit: i
                     f"{given.origin}: {_place(found, 1)} has a cell in column {place + 1}, which has no name"
                 )
     return names, cells, 1
-
-
-def _quoted(name: str) -> str:
-    """Return a name in SQL."""
-    return '"' + name.replace('"', '""') + '"'
 
 
 def _place(line: int, headers: int) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.data.price_file import opened, opened_database
+from dtrain_dagster.data.price_file import GivenFile, opened, opened_database, quoted
 from dtrain_dagster.data.price_views import is_nameless
 from dtrain_dagster.data.table_columns import KINDS, check_name, joined_type, type_of_column
 
@@ -170,7 +170,7 @@ def _convert_csv(path: Path, target: Path, scratch: Path, problems: dict[str, li
         given.refuse_unusable()
         with opened_database(given, scratch) as database:
             try:
-                select = _typed(database, given.engine_path, given.packing, str(path), problems)
+                select = _typed(database, given, problems)
                 reader: Any = database.execute(select).to_arrow_reader(BATCH)
                 empty = [field.type == pa.int32() for field in reader.schema]  # other whole numbers are longer
                 types = zip(reader.schema, empty, strict=True)
@@ -194,18 +194,12 @@ def _is_filled(cell: str) -> str:
     return f"{cell} <> '' AND lower({cell}) NOT IN {_GONE}"
 
 
-def _typed(
-    database: duckdb.DuckDBPyConnection, path: str, packing: str, origin: str, problems: dict[str, list[str]]
-) -> str:
+def _typed(database: duckdb.DuckDBPyConnection, given: GivenFile, problems: dict[str, list[str]]) -> str:
     """Return the SQL that reads a CSV file with the types of its columns."""
-    reader = (
-        f"read_csv('{path}', all_varchar=true, header=false, null_padding=true, quote='\"', escape='\"', "
-        f"compression='{packing}')"
-    )
+    reader, origin = given.csv, given.origin
     cells = [row[0] for row in database.execute(f"DESCRIBE SELECT * FROM {reader}").fetchall()]
     database.execute(f"SET memory_limit='{_MEMORY + math.ceil(_COLUMN_MEMORY * len(cells))}MB'; SET threads=2")
-    head = database.execute(f"SELECT * FROM {reader} LIMIT 1").fetchone() or ()
-    names = [str(name or "").strip().lstrip("\ufeff") for name in head]
+    names = given.header(database)
     if twice := [name for name, count in Counter(names).items() if count > 1 and name]:
         raise DataError(f"{origin} has two columns with the name {twice[0]!r}: rename one, or leave it out")
     trimmed = ", ".join(f"coalesce(trim({cell}), '') AS {cell}" for cell in cells)
@@ -225,7 +219,7 @@ def _typed(
         value = f"CAST({text} AS {kind})" if kind else "NULL"
         if kind == "TIMESTAMP":
             value = f"timezone('UTC', CAST({text} AS TIMESTAMPTZ))"
-        typed.append(f'{value} AS "{name.replace(chr(34), chr(34) * 2)}"')
+        typed.append(f"{value} AS {quoted(name)}")
     if not typed:
         raise DataError(f"{origin} is empty: no header and no rows")
     return f"SELECT {', '.join(typed)} FROM rows"
