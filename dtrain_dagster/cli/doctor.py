@@ -17,14 +17,12 @@ from typing import Any
 import click
 
 from dtrain_dagster.cli.ceilings import book_of, ceiling_lines
-from dtrain_dagster.cli.common import EXIT_UNUSABLE, TROUBLE, cluster_of, console, ranks_of, read_settings, refuses, say
-from dtrain_dagster.cli.facts import health_document
-from dtrain_dagster.cli.job_tables import print_health
+from dtrain_dagster.cli.common import EXIT_UNUSABLE, TROUBLE, cluster_of, ranks_of, read_settings, refuses, say
 from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.clusters.azure_ml.client import Service
 from dtrain_dagster.clusters.azure_ml.doctor import Doctor, DoctorLine
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
-from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobSpec
+from dtrain_dagster.clusters.base import ClusterError, ClusterHealth, GPUClusterManager, JobSpec
 from dtrain_dagster.clusters.managers import open_engine
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.jobs.promises import Wanted
@@ -42,7 +40,7 @@ from trainer.config import JobConfig
 def doctor(nodes: int | None, as_json: bool) -> None:
     """Tell whether the cluster can train; buy nothing.
 
-    It looks at the cluster of DTRAIN_CLUSTER, and shows the nodes that are there and what they do. Of SLURM, Kubernetes
+    It looks at the cluster of DTRAIN_CLUSTER, and says how many nodes are there and what runs. Of SLURM, Kubernetes
     and Ray it asks whether they answer; of Kubernetes also for the namespace, and for each right that starting,
     following and ending nodes needs. Nothing is submitted or created.
 
@@ -57,7 +55,7 @@ def doctor(nodes: int | None, as_json: bool) -> None:
       dtrain doctor
       dtrain doctor --nodes 8 --json
     """
-    settings = health = None
+    settings = None
     try:
         settings = read_settings(nodes=nodes)
         lines = examine(settings)
@@ -66,13 +64,11 @@ def doctor(nodes: int | None, as_json: bool) -> None:
     missing = {line.check for line in lines if line.verdict == "missing"}
     if settings and not missing & {settings.cluster, "settings", "identity", "workspace"}:
         with suppress(*TROUBLE):  # what keeps from asking was told above
-            health = cluster_of(settings)[0].manager().monitor_health()
+            lines = [*lines, line_of_health(cluster_of(settings)[0].manager().monitor_health())]
     if as_json:
-        print_json({**(health_document(health) if health else {}), **lines_document(lines)})
+        print_json(lines_document(lines))
     else:
         say(lines_text(lines))
-        if health:
-            print_health(console(), health)
     sys.exit(int(bool(missing)))
 
 
@@ -118,6 +114,17 @@ def _examine_azure(settings: Settings, writes: bool) -> list[DoctorLine]:
         return [DoctorLine("settings", "missing", str(error), "`pip install 'dtrain[azure]'`")]
     service, size = Service(options), settings.gpu_type
     return Doctor(service, settings.home, settings.region, size, settings.nodes, ranks, writes).examine()
+
+
+def line_of_health(health: ClusterHealth) -> DoctorLine:
+    """Return what the nodes of a cluster do, or what is wrong with them. Pure."""
+    unwell = [f"node {node.node_id}: {node.message}" for node in health.nodes if not node.healthy]
+    if unwell or not health.healthy:
+        seen = "; ".join(filter(None, (health.message, *unwell)))
+        return DoctorLine("nodes", "warning", seen, "`dtrain status --nodes` and `dtrain logs JOB` tell more")
+    there = f"{len(health.nodes)} node(s), which are well" if health.nodes else ""
+    running = f"running: {', '.join(health.running_jobs)}" if health.running_jobs else ""
+    return DoctorLine("nodes", "ok", "; ".join(filter(None, (health.message, there, running))) or "none: it is at rest")
 
 
 def _of_settings(error: Exception) -> DoctorLine:

@@ -15,7 +15,7 @@ from typing import Any
 
 from dtrain_dagster.cli.common import cluster_of, run_dir
 from dtrain_dagster.cli.plan_lines import past_forecasts
-from dtrain_dagster.clusters.base import ClusterHealth, JobState, JobStatus
+from dtrain_dagster.clusters.base import JobState, JobStatus
 from dtrain_dagster.clusters.exit_policy import describe_exit
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import STAND_IN, price_words
@@ -260,18 +260,6 @@ def so_far(facts: JobFacts) -> str:
     if totals is None or not totals.launches:
         return "" if facts.seconds is None else format_duration(facts.seconds)
     return f"{totals.words}; {totals.node_hours_words}" + ("" if facts.usd is None else f"; {dollars(facts.usd)}")
-
-
-def health_document(health: ClusterHealth) -> dict[str, Any]:
-    """Return the state of the cluster for JSON. Pure."""
-    nodes = [{"node": node.node_id, "healthy": node.healthy, "message": node.message} for node in health.nodes]
-    return {
-        "cluster": health.cluster_name,
-        "healthy": health.healthy,
-        "message": health.message,
-        "running_jobs": list(health.running_jobs),
-        "nodes": nodes,
-    }
 
 
 def status_document(facts: JobFacts, rundir: RunDir, course: JobCourse) -> dict[str, Any]:

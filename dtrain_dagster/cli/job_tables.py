@@ -13,8 +13,8 @@ from rich.text import Text
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, run_dir, say
 from dtrain_dagster.cli.facts import JobCourse, JobFacts, NodeFacts, format_progress, read_nodes, so_far, time_of
 from dtrain_dagster.cli.json_output import print_json
-from dtrain_dagster.cli.screen import Column, plain_table, print_fitted
-from dtrain_dagster.clusters.base import ClusterHealth, JobState
+from dtrain_dagster.cli.screen import Column, print_fitted
+from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.monitoring.hangs import hang_verdict
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars, format_duration
@@ -49,20 +49,6 @@ NODE_COLUMNS = (
     Column("NOTE", rank=2),
 )
 HOST_COLUMNS = (Column("EXCLUDED HOST"), Column("UNTIL"), Column("WHY"))
-
-
-def print_health(console: Console, health: ClusterHealth) -> None:
-    """Print the state of the cluster and of its nodes."""
-    state = "healthy" if health.healthy else "unhealthy"
-    console.print(f"cluster {health.cluster_name}: {health.message or state}", markup=False, highlight=False)
-    if health.nodes:
-        table = plain_table("NODE", "HEALTH", "")
-        for node in health.nodes:
-            mark = Text("healthy", style="green") if node.healthy else Text("unhealthy", style="red")
-            table.add_row(str(node.node_id), mark, Text(node.message))
-        console.print(table)
-    elif not health.message:
-        console.print("no nodes: it is at rest")
 
 
 def print_status(console: Console, facts: JobFacts, rundir: RunDir, now: float, course: JobCourse) -> None:

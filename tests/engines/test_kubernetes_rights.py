@@ -61,7 +61,7 @@ def test_who_submits_has_the_rights_that_are_checked_and_nodes_have_none(kuberne
 def test_a_cluster_that_takes_nodes_is_told_with_its_namespace(access: Path) -> None:
     document = printed(CHECK)
     assert fields_in(CHECK, [document]) <= set(TOLD[CHECK])
-    [line] = document["lines"]
+    line = document["lines"][0]
     assert (line["verdict"], line["seen"]) == ("ok", f"namespace {NAMESPACE} takes nodes from this identity")
 
 

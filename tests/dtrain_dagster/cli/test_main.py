@@ -267,7 +267,7 @@ def test_a_detached_job_is_listed_followed_and_cancelled(shell: Shell):
     assert follower.stdout
     assert follower.stdout.readline().startswith("[node 1] --- launch 1")
     assert follower.stdout.readline() == "[node 1] rank 1 of 2 wait\n"
-    assert "works on bg" in shell.here("doctor")
+    assert "running: bg" in shell.here("doctor")
     assert shell("cancel", "bg") == "job bg: cancelled\n"
     assert follower.communicate(timeout=60)[0] == ""
     assert follower.returncode == 0
