@@ -21,7 +21,7 @@ from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import STAND_IN, price_words
 from dtrain_dagster.costs.worth import is_judged, worth_line
 from dtrain_dagster.jobs.progress import REGISTRATION
-from dtrain_dagster.jobs.totals import LaunchTotals, launched_usage, sum_launches, sum_presences
+from dtrain_dagster.jobs.totals import LaunchTotals, launched_usage, sum_launches
 from dtrain_dagster.jobs.view import JobFollower, JobView, last_step
 from dtrain_dagster.planning.projection import TimeLeft, count_nodes, describe_training, time_left
 from dtrain_dagster.reports.kind_scores import compare_figures, has_kind_scores
@@ -293,16 +293,11 @@ def summary_lines(rundir: RunDir, totals: LaunchTotals | None = None, price: str
     plan = rundir.read_json(PLAN)
     cost = rundir.read_json("reports/cost_breakdown.json")
     registration = rundir.read_json(REGISTRATION)
-    lines = [
-        ("job", rundir.uri.rsplit("/", 1)[-1]),
-        ("trained", f"{result['steps']} steps on {result['world_size']} ranks"),
-    ]
-    if nodes := rundir.nodes():
-        took = sum_presences(nodes, running=False, now=time.time())
-        lines.append(("took", f"{took.words}; {took.node_hours_words}"))
-    else:  # it ran without a cluster, and nobody recorded when its nodes were there
-        lines.append(("took", f"{format_duration(result['train_seconds'])} of training"))
-    lines += _skill(evaluation)
+    took = f"{format_duration(result['train_seconds'])} of training"  # where nobody recorded when its nodes were there
+    if totals is not None and totals.launches:
+        took = f"{totals.words}; {totals.node_hours_words}"
+    trained = f"{result['steps']} steps on {result['world_size']} ranks"
+    lines = [("job", rundir.uri.rsplit("/", 1)[-1]), ("trained", trained), ("took", took), *_skill(evaluation)]
     paid = None
     if cost and plan:
         probe = cost.get("probe_usd", 0.0)
