@@ -73,11 +73,10 @@ class FailedManager:
         running = JobStatus(job_id="one", state=JobState.RUNNING)
         self.answers = [running, failed, failed, JobStatus(job_id="one", state=JobState.FAILED, message="rank 1")]
 
+    poll_seconds = 0.0
+
     def job_status(self, job_id: str) -> JobStatus:
         return self.answers.pop(0)
-
-    def wait(self, seen: JobStatus) -> None:
-        pass
 
 
 TOLD = ("failed: rank 1", "node 1 is kept until 01:00 UTC: enter it", "give them back: dtrain cancel one")
