@@ -49,8 +49,6 @@ ALIAS_TAG, SINCE_TAG, RUN_TAG = "alias", "alias_since", "mlflow_run_id"
 MAX_TAGS, MAX_KEY, MAX_VALUE = 50, 100, 1000
 """Azure ML's documented limits of tags, in characters (those of runs; limits of assets are not stated separately)."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,254}")
-_IDENTITY = (JOB_TAG, WEIGHTS_TAG, "dataset_id", "code_version")
-"""The tags that are properties as well: properties of a version cannot be changed afterwards."""
 _NUMBER_RETRIES = RetryPolicy(first_pause_seconds=0.0, max_attempts=3)
 """The retries of taking the next version's number."""
 
@@ -192,7 +190,6 @@ class AzureMLRegistry(Registry):
                 path=str(folder),
                 type="mlflow_model",
                 tags=dict(tags),
-                properties={name: tags[name] for name in _IDENTITY if name in tags},
                 description=description(card),
             )
             return self.client.models.create_or_update(model)

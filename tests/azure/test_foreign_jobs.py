@@ -20,7 +20,7 @@ def test_jobs_of_every_kind_are_listed_beside_ours(stage: Stage) -> None:
     theirs = {name for name in listed if name.startswith(FOREIGN)}
     assert theirs == {job["name"] for job in foreign_jobs(0.0)}
     assert listed[f"{spec.job_id}-l1"].tags[JOB_TAG] == spec.job_id
-    assert listed[f"{FOREIGN}quantumannealing"].look.status == "Superposed"
+    assert listed[f"{FOREIGN}quantumannealing"].status == "Superposed"
     [compute] = stage.computes()
     assert manager.jobs.on_compute(compute) == [f"{spec.job_id}-l1"]
     assert manager.jobs.on_compute("their-young-cluster") == [f"{FOREIGN}command", f"{FOREIGN}sweep"]
@@ -75,4 +75,4 @@ def test_a_job_without_properties_is_read_as_empty(properties: Any) -> None:
     if properties is None:
         Bare.properties = None  # type: ignore[attr-defined]
     found = read_listed_job(Bare())
-    assert (found.name, found.look.status, found.tags, found.compute) == ("child", "Unknown", {}, "")
+    assert (found.name, found.status, found.tags, found.compute) == ("child", "Unknown", {}, "")

@@ -190,7 +190,7 @@ def test_a_version_carries_how_it_was_trained(workspace: Workspace, run_dir: str
     }
     assert {name: version.tags.get(name) for name in expected} == expected
     assert version.type == "mlflow_model"
-    assert version.properties["weights_sha256"] == result["weights_sha256"]
+    assert version.tags["weights_sha256"] == result["weights_sha256"]
     assert len(version.description) <= 5000
     assert model.uri == f"azureml:forecaster:{model.version}"
     run = open_client(azure_token.tracking_address(workspace.registry.tracking_uri)).get_run(model.run_id)

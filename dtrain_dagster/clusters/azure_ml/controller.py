@@ -23,7 +23,7 @@ from dtrain_dagster.clusters.azure_ml.states import (
     Answer,
     JobDecision,
     JobFacts,
-    Look,
+    ServiceJob,
     decide_job,
     note_look,
     phase_of,
@@ -174,13 +174,13 @@ class JobController:
             self._put(record)
         elif decision.action == "cancel":
             self._cancel_in_service(record, "somebody asked for it")
-            if not facts.look.status:
+            if not facts.job.status:
                 return self.records.repeat(record, decision.message)
         elif decision.action == "stop":
             if not record["stopping"]:
                 _log.warning("job %s: %s; ending it, in order to continue", record["job_name"], decision.message)
             fields = {"stopping": record["stopping"] or decision.message}
-            if phase_of(facts.look) == "waiting":
+            if phase_of(facts.job) == "waiting":
                 fields |= {"nodes_ready": facts.nodes_ready, "excluded": launch_records.exclude_own(record)}
                 fields |= {"waiting_since": record["waiting_since"] or record["submitted_at"]}
             if self.launches.change(record["token"], **fields):
@@ -192,7 +192,7 @@ class JobController:
             message = "; ".join(filter(None, (decision.message, larger)))
             return self._settle(facts, replace(decision, message=message))
         status = self.records.report(facts, decision)
-        if phase_of(facts.look) == "waiting" and decision.action == "report":
+        if phase_of(facts.job) == "waiting" and decision.action == "report":
             self._tell_of_wait(record, record["waiting_since"] or record["submitted_at"])
         return status
 
@@ -243,7 +243,7 @@ class JobController:
         if record["retry_at"] and now < record["retry_at"]:
             message = f"has been waiting for capacity for {now - waiting_since:.0f} s"
             return self._wait_for_nodes(facts, decision, message, waiting_since)
-        if read_cluster_trouble(read_service_words(facts.look.error_message)) == "refused":
+        if read_cluster_trouble(read_service_words(facts.job.error_message)) == "refused":
             kinds = launch_records.exclude_own(record)
             record = self.launches.change(record["token"], excluded=kinds) or record
         try:
@@ -260,7 +260,7 @@ class JobController:
             raise
         except ClusterError as error:  # what no other size changes
             return self._settle(facts, JobDecision("settle", JobState.FAILED, f"{decision.message}; and {error}"))
-        self.records.end_stays(facts.look)
+        self.records.end_stays(facts.job.ended_at)
         before, current = self.launches.read()
         if current is None or current["token"] != record["token"] or current["cancel_asked_at"]:
             return self.records.report(facts, decision)  # somebody else was faster
@@ -273,7 +273,7 @@ class JobController:
         self.jobs.forget_secret(record)
         self._put(following)
         begun = JobFacts(
-            record=following, look=Look(status="NotStarted"), now=now, phase_since=following["submitted_at"]
+            record=following, job=ServiceJob(status="NotStarted"), now=now, phase_since=following["submitted_at"]
         )
         return self.records.report(begun, JobDecision("report", JobState.QUEUED, message))
 
@@ -309,7 +309,7 @@ class JobController:
         except ClusterError as error:
             if not isinstance(error, ServiceUnreachable):  # it would come again: nothing was bought, nor will be
                 now = time.time()
-                facts = JobFacts(record=record, look=Look(status=""), now=now, phase_since=record["submitted_at"])
+                facts = JobFacts(record=record, job=ServiceJob(status=""), now=now, phase_since=record["submitted_at"])
                 decision = JobDecision("settle", JobState.FAILED, f"it was not submitted: {error}")
                 self.records.write_end(facts, decision, now, 1)
             raise
@@ -335,8 +335,8 @@ class JobController:
 
     def _settle(self, facts: JobFacts, decision: JobDecision, starved: Starved | None = None) -> JobStatus:
         """Settle the job after its end: write the end of nodes that could not, keep the logs, and say why it ended."""
-        record, ended_at = facts.record, min(facts.look.ended_at or facts.now, facts.now)
-        self.records.end_stays(facts.look)
+        record, ended_at = facts.record, min(facts.job.ended_at or facts.now, facts.now)
+        self.records.end_stays(facts.job.ended_at)
         self.records.keep_logs(record)
         self.jobs.forget_secret(record)
         message = decision.message

@@ -16,11 +16,11 @@ from typing import Any
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.azure_ml import launch_record as launch_records
 from dtrain_dagster.clusters.azure_ml.client import ServiceError
-from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, LAUNCH_TAG, RUN_DIR_TAG, RUN_TAG, Jobs, ServiceJob
+from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, LAUNCH_TAG, RUN_DIR_TAG, RUN_TAG, Jobs
 from dtrain_dagster.clusters.azure_ml.launch_record import Record, job_name, launch_durations
 from dtrain_dagster.clusters.azure_ml.provision import NODES_THERE, Provisioner
 from dtrain_dagster.clusters.azure_ml.sku_chain import SkuChoice, chain
-from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, Look, phase_of
+from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, ServiceJob, phase_of
 from dtrain_dagster.clusters.base import OWNER, JobState, JobStatus, Orphan, Starved
 from dtrain_dagster.clusters.exit_policy import is_failure
 from dtrain_dagster.costs.usage import NodeUsage
@@ -36,12 +36,12 @@ def gather_facts(
     """Return the facts about a launch now. ``status``: ``status.json``. Raise `ServiceError` where the service does not
     say what nodes it has for a job that waits."""
     now, options = time.time(), provisioner.options
-    look = job.look if job is not None else Look(status="")
-    phase = phase_of(look)
+    job = job or ServiceJob(status="")
+    phase = phase_of(job)
     nodes = [node for node in rundir.nodes() if node.launch == record["launch"]]
     latest = presences.find_latest_presences(nodes)
     since = record["submitted_at"]
-    if status.get("launch") == record["launch"] and phase not in ("submitting", "gone"):
+    if status.get("launch") == record["launch"] and phase != "gone":
         since = status["phase_since"] if status.get("phase") == phase else now
     ready, error = None, ""
     if phase == "waiting":
@@ -54,7 +54,7 @@ def gather_facts(
     others = chain(record["sku"], options.chain, options.tiers, {here, *launch_records.excluded(record)})
     return JobFacts(
         record=record,
-        look=look,
+        job=job,
         now=now,
         phase_since=since,
         result=rundir.read_json(RESULT),
@@ -157,10 +157,10 @@ class JobRecords:
             found.append(replace(paid, **bought, ended_at=ended_at, not_billed_seconds=not_billed))
         return found
 
-    def end_stays(self, look: Look) -> None:
+    def end_stays(self, ended_at: float | None) -> None:
         """Write the end of nodes that could not: a node heard of shortly before the job ended was present until then, a
         silent one until it was last heard of."""
-        end = min(look.ended_at or time.time(), time.time())
+        end = min(ended_at or time.time(), time.time())
         for node in self.rundir.nodes(skip_damaged=True):
             if node.ended_at is None:
                 seen = presences.end_of(node)
@@ -233,7 +233,7 @@ def describe_status(facts: JobFacts, decision: JobDecision) -> dict[str, Any]:
         "state": decision.state,
         "message": decision.message,
         "launch": record["launch"],
-        "phase": phase_of(facts.look),
+        "phase": phase_of(facts.job),
         "phase_since": facts.phase_since,
         "started_at": record["first_submitted_at"],
         "ended_at": None,
@@ -310,7 +310,7 @@ def judge_job(job: ServiceJob, jobs_uri: str, live_runs: Collection[str]) -> Orp
         return None
     known = record or {}
     return Orphan(
-        name=job.name, reason=reason, job_id=job_id, dagster_run_id=owner, state=job.look.status,
+        name=job.name, reason=reason, job_id=job_id, dagster_run_id=owner, state=job.status,
         since=job.created_at, node_count=known.get("node_count", 0), sku=known.get("sku", ""),
         tier=known.get("tier", ""), studio_url=job.studio_url,
     )  # fmt: skip

@@ -10,8 +10,8 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from dtrain_dagster.clusters.azure_ml.compute_description import CLUSTER_TAG, TA
 from dtrain_dagster.clusters.azure_ml.launch_record import Record
 from dtrain_dagster.clusters.azure_ml.options import LONGEST_JOB_SECONDS
 from dtrain_dagster.clusters.azure_ml.sku_chain import node_environment_of
-from dtrain_dagster.clusters.azure_ml.states import ENDED, Look
+from dtrain_dagster.clusters.azure_ml.states import ServiceJob
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.job_code import factories_of
 from dtrain_dagster.support.audit import AuditLog
@@ -52,23 +52,6 @@ _EXISTS = re.compile(r"(?i)already (exists|been)|existing job")
 _USER_LOG = re.compile(r"std_log(?:_process_(\d+))?\.txt$")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServiceJob:
-    """A job of ours, as the service shows it."""
-
-    name: str
-    look: Look
-    tags: Mapping[str, str]
-    studio_url: str | None
-    compute: str
-    created_at: float | None
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether the job has ended."""
-        return self.look.status in ENDED
-
-
 class Jobs:
     """The requests to the service about jobs. Which to make is decided elsewhere."""
 
@@ -88,9 +71,9 @@ class Jobs:
                 raise
             return None
         job = read_job(found)
-        if job.look.status in ("Failed", "Canceled"):
-            code, message = self._why(name, job.look.ended_at, patience_seconds)
-            return replace(job, look=replace(job.look, error_code=code, error_message=message))
+        if job.status in ("Failed", "Canceled"):
+            code, message = self._why(name, job.ended_at, patience_seconds)
+            return replace(job, error_code=code, error_message=message)
         return job
 
     def submit(self, record: Record, rundir: RunDir) -> ServiceJob:
@@ -343,14 +326,10 @@ def _read(job: Any, said: Any, compute: Any, made: Any) -> ServiceJob:
     status, properties = getattr(said, "status", None), getattr(said, "properties", None) or {}
     created = getattr(made, "created_at", None)
     studio = (getattr(said, "services", None) or {}).get("Studio")
-    look = Look(
-        status=str(getattr(status, "value", status) or "Unknown"),  # an enum, or a word that it does not know
-        started_at=parse_time(properties.get("StartTimeUtc")),
-        ended_at=parse_time(properties.get("EndTimeUtc")),
-    )
     return ServiceJob(
         name=str(job.name),
-        look=look,
+        status=str(getattr(status, "value", status) or "Unknown"),  # an enum, or a word that it does not know
+        ended_at=parse_time(properties.get("EndTimeUtc")),
         tags=dict(getattr(said, "tags", None) or {}),
         studio_url=getattr(studio, "endpoint", None),
         compute=str(compute or "").rsplit("/", 1)[-1].removeprefix("azureml:"),

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 
 from dtrain_dagster.clusters.azure_ml.client import Service, ServiceError
 from dtrain_dagster.clusters.azure_ml.controller import JobController
-from dtrain_dagster.clusters.azure_ml.job_records import is_launched_here, judge_job
-from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, RUN_TAG, Jobs, ServiceJob
+from dtrain_dagster.clusters.azure_ml.job_records import judge_job
+from dtrain_dagster.clusters.azure_ml.jobs import RUN_TAG, Jobs
 from dtrain_dagster.clusters.azure_ml.launch_record import Launches, mark_of, next_launch, read_mark
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.pools import ANYWHERE, NOT_PROVISIONED, Pools
@@ -263,7 +263,6 @@ class AzureMLClusterManager(GPUClusterManager):
     def find_orphans(self, live_runs: Collection[str]) -> list[Orphan]:
         """Return the orphaned jobs with this cluster's tag. Computes without work are `pools`."""
         active = self.jobs.active(self.options.look_patience_seconds)
-        self._mark_again(active)
         judged = [judge_job(job, self.jobs_uri, live_runs) for job in active]
         return [orphan for orphan in judged if orphan is not None]
 
@@ -276,14 +275,6 @@ class AzureMLClusterManager(GPUClusterManager):
                 self._known(orphan.job_id).ask_to_cancel()
         # Also where its run directory says that it has ended: only the service knows whether it still costs money.
         return self.jobs.end(orphan.name, orphan.reason, patience, deadline)
-
-    def _mark_again(self, active: Sequence[ServiceJob]) -> None:
-        """Mark jobs again that the service runs and whose mark was removed."""
-        marked = {read_mark(mark)[0] for mark in self._active.marks() or ()}
-        for job in active:
-            is_ours = is_launched_here(job.name, job.tags, self.jobs_uri)
-            if is_ours and job.tags[JOB_TAG] not in marked:
-                self._mark(job.tags[JOB_TAG])
 
     def _mark(self, job_id: str) -> str:
         """Mark a job that was found to run, and return the mark."""

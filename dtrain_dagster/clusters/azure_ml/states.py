@@ -7,7 +7,7 @@ where its last node was lost a moment later; and a job that "fails" because its 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
@@ -25,19 +25,28 @@ Answer = Literal["found", "own", "scope"]
 CANCEL_TAKEN, CANCEL_NOT_FOUND = "taken", "not found"
 """What becomes of the cancellation of a job that seems to be gone; else it is refused, in the service's words."""
 
-Phase = Literal["submitting", "waiting", "working", "silent", "paused", "stopping", "ended", "gone"]
+Phase = Literal["waiting", "working", "silent", "paused", "stopping", "ended", "gone"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Look:
+class ServiceJob:
     """A job, as the service shows it. Times are Unix seconds."""
 
     status: str
     """The service's word, ``""`` where there is no such job."""
-    started_at: float | None = None
     ended_at: float | None = None
     error_code: str = ""
     error_message: str = ""
+    name: str = ""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    studio_url: str | None = None
+    compute: str = ""
+    created_at: float | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the job has ended."""
+        return self.status in ENDED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,10 +55,10 @@ class JobFacts:
 
     record: dict[str, Any]
     """``launch.json``, see `launch_record`."""
-    look: Look
+    job: ServiceJob
     now: float
     phase_since: float
-    """The time at which the phase began that `phase_of` gives for this look."""
+    """The time at which the phase began that `phase_of` gives for this job."""
     result: Mapping[str, Any] | None = None
     """``result.json``, of any launch."""
     heard_at: float | None = None
@@ -78,24 +87,24 @@ class JobDecision:
     message: str = ""
 
 
-def phase_of(look: Look) -> Phase:
+def phase_of(job: ServiceJob) -> Phase:
     """Return the phase that the service's word means."""
-    if not look.status:
+    if not job.status:
         return "gone"
-    if look.status in WAITING:
+    if job.status in WAITING:
         return "waiting"
-    if look.status in WORKING:
+    if job.status in WORKING:
         return "working"
-    if look.status in ENDED:
+    if job.status in ENDED:
         return "ended"
-    if look.status == "CancelRequested":
+    if job.status == "CancelRequested":
         return "stopping"
-    return "paused" if look.status == "Paused" else "silent"  # NotResponding, Unknown, and words that are new
+    return "paused" if job.status == "Paused" else "silent"  # NotResponding, Unknown, and words that are new
 
 
 def decide_job(facts: JobFacts, options: AzureMLOptions) -> JobDecision:
     """Return the decision about a launch. ``options``: the deadlines."""
-    phase = phase_of(facts.look)
+    phase = phase_of(facts.job)
     if _says(facts, "succeeded") and phase == "ended":
         return JobDecision("settle", JobState.SUCCEEDED)
     if phase == "ended":
@@ -115,10 +124,10 @@ def decide_job(facts: JobFacts, options: AzureMLOptions) -> JobDecision:
 
 
 def _ended(facts: JobFacts) -> JobDecision:
-    look, record = facts.look, facts.record
+    job, record = facts.job, facts.record
     if _says(facts, "budget"):
         return _failed_by_result(facts)
-    if look.status == "Completed":
+    if job.status == "Completed":
         if not record["elastic"]:
             return JobDecision("settle", JobState.SUCCEEDED)
         if _says(facts, "failed"):
@@ -131,17 +140,17 @@ def _ended(facts: JobFacts) -> JobDecision:
     if _says(facts, "failed"):
         return _failed_by_result(facts)
     # One that was cancelled because the service seemed not to know it may have failed before that.
-    if record["stopping"] and not (record["missing_cancel"] == CANCEL_TAKEN and look.status == "Failed"):
+    if record["stopping"] and not (record["missing_cancel"] == CANCEL_TAKEN and job.status == "Failed"):
         return _lost(facts, record["stopping"])
-    was_lost = explain_service_loss(look.error_code, look.error_message)
-    if look.status == "Canceled" and not (was_lost or _says(facts, "stopped")):
+    was_lost = explain_service_loss(job.error_code, job.error_message)
+    if job.status == "Canceled" and not (was_lost or _says(facts, "stopped")):
         return JobDecision("settle", JobState.CANCELLED, "cancelled in the workspace, not from here")
     cause = explain_loss(
-        facts.exit_codes, look.error_code, look.error_message, facts.vanished, was_stopped=_says(facts, "stopped")
+        facts.exit_codes, job.error_code, job.error_message, facts.vanished, was_stopped=_says(facts, "stopped")
     )
     if cause and record["elastic"]:
         return _lost(facts, cause)
-    said = ": ".join(part for part in (look.error_code, look.error_message) if part)
+    said = ": ".join(part for part in (job.error_code, job.error_message) if part)
     return _failed(said or cause or "the service does not say why")
 
 
@@ -216,7 +225,7 @@ def _waiting(facts: JobFacts, options: AzureMLOptions, is_paused: bool) -> JobDe
 
 def _silent(facts: JobFacts, options: AzureMLOptions) -> JobDecision:
     """Return the decision where the service does not hear the job; its nodes may still write, and then it works."""
-    said = f"the service says {facts.look.status}"
+    said = f"the service says {facts.job.status}"
     silent = facts.now - max(facts.phase_since, facts.heard_at or 0.0)
     if silent <= options.silence_seconds:
         words = f"{said}; its nodes were last heard from {max(0.0, silent):.0f} s ago"

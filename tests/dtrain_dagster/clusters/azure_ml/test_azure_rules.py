@@ -22,7 +22,6 @@ from dtrain_dagster.clusters.azure_ml.jobs import (
     LAUNCH_TAG,
     RUN_DIR_TAG,
     RUN_TAG,
-    ServiceJob,
     command_line,
     parse_time,
 )
@@ -47,7 +46,7 @@ from dtrain_dagster.clusters.azure_ml.states import (
     CANCEL_TAKEN,
     JobDecision,
     JobFacts,
-    Look,
+    ServiceJob,
     decide_job,
 )
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState
@@ -245,10 +244,10 @@ RECORD = {
 
 def facts(status: str, **fields: Any) -> JobFacts:
     """Return the facts about a launch. ``fields``: of `JobFacts`, of its record, and the ``error`` and its ``code``."""
-    look = Look(status=status, error_message=fields.pop("error", ""), error_code=fields.pop("code", ""))
+    job = ServiceJob(status=status, error_message=fields.pop("error", ""), error_code=fields.pop("code", ""))
     record = RECORD | {name: fields.pop(name) for name in RECORD if name in fields and name != "nodes_ready"}
     known = {"now": 1000.0, "phase_since": 990.0, "resubmissions_left": 1}
-    return JobFacts(record=record, look=look, **{**known, **fields})
+    return JobFacts(record=record, job=job, **{**known, **fields})
 
 
 def decided(status: str, **fields: Any) -> tuple[str, JobState]:
@@ -407,8 +406,7 @@ class TestOrphans:
         rundir = RunDir(f"{jobs_uri}/j")
         rundir.write_json(LAUNCH, RECORD)
         tags = {JOB_TAG: "j", LAUNCH_TAG: "2", RUN_DIR_TAG: rundir.uri, RUN_TAG: "ended"}
-        look = Look(status="Running")
-        job = ServiceJob(name="j-l2", look=look, tags=tags, studio_url=None, compute="c", created_at=None)
+        job = ServiceJob(name="j-l2", status="Running", tags=tags, compute="c")
         assert getattr(job_records.judge_job(job, jobs_uri, {"live"}), "dagster_run_id", None) == "ended"
         for owner, is_orphan in (("other", True), ("live", False), (None, False)):
             rundir.write_json(OWNER, {"dagster_run_id": owner})
