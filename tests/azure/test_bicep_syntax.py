@@ -70,29 +70,6 @@ def test_a_second_parser_reads_them_too(file: Path) -> None:
     assert faults_of_syntax(file.read_bytes()) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("there", "planted"),
-    [
-        ("'Cost'", "'Cost"),
-        ("category: 'Cost'", "category 'Cost'"),
-        ("resource budget ", "resource "),
-        ("param name string\n", "param name string =\n"),
-        ("contactEmails: emails\n      }\n", "contactEmails: emails\n"),
-    ],
-    ids=["string", "colon", "symbol", "default", "brace"],
-)
-def test_a_fault_of_syntax_is_found_by_both_parsers(there: str, planted: str, tmp_path: Path) -> None:
-    from pycep import BicepParser
-
-    source = (AZURE / "modules/budget.bicep").read_text()
-    assert there in source
-    broken = source.replace(there, planted, 1)
-    assert faults_of_syntax(broken.encode())
-    with pytest.raises(Exception, match=r"(?i)unexpected|no terminal|expected"):
-        BicepParser().parse(text=broken)
-
-
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_name_is_declared_and_used(file: Path) -> None:
     assert faults_of_names(file.read_bytes()) == []

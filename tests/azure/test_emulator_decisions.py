@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.azure.emulator.clock import Clock, duration_seconds
+from harness.azure.emulator.clock import Clock
 from harness.azure.emulator.contract import schemas_folder, violations
 from harness.azure.emulator.faults import Faults
 from harness.azure.emulator.nodes import Guarded
@@ -53,14 +53,6 @@ def test_a_skipped_hour_passes_in_steps() -> None:
     assert clock.now() - start >= 3600
     with pytest.raises(ValueError, match="forward"):
         clock.advance(-1, lambda: None)
-
-
-def test_durations_are_read_as_iso_8601() -> None:
-    assert duration_seconds("PT10M") == 600
-    assert duration_seconds("P1DT1S") == 86401
-    for wrong in ("10 minutes", "PT", "P", ""):
-        with pytest.raises(ValueError, match="no duration"):
-            duration_seconds(wrong)
 
 
 def test_faults_strike_as_often_as_they_were_told() -> None:

@@ -8,10 +8,8 @@ import pytest
 from azure.core.polling.base_polling import LROBasePolling
 
 from dtrain_dagster.clusters.base import JobState
-from harness.azure.emulator import Emulator
 from harness.waiting import until
-from tests.azure.conftest import new_client
-from tests.azure.stage import FOREVER, V100, Stage, end
+from tests.azure.stage import V100, Stage, end
 
 CREATED_AFTER, DELETED_AFTER = 75.0, 40.0
 
@@ -52,22 +50,6 @@ def test_computes_are_asked_after_as_often_as_the_settings_say(stage: Stage, wai
     assert not stage.control("requests", operation="unknown"), "no address that the service has not told"
 
 
-def test_a_client_without_the_setting_waits_for_half_a_minute(
-    stage: Stage, emulator: Emulator, waits: list[float]
-) -> None:
-    from azure.ai.ml.entities import AmlCompute
-
-    emulator.control("timing", create_seconds=CREATED_AFTER)
-    try:
-        client = new_client()
-        bare = AmlCompute(name=f"{stage.name}-bare", size=V100, min_instances=0, max_instances=3)
-        client.compute.begin_create_or_update(bare).wait()
-    finally:
-        emulator.control("timing", create_seconds=0.3)
-    assert waits == [30.0] * 3
-    client.compute.begin_delete(f"{stage.name}-bare").wait()
-
-
 @pytest.mark.long
 def test_a_job_that_has_ended_is_cancelled_without_an_error(stage: Stage) -> None:
     manager, spec = stage.run()
@@ -77,13 +59,3 @@ def test_a_job_that_has_ended_is_cancelled_without_an_error(stage: Stage) -> Non
     [seen] = stage.asked("job.cancel")
     assert seen["status"] == 200
     assert stage.jobs()[f"{spec.job_id}-l1"]["status"] == "Completed"
-
-
-@pytest.mark.long
-def test_a_running_job_is_cancelled_though_nobody_says_when_to_look(stage: Stage) -> None:
-    manager, spec = stage.run(FOREVER)
-    until(lambda: manager.job_status(spec.job_id).state is JobState.RUNNING, "the job to run")
-    manager.cancel_job(spec.job_id)
-    assert manager.job_status(spec.job_id).state is JobState.CANCELLED
-    [seen] = stage.asked("job.cancel")
-    assert seen["status"] == 202

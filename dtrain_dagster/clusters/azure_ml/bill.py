@@ -88,8 +88,20 @@ class Marks:
         self.computes = {str(item["compute"]).casefold() for item in launches if item.get("compute")}
         self.workspace = workspace_id.casefold()
 
+    def why_not(self, row: BilledUsage) -> str:
+        """Return why a row is not the job's: it neither names the job or a launch, nor is of a compute of it; "" if it
+        is the job's."""
+        if any(re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", row.tags) for name in self.names):
+            return ""
+        if WORKSPACES not in row.resource or (self.workspace and row.resource != self.workspace):
+            return "something else"
+        if not row.pool:
+            return f"the workspace, without a compute: {row.meter or 'no meter'}"
+        compute = re.sub(r"_[0-9a-f-]{8,36}$", "", row.pool)
+        return "" if self.computes & {compute, row.pool} else f"compute {compute}"
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+@dataclass(frozen=True, slots=True)
 class BillLine:
     """One meter on one day. ``ours_usd`` is None for a meter that the project does not count."""
 
@@ -101,7 +113,7 @@ class BillLine:
     why: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Reconciliation:
     """The billed and the computed cost of a job, line by line. ``uncompared``: for each reason why rows of the export
     are not compared, ``what``, how many ``rows`` and their ``billed_usd``."""
@@ -119,17 +131,16 @@ def read_usage(data: bytes, source: str) -> list[BilledUsage]:
         text = (gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data).decode("utf-8-sig", errors="replace")
     except (OSError, EOFError, zlib.error) as error:
         raise UsageError(f"{source} cannot be decompressed ({error}): download it again") from None
-    rows = [row for row in csv.reader(io.StringIO(text)) if any(cell.strip() for cell in row)] or [[]]
-    names = [re.sub(r"[^a-z]", "", name.lower()) for name in rows[0]]
-    places = {what: next((names.index(name) for name in known if name in names), -1) for what, known in COLUMNS.items()}
-    if missing := [f"{what} ({' or '.join(COLUMNS[what])})" for what in NEEDED if places[what] < 0]:
-        has = f"it has {', '.join(rows[0])[:500] or 'none'}. Export 'Cost and usage details' as CSV"
+    table = csv.DictReader(io.StringIO(text))
+    named = {re.sub(r"[^a-z]", "", name.lower()): name for name in reversed(table.fieldnames or ())}
+    columns = {what: next((named[name] for name in known if name in named), "") for what, known in COLUMNS.items()}
+    if missing := [f"{what} ({' or '.join(COLUMNS[what])})" for what in NEEDED if not columns[what]]:
+        has = f"it has {', '.join(table.fieldnames or ())[:500] or 'none'}. Export 'Cost and usage details' as CSV"
         raise UsageError(f"{source} has no column for {'; '.join(missing)}; {has}")
     found = []
-    for number, row in enumerate(rows[1:], 2):
-        cells = {what: row[place].strip() if 0 <= place < len(row) else "" for what, place in places.items()}
+    for number, row in enumerate(table, 2):
         try:
-            found.append(BilledUsage(cells))
+            found.append(BilledUsage({what: (row.get(name) or "").strip() for what, name in columns.items()}))
         except (ValueError, InvalidOperation, OverflowError) as error:
             raise UsageError(f"{source}, row {number}: {error}") from None
     return found
@@ -146,19 +157,6 @@ def fields_of(text: str) -> dict[str, str]:
     return {str(key).casefold().removeprefix("x_"): str(value) for key, value in found.items() if value is not None}
 
 
-def why_not_compared(row: BilledUsage, marks: Marks) -> str:
-    """Return why a row is not the job's: it neither names the job or a launch, nor is of a compute of it; "" if it is
-    the job's."""
-    if any(re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", row.tags) for name in marks.names):
-        return ""
-    if WORKSPACES not in row.resource or (marks.workspace and row.resource != marks.workspace):
-        return "something else"
-    if not row.pool:
-        return f"the workspace, without a compute: {row.meter or 'no meter'}"
-    compute = re.sub(r"_[0-9a-f-]{8,36}$", "", row.pool)
-    return "" if marks.computes & {compute, row.pool} else f"compute {compute}"
-
-
 def reconcile(
     tracker: CostTracker, usage: Iterable[BilledUsage], marks: Marks, today: date | None = None
 ) -> Reconciliation:
@@ -169,7 +167,7 @@ def reconcile(
     billed: dict[tuple[date, bool, str, str], list[BilledUsage]] = defaultdict(list)
     others: dict[str, list[int]] = defaultdict(list)
     for row in usage:
-        why = why_not_compared(row, marks)
+        why = marks.why_not(row)
         if why or row.day not in days:
             others[why or "the same computes, on days on which this job had no node"].append(row.units)
         else:  # machines first: they take the node-time that Azure ML's own meters, of the same hours, name as well
@@ -182,7 +180,26 @@ def reconcile(
         lines.append((day, f"{meter}: {name}" if name else meter, units, mine, why))
     for (day, sku, tier), spans in ours.items():
         lines.append((day, f"{sku} ({tier})", 0, sum(own for own, _ in spans), NOT_YET))
-    return _shown(sorted(lines, key=lambda line: line[:2]), others, today)
+    lines.sort(key=lambda line: line[:2])
+
+    digits = digits_of(max(sum(line[2] for line in lines), sum(line[3] or 0 for line in lines)))
+    paid, own = shown([line[2] for line in lines], digits), shown([line[3] or 0 for line in lines], digits)
+    rows, waiting = [], timedelta(days=COMPLETE_AFTER_DAYS)
+    for (day, meter, _, mine, why), usd, counted in zip(lines, paid, own, strict=True):
+        early = f"this day is not complete before {day + waiting}; " if today and today <= day + waiting else ""
+        known = None if mine is None else counted
+        rows.append(BillLine(str(day), meter, usd, known, usd - counted, early + why))
+    whole, whole_own = sum(paid, Decimal(0)), sum(own, Decimal(0))
+    summary = [f"billed ${whole:,}, ours ${whole_own:,}: a difference of ${whole - whole_own:+,}"]
+    if not billed:
+        summary.append("no row of the export belongs to this job: check its period, and that it has AdditionalInfo")
+    amounts = shown([sum(units) for units in others.values()], digits)
+    left: list[dict[str, Any]] = [
+        {"what": what, "rows": len(others[what]), "billed_usd": usd}
+        for usd, what in sorted(zip(amounts, others, strict=True), reverse=True)
+    ]
+    summary += [f"not compared: {item['rows']} row(s), ${item['billed_usd']:,}: {item['what']}" for item in left]
+    return Reconciliation(tuple(rows), whole, whole_own, tuple(summary), tuple(left))
 
 
 def _is_of(rows: Sequence[BilledUsage], key: Key) -> bool:
@@ -223,28 +240,3 @@ def _by_day(tracker: CostTracker) -> dict[Key, list[tuple[int, int]]]:
             found[key].append(((end - at) * node.nano_usd_per_hour, end - at))
             at = end
     return dict(found)
-
-
-def _shown(
-    lines: Sequence[tuple[date, str, int, int | None, str]], others: Mapping[str, Sequence[int]], today: date | None
-) -> Reconciliation:
-    digits = digits_of(max(sum(line[2] for line in lines), sum(line[3] or 0 for line in lines)))
-    billed, ours = shown([line[2] for line in lines], digits), shown([line[3] or 0 for line in lines], digits)
-    rows, waiting = [], timedelta(days=COMPLETE_AFTER_DAYS)
-    for (day, meter, _, mine, why), paid, counted in zip(lines, billed, ours, strict=True):
-        early = f"this day is not complete before {day + waiting}; " if today and today <= day + waiting else ""
-        usd: dict[str, Any] = {"billed_usd": paid, "ours_usd": None if mine is None else counted}
-        rows.append(BillLine(day=f"{day}", meter=meter, **usd, difference_usd=paid - counted, why=early + why))
-    whole, own = sum(billed, Decimal(0)), sum(ours, Decimal(0))
-    summary = [f"billed ${whole:,}, ours ${own:,}: a difference of ${whole - own:+,}"]
-    if not any(line[2] for line in lines):
-        summary.append("no row of the export belongs to this job: check its period, and that it has AdditionalInfo")
-    amounts = shown([sum(units) for units in others.values()], digits)
-    left: list[dict[str, Any]] = [
-        {"what": what, "rows": len(others[what]), "billed_usd": usd}
-        for usd, what in sorted(zip(amounts, others, strict=True), reverse=True)
-    ]
-    summary += [f"not compared: {item['rows']} row(s), ${item['billed_usd']:,}: {item['what']}" for item in left]
-    return Reconciliation(
-        rows=tuple(rows), billed_usd=whole, ours_usd=own, summary=tuple(summary), uncompared=tuple(left)
-    )

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from azure.ai.ml.entities import AmlCompute
 
 TAG, CLUSTER_TAG = "dtrain", "dtrain_cluster"
-SERVICE_TIERS = {"spot": OLD_SPOT}
-"""Tier → the service's word for it, in the spelling that its client passes on; "LowPriority" would go out as a word
-that the service does not know, and it has no word for Spot."""
 
 
 def describe_compute(
@@ -34,7 +31,8 @@ def describe_compute(
     return AmlCompute(
         name=name,
         size=choice.sku,
-        tier=SERVICE_TIERS.get(choice.tier, choice.tier),
+        # The spelling that the client passes on: "LowPriority" would go out as a word that the service does not know.
+        tier=OLD_SPOT if choice.tier == "spot" else choice.tier,
         min_instances=0,
         max_instances=most,
         idle_time_before_scale_down=options.idle_seconds,

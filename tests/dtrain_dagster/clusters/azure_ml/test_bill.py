@@ -21,7 +21,6 @@ from dtrain_dagster.clusters.azure_ml.bill import (
     fields_of,
     read_usage,
     reconcile,
-    why_not_compared,
 )
 from dtrain_dagster.costs.money import USD
 from dtrain_dagster.costs.tracker import CostTracker
@@ -105,12 +104,12 @@ def test_a_compute_is_known_by_its_pool_and_its_meters_are_told_apart(schema: st
 def test_whose_a_row_is(row: dict[str, Any], why: str) -> None:
     for schema in ("ea", "mca", "focus"):
         [usage] = read_usage(bill(schema, [row]).encode(), "b")
-        assert why_not_compared(usage, MARKS) == why, schema
+        assert MARKS.why_not(usage) == why, schema
 
 
 def test_where_no_workspace_is_set_the_computes_of_any_count() -> None:
     [usage] = read_usage(bill("mca", [fact(resource=ELSEWHERE)]).encode(), "b")
-    assert why_not_compared(usage, Marks("train-1", LAUNCH)) == ""
+    assert Marks("train-1", LAUNCH).why_not(usage) == ""
 
 
 def test_additional_information_has_braces_or_not() -> None:
@@ -168,7 +167,7 @@ def test_focus_without_the_extensions_of_microsoft_and_compressed_is_read() -> N
     for data in (text, gzip.compress(text)):
         [row] = read_usage(data, "b")
         assert (row.day, row.meter, row.name, row.hours) == (date(2026, 10, 25), "Virtual Machines", "NC6s v3", 1.0)
-        assert (why_not_compared(row, MARKS), row.size) == ("", SIZE.lower())
+        assert (MARKS.why_not(row), row.size) == ("", SIZE.lower())
     with pytest.raises(UsageError, match=r"cannot be decompressed.*download it again"):
         read_usage(gzip.compress(text)[:-9], "b.csv.gz")
 

@@ -217,11 +217,7 @@ def said(code: str, message: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("code", "message", "status", "verdict"),
     [
-        ("SkuNotAvailable", "", 409, "next"),
-        ("AllocationFailed", "", 200, "next"),
         ("ClusterCoreQuotaReached", "", 200, "next"),
-        ("JobNodeCountExceedsCoreQuota", "", 400, "next"),
-        ("BadRequest", "The specified subscription has a total vCPU quota of 0 for x.", 400, "next"),
         ("BadRequest", "The specified vmSize X is not supported in eastus.", 400, "next"),
         ("BadRequest", "minNodeCount must not be above maxNodeCount.", 400, "fatal"),
         ("AuthorizationFailed", "", 403, "fatal"),
@@ -231,7 +227,6 @@ def said(code: str, message: str) -> dict[str, str]:
         ("TooManyRequests", "", 429, "wait"),
         ("TooManyRequests", "The request exceeds the quota of requests.", 429, "wait"),
         ("Conflict", "Compute x is Creating", 409, "wait"),
-        ("InternalServerError", "", 500, "wait"),
         ("InternalServerError", "There is not enough capacity in this region.", 500, "next"),
         ("SomethingNew", "", 409, "next"),
         ("SomethingNew", "", 200, "next"),
