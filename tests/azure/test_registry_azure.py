@@ -318,6 +318,7 @@ def make_endpoint(workspace: Workspace, name: str, auth_mode: str = "aad_token")
     ).result()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_registered_model_is_compared_with_what_an_endpoint_of_the_workspace_answers(
     workspace: Workspace, run_dir: str, model: RegisteredModel, monkeypatch: pytest.MonkeyPatch
@@ -326,7 +327,7 @@ def test_a_registered_model_is_compared_with_what_an_endpoint_of_the_workspace_a
 
     make_endpoint(workspace, "dtrain-quotes")
     deployment = ManagedOnlineDeployment(
-        name="v1",
+        name="version-1",
         endpoint_name="dtrain-quotes",
         model=f"azureml:{model.name}:{model.version}",
         instance_type="Standard_DS3_v2",
@@ -334,7 +335,7 @@ def test_a_registered_model_is_compared_with_what_an_endpoint_of_the_workspace_a
     )
     workspace.client.online_deployments.begin_create_or_update(deployment).result()
     behind: Any = workspace.client.online_endpoints.get("dtrain-quotes")
-    behind.traffic = {"v1": 100}
+    behind.traffic = {"version-1": 100}
     workspace.client.online_endpoints.begin_create_or_update(behind).result()
     asked = {"name": model.name, "version": model.version, "run_dir": run_dir}
 
