@@ -54,7 +54,8 @@ def check_space(
         try:
             job_of_trial(base, space, values, source)
         except ConfigError as error:
-            raise SpaceError(_without_place(error, source, f"a trial with {shown_values(values)}")) from None
+            said_of_it = str(error).removeprefix(f"{source}: ")
+            raise SpaceError(f"{source}: a trial with {shown_values(values)}: {said_of_it}") from None
     said: list[str] = []
     for values in extremes(space):
         try:
@@ -122,9 +123,3 @@ def _check_field(parameter: Parameter, base: JobConfig, source: str) -> None:
         f"{where}: {said}; fields are training.NAME, model.factory, model.args.NAME; loss, optimizer and lr_scheduler "
         "alike"
     )
-
-
-def _without_place(error: ConfigError, source: str, place: str) -> str:
-    """Return the message of a job's check, said of a trial."""
-    text = str(error)
-    return f"{source}: {place}: {text.removeprefix(f'{source}: ')}"

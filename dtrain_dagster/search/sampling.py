@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -63,7 +63,7 @@ def ask_for_values(
     those included that are not there beside the others."""
     import optuna
 
-    quiet(optuna)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # what a search does is told by the search
     study = optuna.create_study(sampler=sampler)
     ended = [trial for trial in known if trial.state.is_final]
     for trial, goal in zip(ended, goals_of(ended, sign), strict=True):
@@ -81,7 +81,11 @@ def goals_of(trials: Sequence[Trial], sign: float) -> list[float | None]:
 
     The floor is as far below the best score as that is below the middle one; zero where scores are positive and that
     would be below it, as of a loss that cannot be negative."""
-    scores = [_goal(trial, sign) for trial in trials]
+    bests = [trial.best(sign) for trial in trials]
+    scores = [
+        math.inf if best is None or not math.isfinite(trial.scores[-1]) else sign * best
+        for trial, best in zip(trials, bests, strict=True)
+    ]
     finite = [score for score in scores if math.isfinite(score)]
     if not finite:
         return [None] * len(trials)
@@ -89,11 +93,6 @@ def goals_of(trials: Sequence[Trial], sign: float) -> list[float | None]:
     gap = (statistics.median(finite) - best) or (worst - best) or abs(best) or 1.0
     floor = max(0.0, best - gap) if best > 0 else best - gap
     return [math.log(min(score, worst) - floor) for score in scores]
-
-
-def _goal(trial: Trial, sign: float) -> float:
-    best = trial.best(sign)
-    return math.inf if best is None or not math.isfinite(trial.scores[-1]) else sign * best
 
 
 def as_optuna(space: Space, trial: Trial, goal: float | None = None) -> optuna.trial.FrozenTrial:
@@ -108,8 +107,3 @@ def as_optuna(space: Space, trial: Trial, goal: float | None = None) -> optuna.t
         params={item.name: trial.values.get(item.name, item.ends[0]) for item in space.parameters},
         distributions=space.domains,
     )
-
-
-def quiet(optuna: Any) -> None:
-    """Let Optuna print warnings only: what a search does is told by the search."""
-    optuna.logging.set_verbosity(optuna.logging.WARNING)

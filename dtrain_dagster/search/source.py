@@ -46,7 +46,11 @@ class TrialSource(JobSource):
         self._make_job, self._expected = make_job, expected
         self._trials: list[Trial] = []
         self._numbers: dict[str, int] = {}
-        self._draw = draw or self._sample
+        self._draw = draw or (
+            lambda number, known, running: draw_values(
+                space, settings.sampler, settings.seed, number, known, running, settings.sign
+            )
+        )
         self._is_exhausted = False
 
     @property
@@ -117,10 +121,6 @@ class TrialSource(JobSource):
         facts = job.facts
         self._numbers[job.job_id] = number = len(self._trials)
         self._trials.append(Trial(number=number, values=facts["values"], of=facts["of"]))
-
-    def _sample(self, number: int, known: Sequence[Trial], running: Sequence[Trial]) -> Mapping[str, Any] | None:
-        settings = self.settings
-        return draw_values(self.space, settings.sampler, settings.seed, number, known, running, settings.sign)
 
     def _others(self, known: Sequence[Trial]) -> list[Trial]:
         """Return the trials that are not known yet, by their values: how far they have come is chance."""
