@@ -193,7 +193,7 @@ class GPUClusterResource(dg.ConfigurableResource):
     @property
     def ranks_per_node(self) -> int:
         """The ranks of each node, one per GPU unless they are stated. Raise `PriceError` for an unknown SKU."""
-        gpus = self.engine.get("gpus", 0) if self.engine else None
+        gpus = self.engine.get("gpus", 0)
         return ranks_per_node(self.processes_per_node, self.traits, self.gpu_type, self.node_count, gpus)
 
     @property

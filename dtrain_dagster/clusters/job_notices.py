@@ -20,7 +20,7 @@ from dtrain_dagster.clusters.notice_text import (
     JobFigures,
     NoticeKind,
     describe_kept,
-    describe_move,
+    describe_place,
     is_told,
     kind_of_end,
     write_notice,
@@ -124,12 +124,11 @@ def _figures(rundir: RunDir, kind: NoticeKind, launch: Mapping[str, Any]) -> Job
     reason = redact(reason)[:MOST_REASON]
     return JobFigures(
         launch=number,
-        nodes=int(launch.get("node_count") or 1),
+        place=describe_place(launch),
         steps=steps if isinstance(steps, int) else None,
         node_seconds=sum(item.ended_at - item.started_at for item in usage),
         cost=cost,
         reason=reason if state is not JobState.SUCCEEDED else "",
-        moved=describe_move(launch) if kind == "goes_on" else "",
         kept=describe_kept(status.get("kept") or ()),
         links=find_links(rundir, launch),
     )

@@ -104,8 +104,10 @@ ENGINES: Mapping[str, type[Engine]] = {"slurm": SlurmEngine, "kubernetes": Kuber
 
 def open_engine(kind: str, options: Mapping[str, Any], run_dir: str, secret: str) -> Engine:
     """Return the engine of a kind of cluster, for the nodes of one job. ``options``: of
-    `dtrain_dagster.settings.engines`. ``secret``: the path of the file with the launch's secret."""
-    engine = ENGINES[kind]
+    `dtrain_dagster.settings.engines`. ``secret``: the path of the file with the launch's secret. Raise `ClusterError`
+    for a kind without one."""
+    if (engine := ENGINES.get(kind)) is None:
+        raise ClusterError(f"DTRAIN_CLUSTER={kind!r} has no engine that runs nodes")
 
     def command(launch: Mapping[str, Any], node_id: int, incarnation: int) -> Sequence[str]:
         python = options.get("python") or sys.executable

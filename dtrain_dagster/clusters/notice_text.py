@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.settings.tiers import current_tier, tier_in_words
+from dtrain_dagster.settings.tiers import tier_in_words
 from dtrain_dagster.support.formatting import format_duration
 
 NoticeKind = Literal["finished", "failed", "budget", "goes_on", "waits", "kept"]
@@ -24,25 +24,20 @@ _OF_PARTS: Mapping[str, frozenset[NoticeKind]] = {
 """What is told of jobs that are parts: a fleet moves its jobs and gives them budgets all the time, and of a search its
 end is told."""
 
-BEFORE = "before"
-"""The field of ``launch.json`` with the place of the launch before it."""
-_PLACE = ("engine", "cluster_name", "sku", "tier", "node_count")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobFigures:
     """What a notice says of a job, over all its launches."""
 
     launch: int
-    nodes: int
+    place: str = ""
+    """Where it runs, see `describe_place`."""
     steps: int | None = None
     node_seconds: float = 0.0
     cost: str = ""
     """Dollars with their meaning; why they are not known."""
     reason: str = ""
     """Why it failed, was started again, or waits."""
-    moved: str = ""
-    """Where it goes on, and where it ran before, if that is elsewhere."""
     kept: Sequence[str] = ()
     """How to enter the nodes that are left in place."""
     links: tuple[str, ...] = ()
@@ -70,7 +65,7 @@ def write_notice(kind: NoticeKind, job_id: str, figures: JobFigures) -> tuple[st
         "finished": "has finished",
         "failed": "has failed",
         "budget": "was stopped by its budget",
-        "goes_on": f"goes on{' elsewhere' if figures.moved else ''}: launch {figures.launch}",
+        "goes_on": f"goes on: launch {figures.launch}",
         "waits": "waits for nodes",
         "kept": "has failed, and its nodes are kept",
     }
@@ -78,9 +73,8 @@ def write_notice(kind: NoticeKind, job_id: str, figures: JobFigures) -> tuple[st
     launches = f" in {figures.launch} launches" if figures.launch > 1 else ""
     paid = f"{steps}{format_duration(figures.node_seconds)} of nodes{launches}, {figures.cost}"
     if kind == "goes_on":
-        place = figures.moved or f"on {figures.nodes} node{'s' if figures.nodes > 1 else ''}"
-        lines = [f"{place}, from the latest checkpoint", f"so far: {paid}", f"dtrain logs --follow {job_id}"]
-        lines.append(f"dtrain cancel {job_id}")
+        where = f"on {figures.place}, from the latest checkpoint"
+        lines = [where, f"so far: {paid}", f"dtrain logs --follow {job_id}", f"dtrain cancel {job_id}"]
     elif kind == "waits":
         so_far = f"so far: {paid}" if figures.node_seconds else ""
         lines = [figures.reason, so_far, f"dtrain status {job_id} --follow", f"dtrain cancel {job_id}"]
@@ -101,27 +95,10 @@ def describe_kept(kept: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def place_of(launch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a launch that say where it runs."""
-    place = {name: launch[name] for name in _PLACE if launch.get(name) is not None}
-    return place | ({"tier": current_tier(place["tier"])} if "tier" in place else {})
-
-
-def describe_move(launch: Mapping[str, Any]) -> str:
-    """Return what of a launch's place is another than before, such as ``on 2 x Standard_NC6s_v3 (Spot), before
-    on 3 x Standard_NC6s_v3 (dedicated)``; "" where nothing is, or where it is not known."""
-    history = launch.get("history") or []
-    before = place_of(launch.get(BEFORE) or (history[-1] if history else {}))
-    now = place_of(launch)
-    changed = {name for name in before if name in now and before[name] != now[name]}
-    if not changed:
-        return ""
-    named = bool(changed & {"engine", "cluster_name"})
-    return f"on {_in_words(now, named)}, before on {_in_words(before, named)}"
-
-
-def _in_words(place: Mapping[str, Any], named: bool) -> str:
-    words = f"{place.get('node_count', '?')} x {place.get('sku', 'nodes')}"
-    if "tier" in place:
-        words += f" ({tier_in_words(str(place['tier']))})"
-    return f"{words} of {place.get('engine', 'cluster')} {place.get('cluster_name', '')}".strip() if named else words
+def describe_place(launch: Mapping[str, Any]) -> str:
+    """Return where a launch runs, such as ``3 x Standard_NC6s_v3 (Spot) of azure_ml train``."""
+    tier = f" ({tier_in_words(str(launch['tier']))})" if launch.get("tier") else ""
+    cluster = (
+        f" of {launch['engine']} {launch.get('cluster_name', '')}" if launch.get("engine", "local") != "local" else ""
+    )
+    return f"{launch.get('node_count', '?')} x {launch.get('sku', 'nodes')}{tier}{cluster}".rstrip()

@@ -48,6 +48,7 @@ build_dataset(prices, validate_prices(prices), sys.argv[1], DatasetParams(window
 """
 PROVISION = """
 import sys
+import time
 from pathlib import Path
 from dtrain_dagster.clusters.base import JobSpec
 from dtrain_dagster.clusters.managers import LocalClusterManager
@@ -58,7 +59,7 @@ manager.provision_cluster(1, "Standard_NC6s_v3")
 manager.submit_job(JobSpec(job_id="one", command=("sh", "-c", "echo once >> '%s/ran'" % home), node_count=1,
                            processes_per_node=1, run_dir=str(home / "storage" / "jobs" / "one"), env={}))
 while not manager.job_status("one").state.is_final:
-    manager.wait(manager.job_status("one"))
+    time.sleep(0.1)
 """
 
 

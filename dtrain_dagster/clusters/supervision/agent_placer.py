@@ -102,11 +102,12 @@ class AgentPlacer(Placer):
     def look(self) -> Mapping[int, PlacedNode]:
         """Read the presences, ask the engine where it is time, and carry on with what has begun: submissions, ends,
         successors."""
-        self._read_presences()
+        for records, record in self._all():
+            if record.gone_at is None:
+                records[record.node_id] = self._read_presence(record)
         is_asked = self._ask_engine()
-        for records in (self.successors, self.nodes):
-            for node_id, record in records.items():
-                records[node_id] = self._carry_on(record, is_asked)
+        for records, record in self._all():
+            records[record.node_id] = self._carry_on(record, is_asked)
         self._hand_over()
         return {node_id: view_node(record, self._size, self._now()) for node_id, record in self.nodes.items()}
 
@@ -124,12 +125,14 @@ class AgentPlacer(Placer):
 
     def end(self, node_ids: Iterable[int], grace: float) -> None:
         now = time.monotonic()
-        for node_id in node_ids:
-            for records in (self.nodes, self.successors):
-                if (record := records.get(node_id)) and record.gone_at is None:
-                    first = record.force_at is None
-                    force_at = min(now + grace, record.force_at or float("inf"))
-                    records[node_id] = replace(record, force_at=force_at, is_end_told=record.is_end_told and not first)
+        ending = set(node_ids)
+        for records, record in self._all():
+            if record.node_id in ending and record.gone_at is None:
+                first = record.force_at is None
+                force_at = min(now + grace, record.force_at or float("inf"))
+                records[record.node_id] = replace(
+                    record, force_at=force_at, is_end_told=record.is_end_told and not first
+                )
 
     def sweep(self, seconds: float) -> None:
         """End all jobs that the engine still has of this launch, and wait for at most that long for their end. Those of
@@ -137,7 +140,7 @@ class AgentPlacer(Placer):
         begun = time.monotonic()
         leaving = {
             (record.node_id, record.incarnation)
-            for record in (*self.nodes.values(), *self.successors.values())
+            for _, record in self._all()
             if record.presence is not None and record.presence.ended_at is not None and record.force_at is None
         }
         while self.launch:
@@ -188,13 +191,11 @@ class AgentPlacer(Placer):
         except EngineUnreachableError as error:
             warn_once(f"node {record.node_id} waits to be submitted: {error}")
             return replace(record, reason=str(error))
-        return replace(record, job_id=job_id, reason="")
+        return replace(record, job_id=job_id, reason="", taken_at=self._now())
 
-    def _read_presences(self) -> None:
-        for records in (self.nodes, self.successors):
-            for node_id, record in records.items():
-                if record.gone_at is None:
-                    records[node_id] = self._read_presence(record)
+    def _all(self) -> list[tuple[dict[int, NodeRecord], NodeRecord]]:
+        """Return all records, each with what it is in, by node."""
+        return [(records, each) for records in (self.successors, self.nodes) for each in records.values()]
 
     def _read_presence(self, record: NodeRecord) -> NodeRecord:
         try:
@@ -211,7 +212,7 @@ class AgentPlacer(Placer):
         now = time.monotonic()
         if not self._asks_now and now - self._asked_at < self.engine.poll_seconds:
             return False
-        if all(record.gone_at is not None for record in (*self.nodes.values(), *self.successors.values())):
+        if all(record.gone_at is not None for _, record in self._all()):
             return False
         self._asked_at, self._asks_now = now, False
         try:
@@ -219,12 +220,11 @@ class AgentPlacer(Placer):
         except EngineUnreachableError as error:
             warn_once(f"the engine cannot be queried: {error}")
             return True
-        for records in (self.nodes, self.successors):
-            for node_id, record in records.items():
-                if (job := jobs.get((node_id, record.incarnation))) is not None:
-                    records[node_id] = replace(record, job=job, job_id=job.id)
-                elif (seen := _last_seen(record, self._now())) is not None and not self._is_heard(record):
-                    records[node_id] = replace(record, job=_forgotten(seen, self._now()))
+        for records, record in self._all():
+            if (job := jobs.get((record.node_id, record.incarnation))) is not None:
+                records[record.node_id] = replace(record, job=job, job_id=job.id)
+            elif (seen := _last_seen(record, self._now())) is not None and not self._is_heard(record):
+                records[record.node_id] = replace(record, job=_forgotten(seen, self._now()))
         return True
 
     def _is_heard(self, record: NodeRecord) -> bool:
@@ -389,7 +389,7 @@ def _last_seen(record: NodeRecord, now: float) -> EngineJob | None:
     """Return the job as the engine last showed it. One that ended while no supervisor looked may have been forgotten
     before this one could see it."""
     presence = record.presence
-    is_new = presence is None and now - record.made_at < LISTED_SECONDS
+    is_new = presence is None and now - (record.taken_at or now) < LISTED_SECONDS
     if record.job is not None or record.job_id is None or is_new:
         return record.job
     return EngineJob(

@@ -36,7 +36,7 @@ from dtrain_dagster.clusters.base import (
 )
 from dtrain_dagster.clusters.job_code import code_of, factories_in, stage_code, with_code
 from dtrain_dagster.clusters.job_marks import ActiveJobs, ClusterUse
-from dtrain_dagster.clusters.notice_text import BEFORE, describe_kept, place_of
+from dtrain_dagster.clusters.notice_text import describe_kept
 from dtrain_dagster.clusters.submission import DRAWN, Request
 from dtrain_dagster.clusters.supervision.settle import (
     acquire_job_lock,
@@ -387,9 +387,7 @@ class SupervisedClusterManager(GPUClusterManager):
 
     def _next_launch(self, spec: JobSpec, folder: Path, rundir: RunDir) -> dict[str, Any]:
         """Return the next launch of a job as in ``launch.json``, but for where its code is."""
-        before = rundir.read_json(LAUNCH)
-        launch = launch_document(spec, folder, rundir) | asdict(self.settings)
-        return launch if before is None else launch | {BEFORE: place_of(before)}
+        return launch_document(spec, folder, rundir) | asdict(self.settings)
 
     def _supervise_again(self, rundir: RunDir, lock: int) -> None:
         """Start another supervisor for a job whose nodes outlived theirs. Raise `ClusterError` where it does not

@@ -141,6 +141,8 @@ class NodeRecord:
     """Whether its host was recorded."""
     is_cut_off: bool = False
     """Whether it is gone without having said so: its agent was killed, or its machine was."""
+    taken_at: float | None = None
+    """When the engine has confirmed its job, in Unix seconds."""
     job_id: str | None = None
     """The id of its job; None as long as the engine has not confirmed one."""
     job: EngineJob | None = None

@@ -26,7 +26,7 @@ from dtrain_dagster.clusters.exit_policy import (
     exit_code,
     is_failure,
 )
-from dtrain_dagster.clusters.notice_text import BEFORE, describe_kept, place_of
+from dtrain_dagster.clusters.notice_text import describe_kept
 from dtrain_dagster.clusters.presence import HEARTBEAT_SECONDS
 from dtrain_dagster.clusters.resume_advice import explain_failure, explain_giving_up
 from dtrain_dagster.clusters.supervision.placer import PlacedNode, Placer, say
@@ -234,8 +234,7 @@ class Supervisor:
     def _relaunch(self, node_count: int) -> None:
         """Start again with this many nodes; the trainer goes on from the latest checkpoint."""
         self.relaunches += 1
-        before = place_of(self.launch)
-        self.launch |= {"launch": self.launch["launch"] + 1, "node_count": node_count, BEFORE: before}
+        self.launch |= {"launch": self.launch["launch"] + 1, "node_count": node_count}
         say(f"the nodes could not regroup: launch {self.launch['launch']} with {node_count} of them")
         self.rundir.write_json(LAUNCH, self.launch)
         self._start_nodes()

@@ -56,7 +56,7 @@ def test_a_cluster_that_cannot_keep_a_node_refuses(
 def test_people_are_told_how_to_enter_a_node_that_is_kept() -> None:
     kept = describe_kept([{"node_id": 3, "until": 1774746000.0, "how": "srun --jobid=7 --overlap --pty bash"}])
     assert kept == ["node 3 is kept until 01:00 UTC: srun --jobid=7 --overlap --pty bash"]
-    title, text = write_notice("kept", "one", JobFigures(launch=1, nodes=2, reason="failed: rank 1", kept=kept))
+    title, text = write_notice("kept", "one", JobFigures(launch=1, reason="failed: rank 1", kept=kept))
     assert title == "dtrain: one has failed, and its nodes are kept"
     assert "failed: rank 1\nnode 3 is kept until" in text
     assert "dtrain cancel one" in text
@@ -66,6 +66,8 @@ def test_people_are_told_how_to_enter_a_node_that_is_kept() -> None:
 
 class FailedManager:
     """Answers of a cluster on one job: it runs, has failed with a node kept, and has ended."""
+
+    poll_seconds = 0.0
 
     def __init__(self) -> None:
         kept = ("node 1 is kept until 01:00 UTC: enter it",)

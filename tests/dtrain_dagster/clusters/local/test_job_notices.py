@@ -20,11 +20,10 @@ from dtrain_dagster.clusters.job_notices import tell_of_end, was_told
 from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.clusters.notice_claims import NOTICES
 from dtrain_dagster.clusters.notice_text import (
-    BEFORE,
     PART_OF,
     JobFigures,
     NoticeKind,
-    describe_move,
+    describe_place,
     is_told,
     kind_of_end,
     write_notice,
@@ -34,7 +33,7 @@ from tests.loopback import LoopbackServer
 from trainer.rundir import LAUNCH, STATUS, RunDir
 from trainer.runtime.retry import RetryPolicy
 
-FIGURES = JobFigures(launch=1, nodes=2, steps=1200, node_seconds=150.0, cost="$0.12 (stand-in)")
+FIGURES = JobFigures(launch=1, steps=1200, node_seconds=150.0, cost="$0.12 (stand-in)")
 
 
 class Hook:
@@ -96,10 +95,10 @@ def test_what_is_told_of_each_end() -> None:
         "dtrain: a has finished",
         "1,200 steps; 2 min 30 s of nodes, $0.12 (stand-in)\ndtrain logs a",
     )
-    title, body = write_notice("goes_on", "a", JobFigures(launch=2, nodes=1, node_seconds=5, cost="$1"))
+    title, body = write_notice("goes_on", "a", JobFigures(launch=2, place="1 x A100", node_seconds=5, cost="$1"))
     assert title == "dtrain: a goes on: launch 2"
     assert body.splitlines() == [
-        "on 1 node, from the latest checkpoint",
+        "on 1 x A100, from the latest checkpoint",
         "so far: 5 s of nodes in 2 launches, $1",
         "dtrain logs --follow a",
         "dtrain cancel a",
@@ -153,11 +152,11 @@ def test_a_budget_and_another_launch_are_told(cluster, hook: Hook) -> None:
     assert stopped.splitlines()[0] == "the budget is spent"
     cluster.submit("job", script, nodes=2, elastic=True)
     assert sorted(settled(cluster, "job", hook, 4)[2:]) == [
-        "dtrain: job goes on elsewhere: launch 3",
+        "dtrain: job goes on: launch 3",
         "dtrain: job has finished",
     ]
-    [moved] = [item["message"] for item in hook.heard if "elsewhere" in item["title"]]
-    assert moved.startswith("on 2 x Standard_NC6s_v3, before on 1 x Standard_NC6s_v3, from the latest checkpoint\n")
+    [moved] = [item["message"] for item in hook.heard if "launch 3" in item["title"]]
+    assert moved.startswith("on 2 x Standard_NC6s_v3, from the latest checkpoint\n")
     [finished] = [item["message"] for item in hook.heard if "finished" in item["title"]]
     assert "12 steps; " in finished
     assert "in 3 launches" in finished
@@ -264,16 +263,10 @@ def test_what_is_told_of_the_jobs_of_fleets_and_searches() -> None:
     assert not is_told("failed", "probe-1", {})
 
 
-def test_the_words_of_a_move() -> None:
-    before = {"engine": "slurm", "cluster_name": "a", "sku": "V100", "node_count": 3, "tier": "low_priority"}
-    assert describe_move({"node_count": 3}) == ""
-    assert describe_move({**before, BEFORE: before}) == ""
-    moved = {**before, "sku": "A100", "node_count": 1, "tier": "dedicated", BEFORE: before}
-    assert describe_move(moved) == "on 1 x A100 (dedicated), before on 3 x V100 (Spot)"
-    assert describe_move({**before, "history": [{**before, "node_count": 2}]}).endswith("before on 2 x V100 (Spot)")
-    assert describe_move({**before, "engine": "kubernetes", "cluster_name": "b", BEFORE: before}) == (
-        "on 3 x V100 (Spot) of kubernetes b, before on 3 x V100 (Spot) of slurm a"
-    )
+def test_where_a_launch_runs() -> None:
+    place = {"engine": "azure_ml", "cluster_name": "a", "sku": "V100", "node_count": 3, "tier": "spot"}
+    assert describe_place(place) == "3 x V100 (Spot) of azure_ml a"
+    assert describe_place({"engine": "local", "sku": "V100", "node_count": 1}) == "1 x V100"
 
 
 def test_nothing_is_claimed_where_nobody_is_to_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

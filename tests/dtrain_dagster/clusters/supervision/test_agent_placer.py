@@ -390,7 +390,9 @@ class ForgetfulEngine:
         return None
 
 
-def test_a_node_that_the_engine_forgot_while_nobody_looked_is_lost_unless_it_is_heard(tmp_path: Path) -> None:
+def test_a_node_that_the_engine_forgot_while_nobody_looked_is_lost_unless_it_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rundir = RunDir(str(tmp_path / "run"))
     rundir.make()
     clock = SteadyClock.begin()
@@ -413,7 +415,12 @@ def test_a_node_that_the_engine_forgot_while_nobody_looked_is_lost_unless_it_is_
     assert [node.state for node in placer.look().values()] == ["gone", "running"]
     closed = rundir.read_node(1, 0, 1)
     assert closed is not None
-    assert closed.ended_at is not None
+    assert closed.ended_at == now - 3600, "it is paid until it was seen last, and not until it was missed"
+    placer.start(0, 2)
+    assert placer.look()[0].state == "pending"
+    monkeypatch.setattr("dtrain_dagster.clusters.supervision.agent_placer.LISTED_SECONDS", 0.0)
+    until(lambda: placer.look()[0].state == "gone", "the loss of one that never spoke")
+    assert placer.look()[0].is_lost
 
 
 class SlowEngine(ForgetfulEngine):
