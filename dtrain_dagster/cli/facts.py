@@ -7,14 +7,13 @@ What is printed of it (`dtrain_dagster.cli.job_tables`) and by ``--json`` is the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dtrain_dagster.cli.common import cluster_of, run_dir
-from dtrain_dagster.cli.plan_lines import past_forecasts
 from dtrain_dagster.clusters.base import JobState, JobStatus
 from dtrain_dagster.clusters.exit_policy import describe_exit
 from dtrain_dagster.costs.plan import PLAN
@@ -195,35 +194,20 @@ def list_facts(settings: Settings, statuses: Sequence[JobStatus]) -> list[JobFac
 class LeftClock:
     """The time left of one job, from how it goes and its plan."""
 
-    def __init__(self, rundir: RunDir, expect_finish: Callable[[], float | None] = lambda: None) -> None:
-        """``expect_finish``: is asked once for the seconds after the last step, of a job without a plan."""
-        self._rundir, self._expect_finish = rundir, expect_finish
+    def __init__(self, rundir: RunDir) -> None:
+        self._rundir = rundir
         self._plan: Mapping[str, Any] | None = None
 
     def left(self, status: JobStatus, view: JobView) -> TimeLeft | None:
-        """Return the time left; None where it is not known, and for a job that has ended, however it did."""
+        """Return the time left, without a plan to the last step; None where it is not known, and for a job that has
+        ended, however it did."""
         if status.state.is_final or not view.reports:
             return None
         if self._plan is None:
-            self._plan = self._read_plan()
+            self._plan = {}
+            with suppress(DamagedError):  # others refuse the job for it: here a figure is missing
+                self._plan = self._rundir.read_json(PLAN) or {}
         return time_left(view, self._plan, time.time())
-
-    def _read_plan(self) -> Mapping[str, Any]:
-        with suppress(DamagedError):  # others refuse the job for it: here a figure is missing
-            if (plan := self._rundir.read_json(PLAN)) is not None:
-                return plan
-        finish = self._expect_finish()
-        return {} if finish is None else {"phases": {"finish": finish}}
-
-
-def expect_finish(settings: Settings, rundir: RunDir) -> float | None:
-    """Return the seconds that a training will take after its last step, as past runs alike took; None where this home
-    has none, or they cannot be read."""
-    with suppress(ValueError, OSError, RuntimeError):  # what is missing is a figure; a command that needs it says why
-        job, launch = rundir.read_job(), rundir.read_json(LAUNCH) or {}
-        if (known := past_forecasts(settings)(job)) is not None:
-            return known.parts(launch.get("node_count") or settings.nodes).finish
-    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from rich.text import Text
 
 from dtrain_dagster.cli.common import cluster_of, console, run_dir, say
-from dtrain_dagster.cli.facts import SEPARATOR, LeftClock, expect_finish, format_progress
+from dtrain_dagster.cli.facts import SEPARATOR, LeftClock, format_progress
 from dtrain_dagster.cli.json_output import print_json
 from dtrain_dagster.clusters.base import GPUClusterManager, JobStatus
 from dtrain_dagster.jobs.log_follower import LogFollower, time_in
@@ -104,8 +104,7 @@ def stream_job(
 def follow_training(settings: Settings, job_id: str, total_steps: int | None = None) -> JobStatus:
     """Show a training's progress on the standard output until it has ended, and return how."""
     rundir = run_dir(settings, job_id)
-    clock = LeftClock(rundir, lambda: expect_finish(settings, rundir))
-    return watch_training(console(), cluster_of(settings)[0].manager(), rundir, job_id, total_steps, clock)
+    return watch_training(console(), cluster_of(settings)[0].manager(), rundir, job_id, total_steps, LeftClock(rundir))
 
 
 def watch_training(

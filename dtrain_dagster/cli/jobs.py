@@ -21,7 +21,6 @@ from dtrain_dagster.cli.common import (
 )
 from dtrain_dagster.cli.facts import (
     LeftClock,
-    expect_finish,
     has_result,
     list_facts,
     priced_summary,
@@ -205,7 +204,7 @@ def _show_job(settings: Settings, job_id: str, as_json: bool) -> None:
     facts = read_facts(settings, cluster_of(settings)[0].manager().job_status(job_id))
     if facts.status.damage and not as_json:
         raise Refusal(facts.status.damage)
-    course = read_course(facts.status, rundir, LeftClock(rundir, lambda: expect_finish(settings, rundir)))
+    course = read_course(facts.status, rundir, LeftClock(rundir))
     is_over = not facts.status.damage and has_result(rundir)
     if as_json:
         document = summary_document(settings, rundir) if is_over else {}

@@ -19,7 +19,6 @@ from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.start import command_again, describe_end, describe_outcome, this_command_again
 from dtrain_dagster.clusters.base import JobState, JobStatus
 from dtrain_dagster.jobs.totals import LaunchTotals
-from dtrain_dagster.jobs.view import JobView, fold
 from trainer.rundir import RunDir
 
 DTRAIN = str(Path(sys.executable).parent / "dtrain")
@@ -66,27 +65,6 @@ def test_the_end_of_a_job_is_told_with_its_checkpoint_and_dollars(tmp_path: Path
     assert (
         "checkpoint" not in describe_end(running, read_course(running.status, rundir, LeftClock(rundir)), None, "")[0]
     )
-
-
-def test_the_time_left_has_the_finish_that_past_runs_had(tmp_path: Path):
-    rundir = write_run(tmp_path, "j", told(4))
-    (tmp_path / "j" / "plan.json").unlink()
-    status, asked = JobStatus(job_id="j", state=JobState.RUNNING), []
-
-    def expect() -> float:
-        asked.append(1)
-        return 100.0
-
-    plain, whole = LeftClock(rundir), LeftClock(rundir, expect)
-    assert whole.left(status, JobView()) is None, "before the first step"
-    view = fold(JobView(), list(rundir.events()))
-    to_the_last_step, to_the_end = plain.left(status, view), whole.left(status, view)
-    assert to_the_last_step is not None
-    assert to_the_end is not None
-    assert to_the_end.seconds == pytest.approx(to_the_last_step.seconds + 100, abs=1)
-    assert (to_the_last_step.has_finish, to_the_end.has_finish) == (False, True)
-    whole.left(status, view)
-    assert len(asked) == 1, "a home's past runs are read once"
 
 
 @pytest.fixture
