@@ -76,8 +76,7 @@ def test_prices_model_and_loss_of_ones_own(job: dg.JobDefinition, tmp_path: Path
         assert scored.metadata["runs"].value == 1
         report = metadata(result, "performance_report")
         assert report["samples_per_second"] > 0
-        assert len(report["by_node"]) == len(report["by_rank"]) == 2
-        assert {row["collective"] for row in report["by_collective"]} >= {"bucket 0", "commit"}
+        assert len(report["by_rank"]) == 2
         assert 0 < report["goodput_percent"] < 100
         assert report["communication_percent"] > 0
         # The whole job's figures, whatever this machine's network is like; while it ran, people were told once at most.
