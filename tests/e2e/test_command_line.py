@@ -27,7 +27,8 @@ def materialize(project: Project, *assets: str, folder: Path, **options: object)
 @pytest.mark.long  # on the Azure path it is shown each time, by test_azure.py
 @pytest.mark.usefixtures("probed")
 def test_a_model_that_is_no_better_than_the_baselines_fails_the_ci_job(project: Project, tmp_path: Path):
-    """Four steps teach a model nothing that does not begin as a baseline: the gate must fail, the model must still be registered, but never as champion."""
+    """Four steps teach nothing to a model that does not begin as a baseline: the gate must fail, the model must still
+    be registered, but never as champion."""
     done = materialize(project, folder=tmp_path, model="tcn", more={"max_steps": 4})
     assert done.returncode == 1, done.stdout[-4000:]
     assert "promotion_gate" in done.stdout
