@@ -13,11 +13,17 @@ from click.testing import CliRunner
 from dtrain_dagster.cli.main import main
 
 _PAGE = Path(__file__).parents[2] / "docs" / "json.md"
-TOLD = {
-    section.partition("\n")[0]: re.findall(r"^\| `([^`]+)`", section, re.MULTILINE)
-    for section in _PAGE.read_text().split("\n## ")[1:]
+_SECTIONS = dict(section.split("\n", 1) for section in _PAGE.read_text().split("\n## ")[1:])
+_TABLES = {
+    words: [re.findall(r"^\| `([^`]+)`", table, re.MULTILINE) for table in section.split("\n### ")]
+    for words, section in _SECTIONS.items()
 }
-"""Words of a command → the fields that it documents."""
+TOLD = {words: [name for table in tables for name in table] for words, tables in _TABLES.items()}
+"""Words of a command → the fields that it documents. Items of a list of jobs have those of the first table of a status,
+and fleets those of its table of a fleet."""
+TOLD["dtrain jobs"] = [
+    f"[].{name}" for table in (_TABLES["dtrain status"][0], _TABLES["dtrain status"][2]) for name in table
+]
 OF_LINES = {"dtrain logs"}
 """Commands that print a document per line."""
 
