@@ -37,6 +37,7 @@ from dtrain_dagster.search.results import (
     summary,
     trial_line,
 )
+from dtrain_dagster.search.sampling import MOST_COUNTED
 from dtrain_dagster.search.script import SearchedScript
 from dtrain_dagster.search.settings import Pruner, SearchSettings
 from dtrain_dagster.search.source import TrialSource
@@ -99,6 +100,11 @@ class SearchRequest:
         """Return the nodes that work at the same time."""
         return min(self.settings.parallel * self.nodes_per_trial, self.nodes)
 
+    def count_trials(self) -> int:
+        """Return the most trials that it can have: no more than there are combinations of values."""
+        combinations = parse_space(self.space).combinations(MOST_COUNTED)
+        return min(self.settings.trials, len(combinations)) if combinations is not None else self.settings.trials
+
     def described(self) -> dict[str, Any]:
         """Return all that decides which trials the search has."""
         job = json.loads(self.base.to_json())
@@ -133,8 +139,8 @@ class Search:
         """``told`` is called with what its fleet tells."""
         self.request, self.expected, self.before_usd = request, measured.expected, measured.usd
         self.folder = search_folder(home, request.name)
-        price = request.usd_per_node_hour
-        self.plan = plan_search(request.settings, self.expected, price, request.at_once, request.budget_usd)
+        price, settings = request.usd_per_node_hour, replace(request.settings, trials=request.count_trials())
+        self.plan = plan_search(settings, self.expected, price, request.at_once, request.budget_usd)
         self._home, self._manager, self._env, self._told = home, manager, env, told
         self._storage = open_storage(str(self.folder))
 
@@ -214,7 +220,7 @@ class Search:
         if request.budget_usd is not None:
             return request.budget_usd
         after = MARGIN_SECONDS * request.at_once * request.usd_per_node_hour / 3600
-        return self.before_usd + UNASKED * self.plan.trial_usd * request.settings.trials + after
+        return self.before_usd + UNASKED * self.plan.trial_usd * request.count_trials() + after
 
     def limits(self) -> FleetLimits:
         """Return the limits of its fleet. Raise `SpaceError` where the measurement has used the budget up."""

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 RANDOM_FIRST = 5
 """Trials that the Gaussian process draws at random before it learns from results."""
 MOST_DRAWS = 1000
-"""Random draws of values that were tried before, after which none are left."""
+"""Random draws of values that were tried before, after which none are left, of a space whose trials are not counted."""
+MOST_COUNTED = 2000
+"""The most trials of a space that are counted, and of which none is left out."""
 
 
 def draw_values(
@@ -47,6 +49,11 @@ def draw_values(
         made = optuna.samplers.GPSampler(seed=own_seed, n_startup_trials=RANDOM_FIRST)
     drawn = ask_for_values(space, made, known, running, sign)
     tried = [trial.values for trial in (*known, *running)]
+    if drawn not in tried:
+        return drawn
+    if (each := space.combinations(MOST_COUNTED)) is not None:
+        left = [values for values in each if values not in tried]
+        return left[own_seed % len(left)] if left else None
     others = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=own_seed))
     for _ in range(MOST_DRAWS):
         if drawn not in tried:

@@ -16,6 +16,7 @@ them real. Ranges are Optuna's. Whether the fields are there, and accept what th
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -55,6 +56,14 @@ class Parameter:
         return getattr(self.domain, "choices", None)
 
     @property
+    def values(self) -> Sequence[Value] | None:
+        """Return all its values; None for a range of real numbers."""
+        found: Any = self.domain
+        if self.choices is None and isinstance(found.low, int):
+            return range(found.low, found.high + 1, found.step)
+        return self.choices
+
+    @property
     def ends(self) -> Sequence[Value]:
         """Return its least and its greatest value; of choices all of them."""
         found: Any = self.domain
@@ -88,6 +97,19 @@ class Space:
     def fields_of(self, values: Mapping[str, Value]) -> dict[str, Value]:
         """Return field of ``job.json`` → value for the values of a trial."""
         return {item.field: values[item.name] for item in self.parameters if item.name in values}
+
+    def combinations(self, most: int) -> list[dict[str, Value]] | None:
+        """Return the values of all trials that there can be; None for a space with a range of real numbers, or with
+        more than ``most`` of them, where what a condition leaves out counts."""
+        values = [item.values for item in self.parameters]
+        if any(each is None for each in values) or math.prod(len(each or ()) for each in values) > most:
+            return None
+        found: dict[str, dict[str, Value]] = {}
+        for chosen in itertools.product(*(each or () for each in values)):
+            by_name = dict(zip(self.domains, chosen, strict=True))
+            drawn = self.draw(lambda item, by_name=by_name: by_name[item.name])  # type: ignore[misc]
+            found[repr(drawn)] = drawn
+        return list(found.values())
 
     def corners(self) -> list[dict[str, Value]]:
         """Return values of trials that together have each end of each range and each choice, under its condition, and

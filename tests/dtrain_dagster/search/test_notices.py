@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dtrain_dagster.search.run import Measured, Search, SearchRequest, open_search
-from dtrain_dagster.search.settings import SearchSettings
+from dtrain_dagster.search.settings import Pruner, SearchSettings
 from dtrain_dagster.search.space import SpaceError
 from dtrain_dagster.search.trials import TrialSeconds
 from tests.webhook import web_hook
@@ -29,7 +30,8 @@ USUAL = TrialSeconds(startup=1, training=1, of=1, finish=1)
 def request_in(home: Path) -> SearchRequest:
     base = JobConfig(job_id="search", run_dir=f"{home}/jobs/search", dataset=DatasetRef(uri="/tmp/data"))
     return SearchRequest(
-        name="rates", space={}, settings=SearchSettings(), base=base, samples={}, budget_usd=None, nodes=1,
+        name="rates", space={"training.learning_rate": {"low": 0.1, "high": 0.2}}, settings=SearchSettings(),
+        base=base, samples={}, budget_usd=None, nodes=1,
         usd_per_node_hour=3.6,
     )  # fmt: skip
 
@@ -43,6 +45,16 @@ def test_a_search_of_an_older_version_is_refused_before_its_record_is_touched(tm
     path.write_text(json.dumps({name: value for name, value in document.items() if name != "measured_by"}))
     with pytest.raises(SpaceError, match=r"begun by an older version.*--show rates"):
         open_search(tmp_path, request, None, {}, lambda: Measured(USUAL, 0.1))  # type: ignore[arg-type]
+
+
+def test_a_space_of_few_trials_is_planned_for_them_and_not_for_as_many_as_there_may_be(tmp_path: Path) -> None:
+    space = {"training.learning_rate": [0.1, 0.2], "training.epochs": {"low": 1, "high": 3}}
+    request = replace(request_in(tmp_path), space=space, settings=SearchSettings(trials=32, pruner=Pruner.none))
+    search = Search(tmp_path, request, None, {}, Measured(USUAL))  # type: ignore[arg-type]
+    assert search.plan.at_most_usd == pytest.approx(6 * search.plan.trial_usd)
+    assert search.plan.lines[0].startswith("6 trials")
+    assert replace(request, settings=SearchSettings(trials=4)).count_trials() == 4
+    assert request_in(tmp_path).count_trials() == 32
 
 
 def test_the_end_of_a_search_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

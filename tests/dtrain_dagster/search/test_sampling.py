@@ -62,6 +62,22 @@ def test_values_under_conditions_and_lists_are_drawn_by_every_sampler(sampler: S
     assert {trial.values["model.factory"] for trial in known} == {"tcn", "lstm"}
 
 
+@pytest.mark.parametrize("sampler", [Sampler.gp, Sampler.random])
+def test_of_a_space_of_few_trials_none_is_left_out_or_drawn_twice(sampler: Sampler) -> None:
+    space = parse_space(
+        {
+            "model.factory": ["tcn", "lstm"],
+            "model.args.layers": {"low": 1, "high": 9, "step": 4, "when": {"model.factory": "lstm"}},
+            "training.epochs": [1, 2],
+        }
+    )
+    known: list[Trial] = []
+    while values := draw_values(space, sampler, 1, len(known), known, (), 1.0):
+        known.append(Trial(number=len(known), values=values, of=1, scores=(1.0,), state=TrialState.COMPLETE))
+    found = sorted((item.values.get("model.args.layers", 0), item.values["training.epochs"]) for item in known)
+    assert found == [(layers, epochs) for layers in (0, 1, 5, 9) for epochs in (1, 2)]
+
+
 def test_where_trials_fail_or_diverge_no_more_are_drawn() -> None:
     """A trial without a number says of its values that they are bad, not nothing."""
     known = [
