@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -27,6 +28,8 @@ PIPE_COLUMNS = 10_000
 """The columns of a pipe or file, which has no width: what a program reads is neither wrapped nor left out."""
 TROUBLE = (ValueError, RuntimeError, OSError)
 """The kinds of all errors that a user can cause, or that a service or a storage reports."""
+DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
+"""Errors of files that do not say of which."""
 OWN_PACKAGES = ("dtrain_dagster", "trainer")
 
 
@@ -56,7 +59,7 @@ def refuses(command: Callable[..., None]) -> Callable[..., None]:
         except TROUBLE as error:
             if type(error).__module__.partition(".")[0] in OWN_PACKAGES:  # whose errors are sentences for a person
                 raise Refusal(str(error)) from None
-            if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
+            if isinstance(error, OSError) and (error.filename is not None or error.errno in DISK_TROUBLE):
                 where = error.filename2 or error.filename or "a file"
                 raise Refusal(
                     f"{where} cannot be read or written ({error.strerror or error}); check that DTRAIN_HOME names an "

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -63,8 +62,10 @@ def doctor(nodes: int | None, as_json: bool) -> None:
         lines = [_of_settings(error)]
     missing = {line.check for line in lines if line.verdict == "missing"}
     if settings and not missing & {settings.cluster, "settings", "identity", "workspace"}:
-        with suppress(*TROUBLE):  # what keeps from asking was told above
+        try:
             lines = [*lines, line_of_health(cluster_of(settings)[0].manager().monitor_health())]
+        except TROUBLE as error:
+            lines = [*lines, DoctorLine("nodes", "warning", str(error), "`dtrain status --nodes` asks again")]
     if as_json:
         print_json(lines_document(lines))
     else:

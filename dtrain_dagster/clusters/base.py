@@ -248,12 +248,11 @@ class GPUClusterManager(ABC):
         """Return the nodes that exist, of any user. Raise `ClusterError` where they cannot be listed now."""
 
     @abstractmethod
-    def scale_down(self, pool: NodePool, force: bool = False) -> bool:
+    def scale_down(self, pool: NodePool) -> bool:
         """Give back the nodes of a pool that was seen without work; anyone who wants to use it meanwhile waits.
 
-        Return False if the removal was requested and nodes still exist: look again. ``force``: request it also where
-        that did not help before. The call returns within a minute. Raise `InUseError`, and change nothing, where
-        somebody has used the pool since it was seen.
+        Return False if the removal was requested and nodes still exist: look again. The call returns within a minute.
+        Raise `InUseError`, and change nothing, where somebody has used the pool since it was seen.
         """
 
     @abstractmethod

@@ -65,7 +65,15 @@ def changes_to_mark(changes: Sequence[MembershipEvent], state: str) -> list[dict
     """Return the changes that are marked on a curve: losses, and what came back from one."""
     lost = losses_of(changes, state)
     marked = [change for change in changes if change in lost or (change.joined and change.reason != START)]
-    return [{"step": change.step, "lost": list(change.lost), "joined": list(change.joined)} for change in marked]
+    return [
+        {
+            "step": change.step,
+            "lost": list(change.lost),
+            "joined": list(change.joined),
+            "was_asked": change.was_asked,
+        }
+        for change in marked
+    ]
 
 
 def tell_losses(

@@ -98,7 +98,7 @@ class ScoringEndpoint:
         try:
             with requests.Session() as session:
                 session.trust_env = not self.is_local  # a proxy of the environment is not for this machine
-                content = json.dumps(_payload(windows, self.dialect), default=str)  # a date is its text
+                content = json.dumps(_payload(windows, self.dialect), default=_text_of_date)
                 with session.post(
                     self.url, content, headers=headers, timeout=self.timeout_seconds, stream=True
                 ) as answer:
@@ -284,6 +284,11 @@ def _payload(windows: Samples, dialect: str) -> dict[str, Any]:
     return {"dataframe_split" if dialect == "mlflow" else "input_data": table}
 
 
+def _text_of_date(at: Any) -> str:
+    """Return a date as text, always of one form: MLflow's server reads a column by the form of its first value."""
+    return at.strftime("%Y-%m-%dT%H:%M:%S.%f")
+
+
 def _words(body: bytes) -> str:
     """Return an error answer's message, without a traceback and without secrets."""
     text = body.decode(errors="replace")
@@ -347,10 +352,25 @@ def _port_of(process: subprocess.Popen[bytes], log_path: Path, deadline: float) 
         said = log_path.read_text(errors="replace")
         if ended is not None:
             raise ServingError(f"the scoring server ended with exit code {ended}:\n{_tail(said)}")
-        if found := _RUNNING.search(said):
-            return int(found[1])
+        for found in _RUNNING.findall(said):
+            if listens(process.pid, int(found)):  # the model's own code writes to this log as well
+                return int(found)
         time.sleep(0.1)
     raise ServingError(f"the scoring server did not answer in time:\n{_tail(said)}")
+
+
+def listens(pid: int, port: int) -> bool:
+    """Return whether a process, or one below it, listens on a port."""
+    with contextlib.suppress(psutil.Error):
+        above = psutil.Process(pid)
+        for each in (above, *above.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                if any(
+                    found.status == psutil.CONN_LISTEN and found.laddr.port == port
+                    for found in each.net_connections("tcp")
+                ):
+                    return True
+    return False
 
 
 def _tail(log: str) -> str:

@@ -304,6 +304,8 @@ def _shown(part: FactoryConfig) -> str:
     return f"{part.factory}({arguments})" if arguments else part.factory
 
 
+MOST_FIGURE = 1e300
+"""A larger one is no float."""
 _OF_WINDOWS = ("nll", "pinball", "coverage_90", "mse_to_zero", "model_gain_nll", "model_gain_t")
 """The figures of windows that the card shows; of rows it has all."""
 
@@ -314,12 +316,13 @@ def scores_table(evaluation: Mapping[str, Any], is_table: bool) -> str:
     judged |= {in_markdown(name, 100): row for name, row in evaluation["baselines"].items()}
     known = {name for figures in judged.values() for name in figures}
     names = sorted(known - {"samples"}) if is_table else [name for name in _OF_WINDOWS if name in known]
-    form = ".4g" if is_table else ".4f"
-    rows = [
-        [who, *(format(row[name], form) if isinstance(row.get(name), int | float) else "–" for name in names)]
-        for who, row in judged.items()
-    ]
-    return _table(["", *names], rows)
+    rows = [[who, *(_figure(row.get(name)) for name in names)] for who, row in judged.items()]
+    return _table(["", *(in_markdown(name, 100) for name in names)], rows)
+
+
+def _figure(value: object) -> str:
+    """Return a figure that a node has written, to five digits; "–" for what is none."""
+    return f"{value:.5g}" if isinstance(value, int | float) and abs(value) < MOST_FIGURE else "–"
 
 
 def _calibration(fifths: Sequence[Mapping[str, Any]]) -> str:

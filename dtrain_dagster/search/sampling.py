@@ -56,10 +56,10 @@ def draw_values(
         return left[own_seed % len(left)] if left else None
     others = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=own_seed))
     for _ in range(MOST_DRAWS):
-        if drawn not in tried:
-            return drawn
         found = others.ask(space.domains).params
         drawn = space.draw(lambda item, found=found: found[item.name])  # type: ignore[misc]
+        if drawn not in tried:
+            return drawn
     return None
 
 

@@ -35,6 +35,10 @@ Value = Any
 """A value of a parameter: None, a truth value, a number, a text, or a list or map of them."""
 
 
+MOST_VALUES = 10_000
+"""The most values of a range that are counted."""
+
+
 class SpaceError(ConfigError):
     """A space that cannot be searched. The message names the parameter, what is wrong with it, and the remedy."""
 
@@ -57,11 +61,13 @@ class Parameter:
 
     @property
     def values(self) -> Sequence[Value] | None:
-        """Return all its values; None for a range of real numbers."""
+        """Return all its values; None for a range of real numbers without steps, or with a great many."""
+        if self.choices is not None:
+            return self.choices
         found: Any = self.domain
-        if self.choices is None and isinstance(found.low, int):
-            return range(found.low, found.high + 1, found.step)
-        return self.choices
+        if not found.step or (most := round((found.high - found.low) / found.step)) > MOST_VALUES:
+            return None
+        return [min(found.low + number * found.step, found.high) for number in range(most + 1)]
 
     @property
     def ends(self) -> Sequence[Value]:
@@ -99,8 +105,8 @@ class Space:
         return {item.field: values[item.name] for item in self.parameters if item.name in values}
 
     def combinations(self, most: int) -> list[dict[str, Value]] | None:
-        """Return the values of all trials that there can be; None for a space with a range of real numbers, or with
-        more than ``most`` of them, where what a condition leaves out counts."""
+        """Return the values of all trials that there can be; None for a space with a range of real numbers without
+        steps, or with more than ``most`` of them, where what a condition leaves out counts."""
         values = [item.values for item in self.parameters]
         if any(each is None for each in values) or math.prod(len(each or ()) for each in values) > most:
             return None
@@ -164,6 +170,8 @@ class _Item(BaseModel):
             if twice := [value for place, value in enumerate(self.choices) if value in self.choices[:place]]:
                 raise ValueError(f"{twice[0]!r} is listed twice; list each choice once")
             return CategoricalDistribution(self.choices)
+        if self.step is not None and not 0 < self.step <= self.high - self.low:
+            raise ValueError(f"step = {self.step} does not fit between {self.low} and {self.high}")
         numbers = [value for value in (self.low, self.high, self.step) if value is not None]
         are_whole = all(value == int(value) for value in numbers)
         if self.type == "float" or (self.type is None and not (type(self.low) is type(self.high) is int)):

@@ -95,9 +95,8 @@ def build_cost_overrun_sensor(names: GraphNames = STOCK_NAMES) -> dg.SensorDefin
                 why = visible(f"{type(error).__name__}: {error}")
                 context.log.warning(f"{job_id}: its cost could not be judged: {why}")
                 looks.setdefault(job_id, look)
-        kept = {f"{project.jobs_uri}/{job_id}" for job_id in running}
-        for uri in _READ.keys() - kept:
-            del _READ[uri]
+        for job_id in before.keys() - set(running):  # this sensor's: another graph's has jobs of its own there
+            _READ.pop(f"{project.jobs_uri}/{job_id}", None)
         return dg.SensorResult(
             skip_reason=f"{len(running)} running job(s), " + (f"{count} alert(s)" if count else "none newly above"),
             cursor=json.dumps(looks),

@@ -30,13 +30,12 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 60.0, 1800.0
 """The pause after a failed scale-down: the first one, and the bound up to which it doubles."""
 LEAVING_SECONDS = 300.0
 """The time that nodes may take to go after a scale-down was asked for."""
-GENTLE_TRIES = 2
 Outcome = Literal["", "scaled down", "asked for", "failed", "in use"]
 """The result of the last try; "" before the first. "in use": the pool is not idle, though it looks so."""
 WORDS: dict[Outcome, str] = {
     "": "nothing was done",
     "scaled down": "scaled down",
-    "asked for": "the service was told to remove them",
+    "asked for": "the service is removing them",
     "failed": "could not be scaled down, and is tried again",
     "in use": "left as it is: it is about to be used",
 }
@@ -83,11 +82,6 @@ def is_over(idling: Idling, pool: NodePool, limit_seconds: float) -> bool:
 def is_pool_due(idling: Idling, pool: NodePool, limit_seconds: float) -> bool:
     """Return whether the pool is to be scaled down now."""
     return is_over(idling, pool, limit_seconds) and idling.idle_seconds >= idling.next_try_seconds
-
-
-def takes_force(idling: Idling) -> bool:
-    """Return whether gentle scale-downs have failed, so that the next one must not be gentle."""
-    return idling.outcome == "asked for" or idling.tries >= GENTLE_TRIES
 
 
 def tried(idling: Idling, outcome: Outcome) -> Idling:
@@ -244,7 +238,7 @@ def _scale_down(manager: GPUClusterManager, item: Watched, run_id: str) -> Watch
     reason = f"Dagster run {run_id} is at work" if run_id else ""
     if not run_id:
         try:
-            outcome = "scaled down" if manager.scale_down(item.pool, takes_force(item.idling)) else "asked for"
+            outcome = "scaled down" if manager.scale_down(item.pool) else "asked for"
         except InUseError as error:
             reason = str(error)
         except (ClusterError, OSError) as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +21,7 @@ from dtrain_dagster.settings.environment import EnvironmentSettings, SettingsErr
 
 PREFIX = "DTRAIN_SLURM_"
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.,:@/-]*$"
+_VARIABLE = re.compile(r"[A-Za-z_]\w*")
 _OURS = {
     "--array": "nodes are jobs of their own",
     "--job-name": "it names the node",
@@ -49,6 +51,9 @@ def read_arguments(value: object) -> object:
             raise ValueError(f"{word!r} is not an option of sbatch in the form --name=value")
         if option in _OURS:
             raise ValueError(f"{option} cannot be set here: {_OURS[option]}")
+        names = word.partition("=")[2].split(",")
+        if option == "--export" and ("ALL" in names or not all(map(_VARIABLE.fullmatch, names))):
+            raise ValueError("--export takes names of variables alone: a value would be in the list of processes")
     return words
 
 

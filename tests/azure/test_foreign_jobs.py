@@ -35,7 +35,7 @@ def test_idle_nodes_go_although_the_workspace_has_jobs_of_an_unknown_kind(stage:
     until(lambda: [node["state"] for node in stage.computes()[compute]["nodes"]] == ["idle"] * 2, "idle nodes")
     until(lambda: manager.active_jobs() == [] and manager._active.marks() == [], "the end, noted")
     [pool] = manager.pools()
-    assert manager.scale_down(pool, force=True), "after a look through all users' jobs"
+    assert manager.scale_down(pool), "after a look through all users' jobs"
     assert compute not in stage.computes()
     touched = [
         seen["path"]

@@ -124,13 +124,13 @@ def test_a_job_submitted_during_the_decision_keeps_its_nodes(
     until(lambda: set(states(stage, compute)) == {"idle"}, "idle nodes")
     scale_down, submitted = AzureMLClusterManager.scale_down, list[str]()
 
-    def be_late(self: AzureMLClusterManager, pool: NodePool, force: bool = False) -> bool:
+    def be_late(self: AzureMLClusterManager, pool: NodePool) -> bool:
         run_dir = f"{manager.jobs_uri}/{stage.name}-late"
         command = ("played", run_dir, json.dumps(FOREVER))
         late = replace(spec, job_id=f"{stage.name}-late", run_dir=run_dir, command=command)
         manager.submit_job(late)
         submitted.append(late.job_id)
-        return scale_down(self, pool, True)
+        return scale_down(self, pool)
 
     with monkeypatch.context() as patch:
         patch.setattr(AzureMLClusterManager, "scale_down", be_late)
@@ -156,12 +156,12 @@ def test_a_compute_stays_where_it_is_used_again_or_its_end_takes_too_long(
     [pool] = manager.pools()
     manager.provision_cluster(2, V100)
     with pytest.raises(InUseError, match="just used"):
-        manager.scale_down(pool, force=True)
+        manager.scale_down(pool)
 
     [pool] = manager.pools()
     stage.control("fault", fault="error", operation="compute.get", status=503, count=None)
     with pytest.raises(ServiceUnreachable, match="tried for 1 s"):
-        manager.scale_down(pool, force=True)
+        manager.scale_down(pool)
     stage.control("clear")
     settled = manager.provisioner.settled
 
@@ -173,10 +173,10 @@ def test_a_compute_stays_where_it_is_used_again_or_its_end_takes_too_long(
     with monkeypatch.context() as patch:
         patch.setattr(manager.provisioner, "settled", be_slow)
         with pytest.raises(InUseError, match="takes too long"):
-            manager.scale_down(pool, force=True)
+            manager.scale_down(pool)
     monkeypatch.setattr(job_marks, "time", time)
     assert compute in stage.computes()
-    assert manager.scale_down(pool, force=True)
+    assert manager.scale_down(pool)
     assert compute not in stage.computes()
     with pytest.raises(ClusterError, match="not provisioned"):
         manager.scale_cluster(1)

@@ -392,7 +392,7 @@ def test_orphans_are_found_and_ended(stage: Stage) -> None:
     assert stage.jobs()[orphan.name]["status"] == "Canceled"
     (pool,) = until(lambda: [it for it in manager.pools() if not it.work], "idle nodes")
     assert pool.node_count == 2
-    assert manager.scale_down(pool, force=True)
+    assert manager.scale_down(pool)
     assert not stage.computes()
     assert stage.manager().monitor_health().message == "not provisioned"
 

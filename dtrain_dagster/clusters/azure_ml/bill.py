@@ -131,7 +131,7 @@ def read_usage(data: bytes, source: str) -> list[BilledUsage]:
         text = (gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data).decode("utf-8-sig", errors="replace")
     except (OSError, EOFError, zlib.error) as error:
         raise UsageError(f"{source} cannot be decompressed ({error}): download it again") from None
-    table = csv.DictReader(io.StringIO(text))
+    table = csv.DictReader(io.StringIO(text.lstrip()))
     named = {re.sub(r"[^a-z]", "", name.lower()): name for name in reversed(table.fieldnames or ())}
     columns = {what: next((named[name] for name in known if name in named), "") for what, known in COLUMNS.items()}
     if missing := [f"{what} ({' or '.join(COLUMNS[what])})" for what in NEEDED if not columns[what]]:
@@ -139,8 +139,11 @@ def read_usage(data: bytes, source: str) -> list[BilledUsage]:
         raise UsageError(f"{source} has no column for {'; '.join(missing)}; {has}")
     found = []
     for number, row in enumerate(table, 2):
+        cells = {what: (row.get(name) or "").strip() if name else "" for what, name in columns.items()}
+        if not any(cells.values()):
+            continue
         try:
-            found.append(BilledUsage({what: (row.get(name) or "").strip() for what, name in columns.items()}))
+            found.append(BilledUsage(cells))
         except (ValueError, InvalidOperation, OverflowError) as error:
             raise UsageError(f"{source}, row {number}: {error}") from None
     return found

@@ -64,6 +64,8 @@ MANIFEST_TYPES = (
     "application/vnd.oci.image.manifest.v1+json, application/vnd.oci.image.index.v1+json"
 )
 _IMAGE = re.compile(r"(?P<host>[^/]*[.:][^/]*)/(?P<name>[^:@]+)(:(?P<tag>[^@]+))?(@(?P<digest>.+))?")
+_NAMED_BY = {"identity": "DTRAIN_AZURE_IDENTITY", "network": "DTRAIN_AZURE_SUBNET", "images": "DTRAIN_AZURE_IMAGE"}
+"""What is looked at → the setting that names it."""
 _ROLES = {
     "identity": "Managed Identity Operator",
     "sizes": "dtrain reads locations (<prefix>)",
@@ -180,7 +182,7 @@ class Doctor:
         elif error.status == 403 or "Authorization" in error.code:
             remedy = self._assignment(check)
         elif isinstance(error, (NotFound, ScopeMissing)):
-            setting = SETTINGS[error.scope] if isinstance(error, ScopeMissing) else "the setting that names it"
+            setting = SETTINGS[error.scope] if isinstance(error, ScopeMissing) else _NAMED_BY.get(check, "its setting")
             remedy = f"correct {setting}, or deploy deploy/azure/main.bicep"
         return DoctorLine(check, "missing", f"{error.code}: {reason}", remedy)
 

@@ -27,7 +27,7 @@ from dtrain_dagster.costs.usage import NodeUsage
 from trainer.documents.presences import stale_seconds
 from trainer.documents.reader import LOG_BYTES, warn_once
 from trainer.errors import DamagedError
-from trainer.rundir import LAUNCH, LOGS, RESULT, STATUS, RunDir
+from trainer.rundir import LOGS, RESULT, STATUS, RunDir
 
 
 def gather_facts(
@@ -297,7 +297,7 @@ def judge_job(job: ServiceJob, jobs_uri: str, live_runs: Collection[str]) -> Orp
     job_id, owner = job.tags[JOB_TAG], job.tags.get(RUN_TAG)
     rundir = RunDir(f"{jobs_uri}/{job_id}")
     try:
-        record = rundir.read_json(LAUNCH)
+        record = launch_records.Launches(rundir).read()[1]
         status = rundir.read_json(STATUS) or {}
         known_owner = rundir.read_json(OWNER)
     except DamagedError as error:  # it may have an owner, so it is not ended: a person has to look

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -135,15 +135,22 @@ class AzureMLClusterManager(GPUClusterManager):
     def cleanup_cluster(self) -> None:
         """Cancel the running jobs and delete all computes of this cluster. The error names what cannot be ended, after
         all else has been."""
-        running = [status.job_id for status in self.list_jobs() if not status.state.is_final]
-        ends = [partial(self.cancel_job, job_id) for job_id in running]
-        ends += [partial(self.provisioner.delete, name) for name in self.provisioner.computes()]
-        problems = []
-        for end in ends:
+        problems: list[str] = []
+
+        def attempt(end: Callable[[], object]) -> None:
             try:
                 end()
             except ClusterError as error:
                 problems.append(str(error))
+
+        def delete_computes() -> None:
+            for name in self.provisioner.computes():
+                attempt(partial(self.provisioner.delete, name))
+
+        for status in self.list_jobs():
+            if not status.state.is_final:
+                attempt(partial(self.cancel_job, status.job_id))
+        attempt(delete_computes)
         if problems:
             raise ClusterError("; ".join(problems))
         self._state.delete(CLUSTER)
@@ -217,7 +224,7 @@ class AzureMLClusterManager(GPUClusterManager):
         """Return one pool for each compute of this cluster."""
         return self.compute_pools.look(self._work(), self._use.used_at())
 
-    def scale_down(self, pool: NodePool, force: bool = False) -> bool:
+    def scale_down(self, pool: NodePool) -> bool:
         """Delete the compute, which the next purchase makes again."""
         with self._use.giving_back(pool.used_at) as check:
             work = self._work()

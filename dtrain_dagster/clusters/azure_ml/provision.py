@@ -103,6 +103,8 @@ class Provisioner:
             self.delete(name)
             del computes[name]
         attempts, refusals = list[Attempt](), list[SkuRefusal]()
+        if retired := explain_retired(wanted, datetime.now(UTC).date()):
+            _log.warning("%s", retired)
 
         def note(choice: SkuChoice, decision: Any, code: str, message: str = "") -> None:
             attempt = Attempt(

@@ -243,20 +243,24 @@ def _says(facts: JobFacts, status: str) -> bool:
     )
 
 
+LONGEST_GAP_SECONDS = 3600.0
+"""The longest time between two looks that say the same of a job that is missing."""
+
+
 def note_look(
     misses: Sequence[float], answer: Answer, now: float, asked_at: float, options: AzureMLOptions
 ) -> list[float]:
-    """Return the times of the first and the last look at which the service did not know a job, after one more; none
-    right after it was asked for (``asked_at``). A look that finds it, or that finds not even its workspace, takes them
-    back, and so does a time without looks. Looks that follow each other closely are one. Unix seconds."""
+    """Return the times of the first two looks and of the last at which the service did not know a job, after one more;
+    none right after it was asked for (``asked_at``). A look that finds it, or that finds not even its workspace, takes
+    them back, and so does an hour without looks. Looks that follow each other closely are one. Unix seconds."""
     if answer != "own":
         return []
     since = now - misses[-1] if misses else 0.0
     if now - asked_at < options.start_seconds or 0 < since < options.missing_seconds / 4:
         return list(misses)
-    return [misses[0], now] if misses and since < options.missing_seconds else [now]
+    return [*misses[:2], now] if since < LONGEST_GAP_SECONDS else [now]
 
 
 def is_absent(misses: Sequence[float], options: AzureMLOptions) -> bool:
     """Return whether the service has not known a job for long enough. At least three looks have seen that."""
-    return len(misses) > 1 and misses[-1] - misses[0] >= options.missing_seconds
+    return len(misses) > 2 and misses[-1] - misses[0] >= options.missing_seconds

@@ -183,7 +183,7 @@ class SupervisedClusterManager(GPUClusterManager):
             )
         ]
 
-    def scale_down(self, pool: NodePool, force: bool = False) -> bool:
+    def scale_down(self, pool: NodePool) -> bool:
         """Forget the cluster: it has no nodes without a job. Every run directory is opened before, whatever the marks
         say."""
         with self.use.giving_back(pool.used_at):

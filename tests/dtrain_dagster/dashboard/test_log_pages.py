@@ -119,3 +119,10 @@ def test_who_follows_is_told_that_lines_were_left_out(folder: Path, logs: LogFil
     page = logs.page("job", None, cursor)
     assert (len(page.lines), texts(page)[0], page.is_cut) == (MOST_LINES, "line 1", True)
     assert not logs.page("job", None, page.cursor).is_cut
+
+
+def test_no_secret_is_shown(folder: Path, logs: LogFiles) -> None:
+    (folder / "node-0.log").write_text("password=PLANTEDPLANTED and AccountKey=PLANTED2PLANTED2==;x\n")
+    (line,) = texts(logs.page("job", None, ""))
+    assert "PLANTED" not in line
+    assert line.startswith("password=[secret]")

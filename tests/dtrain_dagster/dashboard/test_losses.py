@@ -68,7 +68,8 @@ def test_a_cancellation_is_no_loss_and_an_eviction_is_one():
     resumed = change(205.0, 41, 6.0, joined=(0, 1, 2), reason=BEGAN)
     assert losses_of([LOST, BACK, asked, resumed], "succeeded") == [LOST], "it was cancelled, and then gone on with"
     marked = changes_to_mark([LOST, BACK, asked, resumed], "succeeded")
-    assert [each["step"] for each in marked] == [40, 60]
+    assert [(each["step"], each["was_asked"]) for each in marked] == [(40, False), (60, False)]
+    assert [each["was_asked"] for each in changes_to_mark([asked], "running")] == [True]
     assert changes_to_mark([asked], "cancelled") == []
     again = [*NODES, *(NodePresence(node_id=node, launch=2, started_at=200.0) for node in range(3))]
     assert missing_nodes([asked], again, "running") == {}, "its second launch has formed no generation yet"

@@ -25,6 +25,20 @@ from trainer.data.shards import DatasetError, DataShardManager
 NOTHING = Validation(checks=(), masks=())
 PARAMS = DatasetParams(window=20, horizon=5, shards=3)
 
+FILL_DISK = """
+import resource, sys
+from dtrain_dagster.data.prices import write_prices
+from dtrain_dagster.data.sharding import DatasetParams, build_dataset
+from dtrain_dagster.data.sources import price_source
+from dtrain_dagster.data.validation import Validation
+prices = write_prices(price_source(sys.argv[1]), sys.argv[2])
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
+try:
+    build_dataset(prices, Validation(checks=(), masks=()), sys.argv[2], DatasetParams(window=20, shards=3))
+except OSError as error:
+    print(error)
+"""
+
 
 def interrupted() -> pd.DataFrame:
     """Five tickers; BBB misses sessions at two places, CCC stands still for 30 days."""
@@ -230,3 +244,16 @@ def test_two_processes_may_build_the_same_dataset_at_once(small: Panel, tmp_path
     assert [path.name for path in (tmp_path / "datasets").iterdir()] == [small.dataset.dataset_id]
     verify_shards(str(tmp_path / "datasets" / small.dataset.dataset_id))
     assert_nothing_half_written(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [2_000, 30_000])
+def test_a_full_disk_leaves_no_dataset(limit: int, tmp_path: Path) -> None:
+    """The limit on a file's size stands in for the disk: full at a shard's first or later rows."""
+    address = save(interrupted(), tmp_path / "prices.csv")
+    command = [sys.executable, "-c", FILL_DISK, address, str(tmp_path), str(limit)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert "File too large" in done.stdout
+    assert not list((tmp_path / "datasets").iterdir())
+    assert_nothing_half_written(tmp_path)
+    assert prepare(address, tmp_path, PARAMS).dataset.built

@@ -504,3 +504,16 @@ def test_an_alias_moves_and_no_version_has_two(home: Home, model: registry.Regis
     ):
         home.models.promote(model, decision)
         assert client.get_model_version(model.name, model.version).aliases == expected
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_champion_of_another_horizon_is_not_compared(home: Home, run_dir: str) -> None:
+    distant = small_job.write_dataset(home.path / "distant", horizon=10)
+    old = home.register(home.train("job-distant", dataset=distant, steps=2), "horizons")
+    home.models.promote(old, registry.choose_alias(PASSED, None))
+    new = home.register(run_dir, "horizons")
+    compared = home.models.judge_champion(run_dir, new)
+    assert compared is not None
+    assert compared.champion is None
+    assert compared.note == "its horizon is 10, not 5"

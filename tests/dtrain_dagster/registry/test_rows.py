@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import socket
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlflow
 import numpy as np
+import pandas as pd
 import pytest
 
 from dtrain_dagster import registry
+from dtrain_dagster.registry.endpoint import _payload, _text_of_date, listens
 from dtrain_dagster.registry.smoke_test import as_registered, compare_answers, load_sample
+from dtrain_dagster.registry.versions import scores_table
 from harness.tables import copy_tables
 from tests.abuse.websites import served
 from tests.kinds import build_table, table
@@ -136,3 +143,29 @@ def test_a_target_far_from_zero_is_judged_and_answered_by_its_digits(
     assert compare_answers(sample, sample.expected).passed
     off = {"prediction": sample.expected["prediction"] + 0.01}
     assert not compare_answers(sample, off).passed, "a hundredth is much beside a deviation of 30"
+
+
+def test_dates_are_sent_in_one_form_whatever_their_fractions() -> None:
+    """A server of MLflow's reads a column by the form of its first value."""
+    times = pd.Series([pd.Timestamp("2021-01-08 03:00:00"), pd.Timestamp("2021-04-09 23:30:00.218477")])
+    content = json.dumps(_payload(pd.DataFrame({"at": times}), "mlflow"), default=_text_of_date)
+    sent = [row[0] for row in json.loads(content)["dataframe_split"]["data"]]
+    assert pd.to_datetime(pd.Series(sent)).equals(times)
+
+
+def test_a_server_is_asked_only_where_it_listens_itself() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert listens(os.getpid(), port)
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+            assert not listens(other.pid, port), "its log may name a port that is another's"
+            other.kill()
+    assert not listens(os.getpid(), port)
+
+
+def test_names_and_figures_that_a_node_wrote_are_text_of_a_table() -> None:
+    figures = {"rmse": 1.23456789, "![x](http://evil/p)": 1, "huge": 10**400}
+    text = scores_table({"model": figures, "baselines": {}}, is_table=True)
+    assert "1.2346" in text
+    assert "![x]" not in text
+    assert text.splitlines()[-1].count("–") == 1

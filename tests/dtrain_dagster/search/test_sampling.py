@@ -69,13 +69,18 @@ def test_of_a_space_of_few_trials_none_is_left_out_or_drawn_twice(sampler: Sampl
             "model.factory": ["tcn", "lstm"],
             "model.args.layers": {"low": 1, "high": 9, "step": 4, "when": {"model.factory": "lstm"}},
             "training.epochs": [1, 2],
+            "training.clip_norm": {"low": 0.1, "high": 0.3, "step": 0.1, "when": {"model.factory": "tcn"}},
         }
     )
     known: list[Trial] = []
     while values := draw_values(space, sampler, 1, len(known), known, (), 1.0):
         known.append(Trial(number=len(known), values=values, of=1, scores=(1.0,), state=TrialState.COMPLETE))
-    found = sorted((item.values.get("model.args.layers", 0), item.values["training.epochs"]) for item in known)
-    assert found == [(layers, epochs) for layers in (0, 1, 5, 9) for epochs in (1, 2)]
+    layers = [{"model.factory": "lstm", "model.args.layers": each} for each in (1, 5, 9)]
+    clips = [{"model.factory": "tcn", "training.clip_norm": each} for each in (0.1, 0.2, 0.3)]
+    wanted = [each | {"training.epochs": epochs} for each in layers + clips for epochs in (1, 2)]
+    assert len(known) == len(wanted)
+    assert all(trial.values in wanted for trial in known)
+    assert all(each in [trial.values for trial in known] for each in wanted)
 
 
 def test_where_trials_fail_or_diverge_no_more_are_drawn() -> None:

@@ -17,7 +17,6 @@ from dtrain_dagster.sensors.idle_cluster import (
     is_pool_due,
     look,
     read_cursor,
-    takes_force,
     tried,
 )
 
@@ -63,26 +62,14 @@ def test_a_pool_is_scaled_down_after_the_limit_and_never_with_work(pool, idle_se
     assert is_pool_due(idling, pool, LIMIT) is over
 
 
-def test_what_fails_is_tried_at_the_next_look_then_ever_later_and_in_the_end_by_force():
+def test_what_fails_is_tried_at_the_next_look_then_ever_later():
     idling, tries = replace(IDLE, idle_seconds=600.0), []
     for minute in range(1, 130):
         if is_pool_due(idling, POOL, LIMIT):
-            tries.append((minute, takes_force(idling)))
+            tries.append(minute)
             idling = tried(idling, "failed")
         idling = look(idling, POOL, USD, idling.seen_at + 60)
-    assert tries == [
-        (1, False),
-        (2, False),
-        (4, True),
-        (8, True),
-        (16, True),
-        (32, True),
-        (62, True),
-        (92, True),
-        (122, True),
-    ]
-    assert takes_force(tried(IDLE, "asked for"))
-    assert not takes_force(tried(tried(IDLE, "in use"), "in use"))
+    assert tries == [1, 2, 4, 8, 16, 32, 62, 92, 122]
 
 
 @pytest.mark.parametrize(

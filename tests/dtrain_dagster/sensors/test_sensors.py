@@ -118,9 +118,9 @@ def test_a_job_submitted_during_the_decision_keeps_its_cluster(
     daemon.ticks(10)
     scale_down = LocalClusterManager.scale_down
 
-    def be_late(self: LocalClusterManager, pool: NodePool, force: bool = False) -> bool:
+    def be_late(self: LocalClusterManager, pool: NodePool) -> bool:
         manager.use.begin("somebody's next job")
-        return scale_down(self, pool, force)
+        return scale_down(self, pool)
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalClusterManager, "scale_down", be_late)

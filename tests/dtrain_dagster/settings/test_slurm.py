@@ -19,6 +19,8 @@ from dtrain_dagster.settings.slurm import SlurmSettings, read_partition_prices
         ("PYTHON", "python3", "DTRAIN_SLURM_PYTHON"),
         ("EXTRA", "--time=5", "DTRAIN_SLURM_TIME_LIMIT_MINUTES"),
         ("EXTRA", "-p gpu", "is not an option of sbatch"),
+        ("EXTRA", "--export=PATH,TOKEN=planted", "takes names of variables alone"),
+        ("EXTRA", "--export=ALL", "takes names of variables alone"),
         ("TIME_LIMIT_MINUTES", "1", "DTRAIN_SLURM_TIME_LIMIT_MINUTES"),
     ],
 )

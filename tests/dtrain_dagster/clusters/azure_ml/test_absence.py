@@ -101,6 +101,7 @@ def own(*times: float) -> list[tuple[float, Answer]]:
         (own(0, 1, 2, 3600), False),  # nobody has looked for an hour
         (own(0, 3600, 3645), False),
         (own(0, 3600, 3690, 3780), True),
+        (own(0, 300, 600), True),  # of a shell that looks every five minutes
         ([*own(0, 90), (100, "found"), *own(180, 270)], False),
         ([*own(0, 90), (100, "scope"), *own(180, 270)], False),
         ([(at, "scope") for at in range(0, 3600, 60)], False),
