@@ -2,7 +2,7 @@
 
 Lateness is the time that the others wait. It is judged window by window against the other ranks, so that a cause which
 slows all of them, and noise that hits now this one and now that one, is blamed on none. Nor is a rank blamed that
-shares cores with other ranks (`contention`).
+shares cores with other ranks, unless its computation takes far longer than sharing can explain.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ steps but a mean, which one long step spoils."""
 LEAST_SECONDS = 2.0
 """Least wall seconds of a lateness: where steps are short, many windows pass while a machine is held up once, and
 nobody replaces it for that."""
+SHARING_MARGIN = 2.0
+"""How many times longer than sharing explains a computation takes for which a rank is blamed all the same."""
 MEANS_NOISE = 2.0
 """Noise of means relative to that of medians."""
 
@@ -66,17 +68,24 @@ def stragglers(windows: Sequence[TimingEvent]) -> list[Straggler]:
     """Return the ranks that hold the others up, the costliest first. ``windows`` of one world, in order of time."""
     if len(windows) < FEWEST_WINDOWS or windows[0].world_size < 2:
         return []
-    judged = set(range(windows[0].world_size)) - set(ranks_that_share_cores(windows[-1]))
+    sharing = ranks_that_share_cores(windows[-1])
     found: dict[int, Straggler] = {}
     for typically, lateness in ((True, _typically_late), (False, _late_on_average)):
         rows = [_against_others(lateness(window)) for window in windows]
         noise = _noise([[value / window.seconds for value in row] for row, window in zip(rows, windows, strict=True)])
-        for rank in sorted(judged - found.keys()):
+        for rank in range(windows[0].world_size):
             series = [row[rank] for row in rows]
             straggler = _judge(windows, rank, series, noise if typically else MEANS_NOISE * noise, typically)
-            if straggler:
-                found[rank] = straggler
+            if straggler and (rank not in sharing or _is_beyond_sharing(straggler, windows[-1])):
+                found.setdefault(rank, straggler)
     return sorted(found.values(), key=lambda item: item.lost_seconds, reverse=True)
+
+
+def _is_beyond_sharing(straggler: Straggler, window: TimingEvent) -> bool:
+    """Return whether a rank computes for longer than one that always has to share its core, and twice as long again."""
+    ranks, cores = window.machines.count(window.machines[straggler.rank]), window.cores[straggler.rank]
+    most = SHARING_MARGIN * math.ceil(ranks / cores) * straggler.other_seconds
+    return straggler.typically and straggler.why == "compute" and straggler.own_seconds > most
 
 
 def dealt_seconds(window: TimingEvent) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from typing import Any
 
 import pytest
@@ -194,6 +195,16 @@ def test_where_ranks_share_cores_neither_a_rank_nor_the_network_is_judged():
         assert "this does not mean that a node is slow" in found.evidence
     own = diagnose(Simulation(**{**ON_A_LAPTOP, "cores": 4}).events())
     assert {item.cause for item in (own, *own.also)} == {SlowdownCause.SLOW_COMPUTE, SlowdownCause.COMMUNICATION}
+
+
+def test_a_rank_that_computes_for_longer_than_sharing_explains_is_blamed_on_a_laptop_too():
+    base = next(item for item in Simulation(**ON_A_LAPTOP | {"late_compute": {}}).events() if item["kind"] == "timing")
+    usual = sum(statistics.median(base["segments"][name]) for name in ("forward", "backward", "optimizer"))
+    for late, cause in ((2.5 * usual, SlowdownCause.CROWDED), (4 * usual, SlowdownCause.SLOW_COMPUTE)):
+        found = diagnose(Simulation(**ON_A_LAPTOP | {"late_compute": {1: late}}).events())
+        assert found.cause is cause, f"{late / usual:g} times the others' longer"
+    assert found.rank == 1
+    assert SlowdownCause.CROWDED in {item.cause for item in found.also}
 
 
 def test_ranks_on_gpus_share_no_cores():
