@@ -15,7 +15,7 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import chain, default_chain
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager
 from dtrain_dagster.clusters.ranks import have_gpus, ranks_per_node
 from dtrain_dagster.costs.prices import PriceError, name_at_site, price_of
-from dtrain_dagster.settings.azure import AzureSettings, read_azure_options
+from dtrain_dagster.settings.azure import AzureSettings, read_azure_options, refuse_unusable
 from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind, cluster_key
 from dtrain_dagster.settings.environment import Settings, SettingsError
 from dtrain_dagster.settings.notices import job_page, read_notice_settings
@@ -269,6 +269,12 @@ class GPUClusterResource(dg.ConfigurableResource):
             processes_per_node=self.ranks_per_node,
             max_resubmissions=self.max_replacements,
         )
+        try:  # a launchpad may have changed what the environment says
+            refuse_unusable(options.cluster_name, options.idle_seconds)
+        except SettingsError as error:
+            raise ClusterError(str(error)) from None
+        if not options.tiers:
+            raise ClusterError("azure.tiers is empty: name dedicated, spot, or both")
         for choice in chain(self.gpu_type, options.chain, options.tiers):
             try:
                 price_of(choice.sku).figure(tier_of(choice.tier))

@@ -95,20 +95,25 @@ class AzureSettings(EnvironmentSettings):
         return DataLakeFolder.parse(self.dagster_storage) if self.dagster_storage else None
 
 
+def refuse_unusable(cluster_name: str, idle_seconds: float) -> None:
+    """Raise `SettingsError` for what no compute of Azure ML takes, from the environment or from a launchpad."""
+    if not 1 <= idle_seconds <= MAX_IDLE_SECONDS:
+        raise SettingsError(
+            f"DTRAIN_IDLE_MINUTES={idle_seconds / 60:g} is not between a second and the {MAX_IDLE_SECONDS // 60} (a "
+            "day) that a compute of Azure ML takes"
+        )
+    if not _CLUSTER_NAME.fullmatch(cluster_name):
+        raise SettingsError(
+            f"DTRAIN_CLUSTER_NAME={cluster_name} must be 1 to 12 letters, digits and hyphens, a letter first and no "
+            "hyphen last: what is bought is called <name>-<size>, of which the service takes 24 characters"
+        )
+
+
 def read_azure_options(settings: Settings) -> dict[str, Any]:
     """Return the environment's arguments of `dtrain_dagster.clusters.azure_ml.options.AzureMLOptions`, with two that
     every kind of cluster gets: the order of tiers, and the seconds after which an idle node is given back. Raise
     `SettingsError` for missing or unusable values."""
     idle_seconds = max(1, round(60 * settings.idle_minutes))
-    if idle_seconds > MAX_IDLE_SECONDS:
-        raise SettingsError(
-            f"DTRAIN_IDLE_MINUTES={settings.idle_minutes:g} is more than the {MAX_IDLE_SECONDS // 60} (a day) that a "
-            "compute of Azure ML takes"
-        )
-    if not _CLUSTER_NAME.fullmatch(settings.cluster_name):
-        raise SettingsError(
-            f"DTRAIN_CLUSTER_NAME={settings.cluster_name} must be 1 to 12 letters, digits and hyphens, a letter first "
-            "and no hyphen last: what is bought is called <name>-<size>, of which the service takes 24 characters"
-        )
+    refuse_unusable(settings.cluster_name, idle_seconds)
     own = AzureSettings.read().options()
     return {**own, "tiers": list(settings.tiers), "idle_seconds": idle_seconds}

@@ -4,10 +4,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dtrain_dagster.clusters.azure_ml.sku_chain import DEFAULT_CHAIN, DEFAULT_CHAINS
+from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.prices import hardware_of
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import BUYABLE_GPU_TYPE, Settings, SettingsError, load_settings
@@ -225,8 +227,24 @@ def test_tiers_and_idle_time_are_asked_once_for_every_kind_of_cluster(monkeypatc
 
 def test_an_idle_time_beyond_what_azure_takes_is_refused(monkeypatch):
     on_azure(monkeypatch, DTRAIN_IDLE_MINUTES="2000")
-    with pytest.raises(SettingsError, match="DTRAIN_IDLE_MINUTES=2000 is more than the 1440"):
+    with pytest.raises(SettingsError, match=r"DTRAIN_IDLE_MINUTES=2000 is not between .* the 1440"):
         build_resources(load_settings())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("cluster_name", "twenty-letters-is-more", "DTRAIN_CLUSTER_NAME"),
+        ("azure", {"idle_seconds": 0}, "DTRAIN_IDLE_MINUTES=0"),
+        ("azure", {"tiers": []}, "tiers is empty"),
+    ],
+)
+def test_what_a_launchpad_changed_is_checked_as_well(monkeypatch, field: str, value: Any, said: str):
+    on_azure(monkeypatch)
+    cluster = build_resources(load_settings())["cluster"]
+    changed = getattr(cluster, field) | value if isinstance(value, dict) else value
+    with pytest.raises(ClusterError, match=said):
+        cluster.model_copy(update={field: changed}).azure_options()
 
 
 def test_a_variable_that_nothing_reads_is_told_with_the_one_that_was_meant():
