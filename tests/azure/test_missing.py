@@ -67,7 +67,7 @@ def test_a_job_that_stays_unknown_is_cancelled_before_it_is_given_up(stage: Stag
     assert "deleted from the workspace" in status.message
     record = RunDir(spec.run_dir).read_json(LAUNCH)
     assert record["missing_at"][0] == first
-    assert len(record["missing_at"]) == 2
+    assert len(record["missing_at"]) == 3
     assert record["missing_cancel"] == "not found"
     assert len(stage.asked("job.cancel")) == 1
     stage.control("clear")

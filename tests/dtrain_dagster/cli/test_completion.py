@@ -46,6 +46,8 @@ class Terminal:
         if self.pid == 0:
             os.chdir(folder)
             os.execvpe(command[0], command, env)
+        self.ready = select.poll()
+        self.ready.register(self.descriptor, select.POLLIN)
 
     def type(self, text: str, until: str, seconds: float = 60.0) -> str:
         """Type, and return what is shown from then on, up to ``until``."""
@@ -53,7 +55,7 @@ class Terminal:
         shown, deadline = "", time.monotonic() + seconds
         while until not in (plain := _CONTROL.sub("", shown)):
             assert time.monotonic() < deadline, f"{text!r} shows {plain!r}, without {until!r}"
-            if select.select([self.descriptor], [], [], 0.2)[0]:
+            if self.ready.poll(200):
                 shown += os.read(self.descriptor, 1 << 16).decode(errors="replace")
         return plain
 

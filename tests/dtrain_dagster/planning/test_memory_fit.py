@@ -148,6 +148,7 @@ def test_a_plan_compares_no_nodes_that_are_too_small() -> None:
     assert not known(price, 1), "of a model whose bytes are not known nothing is refused"
 
 
+@pytest.mark.slow
 def test_the_rehearsal_of_a_training_counts_its_model(tmp_path: Path) -> None:
     """The stock model with arguments runs in a process of its own, which counts it, what its optimizer keeps, and
     measures a sample."""

@@ -328,8 +328,8 @@ def test_the_card_says_what_it_is_and_what_it_is_not(
     evaluation = RunDir(run_dir).read_json("evaluation.json")
     for baseline, row in evaluation["baselines"].items():
         [line] = [line for line in card.splitlines() if line.startswith(f"| {in_markdown(baseline)} |")]
-        assert f"{row['nll']:.4f}" in line if "nll" in row else "–" in line
-    assert f"{evaluation['model']['nll']:.4f}" in card
+        assert f"{row['nll']:.5g}" in line if "nll" in row else "–" in line
+    assert f"{evaluation['model']['nll']:.5g}" in card
     assert evaluation["notes"][0] in card
     assert f"A model passes if {RULE}; the linear one is ridge" in card
     assert f"Earned {worth_line(evaluation, PROVENANCE.cost_usd_total)}." in card
