@@ -205,10 +205,12 @@ def _serve_jobs(
     board = JobBoard(settings.jobs_uri, settings.tiers[0])
     app = build_app(board, (host, *names), services)
     with listening(host, port) as bound:
+        served = server(app)
+        served.config.load()  # imports, in whose callbacks a Ctrl-C can be lost, come before the address is told
         click.echo(f"dashboard: {address(bound)}/")
         if host not in LOOPBACK:
             click.echo("anyone who can reach this address can read it: there is no password", err=True)
-        server(app).run(sockets=[bound])
+        served.run(sockets=[bound])
 
 
 def _services(settings: Settings, token: str | None, read_only: bool) -> JobServices:
