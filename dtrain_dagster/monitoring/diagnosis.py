@@ -150,7 +150,10 @@ def _of_world(world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]])
     late = stragglers(world)
     found = [_straggler(item, world) for item in late]
     found += _input(world, late) + _uneven(world) + _communication(world, events)
-    return found + _contention(world) + _checkpoint(world, events)
+    # Its evidence says that no node is slow: it does not go with a rank that is blamed although it shares cores.
+    if not {item.rank for item in late}.intersection(ranks_that_share_cores(world[-1])):
+        found += _contention(world)
+    return found + _checkpoint(world, events)
 
 
 def _straggler(item: Straggler, world: Sequence[TimingEvent]) -> Diagnosis:

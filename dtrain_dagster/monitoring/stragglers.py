@@ -33,7 +33,7 @@ LEAST_SECONDS = 2.0
 """Least wall seconds of a lateness: where steps are short, many windows pass while a machine is held up once, and
 nobody replaces it for that."""
 SHARING_MARGIN = 2.0
-"""How many times longer than sharing explains a computation takes for which a rank is blamed all the same."""
+"""A rank that shares cores is blamed only if its computation takes this many times what sharing can explain."""
 MEANS_NOISE = 2.0
 """Noise of means relative to that of medians."""
 
@@ -82,7 +82,7 @@ def stragglers(windows: Sequence[TimingEvent]) -> list[Straggler]:
 
 
 def _is_beyond_sharing(straggler: Straggler, window: TimingEvent) -> bool:
-    """Return whether a rank computes for longer than one that always has to share its core, and twice as long again."""
+    """Return whether a rank's computation takes far longer than it would if it always had to share its core."""
     ranks, cores = window.machines.count(window.machines[straggler.rank]), window.cores[straggler.rank]
     most = SHARING_MARGIN * math.ceil(ranks / cores) * straggler.other_seconds
     return straggler.typically and straggler.why == "compute" and straggler.own_seconds > most

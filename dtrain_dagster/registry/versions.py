@@ -305,7 +305,7 @@ def _shown(part: FactoryConfig) -> str:
 
 
 MOST_FIGURE = 1e300
-"""A larger one is no float."""
+"""A whole number in JSON may be too large for a float; no score is near this."""
 _OF_WINDOWS = ("nll", "pinball", "coverage_90", "mse_to_zero", "model_gain_nll", "model_gain_t")
 """The figures of windows that the card shows; of rows it has all."""
 

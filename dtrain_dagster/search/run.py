@@ -139,7 +139,9 @@ class Search:
         """``told`` is called with what its fleet tells."""
         self.request, self.expected, self.before_usd = request, measured.expected, measured.usd
         self.folder = search_folder(home, request.name)
-        price, settings = request.usd_per_node_hour, replace(request.settings, trials=request.count_trials())
+        self.trials = request.count_trials()
+        """The most trials that it can have."""
+        price, settings = request.usd_per_node_hour, replace(request.settings, trials=self.trials)
         self.plan = plan_search(settings, self.expected, price, request.at_once, request.budget_usd)
         self._home, self._manager, self._env, self._told = home, manager, env, told
         self._storage = open_storage(str(self.folder))
@@ -220,7 +222,7 @@ class Search:
         if request.budget_usd is not None:
             return request.budget_usd
         after = MARGIN_SECONDS * request.at_once * request.usd_per_node_hour / 3600
-        return self.before_usd + UNASKED * self.plan.trial_usd * request.count_trials() + after
+        return self.before_usd + UNASKED * self.plan.trial_usd * self.trials + after
 
     def limits(self) -> FleetLimits:
         """Return the limits of its fleet. Raise `SpaceError` where the measurement has used the budget up."""

@@ -15,15 +15,15 @@ from dtrain_dagster.cli.main import main
 _PAGE = Path(__file__).parents[2] / "docs" / "json.md"
 _SECTIONS = dict(section.split("\n", 1) for section in _PAGE.read_text().split("\n## ")[1:])
 _TABLES = {
-    words: [re.findall(r"^\| `([^`]+)`", table, re.MULTILINE) for table in section.split("\n### ")]
+    words: {
+        table.partition("\n")[0]: re.findall(r"^\| `([^`]+)`", table, re.MULTILINE) for table in section.split("\n### ")
+    }
     for words, section in _SECTIONS.items()
 }
-TOLD = {words: [name for table in tables for name in table] for words, tables in _TABLES.items()}
+TOLD = {words: [name for names in tables.values() for name in names] for words, tables in _TABLES.items()}
 """Words of a command → the fields that it documents. Items of a list of jobs have those of the first table of a status,
 and fleets those of its table of a fleet."""
-TOLD["dtrain jobs"] = [
-    f"[].{name}" for table in (_TABLES["dtrain status"][0], _TABLES["dtrain status"][2]) for name in table
-]
+TOLD["dtrain jobs"] = [f"[].{name}" for table in ("", "Of a fleet") for name in _TABLES["dtrain status"][table]]
 OF_LINES = {"dtrain logs"}
 """Commands that print a document per line."""
 

@@ -215,3 +215,10 @@ def test_no_dollar_of_an_export_is_lost(facts: list[dict[str, Any]], schema: str
     found = compared([*facts, fact(cost=1.0)], schema=schema, today=date(2026, 10, 26))
     total = 1 + sum(Decimal(str(row["cost"])) for row in facts)
     assert dollars(found) == pytest.approx(total, abs=Decimal("0.02"))
+
+
+def test_rows_without_text_are_no_rows_and_a_column_without_a_name_has_no_meter() -> None:
+    header = ",BilledCost,BillingCurrency,ChargePeriodStart,ConsumedQuantity,ConsumedUnit,ResourceId,ServiceName"
+    line = f"7,3.06,USD,2026-10-25T00:00:00Z,1,Hours,{WORKSPACE.lower()},Virtual Machines"
+    [row] = read_usage(f"\n{header}\n{line}\n,,,,,,,\n".encode(), "b")
+    assert (row.meter, row.name) == ("Virtual Machines", "")
