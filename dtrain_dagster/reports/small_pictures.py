@@ -22,18 +22,17 @@ Points = Sequence[tuple[float, float]]
 
 
 def small_curves(curves: Mapping[str, Points]) -> str:
-    """Return Markdown with a line for each curve, all of one scale, with its first and its last value; "" where no
-    curve has two points."""
+    """Return Markdown with a line for each curve, each of a scale of its own, with its first and its last value; ""
+    where no curve has two points."""
     finite = {
         name: [value for at, value in points if math.isfinite(at) and math.isfinite(value)]
         for name, points in curves.items()
     }
     drawn = {name: values for name, values in finite.items() if len(values) > 1}
-    everything = [value for values in drawn.values() for value in values]
-    low = min(everything, default=0.0)
-    height = max(everything, default=0.0) - low or 1.0
     lines = []
     for name, values in list(drawn.items())[:MOST_LINES]:
+        low = min(values)
+        height = max(values) - low or 1.0
         places = ((value - low) / height for value in _merged(values))
         letters = "".join(HEIGHTS[round(place * (len(HEIGHTS) - 1))] for place in places)
         lines.append(f"- `{letters}` {in_markdown(name, LONGEST_NAME)} {values[0]:.4g} → {values[-1]:.4g}")
