@@ -8,7 +8,6 @@ from dtrain_dagster.reports.small_pictures import SHOWN_IN_PLACE, WIDTH, small_b
 
 
 def test_each_curve_has_its_scale_and_leaves_out_what_is_no_number() -> None:
-    """A line that hardly moves looks like one."""
     falling = [(0.0, 4.0), (1.0, math.nan), (2.0, 2.0), (4.0, 0.0)]
     assert small_curves({"loss": falling, "rise": [(0.0, 0.0), (1.0, 0.5)]}) == (
         "- `█▅▁` loss 4 → 0\n- `▁█` rise 0 → 0.5"
