@@ -149,7 +149,8 @@ class ScheduledOptimizer:
     @property
     def kind(self) -> str:
         """The class of the optimizer."""
-        return f"{type(self.optimizer).__module__}.{type(self.optimizer).__qualname__}"
+        kind = type(self.optimizer)
+        return _ADAMW if kind is _AdamW else f"{kind.__module__}.{kind.__qualname__}"
 
     @property
     def digest(self) -> str:
@@ -250,7 +251,7 @@ class ScheduledOptimizer:
         rate: Any = config.learning_rate if on is None else torch.tensor(config.learning_rate, device=on)
         capturable = on is not None and on.type == "cuda"
         groups = split_by_decay(self.parameters, config)
-        return AdamW(groups, lr=rate, weight_decay=config.weight_decay, fused=True, capturable=capturable)
+        return _AdamW(groups, lr=rate, weight_decay=config.weight_decay, fused=True, capturable=capturable)
 
     def _make_scheduler(self, total_steps: int) -> Any:
         make = self.recipe.lr_scheduler
@@ -310,6 +311,17 @@ class ScheduledOptimizer:
 
 
 _ADAMW = f"{AdamW.__module__}.{AdamW.__qualname__}"
+
+
+class _AdamW(AdamW):
+    """torch's AdamW, which imports no compiler: torch's own methods load ``torch._dynamo``, a second or two of each rank's
+    start, to keep themselves out of a graph. No step is compiled with its optimizer here."""
+
+    add_param_group = inspect.unwrap(Optimizer.add_param_group)
+    state_dict = inspect.unwrap(Optimizer.state_dict)
+    load_state_dict = inspect.unwrap(Optimizer.load_state_dict)
+    zero_grad = inspect.unwrap(Optimizer.zero_grad)
+    step = torch.no_grad()(inspect.unwrap(AdamW.step))
 
 
 def split_by_decay(parameters: Sequence[nn.Parameter], config: DistributedTrainingConfig) -> list[dict[str, Any]]:
