@@ -314,8 +314,8 @@ _ADAMW = f"{AdamW.__module__}.{AdamW.__qualname__}"
 
 
 class _AdamW(AdamW):
-    """torch's AdamW, which imports no compiler: torch's own methods load ``torch._dynamo``, a second or two of each rank's
-    start, to keep themselves out of a graph. No step is compiled with its optimizer here."""
+    """torch's AdamW without the import of torch's compiler. Each method would load it, for a second or two of a rank's
+    start, only to keep itself out of a compiled graph. No step here is compiled together with its optimizer."""
 
     add_param_group = inspect.unwrap(Optimizer.add_param_group)
     state_dict = inspect.unwrap(Optimizer.state_dict)

@@ -134,14 +134,21 @@ def test_a_small_fit_is_done_by_each_rank_without_the_others(tmp_path: Path, mon
 
 
 @pytest.mark.slow
-def test_the_fit_does_not_load_what_no_rank_has_loaded(tmp_path: Path) -> None:
+def test_neither_the_fit_nor_the_usual_optimizer_loads_torchs_compiler(tmp_path: Path) -> None:
     uri = build_table(tmp_path).uri
     code = (
         "import sys\n"
+        "import torch\n"
+        "from trainer.config import DistributedTrainingConfig\n"
         "from trainer.data.row_data import RowData\n"
         "from trainer.evaluation.evaluate import SharedWork\n"
         "from trainer.evaluation.row_comparison import fit_linear\n"
+        "from trainer.model.optimizers import USUAL, ScheduledOptimizer\n"
         f"fit_linear(RowData({uri!r}, {str(tmp_path / 'cache')!r}), SharedWork(), lambda: None)\n"
+        "net = torch.nn.Linear(2, 1)\n"
+        "made = ScheduledOptimizer(net, USUAL, DistributedTrainingConfig(), 10)\n"
+        "net(torch.ones(3, 2)).sum().backward()\n"
+        "made.optimizer.step()\n"
         "sys.exit('torch._dynamo' in sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

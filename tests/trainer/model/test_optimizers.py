@@ -296,6 +296,33 @@ def test_norms_and_biases_do_not_decay_by_default() -> None:
     assert set(decayed(decay_norms_and_biases=True).values()) == {0.3}
 
 
+def test_the_usual_optimizer_is_torchs_adamw_to_the_last_bit() -> None:
+    """Also where it goes on from torch's state, and torch from its."""
+    config = DistributedTrainingConfig(learning_rate=0.1, weight_decay=0.3, decay_norms_and_biases=True)
+
+    def stepped(module: nn.Module, optimizer: Optimizer, steps: int) -> dict[str, Any]:
+        for number in range(steps):
+            optimizer.zero_grad()
+            module(torch.full((4, 6), number + 1.0)).square().sum().backward()
+            optimizer.step()
+        assert all(each.requires_grad for each in module.parameters())
+        return optimizer.state_dict()
+
+    torch.manual_seed(0)
+    ours, plain = (Net(), Net())
+    plain.load_state_dict(ours.state_dict())
+    usual = ScheduledOptimizer(ours, USUAL, config, STEPS)
+    theirs = AdamW(plain.parameters(), lr=0.1, weight_decay=0.3, fused=True)
+    assert usual.kind == f"{AdamW.__module__}.AdamW"
+    states = stepped(ours, usual.optimizer, 3), stepped(plain, theirs, 3)
+    usual.optimizer.load_state_dict(states[1])
+    theirs.load_state_dict(states[0])
+    torch.testing.assert_close(
+        stepped(ours, usual.optimizer, 2)["state"], stepped(plain, theirs, 2)["state"], rtol=0, atol=0
+    )
+    torch.testing.assert_close(ours.state_dict(), plain.state_dict(), rtol=0, atol=0)
+
+
 def test_checkpoints_of_one_group_are_continued() -> None:
     """As versions before had them, with all parameters in one group."""
     training = Training(USUAL, "ddp").train(range(3))
