@@ -38,8 +38,9 @@ from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from dtrain_dagster.costs.estimate import Forecast, Interval, LearnedCorrection, Sizes
 from dtrain_dagster.costs.prices import price_of
+from dtrain_dagster.data.build_once import BuiltDataset
 from dtrain_dagster.data.prices import write_prices
-from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset
+from dtrain_dagster.data.sharding import DatasetParams, build_dataset
 from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.data.validation import validate_prices
 from dtrain_dagster.planning import probe

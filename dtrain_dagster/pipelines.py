@@ -59,7 +59,7 @@ class Prices(dg.Resolvable):
     it does there."""
 
     source: str | None = None
-    """sp500_panel, us_ohlcv, yfinance:AAPL,MSFT, or the address of a file; None: DTRAIN_PRICES."""
+    """sp500_panel, or the address of a file; None: DTRAIN_PRICES."""
     window: int | None = None
     horizon: int | None = None
     train_last: str | None = None

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 
-from dtrain_dagster.data.build_once import FinishedDataset
+from dtrain_dagster.data.build_once import BuiltDataset
 from dtrain_dagster.data.rows import RowParams, build_rows
 
 WORDS = ("red", "green", "blue")
@@ -27,9 +27,7 @@ def table(rows: int = 1200, seed: int = 0) -> pd.DataFrame:
     })  # fmt: skip
 
 
-def build_table(
-    folder: Path, target: str = "bought", frame: pd.DataFrame | None = None, **params: Any
-) -> FinishedDataset:
+def build_table(folder: Path, target: str = "bought", frame: pd.DataFrame | None = None, **params: Any) -> BuiltDataset:
     """A dataset of one target; the others are left out."""
     frame = table() if frame is None else frame
     frame.to_parquet(folder / "table.parquet", row_group_size=500)
@@ -40,7 +38,7 @@ def build_table(
 
 def stored_rows(made: Any) -> dict[str, pd.DataFrame]:
     """The rows of each split, standardised."""
-    shards = made.manifest["shards"]
+    shards = made.manifest()["shards"]
     return {
         split: pd.concat([pq.read_table(Path(made.uri, s["path"])).to_pandas() for s in shards if s["split"] == split])
         for split in ("train", "valid", "test")
@@ -49,7 +47,7 @@ def stored_rows(made: Any) -> dict[str, pd.DataFrame]:
 
 def original_rows(made: Any) -> dict[str, pd.DataFrame]:
     """The same, as numbers were before they were stored."""
-    scales, found = made.manifest["normalisation"]["features"], stored_rows(made)
+    scales, found = made.manifest()["normalisation"]["features"], stored_rows(made)
     for rows in found.values():
         for name, scale in scales.items():
             rows[name] = rows[name].astype(np.float64) * scale["std"] + scale["mean"]

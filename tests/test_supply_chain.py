@@ -175,7 +175,7 @@ def test_packages_of_which_a_file_is_read_are_locked_without_what_they_need():
     code = "import json, lock; print(json.dumps(lock.asked()))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "tools" / "supply", capture_output=True, check=True)
     whole, files = json.loads(done.stdout)
-    assert sorted(Requirement(line).name for line in files) == ["bokeh-sampledata", "skfolio"]
+    assert sorted(Requirement(line).name for line in files) == ["skfolio"]
     assert {"torch", "azure-ai-ml", "pytest"} <= {Requirement(line).name for line in whole}
     assert not set(whole) & set(files)
 
@@ -183,10 +183,9 @@ def test_packages_of_which_a_file_is_read_are_locked_without_what_they_need():
 def test_a_missing_package_is_found_but_not_what_only_an_import_of_a_panels_package_needs():
     said = (
         "skfolio 1.12.2 requires clarabel, which is not installed.\n"
-        "bokeh_sampledata 2026.1 requires shapely, which is not installed.\n"
         "mlflow 3.17.2 requires skops, which is not installed.\n"
     )
-    code = f"import check; print(check.find_broken({said!r}, ['skfolio', 'bokeh-sampledata']))"
+    code = f"import check; print(check.find_broken({said!r}, ['skfolio']))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT / "tools" / "supply", capture_output=True, text=True, check=True
     )

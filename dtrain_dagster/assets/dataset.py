@@ -20,10 +20,10 @@ from dtrain_dagster.assets.common import (
     sentences,
 )
 from dtrain_dagster.assets.pipeline import Pipeline
-from dtrain_dagster.data.build_once import publish_dataset
+from dtrain_dagster.data.build_once import BuiltDataset, publish_dataset
 from dtrain_dagster.data.engines import DUCKDB, DataEngine, opened_ray_engine
 from dtrain_dagster.data.prices import PricesRef, write_prices
-from dtrain_dagster.data.sharding import LEAST, BuiltDataset, DatasetParams, build_dataset
+from dtrain_dagster.data.sharding import LEAST, DatasetParams, build_dataset
 from dtrain_dagster.data.sources import known_findings, price_source
 from dtrain_dagster.data.validation import CHECKS, CheckResult, validate_prices
 from dtrain_dagster.reports.small_pictures import small_bar
@@ -43,7 +43,7 @@ class PricesConfig(LaunchpadOptions):
     """The choice of prices in the launchpad of `stock_prices`."""
 
     source: str | None = None
-    """sp500_panel, us_ohlcv, yfinance:AAPL,MSFT, or the address of a file; unset: DTRAIN_PRICES."""
+    """sp500_panel, or the address of a file; unset: DTRAIN_PRICES."""
 
 
 class DatasetConfig(LaunchpadOptions):

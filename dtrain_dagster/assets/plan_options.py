@@ -17,7 +17,7 @@ from pydantic import Field, create_model
 
 from dtrain_dagster.assets.common import LaunchpadOptions
 from dtrain_dagster.clusters.ranks import hosts_of
-from dtrain_dagster.data.sharding import BuiltDataset
+from dtrain_dagster.data.build_once import BuiltDataset
 from dtrain_dagster.jobs.script_job import ScriptJob, describe_script
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings.environment import MOST_NODES

@@ -29,7 +29,7 @@ from dtrain_dagster.clusters.base import GPUClusterManager
 from dtrain_dagster.costs.estimate import estimate_forecast
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.data.sharding import BuiltDataset
+from dtrain_dagster.data.build_once import BuiltDataset
 from dtrain_dagster.jobs.progress import BudgetSpentError
 from dtrain_dagster.planning import probe
 from dtrain_dagster.planning.build_plan import (

@@ -59,18 +59,19 @@ def data(source: str, target: str, drop: tuple[str, ...], as_json: bool, **optio
         --drop visit_id --missing mean
     """
     made = build_rows(source, read_settings().storage_uri, RowParams(target=target, drop=drop, **options))
-    columns = [column for column in made.manifest["columns"] if column["role"] == "feature"]
-    names = made.manifest["classes"]
-    told = f"{made.manifest['task']} of {target}" + (f", {len(names)} classes" if names else "")
-    samples = made.manifest["samples"]
+    manifest = made.manifest()
+    columns = [column for column in manifest["columns"] if column["role"] == "feature"]
+    names = manifest["classes"]
+    told = f"{manifest['task']} of {target}" + (f", {len(names)} classes" if names else "")
+    samples = made.samples
     if as_json:
-        print_json({"dataset_id": made.dataset_id, "built": made.built, "samples": dict(samples), "folder": made.uri})
+        print_json({"dataset_id": made.dataset_id, "built": made.built, "samples": samples, "folder": made.uri})
     else:
         counts = ", ".join(f"{split} {count:,}" for split, count in samples.items())
         was_there = "" if made.built else "; it was there already"
         say(f"{made.dataset_id}  {told} by {len(columns)} columns; samples: {counts}{was_there}")
         say(f"dtrain train --dataset {made.dataset_id}", err=True)
-    for name, why in made.manifest["excluded"].items():
+    for name, why in made.excluded.items():
         say(f"note: {name} is left out: it {why}", err=True)
-    for note in made.manifest.get("notes", ()):
+    for note in manifest.get("notes", ()):
         say(f"note: {note}", err=True)

@@ -20,6 +20,7 @@ from dtrain_dagster.support.building import building_in
 from trainer.data.manifest import (
     DatasetError,
     checked_manifest,
+    load_manifest,
     manifest_bytes,
     parse_manifest,
     read_dataset_manifest,
@@ -36,18 +37,36 @@ GROUP_ROWS = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FinishedDataset:
-    """A dataset that can be trained on."""
+class BuiltDataset:
+    """A reference to a dataset that can be trained on."""
 
     uri: str
-    manifest: Mapping[str, Any]
+    dataset_id: str
+    rows: int
+    samples: dict[str, int]
+    excluded: dict[str, str]
+    """The tickers, or the columns of a table, that were left out, each with the reason."""
     built: bool
     """False where it already existed."""
+    shared_uri: str = ""
+    """The address where nodes read it."""
 
-    @property
-    def dataset_id(self) -> str:
-        """Return its id."""
-        return str(self.manifest["dataset_id"])
+    @classmethod
+    def of(cls, uri: str, manifest: Mapping[str, Any], built: bool = False) -> BuiltDataset:
+        """Return a reference to the dataset in a folder with this manifest."""
+        return cls(
+            uri=uri,
+            dataset_id=manifest["dataset_id"],
+            rows=sum(shard.get("rows", 0) for shard in manifest.get("shards", ())),
+            samples=dict(manifest["samples"]),
+            excluded=dict(manifest.get("excluded", {})),
+            built=built,
+            shared_uri=uri,
+        )
+
+    def manifest(self) -> dict[str, Any]:
+        """Return the manifest. Raise `DatasetError` where it is damaged."""
+        return load_manifest(open_storage(self.uri))
 
 
 def id_of(identity: Mapping[str, Any]) -> str:
@@ -67,7 +86,7 @@ def digest_files(files: Sequence[Path]) -> list[str]:
     return found
 
 
-def build_once(storage_uri: str, dataset_id: str, write: Callable[[Path], dict[str, Any]]) -> FinishedDataset:
+def build_once(storage_uri: str, dataset_id: str, write: Callable[[Path], dict[str, Any]]) -> BuiltDataset:
     """Return ``<storage>/datasets/<id>``, which is built unless it exists. ``write`` gets an empty folder with a folder
     ``data`` in it, writes the shards there and returns the manifest. Raise `DataError` where the existing dataset is
     damaged, and what ``write`` raises; then nothing is left."""
@@ -83,7 +102,7 @@ def build_once(storage_uri: str, dataset_id: str, write: Callable[[Path], dict[s
             give_name(building, target)
     else:
         verify_shards(str(target))
-    return FinishedDataset(uri=str(target), manifest=read_dataset_manifest(open_storage(str(target))), built=built)
+    return BuiltDataset.of(str(target), read_dataset_manifest(open_storage(str(target))), built)
 
 
 def give_name(building: Path, target: Path) -> None:

@@ -1,8 +1,8 @@
 """The views of a database over a user's price file: its cells as texts, then one row per ticker and day, then checked.
 
-A file has one of two layouts: the columns ``date``, ``ticker``, ``adj_close`` and any of `EXTRA`; or ``date`` and a
-column of adjusted closes per ticker. A column of the second layout that does not look like a ticker is refused: it
-would be trained on as one. Writing is `dtrain_dagster.data.prices`.
+A file has one of two layouts: the columns ``date``, ``ticker`` and ``adj_close``, beside which others are not read; or
+``date`` and a column of adjusted closes per ticker. A column of the second layout that does not look like a ticker is
+refused: it would be trained on as one. Writing is `dtrain_dagster.data.prices`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ COLUMN_MEMORY = 0.75
 _MANY_COLUMNS = 100
 """The number of columns from which on one thread reads, since each thread holds a part of each column."""
 DATE, TICKER, ADJUSTED = "date", "ticker", "adj_close"
-EXTRA = ("open", "high", "low", "close", "volume")
 _LAYOUTS = "give the columns date, ticker and adj_close, or date and a column of adjusted closes per ticker"
 _FIELD = re.compile(
     "adj(usted|close)?|close|prices?|volume|vwap|dividends?|splits?|symbol|ticker|date|day|datetime|timestamp|year|"
@@ -55,7 +54,7 @@ class PriceColumns:
     ticker: int | None
     """None where each ticker has a column of its own."""
     prices: Mapping[str, int]
-    """The places of ``adj_close`` and of `EXTRA`, as far as they are there; or of each ticker's adjusted closes."""
+    """The place of ``adj_close``, or of each ticker's adjusted closes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +64,6 @@ class PriceViews:
     origin: str
     headers: int
     """The lines of the header; 0 of Parquet."""
-    numbers: tuple[str, ...]
-    """The columns of ``clean`` that are numbers, the price first."""
 
     def place(self, line: int) -> str:
         """Return the words for a row of ``clean``."""
@@ -93,7 +90,7 @@ def find_columns(names: Sequence[str]) -> PriceColumns:
                 f"there is no column 'adj_close' among {shown}: give the closes that are adjusted for splits and "
                 "dividends this name"
             )
-        return PriceColumns(date, places[TICKER], {key: places[key] for key in (ADJUSTED, *EXTRA) if key in places})
+        return PriceColumns(date, places[TICKER], {ADJUSTED: places[ADJUSTED]})
     if ADJUSTED in places:
         raise DataError(f"there is a column 'adj_close' but no column 'ticker' among {shown}: {_LAYOUTS}")
     prices = {name: place for place, name in enumerate(names) if place != date}
@@ -121,17 +118,17 @@ def is_nameless(name: str) -> bool:
 
 
 def make_views(database: duckdb.DuckDBPyConnection, given: GivenFile, memory_limit: int) -> PriceViews:
-    """Create the view ``clean``: line (counted from 1), ticker, date and numbers of each row.
+    """Create the view ``clean``: line (counted from 1), ticker, date and adjusted close of each row.
 
     Raise `DataError` for columns and cells that cannot be used, and what the engine raises for a file that is none.
     """
     names, cells, headers = _load(database, given, memory_limit)
     try:
-        numbers = _to_long(database, find_columns(names), names, cells)
-        _refuse_bad_cells(database, numbers, headers)
+        _to_long(database, find_columns(names), cells)
+        _refuse_bad_cells(database, headers)
     except DataError as error:
         raise DataError(f"{given.origin}: {error}") from None
-    return PriceViews(origin=given.origin, headers=headers, numbers=numbers)
+    return PriceViews(origin=given.origin, headers=headers)
 
 
 def refuse_bad_rows(database: duckdb.DuckDBPyConnection, views: PriceViews) -> None:
@@ -193,27 +190,24 @@ def _place(line: int, headers: int) -> str:
     return f"line {line + headers}" if headers else f"row {line}"
 
 
-def _to_long(
-    database: duckdb.DuckDBPyConnection, columns: PriceColumns, names: Sequence[str], texts: Sequence[str]
-) -> tuple[str, ...]:
-    """Create the view ``long`` of texts (line, date, ticker, numbers); return the names of the numbers."""
+def _to_long(database: duckdb.DuckDBPyConnection, columns: PriceColumns, texts: Sequence[str]) -> None:
+    """Create the view ``long`` of texts: line, date, ticker and adjusted close."""
     start = f'"__line" AS line, {texts[columns.date]} AS date'
     if columns.ticker is not None:
-        cells = ", ".join(f"{texts[place]} AS {name}" for name, place in columns.prices.items())
+        ticker, price = texts[columns.ticker], texts[columns.prices[ADJUSTED]]
         database.execute(
-            f"CREATE VIEW long AS SELECT {start}, trim({texts[columns.ticker]}) AS ticker, {cells} FROM raw"
+            f"CREATE VIEW long AS SELECT {start}, trim({ticker}) AS ticker, {price} AS {ADJUSTED} FROM raw"
         )
-        return tuple(columns.prices)
+        return
     cells = ", ".join(f"coalesce({texts[place]}, '') AS c{place}" for place in columns.prices.values())
     sets = ", ".join("c{} AS '{}'".format(place, name.replace("'", "''")) for name, place in columns.prices.items())
     database.execute(
         f"CREATE VIEW long AS SELECT * FROM (UNPIVOT (SELECT {start}, {cells} FROM raw) "
         f" ON {sets} INTO NAME ticker VALUE {ADJUSTED}) WHERE trim({ADJUSTED}) <> ''"
     )  # an empty cell: not listed on that day
-    return (ADJUSTED,)
 
 
-def _refuse_bad_cells(database: duckdb.DuckDBPyConnection, numbers: Sequence[str], headers: int) -> None:
+def _refuse_bad_cells(database: duckdb.DuckDBPyConnection, headers: int) -> None:
     """Create the view ``clean``. Raise `DataError` with the first cell of each column that it must not hold."""
     day = f"TRY_CAST(regexp_extract(date, '{_WHEN}', 1) AS DATE)"
     checks = {
@@ -221,11 +215,8 @@ def _refuse_bad_cells(database: duckdb.DuckDBPyConnection, numbers: Sequence[str
         "ticker": f"coalesce(ticker, '') = '' OR length(ticker) > {_LONGEST_TICKER} "
         "OR regexp_matches(ticker, '[[:cntrl:]]')",
         ADJUSTED: f"NOT coalesce(isfinite(TRY_CAST({ADJUSTED} AS DOUBLE)), false)",
-        **{
-            name: f"coalesce(trim({name}), '') <> '' AND NOT coalesce(isfinite(TRY_CAST({name} AS DOUBLE)), false)"
-            for name in numbers[1:]
-        },
     }
+    wanted = {"date": "a date such as 2020-01-31, without a time", "ticker": _NAME, ADJUSTED: "a number"}
     firsts = ", ".join(f"min(line) FILTER (WHERE {is_bad})" for is_bad in checks.values())
     lines = database.execute(f"SELECT {firsts} FROM long").fetchall()[0]
     problems = []
@@ -234,15 +225,8 @@ def _refuse_bad_cells(database: duckdb.DuckDBPyConnection, numbers: Sequence[str
             ticker, value = database.execute(
                 f"SELECT ticker, {column} FROM long WHERE line = {line} AND {is_bad}"
             ).fetchall()[0]
-            what = (
-                "a date such as 2020-01-31, without a time"
-                if column == "date"
-                else _NAME
-                if column == "ticker"
-                else "a number"
-            )
             held = "is empty" if value is None or not str(value).strip() else f"holds {value!r}"
-            problems.append(f"{_place(line, headers)}, ticker {ticker!r}: {column} {held}, not {what}")
+            problems.append(f"{_place(line, headers)}, ticker {ticker!r}: {column} {held}, not {wanted[column]}")
     refuse(problems)
-    more = "".join(f", TRY_CAST({name} AS DOUBLE) AS {name}" for name in numbers)
-    database.execute(f"CREATE VIEW clean AS SELECT line, ticker, {day} AS date{more} FROM long")
+    price = f"TRY_CAST({ADJUSTED} AS DOUBLE) AS {ADJUSTED}"
+    database.execute(f"CREATE VIEW clean AS SELECT line, ticker, {day} AS date, {price} FROM long")

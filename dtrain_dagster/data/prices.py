@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from dtrain_dagster.data.build_once import give_name  # not above: loading the c
 from dtrain_dagster.data.engines import DUCKDB, DataEngine
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.price_file import opened, opened_database
-from dtrain_dagster.data.price_views import MOST_DAYS, make_views, refuse_bad_rows
+from dtrain_dagster.data.price_views import ADJUSTED, MOST_DAYS, make_views, refuse_bad_rows
 from dtrain_dagster.support.building import building_in
 from dtrain_dagster.support.secrets import redact
 from trainer.documents.reader import read_document
@@ -136,7 +136,7 @@ def _convert(given: GivenFile, target: Path, scratch: Path, memory_limit: int, e
     try:
         with opened_database(given, scratch) as database:
             views = make_views(database, given, memory_limit)
-            figures = _write_sorted(database, views.numbers, target, engine)
+            figures = _write_sorted(database, target, engine)
             if figures is None:
                 refuse_bad_rows(database, views)
     except duckdb.Error as error:
@@ -152,9 +152,7 @@ def _convert(given: GivenFile, target: Path, scratch: Path, memory_limit: int, e
     return figures
 
 
-def _write_sorted(
-    database: duckdb.DuckDBPyConnection, numbers: Sequence[str], target: Path, engine: DataEngine
-) -> dict[str, Any] | None:
+def _write_sorted(database: duckdb.DuckDBPyConnection, target: Path, engine: DataEngine) -> dict[str, Any] | None:
     """Write one row group per ticker; return rows, tickers and dates, or None where a row is repeated or out of order.
 
     Batches come sorted; a ticker's rows are held until the next ticker begins, or there are more of them than days.
@@ -163,8 +161,7 @@ def _write_sorted(
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-    names = ", ".join(["ticker", "date", *numbers])
-    schema, batches = engine.sorted_rows(database, f"SELECT {names}, line FROM clean")
+    schema, batches = engine.sorted_rows(database, f"SELECT ticker, date, {ADJUSTED}, line FROM clean")
     schema = schema.remove(schema.get_field_index("line"))
     rows = tickers = 0
     firsts, lasts = [], []

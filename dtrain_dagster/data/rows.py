@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain_dagster.data.build_once import FinishedDataset, TableShards, build_once, digest_files, id_of
+from dtrain_dagster.data.build_once import BuiltDataset, TableShards, build_once, digest_files, id_of
 from dtrain_dagster.data.errors import DataError, refuse
 from dtrain_dagster.data.learned_table import LearnedTable, TableReport
 from dtrain_dagster.data.row_splits import RowParams
@@ -31,7 +31,7 @@ CODE_VERSION = 5
 """The version of the builder. Raise it when the same table would give other rows."""
 
 
-def build_rows(source: str, storage_uri: str, params: RowParams) -> FinishedDataset:
+def build_rows(source: str, storage_uri: str, params: RowParams) -> BuiltDataset:
     """Build ``<storage>/datasets/<id>`` from a Parquet or CSV file, or from all those in a folder, unless it exists;
     return a reference. Raise `DataError`, which names each column that cannot be used, and the remedy."""
     files = files_of(Path(source))

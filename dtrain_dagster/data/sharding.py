@@ -9,18 +9,13 @@ inputs, so the same input is never built twice, and it appears whole or not at a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, date, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain_dagster.data.build_once import (  # not above: loading the code location does without
-    build_once,
-    id_of,
-    shard_entry,
-)
+from dtrain_dagster.data.build_once import BuiltDataset, build_once, id_of, shard_entry
 from dtrain_dagster.data.engines import DUCKDB, DataEngine
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.features import FEATURES, MAY_BE_FLAT, TARGET, WARM_UP, index_features, stored_columns
@@ -28,13 +23,10 @@ from dtrain_dagster.data.prices import PricesRef, iter_tickers
 from dtrain_dagster.data.ticker_rows import Moments, TickerRows, TickerRules, daily_returns, ticker_rows
 from dtrain_dagster.data.validation import Mask, Validation, exchange_sessions
 from dtrain_dagster.support.secrets import redact
-from trainer.data.manifest import load_manifest
-from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
-    import pyarrow as pa
     from numpy.typing import NDArray
 
 SCHEMA_VERSION = 1
@@ -70,39 +62,6 @@ class DatasetParams:
                 raise DataError(f"{name} = {getattr(self, name)}: must be at least {least}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BuiltDataset:
-    """A reference to a dataset."""
-
-    uri: str
-    dataset_id: str
-    rows: int
-    samples: dict[str, int]
-    excluded: dict[str, str]
-    """The tickers that were left out, each with the reason."""
-    built: bool
-    """False where it already existed."""
-    shared_uri: str = ""
-    """The address where nodes read it (`dtrain_dagster.data.build_once`)."""
-
-    @classmethod
-    def of(cls, uri: str, manifest: Mapping[str, Any], built: bool = False) -> BuiltDataset:
-        """Return a reference to the dataset in a folder with this manifest."""
-        return cls(
-            uri=uri,
-            dataset_id=manifest["dataset_id"],
-            rows=sum(shard.get("rows", 0) for shard in manifest.get("shards", ())),
-            samples=dict(manifest["samples"]),
-            excluded=dict(manifest.get("excluded", {})),
-            built=built,
-            shared_uri=uri,
-        )
-
-    def manifest(self) -> dict[str, Any]:
-        """Return the manifest. Raise `DatasetError` where it is damaged."""
-        return load_manifest(open_storage(self.uri))
-
-
 def build_dataset(
     prices: PricesRef,
     validation: Validation,
@@ -133,8 +92,7 @@ def build_dataset(
     def write(folder: Path) -> dict[str, Any]:
         return _Builder(prices, validation, params, calendar, folder, engine).build(dataset_id)
 
-    made = build_once(storage_uri, dataset_id, write)
-    return BuiltDataset.of(made.uri, made.manifest, made.built)
+    return build_once(storage_uri, dataset_id, write)
 
 
 def split_dates(dates: NDArray[np.datetime64], params: DatasetParams) -> dict[str, dict[str, str]]:
@@ -177,54 +135,45 @@ class Shard:
     """A Parquet file that is being written: one row group per ticker."""
 
     def __init__(self, folder: Path, number: int) -> None:
-        self.path = folder / "data" / f"part-{number:05d}.parquet"
+        self.folder, self.name = folder, f"data/shard-{number:05d}.parquet"
         self.rows = 0
         self._writer: Any = None
         self._segments: list[dict[str, Any]] = []
         self._tickers: list[str] = []
         self._dates: list[str] = []
-        self._pending = 0
 
-    def add_segment(self, ticker: str, rows: int, samples: dict[str, list[int]]) -> None:
-        """Register a segment of the rows that the next `write` gets; its sample ranges count from its own first row."""
-        start = self.rows + self._pending
-        self._pending += rows
-        shifted = {
-            split: [start + first, start + stop] if stop > first else [0, 0] for split, (first, stop) in samples.items()
-        }
-        self._segments.append({"ticker": ticker, "rows": [start, start + rows], "samples": shifted})
-
-    def write(self, table: pa.Table) -> None:
-        """Append one ticker's `stored_table` as a row group."""
+    def add(self, found: TickerRows) -> None:
+        """Append a ticker's rows, and its segments, whose sample ranges count from their own first row."""
         import pyarrow.compute as pc
         import pyarrow.parquet as pq
 
+        table: Any = found.table
         if self._writer is None:
-            self._writer = pq.ParquetWriter(self.path, table.schema, compression="zstd", use_dictionary=["ticker"])
+            path = self.folder / self.name
+            self._writer = pq.ParquetWriter(path, table.schema, compression="zstd", use_dictionary=["ticker"])
         self._writer.write_table(table, row_group_size=len(table))
+        start = self.rows
+        for segment in found.segments:
+            samples = {
+                split: [start + first, start + stop] if stop > first else [0, 0]
+                for split, (first, stop) in segment.samples.items()
+            }
+            rows = [start, start + segment.rows]
+            self._segments.append({"ticker": found.ticker, "rows": rows, "samples": samples})
+            start += segment.rows
         self.rows += len(table)
-        self._pending = 0
-        self._tickers.append(table["ticker"][0].as_py())
+        self._tickers.append(found.ticker)
         self._dates += [str(pc.min(table["date"]).as_py()), str(pc.max(table["date"]).as_py())]
 
     def close(self) -> dict[str, Any]:
         """Finish the file; return its entry in the manifest."""
         self._writer.close()
-        return shard_entry(self.path.parent, self.path.name, self.rows) | {
+        return shard_entry(self.folder, self.name, self.rows) | {
             "first_date": min(self._dates),
             "last_date": max(self._dates),
             "tickers": self._tickers,
             "segments": self._segments,
         }
-
-
-def rename_shards(folder: Path, shards: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Give the files their final names, now that their number is known; return their entries with these names."""
-    for number, shard in enumerate(shards):
-        path = f"data/shard-{number:05d}-of-{len(shards):05d}.parquet"
-        (folder / "data" / shard["path"]).rename(folder / path)
-        shard["path"] = path
-    return shards
 
 
 @dataclass(slots=True)
@@ -311,7 +260,8 @@ class _Builder:
                 continue
             if open_shard is None:
                 open_shard = Shard(self.folder, len(shards))
-            self._add_ticker(open_shard, found)
+            open_shard.add(found)
+            self._count(found)
             # Counted in days of prices: the warm-up that is not stored would make every shard a ticker too long.
             if seen * self.params.shards >= self.prices.rows * (len(shards) + 1):
                 shards.append(open_shard.close())
@@ -323,17 +273,15 @@ class _Builder:
                 f"window = {self.params.window}: no ticker has that many days in a row; after 22 days of warm-up the "
                 f"longest history is {longest} days, and {needed} are needed. Give more history or a shorter window"
             )
-        return rename_shards(self.folder, shards)
+        return shards
 
-    def _add_ticker(self, shard: Shard, found: TickerRows) -> None:
+    def _count(self, found: TickerRows) -> None:
         for segment in found.segments:
             for split, (first, stop) in segment.samples.items():
                 self.samples[split] += stop - first
             if segment.features is not None and segment.target is not None:
                 self.features.join(segment.features)
                 self.target.join(segment.target)
-            shard.add_segment(found.ticker, segment.rows, segment.samples)
-        shard.write(found.table)
 
     def _refuse_what_cannot_be_trained_on(self) -> None:
         import numpy as np

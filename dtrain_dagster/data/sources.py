@@ -1,4 +1,4 @@
-"""The sources of prices: panels that come with packages, a file of the user's own, or a download.
+"""The sources of prices: a panel that comes with a package, or a file of the user's own.
 
 A source yields one CSV or Parquet file on this machine; `dtrain_dagster.data.prices` converts it into one shape.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import urlsplit
 
 from dtrain_dagster.data.errors import DataError
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import fsspec
 
 _SUFFIXES = re.compile(r"(\.[A-Za-z0-9]{1,8}){0,2}$")
-_TICKER = re.compile(r"[A-Za-z0-9^=.-]{1,20}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -36,18 +35,6 @@ class Provenance:
     notes: str
     origin: str
     is_synthetic: bool = False
-
-
-class PriceSource(Protocol):
-    """A source that can put a price file on this machine."""
-
-    @property
-    def provenance(self) -> Provenance:
-        """The origin and licence of its prices."""
-
-    def local_file(self, scratch: Path) -> Path:
-        """Return a CSV (``.csv``, ``.csv.gz``) or Parquet file; one that has to be fetched goes into ``scratch``."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,8 +118,7 @@ class PriceFile:
             filesystem, path = _opened(self.address)
             if not filesystem.isfile(path):
                 raise DataError(
-                    f"DTRAIN_PRICES={self.address!r} is neither a file that can be read nor one of "
-                    f"{', '.join(sorted(KNOWN))}"
+                    f"DTRAIN_PRICES={self.address!r} is neither a file that can be read nor {PANEL.provenance.name}"
                 )
             if isinstance(filesystem, LocalFileSystem):
                 return Path(path)
@@ -180,107 +166,41 @@ def _suffixes(path: str) -> str:
     return found[0] if found else ""
 
 
-@dataclass(frozen=True, slots=True)
-class YFinance:
-    """A download of daily prices by the optional package yfinance. Never the default: for personal use, and it may
-    refuse."""
-
-    tickers: tuple[str, ...]
-
-    @property
-    def provenance(self) -> Provenance:
-        """The download's origin and terms."""
-        return Provenance(
-            name="yfinance",
-            title=f"Daily prices of {', '.join(self.tickers)}",
-            licence="Yahoo's terms: personal use",
-            notes="Downloaded; may be revised or refused at any time.",
-            origin="Yahoo Finance",
-        )
-
-    def local_file(self, scratch: Path) -> Path:
-        """Return the downloaded prices as a CSV file. Raise `DataError` without the package, or where nothing came."""
-        try:
-            import yfinance
-        except ImportError as error:
-            raise DataError("DTRAIN_PRICES=yfinance:… needs the extra: pip install 'dtrain[yfinance]'") from error
-        # auto_adjust=False keeps the raw close beside the adjusted one; the default would overwrite it.
-        frame = yfinance.download(
-            list(self.tickers), period="max", auto_adjust=False, group_by="column", progress=False
-        )
-        if frame is None or frame.empty:
-            raise DataError(f"yfinance returned nothing for {', '.join(self.tickers)}: no network, or it refused")
-        path = scratch / "yfinance.csv"
-        frame["Adj Close"].reset_index().to_csv(path, index=False)
-        return path
-
-
+PriceSource: TypeAlias = BundledFile | PriceFile
+"""What can put a price file on this machine."""
 _BY_REFERENCE = (
     "put the whole address into an environment variable or a vault, and give env:NAME or keyvault://VAULT/SECRET"
 )
-KNOWN = {
-    "sp500_panel": BundledFile(
-        provenance=Provenance(
-            name="sp500_panel",
-            title="20 US stocks, daily adjusted closes, 1990-2022",
-            licence="BSD-3-Clause (package skfolio)",
-            notes=(
-                "Its authors mean it for tests and examples, not for investment or commercial use. Adjusted closes "
-                "only, rounded to three decimals. All 20 companies survived to the end: survivorship bias."
-            ),
-            origin="skfolio/datasets/data/sp500_dataset.csv.gz",
+PANEL = BundledFile(
+    provenance=Provenance(
+        name="sp500_panel",
+        title="20 US stocks, daily adjusted closes, 1990-2022",
+        licence="BSD-3-Clause (package skfolio)",
+        notes=(
+            "Its authors mean it for tests and examples, not for investment or commercial use. Adjusted closes "
+            "only, rounded to three decimals. All 20 companies survived to the end: survivorship bias."
         ),
-        distribution="skfolio",
-        path="skfolio/datasets/data/sp500_dataset.csv.gz",
-        sha256="ee21cac28befb1d0a739a9ceb22184f995394726aa0cfde9a21941d1ac04ac0d",
-        findings={
-            "stale_prices": 22,
-            "large_moves": 11,
-            "split_like_jumps": 1,
-            "survivorship": 1,
-        },
+        origin="skfolio/datasets/data/sp500_dataset.csv.gz",
     ),
-    "us_ohlcv": BundledFile(
-        provenance=Provenance(
-            name="us_ohlcv",
-            title="AAPL, FB, GOOG, IBM, MSFT, daily OHLCV, 2000-2013",
-            licence="BSD-3-Clause (package bokeh_sampledata); the data are in the public domain",
-            notes="Raw open, high, low, close and volume, and adjusted close. Five survivors: survivorship bias.",
-            origin="bokeh_sampledata/_data/stocks.csv.gz",
-        ),
-        distribution="bokeh_sampledata",
-        path="bokeh_sampledata/_data/stocks.csv.gz",
-        sha256="5abadf99b2d394f920120a27de6f0df129859d71d4cfb0bf661bcc99446ab1fd",
-        findings={"large_moves": 1, "survivorship": 1},
-    ),
-}
+    distribution="skfolio",
+    path="skfolio/datasets/data/sp500_dataset.csv.gz",
+    sha256="ee21cac28befb1d0a739a9ceb22184f995394726aa0cfde9a21941d1ac04ac0d",
+    findings={"stale_prices": 22, "large_moves": 11, "split_like_jumps": 1, "survivorship": 1},
+)
 
 
 def known_findings(sha256: str) -> Mapping[str, int]:
     """Return what checks are known to find in the prices of a file, by the check; nothing for a file of the user's."""
-    return next((source.findings for source in KNOWN.values() if source.sha256 == sha256), {})
+    return PANEL.findings if sha256 == PANEL.sha256 else {}
 
 
 def price_source(name_or_address: str) -> PriceSource:
-    """Return the source for a bundled panel's name, ``yfinance:AAPL,MSFT``, or the address of a file. Raise `DataError`
-    for an address that carries a secret: the origin of prices is stored with everything that is made of them."""
+    """Return the source for the bundled panel's name, or the address of a file. Raise `DataError` for an address that
+    carries a secret: the origin of prices is stored with everything that is made of them."""
     try:
         refuse_secret(
             "the source of prices (DTRAIN_PRICES, or source in the launchpad)", name_or_address, _BY_REFERENCE
         )
     except SecretError as error:
         raise DataError(str(error)) from None
-    if name_or_address in KNOWN:
-        return KNOWN[name_or_address]
-    name, _, tickers = name_or_address.partition(":")
-    if name == "yfinance":
-        wanted = tuple(filter(None, (ticker.strip() for ticker in tickers.split(","))))
-        if not wanted:
-            raise DataError("DTRAIN_PRICES='yfinance' names no tickers: write yfinance:AAPL,MSFT")
-        odd = [ticker for ticker in wanted if not _TICKER.fullmatch(ticker)]
-        if odd:
-            raise DataError(
-                f"DTRAIN_PRICES: {odd[0][:40]!r} is not a ticker: use letters, digits, ^=.- and at most 20 of them"
-            )
-        return YFinance(wanted)
-    return PriceFile(name_or_address)
+    return PANEL if name_or_address == PANEL.provenance.name else PriceFile(name_or_address)

@@ -1,4 +1,5 @@
-"""The checks that prices can be trained on. One pass over the tickers; faults are refused, masked, or reported.
+"""The checks that prices can be trained on. One pass over the tickers; faults are refused, masked, or reported. That
+prices are finite, and days unique and in order, `dtrain_dagster.data.prices` has seen to as it wrote them.
 
 An *error* would make training on the data wrong. A *warning* is something a person should know. A *mask* is a segment
 of one ticker that no window may touch.
@@ -29,10 +30,7 @@ SPLIT_TOLERANCE = 0.03
 GAP_DAYS_WITHOUT_CALENDAR = 7
 
 CHECKS = {
-    "schema": ("error", "Every row has a ticker, a date and a finite adjusted close, of the right type."),
     "positive_prices": ("error", "No price is zero or negative: its logarithm would not exist."),
-    "unique_sorted_rows": ("error", "Each ticker has each date once, in order."),
-    "high_low_order": ("error", "low <= open, close <= high wherever they are given."),
     "trading_sessions": ("error", "No row falls on a day on which the exchange was closed."),
     "calendar_gaps": (
         "warning",
@@ -95,9 +93,9 @@ def validate_prices(ref: PricesRef, calendar: str | None = "XNYS") -> Validation
     findings, masks, ends = _Findings(), [], []
     for ticker, frame in iter_tickers(ref):
         ends.append(str(frame["date"].iloc[-1].date()))
-        _check_schema(findings, ticker, frame)
         _check_calendar(findings, ticker, frame, sessions)
-        _check_order(findings, ticker, frame)
+        bad = frame.loc[frame["adj_close"] <= 0, "date"]
+        findings.add("positive_prices", [f"{ticker} {day.date()}" for day in bad])
         masks += _check_moves(findings, ticker, frame)
     if len(ends) > 1 and len(set(ends)) == 1:
         findings.add("survivorship", [f"all {len(ends)} tickers survive to {ends[0]}"])
@@ -156,46 +154,17 @@ def gaps(dates: NDArray[np.datetime64], sessions: NDArray[np.datetime64] | None)
     return np.concatenate([[False], np.diff(place) > 1])
 
 
-def _check_schema(findings: _Findings, ticker: str, frame: pd.DataFrame) -> None:
-    import numpy as np
-
-    wrong = [f"date is {frame['date'].dtype}"] if str(frame["date"].dtype) != "datetime64[s]" else []
-    for name in frame.columns.drop(["ticker", "date"]):
-        values = frame[name]
-        if values.dtype != np.float64:
-            wrong.append(f"{name} is {values.dtype}, not float64")
-        elif name == "adj_close" and not np.isfinite(values).all():
-            wrong.append(f"{name} is not finite in {int((~np.isfinite(values)).sum())} rows")
-    wrong += [f"{name} is missing in some rows" for name in ("ticker", "date") if frame[name].isna().any()]
-    findings.add("schema", [f"{ticker}: {what}" for what in wrong])
-
-
 def _check_calendar(
     findings: _Findings, ticker: str, frame: pd.DataFrame, sessions: NDArray[np.datetime64] | None
 ) -> None:
     import numpy as np
 
     dates = frame["date"].to_numpy().astype("datetime64[D]")
-    if (np.diff(dates).astype(int) <= 0).any():
-        findings.add("unique_sorted_rows", [f"{ticker}: a date is repeated or out of order"])
     if sessions is not None:
         closed = dates[~np.isin(dates, sessions)]
         findings.add("trading_sessions", [f"{ticker} {date}" for date in closed])
     after_gap = dates[gaps(dates, sessions)]
     findings.add("calendar_gaps", [f"{ticker}: sessions are missing before {date}" for date in after_gap])
-
-
-def _check_order(findings: _Findings, ticker: str, frame: pd.DataFrame) -> None:
-    prices = [name for name in ("adj_close", "open", "high", "low", "close") if name in frame]
-    for name in prices:
-        bad = frame.loc[frame[name] <= 0]
-        findings.add("positive_prices", [f"{ticker} {row.date.date()}: {name}" for row in bad.itertuples()])
-    if {"high", "low"} <= set(prices):
-        between = [name for name in ("open", "close") if name in prices]
-        wrong = frame["high"] < frame["low"]
-        for name in between:
-            wrong |= (frame[name] > frame["high"] * (1 + 1e-9)) | (frame[name] < frame["low"] * (1 - 1e-9))
-        findings.add("high_low_order", [f"{ticker} {row.date.date()}" for row in frame.loc[wrong].itertuples()])
 
 
 def _check_moves(findings: _Findings, ticker: str, frame: pd.DataFrame) -> list[Mask]:

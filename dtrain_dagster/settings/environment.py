@@ -139,8 +139,8 @@ class Settings(EnvironmentSettings):
 
     prices: str = Field(
         default="sp500_panel",
-        description="sp500_panel, us_ohlcv, yfinance, or the address of a file; one with a key or password in it by "
-        "reference: env:NAME, keyvault://vault/secret",
+        description="sp500_panel, or the address of a file; one with a key or password in it by reference: env:NAME, "
+        "keyvault://vault/secret",
     )
     calendar: str = Field(default="XNYS", description="Exchange calendar of the prices, or none")
 

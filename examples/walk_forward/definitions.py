@@ -28,7 +28,7 @@ YEARS = dg.StaticPartitionsDefinition([str(year) for year in range(2000, 2023)])
 class WalkForward(dg.ConfigurableResource):
     """What all years have in common."""
 
-    prices: str = Field(default="sp500_panel", description="sp500_panel, yfinance:AAPL,MSFT, or the address of a file")
+    prices: str = Field(default="sp500_panel", description="sp500_panel, or the address of a file")
     window: int = DatasetParams().window
     horizon: int = DatasetParams().horizon
     valid_years: int = Field(default=2, description="Years before the test year in which the epoch is chosen")

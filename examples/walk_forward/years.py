@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from dtrain_dagster.data.build_once import BuiltDataset
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.prices import PricesRef, write_prices
-from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset
+from dtrain_dagster.data.sharding import DatasetParams, build_dataset
 from dtrain_dagster.data.sources import Provenance
 from dtrain_dagster.data.validation import validate_prices
 

@@ -41,10 +41,13 @@ from dtrain_dagster.data.prices import write_prices
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset
 from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.data.validation import validate_prices
-import pandas, pyarrow.parquet, duckdb
+import numpy, pandas, pyarrow.parquet, duckdb
 print("go", flush=True)
-prices = write_prices(price_source("us_ohlcv"), sys.argv[1])
-build_dataset(prices, validate_prices(prices), sys.argv[1], DatasetParams(window=20, horizon=2))
+days, walks = pandas.bdate_range("2000-01-03", periods=3000), numpy.random.default_rng(0).normal(0, 0.01, (3000, 5))
+file = sys.argv[1] + "/prices.csv"
+pandas.DataFrame(numpy.exp(walks.cumsum(0)), columns=list("ABCDE")).assign(date=days).to_csv(file, index=False)
+prices = write_prices(price_source(file), sys.argv[1])
+build_dataset(prices, validate_prices(prices, "none"), sys.argv[1], DatasetParams(window=20, horizon=2), "none")
 """
 PROVISION = """
 import sys

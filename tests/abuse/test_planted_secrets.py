@@ -84,7 +84,6 @@ def test_an_apprise_address_with_a_token_names_the_way(address: str) -> None:
         ("DTRAIN_PRICES", "https://example.org:8443/prices.csv?download=1&version=2024-01-01"),
         ("DTRAIN_PRICES", "abfss://prices@account.dfs.core.windows.net/p.csv"),
         ("DTRAIN_PRICES", "/data/token=1/a?sig=b.csv"),
-        ("DTRAIN_PRICES", "yfinance:AAPL,BRK-B,^GSPC"),
         ("DTRAIN_PRICES", "https://example.org/p.csv?country_code=us&page_token=2&sort_key=date&zip.code=1"),
         ("DTRAIN_MLFLOW_TRACKING_URI", "http://127.0.0.1:5000"),
         ("DTRAIN_MLFLOW_TRACKING_URI", "keyvault://team-vault/mlflow"),

@@ -11,7 +11,7 @@ from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.plan_options import TrainingOptions, job_on
 from dtrain_dagster.automation.retraining import RetrainingCause, ask
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.data.sharding import BuiltDataset
+from dtrain_dagster.data.build_once import BuiltDataset
 from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.pipelines import Cluster, PipelineError, Prices, build_training_assets
 from dtrain_dagster.planning.build_plan import size_up_job
@@ -42,7 +42,7 @@ def location(script: Path) -> dg.Definitions:
     return dg.Definitions.merge(
         build_defs(Settings()),
         dg.Definitions(assets=[features], resources={"team": dg.ResourceDefinition.none_resource()}),
-        build_training_assets("quotes", Prices(source="us_ohlcv", window=20), training={"epochs": 2}),
+        build_training_assets("quotes", Prices(source="prices.csv", window=20), training={"epochs": 2}),
         build_training_assets("features", features, model="lstm", owners=["team:research"]),
         build_training_assets("folder", "a-folder", model_name="Folder model", schedule="0 3 * * *"),
         build_training_assets("vision", script=script, cluster=Cluster(name="second", nodes=1), deps=[FEATURES]),
@@ -121,7 +121,7 @@ def test_a_launchpad_begins_with_what_the_graph_was_built_with(location: dg.Defi
     plan = launchpad("quotes", "cost_estimate")
     assert (plan["epochs"], plan["model"]) == (2, "har_tcn")
     assert launchpad("quotes", "sharded_dataset")["window"] == 20
-    assert launchpad("quotes", "stock_prices")["source"] == "us_ohlcv"
+    assert launchpad("quotes", "stock_prices")["source"] == "prices.csv"
     assert launchpad("features", "cost_estimate")["model"] == "lstm"
     assert launchpad("folder", "sharded_dataset")["folder"] == "a-folder"
     assert launchpad("cost_estimate")["epochs"] == TrainingOptions().epochs

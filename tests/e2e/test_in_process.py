@@ -36,7 +36,7 @@ def test_prices_model_and_loss_of_ones_own(job: dg.JobDefinition, tmp_path: Path
         assert passed["weights_equal_on_all_ranks"]
         assert passed["shuffled_labels_teach_nothing"]
         assert passed["planted_leak_is_caught"]
-        assert passed["schema"]
+        assert passed["positive_prices"]
         assert result.success == passed["promotion_gate"]
 
         model = metadata(result, "registered_model")

@@ -18,7 +18,7 @@ import torch
 from dtrain_dagster.assets.checks import build_champion_holds, build_leakage_checks
 from dtrain_dagster.assets.pipeline import STOCK
 from dtrain_dagster.automation.retraining import CHAMPION_CHECK, registrations
-from dtrain_dagster.data.sharding import BuiltDataset
+from dtrain_dagster.data.build_once import BuiltDataset
 from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.resources import build_resources

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import numpy as np
 import pandas as pd
 import pytest
 
 from dtrain_dagster.assets.dataset import _asset_check, build_sharded_dataset, build_stock_prices
 from dtrain_dagster.assets.pipeline import STOCK
-from dtrain_dagster.data.sources import KNOWN, known_findings
+from dtrain_dagster.data.sources import PANEL, known_findings
 from dtrain_dagster.data.validation import CheckResult
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import load_settings
@@ -26,10 +27,15 @@ NO_RAY = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not install
 
 
 def materialized(home: Path, engine: str) -> dict[str, Any]:
-    """The metadata of the dataset of the five stocks, in this home, with its data version."""
+    """The metadata of a dataset of five stocks, in this home, with its data version."""
+    walks = np.random.default_rng(0).normal(0, 0.01, (1500, 5)).cumsum(axis=0)
+    frame = pd.DataFrame(np.exp(walks), columns=list("ABCDE"), index=pd.bdate_range("2000-01-03", periods=1500))
+    home.mkdir(exist_ok=True)
+    frame.rename_axis("date").to_csv(home / "prices.csv")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DTRAIN_HOME", str(home))
-        patch.setenv("DTRAIN_PRICES", "us_ohlcv")
+        patch.setenv("DTRAIN_PRICES", str(home / "prices.csv"))
+        patch.setenv("DTRAIN_CALENDAR", "none")
         patch.setenv("DTRAIN_DATA_ENGINE", engine)
         result = dg.materialize([stock_prices, sharded_dataset], resources=build_resources(load_settings()))
     [made] = result.asset_materializations_for_node("sharded_dataset")
@@ -79,7 +85,7 @@ def test_what_is_known_of_bundled_prices_is_no_failure_and_anything_else_is():
     """In the very first run nothing is to look broken; a file of the user's own is judged as it is."""
     found = {"found": 11, "examples": ["AAPL 2000-09-29: -0.73"]}
     check = CheckResult(name="large_moves", passed=False, severity="warning", description="", metadata=found)
-    known = known_findings(KNOWN["sp500_panel"].sha256)
+    known = known_findings(PANEL.sha256)
     assert _asset_check(check, known["large_moves"]).passed
     assert not _asset_check(check, 10).passed, "one more than is known"
     assert not _asset_check(check, 0).passed

@@ -13,7 +13,7 @@ import pytest
 from dtrain_dagster.assets.dataset import build_given_dataset
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.plan_options import DatasetTraining, TrainingOptions, with_usual_parts
-from dtrain_dagster.data.sharding import BuiltDataset
+from dtrain_dagster.data.build_once import BuiltDataset
 from dtrain_dagster.registry.versions import TrainingProvenance, model_card
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, build_resources
 from dtrain_dagster.settings.environment import Settings

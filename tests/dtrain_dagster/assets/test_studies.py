@@ -13,7 +13,7 @@ import pytest
 from dtrain_dagster.assets import search
 from dtrain_dagster.assets.common import hardware_mark
 from dtrain_dagster.assets.search import SearchOptions, search_space
-from dtrain_dagster.data.sharding import BuiltDataset
+from dtrain_dagster.data.build_once import BuiltDataset
 from dtrain_dagster.resources import GPUClusterResource, build_resources
 from dtrain_dagster.settings.environment import Settings
 from harness.small_job import write_dataset

@@ -11,8 +11,9 @@ import exchange_calendars as xc
 import numpy as np
 import pandas as pd
 
+from dtrain_dagster.data.build_once import BuiltDataset
 from dtrain_dagster.data.prices import PricesRef, write_prices
-from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset
+from dtrain_dagster.data.sharding import DatasetParams, build_dataset
 from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.data.validation import Validation, validate_prices
 

@@ -12,7 +12,7 @@ from dtrain_dagster.data.price_views import find_columns
 
 def test_two_layouts() -> None:
     long = find_columns(["Ticker", "Date", "Open", "colour", "Volume", "Adj Close", "Unnamed: 6"])
-    assert (long.date, long.ticker, long.prices) == (1, 0, {"adj_close": 5, "open": 2, "volume": 4})
+    assert (long.date, long.ticker, long.prices) == (1, 0, {"adj_close": 5})
     wide = find_columns(["\ufeffdate", "AAA", "BRK.B", "LOW", "OPEN", "ID", "O", "S&P 500"])
     assert (wide.date, wide.ticker) == (0, None)
     assert wide.prices == {"AAA": 1, "BRK.B": 2, "LOW": 3, "OPEN": 4, "ID": 5, "O": 6, "S&P 500": 7}

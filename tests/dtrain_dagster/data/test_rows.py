@@ -29,10 +29,10 @@ from tests.kinds import WORDS, build_table, original_rows, stored_rows, table
 def test_every_row_is_in_one_split_as_it_was(tmp_path: Path, target: str, task: str, classes: list[str]) -> None:
     made = build_table(tmp_path, target, shard_rows=500)
     found = original_rows(made)
-    assert (made.manifest["task"], made.manifest["classes"]) == (task, classes)
-    assert {split: len(rows) for split, rows in found.items()} == made.manifest["samples"]
-    assert sum(made.manifest["samples"].values()) == 1200
-    assert len([shard for shard in made.manifest["shards"] if shard["split"] == "train"]) == 2, "of about 500 rows"
+    assert (made.manifest()["task"], made.manifest()["classes"]) == (task, classes)
+    assert {split: len(rows) for split, rows in found.items()} == made.manifest()["samples"]
+    assert sum(made.manifest()["samples"].values()) == 1200
+    assert len([shard for shard in made.manifest()["shards"] if shard["split"] == "train"]) == 2, "of about 500 rows"
     given, rows = table().sort_values("x"), pd.concat(found.values()).sort_values("x")
     assert rows["x"].to_numpy() == pytest.approx(given["x"].to_numpy(), abs=1e-6)
     assert [sorted(WORDS)[int(code) - 1] for code in rows["colour"]] == given["colour"].tolist()
@@ -44,7 +44,7 @@ def test_every_row_is_in_one_split_as_it_was(tmp_path: Path, target: str, task: 
 
 def test_rows_are_standardised_by_the_training_rows(tmp_path: Path) -> None:
     made = build_table(tmp_path, "value")
-    train, target = stored_rows(made)["train"], made.manifest["normalisation"]["target"]
+    train, target = stored_rows(made)["train"], made.manifest()["normalisation"]["target"]
     for name in ("x", "y"):
         assert train[name].mean() == pytest.approx(0, abs=1e-6)
         assert train[name].std(ddof=0) == pytest.approx(1, rel=1e-6)
@@ -100,14 +100,14 @@ def test_numbers_that_would_become_the_same_are_refused(tmp_path: Path, case: st
 
 def test_a_column_of_one_number_is_left_out_whatever_its_rounding(tmp_path: Path) -> None:
     made = build_table(tmp_path, frame=table().assign(same=0.1, also=1e15 / 3))
-    assert set(made.manifest["excluded"]) == {"same", "also"}
+    assert set(made.manifest()["excluded"]) == {"same", "also"}
     with pytest.raises(DataError, match="target 'value' does not vary"):
         build_table(tmp_path, "value", table().assign(value=0.1), task="regression")
 
 
 def test_classes_are_told_apart_by_all_their_digits(tmp_path: Path) -> None:
     made = build_table(tmp_path, "level", table().assign(level=2**60 + STEPS % 3))
-    assert made.manifest["classes"] == [str(2**60 + step) for step in range(3)]
+    assert made.manifest()["classes"] == [str(2**60 + step) for step in range(3)]
 
 
 def test_the_same_is_built_once_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_the_same_is_built_once_and_a_damaged_one_is_refused(tmp_path: Path) -> 
     again = build_table(tmp_path)
     assert (first.built, again.built, again.uri) == (True, False, first.uri)
     assert build_table(tmp_path, seed=1).dataset_id != first.dataset_id
-    shard = Path(first.uri, first.manifest["shards"][0]["path"])
+    shard = Path(first.uri, first.manifest()["shards"][0]["path"])
     shard.write_bytes(shard.read_bytes()[:-9] + b"123456789")
     with pytest.raises(DataError, match=r"train-00000.parquet does not match its manifest; delete"):
         build_table(tmp_path)
@@ -183,10 +183,10 @@ def test_missing_numbers_and_constant_columns(tmp_path: Path) -> None:
     frame = with_hole("x")
     frame["same"] = 3
     made = build_table(tmp_path, frame=frame, missing="mean")
-    columns = {column["name"]: column for column in made.manifest["columns"]}
+    columns = {column["name"]: column for column in made.manifest()["columns"]}
     assert columns["x"]["missing"]
     assert not columns["y"]["missing"]
-    assert made.manifest["excluded"] == {"same": "does not vary over the training split"}
+    assert made.manifest()["excluded"] == {"same": "does not vary over the training split"}
     assert sum(rows["x"].isna().sum() for rows in stored_rows(made).values()) == 1
 
 
@@ -232,7 +232,7 @@ def test_splits_are_known_by_their_usual_names(tmp_path: Path, names: str) -> No
     frame = table().assign(part=[train] * 1000 + [valid] * 150 + [test] * 50)
     frame.loc[:3, "part"] = "train"  # in another writing
     made = build_table(tmp_path, frame=frame, split_by="part")
-    assert made.manifest["samples"] == {"train": 1000, "valid": 150, "test": 50}
+    assert made.manifest()["samples"] == {"train": 1000, "valid": 150, "test": 50}
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_a_small_split_is_told(tmp_path: Path) -> None:
     made = build_table(
         tmp_path, frame=table().assign(part=["train"] * 1100 + ["val"] * 90 + ["test"] * 10), split_by="part"
     )
-    assert made.manifest["notes"] == ["the test split has 10 rows: its figures are little more than chance"]
+    assert made.manifest()["notes"] == ["the test split has 10 rows: its figures are little more than chance"]
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet"])
@@ -281,9 +281,9 @@ def test_an_index_is_no_feature(tmp_path: Path, form: str) -> None:
         path = tmp_path / f"{number}.{form}"
         (given.to_csv if form == "csv" else given.to_parquet)(path, **more)
         made = build_rows(str(path), str(tmp_path), RowParams(target="value"))
-        assert "x" in [column["name"] for column in made.manifest["columns"]]
-        assert left not in [column["name"] for column in made.manifest["columns"]]
-        assert left in made.manifest["excluded"]
+        assert "x" in [column["name"] for column in made.manifest()["columns"]]
+        assert left not in [column["name"] for column in made.manifest()["columns"]]
+        assert left in made.manifest()["excluded"]
 
 
 def test_rows_are_divided_by_the_fractions() -> None:
@@ -313,7 +313,7 @@ with pq.ParquetWriter(folder / "t.parquet", group().schema) as writer:
         writer.write_table(group())
 made = build_rows(str(folder / "t.parquet"), str(folder), RowParams(target="y"))
 peak = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
-print(json.dumps([peak, sum(made.manifest["samples"].values())]))
+print(json.dumps([peak, sum(made.manifest()["samples"].values())]))
 """
     peaks = []
     for groups in (4, 40):
@@ -336,7 +336,7 @@ def dated(rows: int = 400) -> pd.DataFrame:
 
 def test_a_date_is_kept_in_parts(tmp_path: Path) -> None:
     made = build_table(tmp_path, "y", dated())
-    columns = {column["name"]: column for column in made.manifest["columns"]}
+    columns = {column["name"]: column for column in made.manifest()["columns"]}
     assert list(columns) == [
         "seen", "seen.year", "seen.day", "seen.month", "seen.weekday", "seen.hour", "x", "y",
     ]  # fmt: skip
@@ -344,7 +344,7 @@ def test_a_date_is_kept_in_parts(tmp_path: Path) -> None:
         "name": "seen.weekday", "role": "feature", "type": "category", "of": "seen", "part": "weekday",
         "values": list("1234567"),
     }  # fmt: skip
-    assert made.manifest["inputs"] == [
+    assert made.manifest()["inputs"] == [
         {"name": "seen", "type": "datetime", "missing": False},
         {"name": "x", "type": "number", "missing": False},
     ]
@@ -360,10 +360,10 @@ def test_a_date_is_kept_in_parts(tmp_path: Path) -> None:
 def test_parts_that_say_nothing_more_are_left_out_without_a_word(tmp_path: Path) -> None:
     frame = dated().assign(seen=lambda rows: rows["seen"].dt.normalize(), since=pd.Timestamp("2020-05-05"))
     made = build_table(tmp_path, "y", frame)
-    names = [column["name"] for column in made.manifest["columns"]]
+    names = [column["name"] for column in made.manifest()["columns"]]
     assert "seen.month" in names
     assert "seen.hour" not in names, "each time is midnight"
-    assert made.manifest["excluded"] == {"since": "does not vary over the training split"}
+    assert made.manifest()["excluded"] == {"since": "does not vary over the training split"}
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def test_parts_that_say_nothing_more_are_left_out_without_a_word(tmp_path: Path)
 )
 def test_what_should_be_no_feature_is_told(tmp_path: Path, changes: dict[str, Any], note: str) -> None:
     frame = dated()[["x"]].assign(bought=np.where(np.arange(400) % 3 > 1, "yes", "no"), **changes)
-    notes = "\n".join(build_table(tmp_path, "bought", frame).manifest["notes"])
+    notes = "\n".join(build_table(tmp_path, "bought", frame).manifest()["notes"])
     if note:
         assert note.replace("target again", "target bought") in notes
     else:
@@ -425,7 +425,7 @@ def test_preparation_is_fitted_on_the_training_rows_alone(tmp_path: Path) -> Non
     for number, given in enumerate((frame, other)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        manifest = build_table(folder, "y", given, split_by="split", missing="mean").manifest
+        manifest = build_table(folder, "y", given, split_by="split", missing="mean").manifest()
         parts.append({name: manifest[name] for name in ("normalisation", "columns", "excluded")})
         assert [column["missing"] for column in manifest["inputs"] if column["name"] == "x"] == [bool(number)]
     parts[0]["normalisation"]["target"] = parts[1]["normalisation"]["target"]

@@ -11,12 +11,12 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from price_files import Panel, long_frame, prepare, write
+from price_files import Panel, long_frame, sessions, write
 
-from dtrain_dagster.data.build_once import verify_shards
+from dtrain_dagster.data.build_once import BuiltDataset, verify_shards
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.features import AUXILIARY, FEATURES, TARGET, WARM_UP
-from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams, build_dataset
+from dtrain_dagster.data.sharding import DatasetParams, build_dataset
 from dtrain_dagster.data.validation import Validation, validate_prices
 
 SMALL = DatasetParams(window=20, horizon=5, shards=2)
@@ -68,7 +68,7 @@ def test_files_are_what_the_manifest_says(panel: Panel) -> None:
     assert list(columns) == ["ticker", "date", "adj_close", *FEATURES, *AUXILIARY, TARGET]
     assert len(manifest["shards"]) == 5
     for number, shard in enumerate(manifest["shards"]):
-        assert shard["path"] == f"data/shard-{number:05d}-of-00005.parquet"
+        assert shard["path"] == f"data/shard-{number:05d}.parquet"
         path = Path(panel.dataset.uri) / shard["path"]
         assert hashlib.sha256(path.read_bytes()).hexdigest() == shard["sha256"]
         assert path.stat().st_size == shard["bytes"]
@@ -108,6 +108,9 @@ def test_as_many_shards_as_asked_for_and_tickers_allow(shards: int, expected: in
     dataset = build(long_frame(tickers=("A", "B", "C")), tmp_path, DatasetParams(window=20, shards=shards))
     assert len(dataset.manifest()["shards"]) == expected
     assert sum(shard["rows"] for shard in dataset.manifest()["shards"]) == dataset.rows == 3 * (400 - WARM_UP)
+    days, splits = sessions(400)[1:], dataset.manifest()["splits"]
+    last = [str(days[int(share * 398)].date()) for share in (0.70, 0.85)]
+    assert [splits["train"]["last"], splits["valid"]["last"]] == last, "by share of the days with returns"
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest"])
@@ -126,10 +129,3 @@ def test_a_damaged_dataset_is_not_taken_for_good(damage: str, tmp_path: Path) ->
         build(long_frame(), tmp_path)
     shutil.rmtree(dataset.uri)
     assert build(long_frame(), tmp_path).built
-
-
-def test_the_other_panel_is_split_by_share(tmp_path: Path) -> None:
-    dataset = prepare("us_ohlcv", tmp_path).dataset
-    splits = dataset.manifest()["splits"]
-    assert (splits["train"]["last"], splits["valid"]["last"]) == ("2009-04-07", "2011-03-17")
-    assert dataset.samples["train"] > 3 * dataset.samples["test"] > 0

@@ -13,7 +13,7 @@ from price_files import assert_nothing_half_written, long_frame, save
 
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.prices import write_prices
-from dtrain_dagster.data.sources import KNOWN, BundledFile, PriceFile, price_source
+from dtrain_dagster.data.sources import PANEL, BundledFile, PriceFile, price_source
 
 
 @pytest.fixture
@@ -25,9 +25,7 @@ def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BundledFile:
     save(long_frame(), path)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return BundledFile(
-        provenance=KNOWN["sp500_panel"].provenance, distribution="panelpack", path="panel.csv", sha256=digest
-    )
+    return BundledFile(provenance=PANEL.provenance, distribution="panelpack", path="panel.csv", sha256=digest)
 
 
 def test_a_damaged_bundled_file_is_refused(bundled: BundledFile, tmp_path: Path) -> None:
@@ -50,12 +48,11 @@ def test_a_bundled_file_that_is_not_installed(fault: dict[str, str], bundled: Bu
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("sp501_panel", "'sp501_panel' is neither a file that can be read nor one of sp500_panel, us_ohlcv"),
+        ("sp501_panel", "'sp501_panel' is neither a file that can be read nor sp500_panel"),
         ("/nowhere/prices.csv", "'/nowhere/prices.csv' is neither a file"),
         ("memory://nowhere/prices.csv", "'memory://nowhere/prices.csv' is neither a file"),
         ("gopher://host/prices.csv", "'gopher://host/prices.csv' cannot be opened: Protocol not known"),
         ("/", "'/' is neither a file"),
-        ("yfinance:", "names no tickers: write yfinance:AAPL,MSFT"),
     ],
 )
 def test_an_unknown_name_or_address_is_refused(address: str, message: str, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_files_need_the_same_columns_of_any_width_and_order(tmp_path: Path) -> N
         order = list(columns) if number else list(columns)[::-1]
         pq.write_table(pa.table({name: columns[name] for name in order}), files / f"{number}.parquet")
     made = build_rows(str(files), str(tmp_path), RowParams(target="level"))
-    assert made.manifest["classes"] == ["0", "1", "2"]
+    assert made.manifest()["classes"] == ["0", "1", "2"]
     rows = pd.concat(original_rows(made).values()).sort_values("x")
     given = frame.sort_values("x")
     assert [sorted(WORDS)[int(code) - 1] for code in rows["colour"]] == given["colour"].tolist()

@@ -10,8 +10,9 @@ import pandas as pd
 import pytest
 from price_files import long_frame, write
 
+from dtrain_dagster.data.build_once import BuiltDataset
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.data.sharding import BuiltDataset, DatasetParams
+from dtrain_dagster.data.sharding import DatasetParams
 from examples.walk_forward.years import YearSplit, build_year
 
 SHAPE = DatasetParams(window=20, horizon=5, shards=2)

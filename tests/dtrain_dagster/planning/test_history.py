@@ -22,7 +22,7 @@ from dtrain_dagster.costs.ceilings import Ceilings, write_ceilings
 from dtrain_dagster.costs.estimate import LearnedCorrection, Sizes
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.data.sharding import BuiltDataset
+from dtrain_dagster.data.build_once import BuiltDataset
 from dtrain_dagster.jobs.progress import fingerprint
 from dtrain_dagster.planning.build_plan import sizes_of
 from dtrain_dagster.planning.history import (
