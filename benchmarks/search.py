@@ -77,7 +77,7 @@ def record(count: int) -> None:
         for number in range(count):
             values = draw_values(space, Sampler.random, 0, number, (), (), 1.0)
             assert values is not None
-            job = job_of_trial(base, space, values)
+            job = job_of_trial(base, values)
             job.run_dir = f"{folder}/jobs/{number}"
             RunDir(job.run_dir).write_job(job)
             if run_job(job) != 0:

@@ -145,9 +145,7 @@ def search(
     \b
     A space has a range, or a list of choices, for each field that varies:
       {"training.learning_rate": {"low": 1e-4, "high": 1e-1, "log": true},
-       "model.factory": ["tcn", "lstm"],
-       "model.args.channels": {"low": 16, "high": 64, "step": 16,
-                               "when": {"model.factory": "tcn"}}}
+       "model.factory": ["tcn", "lstm"]}
 
     The space of a script has fields of training, and its arguments as args.NAME: a trial gets --NAME VALUE.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any
 
 from dtrain_dagster.search.space import Parameter, Space, SpaceError, Value
 from trainer.config import PARTS, ConfigError, DistributedTrainingConfig, JobConfig, parse_job
@@ -22,16 +21,15 @@ ARGUMENT = "args."
 """What a field begins with that is an argument of a script (`dtrain_dagster.search.script`)."""
 
 
-def job_of_trial(base: JobConfig, space: Space, values: Mapping[str, Value], source: str = "the search") -> JobConfig:
+def job_of_trial(base: JobConfig, values: Mapping[str, Value], source: str = "the search") -> JobConfig:
     """Return the job with these values in it. Where another model or loss is drawn than that of ``base``, the arguments
     of that one do not go along. Raise `ConfigError` for values that do not go together."""
     document = asdict(base)
-    drawn = space.fields_of(values)
     for part in PARTS:
-        factory = drawn.get(f"{part}.factory")
+        factory = values.get(f"{part}.factory")
         if factory is not None and factory != document[part]["factory"]:  # which `_check_field` has seen
             document[part] = {"factory": factory, "args": {}}
-    for field, value in drawn.items():
+    for field, value in values.items():
         if field.startswith(ARGUMENT):
             continue
         *path, last = field.split(".")
@@ -52,38 +50,30 @@ def check_space(
         _check_field(parameter, base, source)
     for values in space.corners():
         try:
-            job_of_trial(base, space, values, source)
+            job_of_trial(base, values, source)
         except ConfigError as error:
             said_of_it = str(error).removeprefix(f"{source}: ")
             raise SpaceError(f"{source}: a trial with {shown_values(values)}: {said_of_it}") from None
     said: list[str] = []
     for values in extremes(space):
         try:
-            said += check(job_of_trial(base, space, values, source))
+            said += check(job_of_trial(base, values, source))
         except ConfigError as error:
             raise SpaceError(
                 f"{source}: a trial with {shown_values(values)} could not be trained: {error}; narrow the range, or "
-                "make it conditional"
+                "search each model by itself"
             ) from None
     return list(dict.fromkeys(said))
 
 
 def extremes(space: Space) -> list[dict[str, Value]]:
     """Return values of the least and the greatest trial with each model and loss."""
-    parts = [item for item in space.parameters if item.field in [f"{part}.factory" for part in PARTS]]
+    parts = [item for item in space.parameters if item.name in [f"{part}.factory" for part in PARTS]]
     found: list[dict[str, Value]] = []
-    for part in [*parts, None]:
-        for end in part.ends if part else [None]:
-            for place in (0, -1):
-
-                def choose(item: Parameter, part: Any = part, end: Any = end, place: int = place) -> Value:
-                    if item is part:
-                        return end
-                    return item.ends[0 if item in parts else place]
-
-                if (values := space.draw(choose)) not in found:
-                    found.append(values)
-    return found
+    for place in (0, -1):
+        end = {item.name: item.ends[0 if item in parts else place] for item in space.parameters}
+        found += [end, *(end | {part.name: factory} for part in parts for factory in part.ends)]
+    return [values for number, values in enumerate(found) if values not in found[:number]]
 
 
 def shown_values(values: Mapping[str, Value]) -> str:
@@ -95,7 +85,7 @@ def shown_values(values: Mapping[str, Value]) -> str:
 
 def _check_field(parameter: Parameter, base: JobConfig, source: str) -> None:
     """Raise `SpaceError` for a field that no search can vary. Whether it is there is found out with the job."""
-    where, field = f"{source}: {parameter.name}", parameter.field
+    where, field = f"{source}: {parameter.name}", parameter.name
     section, _, rest = field.partition(".")
     if section == "training" and rest in OF_CLUSTER:
         raise SpaceError(f"{where}: {field} says how a job runs, not what it learns; set it for all trials")

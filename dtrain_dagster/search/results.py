@@ -15,7 +15,7 @@ from typing import Any
 
 from dtrain_dagster.search.check_space import job_of_trial, shown_values
 from dtrain_dagster.search.settings import SearchSettings
-from dtrain_dagster.search.space import Space, SpaceError
+from dtrain_dagster.search.space import SpaceError
 from dtrain_dagster.search.trials import Trial, TrialState, best_trial
 from dtrain_dagster.support.formatting import dollars
 from trainer.config import PARTS, JobConfig
@@ -84,13 +84,10 @@ def improvements(trials: Sequence[Trial], sign: float) -> list[dict[str, Any]]:
     return found
 
 
-def settings_document(
-    name: str, space: Space, settings: SearchSettings, trial: Trial, base: JobConfig
-) -> dict[str, Any]:
+def settings_document(name: str, settings: SearchSettings, trial: Trial, base: JobConfig) -> dict[str, Any]:
     """Return the content of a file of settings for the trial, as `dtrain_dagster.planning.tuned_settings` reads it:
     what differs from the job that was varied, and the evidence."""
-    job = job_of_trial(base, space, trial.values)
-    drawn = space.fields_of(trial.values)
+    job, drawn = job_of_trial(base, trial.values), trial.values
     training = {field.partition(".")[2]: value for field, value in drawn.items() if field.startswith("training.")}
     parts = {part: asdict(getattr(job, part)) for part in PARTS if any(field.startswith(f"{part}.") for field in drawn)}
     evidence = {

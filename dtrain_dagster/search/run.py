@@ -187,13 +187,13 @@ class Search:
     def _make_job(self, number: int, values: Mapping[str, Any], usual: TrialSeconds) -> tuple[FleetJob, int]:
         """Return the job of a trial, and how often it is evaluated if it goes to its end."""
         request, job_id = self.request, trial_id(self.request.name, number)
-        space, jobs_uri = parse_space(request.space), request.base.run_dir.rpartition("/")[0]
+        jobs_uri = request.base.run_dir.rpartition("/")[0]
         base, command = replace(request.base, job_id=job_id, run_dir=f"{jobs_uri}/{job_id}"), None
         try:
             if request.script is None:
-                job = job_of_trial(base, space, values, f"trial {number}")
+                job = job_of_trial(base, values, f"trial {number}")
             else:
-                job, command = request.script.trial(base, space, values, f"trial {number}")
+                job, command = request.script.trial(base, values, f"trial {number}")
             of = max(1, trial_sizes(request, job, None).work(request.nodes_per_trial).evaluations)
         except ConfigError as error:
             return FleetJob(job_id=job_id, node_seconds=1.0, problem=f"no training: {error}"), 1
@@ -252,7 +252,7 @@ class Search:
             "budget_usd": self.budget_usd,
             "planned": {"at_most_usd": self.plan.at_most_usd, "expected_usd": self.plan.expected_usd},
             "settings_file": f"{self.folder}/{BEST}" if best and not script else None,
-            "command": script.words(source.space, best.values) if best and script else None,
+            "command": script.words(best.values) if best and script else None,
         }
         return result_document(source.trials, request.settings, self.before_usd, more)
 
@@ -261,7 +261,7 @@ class Search:
         request, best = self.request, source.best
         self._storage.write(RESULT, json.dumps(self.result(source), indent=1).encode())
         if best is not None and request.script is None:
-            document = settings_document(request.name, source.space, request.settings, best, request.base)
+            document = settings_document(request.name, request.settings, best, request.base)
             self._storage.write(BEST, json.dumps(document, indent=2, sort_keys=True).encode())
 
 

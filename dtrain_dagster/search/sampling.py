@@ -56,8 +56,7 @@ def draw_values(
         return left[own_seed % len(left)] if left else None
     others = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=own_seed))
     for _ in range(MOST_DRAWS):
-        found = others.ask(space.domains).params
-        drawn = space.draw(lambda item, found=found: found[item.name])  # type: ignore[misc]
+        drawn = others.ask(space.domains).params
         if drawn not in tried:
             return drawn
     return None
@@ -66,8 +65,7 @@ def draw_values(
 def ask_for_values(
     space: Space, sampler: optuna.samplers.BaseSampler, known: Sequence[Trial], running: Sequence[Trial], sign: float
 ) -> dict[str, Value]:
-    """Return the values that one of Optuna's samplers draws beside these trials. It draws one for every parameter,
-    those included that are not there beside the others."""
+    """Return the values that one of Optuna's samplers draws beside these trials."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # what a search does is told by the search
@@ -77,8 +75,7 @@ def ask_for_values(
         study.add_trial(as_optuna(space, trial, goal))
     for trial in running:
         study.add_trial(as_optuna(space, trial))
-    found = study.ask(space.domains).params
-    return space.draw(lambda item: found[item.name])
+    return study.ask(space.domains).params
 
 
 def goals_of(trials: Sequence[Trial], sign: float) -> list[float | None]:
@@ -103,14 +100,13 @@ def goals_of(trials: Sequence[Trial], sign: float) -> list[float | None]:
 
 
 def as_optuna(space: Space, trial: Trial, goal: float | None = None) -> optuna.trial.FrozenTrial:
-    """Return a trial as Optuna has it: complete with this goal, or running. A parameter that it does not have is at its
-    first end, since Optuna's Gaussian process knows no conditions."""
+    """Return a trial as Optuna has it: complete with this goal, or running."""
     import optuna
 
     states = optuna.trial.TrialState
     return optuna.trial.create_trial(
         state=states.RUNNING if goal is None else states.COMPLETE,
         value=goal,
-        params={item.name: trial.values.get(item.name, item.ends[0]) for item in space.parameters},
+        params=dict(trial.values),
         distributions=space.domains,
     )

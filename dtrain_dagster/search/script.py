@@ -40,14 +40,12 @@ class SearchedScript:
         """Return what decides which trainings its trials are."""
         return {"arguments": list(self.arguments), "digest": self.digest}
 
-    def trial(
-        self, base: JobConfig, space: Space, values: Mapping[str, Value], source: str
-    ) -> tuple[JobConfig, tuple[str, ...]]:
+    def trial(self, base: JobConfig, values: Mapping[str, Value], source: str) -> tuple[JobConfig, tuple[str, ...]]:
         """Return the job of a trial, with the name and the tracking of ``base``, and the command that trains it. Raise
         `ConfigError` for values with which the script does not come to its call of fit, or trains on other data."""
-        own = arguments_of(space, values)
+        own = arguments_of(values)
         if not own:
-            return job_of_trial(base, space, values, source), self.command(())
+            return job_of_trial(base, values, source), self.command(())
         place = f"{base.run_dir.rpartition('/')[0]}/described"  # where there is no checkpoint of another training
         found = _described(self.path, (*self.arguments, *own), self.overrides, place).job
         if found.dataset.dataset_id != base.dataset.dataset_id:
@@ -59,7 +57,7 @@ class SearchedScript:
         of_cluster = {name: getattr(base.training, name) for name in ("world_size", "threads_per_rank")}
         training = replace(found.training, **of_cluster)
         found = replace(found, job_id=base.job_id, run_dir=base.run_dir, tracking=base.tracking, training=training)
-        return job_of_trial(found, space, values, source), self.command(own)
+        return job_of_trial(found, values, source), self.command(own)
 
     def command(self, own: Sequence[str]) -> tuple[str, ...]:
         """Return what each process of a training runs."""
@@ -70,24 +68,24 @@ class SearchedScript:
         could not be trained."""
         for values in extremes(space):
             try:
-                self.trial(base, space, values, source)
+                self.trial(base, values, source)
             except ConfigError as error:
                 raise SpaceError(f"{source}: a trial with {shown_values(values)}: {error}") from None
 
-    def words(self, space: Space, values: Mapping[str, Value]) -> str:
+    def words(self, values: Mapping[str, Value]) -> str:
         """Return the command of a shell that trains with these values."""
-        drawn = {name: value for name, value in space.fields_of(values).items() if not name.startswith(ARGUMENT)}
+        drawn = {name: value for name, value in values.items() if not name.startswith(ARGUMENT)}
         asked = [*self.overrides, *(f"{name}={json.dumps(value)}" for name, value in drawn.items())]
-        own = [*self.arguments, *arguments_of(space, values)]
+        own = [*self.arguments, *arguments_of(values)]
         sets = [word for item in asked for word in ("--set", item)]
         return shlex.join(["dtrain", "train", "--script", self.path, *sets, *(["--", *own] if own else [])])
 
 
-def arguments_of(space: Space, values: Mapping[str, Value]) -> tuple[str, ...]:
+def arguments_of(values: Mapping[str, Value]) -> tuple[str, ...]:
     """Return the arguments of a script for the values of a trial: ``--NAME VALUE``, with several for a list; as flags
     are given, ``--NAME`` alone for true, and nothing for false and None. Pure."""
     found: list[str] = []
-    for name, value in space.fields_of(values).items():
+    for name, value in values.items():
         if not name.startswith(ARGUMENT) or value is False or value is None:
             continue
         given = [] if value is True else value if isinstance(value, list | tuple) else [value]

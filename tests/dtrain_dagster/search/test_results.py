@@ -13,7 +13,6 @@ from dtrain_dagster.planning.tuned_settings import read_tuned
 from dtrain_dagster.search.results import improvements, result_document, settings_document
 from dtrain_dagster.search.run import halving_share, plan_search
 from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
-from dtrain_dagster.search.space import parse_space
 from dtrain_dagster.search.trials import Trial, TrialSeconds, TrialState
 from trainer.config import ConfigError, DatasetRef, FactoryConfig, JobConfig
 
@@ -79,11 +78,10 @@ class TestSettingsFile:
     """The file of the best trial, as a training takes it."""
 
     def written(self, tmp_path: Path) -> str:
-        space = parse_space({"training.learning_rate": [0.1], "model.factory": ["lstm"], "model.args.layers": [2]})
         values = {"training.learning_rate": 0.1, "model.factory": "lstm", "model.args.layers": 2}
         found = replace(trial(3, (0.5,), 0.0, 1.0), values=values)
         path = tmp_path / "best.json"
-        path.write_text(json.dumps(settings_document("mine", space, SearchSettings(), found, BASE)))
+        path.write_text(json.dumps(settings_document("mine", SearchSettings(), found, BASE)))
         return str(path)
 
     def test_it_sets_what_was_varied(self, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,6 @@ BASE = JobConfig(job_id="base", run_dir="/tmp/base", dataset=DatasetRef(uri="/tm
 DTRAIN = str(Path(sys.executable).parent / "dtrain")
 SCRIPT = """
 import argparse
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-from trainer import Trainer
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--width", type=int, default=4)
@@ -34,6 +31,11 @@ parser.add_argument("--lr", type=float, default=0.01)
 parser.add_argument("--rows", type=int, default=96)
 parser.add_argument("--flat", action="store_true")
 given = parser.parse_args()
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from trainer import Trainer
 
 
 def data(rows, seed):
@@ -55,13 +57,11 @@ Trainer(nn.Sequential(*layers), config, loss=nn.CrossEntropyLoss()).fit(data(giv
         ({"args.flat": True, "args.width": 4}, "--flat --width 4"),
         ({"args.flat": False, "args.width": None}, ""),
         ({"args.sizes": [8, 16], "training.epochs": 3}, "--sizes 8 16"),
-        ({"wide": "a b"}, "--width 'a b'"),
+        ({"args.width": "a b"}, "--width 'a b'"),
     ],
 )
 def test_values_become_the_arguments_that_scripts_take(values: dict[str, Any], words: str) -> None:
-    fields = {name: {"field": "args.width"} if name == "wide" else {} for name in values}
-    space = parse_space({name: {"choices": [value], **fields[name]} for name, value in values.items()})
-    assert shlex.join(arguments_of(space, values)) == words
+    assert shlex.join(arguments_of(values)) == words
 
 
 @pytest.mark.parametrize(
@@ -76,45 +76,31 @@ def test_arguments_belong_to_a_script(name: str, message: str) -> None:
         check_space(parse_space({name: [1, 2]}), BASE)
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> SearchedScript:
-    (tmp_path / "net.py").write_text(SCRIPT)
-    return SearchedScript(path=str(tmp_path / "net.py"), arguments=("--rows", "64"), overrides=(), digest="d")
-
-
-@pytest.fixture
-def base(script: SearchedScript, tmp_path: Path) -> JobConfig:
-    run_dir = str(tmp_path / "jobs" / "trial")
-    return describe_script(script.path, script.arguments, ["training.world_size=2"], "trial", run_dir).job
-
-
 @pytest.mark.slow
-def test_a_trial_is_what_the_script_makes_of_its_arguments(script: SearchedScript, base: JobConfig) -> None:
-    """Settings that follow from an argument are ordered, too: they would have no effect on the nodes otherwise."""
-    space = parse_space({"args.lr": [0.25, 0.5], "args.width": [16, 32], "training.epochs": [3, 4]})
+def test_a_trial_is_what_the_script_makes_of_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings that follow from an argument are ordered, too: they would have no effect on the nodes otherwise. What
+    the script does not take, or what changes its data, is refused."""
+    (tmp_path / "net.py").write_text(SCRIPT)
+    script = SearchedScript(path=str(tmp_path / "net.py"), arguments=("--rows", "64"), overrides=(), digest="d")
+    run_dir = str(tmp_path / "jobs" / "trial")
+    described = describe_script(script.path, script.arguments, ["training.world_size=2"], "trial", run_dir)
+    base = described.job
     values = {"args.lr": 0.5, "args.width": 16, "training.epochs": 4}
-    job, command = script.trial(base, space, values, "trial 0")
+    job, command = script.trial(base, values, "trial 0")
     assert command[1:] == (script.path, "--rows", "64", "--lr", "0.5", "--width", "16")
     assert (job.training.learning_rate, job.training.epochs, job.training.world_size) == (0.5, 4, 2)
     assert (job.job_id, job.run_dir, job.dataset) == (base.job_id, base.run_dir, base.dataset)
-    said = shlex.split(script.words(space, values))
+    said = shlex.split(script.words(values))
     assert said == ["dtrain", "train", "--script", script.path, "--set", "training.epochs=4", "--", *command[2:]]
-    check_space(space, base)
+    check_space(parse_space({"args.lr": [0.25, 0.5], "training.epochs": [3, 4]}), base)
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("space", "message"),
-    [
-        ({"args.depth": [1, 2]}, r"a trial with args.depth = 1: .*unrecognized arguments: --depth 1"),
-        ({"args.rows": [32, 64]}, "with --rows 32 the script trains on other data"),
-    ],
-)
-def test_arguments_that_cannot_be_compared_are_refused_by_name(
-    script: SearchedScript, base: JobConfig, space: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        script.check(base, parse_space(space), "--space")
+    refused = r"a trial with args.depth = 1: .*unrecognized arguments: --depth 1"
+    with pytest.raises(ConfigError, match=refused):
+        script.check(base, parse_space({"args.depth": [1, 2]}), "--space")
+    other = replace(base, dataset=replace(base.dataset, dataset_id="of-32-rows"))
+    monkeypatch.setattr("dtrain_dagster.search.script.describe_script", lambda *_, **__: replace(described, job=other))
+    with pytest.raises(ConfigError, match="with --rows 32 the script trains on other data"):
+        script.check(base, parse_space({"args.rows": [32, 64]}), "--space")
 
 
 @pytest.mark.long
