@@ -1,13 +1,12 @@
-"""The HTTP server of this project: it serves a socket that is bound first, and drops clients that do not keep pace.
+"""The HTTP server of this project: it serves a socket that is bound first, and always has room for one more client.
 
-uvicorn waits for ever for a request that is begun and never completed, and for ever for a client that reads nothing of
-its answer. Here such a client has `REQUEST_SECONDS`, and makes room earlier where there are more than
-`MOST_CONNECTIONS`: the one that has waited longest goes first, so that a client that sends a whole request is answered.
+uvicorn waits for ever for a request that is begun and never completed, and for a client that reads nothing of its
+answer. Here such a client makes room where there are more than `MOST_CONNECTIONS`: the one that has waited longest goes
+first, so that a client that sends a whole request is answered.
 """
 
 from __future__ import annotations
 
-import asyncio
 import resource
 import socket
 import time
@@ -22,11 +21,8 @@ from dtrain_dagster.web.peer import is_peer_allowed
 
 MOST_CONNECTIONS = 512
 """The most connections at once, websockets not counted; below the usual limit of 1,024 descriptors."""
-REQUEST_SECONDS = 20.0
-"""The longest time from the first byte to the last of a request, and between two reads of its answer by a client."""
 DESCRIPTORS = 65_536
 BACKLOG = 2048
-MOST_HELD_BYTES = 64 * 2**10
 STRANGER = (
     b"HTTP/1.1 403 Forbidden\r\ncontent-type: text/plain\r\nconnection: close\r\n\r\n"
     b"this server is another user's, or it cannot tell whose program asks: see its option --allow-user.\n"
@@ -34,7 +30,7 @@ STRANGER = (
 
 
 class PatientProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits on waiting. One object is one connection; all belong to one event loop."""
+    """uvicorn's protocol, which knows whose turn it is. One object is one connection; all belong to one event loop."""
 
     users: frozenset[int] | None = None
     """The users that may connect besides this user and root; None for all."""
@@ -45,47 +41,30 @@ class PatientProtocol(HttpToolsProtocol):
         """The time when the present turn, the client's or the server's, began."""
         self._asking = True
         """Whether it is the client's turn: no request of it is complete."""
-        self._unread, self._took_at = 0, 0.0
-        """The bytes of answers that the client had not read at the last look, and when they last changed."""
-        self._timer: asyncio.TimerHandle | None = None
         self._known = self.users is None
         """Whether the client is known to be allowed."""
-        self._held = b""
-        """The bytes that came before that was known."""
 
     def data_received(self, data: bytes) -> None:
         """Pass received bytes on, once the client's user is known to be allowed; refuse other users."""
         if not self._known and self.users is not None:
-            # Only for a complete request: the look-up costs more than half a request does.
-            self._held = data = self._held + data
-            if b"\r\n\r\n" not in data:
-                if len(data) > MOST_HELD_BYTES:
-                    self.drop()
-                return
             client, here = (self.transport.get_extra_info(name) for name in ("peername", "sockname"))
             self._known = bool(client and here) and is_peer_allowed(client[:2], here[:2], self.users)
             if not self._known:
                 self.transport.write(STRANGER)
                 self.transport.close()
                 return
-            self._held = b""
         super().data_received(data)
 
     def connection_made(self, transport: Any) -> None:
-        """Start the clock; where there are too many, drop the one that keeps the server waiting longest."""
+        """Where there are too many connections, drop the one that keeps the server waiting longest."""
         super().connection_made(transport)
         self._begin(asking=True)
-        self._look_later()
         if len(self.connections) > MOST_CONNECTIONS:
             waiting = [one for one in self.connections if isinstance(one, PatientProtocol) and one.keeps_waiting]
             if waiting:
-                min(waiting, key=lambda one: one._turn_at).drop()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clock."""
-        if self._timer is not None:
-            self._timer.cancel()
-        super().connection_lost(exc)
+                longest = min(waiting, key=lambda one: one._turn_at)
+                self.connections.discard(longest)
+                longest.transport.abort()
 
     def on_message_begin(self) -> None:
         """Note that the client's turn began."""
@@ -108,29 +87,8 @@ class PatientProtocol(HttpToolsProtocol):
         """Whether the server waits for the client, to complete a request or to read its answer."""
         return self._asking or self.transport.get_write_buffer_size() > 0
 
-    def drop(self) -> None:
-        """End the connection now; unsent bytes are lost."""
-        self.connections.discard(self)
-        self.transport.abort()
-
     def _begin(self, asking: bool) -> None:
         self._turn_at, self._asking = time.monotonic(), asking
-
-    def _look_later(self) -> None:
-        self._timer = self.loop.call_later(REQUEST_SECONDS / 4, self._look)
-
-    def _look(self) -> None:
-        """Drop a client that is behind its time, else look again later."""
-        if self not in self.connections:  # it has become a websocket, or has ended
-            return
-        now, unread = time.monotonic(), self.transport.get_write_buffer_size()
-        if unread != self._unread:
-            self._unread, self._took_at = unread, now
-        since = self._took_at if unread else self._turn_at
-        if self.keeps_waiting and now - since > REQUEST_SECONDS:
-            self.drop()
-        else:
-            self._look_later()
 
 
 def listener(host: str, port: int) -> socket.socket:

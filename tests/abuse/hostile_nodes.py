@@ -1,9 +1,8 @@
 """Hostile files in a run directory, and code in a model that is allowed and takes what it gets.
 
-A small training is ordered and carried out. Then every file that its nodes may write is replaced, variant by variant,
-and a process of its own (this module, run as a program) reads it as registration and its checks do. An audit hook in
-that process records imports, started programs and connections. A variant must be refused with a message, or have no
-effect.
+A small training is ordered and carried out. Then the files that its nodes may write are replaced, variant by variant,
+and a fork reads them as registration and its checks do. An audit hook in the fork records imports, started programs
+and connections.
 """
 
 from __future__ import annotations
@@ -15,18 +14,25 @@ import os
 import pickle
 import random
 import shutil
-import subprocess
 import sys
-import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.abuse.tally import Tally
+import numpy as np
+import torch
 
-ROOT = Path(__file__).parents[2]
+from dtrain_dagster import registry
+from dtrain_dagster.jobs.orders import keep_order, order_of
+from dtrain_dagster.registry.smoke_test import load_sample, read_predictions
+from harness import small_job
+from tests.abuse.killed import in_fork
+from trainer.evaluation.gate import gate
+from trainer.isolation.runner import Isolated, IsolationError
+from trainer.rundir import EVALUATION, RESULT, RunDir
+
 JOB_ID = "train-00000000-abuse"
 TARGETS = (
     *("os:system", "subprocess:Popen", "builtins:eval", "builtins:exec", "uvicorn:Config", "importlib:import_module"),
@@ -78,30 +84,10 @@ class Marker:
         return os.system, (f"touch {self.path}",)
 
 
-def attack(random: random.Random, rounds: int) -> Tally:
-    """Read ``rounds`` hostile run directories, and one with `OWN_MODEL`."""
-    tally = Tally()
-    with tempfile.TemporaryDirectory(prefix="dtrain-abuse-") as name:
-        place = Place(Path(name))
-        kinds = list(VARIANTS)
-        for number in range(rounds):
-            kind = kinds[number % len(kinds)] if rounds >= len(kinds) else random.choice(kinds)
-            run_dir = place.fresh(f"{number:04d}")
-            VARIANTS[kind](random, Path(run_dir), place.marker)
-            for found in place.victims([run_dir]):
-                place.judge(kind, found, tally)
-        place.attack_from_within(tally)
-    return tally
-
-
 class Place:
     """A home with one finished training, which attacks change."""
 
     def __init__(self, folder: Path) -> None:
-        from dtrain_dagster.jobs.orders import keep_order
-        from harness import small_job
-        from trainer.rundir import RunDir
-
         self.home, self.marker, self.canary = folder / "home", folder / "marker", folder / "canary"
         self.canary.write_text("canary-5d1f")
         self.cache = str(folder / "cache")
@@ -119,68 +105,14 @@ class Place:
         (target / "beside.py").write_text(f"import os\nos.system('touch {self.marker}')\ndef make(*_, **__): ...\n")
         return str(target)
 
-    def victims(self, run_dirs: Sequence[str]) -> list[dict[str, Any]]:
-        """Read these run directories in a process of its own, and return what that process did with each."""
-        order = {"home": str(self.home), "run_dirs": list(run_dirs), "cache": self.cache}
-        beside = os.pathsep.join([str(ROOT), *run_dirs])
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.abuse.hostile_nodes", json.dumps(order)],
-            cwd=run_dirs[0], env=os.environ | {"PYTHONPATH": beside}, capture_output=True, timeout=300, check=False,
-        )  # fmt: skip
-        found = [json.loads(line) for line in done.stdout.splitlines()]
-        if done.returncode != 0:
-            found.append({"crash": done.stderr.decode(errors="replace")[-1000:]})
-        return found
-
-    def judge(self, kind: str, found: dict[str, Any], tally: Tally) -> None:
-        """Count a variant, and its fault if it had an effect or was believed."""
-        tally.tried += 1
-        if "crash" in found:
-            tally.outages += 1
-            tally.findings.append(f"{kind}: the process that read it ended: {found['crash']}")
-            return
-        if self.marker.exists() or found["started"] or found["imported"] or found["connected"]:
-            tally.executed += 1
-            tally.findings.append(f"{kind}: something was executed: {found}")
-            self.marker.unlink(missing_ok=True)
-        if not found["error"] and kind not in HARMLESS_KINDS:
-            tally.accepted += 1
-            tally.findings.append(f"{kind}: it was believed")
-        if "<script" in found.get("card", "").lower() or "](javascript" in found.get("card", "").lower():
-            tally.accepted += 1
-            tally.findings.append(f"{kind}: markup of the nodes is in the model card")
-
-    def attack_from_within(self, tally: Tally) -> None:
-        """Let the code of an allowed model look for secrets, and take more memory and time than it may."""
-        told, error, seconds = self.folder / "told.json", None, 5.0
-        with open(self.canary) as canary, mock.patch.dict(os.environ, {"DTRAIN_ABUSE_SECRET": "secret-81c0"}):
-            os.set_inheritable(canary.fileno(), True)
-            while not told.exists() and seconds < 100:  # on a busy machine imports alone take long
-                seconds *= 2
-                error = self.ask(told, seconds)
-        tally.tried += 1
-        if not told.exists():
-            tally.outages += 1
-            tally.findings.append(f"a model of one's own was not asked: {error}")
-            return
-        found = json.loads(told.read_text())
-        for what in ("environment", "descriptors"):
-            if "secret-81c0" in str(found[what]) or self.canary.name in str(found[what]):
-                tally.leaked += 1
-                tally.findings.append(f"{what}: {found[what]}")
-        if found["memory"] != "no more":
-            tally.accepted += 1
-            tally.findings.append("memory: it got twice its limit")
-        if error != f"the model took longer than {seconds:g} s and was stopped":
-            tally.accepted += 1
-            tally.findings.append(f"time: it was not stopped: {error}")
+    def read(self, run_dir: str, asks_model: bool) -> dict[str, Any]:
+        """Read a run directory in a fork, and return what happened there: the ``error`` that refused it, the model
+        ``card``, and what was ``done`` by the way."""
+        found, _ = in_fork(lambda: _read_as_registration(self, run_dir, asks_model), self.folder / "nowhere")
+        return dict(found)
 
     def ask(self, told: Path, seconds: float) -> str | None:
         """Ask the model that looks and takes, and return the error; None if it answers."""
-        import numpy as np
-
-        from trainer.isolation.runner import Isolated, IsolationError
-
         folder = self.folder / "within"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(Path(self.good) / "model", folder)
@@ -234,8 +166,6 @@ def _dataset(random: random.Random, folder: Path, marker: Path) -> None:
 
 
 def _weights(random: random.Random, folder: Path, marker: Path) -> None:
-    import torch
-
     buffer = io.BytesIO()
     kind = random.choice(("pickle", "torch", "compressed", "huge", "cut"))
     good = (folder / "model/weights.pt").read_bytes()
@@ -260,10 +190,8 @@ def _weights(random: random.Random, folder: Path, marker: Path) -> None:
 
 
 def _predictions(random: random.Random, folder: Path, marker: Path) -> None:
-    import numpy as np
-
     path = folder / "predictions.npz"
-    kind = random.choice(("object", "promise", "other", "none", "pickle"))
+    kind = random.choice(("object", "promise", "none", "pickle"))
     if kind == "object":
         objects = np.empty(3, dtype=object)
         objects[:] = [Marker(marker)] * 3
@@ -274,13 +202,12 @@ def _predictions(random: random.Random, folder: Path, marker: Path) -> None:
         with zipfile.ZipFile(path, "w") as archive:
             for name in ("row", "mu", "sigma", "nu"):
                 archive.writestr(f"{name}.npy", header + len(text).to_bytes(2, "little") + text)
-    elif kind == "other":
-        np.savez(path, **{name: np.zeros(3) for name in ("row", "mu", "sigma", "nu")})
     else:
         path.write_bytes(b"" if kind == "none" else pickle.dumps(Marker(marker)))
 
 
-def _texts(random: random.Random, folder: Path, marker: Path) -> None:
+def change_texts(random: random.Random, folder: Path, marker: Path) -> None:
+    """Put markup and what a terminal obeys into texts that a model card shows."""
     evil = random.choice(
         ("<script>alert(1)</script>", "[x](javascript:alert(1))", "![](http://127.0.0.1/x)", "a|b\n\n# c", "`\x1b[2J")
     )
@@ -302,58 +229,37 @@ VARIANTS: dict[str, Callable[[random.Random, Path, Path], None]] = {
     "the address of the data": _dataset,
     "weights": _weights,
     "predictions": _predictions,
-    "texts": _texts,
     "a damaged description": _description,
 }
 """Hostile changes of a run directory, by description."""
-HARMLESS_KINDS = {"texts"}
-"""Variants that are shown as they are, without effect."""
 
 
-def be_victim(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Read run directories as registration, its checks and the model card do; yield what happened in this process for
-    each."""
-    import numpy  # noqa: F401 - imported before the audit hook, which would record it
-    import torch  # noqa: F401
-
-    from dtrain_dagster import registry
-    from dtrain_dagster.jobs.orders import order_of
-    from dtrain_dagster.registry.smoke_test import load_sample
-    from trainer.evaluation.gate import gate
-    from trainer.rundir import EVALUATION, RESULT, RunDir
-
-    seen: dict[str, list[str]] = {"started": [], "imported": [], "connected": []}
+def _read_as_registration(place: Place, run_dir: str, asks_model: bool) -> dict[str, Any]:
+    done: list[str] = []
     named = {target.partition(":")[0] for target in TARGETS} - set(sys.modules)
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        if event in STARTING or (event == "subprocess.Popen" and tuple(args[1][:2]) != HARMLESS):
-            seen["started"].append(f"{event} {args!r}")
-        elif event == "import" and args[0] in named:
-            seen["imported"].append(str(args[0]))
-        elif event in ("socket.connect", "socket.bind", "socket.getaddrinfo"):
-            seen["connected"].append(f"{event} {args[1:]!r}")
+        starts = event in STARTING or (event == "subprocess.Popen" and tuple(args[1][:2]) != HARMLESS)
+        connects = event in ("socket.connect", "socket.bind", "socket.getaddrinfo")
+        if starts or connects or (event == "import" and args[0] in named):
+            done.append(f"{event} {args!r}")
 
+    os.chdir(run_dir)
+    sys.path.insert(0, run_dir)
     sys.addaudithook(hook)
-    for run_dir in order["run_dirs"]:
-        rundir, error, card = RunDir(run_dir), "", ""
-        for happened in seen.values():
-            happened.clear()
-        try:
-            ordered = order_of(order["home"], rundir)
-            evaluation, result = rundir.read_json(EVALUATION), rundir.read_json(RESULT)
-            dataset = Path(registry.ordered_job(rundir, ordered).dataset.uri)
-            manifest = json.loads((dataset / "manifest.json").read_text())
-            provenance = registry.TrainingProvenance(
-                nodes=1, node_hours=1.0, cost_usd="$1", code_version="x", dagster_run_id="y"
-            )
-            job, verdict = registry.ordered_job(rundir, ordered), gate(evaluation)
-            card = registry.model_card("m", job, result, evaluation, manifest, provenance, verdict)
-            load_sample(run_dir, order["cache"], 4, ordered)
-        except (ValueError, OSError) as problem:
-            error = f"{type(problem).__name__}: {problem}"
-        yield {"error": error[-2000:], "card": card, **seen}
-
-
-if __name__ == "__main__":
-    for happened in be_victim(json.loads(sys.argv[1])):
-        print(json.dumps(happened), flush=True)
+    rundir, error, card = RunDir(run_dir), "", ""
+    try:
+        ordered = order_of(place.home, rundir)
+        evaluation, result = rundir.read_json(EVALUATION), rundir.read_json(RESULT)
+        job, verdict = registry.ordered_job(rundir, ordered), gate(evaluation)
+        manifest = json.loads((Path(job.dataset.uri) / "manifest.json").read_text())
+        provenance = registry.TrainingProvenance(
+            nodes=1, node_hours=1.0, cost_usd="$1", code_version="x", dagster_run_id="y"
+        )
+        card = registry.model_card("m", job, result, evaluation, manifest, provenance, verdict)
+        read_predictions(rundir, ("row", "mu"))
+        if asks_model:
+            load_sample(run_dir, place.cache, 4, ordered)
+    except (ValueError, OSError) as problem:
+        error = f"{type(problem).__name__}: {problem}"
+    return {"error": error[-2000:], "card": card, "done": done}

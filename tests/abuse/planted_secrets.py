@@ -13,17 +13,15 @@ import shutil
 import string
 import subprocess
 import sys
-import tempfile
-import threading
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from unittest import mock
 
-from tests.abuse.tally import Tally
-from tests.leaks import forms, leaks
+from werkzeug import Request, Response
+
+from tests.loopback import LoopbackServer
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -117,50 +115,18 @@ BORDERS: tuple[Border, ...] = (
 """Places that take a value from outside: the check, the name, and the addresses that are tried."""
 
 
-def attack_borders(chance: random.Random, tally: Tally) -> None:
-    """Try every border with every kind of address, with a new secret each time."""
-    for border, name, carriers in BORDERS:
-        for kind, form in carriers.items():
-            secret = secret_of(chance)
-            quoted = urllib.parse.quote(secret, safe="") if chance.random() < 0.5 else secret
-            said = border(name, form.format(quoted))
-            tally.tried += 1
-            if not said:
-                tally.accepted += 1
-                tally.findings.append(f"{name} took a secret: {kind}")
-            elif any(written in said.encode() for written in forms(secret)):
-                tally.leaked += 1
-                tally.findings.append(f"the refusal of {name} repeats it: {kind}")
-
-
 @contextmanager
 def price_server(csv: bytes, secret: str, answer: int = 200) -> Iterator[str]:
     """Serve a price file on loopback to requests with the signature, and yield the signed address; ``answer`` is the
     status that it returns to them."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            given = urllib.parse.parse_qs(urllib.parse.urlsplit(self.path).query).get("sig")
-            status = 403 if given != [secret] else answer
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(csv) if status == 200 else 0))
-            self.end_headers()
-            if status == 200 and self.command == "GET":
-                self.wfile.write(csv)
+    def give(request: Request) -> Response:
+        status = answer if request.args.get("sig") == secret else 403
+        return Response(csv if status == 200 else b"", status)
 
-        do_HEAD = do_GET
-
-        def log_message(self, *_: object) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-        thread.start()
-        try:
-            signature = urllib.parse.quote(secret, safe="")
-            yield f"http://127.0.0.1:{server.server_port}/team/prices.csv?sv=2024&se=2030&sig={signature}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with LoopbackServer(give) as server:
+        signature = urllib.parse.quote(secret, safe="")
+        yield f"http://127.0.0.1:{server.port}/team/prices.csv?sv=2024&se=2030&sig={signature}"
 
 
 def small_prices(tickers: int = 4, first: str = "2012-01-01", last: str = "2017-12-31") -> bytes:
@@ -197,35 +163,3 @@ def materialize(
         cwd=ROOT, env=dict(environment), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds,
         check=False,
     )  # fmt: skip
-
-
-def attack_pipeline(chance: random.Random, tally: Tally, folder: Path) -> None:
-    """Give prices by reference to a server that asks for a signature: once it serves them, once it fails."""
-    for answer in (200, 500):
-        secret, home = secret_of(chance), folder / f"home-{answer}"
-        hook = secret_of(chance)
-        with price_server(small_prices(), secret, answer) as address:
-            references = {
-                "PRICES_ADDRESS": address,
-                "HOOK": f"json://robot:{urllib.parse.quote(hook, safe='')}@127.0.0.1:9",
-            }
-            environment = environment_of(home, DTRAIN_PRICES="env:PRICES_ADDRESS", DTRAIN_NOTIFY="env:HOOK")
-            done = materialize(environment | references, "stock_prices,sharded_dataset")
-        (home / "printed.txt").write_text(done.stdout)
-        tally.tried += 1
-        found = leaks([home], [secret, hook])
-        tally.leaked += len(found)
-        tally.findings += found
-        if (done.returncode == 0) != (answer == 200):
-            tally.outages += 1
-            tally.findings.append(f"prices by reference, answer {answer}: {done.stdout[-2000:]}")
-
-
-def attack(random: random.Random, rounds: int) -> Tally:
-    """Try secrets at every border ``rounds`` / 10 times, and twice in a pipeline by reference."""
-    tally = Tally()
-    for _ in range(max(1, rounds // 10)):
-        attack_borders(random, tally)
-    with tempfile.TemporaryDirectory(prefix="dtrain-abuse-") as folder:
-        attack_pipeline(random, tally, Path(folder))
-    return tally

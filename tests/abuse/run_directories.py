@@ -1,44 +1,41 @@
-"""Files of a run directory replaced by those that a node, a broken disk or a stranger may leave, under all readers.
+"""Files of a run directory replaced by those that a node, a broken disk or a stranger may leave.
 
-Beside a whole job stands a copy of it. In each attack one file of the copy is damaged, and all readers of run
-directories (`tests.abuse.run_directory_readers`) are run over both, in a process that is killed if it hangs. The whole
-job must be read unchanged; the damaged one may be shown, or refused with one of the errors meant for that.
+Beside a whole job stands a copy of it, of which one file is damaged. All readers of run directories
+(`tests.abuse.run_directory_readers`) are run over both. The whole job must be read unchanged; the damaged one may be
+shown, or refused with one of the errors meant for that.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import logging
-import multiprocessing
 import os
 import random as randomness
-import resource
 import shutil
 import socket
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dtrain_dagster.clusters.managers import LocalClusterManager
-from dtrain_dagster.jobs.progress import start_job
-from harness.small_job import write_dataset
+from dtrain_dagster.jobs.orders import keep_order
+from harness import small_job
 from tests.abuse.run_directory_readers import STEPS, read_everything
-from tests.abuse.tally import Tally
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
-from trainer.rundir import RunDir, event
+from trainer.documents.presences import NodePresence
+from trainer.elastic.generation import Candidate, Generation
+from trainer.elastic.generation_record import Candidacies, path_of, text_of
+from trainer.rundir import LAUNCH, STATUS, RunDir, event
 
 MARK = "0a1b2c3d"
 WHOLE, DAMAGED = f"train-{MARK}-11111111", f"train-{MARK}-22222222"
 """Ids of the whole job and of its damaged copy."""
-PATIENCE_SECONDS = 120.0
-"""Seconds that all readers together may take: usually they take two."""
 MOST_MEMORY = 400 << 20
-"""Bytes of memory that the readers may take more than for a whole job."""
+"""Bytes of memory that the readers of a damaged job may take."""
 DOCUMENTS = Path(__file__).parent / "orchestrator_documents"
 """Documents of an orchestrator, as an older version has written them."""
 ADDED: dict[str, Any] = {
@@ -248,20 +245,20 @@ class Stage:
         """The folder of run directories."""
         return self.home / "storage" / "jobs"
 
-    def train(self, nodes: int = 2) -> None:
-        """Train the whole job, with the product's own code."""
-        manager, dataset = LocalClusterManager(self.home), write_dataset(self.home / "dataset")
-        manager.provision_cluster(nodes, "Standard_NC6s_v3")
-        start_job(manager, small_job(self.jobs / WHOLE, dataset, nodes), nodes, 1, {})
-        until = time.monotonic() + 300
-        while not (status := manager.job_status(WHOLE)).state.is_final and time.monotonic() < until:
-            time.sleep(0.05)
-        assert status.state == "succeeded", status.message
-        self._add_documents()
-
-    def _add_documents(self) -> None:
-        """Put the documents beside the trainer's that an orchestrator writes, and events of the kinds that are rare."""
-        rundir = RunDir(str(self.jobs / WHOLE))
+    def train(self) -> None:
+        """Train the whole job, with the product's own code, and put beside it what a cluster of two nodes writes."""
+        folder = self.jobs / WHOLE
+        small_job.train(self.home / "storage", small_job.write_dataset(self.home / "dataset"), WHOLE, steps=STEPS)
+        rundir = RunDir(str(folder))
+        keep_order(self.home, rundir.read_job(), None)
+        write_cluster_files(rundir, "succeeded")
+        seats = tuple(
+            Candidate(member=f"n{node}p0-ab", node=node, local_rank=0, launch=1, host="127.0.0.1", port=9)
+            for node in range(2)
+        )
+        for seat in seats:
+            Candidacies(rundir.storage, 1).submit(1, seat)
+        rundir.storage.write(path_of(1), text_of(Generation(number=1, launch=1, members=seats)))
         for path in DOCUMENTS.iterdir():
             rundir.storage.write(path.name, path.read_bytes())
         for name, document in ADDED.items():
@@ -280,40 +277,49 @@ class Stage:
         (self.home / "orders" / f"{DAMAGED}.json").write_text(order.replace(WHOLE, DAMAGED))
         return folder
 
-    def attacks(self, random: randomness.Random) -> Iterator[tuple[str, Callable[[], object]]]:
-        """Yield (description, action) of each kind of damage once, to a random file."""
-        for name, damage in ANY.items():
-            path = random.choice(files_of(self.jobs / WHOLE))
-            yield f"{path}: {name}", self._attack(path, damage, random)
-        texts = [path for path in files_of(self.jobs / WHOLE) if path.suffix in (".json", ".jsonl")]
-        for name, damage in JSON.items():
-            path = random.choice(texts)
-            yield f"{path}: {name}", self._attack(path, damage, random)
-        path = random.choice(texts)
-        link = instead(lambda path: path.symlink_to(self.home / "outside.json"))
-        yield f"{path}: a link out of the folder", self._attack(path, link, random)
-        folder = random.choice(["events", "nodes", "membership", "checkpoints", "logs"])
-        yield f"{folder}: a link out of the folder", lambda: self._link_folder(folder)
-        yield "strangers everywhere", self._strangers
-
-    def _attack(self, name: Path, damage: Damage, random: randomness.Random) -> Callable[[], object]:
-        return lambda: damage(self.copy() / name, random)
-
-    def _link_folder(self, name: str) -> None:
-        folder = self.copy() / name
-        elsewhere = self.home / "elsewhere"
+    def link_folder(self, name: str) -> None:
+        """Put a link out of the run directory in the place of one of its folders."""
+        folder, elsewhere = self.copy() / name, self.home / "elsewhere"
         shutil.rmtree(elsewhere, ignore_errors=True)
         folder.rename(elsewhere)
         (elsewhere / "node-7.log").write_text(self.secret)
         folder.symlink_to(elsewhere)
 
-    def _strangers(self) -> None:
+    def add_strangers(self) -> None:
         """Put files that dtrain never writes into every folder and beside the marks."""
         copy, clusters = self.copy(), self.home / "clusters"
         within = [path for base in (copy, clusters) for path in base.rglob("*") if path.is_dir()]
-        for folder in [copy, clusters, self.jobs, *within]:
-            if folder.is_dir():
-                leave_strangers(folder)
+        for folder in [copy, self.jobs, *within]:
+            leave_strangers(folder)
+
+    def faults(self) -> list[str]:
+        """Run all readers over both jobs, and return the faults that they showed."""
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak of this process's memory begins anew
+        before = resident_bytes("VmRSS")
+        found = read_everything(self.home, WHOLE, DAMAGED, self.secret)
+        grown = resident_bytes("VmHWM") - before
+        return [*found, *([f"{grown >> 20} MiB of memory"] if grown > MOST_MEMORY else [])]
+
+
+def resident_bytes(name: str) -> int:
+    """Return a figure of this process's memory; 0 where the system does not tell."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith(name)).split()[1]) << 10
+    return 0
+
+
+def write_cluster_files(rundir: RunDir, state: str, words: str = "") -> None:
+    """Write the files that a cluster of two nodes leaves beside those of a trainer. ``words``: said in all of them."""
+    job_id, ended = Path(rundir.uri).name, time.time() - 60
+    launch = {"job_id": job_id, "node_count": 2, "processes_per_node": 1, "launch": 1, "token": "t" * 32}
+    rundir.write_json(LAUNCH, launch | {"sku": "Standard_NC6s_v3", "submitted_at": ended - 60, "studio_url": words})
+    times = {"started_at": ended - 60, "ended_at": ended}
+    rundir.write_json(STATUS, {"job_id": job_id, "state": state, "message": words, "launch": 1, "pid": 1, **times})
+    for node in range(2):
+        rundir.write_node(NodePresence(node_id=node, launch=1, exit_codes=(0,), **times))
+        rundir.storage.write(f"logs/node-{node}.log", b"2026-01-01 10:00:00 step 1\n2026-01-01 10:00:01 step 2\n")
 
 
 def leave_strangers(folder: Path) -> None:
@@ -325,66 +331,10 @@ def leave_strangers(folder: Path) -> None:
         os.mkfifo(pipe)
 
 
-def small_job(folder: Path, dataset: Path, nodes: int, **training: Any) -> JobConfig:
-    """Return the job of a training that takes seconds."""
-    fields: dict[str, Any] = {"max_steps": STEPS, "warmup_steps": 3, "checkpoint_frequency": 10, "log_frequency": 1}
-    config = DistributedTrainingConfig(world_size=nodes, threads_per_rank=1, **fields | training)
+def job_of(folder: Path, dataset: Path) -> JobConfig:
+    """Return the job of a training that takes seconds on two nodes."""
+    config = DistributedTrainingConfig(world_size=2, threads_per_rank=1, max_steps=STEPS, warmup_steps=3)
     return JobConfig(
         job_id=folder.name, run_dir=str(folder), dataset=DatasetRef(uri=str(dataset)), training=config,
         tracking=TrackingConfig(tensorboard=False),
     )  # fmt: skip
-
-
-def files_of(folder: Path) -> list[Path]:
-    """Return the files of a run directory, without lock files, relative to it."""
-    found = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
-    return [path for path in found if path.suffix != ".lock"]
-
-
-def _child(stage: Stage, results: Any) -> None:
-    logging.disable()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    wrong = read_everything(stage.home, WHOLE, DAMAGED, stage.secret)
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
-    if grown > MOST_MEMORY:
-        wrong.append(("outages", f"{grown >> 20} MiB of memory"))
-    results.send(wrong)
-
-
-def read_guarded(stage: Stage) -> list[tuple[str, str]]:
-    """Run all readers in a child process, and return the faults, as (count of `Tally`, description)."""
-    context = multiprocessing.get_context("fork")
-    mine, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(stage, theirs))
-    child.start()
-    theirs.close()
-    try:
-        if not mine.poll(PATIENCE_SECONDS):
-            return [("outages", f"hangs for {PATIENCE_SECONDS:.0f} s")]
-        found: list[tuple[str, str]] = mine.recv()
-        return found
-    except EOFError:
-        child.join()
-        return [("outages", f"the process died with {child.exitcode}")]
-    finally:
-        child.kill()
-        child.join()
-
-
-def attack(random: randomness.Random, rounds: int) -> Tally:
-    """Make each kind of damage ``rounds`` times, each time to another file."""
-    tally = Tally()
-    with tempfile.TemporaryDirectory(prefix="dtrain-abuse-") as folder:
-        stage = Stage(Path(folder) / "home")
-        stage.train()
-        stage.copy()
-        for words in read_guarded(stage):
-            raise RuntimeError(f"the readers are wrong of two whole jobs: {words}")
-        for _ in range(rounds):
-            for what, do in stage.attacks(random):
-                do()
-                tally.tried += 1
-                for kind, words in read_guarded(stage):
-                    setattr(tally, kind, getattr(tally, kind) + 1)
-                    tally.findings.append(f"{what}: {words}")
-    return tally

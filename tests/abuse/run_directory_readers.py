@@ -47,8 +47,6 @@ OBEYED = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u
 MEANT = (DamagedError, ConfigError, ClusterError, CheckpointError, PriceError, FileNotFoundError)
 """Errors that a reader of a damaged job may raise."""
 NOWHERE = Places()
-Wrong = list[tuple[str, str]]
-"""Faults: (count of `tests.abuse.tally.Tally`, description)."""
 
 
 class Readers:
@@ -58,18 +56,18 @@ class Readers:
         self.home, self.whole, self.damaged, self.secret = home, whole, damaged, secret
         self.settings = Settings(home=home, nodes=2)
         self.manager = LocalClusterManager(home)
-        self.wrong: Wrong = []
+        self.wrong: list[str] = []
 
-    def say(self, kind: str, words: str) -> None:
+    def say(self, words: str) -> None:
         """Record a fault."""
-        self.wrong.append((kind, words))
+        self.wrong.append(words)
 
     def look(self, what: str, text: str) -> None:
         """Check a text that a person or a browser gets: it shows no secret, and no character that a terminal obeys."""
         if self.secret in text:
-            self.say("leaked", f"{what} shows a file from outside")
+            self.say(f"{what} shows a file from outside")
         if found := OBEYED.search(text):
-            self.say("accepted", f"{what} passes on {found[0]!r}")
+            self.say(f"{what} passes on {found[0]!r}")
 
     def of_damaged(self, what: str, read: Callable[[], object]) -> Any:
         """Run a reader of the damaged job alone, which may refuse it with an error in `MEANT`."""
@@ -79,7 +77,7 @@ class Readers:
             if not isinstance(error, FileNotFoundError):
                 self.look(what, str(error))
         except Exception:
-            self.say("outages", f"{what}: {traceback.format_exc(limit=-4)}")
+            self.say(f"{what}: {traceback.format_exc(limit=-4)}")
         return None
 
     def of_all(self, what: str, read: Callable[[], object]) -> Any:
@@ -87,7 +85,7 @@ class Readers:
         try:
             return read()
         except Exception:
-            self.say("outages", f"{what}: {traceback.format_exc(limit=-4)}")
+            self.say(f"{what}: {traceback.format_exc(limit=-4)}")
             return None
 
     def command(self, *words: str, may_refuse: bool = True) -> str:
@@ -95,14 +93,14 @@ class Readers:
         done = CliRunner().invoke(main, words, env={"DTRAIN_HOME": str(self.home)})
         if done.exception is not None and not isinstance(done.exception, SystemExit):
             where = "".join(traceback.format_exception(done.exception, limit=-4))
-            self.say("outages", f"dtrain {' '.join(words)}: {where}")
+            self.say(f"dtrain {' '.join(words)}: {where}")
         elif done.exit_code and not may_refuse:
-            self.say("outages", f"dtrain {' '.join(words)}: exit code {done.exit_code}: {done.output}")
+            self.say(f"dtrain {' '.join(words)}: exit code {done.exit_code}: {done.output}")
         self.look(f"dtrain {words[0]}", done.output)
         return done.output
 
 
-def read_everything(home: Path, whole: str, damaged: str, secret: str) -> Wrong:
+def read_everything(home: Path, whole: str, damaged: str, secret: str) -> list[str]:
     """Run all readers, and return the faults that they showed; empty for none."""
     readers = Readers(home, whole, damaged, secret)
     _lists(readers)
@@ -117,7 +115,7 @@ def _lists(readers: Readers) -> None:
     jobs = readers.of_all("list_jobs", manager.list_jobs) or []
     states = {job.job_id: (job.state.value, job.damage) for job in jobs}
     if states.get(whole) != ("succeeded", ""):
-        readers.say("outages", f"the whole job is listed as {states.get(whole)}")
+        readers.say(f"the whole job is listed as {states.get(whole)}")
     for job in jobs:
         readers.look("list_jobs", job.damage)
     readers.of_all("active_jobs", manager.active_jobs)
@@ -128,7 +126,7 @@ def _lists(readers: Readers) -> None:
     known = readers.of_all("known_jobs", lambda: known_jobs(manager, readers.settings.jobs_uri, "0a1b2c3d")) or []
     choice = readers.of_all("choose_job", lambda: choose_job("0a1b2c3d", "22222222", known))
     if choice and choice.job_id == damaged and any(job.damage for job in known if job.job_id == damaged):
-        readers.say("accepted", "a damaged job is chosen")
+        readers.say("a damaged job is chosen")
 
 
 def _past_runs(readers: Readers) -> object:
@@ -141,13 +139,13 @@ def _board(readers: Readers) -> None:
     rows = {row.job_id: row for row in readers.of_all("the dashboard's list", board.jobs) or []}
     row = rows.get(readers.whole)
     if row is None or (row.state, row.step) != ("succeeded", STEPS):
-        readers.say("outages", f"the whole job's row is {row}")
+        readers.say(f"the whole job's row is {row}")
     if readers.damaged not in rows:
-        readers.say("outages", "the damaged job has no row")
+        readers.say("the damaged job has no row")
     readers.look("the dashboard's list", json.dumps([str(row) for row in rows.values()], ensure_ascii=False))
     metrics = readers.of_all("/metrics", lambda: exposition(board).decode()) or ""
     if f'dtrain_step{{job="{readers.whole}"}} {STEPS}.0' not in metrics:
-        readers.say("outages", "the whole job is not in /metrics")
+        readers.say("the whole job is not in /metrics")
     for job_id in (readers.whole, readers.damaged):
         job = readers.of_damaged("the dashboard", lambda job_id=job_id: board.open(job_id, time.time()))
         if job is not None:
@@ -155,7 +153,7 @@ def _board(readers: Readers) -> None:
             sent = readers.of_all("a job's figures", lambda job=job: _sent(job.snapshot(0, "", time.time())))
             facts = readers.of_all("a job's facts", lambda job=job: _sent(job.facts(NOWHERE)))
             if readers.secret in f"{sent}{facts}":
-                readers.say("leaked", "the dashboard shows a file from outside")
+                readers.say("the dashboard shows a file from outside")
     readers.of_damaged("report", lambda: report_page(_rundir(readers), readers.settings.tiers[0]))
 
 
@@ -168,15 +166,18 @@ def _sent(value: object) -> str:
 def _commands(readers: Readers) -> None:
     listed = readers.command("jobs", may_refuse=False)
     if not re.search(rf"{readers.whole}\s+succeeded", listed) or readers.damaged not in listed:
-        readers.say("outages", f"`dtrain jobs` lists {listed}")
-    readers.command("jobs", "--json", may_refuse=False)
+        readers.say(f"`dtrain jobs` lists {listed}")
     readers.command("doctor", may_refuse=False)
-    for job_id, may_refuse in ((readers.whole, False), (readers.damaged, True)):
-        for words in (("status",), ("logs",), ("logs", "--tail", "3"), ("status", "--follow"), ("logs", "--follow")):
-            readers.command(words[0], *words[1:], job_id, may_refuse=may_refuse)
-        readers.command("cost", job_id, may_refuse=may_refuse)
-        for name in ("status", "cost"):
-            readers.command(name, job_id, "--json", may_refuse=may_refuse)
+    for words in ("status", "cost --json", "logs"):
+        readers.command(*words.split(), readers.whole, may_refuse=False)
+    for words in (
+        ("status", "--json"),
+        ("status", "--follow"),
+        ("logs", "--tail", "3"),
+        ("logs", "--follow"),
+        ("cost",),
+    ):
+        readers.command(words[0], *words[1:], readers.damaged)
 
 
 def _one_job(readers: Readers) -> None:

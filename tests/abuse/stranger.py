@@ -1,6 +1,6 @@
 """A stranger on the same host: a process of another user, without the secret of a launch, that carries out orders.
 
-Tests and `tests.abuse.strangers` give the orders and judge the answers.
+Tests give the orders and judge the answers.
 """
 
 from __future__ import annotations

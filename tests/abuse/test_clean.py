@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -20,11 +21,16 @@ from dtrain_dagster.settings.home import MARKER, HomeError, hold_home, make_home
 from dtrain_dagster.support.job_lock import acquire
 from dtrain_dagster.support.secrets import SecretError
 from dtrain_dagster.web.stored_secrets import refuse_secret_on_command_line
-from tests.abuse import clean_paths
 from tests.abuse.planted_secrets import CARRIERS, secret_of
 
 ROOT = Path(__file__).parents[2]
-HOME = (sys.executable, "-m", "dtrain_dagster")
+ODD_HOMES = (
+    "my home",
+    "a;touch executed;$(touch executed)`touch executed`'|touch executed",
+    '-rf "#\\ {ab,cd} h* & ~',
+)
+BESIDE = ("my", "a", "ab", "cd", "home0", "-rf", "~")
+"""Folders beside the homes that a shell would reach if it cut or expanded their names."""
 
 
 @pytest.fixture
@@ -45,29 +51,43 @@ def in_process(home: Path, *arguments: str) -> Result:
     return done
 
 
-def dtrain(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*HOME, *arguments],
-        env=os.environ | {"DTRAIN_HOME": str(home)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+def copy_of_the_makefile(folder: Path) -> Path:
+    """Return a folder in which this repository's Makefile runs, with the packages of the Python that runs this."""
+    folder.mkdir(parents=True)
+    for path in (*(ROOT / name for name in ("Makefile", "pyproject.toml", "dagster.yaml")), *ROOT.glob("*.lock")):
+        shutil.copy(path, folder / path.name)
+        os.utime(folder / path.name, (0, 0))  # older than what is installed: nothing is installed again
+    binaries = folder / ".venv" / "bin"
+    binaries.mkdir(parents=True)
+    (binaries.parent / ".ready").touch()
+    for name in ("dtrain", "python"):
+        (binaries / name).write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        (binaries / name).chmod(0o755)
+    return folder
 
 
-def test_make_clean_takes_the_home_and_leaves_its_neighbours():
-    tally = clean_paths.attack(random.Random(1), rounds=4)
-    assert tally.is_clean, tally.findings
-
-
-@pytest.mark.long
-def test_make_clean_takes_the_home_and_leaves_its_neighbours_wherever_it_is():
-    tally = clean_paths.attack(random.Random(2), rounds=60)
-    assert tally.is_clean, tally.findings
+def test_make_clean_takes_the_home_and_leaves_its_neighbours(tmp_path: Path):
+    repository, parent = copy_of_the_makefile(tmp_path / "repository"), tmp_path / "homes"
+    alive = [parent / name / "canary" for name in BESIDE]
+    for path in alive:
+        path.parent.mkdir(parents=True)
+        path.write_text("alive")
+    environment = {key: value for key, value in os.environ.items() if key != "DAGSTER_HOME"}
+    for name in ODD_HOMES:
+        home = parent / name
+        assert in_process(home, "setup").exit_code == 0
+        (home / "storage" / "jobs").mkdir(parents=True)
+        (home / "thesis.tex").write_text("mine")
+        own = {"DTRAIN_HOME": str(home), "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(["make", "clean"], cwd=repository, env=environment | own, capture_output=True)
+        assert done.returncode == 0, (name, done.stderr)
+        assert {*os.listdir(home)} - {"work.lock"} == {MARKER, "thesis.tex"}, name
+    assert all(path.exists() for path in alive)
+    assert not list(tmp_path.rglob("executed"))
 
 
 def test_a_repository_whose_path_has_a_blank_is_refused_in_words(tmp_path: Path):
-    repository = clean_paths.copy_of_the_makefile(tmp_path / "my thesis")
+    repository = copy_of_the_makefile(tmp_path / "my thesis")
     (tmp_path / "my").write_text("chapter one")
     (repository / "thesis").write_text("chapter two")
     done = subprocess.run(["make", "clean"], cwd=repository, capture_output=True, text=True)
@@ -156,26 +176,17 @@ def test_a_home_with_a_running_job_is_refused_by_its_name(filled: Path):
     assert plan_removal(filled, [ROOT]).ours
 
 
-def test_a_job_that_starts_while_clean_asks_is_kept(filled: Path):
-    job = filled / "storage" / "jobs" / "train-1"
-    with subprocess.Popen(
-        [*HOME, "clean"],
-        env=os.environ | {"DTRAIN_HOME": str(filled), "PYTHONUNBUFFERED": "1"},
-        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    ) as asking:  # fmt: skip
-        assert asking.stdin is not None
-        assert asking.stdout is not None
-        said = b""
-        while b"remove it?" not in said:
-            part = os.read(asking.stdout.fileno(), 4096)
-            assert part, said
-            said += part
-        lock = acquire(job)
-        assert lock is not None
-        rest, _ = asking.communicate(b"y\n", timeout=60)
-    os.close(lock)
-    assert asking.returncode != 0
-    assert b"train-1" in rest
+def test_a_job_that_starts_while_clean_asks_is_kept(filled: Path, monkeypatch: pytest.MonkeyPatch):
+    job, locks = filled / "storage" / "jobs" / "train-1", []
+
+    def confirm(*_: object, **__: object) -> bool:
+        locks.append(acquire(job))
+        return True
+
+    monkeypatch.setattr(click, "confirm", confirm)
+    done = in_process(filled, "clean")
+    os.close(locks[0])
+    assert (done.exit_code, "train-1" in done.output) == (2, True)
     assert (job / "job.json").is_file()
 
 
@@ -208,20 +219,12 @@ def test_a_home_from_before_there_were_marks_is_marked_by_the_next_setup(filled:
     assert unknown.exit_code == 2
     assert "python -m dtrain_dagster setup" in unknown.output
     assert in_process(filled, "setup").exit_code == 0
-    assert dtrain(filled, "clean", "--yes").returncode == 0
+    assert in_process(filled, "clean", "--yes").exit_code == 0
     assert not filled.exists()
 
 
 def test_nobody_who_can_be_asked_means_nothing_is_removed(filled: Path):
-    done = subprocess.run(
-        [*HOME, "clean"],
-        env=os.environ | {"DTRAIN_HOME": str(filled)},
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode != 0
+    assert in_process(filled, "clean").exit_code != 0
     assert (filled / "storage" / "jobs" / "train-1").exists()
 
 
@@ -233,35 +236,26 @@ def test_a_second_make_run_on_one_home_is_refused_in_words(filled: Path):
             assert "`dagster asset materialize`" in second.output
             assert "Traceback" not in second.output
     assert not (filled / "ran").exists()
-    assert dtrain(filled, "work", "touch", str(filled / "ran")).returncode == 0
-    assert (filled / "ran").exists()
 
 
 def test_the_command_holds_the_home_even_if_who_started_it_is_killed(filled: Path):
     started = subprocess.Popen(
-        [*HOME, "work", "sh", "-c", "echo $$; exec sleep 60"],
-        env=os.environ | {"DTRAIN_HOME": str(filled)},
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+        [sys.executable, "-m", "dtrain_dagster", "work", "sh", "-c", "echo $$; exec sleep 60"],
+        env=os.environ | {"DTRAIN_HOME": str(filled)}, cwd=ROOT, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
     assert started.stdout is not None
     child = int(started.stdout.readline())
     started.kill()
     started.wait()
     try:
-        assert dtrain(filled, "clean", "--yes").returncode == 2
+        assert in_process(filled, "clean", "--yes").exit_code == 2
         assert (filled / "storage").exists()
     finally:
         os.kill(child, signal.SIGKILL)
 
 
-def test_the_exit_code_of_the_command_is_that_of_work(filled: Path):
-    assert dtrain(filled, "work", "sh", "-c", "exit 7").returncode == 7
-
-
-def test_work_hands_no_secret_on(filled: Path, tmp_path: Path):
-    """Dagster would have stored it before anything of ours sees it."""
+def test_work_hands_no_secret_on_but_the_exit_code_of_its_command(filled: Path, tmp_path: Path):
+    """Dagster would have stored the secret before anything of ours sees it."""
     secret = secret_of(random.Random(9))
     config = {"ops": {"stock_prices": {"config": {"source": CARRIERS["sas"].format(secret)}}}}
     document, ran = json.dumps(config), tmp_path / "ran"
@@ -282,10 +276,15 @@ def test_work_hands_no_secret_on(filled: Path, tmp_path: Path):
             refuse_secret_on_command_line(plain)
         assert secret not in str(said.value)
 
-    touch = ("work", "sh", "-c", f"touch {ran}", "dagster", "--config")
+    touch = ("work", "sh", "-c", f"touch {ran}; exit 7", "dagster", "--config")
     told = in_process(filled, *touch, own)
     assert (told.exit_code, ran.exists()) == (2, False)
     assert "ops.stock_prices.config.source carries" in told.output
     assert secret not in told.output
-    assert dtrain(filled, *touch, fine, "--config-json", "{}", "--select", "a,b").returncode == 0
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert in_process(filled, *touch, fine, "--config-json", "{}", "--select", "a,b").exit_code == 7
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     assert ran.exists()

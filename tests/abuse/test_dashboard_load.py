@@ -2,21 +2,64 @@
 
 from __future__ import annotations
 
+import random
+import threading
+import time
+from pathlib import Path
+
+import psutil
 import pytest
+import requests
 
-from tests.abuse.dashboard_load import measure
+from dtrain_dagster.dashboard.job_board import JobBoard
+from dtrain_dagster.dashboard.server import build_app
+from tests.abuse.dashboard_load import write_jobs
+from tests.abuse.websites import served
+from tests.dtrain_dagster.told_events import told, write_run
+
+EVERY_SECONDS = 2.0
+"""Seconds between two requests of a page."""
 
 
-@pytest.mark.slow
-def test_browsers_share_what_is_read():
-    found = measure(jobs=300, browsers=20, seconds=6.0)
-    assert (found["jobs"], found["errors"]) == (301, 0)
-    assert found["unchanged_answers"] > 0
+class Browser:
+    """A page of the dashboard, without its drawing: the list of all jobs, and a job."""
+
+    def __init__(self, url: str, job_id: str) -> None:
+        self.addresses = (f"{url}/", f"{url}/jobs/{job_id}.json")
+        self.statuses: list[int] = []
+        self.tags: dict[str, str] = {}
+
+    def look(self) -> None:
+        for address in self.addresses:
+            known = {"If-None-Match": self.tags[address]} if address in self.tags else {}
+            answer = requests.get(address, headers=known, timeout=120)
+            self.statuses.append(answer.status_code)
+            self.tags |= {address: tag} if (tag := answer.headers.get("etag")) else {}
 
 
-@pytest.mark.long
-def test_ten_thousand_jobs_and_a_hundred_browsers():
-    found = measure(jobs=10_000, browsers=100, seconds=60.0)
-    assert (found["jobs"], found["errors"]) == (10_001, 0)
-    before, after = found["memory_mib"]
-    assert after - before < 64
+@pytest.mark.parametrize(
+    ("jobs", "browsers", "rounds"), [(200, 15, 2), pytest.param(10_000, 100, 20, marks=pytest.mark.long)]
+)
+def test_browsers_share_what_is_read(tmp_path: Path, jobs: int, browsers: int, rounds: int):
+    write_jobs(tmp_path, jobs, time.time())
+    write_run(tmp_path, "live", told(40))
+    chance, memory = random.Random(0), []
+    with served(build_app(JobBoard(str(tmp_path), "dedicated"))) as port:
+        url = f"http://127.0.0.1:{port}"
+        while "not read yet" in (page := requests.get(url, timeout=300).text):
+            time.sleep(0.2)
+        assert f"{jobs + 1:,} jobs" in page
+        names = [path.name for path in chance.sample(sorted(tmp_path.iterdir()), browsers)]
+        pages = [Browser(url, "live" if number % 2 else name) for number, name in enumerate(names)]
+        for _ in range(rounds):
+            looking = [threading.Thread(target=page.look) for page in pages]
+            for thread in looking:
+                thread.start()
+                time.sleep(EVERY_SECONDS / browsers)
+            for thread in looking:
+                thread.join()
+            memory.append(psutil.Process().memory_info().rss)
+    statuses = [status for page in pages for status in page.statuses]
+    assert len(statuses) == 2 * rounds * browsers
+    assert set(statuses) == {200, 304}, "some had it already"
+    assert memory[-1] - memory[0] < 64 << 20

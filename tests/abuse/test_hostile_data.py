@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
 import os
-import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +27,6 @@ from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.prices import iter_tickers, write_prices
 from dtrain_dagster.data.sources import PriceFile
 from tests.abuse import hostile_data
-from trainer.data.manifest import check_manifest
 from trainer.data.shards import DatasetError, DataShardManager
 from trainer.documents.places import PlaceError
 from trainer.errors import DamagedError
@@ -39,7 +37,8 @@ STRANGER = 12_345
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hostile_data.dataset(tmp_path_factory.mktemp("built"))
+    """A dataset in a folder whose name is full of signs that mean something elsewhere."""
+    return hostile_data.dataset(tmp_path_factory.mktemp("built") / "-rf 'a\"b[1]*#ü::x;$HOME")
 
 
 @pytest.fixture
@@ -47,10 +46,75 @@ def copy(dataset: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(dataset, tmp_path / "copy"))
 
 
-def test_the_campaign_finds_nothing() -> None:
-    tally = hostile_data.attack(random.Random(7), 1)
-    assert tally.is_clean, tally.findings
-    assert tally.tried > 60
+ODD_FOLDERS = (
+    "p[1]",
+    "p*",
+    "p?",
+    "p{1,2}",
+    "p'1",
+    'p"1',
+    "p;1",
+    "p#1",
+    "p%311",
+    "p\\1",
+    "-p",
+    "p 1",
+    "p::1",
+    "$p",
+    "ü",
+)
+"""Names of folders that mean something to a glob, to SQL, to an address or to a shell."""
+
+
+def test_a_price_file_is_read_alone_whatever_the_name_of_its_folder(tmp_path: Path) -> None:
+    for other in ("p1", "p2", "p", "pX"):
+        (tmp_path / other).mkdir()
+        (tmp_path / other / "prices.csv").write_bytes(hostile_data.csv_of(900.0))
+    for number, name in enumerate(ODD_FOLDERS):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "prices.csv").write_bytes(hostile_data.csv_of(100.0))
+        ref = write_prices(PriceFile(str(tmp_path / name / "prices.csv")), str(tmp_path / f"storage-{number}"))
+        assert hostile_data.first_close(ref) == 100.0, name
+
+
+def test_a_home_whose_name_is_sql_runs_none(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_bytes(hostile_data.csv_of(100.0))
+    where = str(tmp_path / "written").replace("/", "'||chr(47)||'")
+    home = tmp_path / f"x'; COPY (SELECT 42) TO ('{where}'); --"[:200]
+    write_prices(PriceFile(str(tmp_path / "mine.csv")), str(home))
+    assert not (tmp_path / "written").exists()
+
+
+def test_a_wrong_manifest_is_refused_and_touches_nothing_outside(copy: Path, tmp_path: Path) -> None:
+    manifest = (copy / "manifest.json").read_text()
+    photos = tmp_path / "photos" / "1.jpg"
+    photos.parent.mkdir()
+    photos.write_text("a picture")
+    for what, change in hostile_data.manifests().items():
+        changed = json.loads(manifest)
+        change(changed)
+        (copy / "manifest.json").write_text(json.dumps(changed))
+        with pytest.raises(DatasetError):  # noqa: PT012 - some are noticed where rows are read
+            shards = DataShardManager(str(copy), tmp_path / "cache")
+            shards.gather(shards.end_rows("train", np.arange(shards.count("train"))))
+            pytest.fail(f"{what}: it was taken")
+    assert photos.read_text() == "a picture"
+
+
+@pytest.mark.parametrize("name", ["features.npy", "target.npy"])
+def test_what_was_changed_in_the_cache_is_not_trained_on(copy: Path, tmp_path: Path, name: str) -> None:
+    """At the same size and time."""
+    shards = DataShardManager(str(copy), tmp_path / "cache")
+    rows = shards.end_rows("train", np.arange(5))
+    before = [tensor.clone() for tensor in shards.gather(rows)]
+    array = shards.folder / name
+    found = os.stat(array)
+    with open(array, "r+b") as file:
+        file.seek(128)
+        file.write(np.full((found.st_size - 128) // 4, 7.5, dtype=np.float32).tobytes())
+    os.utime(array, ns=(found.st_atime_ns, found.st_mtime_ns))
+    after = DataShardManager(str(copy), tmp_path / "cache").gather(rows)
+    assert all(one.equal(other) for one, other in zip(before, after, strict=True))
 
 
 def test_a_remote_file_is_read_alone_whatever_its_name(tmp_path: Path) -> None:
@@ -66,36 +130,26 @@ def test_a_remote_file_is_read_alone_whatever_its_name(tmp_path: Path) -> None:
     assert hostile_data.first_close(ref) == 100.0
 
 
-@pytest.fixture
-def sandbox(tmp_path: Path) -> Iterator[duckdb.DuckDBPyConnection]:
+def test_the_engine_can_open_nothing_but_the_one_file(tmp_path: Path) -> None:
     (tmp_path / "prices.csv").write_bytes(hostile_data.csv_of(1.0))
     with (
         price_file.opened(tmp_path / "prices.csv", "prices") as given,
         price_file.opened_database(given, tmp_path) as database,
     ):
         assert database.execute(f"SELECT count(*) FROM read_csv('{given.engine_path}')").fetchone() == (6,)
-        yield database
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "SELECT * FROM read_csv('/etc/passwd')",
-        "SELECT * FROM read_text('/etc/*')",
-        "SELECT * FROM glob('/etc/*')",
-        "ATTACH '{0}/other.db'",
-        "COPY (SELECT 1) TO '{0}/written.csv'",
-        "INSTALL httpfs",
-        "LOAD httpfs",
-        "SELECT * FROM 'https://127.0.0.1:9/x.parquet'",
-        "SET enable_external_access=true",
-    ],
-)
-def test_the_engine_can_open_nothing_but_the_one_file(
-    sandbox: duckdb.DuckDBPyConnection, statement: str, tmp_path: Path
-) -> None:
-    with pytest.raises(duckdb.Error, match=r"disabled|Cannot access|Cannot enable|cannot|Cannot"):
-        sandbox.execute(statement.format(tmp_path)).fetchall()
+        for statement in (
+            "SELECT * FROM read_csv('/etc/passwd')",
+            "SELECT * FROM read_text('/etc/*')",
+            "SELECT * FROM glob('/etc/*')",
+            f"ATTACH '{tmp_path}/other.db'",
+            f"COPY (SELECT 1) TO '{tmp_path}/written.csv'",
+            "INSTALL httpfs",
+            "LOAD httpfs",
+            "SELECT * FROM 'https://127.0.0.1:9/x.parquet'",
+            "SET enable_external_access=true",
+        ):
+            with pytest.raises(duckdb.Error, match=r"disabled|[Cc]annot"):
+                database.execute(statement).fetchall()
     assert not (tmp_path / "written.csv").exists()
 
 
@@ -176,9 +230,9 @@ def test_a_manifest_of_prices_that_is_none_is_told(tmp_path: Path) -> None:
             ref.manifest()
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd", "../../../walk.csv", "data/../../x"])
+@pytest.mark.parametrize("path", ["/etc/passwd", "data/../../x"])
 def test_nothing_reads_or_copies_what_a_manifest_names_outside(copy: Path, path: str, tmp_path: Path) -> None:
-    bad = hostile_data.changed(copy, tmp_path / "bad", hostile_data._set("shards", 0, "path", path))
+    bad = hostile_data.changed(copy, tmp_path / "bad", hostile_data.with_value("shards", 0, "path", path))
     for use in (
         lambda: verify_shards(str(bad)),
         lambda: preview_rows(str(bad)),
@@ -217,9 +271,6 @@ def test_another_dataset_of_the_same_id_gets_arrays_of_its_own(copy: Path, tmp_p
 
 def _double_prices(folder: Path) -> None:
     """Other prices in the first shard, with a manifest that says so."""
-    import hashlib
-    import json
-
     manifest = json.loads((folder / "manifest.json").read_text())
     shard = manifest["shards"][0]
     path = folder / shard["path"]
@@ -265,23 +316,12 @@ def test_a_cache_of_another_user_is_not_read(copy: Path, tmp_path: Path, how: st
     assert [path.name for path in photos.iterdir()] == ["1.jpg"]
 
 
-@pytest.mark.parametrize("mode", [0o020, 0o002])
-@pytest.mark.parametrize("name", [".", "features.npy"])
+@pytest.mark.parametrize(("name", "mode"), [(".", 0o002), ("features.npy", 0o020)])
 def test_a_cache_entry_that_others_may_write_is_not_read(copy: Path, tmp_path: Path, name: str, mode: int) -> None:
     folder = DataShardManager(str(copy), tmp_path / "cache").folder
     (folder / name).chmod((folder / name).stat().st_mode | mode)
     DataShardManager(str(copy), tmp_path / "cache")
     assert not any(path.stat().st_mode & 0o022 for path in (folder, *folder.iterdir())), "built anew"
-
-
-@pytest.mark.parametrize("number", [0.5, 30.0, True, math.nan])
-@pytest.mark.parametrize("place", [("rows",), ("samples", "train")])
-def test_rows_and_samples_of_a_segment_are_whole_numbers(copy: Path, place: tuple[str, ...], number: float) -> None:
-    manifest = json.loads((copy / "manifest.json").read_text())
-    check_manifest(manifest, "here")
-    hostile_data._set("shards", 0, "segments", 0, *place, 0, number)(manifest)
-    with pytest.raises(DatasetError, match=r"of a segment = .*not a whole number"):
-        check_manifest(manifest, "here")
 
 
 def test_the_default_cache_has_the_users_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,6 +4,10 @@ what is wrong. And code of a model that is allowed: it is asked where there are 
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
+import os
+import pickle
 import random
 from itertools import chain
 from pathlib import Path
@@ -18,7 +22,6 @@ from dtrain_dagster.registry.run_model import RunModelError, load_run_model
 from dtrain_dagster.registry.smoke_test import AnswerError
 from tests.abuse import hostile_nodes
 from tests.abuse.hostile_nodes import TARGETS, VARIANTS, Place, edit_json
-from tests.abuse.tally import Tally
 from trainer.checkpoint.manager import CheckpointError, CheckpointManager
 from trainer.config import ConfigError, FactoryConfig
 from trainer.documents.factory_arguments import check_arguments
@@ -26,14 +29,6 @@ from trainer.model import losses, rows, stock
 from trainer.model.allowed_factories import STOCK, is_module_allowed, modules_of_settings, parse_modules, refuse_foreign
 from trainer.model.factories import build_from_factory
 from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("place")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DTRAIN_CACHE", str(folder / "cache"))
-        yield Place(folder)
 
 
 class TestFactories:
@@ -101,7 +96,6 @@ class TestFactories:
             FactoryConfig(factory="tcn", args={"value": value})
 
 
-@pytest.mark.slow
 class TestOrders:
     def test_a_job_is_what_was_ordered_or_is_refused(self, place: Place, tmp_path: Path) -> None:
         run_dir = place.fresh("order")
@@ -150,50 +144,59 @@ class TestOrders:
             load_run_model(RunDir(run_dir), Order(job=job, registered=known))
 
 
-@pytest.mark.slow
 def test_checkpoints_of_nodes_are_not_run(place: Place, tmp_path: Path) -> None:
-    import hashlib
-    import pickle
-
     run_dir, marker = place.fresh("checkpoint"), tmp_path / "marker"
     [folder, *_] = sorted(Path(run_dir, "checkpoints").glob("g*-s*"))
     data = pickle.dumps(hostile_nodes.Marker(marker), protocol=2)
     (folder / "state.pt").write_bytes(data)
     described = {"state.pt": {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
     edit_json(folder / "manifest.json", lambda value: value | {"files": described})
-    fingerprint = __import__("json").loads((folder / "manifest.json").read_text())["fingerprint"]
+    fingerprint = json.loads((folder / "manifest.json").read_text())["fingerprint"]
     with pytest.raises(CheckpointError, match="was not written by"):
         CheckpointManager(RunDir(run_dir), 3, fingerprint).load(f"checkpoints/{folder.name}")
     assert not marker.exists()
 
 
-@pytest.mark.slow
-def test_what_reads_a_hostile_run_directory_runs_nothing_of_it(place: Place) -> None:
-    tally, kinds = Tally(), ("a factory", "texts")
-    run_dirs = [place.fresh(f"slow-{kind.replace(' ', '-')}") for kind in kinds]
-    for kind, run_dir in zip(kinds, run_dirs, strict=True):
-        VARIANTS[kind](random.Random(7), Path(run_dir), place.marker)
-    for kind, found in zip(kinds, place.victims(run_dirs), strict=True):
-        place.judge(kind, found, tally)
-    assert tally.is_clean, tally.findings
+@pytest.mark.parametrize("kind", [*VARIANTS, "texts"])
+def test_what_reads_a_hostile_run_directory_runs_nothing_of_it_and_believes_nothing(place: Place, kind: str) -> None:
+    """Texts are believed, and shown without effect. Weights are read in a process of their own, which is costly."""
+    chance, change = random.Random(7), VARIANTS.get(kind, hostile_nodes.change_texts)
+    for number in range(1 if kind == "weights" else 3):
+        run_dir = place.fresh(f"{kind.replace(' ', '-')}-{number}")
+        change(chance, Path(run_dir), place.marker)
+        found = place.read(run_dir, asks_model=kind != "texts")
+        assert found["done"] == []
+        assert not place.marker.exists()
+        assert bool(found["error"]) == (kind != "texts"), found["error"]
+        assert "<script" not in found["card"].lower()
+        assert "](javascript" not in found["card"].lower()
 
 
 @pytest.mark.slow
-def test_code_of_an_allowed_model_gets_no_secret_and_is_limited(place: Place) -> None:
-    tally = Tally()
-    place.attack_from_within(tally)
-    assert tally.is_clean, tally.findings
+def test_code_of_an_allowed_model_gets_no_secret_and_is_limited(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, canary, error, seconds = tmp_path / "told.json", tmp_path / "canary-5d1f", None, 5.0
+    canary.write_text("")
+    monkeypatch.setenv("DTRAIN_ABUSE_SECRET", "secret-81c0")
+    with canary.open() as file:
+        os.set_inheritable(file.fileno(), True)
+        while not told.exists() and seconds < 100:  # on a busy machine imports alone take long
+            seconds *= 2
+            error = place.ask(told, seconds)
+    found = json.loads(told.read_text())
+    assert "secret-81c0" not in str(found["environment"])
+    assert canary.name not in str(found["descriptors"])
+    assert found["memory"] == "no more", "it got twice its limit"
+    assert error == f"the model took longer than {seconds:g} s and was stopped"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place_in_it", "value"),
     [
         (("model", "coverage_90"), 0.9),
         (("baselines", "har_x", "nll"), 9.0),
-        (("baselines", "ridge", "model_gain_t"), 9.0),
         (("baselines",), []),
-        (("halves",), []),
         (("last_date",), "2030-01-01"),
     ],
 )
@@ -204,8 +207,7 @@ def test_the_gate_reads_figures_that_follow_from_the_predictions(
     assert judge_again(rundir, None, forged(rundir, place_in_it, value)) == judged
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("value", [-9.0, None, "good", True])
+@pytest.mark.parametrize("value", [-9.0, None])
 def test_another_score_than_follows_from_the_predictions_is_refused(place: Place, value: Any) -> None:
     rundir = RunDir(place.good)
     with pytest.raises(EvaluationError, match=r"evaluation\.json says model\.nll = .* follows"):
@@ -232,7 +234,6 @@ def forged(rundir: RunDir, place_in_it: tuple[str, ...], value: Any) -> dict[str
     return report
 
 
-@pytest.mark.slow
 def test_predictions_that_do_not_give_the_figures_are_refused(place: Place) -> None:
     rundir = RunDir(place.fresh("better"))
     path = Path(place.good, PREDICTIONS)
@@ -244,11 +245,3 @@ def test_predictions_that_do_not_give_the_figures_are_refused(place: Place) -> N
         np.savez(rundir.storage.local_path(PREDICTIONS), **columns | change)
         with pytest.raises((EvaluationError, AnswerError), match=r"model\.nll|predictions\.npz"):
             judge_again(rundir, None, report)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1500)
-def test_thirty_hostile_run_directories_and_all_hostile_models_run_nothing() -> None:
-    tally = hostile_nodes.attack(random.Random(0), 30)
-    assert tally.is_clean, tally.findings
-    assert tally.tried == 30 + 1

@@ -6,17 +6,22 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import requests
 from click.testing import CliRunner
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from dtrain_dagster.cli import ui
 from dtrain_dagster.cli.main import main
+from dtrain_dagster.web.guard import Guard
 from dtrain_dagster.web.peer import find_owner, find_peer_user
-from tests.abuse.slow_clients import answers
 from tests.abuse.websites import served
 
 NOBODY = 65534
@@ -44,28 +49,19 @@ def test_the_user_is_read_from_the_clients_end(port: int, user: int | None):
 
 
 @on_linux
-@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
-def test_a_connection_of_ones_own_is_known(family: int):
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(family) as client:
-        port = server.getsockname()[1]
-        client.connect(("127.0.0.1" if family == socket.AF_INET else "::ffff:127.0.0.1", port))
-        accepted, address = server.accept()
-        with accepted:
-            assert find_peer_user(address, accepted.getsockname()) == os.getuid()
-            client.close()
-            assert find_peer_user(address, accepted.getsockname()) is None, "nobody holds it, so nobody is trusted"
-
-
-@on_linux
-def test_a_connection_over_ipv6_is_known():
-    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server, socket.socket(socket.AF_INET6) as client:
-        client.connect(("::1", server.getsockname()[1]))
+@pytest.mark.parametrize(
+    ("family", "here"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "127.0.0.1"), (socket.AF_INET6, "::1")]
+)
+def test_a_connection_of_ones_own_is_known(family: int, here: str):
+    at = socket.AF_INET6 if here == "::1" else socket.AF_INET
+    with socket.create_server((here, 0), family=at) as server, socket.socket(family) as client:
+        client.connect((here if family == at else f"::ffff:{here}", server.getsockname()[1]))
         accepted, address = server.accept()
         with accepted:
             assert find_peer_user(address[:2], accepted.getsockname()[:2]) == os.getuid()
-            assert find_peer_user(("::1", 1), accepted.getsockname()[:2]) is None
+            assert find_peer_user((here, 1), accepted.getsockname()[:2]) is None
             client.close()
-            assert find_peer_user(address[:2], accepted.getsockname()[:2]) is None
+            assert find_peer_user(address[:2], accepted.getsockname()[:2]) is None, "nobody holds it, nobody is trusted"
 
 
 def ask_as(user: int, port: int, method: str = "GET") -> str:
@@ -97,10 +93,33 @@ def test_other_users_are_refused_unless_they_are_named():
                 answer = ask_as(NOBODY, port, method)
                 assert answer.startswith(f"HTTP/1.1 {200 if allowed else 403} "), answer
                 assert allowed or "--allow-user" in answer
-            assert answers(port, "/")
+            assert requests.get(f"http://127.0.0.1:{port}/", timeout=60).ok
         assert called == (["GET", "POST", "GET"] if allowed else ["GET"])
 
 
 def test_a_user_that_nobody_knows_is_refused_in_words():
     done = CliRunner().invoke(main, ["ui", "tensorboard", "--port", "0", "--allow-user", "nobody-of-that-name"])
     assert (done.exit_code, "nobody-of-that-name" in done.output) == (2, True)
+
+
+def test_mlflows_and_tensorboards_pages_are_served_behind_the_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """MLflow takes requests of any page of this machine by itself, and TensorBoard any name."""
+    serving: list[tuple[Any, Any]] = []
+
+    def server(app: Any, users: Any) -> Any:
+        serving.append((app, users))
+        return SimpleNamespace(run=lambda sockets: None)
+
+    monkeypatch.setattr(ui, "server", server)
+    monkeypatch.setattr(ui, "mlflow_app", lambda *_: Starlette())
+    monkeypatch.setattr(ui, "runs_page", lambda *_: "")
+    for page in ("mlflow", "tensorboard"):
+        done = CliRunner().invoke(main, ["ui", page, "--port", "0"], env={"DTRAIN_HOME": str(tmp_path)})
+        assert done.exit_code == 0, done.output
+    assert [users for _, users in serving] == [frozenset()] * 2
+    assert all(isinstance(app, Guard) for app, _ in serving)
+    with served(serving[1][0]) as port:
+        for path, headers, status in (
+            ("/", {}, 200), ("/", {"Host": "evil.example"}, 403), ("/data/runs", {"Sec-Fetch-Site": "same-site"}, 403),
+        ):  # fmt: skip
+            assert requests.get(f"http://127.0.0.1:{port}{path}", headers=headers, timeout=60).status_code == status

@@ -23,16 +23,9 @@ from dtrain_dagster.registry.endpoint import ScoringEndpoint, ServingError
 from dtrain_dagster.registry.run_model import RunModelError, load_run_model
 from dtrain_dagster.registry.smoke_test import AnswerError, as_columns, parse_predictions, read_predictions
 from dtrain_dagster.registry.versions import open_client, tracking_run
+from harness.tables import copy_tables
 from tests.abuse.hostile_nodes import Place
 from trainer.rundir import RunDir
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("place")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DTRAIN_CACHE", str(folder / "cache"))
-        yield Place(folder)
 
 
 class TestFiles:
@@ -92,9 +85,9 @@ class TestFiles:
             load_run_model(RunDir(run_dir), Order(job=order))
 
 
-@pytest.mark.slow
 def test_the_run_of_another_job_is_not_written_over(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
+    copy_tables(tmp_path / "mlflow.db")
     client = open_client(uri)
     others = client.create_run(client.create_experiment("e"), tags={"job_id": "theirs"}).info.run_id
     for number, said in enumerate((others, "../../x", "x" * 400, "0" * 32)):
