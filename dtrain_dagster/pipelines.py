@@ -268,7 +268,6 @@ def build_graph(
     assets += [planning.build_cost_estimate(pipeline), training.build_trained_checkpoint(pipeline)]
     if not pipeline.unregistered:
         assets.append(registry.build_registered_model(pipeline))
-        asset_checks += [registry.build_endpoint_compatible(names)] if settings.endpoint else []
     if not of_script:
         asset_checks += [checks.build_leakage_checks(pipeline)]
     assets += [costs.build_cost_breakdown(pipeline), reporting.build_performance_report(pipeline)]

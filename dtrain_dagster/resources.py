@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from dtrain_dagster.clusters.azure_ml.client import Service
     from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
     from dtrain_dagster.registry.base import Registry
-    from dtrain_dagster.registry.endpoint import ScoringEndpoint
     from dtrain_dagster.settings.data_lake import DataLakeFolder
 
 
@@ -103,11 +102,6 @@ class ProjectResource(dg.ConfigurableResource):
     """MLflow's UI; empty where that is the workspace's own."""
     notify: str
     queue_deadline_hours: float
-    endpoint: str
-    """The scoring endpoint with which models must be compatible: an address, or a name in the workspace; empty:
-    none."""
-    endpoint_dialect: str
-    endpoint_token: str
 
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:
         """Raise `dagster.Failure` where the launchpad has put a secret into a field: Dagster has stored it by then."""
@@ -234,23 +228,6 @@ class GPUClusterResource(dg.ConfigurableResource):
         from dtrain_dagster.registry.local import MLflowRegistry
 
         return MLflowRegistry(project.tracking_uri)
-
-    def endpoint(self, project: ProjectResource) -> ScoringEndpoint:
-        """Return the endpoint that ``DTRAIN_ENDPOINT`` names. Raise `ClusterError` where the workspace cannot be asked
-        or has none of that name, `SecretError` where there is no token."""
-        from dtrain_dagster.registry.endpoint import ScoringEndpoint, authorisation
-
-        name, dialect = project.endpoint, cast(Any, project.endpoint_dialect)
-        if "://" in name:
-            found = ScoringEndpoint(url=name, dialect=dialect or "mlflow")
-        else:
-            from dtrain_dagster.registry.azure import named_endpoint
-
-            service = self.service()
-            found = service.call(
-                f"look at endpoint {name}", lambda: named_endpoint(service.ml, name, dialect or "azureml")
-            )
-        return replace(found, headers=authorisation(project.endpoint_token)) if project.endpoint_token else found
 
     def service(self) -> Service:
         """Return the workspace of Azure ML. Raise as `azure_options` does."""
@@ -418,9 +395,6 @@ def build_resources(settings: Settings, names: GraphNames = STOCK_NAMES) -> dict
         mlflow_url="" if in_workspace else pages.mlflow_page(settings.tracking_uri),
         notify=settings.notify,
         queue_deadline_hours=settings.queue_deadline_hours,
-        endpoint=settings.endpoint or "",
-        endpoint_dialect=settings.endpoint_dialect or "",
-        endpoint_token=settings.endpoint_token or "",
     )
     resources: dict[str, Any] = {names.project: project, names.cluster: cluster}
     resources[names.values] = value_files if folder is None else build_value_store(folder)

@@ -9,13 +9,11 @@ import dagster as dg
 from dtrain_dagster.assets.common import head_of_page, links, plan_of, read_finished, round_figures, sentences
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.training import FinishedJob
-from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.costs.worth import worth_line
-from dtrain_dagster.jobs.orders import order_of
 from dtrain_dagster.jobs.progress import code_version
 from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
@@ -23,7 +21,6 @@ from dtrain_dagster.settings.notices import run_page
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.graph_names import GraphNames
 from dtrain_dagster.support.page_entries import fit_page
-from dtrain_dagster.support.secrets import SecretError
 from trainer.evaluation.gate import POINT_RULE, RULE, score_of
 from trainer.rundir import RESULT, RunDir
 
@@ -194,40 +191,3 @@ def cost_of(usage: Sequence[NodeUsage], sku: str, plan: TrainingPlan, cluster_na
     except PriceError as error:
         return None, f"cost not known: {error}"
     return total, f"{dollars(total)} ({sku}: {plan.price_words})"
-
-
-def build_endpoint_compatible(names: GraphNames) -> dg.AssetChecksDefinition:
-    """Return the check `endpoint_compatible` of a graph's `registered_model`."""
-
-    @dg.asset_check(
-        asset=names.key("registered_model"),
-        required_resource_keys=names.resources,
-        description=(
-            "The endpoint of DTRAIN_ENDPOINT takes this model's windows and answers with its numbers. Warns if it "
-            "could not be asked or answers for another version; fails if its format is not the model's."
-        ),
-    )
-    def endpoint_compatible(
-        context: dg.AssetCheckExecutionContext, registered_model: dict[str, str]
-    ) -> dg.AssetCheckResult:
-        """Check that the endpoint of DTRAIN_ENDPOINT answers with this model's numbers; an error only for a wrong
-        form."""
-        cluster, project = cluster_resource(context, names), project_resource(context, names)
-        if "name" not in registered_model:
-            return dg.AssetCheckResult(passed=True, metadata={"not_judged": "the model was not registered"})
-        from dtrain_dagster.registry import check_endpoint
-
-        model = {name: registered_model[name] for name in ("name", "version")}
-        try:
-            endpoint = cluster.endpoint(project)
-        except (ClusterError, SecretError) as error:
-            return dg.AssetCheckResult(
-                passed=False, severity=dg.AssetCheckSeverity.WARN, metadata={**model, "message": str(error)}
-            )
-        run_dir = registered_model["run_dir"]
-        order = order_of(project.home, RunDir(run_dir))
-        found = check_endpoint(endpoint, run_dir, cache_dir=project.cache_dir, order=order)
-        severity = dg.AssetCheckSeverity.ERROR if found.speaks_against_model else dg.AssetCheckSeverity.WARN
-        return dg.AssetCheckResult(passed=found.passed, severity=severity, metadata={**model, **found.figures()})
-
-    return endpoint_compatible

@@ -14,12 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.clusters.azure_ml.client import request_id_of, request_note, status_of, words
-from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.registry.base import Registry
-from dtrain_dagster.registry.endpoint import ScoringEndpoint, ServingError, authorisation
 from dtrain_dagster.registry.promotion import AliasDecision
 from dtrain_dagster.registry.versions import (
     JOB_TAG,
@@ -34,7 +32,7 @@ from dtrain_dagster.registry.versions import (
     tags_of_run,
 )
 from dtrain_dagster.support.audit import AuditLog
-from dtrain_dagster.support.secrets import IDENTITY, redact, remember
+from dtrain_dagster.support.secrets import redact
 from trainer.observability.mlflow_sink import ensure_experiment, figures_of_test, metric_name, verdict_tags
 from trainer.runtime.network_refusal import NETWORK_REMEDY, is_network_refusal
 from trainer.runtime.retry import RetryPolicy
@@ -213,32 +211,6 @@ class AzureMLRegistry(Registry):
         model.tags = fit_tags({**(model.tags or {}), **tags})
         with self.audit.operation("model.tag", f"{name}:{version}", alias=tags[ALIAS_TAG]):
             self.client.models.create_or_update(model)
-
-
-def named_endpoint(client: MLClient, name: str, dialect: Literal["mlflow", "azureml"]) -> ScoringEndpoint:
-    """Return an endpoint of the workspace as an address to ask, with its key or this machine's identity. Raise
-    `ClusterError` where there is no such endpoint."""
-    from azure.core.exceptions import AzureError, ResourceNotFoundError
-
-    try:
-        found: Any = client.online_endpoints.get(name)
-    except ResourceNotFoundError:
-        raise ClusterError(
-            f"there is no endpoint {name} in {client.workspace_name}: create it first (docs/azure.md)"
-        ) from None
-    key: list[str] = []
-
-    def by_key() -> dict[str, str]:
-        if not key:
-            try:
-                key.append(client.online_endpoints.get_keys(name).primary_key)
-            except AzureError as error:
-                raise ServingError(f"cannot be asked: this identity cannot get a key for it: {words(error)}") from None
-            remember(key[0])
-        return {"Authorization": f"Bearer {key[0]}"}
-
-    headers = by_key if found.auth_mode == "key" else authorisation(IDENTITY)
-    return ScoringEndpoint(url=str(found.scoring_uri), dialect=dialect, headers=headers)
 
 
 @contextmanager

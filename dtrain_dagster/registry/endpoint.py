@@ -51,10 +51,6 @@ ANSWER_BYTES = 64 << 20
 """The greatest size of an answer: the server may run a model's own code, which may never end it."""
 SCORING_SCOPE = "https://ml.azure.com/.default"
 _INFINITE = "a value that is not finite"
-_BUSY = (408, 424, 429, 502, 503, 504)
-"""The statuses of an endpoint whose deployment has only just come up or is overloaded; Azure ML answers 424 then."""
-_NOT_ASKED = (401, 403, 404, *_BUSY)
-"""The statuses of refusals that say nothing about the request's content."""
 
 
 class ServingError(RuntimeError):
@@ -150,8 +146,6 @@ class EndpointCheck:
 
     url: str
     findings: tuple[Finding, ...]
-    status: int | None = None
-    """The status of the first answer; None where nothing answered."""
     rows: int = 0
     max_relative_difference: float | None = None
     """The largest difference from the job's weights; the tolerance judges it."""
@@ -162,14 +156,6 @@ class EndpointCheck:
     def passed(self) -> bool:
         """Whether every finding passed, and there is one."""
         return bool(self.findings) and all(item.passed for item in self.findings)
-
-    @property
-    def speaks_against_model(self) -> bool:
-        """Whether the form of this model's requests and answers failed. False where the endpoint could not be asked at
-        all, or gives the numbers of another model in the right form."""
-        failed = {item.name for item in self.findings if not item.passed}
-        refused = self.status is not None and 400 <= self.status < 500 and self.status not in _NOT_ASKED
-        return bool(failed - {"answers", "equality"}) or ("answers" in failed and refused)
 
     @property
     def message(self) -> str:
@@ -211,14 +197,13 @@ def check_endpoint(
     """
     sample = load_sample(run_dir, cache_dir, rows, order)
     findings: list[Finding] = []
-    status: int | None = None
 
     def note(name: str, passed: bool, message: str) -> bool:
         findings.append(Finding(name=name, passed=passed, message=message))
         return passed
 
     def result(**figures: Any) -> EndpointCheck:
-        return EndpointCheck(url=redact(endpoint.url), findings=tuple(findings), status=status, **figures)
+        return EndpointCheck(url=redact(endpoint.url), findings=tuple(findings), **figures)
 
     try:
         status, body = endpoint.post(sample.windows)

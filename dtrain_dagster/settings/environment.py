@@ -21,13 +21,13 @@ from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind, KindName, 
 from dtrain_dagster.settings.home import DEFAULT, find_home
 from dtrain_dagster.settings.tiers import TIERS, Tier
 from dtrain_dagster.support.notify import refuse_inline_secret
-from dtrain_dagster.support.secrets import SecretError, check_token, is_reference, redact, refuse_secret, secret_in
+from dtrain_dagster.support.secrets import SecretError, is_reference, redact, refuse_secret, secret_in
 from trainer.model.allowed_factories import parse_modules
 from trainer.node.preflight import read_setting
 from trainer.setting_errors import describe_error, words_of
 
 PREFIX = "DTRAIN_"
-_BY_REFERENCE = ("prices", "notify", "mlflow_tracking_uri", "endpoint_token")
+_BY_REFERENCE = ("prices", "notify", "mlflow_tracking_uri")
 """The settings whose value may be a reference (``env:NAME``, ``keyvault://vault/secret``)."""
 _NO_SECRET = {
     "storage": "nodes and this machine authorise themselves by identity, or by Azure's own variables "
@@ -39,7 +39,6 @@ _UNUSABLE = re.compile(r"[\x00-\x1f\x7f?%]")
 """Characters that a home's path must not have: the address of an SQLite file ends at ``?``, and ``%41`` in it is
 another letter, so that the databases of Dagster and MLflow would lie elsewhere; control characters break lines of logs
 and lists."""
-_ENDPOINT = re.compile(r"https?://[^\s@?#]+|[a-z][a-z0-9-]{1,30}[a-z0-9]")
 BUYABLE_GPU_TYPE = "Standard_NC24ads_A100_v4"
 """The SKU that Azure ML is asked for where none is set: one A100, the stronger equivalent of a V100, whose sizes are
 retired. Locally a V100 stands in, as nothing is bought."""
@@ -170,18 +169,6 @@ class Settings(EnvironmentSettings):
     )
     dagster_url: str = Field(default="http://127.0.0.1:3000", description="Dagster's UI, for links back from a model")
 
-    endpoint: str | None = Field(
-        default=None,
-        description="Scoring endpoint with which models must be compatible: its address, or its name in the workspace",
-    )
-    endpoint_dialect: Literal["mlflow", "azureml"] | None = Field(
-        default=None,
-        description="mlflow (an MLflow server) or azureml (a scoring script of Azure ML's); unset: azureml for a name",
-    )
-    endpoint_token: str | None = Field(
-        default=None, description="Reference to its key or token: env:NAME, keyvault://vault/secret, or identity"
-    )
-
     retrain_cron: str = Field(
         default="0 6 * * 6",
         pattern=r"^\s*(\S+\s+){4}\S+\s*$",
@@ -260,26 +247,6 @@ class Settings(EnvironmentSettings):
             refuse_inline_secret(f"{PREFIX}NOTIFY", address)
         return notify
 
-    @field_validator("endpoint")
-    @classmethod
-    def _without_credentials(cls, endpoint: str | None) -> str | None:
-        if endpoint and not _ENDPOINT.fullmatch(endpoint):
-            raise ValueError(
-                f"give an address, http(s)://…, without user, password or query (what authorises belongs in {PREFIX}"
-                "ENDPOINT_TOKEN), or the name of an endpoint of the workspace"
-            )
-        if endpoint:
-            remedy = f"what authorises belongs in {PREFIX}ENDPOINT_TOKEN, as env:NAME or keyvault://VAULT/SECRET"
-            refuse_secret(f"{PREFIX}ENDPOINT", endpoint, remedy)
-        return endpoint
-
-    @field_validator("endpoint_token")
-    @classmethod
-    def _where_the_token_is(cls, token: str | None) -> str | None:
-        if token:
-            check_token(token)
-        return token
-
     @model_validator(mode="after")
     def _bought_is_what_can_be(self) -> Settings:
         if self.kind.buys_nodes and "gpu_type" not in self.model_fields_set:
@@ -292,15 +259,6 @@ class Settings(EnvironmentSettings):
             raise ValueError(
                 f"{PREFIX}PREFLIGHT={self.preflight!r} cannot be used with the {self.kind.words}, which checks its "
                 "nodes itself: unset it"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _endpoints_with_names_are_azures(self) -> Settings:
-        if self.endpoint and "://" not in self.endpoint and self.cluster != "azure_ml":
-            raise ValueError(
-                f"{PREFIX}ENDPOINT={self.endpoint!r} is a name, which only DTRAIN_CLUSTER=azure_ml has endpoints for; "
-                "give the whole address, http(s)://…"
             )
         return self
 
@@ -358,8 +316,8 @@ class Settings(EnvironmentSettings):
 
 def without_secret(kind: type[BaseSettings], name: str, value: object) -> object:
     """Return the value of a setting, which carries no secret. Raise `SecretError` for one that does, or for a reference
-    where none is taken. Settings are kept in run snapshots, logs and manifests. Endpoints have checks of their own."""
-    if not isinstance(value, str) or name in ("endpoint", "endpoint_token"):
+    where none is taken. Settings are kept in run snapshots, logs and manifests."""
+    if not isinstance(value, str):
         return value
     setting = f"{kind.model_config['env_prefix']}{name.upper()}"
     for part in value.split() or [value]:

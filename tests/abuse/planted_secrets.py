@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 DEFINITIONS = "dtrain_dagster.definitions"
 SETTINGS = (
-    "DTRAIN_PRICES", "DTRAIN_NOTIFY", "DTRAIN_STORAGE", "DTRAIN_ENDPOINT", "DTRAIN_MLFLOW_TRACKING_URI",
+    "DTRAIN_PRICES", "DTRAIN_NOTIFY", "DTRAIN_STORAGE", "DTRAIN_MLFLOW_TRACKING_URI",
     "DTRAIN_DAGSTER_URL", "DTRAIN_CALENDAR", "DTRAIN_EXPERIMENT",
 )  # fmt: skip
 """Settings that must refuse a secret."""

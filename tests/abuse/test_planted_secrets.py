@@ -217,10 +217,10 @@ def mlflow_server(folder: Path) -> Iterator[int]:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_whole_graph_by_references_leaves_no_secret_anywhere(tmp_path: Path) -> None:
-    """Prices, people who are told, the tracking server and the endpoint's token, all by reference; and variables that
-    a process may have besides."""
+    """Prices, people who are told and the tracking server, all by reference; and variables that a process may have
+    besides."""
     chance = random.Random(5)
-    names = ("prices", "hook", "mlflow", "token", "storage")
+    names = ("prices", "hook", "mlflow", "storage")
     secrets = {name: secret_of(chance) for name in names}
     quoted = {name: urllib.parse.quote(secret, safe="") for name, secret in secrets.items()}
     home = tmp_path / "home"
@@ -237,9 +237,6 @@ def test_the_whole_graph_by_references_leaves_no_secret_anywhere(tmp_path: Path)
             HOOK=hook.replace("://", f"://robot:{quoted['hook']}@"),
             DTRAIN_MLFLOW_TRACKING_URI="env:TRACKING",
             TRACKING=f"http://robot:{quoted['mlflow']}@127.0.0.1:{port}",
-            DTRAIN_ENDPOINT="http://127.0.0.1:9/score",
-            DTRAIN_ENDPOINT_TOKEN="env:SCORING",
-            SCORING=secrets["token"],
             AZURE_STORAGE_KEY=secrets["storage"],
         )
         config = {"ops": {"cost_estimate": {"config": {"epochs": 2, "checkpoint_frequency": 20, "warmup_steps": 3}}}}

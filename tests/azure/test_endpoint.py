@@ -14,7 +14,6 @@ from requests.structures import CaseInsensitiveDict
 from werkzeug import Request, Response
 
 from dtrain_dagster import registry
-from dtrain_dagster.registry.endpoint import Finding
 from dtrain_dagster.registry.run_model import RunModel
 from dtrain_dagster.registry.smoke_test import AnswerError, as_columns, parse_predictions
 from harness import small_job
@@ -62,23 +61,6 @@ def test_a_row_that_is_not_as_it_must_be_is_named(rows: list[Any], says: str) ->
 def test_rows_become_columns() -> None:
     columns = as_columns([ROW, {"mu": 1, "sigma": 2.0}], 2)
     assert {name: values.tolist() for name, values in columns.items()} == {"mu": [0.1, 1.0], "sigma": [0.2, 2.0]}
-
-
-@pytest.mark.parametrize(
-    ("failed", "status", "against"),
-    [
-        (("answers",), None, False),  # nobody there
-        (("answers",), 503, False),
-        (("answers",), 401, False),
-        (("answers",), 400, True),  # windows of this shape are not taken
-        (("equality",), 200, False),  # another version
-        (("equality", "refusal"), 200, True),
-        (("schema",), 200, True),
-    ],
-)
-def test_only_another_form_speaks_against_the_model(failed: tuple[str, ...], status: int | None, against: bool) -> None:
-    findings = tuple(Finding(name=name, passed=False, message="") for name in failed)
-    assert registry.EndpointCheck(url="", findings=findings, status=status).speaks_against_model is against
 
 
 @pytest.fixture(scope="module")

@@ -11,25 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import dagster as dg
 import pytest
 
 from dtrain_dagster import registry
-from dtrain_dagster.assets.registry import build_endpoint_compatible
-from dtrain_dagster.registry.azure import AzureMLRegistry, fit_tags, named_endpoint
-from dtrain_dagster.registry.endpoint import ServingError
+from dtrain_dagster.registry.azure import AzureMLRegistry, fit_tags
 from dtrain_dagster.registry.versions import RegisteredModel, open_client
-from dtrain_dagster.resources import build_resources
-from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.audit import AuditLog
-from dtrain_dagster.support.graph_names import STOCK_NAMES
 from harness import small_job
 from harness.azure.emulator import Emulator
 from trainer.evaluation.gate import Gate
 from trainer.rundir import RunDir
-from trainer.secrets import azure_token, resolve
-
-endpoint_compatible = build_endpoint_compatible(STOCK_NAMES)
+from trainer.secrets import azure_token
 
 WORKSPACE_ID = "/subscriptions/s/resourceGroups/g/providers/Microsoft.MachineLearningServices/workspaces/w"
 PROVENANCE = registry.TrainingProvenance(
@@ -297,68 +289,3 @@ def test_a_champion_is_beaten_on_the_same_windows_and_keeps_its_tag_until_then(w
         ("model.tag", f"rivals:{two.version}", "champion"), ("model.tag", f"rivals:{one.version}", "former champion"),
     ]  # fmt: skip
     assert {line["result"] for line in audit} == {"done"}
-
-
-def configured(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, endpoint: str) -> dict[str, Any]:
-    """The resources of a project whose models have to suit this endpoint of the workspace."""
-    for name, value in workspace.emulator.environment.items():
-        if name.startswith("DTRAIN_AZURE_"):
-            monkeypatch.setenv(name, value)
-    monkeypatch.setenv("DTRAIN_AZURE_IMAGE", "emulated.azurecr.io/dtrain:1")
-    cluster: dict[str, Any] = {"cluster": "azure_ml", "cluster_name": "dtrain", "storage": "az://dtrain"}
-    return build_resources(Settings(home=workspace.path, endpoint=endpoint, **cluster))
-
-
-def make_endpoint(workspace: Workspace, name: str, auth_mode: str = "aad_token") -> None:
-    """An endpoint of the workspace, as Azure's own tools make it."""
-    from azure.ai.ml.entities import ManagedOnlineEndpoint
-
-    workspace.client.online_endpoints.begin_create_or_update(
-        ManagedOnlineEndpoint(name=name, auth_mode=auth_mode)  # type: ignore[arg-type]
-    ).result()
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_registered_model_is_compared_with_what_an_endpoint_of_the_workspace_answers(
-    workspace: Workspace, run_dir: str, model: RegisteredModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from azure.ai.ml.entities import ManagedOnlineDeployment
-
-    make_endpoint(workspace, "dtrain-quotes")
-    deployment = ManagedOnlineDeployment(
-        name="version-1",
-        endpoint_name="dtrain-quotes",
-        model=f"azureml:{model.name}:{model.version}",
-        instance_type="Standard_DS3_v2",
-        instance_count=1,
-    )
-    workspace.client.online_deployments.begin_create_or_update(deployment).result()
-    behind: Any = workspace.client.online_endpoints.get("dtrain-quotes")
-    behind.traffic = {"version-1": 100}
-    workspace.client.online_endpoints.begin_create_or_update(behind).result()
-    asked = {"name": model.name, "version": model.version, "run_dir": run_dir}
-
-    def compared(endpoint: str) -> Any:
-        resources = configured(workspace, monkeypatch, endpoint)
-        return endpoint_compatible(dg.build_asset_check_context(resources=resources), registered_model=asked)
-
-    found = compared("dtrain-quotes")
-    assert found.passed, found.metadata
-    assert found.metadata["rows"].value == 32
-    missing_one = compared("not-there")
-    assert (missing_one.passed, missing_one.severity) == (False, dg.AssetCheckSeverity.WARN)
-    assert "there is no endpoint not-there" in str(missing_one.metadata["message"].value)
-
-
-@pytest.mark.slow
-def test_an_endpoint_with_keys_is_asked_with_its_key_which_nobody_sees(workspace: Workspace) -> None:
-    make_endpoint(workspace, "dtrain-keys", auth_mode="key")
-    endpoint = named_endpoint(workspace.client, "dtrain-keys", "azureml")
-    with pytest.raises(ServingError, match=r"this identity cannot get a key for it.*listKeys/action"):
-        endpoint.headers()
-    workspace.emulator.control("grant", actions=["*/onlineEndpoints/listKeys/action"])  # which the roles have not
-    key = workspace.client.online_endpoints.get_keys("dtrain-keys").primary_key
-    assert endpoint.headers() == {"Authorization": f"Bearer {key}"}
-    assert key not in repr(endpoint)
-    assert key not in resolve.redact(f"it said {key}")

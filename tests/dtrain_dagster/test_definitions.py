@@ -56,13 +56,6 @@ def test_what_would_be_wrong_to_train_on_blocks():
     } <= blocking
 
 
-def test_an_endpoint_is_checked_where_one_is_named_and_blocks_nothing():
-    key = dg.AssetCheckKey(dg.AssetKey("registered_model"), "endpoint_compatible")
-    assert key not in build_defs(Settings()).resolve_asset_graph().asset_check_keys
-    graph = build_defs(Settings(endpoint="https://example.org/invocations")).resolve_asset_graph()
-    assert not graph.get_check_spec(key).blocking
-
-
 def test_the_launchpad_checks_the_names_of_models_and_losses(monkeypatch: pytest.MonkeyPatch):
     """As it is typed, before a run begins. A deployment that allows factories of its own has free text."""
 

@@ -55,26 +55,6 @@ def test_a_bad_value_is_refused_with_its_name_and_the_default(monkeypatch, name,
     assert "unset it for the default" in message
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("DTRAIN_ENDPOINT", "quotes", "DTRAIN_CLUSTER=azure_ml"),
-        ("DTRAIN_ENDPOINT", "https://me:PLANTED@example.org/score", "without user"),
-        ("DTRAIN_ENDPOINT", "https://example.org/score?code=PLANTED", "without user"),
-        ("DTRAIN_ENDPOINT_TOKEN", "PLANTED", "say where the token is"),
-        ("DTRAIN_ENDPOINT_TOKEN", "env:PLANTED-1", "not a reference"),
-    ],
-)
-def test_an_endpoint_is_named_without_its_secrets(monkeypatch, name, value, said):
-    monkeypatch.setenv(name, value)
-    with pytest.raises(SettingsError) as error:
-        load_settings()
-    message = str(error.value)
-    assert name in message
-    assert said in message
-    assert "PLANTED" not in message or value.startswith("env:")
-
-
 AZURE = {
     "DTRAIN_CLUSTER": "azure_ml",
     "DTRAIN_STORAGE": "az://dtrain/team",
@@ -96,8 +76,6 @@ def test_the_azure_path_is_set_by_its_own_variables(monkeypatch):
     assert cluster.shared_uri == "az://dtrain/team"
     assert cluster.azure_options().chain == ("Standard_NC4as_T4_v3", "Standard_NC24ads_A100_v4")
     assert cluster.azure["idle_seconds"] == 600
-    monkeypatch.setenv("DTRAIN_ENDPOINT", "quotes")
-    assert load_settings().endpoint == "quotes"
 
 
 def test_a_pre_flight_is_refused_where_no_agent_makes_it(monkeypatch):
@@ -255,7 +233,7 @@ def test_a_variable_that_nothing_reads_is_told_with_the_one_that_was_meant():
         "DTRAIN_AZURE_WORKSPCE": "w",
         "DTRAIN_COFFEE": "black",
         "DTRAIN_NODES": "2",
-        "DTRAIN_ENDPOINT_TOKEN": "env:DTRAIN_MY_TOKEN",
+        "DTRAIN_NOTIFY": "env:DTRAIN_MY_TOKEN",
         "DTRAIN_MY_TOKEN": "secret",
         "PATH": "/bin",
     }

@@ -31,7 +31,7 @@ def forgets(monkeypatch: pytest.MonkeyPatch) -> None:
         "train.py --password 'PLANTED' -- --wandb-key PLANTED",
         '{"client_secret": "PLANTED"}',
         json.dumps({"body": json.dumps({"access_token": "PLANTED"})}),
-        "DTRAIN_ENDPOINT_TOKEN='PLANTED' is no reference",
+        "DTRAIN_SCORING_TOKEN='PLANTED' is no reference",
     ],
 )
 def test_what_looks_like_a_credential_is_struck_out(text: str) -> None:
