@@ -12,19 +12,15 @@ from __future__ import annotations
 
 import math
 import re
-import signal
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 from pydantic import ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
-from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager
-from dtrain_dagster.clusters.resume_advice import how_to_go_on
+from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.export import to_csv
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan, parse_plan
 from dtrain_dagster.costs.prices import PriceError, hardware_of
@@ -52,47 +48,6 @@ hyphens."""
 _NO_TARGET = re.compile(r"[<>\\\s]")
 """What may not be in the target of a Markdown link."""
 OWNERS = ["team:ml-platform"]
-
-
-@contextmanager
-def cancelling_where_asked(
-    context: dg.AssetExecutionContext, manager: GPUClusterManager, rundir: RunDir, job_id: str
-) -> Iterator[None]:
-    """Cancel the job where a person ends the run within the block: by *Terminate*, or by Ctrl-C at the command that
-    runs it. A process that is ended for another reason (a drained machine, systemd, a container that is stopped) leaves
-    the paid job running: the next run of the asset takes it over. The interruption then says which, and how to go
-    on."""
-    seen: set[int] = set()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def note(number: int, frame: FrameType | None) -> None:
-        seen.add(number)
-        if callable(handler := before[signal.Signals(number)]):  # Dagster's, which raises the same for both
-            handler(number, frame)
-
-    in_main = threading.current_thread() is threading.main_thread() and all(map(callable, before.values()))
-    for number in before if in_main else ():
-        signal.signal(number, note)
-    try:
-        yield
-    except dg.DagsterExecutionInterruptedError:
-        run = context.instance.get_run_by_id(context.run.run_id) or context.run
-        # As it was given to this process: no server launched it. A command's run is given an origin in the record.
-        is_of_command = context.run.remote_job_origin is None
-        if run.status is dg.DagsterRunStatus.CANCELING or (is_of_command and signal.SIGINT in seen):
-            context.log.warning(f"terminated: cancelling job {job_id}")
-            manager.cancel_job(job_id)
-            words = f"terminated, and job {job_id} was cancelled. {how_to_go_on(rundir, job_id)}"
-        else:
-            words = (
-                f"this run's process was ended, but nobody asked for the run to end: job {job_id} goes on. "
-                f"Materialize {context.asset_key.to_user_string()} again to follow it, or `dtrain cancel {job_id}`"
-            )
-        context.log.warning(words)
-        raise dg.DagsterExecutionInterruptedError(words) from None
-    finally:
-        for number, handler in before.items() if in_main else ():
-            signal.signal(number, handler)
 
 
 class LaunchpadOptions(dg.Config):

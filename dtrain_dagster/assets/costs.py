@@ -21,7 +21,6 @@ from dtrain_dagster.costs.tracker import CostMetrics, CostTracker, bill_usage, o
 from dtrain_dagster.costs.verdict import Reason, explain_variance, reasons
 from dtrain_dagster.jobs.totals import LaunchTotals, sum_launches
 from dtrain_dagster.planning.history import JobCourse
-from dtrain_dagster.planning.projection import THRESHOLDS
 from dtrain_dagster.reports.small_pictures import small_bar
 from dtrain_dagster.resources import cluster_resource, project_resource
 from dtrain_dagster.support.formatting import dollars
@@ -72,11 +71,6 @@ def build_cost_breakdown(pipeline: Pipeline) -> dg.AssetsDefinition:
         description="What the training cost, by node, by time and by cause, and why it differs from the estimate.",
         check_specs=[
             dg.AssetCheckSpec(
-                "within_estimate",
-                asset=key,
-                description="The cost exceeds the estimate by no more than DTRAIN_OVERRUN_FRACTION.",
-            ),
-            dg.AssetCheckSpec(
                 "ledger_is_the_bill",
                 asset=key,
                 blocking=True,
@@ -88,8 +82,8 @@ def build_cost_breakdown(pipeline: Pipeline) -> dg.AssetsDefinition:
     def cost_breakdown(
         context: dg.AssetExecutionContext, cost_estimate: TrainingPlan, trained_checkpoint: FinishedJob
     ) -> dg.MaterializeResult:
-        """Bill a finished training, write the report and its tables, and check the bill against the ledger and the
-        estimate. Its dollars are written to the training's run in MLflow; where that fails, a warning says why."""
+        """Bill a finished training, write the report and its tables, and check the bill against the ledger. Its dollars
+        are written to the training's run in MLflow; where that fails, a warning says why."""
         from dtrain_dagster.registry.run_record import add_to_run, cost_metrics, lost_metric
 
         cluster, project = cluster_resource(context, pipeline.names), project_resource(context, pipeline.names)
@@ -102,9 +96,7 @@ def build_cost_breakdown(pipeline: Pipeline) -> dg.AssetsDefinition:
         metrics = cost_metrics(page) | lost_metric(float(lost))
         if why := add_to_run(cluster.registry(project).tracking_uri, rundir, bill.job.job_id, metrics=metrics):
             context.log.warning(why)
-        return dg.MaterializeResult(
-            metadata=fit_page(page), check_results=[_estimate_check(bill), _ledger_check(bill.tracker, bill.found)]
-        )
+        return dg.MaterializeResult(metadata=fit_page(page), check_results=[_ledger_check(bill.tracker, bill.found)])
 
     return cost_breakdown
 
@@ -187,20 +179,6 @@ def _page(rundir: RunDir, bill: Bill) -> dict[str, Any]:
         "learned_factor": bill.plan.learned_factor,
         **asdict(JobCourse.read(rundir)),
     }
-
-
-def _estimate_check(bill: Bill) -> dg.AssetCheckResult:
-    return dg.AssetCheckResult(
-        check_name="within_estimate",
-        passed=bill.above <= THRESHOLDS[0],
-        severity=dg.AssetCheckSeverity.WARN,
-        metadata={
-            "actual": dollars(bill.tracker.training_usd),
-            "estimate": dollars(bill.plan.estimate.usd.expected),
-            "above_estimate_percent": round(100 * bill.above, 1),
-            "why": bill.why,
-        },
-    )
 
 
 def _probe(manager: GPUClusterManager, plan: TrainingPlan, rundir: RunDir) -> Ledger | None:

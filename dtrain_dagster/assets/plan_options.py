@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 from pydantic import Field, create_model
 
+from dtrain_dagster.assets.cluster_run import ClusterRun
 from dtrain_dagster.assets.common import LaunchpadOptions
 from dtrain_dagster.clusters.ranks import hosts_of
 from dtrain_dagster.data.build_once import BuiltDataset
@@ -194,19 +195,20 @@ class DatasetTraining:
 
     names: GraphNames
     config: TrainingOptions
-    cluster: GPUClusterResource
-    project: ProjectResource
+    run: ClusterRun
     dataset: BuiltDataset
 
     def on_nodes(self, node_count: int) -> Wanted:
         config = with_usual_parts(self.config, self.dataset.manifest())
-        return Wanted(job_on(node_count, config, self.cluster, self.project, self.dataset), self.dataset.samples)
+        return Wanted(
+            job_on(node_count, config, self.run.cluster, self.run.project, self.dataset), self.dataset.samples
+        )
 
     def check(self, planned: PlannedJob, rehearses: bool) -> Checked:
         """Check data, model and loss, as `dtrain_dagster.planning.check_job.check_job` does."""
         from dtrain_dagster.planning.check_job import check_job, check_strategy
 
-        hosts, has_gpus = hosts_of(planned.kind, planned.node_count), self.cluster.have_gpus
+        hosts, has_gpus = hosts_of(planned.kind, planned.node_count), self.run.cluster.have_gpus
         said = check_strategy(planned.job.training, hosts, has_gpus, planned.kind.is_this_machine)
         ranks = planned.node_count * planned.sizes.processes_per_node
         checked = check_job(planned.job, ranks, rehearses, hosts, has_gpus)
@@ -219,19 +221,19 @@ class ScriptTraining:
 
     names: GraphNames
     config: ScriptOptions
-    cluster: GPUClusterResource
-    project: ProjectResource
+    run: ClusterRun
     script: str
     registered_model: str | None = None
     """The name under which its model is registered; None: it is not."""
 
     def on_nodes(self, node_count: int) -> Wanted:
-        ranks, is_here = node_count * self.cluster.ranks_per_node, self.cluster.traits.is_this_machine
+        cluster, project = self.run.cluster, self.run.project
+        ranks, is_here = node_count * cluster.ranks_per_node, cluster.traits.is_this_machine
         share = max(1, (os.cpu_count() or 1) // ranks) if is_here else None
-        overrides = list(self.config.overrides(ranks, self.cluster.threads_per_rank or share))
+        overrides = list(self.config.overrides(ranks, cluster.threads_per_rank or share))
         if self.registered_model is not None:
             overrides.append(f"tracking.registered_model={json.dumps(self.registered_model)}")
-        run_dir, env = f"{self.project.jobs_uri}/plan", self.project.trainer_env()
+        run_dir, env = f"{project.jobs_uri}/plan", project.trainer_env()
         found = describe_script(self.script, self.config.arguments, overrides, "plan", run_dir, env)
         return Wanted(found.job, found.samples, found)
 
@@ -241,7 +243,7 @@ class ScriptTraining:
         from dtrain_dagster.planning.check_job import Checked, check_strategy
         from trainer.comm.encryption import refuse_nccl
 
-        training, has_gpus = planned.job.training, self.cluster.have_gpus
+        training, has_gpus = planned.job.training, self.run.cluster.have_gpus
         hosts = hosts_of(planned.kind, planned.node_count)
         refuse_nccl(training, hosts, has_gpus)
         return Checked(tuple(check_strategy(training, hosts, has_gpus, planned.kind.is_this_machine)))

@@ -7,8 +7,8 @@ from typing import Any
 
 import dagster as dg
 
+from dtrain_dagster.assets.cluster_run import ClusterRun
 from dtrain_dagster.assets.common import MOST_ROWS, best_rows, head_of_page, table_file
-from dtrain_dagster.assets.provisioning import attempts_metadata
 from dtrain_dagster.clusters.base import GPUClusterManager
 from dtrain_dagster.costs.estimate import Forecast
 from dtrain_dagster.costs.plan import TrainingPlan
@@ -24,16 +24,14 @@ SHOWN = ("choice", "usd", "mark", "seconds")
 """The columns of the table on the page; the file has all."""
 
 
-def plan_page(
-    plan: TrainingPlan, table: Choices, forecast: Forecast, pace: Pace, manager: GPUClusterManager, storage_uri: str
-) -> dict[str, Any]:
-    """Return the page of a plan. ``storage_uri``: the folder that gets the file of all choices."""
+def plan_page(run: ClusterRun, plan: TrainingPlan, table: Choices, forecast: Forecast, pace: Pace) -> dict[str, Any]:
+    """Return the page of a plan, and write the file of all choices."""
     return {
         **plan_head(plan, table),
-        **choices_metadata(table, plan.fingerprint, storage_uri),
+        **choices_metadata(table, plan.fingerprint, run.project.storage_uri),
         **plan_metadata(plan, forecast, table.place),
-        **probe_metadata(pace, manager),
-        **attempts_metadata(manager),
+        **probe_metadata(pace, run.manager),
+        **run.attempts(),
         "training": dg.JsonMetadataValue(plan.job["training"]),
     }
 

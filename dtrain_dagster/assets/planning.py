@@ -6,12 +6,11 @@ of `dtrain_dagster.planning`, and the page is `plan_page`.
 
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 
 import dagster as dg
 
-from dtrain_dagster.assets.ceilings import refuse_excess, wanted_by_run
+from dtrain_dagster.assets.cluster_run import ClusterRun
 from dtrain_dagster.assets.common import hardware_mark, refusing_mistakes
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.plan_options import (
@@ -24,10 +23,7 @@ from dtrain_dagster.assets.plan_options import (
     with_nodes_of_run,
 )
 from dtrain_dagster.assets.plan_page import plan_page
-from dtrain_dagster.assets.provisioning import leave_queue, provision, queueing
-from dtrain_dagster.clusters.base import GPUClusterManager
 from dtrain_dagster.costs.estimate import estimate_forecast
-from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.data.build_once import BuiltDataset
 from dtrain_dagster.jobs.progress import BudgetSpentError
@@ -44,10 +40,9 @@ from dtrain_dagster.planning.build_plan import (
 from dtrain_dagster.planning.choices import compare_choices, explain_choice, in_words, remedies
 from dtrain_dagster.planning.history import History, knows
 from dtrain_dagster.planning.probe import Pace
-from dtrain_dagster.resources import ProjectResource, cluster_resource, project_resource
+from dtrain_dagster.resources import cluster_resource, project_resource
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
-from dtrain_dagster.support.notify import notify_and_log
 from dtrain_dagster.support.page_entries import fit_page
 from trainer.node.gpus import explain_local_gpus, visible_gpus
 from trainer.performance.memory import ModelBytes
@@ -79,53 +74,52 @@ def build_cost_estimate(pipeline: Pipeline) -> dg.AssetsDefinition:
     ):  # no annotation, see assets.common
         """Plan the training: estimate its time and cost from past runs or a probe, and refuse it where it exceeds a
         limit. That of a script is found out by running the script up to its call of fit."""
-        cluster = with_nodes_of_run(cluster_resource(context, names), config)
-        project = project_resource(context, names)
+        with refusing_mistakes():
+            cluster = with_nodes_of_run(cluster_resource(context, names), config)
+            run = ClusterRun.of(context, cluster, project_resource(context, names))
         if not is_script:
-            request: Request = DatasetTraining(names, config, cluster, project, inputs["sharded_dataset"])
-            return plan_training(context, request, registers=True)
-        name = None if pipeline.unregistered else project.model_name
-        request = ScriptTraining(names, config, cluster, project, pipeline.script, name)
-        return plan_training(context, request, registers=name is not None)
+            request: Request = DatasetTraining(names, config, run, inputs["sharded_dataset"])
+            return plan_training(request, registers=True)
+        name = None if pipeline.unregistered else run.project.model_name
+        request = ScriptTraining(names, config, run, pipeline.script, name)
+        return plan_training(request, registers=name is not None)
 
     return cost_estimate
 
 
-def plan_training(context: dg.AssetExecutionContext, request: Request, registers: bool) -> dg.MaterializeResult:
+def plan_training(request: Request, registers: bool) -> dg.MaterializeResult:
     """Return the plan of a wanted training. ``registers``: whether its model is to be registered. Raise
     `dagster.Failure` where it exceeds a limit, or its end lacks something."""
-    config, cluster, project = request.config, request.cluster, request.project
-    limits = Limits(budget_usd=config.budget_usd, deadline_hours=config.deadline_hours)
+    config, run = request.config, request.run
+    limits, log = Limits(budget_usd=config.budget_usd, deadline_hours=config.deadline_hours), run.context.log
     from dtrain_dagster.planning.check_job import memory_of  # not above: loads numpy
 
     with refusing_mistakes():
         planned = plan_of_launchpad(request)
         price, count = planned.price, planned.node_count
-        history = read_history(context, planned)
-        has_trained = any(run.sku == price.sku for run in history.runs)
+        history = read_history(run, planned)
+        has_trained = any(past.sku == price.sku for past in history.runs)
         checked = request.check(planned, rehearses=not has_trained)
         too_small, sentences = memory_of(planned, checked)
         for sentence in sentences:
-            context.log.warning(sentence)
+            log.warning(sentence)
         model = checked.model or (planned.script.model if planned.script else None)
-        refuse_what_cannot_end(request, model, planned.job.training.keep_checkpoints, registers, context.run.run_id)
+        refuse_what_cannot_end(run, model, planned.job.training.keep_checkpoints, registers)
     forecast = history.forecast(planned.sizes, count, price.sku)
     past = forecast if forecast and forecast.basis == "history" else None  # a guess refuses nothing a probe could tell
     if said := sure_objection(past, planned, limits, config.choose_nodes):
         would_fit = remedies(compare_choices(planned, past, limits, too_small), planned, past) if past else []
-        raise refuse_plan(context, project, planned, said, would_fit)
+        raise run.refuse_plan(nodes_of(planned), said, would_fit)
 
     def refuse_ceilings(usd: float) -> None:
         hourly = planned.node_count * planned.price.usd_per_hour(planned.tier)
-        name = f"the training {planned.fingerprint}"
-        refuse_excess(context, cluster, project, wanted_by_run(context, project, name, hourly, usd))
+        run.refuse_excess(run.wanted(f"the training {planned.fingerprint}", hourly, usd))
 
     refuse_ceilings(0.0)  # before a probe, which costs money as well
-    manager = cluster.manager(context.run.run_id)
     if forecast is not None and knows(forecast, count):
         pace = Pace(planned=planned, forecast=forecast)
     else:
-        pace = measure_pace(context, request, manager, planned, history, limits)
+        pace = measure_pace(request, planned, history, limits)
     planned, forecast = pace.planned, pace.forecast
     if forecast.basis != "probe":  # past runs do not tell what is on the machine now
         forecast = replace(forecast, other_cores=probe.cores_of_others(forecast.sizes))
@@ -134,36 +128,36 @@ def plan_training(context: dg.AssetExecutionContext, request: Request, registers
     table = compare_choices(planned, forecast, limits, too_small)
     if config.choose_nodes and (cheapest := table.cheapest_here(planned.price.sku, planned.tier, count)):
         table = table.with_planned(cheapest)
-        context.log.info(f"of 1 to {count} nodes, this choice costs least: {in_words(cheapest)}")
+        log.info(f"of 1 to {count} nodes, this choice costs least: {in_words(cheapest)}")
         planned = planned.on_nodes(request.on_nodes(cheapest.node_count).job, cheapest.node_count)
-        history = read_history(context, planned)
+        history = read_history(run, planned)
         past = history.forecast(planned.sizes, planned.node_count, planned.price.sku)
         if past and knows(past, planned.node_count):
             forecast = replace(past, other_cores=forecast.other_cores)
     estimate = estimate_forecast(forecast, planned.price, planned.tier, planned.node_count)
     if said := explain_excess(estimate, limits):
-        raise refuse_plan(context, project, planned, said, remedies(table, planned, forecast))
+        raise run.refuse_plan(nodes_of(planned), said, remedies(table, planned, forecast))
     refuse_ceilings(min(estimate.usd.expected, config.stop_at_usd or math.inf))
-    context.log.info(explain_choice(table))
+    log.info(explain_choice(table))
     plan = assemble_plan(planned, forecast, estimate, limits, config.stop_at_usd, pace.charges)
-    context.log.info(
+    log.info(
         f"estimate: {dollars(estimate.usd.expected)} and {format_duration(estimate.seconds.expected)}, "
         f"from {plan.basis}" + (f"; with its probe {dollars(estimate.usd.expected + spent)}" if spent else "")
     )
     unused = explain_local_gpus(len(visible_gpus(os.environ)), plan.node_count, plan.processes_per_node)
     for warning in (*warnings_of(plan, limits), *([unused] if unused and planned.kind.is_this_machine else [])):
-        context.log.warning(warning)
+        log.warning(warning)
     return dg.MaterializeResult(
         value=plan,
         data_version=dg.DataVersion(plan.fingerprint),
-        metadata=fit_page(plan_page(plan, table, forecast, pace, manager, project.storage_uri)),
+        metadata=fit_page(plan_page(run, plan, table, forecast, pace)),
     )
 
 
 def plan_of_launchpad(request: Request) -> PlannedJob:
     """Return the training as the launchpad and the settings ask for it. Raise `dagster.Failure` for options that
     exclude each other, and `PriceError` for a SKU without a price, before anything is bought."""
-    config, cluster = request.config, request.cluster
+    config, cluster = request.config, request.run.cluster
     price, tier = price_of(cluster.sku), cluster.first_tier
     price.usd_per_hour(tier)
     wanted = request.on_nodes(cluster.node_count)
@@ -180,26 +174,28 @@ def plan_of_launchpad(request: Request) -> PlannedJob:
     )  # fmt: skip
 
 
-def read_history(context: dg.AssetExecutionContext, planned: PlannedJob) -> History:
+def nodes_of(planned: PlannedJob) -> str:
+    return f"{planned.node_count} x {planned.price.sku} ({planned.tier})"
+
+
+def read_history(run: ClusterRun, planned: PlannedJob) -> History:
     """Return the records of past runs of this training, or at this pace, in this Dagster instance."""
     is_here = planned.kind.is_this_machine
-    return History.read(context.instance, planned.fingerprint, planned.pace, is_here, planned.names)
+    return History.read(run.context.instance, planned.fingerprint, planned.pace, is_here, planned.names)
 
 
-def refuse_what_cannot_end(
-    request: Request, model: ModelBytes | None, keep_checkpoints: int, registers: bool, run_id: str
-) -> None:
+def refuse_what_cannot_end(run: ClusterRun, model: ModelBytes | None, keep_checkpoints: int, registers: bool) -> None:
     """Try what a training's end needs. Raise `dagster.Failure` with all that is missing. ``model``: None where its
     bytes are not known; ``registers``: whether the graph registers what it trains."""
     from dtrain_dagster.planning.check_job import room_needed, try_places
 
-    project = request.project
+    project, run_id = run.project, run.context.run.run_id
     problems = try_places(project.shared_uri, project.home, room_needed(model, keep_checkpoints))
     if registers:
         from dtrain_dagster.registry import RegistryError  # not above: loads MLflow
 
         try:
-            request.cluster.registry(project, run_id).try_out(project.model_name, project.experiment)
+            run.cluster.registry(project, run_id).try_out(project.model_name, project.experiment)
         except RegistryError as error:
             problems.append(str(error))
     if problems:
@@ -209,18 +205,11 @@ def refuse_what_cannot_end(
         )
 
 
-def measure_pace(
-    context: dg.AssetExecutionContext,
-    request: Request,
-    manager: GPUClusterManager,
-    planned: PlannedJob,
-    history: History,
-    limits: Limits,
-) -> Pace:
+def measure_pace(request: Request, planned: PlannedJob, history: History, limits: Limits) -> Pace:
     """Return the forecast from a short probe on the available nodes, unless past runs on these very nodes tell enough.
     Raise `dagster.Failure` where that would exceed a limit, or probes are switched off and no past run is known."""
-    config, cluster, project = request.config, request.cluster, request.project
-    job, sizes = planned.job, planned.sizes
+    config, run, sizes = request.config, request.run, planned.sizes
+    cluster, manager, jobs_uri, tell = run.cluster, run.manager, run.project.jobs_uri, run.context.log.info
     if not config.probe:
         forecast = history.forecast(sizes, planned.node_count, planned.price.sku)
         if forecast is None:
@@ -231,16 +220,16 @@ def measure_pace(
         return Pace(planned=planned, forecast=forecast)
     counts = probe.probe_counts(planned.node_count, bool(limits) or config.choose_nodes)
     mark = planned.pace + hardware_mark(cluster, planned.price.sku)
-    due = probe.probes_to_run(project.jobs_uri, mark, counts)
+    due = probe.probes_to_run(jobs_uri, mark, counts)
     expected = probe.expect_probes(history.probes, due, sizes, planned.price, planned.tier)
     if expected:
-        context.log.info(
+        tell(
             f"a probe is run first, expected to cost {expected}; it counts against budget_usd and stop_at_usd and is "
             "billed with the training"
         )
         if said := probe.explain_dear_probe(expected, limits, config.stop_at_usd):
-            raise refuse_plan(context, project, planned, said)
-    got = provision(context, manager, cluster, project, cluster.sku, planned.node_count)
+            raise run.refuse_plan(nodes_of(planned), said)
+    got = run.provision(cluster.sku, planned.node_count)
     price, tier = price_of(got.gpu_type), tier_of(got.tier or cluster.first_tier)
     price.usd_per_hour(tier)  # the probe runs on them: nodes without a price are refused before
     planned = replace(planned, price=price, tier=tier)
@@ -248,48 +237,25 @@ def measure_pace(
     if forecast is not None and knows(forecast, planned.node_count):
         return Pace(planned=planned, forecast=forecast)
     mark = planned.pace + hardware_mark(cluster, price.sku)
-    due = probe.probes_to_run(project.jobs_uri, mark, counts)
+    due = probe.probes_to_run(jobs_uri, mark, counts)
     ids = [probe.probe_id(mark, count) for count in counts]
     limit_usd = min((limit for limit in (limits.budget_usd, config.stop_at_usd) if limit), default=0.0)
 
     def left() -> float | None:
-        paid = probe.unpaid_charges(manager, project.jobs_uri, ids)
+        paid = probe.unpaid_charges(manager, jobs_uri, ids)
         return probe.left_node_seconds(limit_usd, paid, price, tier)
 
     learned, command = history.learned("probe", price.sku), planned.script.command if planned.script else None
-    env, tell = cluster.node_env(project), context.log.info
+    env = cluster.node_env(run.project)
     try:
-        with queueing(context, project, cluster):
-            forecast = probe.run_probes(manager, job, sizes, counts, mark, env, learned, tell, left, command)
+        with run.queueing():
+            forecast = probe.run_probes(manager, planned.job, sizes, counts, mark, env, learned, tell, left, command)
     except BudgetSpentError as error:
         said = f"the probe reached the limit of {dollars(limit_usd)}: {error}"
-        raise refuse_plan(context, project, planned, said) from error
+        raise run.refuse_plan(nodes_of(planned), said) from error
     if due:
-        leave_queue(context, project, got)
-    charges = probe.unpaid_charges(manager, project.jobs_uri, forecast.rests_on)
+        run.leave_queue(got)
+    charges = probe.unpaid_charges(manager, jobs_uri, forecast.rests_on)
     now = [charge for charge in charges if charge.job_id in {probe.probe_id(mark, count) for count in due}]
     seconds = probe.charge_seconds(now)
     return Pace(planned=planned, forecast=forecast, expected=expected, charges=charges, seconds=seconds)
-
-
-def refuse_plan(
-    context: dg.AssetExecutionContext,
-    project: ProjectResource,
-    planned: PlannedJob | TrainingPlan,
-    said: str,
-    would_fit: Sequence[str] = (),
-) -> dg.Failure:
-    """Tell a person that nothing is started and what would fit; return the `dagster.Failure` to raise."""
-    sku = planned.sku if isinstance(planned, TrainingPlan) else planned.price.sku
-    remedy = f"What would fit: {'; '.join(would_fit)}." if would_fit else "No known way to run this training would fit."
-    text = (
-        f"this training is not started: on {planned.node_count} x {sku} ({planned.tier}) {said}. {remedy} Or raise the "
-        "limit in the launchpad of cost_estimate."
-    )
-    notify_and_log(
-        project.notify_urls(),
-        "dtrain: a training does not fit its budget or deadline",
-        f"{text} {project.run_url(context.run.run_id)}",
-        context.log,
-    )
-    return dg.Failure(text, metadata={"objection": said, "would_fit": list(would_fit)}, allow_retries=False)

@@ -8,7 +8,6 @@ that calls `trainer.Trainer.fit` has a whole graph instead (`dtrain_dagster.pipe
 import hashlib
 import json
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from enum import StrEnum
@@ -19,27 +18,24 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
-from dtrain_dagster.assets.ceilings import promising, wanted_by_run
+from dtrain_dagster.assets.cluster_run import ClusterRun
 from dtrain_dagster.assets.common import (
     LaunchpadOptions,
     best_rows,
-    cancelling_where_asked,
     head_of_page,
     links,
     page_of,
     refusing_mistakes,
 )
 from dtrain_dagster.assets.pipeline import Pipeline
-from dtrain_dagster.assets.provisioning import attempts_metadata, leave_queue, provision, queueing
-from dtrain_dagster.assets.training_page import totals_metadata
-from dtrain_dagster.assets.training_progress import log_of, observe
-from dtrain_dagster.clusters.base import OWNER, ClusterError, GPUClusterManager, JobSpec, JobState
+from dtrain_dagster.assets.training_progress import follow, log_of, observe, paid
+from dtrain_dagster.clusters.base import GPUClusterManager
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.jobs.program import has_gpus, order_program, processes_of, refuse_program
-from dtrain_dagster.jobs.progress import JOB_TAG, WaitNews, describe_wait, follow_job
+from dtrain_dagster.jobs.progress import describe_wait
 from dtrain_dagster.planning.projection import count_nodes
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
-from dtrain_dagster.settings.tiers import Tier, tier_of
+from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration, in_block
 from dtrain_dagster.support.page_entries import fit_page
 from dtrain_dagster.support.user_code import digest_sources
@@ -48,7 +44,6 @@ from trainer.printable import visible
 from trainer.rundir import RunDir
 
 PROGRAM = "program_run"
-OBSERVE_EVERY_SECONDS = 5.0
 
 
 class Engine(StrEnum):
@@ -114,45 +109,30 @@ def run_program(
         processes = processes_of(config.engine, config.processes_per_node, cluster.ranks_per_node)
         gpus = has_gpus(cluster.traits, cluster.gpu_type, cluster.engine.get("gpus", 0))
         refuse_program(config.engine, cluster.traits, processes, gpus)
-    manager = cluster.manager(context.run.run_id)
-    command = [sys.executable, pipeline.script, *config.arguments]
-    digest = pipeline.names.mark(digest_program(config, nodes, processes, pipeline.script))
-    job_id = choose_program_job(manager, digest, context.run.root_run_id or context.run.run_id)
-    rundir = RunDir(f"{project.jobs_uri}/{job_id}")
-    with refusing_mistakes():
-        spec = order_program(
-            manager,
-            cluster.traits,
-            job_id,
-            rundir.uri,
-            config.engine,
-            command,
-            nodes,
-            processes,
-            cluster.node_env(project),
-        )
-    got = provision(context, manager, cluster, project, cluster.sku, nodes)
+        run = ClusterRun.of(context, cluster, project)
+        manager, command = run.manager, [sys.executable, pipeline.script, *config.arguments]
+        digest = pipeline.names.mark(digest_program(config, nodes, processes, pipeline.script))
+        job_id = choose_program_job(manager, digest, context.run.root_run_id or context.run.run_id)
+        rundir, env = RunDir(f"{project.jobs_uri}/{job_id}"), cluster.node_env(project)
+        size = (nodes, processes)
+        spec = order_program(manager, cluster.traits, job_id, rundir.uri, config.engine, command, *size, env)
+    got = run.provision(cluster.sku, nodes)
     tier = tier_of(got.tier or cluster.first_tier)
-    with cancelling_where_asked(context, manager, rundir, job_id):
-        rundir.write_json(OWNER, {"dagster_run_id": context.run.run_id})
-        context.instance.add_run_tags(context.run.run_id, {JOB_TAG: job_id})
-        hourly = nodes * price_of(got.gpu_type).usd_per_hour(tier)
-        wanted = wanted_by_run(context, project, job_id, hourly, None)
+    with run.owning(rundir, job_id):
+        wanted = run.wanted(job_id, nodes * price_of(got.gpu_type).usd_per_hour(tier), None)
         runs = job_id in {status.job_id for status in manager.active_jobs()}
-        with queueing(context, project, cluster):
-            promise = nullcontext() if runs else promising(context, cluster, project, wanted)
-            with refusing_mistakes(), promise:
+        with run.queueing():
+            with refusing_mistakes(), nullcontext() if runs else run.promising(wanted):
                 manager.submit_job(spec)
-            follow_program(context, manager, spec, tier, cache(lambda: leave_queue(context, project, got)))
+            for status, _, is_due in follow(run, rundir, job_id, tier, cache(lambda: run.leave_queue(got))):
+                if is_due and not status.state.is_final:
+                    found: dict[str, Any] = {"phase": str(status.state), "nodes_alive": status.nodes_alive}
+                    found |= paid(manager, job_id, tier)
+                    observe(context, found | ({"waiting": waiting} if (waiting := describe_wait(status)) else {}))
+    page = program_page(rundir, config, *size, paid(manager, job_id, tier), project.job_url(job_id))
+    log = {"log": dg.MarkdownMetadataValue(in_block(log_of(manager, job_id)))}
     return dg.MaterializeResult(
-        data_version=dg.DataVersion(job_id),
-        metadata=fit_page(
-            {
-                **program_page(rundir, config, nodes, processes, paid(manager, job_id, tier), project.job_url(job_id)),
-                "log": dg.MarkdownMetadataValue(in_block(log_of(manager, job_id))),
-                **attempts_metadata(manager),
-            }
-        ),
+        data_version=dg.DataVersion(job_id), metadata=fit_page({**page, **log, **run.attempts()})
     )
 
 
@@ -182,36 +162,6 @@ def program_page(
     return page_of(head, rest)
 
 
-def follow_program(
-    context: dg.AssetExecutionContext, manager: GPUClusterManager, spec: JobSpec, tier: Tier, has_nodes: Any
-) -> None:
-    """Follow a job that was submitted to its end, with an observation every few seconds.
-    ``has_nodes`` is called at each look that finds it on its nodes. Raise `dagster.Failure` if it does not succeed,
-    `NoCapacityError` where no nodes came for it."""
-    observed_at, wait_news = time.monotonic(), WaitNews()
-    for status, _ in follow_job(manager, RunDir(spec.run_dir), spec.job_id):
-        if sentence := wait_news.tell(status):
-            context.log.info(f"{spec.job_id}: {sentence}")
-        if status.state in (JobState.RUNNING, JobState.SUCCEEDED):
-            has_nodes()
-        if not status.state.is_final and time.monotonic() - observed_at >= OBSERVE_EVERY_SECONDS:
-            observed_at = time.monotonic()
-            waiting = describe_wait(status)
-            found = {"phase": str(status.state), "nodes_alive": status.nodes_alive, **paid(manager, spec.job_id, tier)}
-            observe(context, found | ({"waiting": waiting} if waiting else {}))
-    if status.state is not JobState.SUCCEEDED:
-        status.refuse_starved()
-        raise dg.Failure(
-            description=visible(f"job {spec.job_id} {status.state}: {status.message}", keep_lines=True),
-            metadata={
-                "job_id": spec.job_id,
-                "log": dg.MarkdownMetadataValue(in_block(log_of(manager, spec.job_id))),
-                **paid(manager, spec.job_id, tier),
-            },
-            allow_retries=status.state is JobState.FAILED,
-        )
-
-
 def digest_program(config: ProgramOptions, nodes: int, processes: int, script: str) -> str:
     """Return what tells runs of a program apart: twelve hex digits over its source, the user's modules that it imports,
     its arguments, engine and size."""
@@ -225,15 +175,6 @@ def choose_program_job(manager: GPUClusterManager, digest: str, root_run_id: str
     running = [status.job_id for status in manager.active_jobs() if status.job_id.startswith(f"program-{digest}-")]
     own = f"program-{digest}-{root_run_id[:8]}"
     return own if own in running or not running else running[0]
-
-
-def paid(manager: GPUClusterManager, job_id: str, tier: Tier) -> Mapping[str, Any]:
-    """Return metadata: the time of nodes and the dollars until now; nothing where they cannot be known."""
-    try:
-        usage = manager.node_usage(job_id)
-    except ClusterError:
-        return {}
-    return totals_metadata(usage, tier) if usage else {}
 
 
 def files_of(rundir: RunDir) -> list[tuple[str, int]]:

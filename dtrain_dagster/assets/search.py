@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 from pydantic import Field
 
-from dtrain_dagster.assets.ceilings import promising, wanted_by_run
+from dtrain_dagster.assets.cluster_run import ClusterRun
 from dtrain_dagster.assets.common import (
     MOST_ROWS,
     LaunchpadOptions,
@@ -25,7 +25,6 @@ from dtrain_dagster.assets.common import (
     sentences,
 )
 from dtrain_dagster.assets.pipeline import STUDIES, Pipeline
-from dtrain_dagster.assets.provisioning import provision
 from dtrain_dagster.assets.training import of_plan
 from dtrain_dagster.costs.estimate import Parts
 from dtrain_dagster.costs.plan import TrainingPlan
@@ -130,18 +129,17 @@ def search_space(
             space, request.base, lambda job: check_job(job, ranks).sentences, "launchpad: space"
         ):
             context.log.warning(sentence)
-    manager, began_at = cluster.manager(context.run.run_id), time.time()
-    provision(context, manager, cluster, project, plan.sku, request.nodes_per_trial)
+        run, began_at = ClusterRun.of(context, cluster, project), time.time()
+    run.provision(plan.sku, request.nodes_per_trial)
     phases = {name: plan.phases.get(name, 0.0) for name in ("startup", "steps", "evaluation", "checkpoint", "finish")}
     expected = seconds_of_parts(Parts(**phases), plan.node_count, plan.work.evaluations)
     env, log = cluster.node_env(project), context.log.info
     tracker = None
     with refusing_mistakes():
-        search = open_search(Path(project.home), request, manager, env, lambda: Measured(expected), log)
+        search = open_search(Path(project.home), request, run.manager, env, lambda: Measured(expected), log)
         log(f"search {request.name}: {'; '.join(search.plan.lines)}")
         hourly = request.at_once * request.usd_per_node_hour
-        wanted = wanted_by_run(context, project, request.name, hourly, search.budget_usd, is_group=True)
-        with promising(context, cluster, project, wanted):
+        with run.promising(run.wanted(request.name, hourly, search.budget_usd, is_group=True)):
             if not project.tracks_in_workspace:
                 uri, settings = project.tracking_uri, request.settings
                 tracker = SearchTracker(uri, project.experiment, request.name, settings.metric, settings.sign)

@@ -4,39 +4,36 @@ watches."""
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import dagster as dg
 
-from dtrain_dagster.assets.ceilings import promising, wanted_by_run
 from dtrain_dagster.assets.checks import check_training, training_checks
-from dtrain_dagster.assets.common import cancelling_where_asked, read_finished
+from dtrain_dagster.assets.cluster_run import ClusterRun
+from dtrain_dagster.assets.common import read_finished
 from dtrain_dagster.assets.pipeline import Pipeline
-from dtrain_dagster.assets.planning import refuse_plan
-from dtrain_dagster.assets.provisioning import attempts_metadata, leave_queue, provision, queueing
 from dtrain_dagster.assets.training_page import training_page
 from dtrain_dagster.assets.training_progress import RAISE_BUDGET, follow_training
-from dtrain_dagster.clusters.base import OWNER, ClusterConfig, GPUClusterManager
-from dtrain_dagster.costs.estimate import estimate_cost
+from dtrain_dagster.clusters.base import ClusterConfig
 from dtrain_dagster.costs.plan import PLAN, PLANNED_FOR, TrainingPlan, charges_of, node_seconds_of, write_limit
 from dtrain_dagster.costs.prices import price_of
+from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.orders import source_tags
 from dtrain_dagster.jobs.progress import (
     CLAIM,
-    JOB_TAG,
     BudgetSpentError,
-    JobChoice,
     choose_job,
     code_version,
     known_jobs,
     start_job,
 )
 from dtrain_dagster.jobs.promises import Wanted
-from dtrain_dagster.planning.build_plan import Limits, explain_excess
+from dtrain_dagster.planning.build_plan import explain_on_other_nodes
 from dtrain_dagster.planning.probe import take_charges
-from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
+from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.page_entries import fit_page
@@ -94,47 +91,28 @@ def build_trained_checkpoint(pipeline: Pipeline) -> dg.AssetsDefinition:
         """Run the planned training on the cluster, or attach to the job that already does, and follow it to its
         end."""
         cluster, project = of_plan(cluster_resource(context, names), cost_estimate), project_resource(context, names)
-        manager = cluster.manager(context.run.run_id)
-        got = provision(context, manager, cluster, project, cost_estimate.sku, cost_estimate.node_count)
-        root_run_id = context.run.root_run_id or context.run.run_id
-        choice = choose_job(
-            cost_estimate.fingerprint, root_run_id, known_jobs(manager, project.jobs_uri, cost_estimate.fingerprint)
-        )
+        run = ClusterRun.of(context, cluster, project)
+        got = run.provision(cost_estimate.sku, cost_estimate.node_count)
+        root_run_id, digest = context.run.root_run_id or context.run.run_id, cost_estimate.fingerprint
+        choice = choose_job(digest, root_run_id, known_jobs(run.manager, project.jobs_uri, digest))
         context.log.info(f"{choice.action} job {choice.job_id}: {choice.reason}")
         rundir = RunDir(f"{project.jobs_uri}/{choice.job_id}")
         plan = with_probes(cost_estimate, rundir, project.jobs_uri, choice.job_id)
         try:
-            with cancelling_where_asked(context, manager, rundir, choice.job_id):
-                rundir.write_json(OWNER, {"dagster_run_id": context.run.run_id})
-                context.instance.add_run_tags(context.run.run_id, {JOB_TAG: choice.job_id})
+            with run.owning(rundir, choice.job_id):
                 if choice.action in ("start", "restart"):
-                    refuse_dearer_nodes(context, project, plan, got)
-                    job = planned_job(plan, choice, cluster, project, context.run.run_id)
+                    job = planned_job(plan, choice.job_id, run)
                     if pipeline.source == "script" and not pipeline.unregistered:  # its nodes write what is registered
                         job.tracking.registered_model = project.model_name
-                    job.training.max_node_seconds = (
-                        node_seconds(plan, choice, manager, got) or job.training.max_node_seconds
-                    )
-                    rundir.write_json(PLAN, asdict(plan) | {PLANNED_FOR: context.asset_key.to_user_string()})
-                    env, size = cluster.node_env(project), (plan.node_count, plan.processes_per_node)
-                    with promising(context, cluster, project, wanted_by_plan(context, project, plan, got, job.job_id)):
-                        start_job(manager, job, *size, env, plan.stop_at_usd, plan.command)
+                    start_planned(run, plan, job, got, is_new=choice.action == "start")
                 elif choice.action == "attach":
-                    context.log.info(f"{choice.job_id}: {hand_over_budget(rundir, plan, choice, manager, got)}")
-                with queueing(context, project, cluster):
-                    follow_training(
-                        context,
-                        manager,
-                        rundir,
-                        choice.job_id,
-                        plan,
-                        project.notify_urls(),
-                        cache(lambda: leave_queue(context, project, got)),
-                    )
+                    context.log.info(f"{choice.job_id}: {hand_over_budget(run, plan, rundir, choice.job_id, got)}")
+                with run.queueing():
+                    follow_training(run, rundir, choice.job_id, plan, cache(lambda: run.leave_queue(got)))
         except BudgetSpentError as error:
             raise dg.Failure(f"{error}; {RAISE_BUDGET}", allow_retries=False) from error
         result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
-        events, usage = list(rundir.events()), manager.node_usage(choice.job_id)
+        events, usage = list(rundir.events()), run.manager.node_usage(choice.job_id)
         finished = FinishedJob(
             job_id=choice.job_id,
             run_dir=rundir.uri,
@@ -148,7 +126,7 @@ def build_trained_checkpoint(pipeline: Pipeline) -> dg.AssetsDefinition:
             metadata=fit_page(
                 training_page(rundir, events, result, evaluation, plan, usage, project.job_url(choice.job_id))
                 | ({"registration": pipeline.unregistered} if pipeline.unregistered else {})
-                | attempts_metadata(manager)
+                | run.attempts()
             ),
             check_results=check_training(events, result, evaluation, plan, usage),
         )
@@ -159,14 +137,25 @@ def build_trained_checkpoint(pipeline: Pipeline) -> dg.AssetsDefinition:
     return trained_checkpoint
 
 
-def wanted_by_plan(
-    context: dg.AssetExecutionContext, project: ProjectResource, plan: TrainingPlan, got: ClusterConfig, job_id: str
-) -> Wanted:
+def start_planned(run: ClusterRun, plan: TrainingPlan, job: JobConfig, got: ClusterConfig, is_new: bool) -> None:
+    """Start the job that carries a plan out, on the nodes that were got, within its limits and all ceilings. Raise
+    `dagster.Failure` for what they do not allow. ``is_new``: whether it was never started before."""
+    refuse_dearer_nodes(run, plan, got)
+    usage = [] if is_new else run.manager.node_usage(job.job_id)
+    if (budget := node_seconds(plan, usage, got.gpu_type, got.tier)) is not None:
+        job.training.max_node_seconds = budget
+    planned_for = {PLANNED_FOR: run.context.asset_key.to_user_string()}
+    RunDir(job.run_dir).write_json(PLAN, asdict(plan) | planned_for)
+    env, size = run.cluster.node_env(run.project), (plan.node_count, plan.processes_per_node)
+    with run.promising(wanted_by_plan(run, plan, got, job.job_id)):
+        start_job(run.manager, job, *size, env, plan.stop_at_usd, plan.command)
+
+
+def wanted_by_plan(run: ClusterRun, plan: TrainingPlan, got: ClusterConfig, job_id: str) -> Wanted:
     """Return the start of a plan on the nodes that were got. It may cost what is expected, or less where it stops at a
     number of dollars."""
     hourly = plan.node_count * price_of(got.gpu_type).usd_per_hour(tier_of(got.tier or plan.tier))
-    most = min(plan.estimate.usd.expected, plan.stop_at_usd or math.inf)
-    return wanted_by_run(context, project, job_id, hourly, most)
+    return run.wanted(job_id, hourly, min(plan.estimate.usd.expected, plan.stop_at_usd or math.inf))
 
 
 def of_plan(cluster: GPUClusterResource, plan: TrainingPlan) -> GPUClusterResource:
@@ -177,22 +166,16 @@ def of_plan(cluster: GPUClusterResource, plan: TrainingPlan) -> GPUClusterResour
     return cluster.with_hardware(plan.node_count, sku, tier)
 
 
-def refuse_dearer_nodes(
-    context: dg.AssetExecutionContext, project: ProjectResource, plan: TrainingPlan, got: ClusterConfig
-) -> None:
+def refuse_dearer_nodes(run: ClusterRun, plan: TrainingPlan, got: ClusterConfig) -> None:
     """Raise `dagster.Failure` where the nodes that were got differ from the planned ones and the plan does not fit on
-    them. The difference is logged in any case, before anything runs. Times on these nodes are the plan's, scaled by the
-    table of speeds, fixed costs too: a rough guess."""
+    them. The difference is logged in any case, before anything runs."""
     price, tier = price_of(got.gpu_type), tier_of(got.tier or plan.tier)
     if (price.sku, tier) == (plan.sku, plan.tier):
         return
     told = f"planned on {plan.sku} ({plan.tier}), got {price.sku} ({tier})"
-    context.log.warning(f"{told}: prices differ; see cost_breakdown")
-    limits = Limits(budget_usd=plan.budget_usd, deadline_hours=plan.deadline_hours)
-    seconds = plan.estimate.seconds.scaled(price_of(plan.sku).speed / price.speed)
-    estimate = estimate_cost(seconds, price, tier, plan.node_count)
-    if said := explain_excess(estimate, limits):
-        raise refuse_plan(context, project, replace(plan, sku=price.sku, tier=tier), f"{said} ({told})")
+    run.context.log.warning(f"{told}: prices differ; see cost_breakdown")
+    if said := explain_on_other_nodes(plan, price, tier):
+        raise run.refuse_plan(f"{plan.node_count} x {price.sku} ({tier})", f"{said} ({told})")
 
 
 def with_probes(plan: TrainingPlan, rundir: RunDir, jobs_uri: str, job_id: str) -> TrainingPlan:
@@ -207,45 +190,36 @@ def with_probes(plan: TrainingPlan, rundir: RunDir, jobs_uri: str, job_id: str) 
     return replace(plan, probes=mine)
 
 
-def planned_job(
-    plan: TrainingPlan,
-    choice: JobChoice,
-    cluster: GPUClusterResource,
-    project: ProjectResource,
-    run_id: str,
-) -> JobConfig:
+def planned_job(plan: TrainingPlan, job_id: str, run: ClusterRun) -> JobConfig:
     """Return the `JobConfig` that carries out the plan."""
-    run_dir, uri = f"{project.jobs_uri}/{choice.job_id}", cluster.registry(project).tracking_uri
+    project = run.project
     source: dict[str, str] = {}
     if not project.tracks_in_workspace:  # which keeps few tags of a run, and knows its source by itself
         source = source_tags("dagster: trained_checkpoint", Path.cwd())
     tracking = TrackingConfig(
-        mlflow_tracking_uri=uri,
+        mlflow_tracking_uri=run.cluster.registry(project).tracking_uri,
         mlflow_experiment=project.experiment,
-        mlflow_run_name=choice.job_id,
-        tags={**source, "dagster_run_id": run_id, "code_version": code_version()},
+        mlflow_run_name=job_id,
+        tags={**source, "dagster_run_id": run.context.run.run_id, "code_version": code_version()},
     )
-    fields = {"job_id": choice.job_id, "run_dir": run_dir, "tracking": asdict(tracking)}
+    fields = {"job_id": job_id, "run_dir": f"{project.jobs_uri}/{job_id}", "tracking": asdict(tracking)}
     return parse_job(json.dumps({**plan.sections, **fields}), source="the plan")
 
 
-def node_seconds(plan: TrainingPlan, choice: JobChoice, manager: GPUClusterManager, got: ClusterConfig) -> float | None:
-    """Return the plan's hard budget in seconds of these nodes from now on; None where it has none."""
+def node_seconds(plan: TrainingPlan, usage: Sequence[NodeUsage], sku: str, tier: str | None) -> float | None:
+    """Return the plan's hard budget in seconds of these nodes from now on; None where it has none. ``usage``: what was
+    paid for before."""
     if not plan.stop_at_usd:
         return None
-    usage = [] if choice.action == "start" else manager.node_usage(choice.job_id)
-    return node_seconds_of(plan.stop_at_usd, [*usage, *plan.probe_usage], got.gpu_type, tier_of(got.tier or plan.tier))
+    return node_seconds_of(plan.stop_at_usd, [*usage, *plan.probe_usage], sku, tier_of(tier or plan.tier))
 
 
-def hand_over_budget(
-    rundir: RunDir, plan: TrainingPlan, choice: JobChoice, manager: GPUClusterManager, got: ClusterConfig
-) -> str:
+def hand_over_budget(run: ClusterRun, plan: TrainingPlan, rundir: RunDir, job_id: str, got: ClusterConfig) -> str:
     """Give a running job the plan's hard budget, if there is one; return a sentence on the budget that holds now."""
-    launch = rundir.read_json(LAUNCH) or {}
-    runs_on = replace(got, gpu_type=launch.get("sku", got.gpu_type), tier=launch.get("tier", got.tier))
-    seconds, before = node_seconds(plan, choice, manager, runs_on), rundir.read_json(LIMIT) or {}
+    launch, usage = rundir.read_json(LAUNCH) or {}, run.manager.node_usage(job_id)
+    seconds = node_seconds(plan, usage, launch.get("sku", got.gpu_type), launch.get("tier", got.tier))
     if seconds is None:
-        kept = before.get("stop_at_usd")
+        kept = (rundir.read_json(LIMIT) or {}).get("stop_at_usd")
         return f"keeps its hard budget of {dollars(kept)}" if kept else "no hard budget in dollars is set"
     write_limit(rundir, seconds, plan.stop_at_usd)
     return f"runs up to stop_at_usd = {dollars(plan.stop_at_usd)} from now on ({seconds / 3600:.4g} node-hours in all)"

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import dagster as dg
 
+from dtrain_dagster.assets.cluster_run import ClusterRun
 from dtrain_dagster.assets.common import round_figures, strategy_table
-from dtrain_dagster.clusters.base import GPUClusterManager, JobState
+from dtrain_dagster.assets.training_page import totals_metadata
+from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobState, JobStatus
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.jobs.progress import WaitNews, describe_wait, follow_job, ran_out
 from dtrain_dagster.jobs.view import RESUMED, JobView
 from dtrain_dagster.monitoring.windows import COMMUNICATION_SEGMENTS
 from dtrain_dagster.planning.projection import Projection, TimeLeft, count_nodes, describe_training, project, time_left
+from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, in_block
 from dtrain_dagster.support.notify import notify_and_log
 from trainer.errors import DamagedError
@@ -35,65 +38,86 @@ MOST_NEWS = 20
 """The most messages on lost nodes, hangs and the like that are sent for one job; later ones are only in the log."""
 
 
+def follow(
+    run: ClusterRun, rundir: RunDir, job_id: str, tier: Tier, has_nodes: Callable[[], object]
+) -> Iterator[tuple[JobStatus, JobView, bool]]:
+    """Yield the job's status and view until it has ended, and whether an observation is due. ``has_nodes`` is called at
+    each look that finds it on its nodes. Raise `dagster.Failure`, with its log and its cost, if it does not succeed,
+    `NoCapacityError` where no nodes came for it."""
+    observed_at, wait_news, log = 0.0, WaitNews(), run.context.log
+    for status, view in follow_job(run.manager, rundir, job_id):
+        if sentence := wait_news.tell(status):
+            log.info(f"{job_id}: {sentence}")
+        is_due = time.monotonic() - observed_at >= OBSERVE_EVERY_SECONDS
+        observed_at = time.monotonic() if is_due else observed_at
+        yield status, view, is_due
+        if status.state in (JobState.RUNNING, JobState.SUCCEEDED):
+            has_nodes()
+    if status.state is JobState.SUCCEEDED:
+        return
+    status.refuse_starved()
+    is_spent = ran_out(rundir)
+    raise dg.Failure(
+        description=visible(view.explained(f"job {job_id} {status.state}: {status.message}"), keep_lines=True)
+        + (f"; {RAISE_BUDGET}" if is_spent else ""),
+        metadata={
+            "job_id": job_id,
+            "log": dg.MarkdownMetadataValue(in_block(log_of(run.manager, job_id))),
+            **paid(run.manager, job_id, tier),
+        },
+        allow_retries=status.state is JobState.FAILED and not is_spent,
+    )
+
+
 def follow_training(
-    context: dg.AssetExecutionContext,
-    manager: GPUClusterManager,
+    run: ClusterRun,
     rundir: RunDir,
     job_id: str,
     plan: TrainingPlan,
-    notify_urls: Sequence[str],
-    has_nodes: Callable[[], None] | None = None,
+    has_nodes: Callable[[], object] = lambda: None,
 ) -> None:
-    """Follow the job to its end, with an observation every few seconds. Raise `dagster.Failure` if it does not
-    succeed, `NoCapacityError` where no nodes came for it. ``has_nodes`` is called at each look that finds it on its
-    nodes."""
-    observed_at, phase, wait_news = 0.0, "", WaitNews()
+    """Follow a training to its end, with an observation every few seconds, and tell people of news. Raise as
+    `follow`."""
+    phase, log = "", run.context.log
     told: dict[str, Any] | None = None
     judged: Sequence[Mapping[str, Any]] = ()
     planned = asdict(plan)
-    for status, view in follow_job(manager, rundir, job_id):
+    for status, view, is_due in follow(run, rundir, job_id, plan.tier, has_nodes):
         if view.phase != phase:
             phase = view.phase
-            context.log.info(f"{job_id}: {phase}")
+            log.info(f"{job_id}: {phase}")
         for sentence in view.news:
-            context.log.warning(f"{job_id}: {sentence}")
+            log.warning(f"{job_id}: {sentence}")
         try:
             told = (rundir.read_json(TOLD) or {}) if told is None else told
-            tell_news(view.news, told, context, rundir, notify_urls)
+            urls = run.project.notify_urls()
+            tell_news(view.news, told, run.context, rundir, urls)
             if view.recent != judged:
                 judged = view.recent
-                tell_of(judged, told, context, rundir, plan.job["training"], notify_urls)
-            if time.monotonic() - observed_at >= OBSERVE_EVERY_SECONDS:
-                observed_at = time.monotonic()
-                waiting = describe_wait(status)
-                if sentence := wait_news.tell(status):
-                    context.log.info(f"{job_id}: {sentence}")
-                usage = manager.node_usage(job_id)
-                if usage or view.step:  # from the first node on: a node is paid for even before its first step
-                    cost = project(CostTracker("", usage, plan.tier), planned, view)
-                    left = None if status.state.is_final else time_left(view, planned, time.time())
-                    metadata = progress_metadata(view, plan, cost, left, waiting)
-                    observe(context, metadata)
-                    context.log.info(describe_progress(view, plan, cost, left))
-                elif waiting:  # nothing is paid yet
-                    metadata = {"phase": view.phase, "waiting": waiting}
-                    observe(context, metadata)
+                tell_of(judged, told, run.context, rundir, plan.job["training"], urls)
+            if not is_due:
+                continue
+            waiting, usage = describe_wait(status), run.manager.node_usage(job_id)
+            if usage or view.step:  # from the first node on: a node is paid for even before its first step
+                cost = project(CostTracker("", usage, plan.tier), planned, view)
+                left = None if status.state.is_final else time_left(view, planned, time.time())
+                observe(run.context, progress_metadata(view, plan, cost, left, waiting))
+                log.info(describe_progress(view, plan, cost, left))
+            elif waiting:  # nothing is paid yet
+                observe(run.context, {"phase": view.phase, "waiting": waiting})
         except Exception:  # of any kind: a failed message about a job must not end the run that follows it
             error = traceback.format_exc()  # in the message: Dagster keeps no other part of a record
             told_error = visible(error, keep_lines=True)
-            context.log.warning(f"{job_id}: its progress could not be reported; it is still followed\n{told_error}")
-        if has_nodes and (status.state in (JobState.RUNNING, JobState.SUCCEEDED)):
-            has_nodes()
-        if not status.state.is_final or status.state is JobState.SUCCEEDED:
-            continue
-        status.refuse_starved()
-        is_spent = ran_out(rundir)
-        raise dg.Failure(
-            description=visible(view.explained(f"job {job_id} {status.state}: {status.message}"), keep_lines=True)
-            + (f"; {RAISE_BUDGET}" if is_spent else ""),
-            metadata={"log": dg.MarkdownMetadataValue(in_block(log_of(manager, job_id)))},
-            allow_retries=status.state is JobState.FAILED and not is_spent,
-        )
+            log.warning(f"{job_id}: its progress could not be reported; it is still followed\n{told_error}")
+
+
+def paid(manager: GPUClusterManager, job_id: str, tier: Tier) -> Mapping[str, Any]:
+    """Return metadata: the time of nodes and the dollars until now; nothing where they cannot be known."""
+    try:
+        usage = manager.node_usage(job_id)
+        return totals_metadata(usage, tier) if usage else {}
+    except (ClusterError, DamagedError):
+        return {}
 
 
 def observe(context: dg.AssetExecutionContext, metadata: dict[str, Any]) -> None:

@@ -17,12 +17,11 @@ from typing import Any
 import dagster as dg
 
 from dtrain_dagster.automation.capacity_queue import WaitingList
-from dtrain_dagster.automation.run_liveness import ALIVE_SECONDS, LIVE, has_died, planned_assets
+from dtrain_dagster.automation.run_liveness import LIVE, planned_assets
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS
-from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
+from dtrain_dagster.resources import project_resource
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
-from dtrain_dagster.support.notify import notify_and_log
 from dtrain_dagster.support.page_entries import read_entries
 from trainer.data.manifest import NoDatasetError, load_manifest
 from trainer.documents import schemas
@@ -179,10 +178,11 @@ def ask(
     Sensors are evaluated one after the other, schedules beside them. The caller must hold the claim
     (`claim_retraining`).
     """
-    now, trained = time.time(), names.key(TRAINED)
-    project, cluster = project_resource(context, names), cluster_resource(context, names)
+    now, trained, instance = time.time(), names.key(TRAINED), context.instance
+    project = project_resource(context, names)
     cause = replace(cause, key=names.mark(cause.key))
-    live = _trainings(context, project, cluster, now, trained)
+    runs = instance.get_runs(dg.RunsFilter(statuses=LIVE))
+    live = [run for run in runs if trained in planned_assets(instance, run)]
     queued = [
         item
         for item in WaitingList(project.shared_uri).tickets()
@@ -190,11 +190,12 @@ def ask(
     ]
     if queued:  # its run ended as a failure, but only waits for capacity
         return dg.SkipReason(f"{cause.words}; waits for run {queued[0].run_id[:8]}, which waits for capacity")
-    key = next_try(context.instance, cause, now, names)
+    key = next_try(instance, cause, now, names)
     if isinstance(key, dg.SkipReason):
         return key
     if live:
-        return dg.SkipReason(f"{cause.words}; waits for run {live[0].run_id[:8]}, which is training or about to train")
+        said = f"waits for run {live[0].run_id[:8]}, which is training or about to train"
+        return dg.SkipReason(f"{cause.words}; {said} (if it died with its machine, terminate it in Dagster's UI)")
     if holder := claim_retraining(open_storage(names.below(f"{project.shared_uri}/retraining")), key, now):
         return dg.SkipReason(f"{cause.words}; waits for the run that was just asked for ({holder})")
     return dg.RunRequest(run_key=key, run_config=run_config(budget_usd, names), tags={CAUSE_TAG: key})
@@ -246,39 +247,6 @@ def claim_retraining(storage: Storage, key: str, now: float) -> str:
         return str(held["key"])
     mine = json.dumps({"key": key, "at": now}).encode()
     return "" if storage.compare_and_swap(CLAIM, known, mine) else "another cause"
-
-
-def _trainings(
-    context: dg.SensorEvaluationContext | dg.ScheduleEvaluationContext,
-    project: ProjectResource,
-    cluster: GPUClusterResource,
-    now: float,
-    trained: dg.AssetKey,
-) -> list[dg.DagsterRun]:
-    """Return the runs that make this asset, or are about to. One that has died is marked as failed, so that it is told
-    once and holds no place in the queue of runs. Other runs of the instance are not touched."""
-    found = []
-    for record in context.instance.get_run_records(dg.RunsFilter(statuses=LIVE)):
-        run = record.dagster_run
-        if trained not in planned_assets(context.instance, run):
-            continue
-        if has_died(context.instance, record, cluster, project.jobs_uri, now):
-            why = (
-                f"run {run.run_id[:8]} has not reported anything for {format_duration(ALIVE_SECONDS)}, and none of "
-                "its jobs is running: it died with its machine, and is marked as failed"
-            )
-            context.instance.report_run_failed(run, why)
-            context.log.warning(why)
-            if CAUSE_TAG not in run.tags:  # else it is reported like every failed retraining
-                notify_and_log(
-                    project.notify_urls(),
-                    "dtrain: a run has died",
-                    f"{why}\n{project.run_url(run.run_id)}",
-                    context.log,
-                )
-        else:
-            found.append(run)
-    return found
 
 
 def run_config(budget_usd: float, names: GraphNames = STOCK_NAMES) -> dict[str, Any]:

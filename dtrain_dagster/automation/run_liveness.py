@@ -1,8 +1,5 @@
-"""Which Dagster runs are of a graph of ours, and whether they live. An instance has runs of other code locations, too:
-they are never touched, and keep nothing waiting.
-
-Dagster does not mark a run that died with its machine as failed: it stays "started". Its own tool for that, which sees
-the runs of all code locations, is `run_monitoring` of the instance.
+"""Which Dagster runs are of a graph of ours. An instance has runs of other code locations, too: they keep nothing
+waiting. That a run has died is for Dagster to find out, by `run_monitoring` of the instance.
 """
 
 from __future__ import annotations
@@ -11,12 +8,7 @@ from collections.abc import Iterable, Set
 
 import dagster as dg
 
-from dtrain_dagster.clusters.base import OWNER, ClusterError
-from dtrain_dagster.resources import GPUClusterResource
 from dtrain_dagster.support.graph_names import GraphNames
-from trainer.documents.reader import warn_once
-from trainer.errors import DamagedError
-from trainer.rundir import RunDir
 
 LIVE = [status for status in dg.DagsterRunStatus if status.name not in ("SUCCESS", "FAILURE", "CANCELED")]
 """The states of a run that has not ended."""
@@ -25,39 +17,7 @@ AT_WORK = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.Dagster
 ON_NODES = ("cost_estimate", "trained_checkpoint", "hyperparameter_search", "program_run")
 """The assets of a graph that use the cluster's nodes."""
 ALIVE_SECONDS = 1800.0
-"""The longest silence of a live Dagster run. One that never ended and is silent for longer is not at work."""
-
-
-def is_heard(instance: dg.DagsterInstance, record: dg.RunRecord, now: float) -> bool:
-    """Return whether the run has written an event lately."""
-    latest = instance.get_records_for_run(record.dagster_run.run_id, limit=1, ascending=False).records
-    heard_at = latest[0].timestamp if latest else record.create_timestamp.timestamp()
-    return now - heard_at < ALIVE_SECONDS
-
-
-def has_died(
-    instance: dg.DagsterInstance, record: dg.RunRecord, cluster: GPUClusterResource, jobs_uri: str, now: float
-) -> bool:
-    """Return whether a run was started, has gone silent and has no job that goes on: a run that follows a job which
-    waits for nodes has nothing to write. A run in the queue is silent and alive."""
-    run = record.dagster_run
-    if run.status is not dg.DagsterRunStatus.STARTED or is_heard(instance, record, now):
-        return False
-    try:
-        owners = [read_owning_run(RunDir(f"{jobs_uri}/{job.job_id}")) for job in cluster.manager().active_jobs()]
-    except (ClusterError, OSError):  # the cluster cannot be asked now: the run counts as alive
-        return False
-    return run.run_id not in owners
-
-
-def read_owning_run(rundir: RunDir) -> str | None:
-    """Return the id of the Dagster run that follows a job; None where there is none, or the job's file is damaged."""
-    try:
-        found = rundir.read_json(OWNER)
-        return found["dagster_run_id"] if found else None
-    except DamagedError as error:
-        warn_once(f"the run that owns a job cannot be determined: {error}")
-        return None
+"""The longest silence of a run that is about to use nodes: one that died with its machine must not keep them."""
 
 
 def planned_assets(instance: dg.DagsterInstance, run: dg.DagsterRun) -> Set[dg.AssetKey]:
@@ -77,6 +37,10 @@ def run_at_work(instance: dg.DagsterInstance, clusters: Iterable[dg.AssetKey], n
     graphs = [GraphNames("".join(key.path[:-1])) for key in clusters]
     mine = {names.key(asset) for names in graphs for asset in ON_NODES}
     for record in instance.get_run_records(dg.RunsFilter(statuses=AT_WORK)):
-        if mine & planned_assets(instance, record.dagster_run) and is_heard(instance, record, now):
-            return record.dagster_run.run_id
+        run = record.dagster_run
+        if mine & planned_assets(instance, run):
+            latest = instance.get_records_for_run(run.run_id, limit=1, ascending=False).records
+            heard_at = latest[0].timestamp if latest else record.create_timestamp.timestamp()
+            if now - heard_at < ALIVE_SECONDS:
+                return run.run_id
     return ""

@@ -249,6 +249,14 @@ def explain_excess(estimate: Estimate, limits: Limits, at_least: bool = False) -
     return "; ".join(said) or None
 
 
+def explain_on_other_nodes(plan: TrainingPlan, price: SkuPrice, tier: Tier) -> str | None:
+    """Return in words how a plan exceeds its limits on other nodes than it was made for; None where it fits. Times on
+    these are the plan's, scaled by the table of speeds, fixed costs too: a rough guess."""
+    seconds = plan.estimate.seconds.scaled(price_of(plan.sku).speed / price.speed)
+    limits = Limits(budget_usd=plan.budget_usd, deadline_hours=plan.deadline_hours)
+    return explain_excess(estimate_cost(seconds, price, tier, plan.node_count), limits)
+
+
 def sure_objection(past: Forecast | None, planned: PlannedJob, limits: Limits, choose_nodes: bool) -> str | None:
     """Return a sentence on why the plan cannot fit its limits, before anything is run; None where it may fit. It rests
     on past runs, or on the least that any training takes. Where nodes may be chosen, no number of them would fit."""

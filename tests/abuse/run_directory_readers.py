@@ -15,7 +15,6 @@ from typing import Any
 
 from click.testing import CliRunner
 
-from dtrain_dagster.automation.run_liveness import read_owning_run
 from dtrain_dagster.cli.facts import summary_lines
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.clusters import presence
@@ -188,7 +187,7 @@ def _one_job(readers: Readers) -> None:
         rundir.read_job, rundir.nodes, rundir.latest_checkpoint, rundir.last_generation,
         lambda: list(rundir.events()), lambda: list(rundir.events(strict=True)), lambda: rundir.last_step_reported(),
         lambda: last_step(rundir), lambda: generations(rundir.storage), lambda: presence.newest_generation(rundir),
-        lambda: read_owning_run(rundir), lambda: JobCourse.read(rundir), lambda: recent_events(rundir),
+        lambda: JobCourse.read(rundir), lambda: recent_events(rundir),
         rundir.read_result, lambda: summary_lines(rundir), checkpoints.load_latest,
         lambda: ran_out(rundir), lambda: launch_price(rundir, readers.settings.tiers[0]), lambda: payer_of(rundir),
         lambda: explain_launch_end(standing, rundir, readers.manager.job_status(readers.damaged), 0.0),

@@ -10,7 +10,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from dtrain_dagster.assets.common import cancelling_where_asked
+from dtrain_dagster.assets.cluster_run import ClusterRun
 from dtrain_dagster.clusters.base import OWNER, JobSpec
 from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.support.console import explain_failure
@@ -39,7 +39,8 @@ def test_a_job_is_cancelled_only_where_a_person_asked(
 ) -> None:
     @dg.asset
     def follower(context: dg.AssetExecutionContext) -> None:
-        with cancelling_where_asked(context, manager, rundir, JOB):
+        with ClusterRun(context, None, None, manager).owning(rundir, JOB):  # type: ignore[arg-type]
+            assert (rundir.read_json(OWNER) or {})["dagster_run_id"] == context.run.run_id
             if is_terminated_in_ui:  # what Dagster's launchers do before they send the signal
                 context.instance.report_run_canceling(context.run)
             os.kill(os.getpid(), number)
@@ -47,7 +48,6 @@ def test_a_job_is_cancelled_only_where_a_person_asked(
 
     rundir = manager.rundir(JOB)
     rundir.write_json("checkpoints/LATEST.json", {"path": "checkpoints/g0001-s000000040", "step": 40})
-    rundir.write_json(OWNER, {"dagster_run_id": "mine"})
     before = signal.getsignal(signal.SIGINT)
     with dg.DagsterInstance.ephemeral() as instance:
         with pytest.raises(dg.DagsterExecutionInterruptedError):

@@ -9,7 +9,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from dtrain_dagster.assets.ceilings import promising
+from dtrain_dagster.assets.cluster_run import ClusterRun
 from dtrain_dagster.assets.training import refuse_dearer_nodes, wanted_by_plan
 from dtrain_dagster.clusters.base import ClusterConfig
 from dtrain_dagster.costs.ceilings import Ceilings, write_ceilings
@@ -90,7 +90,7 @@ def test_other_nodes_than_planned_are_refused_where_the_plan_no_longer_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, Any], sku: str, tier: Any, refused: str | None
 ):
     monkeypatch.setenv("DTRAIN_HOME", str(tmp_path))
-    project = build_resources(Settings(home=tmp_path))["project"]
+    resources = build_resources(Settings(home=tmp_path))
     got = ClusterConfig(
         cluster_name="c", node_count=2, gpu_type=sku, auto_scale_enabled=True, min_nodes=0, max_nodes=2,
         idle_timeout_minutes=10, tier=tier,
@@ -98,7 +98,8 @@ def test_other_nodes_than_planned_are_refused_where_the_plan_no_longer_fits(
 
     @dg.asset
     def trained(context: dg.AssetExecutionContext) -> None:
-        refuse_dearer_nodes(context, project, plan(**limits), got)  # type: ignore[arg-type]
+        run = ClusterRun.of(context, resources["cluster"], resources["project"])
+        refuse_dearer_nodes(run, plan(**limits), got)
 
     with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
         result = dg.materialize([trained], instance=instance, raise_on_error=False)
@@ -135,8 +136,8 @@ def test_a_training_is_promised_to_the_person_of_its_run_at_the_price_of_the_nod
 
     @dg.asset
     def trained(context: dg.AssetExecutionContext) -> None:
-        wanted = wanted_by_plan(context, resources["project"], plan(stop_at_usd=stop_at_usd), got, "job")
-        with promising(context, resources["cluster"], resources["project"], wanted):
+        run = ClusterRun.of(context, resources["cluster"], resources["project"])
+        with run.promising(wanted_by_plan(run, plan(stop_at_usd=stop_at_usd), got, "job")):
             (tmp_path / "started").touch()
 
     with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.assets import search
+from dtrain_dagster.assets.cluster_run import ClusterRun
 from dtrain_dagster.assets.common import hardware_mark
 from dtrain_dagster.assets.search import SearchOptions, search_space
 from dtrain_dagster.data.build_once import BuiltDataset
@@ -24,8 +24,8 @@ class Provisioned(Exception):
     """What a study asked for: its cluster, the SKU and the number of nodes."""
 
 
-def ask(context: Any, manager: Any, cluster: GPUClusterResource, project: Any, sku: str, nodes: int) -> None:
-    raise Provisioned(cluster.gpu_type, cluster.first_tier, cluster.node_count, sku, nodes)
+def ask(run: ClusterRun, sku: str, nodes: int) -> None:
+    raise Provisioned(run.cluster.gpu_type, run.cluster.first_tier, run.cluster.node_count, sku, nodes)
 
 
 def of_search(context: Any, resources: dict[str, Any], plan: Any) -> None:
@@ -37,7 +37,7 @@ def of_search(context: Any, resources: dict[str, Any], plan: Any) -> None:
 
 def test_a_study_is_run_on_the_nodes_of_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which are what it is priced by, whatever the environment has: the launchpad of the plan asked for others."""
-    monkeypatch.setattr(search, "provision", ask)
+    monkeypatch.setattr(ClusterRun, "provision", ask)
     plan = replace(
         plan_in(Path(write_dataset(tmp_path / "data"))), sku="Standard_NC24ads_A100_v4", tier="spot", node_count=2
     )

@@ -12,6 +12,7 @@ import pytest
 
 from dtrain_dagster.assets import training_progress
 from dtrain_dagster.assets.checks import communication_check
+from dtrain_dagster.assets.cluster_run import ClusterRun
 from dtrain_dagster.assets.training_progress import (
     MOST_NEWS,
     TOLD,
@@ -103,7 +104,8 @@ def test_lost_nodes_are_sent_once_whoever_follows_and_not_without_end(
 def test_a_node_that_does_no_step_shows_what_it_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(training_progress, "OBSERVE_EVERY_SECONDS", 0.0)
     settings = Settings(home=tmp_path, nodes=1)
-    manager, run_dir = build_resources(settings)["cluster"].manager(), f"{settings.jobs_uri}/train-1"
+    resources, run_dir = build_resources(settings), f"{settings.jobs_uri}/train-1"
+    manager = resources["cluster"].manager()
     nothing = Interval(low=1e-9, expected=1e-9, high=1e-9)
     plan = TrainingPlan(
         fingerprint="",
@@ -123,7 +125,8 @@ def test_a_node_that_does_no_step_shows_what_it_costs(tmp_path: Path, monkeypatc
         manager.provision_cluster(1, "Standard_NC6s_v3")
         command = (sys.executable, "-c", "import time; time.sleep(1)")
         manager.submit_job(JobSpec(job_id="train-1", run_dir=run_dir, command=command, node_count=1))
-        follow_training(context, manager, RunDir(run_dir), "train-1", plan, [])
+        run = ClusterRun(context, resources["cluster"], resources["project"], manager)
+        follow_training(run, RunDir(run_dir), "train-1", plan)
 
     try:
         result = dg.materialize([followed])

@@ -12,7 +12,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from dtrain_dagster.assets.provisioning import provision
+from dtrain_dagster.assets.cluster_run import ClusterRun
 from dtrain_dagster.automation.capacity_queue import (
     ATTEMPT_TAG,
     TICKET_TAG,
@@ -277,7 +277,7 @@ def test_a_whole_job_that_waits_comes_back_as_that_job_for_the_same_cause(
 
     @dg.asset(config_schema={"budget_usd": float})
     def cost_estimate(context) -> None:
-        provision(context, manager, resources["cluster"], resources["project"], "A", 1)
+        ClusterRun(context, resources["cluster"], resources["project"], manager).provision("A", 1)
 
     @dg.asset(deps=[cost_estimate])
     def trained_checkpoint() -> None: ...

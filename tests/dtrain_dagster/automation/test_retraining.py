@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -30,7 +29,6 @@ from dtrain_dagster.automation.retraining import (
     staleness,
 )
 from dtrain_dagster.automation.run_liveness import ON_NODES, planned_assets
-from dtrain_dagster.clusters.base import OWNER, JobSpec
 from dtrain_dagster.clusters.job_notices import tell_of_end
 from dtrain_dagster.clusters.notice_claims import NOTICES
 from dtrain_dagster.data.sources import PriceFile
@@ -193,39 +191,6 @@ def test_a_failure_that_the_cluster_has_told_is_not_told_again(
     rundir.storage.delete(NOTICES)  # nobody was told of that end
     here.sees_failure(run)
     assert heard[-1]["title"] == "dtrain: a retraining has failed"
-
-
-def test_a_run_that_died_with_its_machine_holds_nothing_up_and_is_told_once(
-    world: tuple[World, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
-):
-    here, heard = world
-    record_training(here.instance, here.settings.shared_uri, "0" * 64, "2020-01-02")
-    here.clock.now += 31 * DAY
-    by_hand = here.add_run(dg.RunRequest(), dg.DagsterRunStatus.STARTED)
-    waits = f"waits for run {by_hand.run_id[:8]}"
-    assert waits in here.tick("staleness", minutes=29).skip_message
-    here.instance.report_engine_event("step 100", by_hand)
-    assert waits in here.tick("staleness", minutes=29).skip_message, "it was heard"
-    queued = here.add_run(dg.RunRequest(), dg.DagsterRunStatus.NOT_STARTED)
-    manager = build_resources(here.settings)["cluster"].manager()
-    manager.provision_cluster(1, "Standard_NC6s_v3")
-    run_dir = RunDir(f"{here.settings.jobs_uri}/train-00000000-11111111")
-    run_dir.write_json(OWNER, {"dagster_run_id": by_hand.run_id})
-    command = (sys.executable, "-c", "import time; time.sleep(60)")
-    job = JobSpec(job_id="train-00000000-11111111", run_dir=run_dir.uri, command=command, node_count=1)
-    manager.submit_job(job)
-    try:
-        here.tick("staleness", minutes=120)
-        assert here.instance.get_run_by_id(by_hand.run_id).status is dg.DagsterRunStatus.STARTED, "its job goes on"
-    finally:
-        manager.cancel_job(job.job_id)
-    assert f"waits for run {queued.run_id[:8]}" in here.tick("staleness").skip_message, "silent, and alive"
-    here.instance.report_run_canceled(queued)
-    assert here.instance.get_run_by_id(by_hand.run_id).status is dg.DagsterRunStatus.FAILURE
-    assert here.tick("staleness").run_requests
-    assert [(message["title"], by_hand.run_id in message["message"]) for message in heard] == [
-        ("dtrain: a run has died", True)
-    ]
 
 
 def test_of_those_who_ask_in_the_same_moment_one_asks(tmp_path: Path):
