@@ -13,8 +13,7 @@ is begun, and the line has ``partial``.
     unlearned                 the same two, without learning from the trainings before
     first_epoch_times_epochs  the same for the time of the first epoch times the epochs (no interval: within 10 %)
     beside_cores              see ``--beside``
-    rows                      each training: sizes, interval, actual seconds, and both phase by phase; ``other_cores``:
-                              those in use beside it, as the plan saw them
+    rows                      each training: sizes, interval, actual seconds, and both phase by phase
 """
 
 from __future__ import annotations
@@ -152,7 +151,6 @@ class Course:
             "first_epoch_error_percent": _percent(naive / actual - 1),
             "expected_parts": _rounded(asdict(forecast.parts(count))),
             "actual_parts": _rounded(asdict(replace(forecast, measured=(took,)).parts(count))),
-            "other_cores": round(forecast.other_cores, 2),
         }
 
     def _job(self, training: Training, job_id: str) -> tuple[JobConfig, Sizes]:

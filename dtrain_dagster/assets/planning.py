@@ -105,8 +105,7 @@ def plan_training(request: Request, registers: bool) -> dg.MaterializeResult:
             log.warning(sentence)
         model = checked.model or (planned.script.model if planned.script else None)
         refuse_what_cannot_end(run, model, planned.job.training.keep_checkpoints, registers)
-    forecast = history.forecast(planned.sizes, count, price.sku)
-    past = forecast if forecast and forecast.basis == "history" else None  # a guess refuses nothing a probe could tell
+    past = history.forecast(planned.sizes, count, price.sku)
     if said := sure_objection(past, planned, limits, config.choose_nodes):
         would_fit = remedies(compare_choices(planned, past, limits, too_small), planned, past) if past else []
         raise run.refuse_plan(nodes_of(planned), said, would_fit)
@@ -116,13 +115,11 @@ def plan_training(request: Request, registers: bool) -> dg.MaterializeResult:
         run.refuse_excess(run.wanted(f"the training {planned.fingerprint}", hourly, usd))
 
     refuse_ceilings(0.0)  # before a probe, which costs money as well
-    if forecast is not None and knows(forecast, count):
-        pace = Pace(planned=planned, forecast=forecast)
+    if past is not None and knows(past, count):
+        pace = Pace(planned=planned, forecast=past)
     else:
         pace = measure_pace(request, planned, history, limits)
     planned, forecast = pace.planned, pace.forecast
-    if forecast.basis != "probe":  # past runs do not tell what is on the machine now
-        forecast = replace(forecast, other_cores=probe.cores_of_others(forecast.sizes))
     spent = probe.charge_usd(pace.charges, planned.tier)
     limits = replace(limits, spent_usd=spent, spent_seconds=pace.seconds)
     table = compare_choices(planned, forecast, limits, too_small)
@@ -133,7 +130,7 @@ def plan_training(request: Request, registers: bool) -> dg.MaterializeResult:
         history = read_history(run, planned)
         past = history.forecast(planned.sizes, planned.node_count, planned.price.sku)
         if past and knows(past, planned.node_count):
-            forecast = replace(past, other_cores=forecast.other_cores)
+            forecast = past
     estimate = estimate_forecast(forecast, planned.price, planned.tier, planned.node_count)
     if said := explain_excess(estimate, limits):
         raise run.refuse_plan(nodes_of(planned), said, remedies(table, planned, forecast))
@@ -214,7 +211,8 @@ def measure_pace(request: Request, planned: PlannedJob, history: History, limits
         forecast = history.forecast(sizes, planned.node_count, planned.price.sku)
         if forecast is None:
             raise dg.Failure(
-                "no earlier run shows the pace of this training, so its cost cannot be estimated: set probe to true",
+                "no earlier run on this SKU shows the pace of this training, so its cost cannot be estimated: "
+                "set probe to true",
                 allow_retries=False,
             )
         return Pace(planned=planned, forecast=forecast)

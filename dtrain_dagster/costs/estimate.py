@@ -11,7 +11,7 @@ that were measured, figures are interpolated; beyond them communication grows wi
 rank keeps its batch: more nodes make larger and fewer steps of the same epochs.
 
 The 90 % interval has the spread of past estimates (`planning.scoring`) or, if that is more, of past runs among each
-other; that of the measured steps and of other work on the machine; and more for a node count or GPU not measured.
+other; that of the measured steps; and more for a node count or GPU that was not measured.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Literal
 from dtrain_dagster.costs.prices import SkuPrice
 from dtrain_dagster.settings.tiers import Tier
 
-Basis = Literal["history", "probe", "table"]
+Basis = Literal["history", "probe"]
 CONFIDENCE_90 = 1.645
 """Standard deviations to either side that hold 90 % of a normal distribution."""
 PRIOR_SPREAD = 0.12
@@ -109,14 +109,6 @@ class Sizes:
         """Return how many times slower a rank is because it shares its cores with the others."""
         ranks = node_count * self.processes_per_node
         return max(1.0, ranks / self.cores) if self.cores else 1.0
-
-    def load_spread(self, node_count: int, other_cores: float) -> float:
-        """Return the spread of the logarithm of a time because other work takes ``other_cores`` cores of the machine
-        now: half of what lies between its end and twice as much of it."""
-        if not self.cores:
-            return 0.0
-        ranks = node_count * self.processes_per_node
-        return math.log(max(1.0, (ranks + 2 * other_cores) / self.cores) / self.crowding(node_count)) / 2
 
     def work(self, node_count: int) -> Work:
         """Return all of the work, as the trainer's loop does it. Early stopping is not counted on."""
@@ -233,19 +225,14 @@ class Forecast:
     basis: Basis
     basis_words: str
     learned: LearnedCorrection = field(default_factory=LearnedCorrection)
-    measured_speed: float = 1.0
-    """Speed of the measured GPUs relative to those of the estimate: not 1 where the table of speeds was used."""
     rests_on: tuple[str, ...] = ()
     totals: tuple[float, ...] = ()
     """Wall seconds of past runs of exactly this training, on the nodes of the first of ``measured``."""
     run_spread: float = 0.0
     """Standard deviation of the logarithm of time between past runs alike; 0 where there are not two."""
-    other_cores: float = 0.0
-    """Cores that other work took on the machine of all nodes when the forecast was made."""
 
     def seconds_at(self, node_count: int, speed: float = 1.0) -> Interval:
-        """Return the wall seconds of the whole training. ``speed``: of its GPUs relative to those of the estimate."""
-        speed /= self.measured_speed
+        """Return the wall seconds of the whole training. ``speed``: of its GPUs relative to those measured."""
         known = speed == 1 and node_count == self.measured[0].node_count
         if self.totals and known:
             expected = self.learned.factor * statistics.median(self.totals)
@@ -281,7 +268,6 @@ class Forecast:
         guesses = (
             max(self.learned.spread, self.run_spread),
             near.step_spread,
-            self.sizes.load_spread(node_count, self.other_cores),
             each_doubling * abs(math.log2(node_count / near.node_count)),
             SPEED_SPREAD if speed != 1 else 0.0,
         )

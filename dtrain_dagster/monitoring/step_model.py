@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dtrain_dagster.monitoring.windows import median_error, seconds_of
+from dtrain_dagster.monitoring.windows import median_error, seconds_of, worlds
 from trainer.documents.events import TimingEvent
 
 WORTH_IT = 0.01
@@ -96,6 +96,12 @@ class StepModel:
             note=note,
             noise=self.noise,
         )
+
+
+def longest_world(found: Sequence[TimingEvent]) -> list[TimingEvent]:
+    """Return the windows of the world that trained longest; none where nobody counted their samples."""
+    groups = worlds(found)
+    return groups[0] if groups and step_model(groups[0]).samples else []
 
 
 def step_model(world: Sequence[TimingEvent]) -> StepModel:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from dtrain_dagster.monitoring.diagnosis import INPUT_SHARE
-from dtrain_dagster.monitoring.step_model import WORTH_IT, StepModel, Strategy, step_model
+from dtrain_dagster.monitoring.step_model import WORTH_IT, StepModel, Strategy, longest_world, step_model
 from dtrain_dagster.monitoring.stragglers import Straggler, stragglers
 from dtrain_dagster.monitoring.windows import (
     COMMUNICATION_LIMIT,
@@ -23,7 +23,6 @@ from dtrain_dagster.monitoring.windows import (
     ranks_that_share_cores,
     seconds_of,
     typical_collectives,
-    worlds,
 )
 from trainer.documents.events import CheckpointEvent, TimingEvent, read_events
 from trainer.performance.link import Link, bytes_carried, ring_messages
@@ -39,10 +38,9 @@ def strategies(
 ) -> list[Strategy]:
     """Return what would help the world that trained longest in these windows, the largest gain first; strategies
     without a gain come last. ``training``: the trainer's configuration, for the present values of settings."""
-    groups = worlds(found)
-    if not groups or not step_model(groups[0]).samples:
+    world, training = longest_world(found), training or {}
+    if not world:
         return []
-    world, training = groups[0], training or {}
     ranked = [*waiting_strategies(world), *_input(world), *_checkpoint(world, events, training)]
     if exceeds_limit(world, ("communication",)) and not ranks_that_share_cores(world[-1]):
         ranked += communication_strategies(world, training)

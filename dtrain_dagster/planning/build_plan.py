@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
 from dtrain_dagster.clusters.ranks import explain_idle_gpus
 from dtrain_dagster.costs.estimate import (
@@ -29,11 +30,15 @@ from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from trainer.config import SCRIPT, JobConfig
 
-LEAST_SECONDS = 5.0
+LEAST_SECONDS = Interval(low=5.0, expected=5.0, high=5.0)
 """Least seconds of any training: its processes start, load their libraries, and end."""
-
-LEAST_LOAD_SPREAD = 0.02
-"""Spread from which the load of the machine is worth a word."""
+End = Literal["low", "expected", "high"]
+ENDS: Mapping[End, tuple[str, str]] = {
+    "low": ("would", "at least"),
+    "expected": ("would", "about"),
+    "high": ("may", "up to"),
+}
+"""An end of an estimate, and the words for a figure there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +172,7 @@ def assemble_plan(
         processes_per_node=planned.sizes.processes_per_node,
         work=planned.sizes.work(count),
         estimate=estimate,
-        basis=f"{forecast.basis_words}{_learned_words(forecast.learned)}{tell_load(forecast, count)}",
+        basis=f"{forecast.basis_words}{_learned_words(forecast.learned)}",
         price_note=note_price(planned),
         price_words=price_words(planned.price.sku, planned.kind.buys_nodes),
         pace=planned.pace,
@@ -207,14 +212,6 @@ def _learned_words(learned: LearnedCorrection) -> str:
     return f"; corrected by {learned.factor - 1:+.1%}, as {learned.runs} past estimate(s) suggest"
 
 
-def tell_load(forecast: Forecast, node_count: int) -> str:
-    """Return that other work on the machine widens the interval; "" where it does not."""
-    if forecast.sizes.load_spread(node_count, forecast.other_cores) < LEAST_LOAD_SPREAD:
-        return ""
-    used = f"{forecast.other_cores:.1f} of {forecast.sizes.cores} cores"
-    return f"; the interval is wider, since other work took {used} when this was estimated"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
     """The limits of a plan. 0: no such limit."""
@@ -230,22 +227,22 @@ class Limits:
         return bool(self.budget_usd or self.deadline_hours)
 
 
-def explain_excess(estimate: Estimate, limits: Limits, at_least: bool = False) -> str | None:
-    """Return in words how the estimate exceeds the limits; None where it fits. ``at_least``: with its lower end."""
-    usd, seconds = estimate.usd, estimate.seconds
-    said = []
-    if limits.budget_usd and (usd.low if at_least else usd.expected) + limits.spent_usd > limits.budget_usd:
-        after = f" after {dollars(limits.spent_usd)} for its probe" if limits.spent_usd else ""
-        said.append(
-            f"it would cost {_told(usd, dollars, at_least)}{after}, and budget_usd is {dollars(limits.budget_usd)}"
-        )
-    took = (seconds.low if at_least else seconds.expected) + limits.spent_seconds
-    if limits.deadline_hours and took > limits.deadline_hours * 3600:
-        after = f" after {format_duration(limits.spent_seconds)} for its probe" if limits.spent_seconds else ""
-        said.append(
-            f"it would take {_told(seconds, format_duration, at_least)}{after}, "
-            f"and deadline_hours is {limits.deadline_hours:g}"
-        )
+def explain_excess(estimate: Estimate, limits: Limits, end: End = "expected") -> str | None:
+    """Return in words how this end of the estimate exceeds the limits; None where it fits. With ``low`` the plan cannot
+    fit, with ``high`` it is not sure to."""
+    verb, about = ENDS[end]
+    usd, seconds, said = estimate.usd, estimate.seconds, []
+
+    def tell(interval: Interval, write: Callable[[float], str], spent: float) -> str:
+        figure = interval.told(write) if end == "expected" else write(getattr(interval, end))
+        return f"{about} {figure}" + (f" after {write(spent)} for its probe" if spent else "")
+
+    if 0 < limits.budget_usd < getattr(usd, end) + limits.spent_usd:
+        cost = tell(usd, dollars, limits.spent_usd)
+        said.append(f"it {verb} cost {cost}, and budget_usd is {dollars(limits.budget_usd)}")
+    if 0 < limits.deadline_hours * 3600 < getattr(seconds, end) + limits.spent_seconds:
+        time = tell(seconds, format_duration, limits.spent_seconds)
+        said.append(f"it {verb} take {time}, and deadline_hours is {limits.deadline_hours:g}")
     return "; ".join(said) or None
 
 
@@ -262,35 +259,21 @@ def sure_objection(past: Forecast | None, planned: PlannedJob, limits: Limits, c
     on past runs, or on the least that any training takes. Where nodes may be chosen, no number of them would fit."""
     said, price, tier = None, planned.price, planned.tier
     for count in range(1, planned.node_count + 1) if choose_nodes else [planned.node_count]:
-        bound = estimate_forecast(past, price, tier, count) if past else least(price, tier, count)
-        said = explain_excess(bound, limits, at_least=True)
+        seconds = past.seconds_at(count) if past else LEAST_SECONDS
+        said = explain_excess(estimate_cost(seconds, price, tier, count), limits, "low")
         if said is None:
             return None
     return said
 
 
-def least(price: SkuPrice, tier: Tier, node_count: int) -> Estimate:
-    """Return the least time and cost of any training on these nodes, before anything is known of it."""
-    seconds = Interval(low=LEAST_SECONDS, expected=LEAST_SECONDS, high=LEAST_SECONDS)
-    return estimate_cost(seconds, price, tier, node_count)
-
-
 def warnings_of(plan: TrainingPlan, limits: Limits) -> list[str]:
     """Return sentences on the limits that a plan which fits may still exceed."""
-    usd, seconds, said = plan.estimate.usd, plan.estimate.seconds, []
-    spent = limits.spent_usd
-    probe = f" with the {dollars(spent)} of its probe" if spent else ""
-    if 0 < limits.budget_usd < usd.high + spent:
-        high = dollars(usd.high + spent)
-        said.append(f"it may cost up to {high}{probe}, which exceeds budget_usd = {dollars(limits.budget_usd)}")
-    if 0 < limits.deadline_hours * 3600 < seconds.high + limits.spent_seconds:
-        said.append(
-            f"it may take up to {format_duration(seconds.high)}, over deadline_hours = {limits.deadline_hours:g}"
-        )
+    usd, spent = plan.estimate.usd, limits.spent_usd
+    said = list(filter(None, [explain_excess(plan.estimate, limits, "high")]))
     if 0 < plan.stop_at_usd < usd.high + spent:
         said.append(
             f"it may reach stop_at_usd = {dollars(plan.stop_at_usd)} before its end: {dollars(usd.expected + spent)} "
-            f"are expected{probe}, up to {dollars(usd.high + spent)}"
+            f"are expected{' with its probe' if spent else ''}, up to {dollars(usd.high + spent)}"
         )
     idle = explain_idle_gpus(
         price_of(plan.sku), plan.processes_per_node, plan.node_count, usd.expected, plan.price_words != LISTED
@@ -310,7 +293,3 @@ def most_epochs(forecast: Forecast, limits: Limits, price: SkuPrice, tier: Tier,
         else:
             too_many = middle
     return fits
-
-
-def _told(interval: Interval, write: Callable[[float], str], at_least: bool) -> str:
-    return f"at least {write(interval.low)}" if at_least else f"about {interval.told(write)}"

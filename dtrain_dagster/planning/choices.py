@@ -89,7 +89,7 @@ class Choices:
         """Return the cheapest choice that a cluster of these nodes can carry out and that surely fits; else the
         cheapest that fits as expected; else the cheapest of all, which is refused. None where it can carry out none."""
         here = [row for row in self.rows if (row.sku, row.tier) == (sku, tier) and row.node_count <= most]
-        surely = [row for row in here if not misses(row, self.limits)]
+        surely = [row for row in here if is_sure(row, self.limits)]
         likely = [row for row in here if explain_excess(row.estimate, self.limits) is None]
         return next(iter(surely or likely or here), None)
 
@@ -128,7 +128,7 @@ def compare_choices(
             else:
                 offered += [_choice(planned, forecast, other, each, tier) for each in counts if not small[each]]
     rows = sorted(offered, key=lambda row: (row.usd.expected, row.seconds.expected))
-    cheapest = next((row for row in rows if not misses(row, limits)), None)
+    cheapest = next((row for row in rows if is_sure(row, limits)), None)
     return Choices(
         rows=tuple(replace(row, is_cheapest=row is cheapest) for row in rows),
         not_available=tuple(missing),
@@ -167,11 +167,16 @@ def remedies(table: Choices, planned: PlannedJob, forecast: Forecast) -> list[st
     return found
 
 
+def is_sure(choice: PlanChoice, limits: Limits) -> bool:
+    """Return whether a choice keeps the limits with the upper ends of its intervals."""
+    return explain_excess(choice.estimate, limits, "high") is None
+
+
 def _nearest(table: Choices) -> str:
     """Return which choices come nearest where none is sure to fit, and the setting to change for each."""
     limits, rows = table.limits, table.rows
-    in_time = [row for row in rows if not misses(row, replace(limits, budget_usd=0.0))]
-    affordable = [row for row in rows if not misses(row, replace(limits, deadline_hours=0.0))]
+    in_time = [row for row in rows if is_sure(row, replace(limits, budget_usd=0.0))]
+    affordable = [row for row in rows if is_sure(row, replace(limits, deadline_hours=0.0))]
     words = []
     if in_time and limits.budget_usd:
         near = min(in_time, key=lambda row: row.usd.high)
@@ -189,19 +194,6 @@ def _nearest(table: Choices) -> str:
             f"the fastest is {_told(fastest)}, the cheapest {_told(cheapest)}: raise deadline_hours, budget_usd"
         )
     return "; ".join(words)
-
-
-def misses(choice: PlanChoice, limits: Limits) -> list[str]:
-    """Return in words which limits a choice may not keep, judged by the upper ends of its intervals."""
-    found = []
-    deadline = max(3600 * limits.deadline_hours - limits.spent_seconds, 1e-9)
-    budget = max(limits.budget_usd - limits.spent_usd, 1e-9)
-    if limits.deadline_hours and choice.seconds.high > deadline:
-        late = format_duration(choice.seconds.high - deadline)
-        found.append(f"may take {format_duration(choice.seconds.high)}, {late} past the deadline")
-    if limits.budget_usd and choice.usd.high > budget:
-        found.append(f"may cost {dollars(choice.usd.high)}, {dollars(choice.usd.high - budget)} over the budget")
-    return found
 
 
 def name_nodes(node_count: int, sku: str, tier: Tier, place: str = "") -> str:
@@ -224,7 +216,7 @@ def explain_choice(table: Choices) -> str:
     else:
         said = [f"This plan runs on {in_words(planned, table.place)}."]
         least = table.cheapest_here(planned.sku, planned.tier, planned.node_count)
-        if least and least.usd.expected < planned.usd.expected and not misses(least, table.limits):
+        if least and least.usd.expected < planned.usd.expected and is_sure(least, table.limits):
             said.append(f"{_compared(least, planned)}: `choose_nodes: true` takes it.")
     if cheapest is None:
         said.append("No choice is sure to keep the limits.")
@@ -257,7 +249,7 @@ def _choice(planned: PlannedJob, forecast: Forecast, price: SkuPrice, node_count
     figure = price.figure(tier)
     told = f"{figure.usd_per_hour:g} USD per node-hour in {price.region}, {figure.how} {figure.recorded_on}: "
     origin: Origin = "guessed"
-    if own and forecast.basis != "table":
+    if own:
         origin = "measured" if any(item.node_count == node_count for item in forecast.measured) else "scaled"
     return PlanChoice(
         sku=price.sku,

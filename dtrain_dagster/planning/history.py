@@ -105,7 +105,7 @@ class History:
             for score in self.scores
             if (score.fingerprint, score.sku) == (self.fingerprint, sku) and not score.disturbed
         ]
-        return from_history(self.runs, totals, sizes, node_count, sku, lambda basis: self.learned(basis, sku))
+        return from_history(self.runs, totals, sizes, node_count, sku, self.learned("history", sku))
 
 
 def past_runs(
@@ -132,7 +132,7 @@ class HomeHistory:
         if not runs:
             return None
         sizes = replace(sizes, stated_ranks=job.training.world_size)
-        return from_history(runs, (), sizes, runs[0].measured.node_count, self.sku)
+        return from_history(runs, (), sizes, runs[0].measured.node_count, self.sku, LearnedCorrection())
 
     def runs_like(self, job: JobConfig) -> list[PastRun]:
         """Return the latest runs of the same pace and global batch, as `past_runs` does."""
@@ -238,16 +238,12 @@ def from_history(
     sizes: Sizes,
     node_count: int,
     sku: str,
-    learned_of: Callable[[Basis], LearnedCorrection] = lambda basis: LearnedCorrection(),
+    learned: LearnedCorrection,
 ) -> Forecast | None:
-    """Return the best forecast from past runs, None where there are none.
-
-    ``runs`` of the same pace, the newest first, on any SKU; those on ``sku`` come first, others are scaled by the price
-    table's relative speeds. ``totals``: wall seconds of exactly this training on this SKU, whether or not their folders
-    still exist.
-    """
+    """Return the best forecast from past runs on this SKU, None where there are none. ``runs``: of the same pace, the
+    newest first. ``totals``: wall seconds of exactly this training on this SKU, whether or not their folders still
+    exist."""
     same = [run for run in runs if run.sku == sku]
-    others = [run for run in runs if run.sku != sku]
     exactly = f"{len(totals)} past run(s) of exactly this training"
     if totals and not any(run.measured.node_count == node_count for run in same):
         step_seconds, words, jobs = totals[-1] / sizes.work(node_count).steps, exactly, tuple[str, ...]()
@@ -262,20 +258,6 @@ def from_history(
         words = exactly if totals else words
         paces = [run.measured.step_seconds for run in same if run.measured.node_count == count]
         spread = max(spread_of_runs(totals), spread_of_runs(paces))
-    elif others:
-        nearest = [run for run in others if run.sku == others[0].sku]
-        speed = hardware_of(nearest[0].sku).speed / hardware_of(sku).speed
-        measured, jobs = _newest_of_each_count(nearest, node_count)
-        return Forecast(
-            measured=measured,
-            sizes=sizes,
-            basis="table",
-            basis_words=f"run {jobs[0]} on {nearest[0].sku}, which the price table calls {speed:.2g} times as fast as "
-            f"{sku}: a rough guess",
-            learned=learned_of("table"),
-            rests_on=jobs,
-            measured_speed=speed,
-        )
     else:
         return None
     return Forecast(
@@ -283,7 +265,7 @@ def from_history(
         sizes=sizes,
         basis="history",
         basis_words=words,
-        learned=learned_of("history"),
+        learned=learned,
         rests_on=jobs,
         totals=tuple(totals),
         run_spread=spread,
@@ -304,7 +286,7 @@ def spread_of_runs(seconds: Sequence[float]) -> float:
 
 def knows(forecast: Forecast | None, node_count: int) -> bool:
     """Return whether the forecast rests on past runs on exactly these nodes, so that a probe would tell nothing new."""
-    return forecast is not None and forecast.basis == "history" and forecast.measured[0].node_count == node_count
+    return forecast is not None and forecast.measured[0].node_count == node_count
 
 
 def _newest_of_each_count(runs: Sequence[PastRun], planned: int) -> tuple[tuple[Measured, ...], tuple[str, ...]]:

@@ -3,8 +3,8 @@ one that costs more than estimated and goes on. Pure.
 
 Time and cost of each change are a row of `dtrain_dagster.planning.options`; here is decided which are worth a word.
 
-A change that keeps a running job as it is (other nodes, another tier) can be made from its checkpoint: it saves on what
-is left, and pays for starting again (`BaseRun.restart_seconds`). One that changes the training saves in another run.
+A running job can be given other nodes or another tier from its checkpoint: that saves on what is left, and pays for
+starting again (`BaseRun.restart_seconds`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import date
 from typing import Any, Literal
 
@@ -22,17 +22,16 @@ from dtrain_dagster.costs.tracker import CostTracker, paid_wall_seconds
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.view import JobView
 from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, GPUMemory, gpu_memory
-from dtrain_dagster.monitoring.step_model import step_model
-from dtrain_dagster.monitoring.windows import seconds_of, settled, windows, worlds
+from dtrain_dagster.monitoring.step_model import longest_world, step_model
+from dtrain_dagster.monitoring.windows import seconds_of, settled, windows
 from dtrain_dagster.planning.options import BaseRun, Change, best_of, build_options, change_table, worthwhile
 from dtrain_dagster.planning.projection import Projection, pauses_left
 from dtrain_dagster.settings.tiers import Tier, tier_of
 from trainer.documents.events import EvaluationEvent, NodeEvent, OutOfMemoryEvent, TimingEvent, read_events
 
 LOW_UTILIZATION = 0.5
-OTHER_NODES, OTHER_TRAINING = ("fewer nodes", "other SKU", "spot"), ("larger batch",)
-"""Changes of the nodes alone, and of the training."""
-LEFT, ANOTHER = "of what is left, from the checkpoint", "in another run like this one"
+OTHER_NODES = ("fewer nodes", "other SKU", "spot")
+"""Changes of the nodes alone."""
 STILL_THERE_SECONDS = 60.0
 """Nodes whose intervals end within so long of the last end count as there: their clocks and looks differ."""
 
@@ -81,8 +80,7 @@ class ResourceOptimizer:
         self.price, self.tier, self.training = price, tier, training
         self._prices, self._today = tuple(prices), today
         self._events = [item for item in events if item.get("kind") in (NodeEvent.kind, OutOfMemoryEvent.kind)]
-        groups = worlds(settled(windows(events)))
-        self._world = groups[0] if groups and step_model(groups[0]).samples else []
+        self._world = longest_world(settled(windows(events)))
         tracker = CostTracker("", usage, tier)
         self.usd, self._node_hours = tracker.total_usd, tracker.node_hours
         self.wall_seconds = paid_wall_seconds(usage)
@@ -92,8 +90,8 @@ class ResourceOptimizer:
         self.utilization = utilization(self._events)
         self.memory: GPUMemory | str = "the job recorded no timing of its steps"
         """The memory of the fullest GPU, or why it is not known."""
-        if groups:
-            self.memory = gpu_memory(groups[0], self._events, training)
+        if self._world:
+            self.memory = gpu_memory(self._world, self._events, training)
 
     def recommendations(self) -> tuple[Change, ...]:
         """Return the changes that are worth it, the most dollars first."""
@@ -143,73 +141,54 @@ class ResourceOptimizer:
         return said + change_table(self.recommendations()) + missing
 
 
-def rest_and_whole(
+def rest_of(
     usage: Sequence[NodeUsage],
     table: Mapping[str, SkuPrice],
     projection: Projection,
     plan: Mapping[str, Any],
     view: JobView,
-) -> tuple[BaseRun, BaseRun]:
-    """Return the rest of a running job, and the whole of it as projected, both on the nodes that are present now.
-
-    ``plan``: the content of ``plan.json``. Phases that were not measured are taken from there. Raise KeyError where the
-    SKU is not in the table, ValueError where no node was ever present.
-    """
+) -> BaseRun:
+    """Return the rest of a running job as projected, on the nodes that are present now. ``plan``: the content of
+    ``plan.json``. Raise KeyError where the SKU is not in the table, ValueError where no node was ever present."""
     last = max(usage, key=lambda item: item.ended_at)
     count = len({item.node_id for item in usage if item.ended_at >= last.ended_at - STILL_THERE_SECONDS})
     price = {name.casefold(): row for name, row in table.items()}[last.sku.casefold()]
     tier = tier_of(last.tier or plan["tier"])
-
-    usd_whole = projection.at_end.expected if projection.at_end else projection.so_far
-    usd_left = max(0.0, usd_whole - projection.so_far)
+    usd = max(0.0, projection.at_end.expected - projection.so_far) if projection.at_end else 0.0
+    seconds = 3600 * usd / (count * price.usd_per_hour(tier))
     work, phases = plan.get("work") or {}, plan.get("phases") or {}
-    steps = int(work.get("steps") or 0)
-    names = ("startup", "steps", "evaluation", "checkpoint", "finish")
-    planned = {name: float(phases.get(name) or 0.0) for name in names}
-    left, restart = planned, 0.0
-    if view.reports and steps:
-        share, step = max(0.0, 1 - view.step / steps), statistics.median(item[1] for item in view.reports)
-        evaluation, checkpoint = pauses_left(view, work, phases)
-        left = planned | {"startup": 0.0, "steps": share * steps * step}
-        left |= {"evaluation": evaluation, "checkpoint": checkpoint}
+    step_seconds, evaluation, restart = seconds, 0.0, 0.0
+    if view.reports and work.get("steps"):
+        step = statistics.median(took for _, took, _ in view.reports)
+        step_seconds = min(seconds, step * max(0, work["steps"] - view.step))
+        evaluation = min(seconds - step_seconds, pauses_left(view, work, phases)[0])
         training = (plan.get("job") or {}).get("training") or {}
-        restart = planned["startup"] + step * float(training.get("checkpoint_frequency") or 0) / 2
-    whole = planned if planned["steps"] else left | {"startup": planned["startup"]}
-
-    def run(usd: float, phases: Mapping[str, float], restart: float) -> BaseRun:
-        # Phases are brought to the length that the dollars pay for: what is projected and what is timed differ a
-        # little. Where nothing is known of them, all of it is steps.
-        seconds = 3600 * usd / (count * price.usd_per_hour(tier))
-        total = sum(phases.values()) if phases["steps"] else 0.0
-        return BaseRun(
-            price=price,
-            tier=tier,
-            node_count=count,
-            seconds=seconds,
-            usd=usd,
-            step_seconds=seconds * phases["steps"] / total if total else seconds,
-            evaluation_seconds=seconds * phases["evaluation"] / total if total else 0.0,
-            restart_seconds=restart,
-        )
-
-    return run(usd_left, left, restart), run(usd_whole, whole, 0.0)
+        again = step * float(training.get("checkpoint_frequency") or 0) / 2
+        restart = float(phases.get("startup") or 0.0) + again
+    return BaseRun(
+        price=price,
+        tier=tier,
+        node_count=count,
+        seconds=seconds,
+        usd=usd,
+        step_seconds=step_seconds,
+        evaluation_seconds=evaluation,
+        restart_seconds=restart,
+    )
 
 
 def savings(
     rest: BaseRun,
-    whole: BaseRun,
     found: Sequence[TimingEvent],
     events: Sequence[Mapping[str, Any]],
     training: Mapping[str, Any],
     table: Mapping[str, SkuPrice],
     today: date,
 ) -> tuple[Change, ...]:
-    """Return the best change of each kind that is worth it, the largest saving first. ``found``, ``events``: how the
-    latest steps went; without any, only prices count. ``today``: for SKUs that are retired by then."""
-    groups = worlds(found)
-    world = groups[0] if groups and step_model(groups[0]).samples else []
-    told: list[Change] = []
-    for base, kinds, when in ((rest, OTHER_NODES, LEFT), (whole, OTHER_TRAINING, ANOTHER)):
-        rows = build_options(base, world, events, training, table.values(), today) if base.usd > 0 else ()
-        told += [replace(item, of=when) for item in worthwhile(rows, kinds, base.usd)]
-    return tuple(sorted(told, key=lambda item: -item.saved_usd))
+    """Return the best change of the nodes of each kind that is worth it on the rest of a job, the largest saving first.
+    ``found``, ``events``: how the latest steps went; without any, only prices count. ``today``: for SKUs that are
+    retired by then."""
+    if not rest.usd:
+        return ()
+    rows = build_options(rest, longest_world(found), events, training, table.values(), today)
+    return tuple(sorted(worthwhile(rows, OTHER_NODES, rest.usd), key=lambda item: -item.saved_usd))

@@ -39,23 +39,18 @@ class Change:
     lost_seconds: float
     """Seconds lost; negative where it is quicker."""
     why: str
-    of: str = ""
-    """What it saves on, in words."""
-
-    @property
-    def saved(self) -> str:
-        return f"{dollars(self.saved_usd)} {self.of}".rstrip()
 
     @property
     def text(self) -> str:
-        return f"{self.name}: {self.setting}: saves {self.saved}" + (f" ({self.why})" if self.why else "")
+        saved = dollars(self.saved_usd)
+        return f"{self.name}: {self.setting}: saves {saved}" + (f" ({self.why})" if self.why else "")
 
 
 def change_table(found: Iterable[Change]) -> str:
     rows = ["| what | change | saves | takes | why |", "|---|---|---|---|---|"]
     for item in found:
         took = f"{format_duration(abs(item.lost_seconds))} {'more' if item.lost_seconds >= 0 else 'less'}"
-        rows.append(f"| **{item.name}** | {item.setting} | {item.saved} | {took} | {item.why} |")
+        rows.append(f"| **{item.name}** | {item.setting} | {dollars(item.saved_usd)} | {took} | {item.why} |")
     return "\n".join(rows) if len(rows) > 2 else "These figures do not suggest any change."
 
 
@@ -138,7 +133,6 @@ def build_options(
     retired on ``today`` cannot.
     """
     now = step_model(world) if world else None
-    now = now if now and now.samples else None
     memory = gpu_memory(world, events, training) if world else "no timing of its steps is known"
     found = _other_skus(base, now, memory, prices, today)
     if base.tier == "dedicated" and not explain_unavailable(base.price, "spot", None):

@@ -27,8 +27,6 @@ from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.config import JobConfig, TrackingConfig
 from trainer.rundir import RESULT, RunDir
 
-LISTENING_SECONDS = 1.0
-"""Seconds in which the use of the cores is counted: load averages would still count a probe that has ended."""
 LEAST_STEPS, MOST_STEPS, SHARE_OF_TRAINING = 24, 120, 0.1
 """A probe does a tenth of the training's steps, within these bounds: of a long training, next to nothing."""
 WINDOWS = 6
@@ -97,7 +95,6 @@ def run_probes(
     limit, and as `run_probe` does."""
     jobs_uri = job.run_dir.rpartition("/")[0]
     measured, words, jobs, reused = [], [], [], True
-    loads = [cores_of_others(sizes)]
     for count in counts:
         short = probe_job(job, jobs_uri, mark, count, sizes)
         rundir = RunDir(short.run_dir)
@@ -108,7 +105,6 @@ def run_probes(
             bounded = replace(short, training=replace(short.training, max_node_seconds=left()))
             run_probe(manager, bounded, count, sizes.processes_per_node, env, tell, command)
             reused = False
-            loads.append(cores_of_others(sizes))
         done = rundir.read_job().training  # an earlier probe may have had more steps
         item = read_measured(list(rundir.events()), rundir.nodes(), count, done.global_batch_size, bool(sizes.cores))
         tracking = TRACKING_SHARE * item.startup_seconds / sizes.crowding(count)
@@ -124,7 +120,6 @@ def run_probes(
         + (", measured before and reused: nothing that matters to it has changed since" if reused else ""),
         learned=learned,
         rests_on=tuple(reversed(jobs)),
-        other_cores=max(loads),
     )
 
 
@@ -163,15 +158,6 @@ def run_probe(
 def has_succeeded(rundir: RunDir) -> bool:
     result = rundir.read_json(RESULT)
     return result is not None and result["status"] == "succeeded"
-
-
-def cores_of_others(sizes: Sizes) -> float:
-    """Return how many cores of this machine others use, counted for a second; 0 where nodes are other machines."""
-    if not sizes.cores:
-        return 0.0
-    import psutil  # not above: loading the code location does without
-
-    return min(float(sizes.cores), psutil.cpu_percent(interval=LISTENING_SECONDS) / 100 * sizes.cores)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

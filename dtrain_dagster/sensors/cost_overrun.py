@@ -82,7 +82,8 @@ def build_cost_overrun_sensor(names: GraphNames = STOCK_NAMES) -> dg.SensorDefin
                     count += 1
                     context.log.warning(sentence)
                     advice = _advice(context, plan, usage, rundir, projection)
-                    body = "\n".join([sentence, *(f"- {change.text}" for change in advice)])
+                    rest = ["of what is left, continued from the checkpoint:"] if advice else []
+                    body = "\n".join([sentence, *rest, *(f"- {change.text}" for change in advice)])
                     try:  # recorded now, not with the result of this tick: later steps may fail or hang
                         check = _check(job_id, item, projection, advice, plan)
                         context.instance.report_runless_asset_event(check)
@@ -127,14 +128,13 @@ def _advice(
     projection: Projection,
 ) -> "tuple[Change, ...]":
     """Return what would save money; empty where that cannot be computed, for the alert must not wait for it."""
-    from dtrain_dagster.planning.optimizer import rest_and_whole, savings
+    from dtrain_dagster.planning.optimizer import rest_of, savings
 
     try:
         events = recent_events(rundir)
         table, training = alternatives_to(usage[-1].sku), (plan.get("job") or {}).get("training") or {}
-        rest, whole = rest_and_whole(usage, table, projection, plan, _READ[rundir.uri][0])
-        today = datetime.now(UTC).date()
-        return savings(rest, whole, settled(windows(events)), events, training, table, today)
+        rest = rest_of(usage, table, projection, plan, _READ[rundir.uri][0])
+        return savings(rest, settled(windows(events)), events, training, table, datetime.now(UTC).date())
     except Exception as error:  # of any kind: events and plans of other versions, unknown prices
         context.log.warning(f"possible savings cannot be computed: {type(error).__name__}: {error}")
         return ()

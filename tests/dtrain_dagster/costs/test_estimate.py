@@ -25,7 +25,7 @@ from dtrain_dagster.costs.estimate import (
     interpolated,
 )
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.planning.build_plan import Limits, explain_excess, least, most_epochs
+from dtrain_dagster.planning.build_plan import Limits, explain_excess, most_epochs, sure_objection
 from dtrain_dagster.planning.choices import compare_choices, remedies
 from dtrain_dagster.planning.measured import read_measured
 from dtrain_dagster.planning.probe import probe_counts
@@ -235,20 +235,21 @@ def test_one_odd_run_teaches_little_and_many_teach_much():
 
 
 @pytest.mark.parametrize(
-    ("budget", "hours", "at_least", "said"),
+    ("budget", "hours", "end", "said"),
     [
-        (0.0, 0.0, False, None),
-        (1.0, 1.0, False, None),
-        (0.030, 0.0, False, r"about \$0.0374 .* budget_usd is \$0.0300"),
-        (0.030, 0.0, True, r"at least \$0.0307, and budget_usd is \$0.0300"),
-        (0.033, 0.0, True, None),
-        (0.033, 0.0, False, r"about \$0.0374"),
-        (1.0, 0.01, False, r"about 44 s \(36 s to 54 s\), and deadline_hours is 0.01"),
+        (0.0, 0.0, "high", None),
+        (1.0, 1.0, "high", None),
+        (0.030, 0.0, "expected", r"about \$0.0374 .* budget_usd is \$0.0300"),
+        (0.030, 0.0, "low", r"at least \$0.0307, and budget_usd is \$0.0300"),
+        (0.033, 0.0, "low", None),
+        (0.033, 0.0, "expected", r"about \$0.0374"),
+        (0.045, 0.0, "high", r"may cost up to \$0.0456, and budget_usd is \$0.0450"),
+        (1.0, 0.01, "expected", r"about 44 s \(36 s to 54 s\), and deadline_hours is 0.01"),
     ],
 )
-def test_a_plan_keeps_to_budget_and_deadline(budget, hours, at_least, said):
+def test_a_plan_keeps_to_budget_and_deadline(budget, hours, end, said):
     estimate = estimate_cost(forecast(ALONE).seconds_at(1), PRICE, "dedicated", 1)
-    found = explain_excess(estimate, Limits(budget_usd=budget, deadline_hours=hours), at_least)
+    found = explain_excess(estimate, Limits(budget_usd=budget, deadline_hours=hours), end)
     if said is None:
         assert found is None
     else:
@@ -270,4 +271,4 @@ def test_what_would_fit_is_said():
     assert explain_excess(estimate_cost(fewer, PRICE, "dedicated", 2), limits) is None
     assert f"epochs={epochs} instead of 4" in fits[1]
     assert most_epochs(made, Limits(budget_usd=0.001), PRICE, "dedicated", 2) == 0
-    assert explain_excess(least(PRICE, "dedicated", 2), Limits(budget_usd=0.001), at_least=True)
+    assert sure_objection(None, planned, Limits(budget_usd=0.001), choose_nodes=True)

@@ -17,7 +17,7 @@ from dtrain_dagster.assets.plan_page import choices_metadata
 from dtrain_dagster.costs.estimate import Interval
 from dtrain_dagster.costs.prices import price_of, price_table
 from dtrain_dagster.planning.build_plan import Limits
-from dtrain_dagster.planning.choices import Choices, PlanChoice, compare_choices, explain_choice, misses, remedies
+from dtrain_dagster.planning.choices import Choices, PlanChoice, compare_choices, explain_choice, is_sure, remedies
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars
 from tests.dtrain_dagster.planning.planned_nodes import planned_on
@@ -89,7 +89,6 @@ def test_time_and_dollars_by_hand_and_where_they_come_from():
     assert "0.5 times as fast as one of Standard_NC6s_v3" in row_of(table, T4, 2).time_from
     assert row_of(table, T4, 2).seconds.expected == pytest.approx(13 * HOUR)
     assert "recorded 2025-11-04" in two.price_from
-    assert row_of(table_of(Amdahl(basis="table")), V100, 2).origin == "guessed"
     costs = [row.usd.expected for row in table.rows]
     assert costs == sorted(costs)
 
@@ -206,9 +205,9 @@ def test_what_holds_of_every_table(forecast: Amdahl, given: dict[str, Any]):
     for row in table.rows:
         assert 0 <= row.usd.low <= row.usd.expected <= row.usd.high
     if table.cheapest:
-        assert not misses(table.cheapest, table.limits)
+        assert is_sure(table.cheapest, table.limits)
     else:
-        assert all(misses(row, table.limits) for row in table.rows)
+        assert not any(is_sure(row, table.limits) for row in table.rows)
 
 
 @given(forecasts, tables, st.integers(1, 9))

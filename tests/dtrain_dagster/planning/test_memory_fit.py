@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from dtrain_dagster.settings.cluster_kinds import KINDS
 from harness.small_job import write_dataset
 from tests.dtrain_dagster.planning.planned_nodes import planned_on
 from tests.dtrain_dagster.planning.test_check_job import job_of
-from tests.dtrain_dagster.planning.test_options import NODES, TODAY, Known
+from tests.dtrain_dagster.planning.test_choices import Amdahl
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.performance.memory import GIB, ModelBytes
 
@@ -126,7 +127,7 @@ def test_ranks_of_one_machine_divide_its_memory(monkeypatch: pytest.MonkeyPatch)
 def test_a_plan_compares_no_nodes_that_are_too_small() -> None:
     price = price_of(T4)
     planned: Any = SimpleNamespace(
-        price=price, tier="dedicated", node_count=NODES, kind=KINDS["azure_ml"], script=None,
+        price=price, tier="dedicated", node_count=3, kind=KINDS["azure_ml"], script=None,
         sizes=SimpleNamespace(processes_per_node=1), job=SimpleNamespace(training=config(strategy="fsdp")),
     )  # fmt: skip
     too_small, sentences = memory_of(planned, Checked(("unsure",), MODEL))
@@ -134,8 +135,8 @@ def test_a_plan_compares_no_nodes_that_are_too_small() -> None:
 
     def table_of(skus: list[str], counts: list[int]) -> Choices:
         return compare_choices(
-            planned_on(price, NODES), Known(), Limits(), too_small, prices=map(price_of, skus), node_counts=counts,  # type: ignore[arg-type]
-            tiers=["dedicated"], today=TODAY,
+            planned_on(price, 3), Amdahl(), Limits(), too_small, prices=map(price_of, skus), node_counts=counts,  # type: ignore[arg-type]
+            tiers=["dedicated"], today=date(2025, 9, 1),
         )  # fmt: skip
 
     table = table_of([T4, A100], [1, 2, 3])
