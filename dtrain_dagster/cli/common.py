@@ -21,7 +21,7 @@ from trainer.printable import visible
 from trainer.rundir import RunDir
 
 if TYPE_CHECKING:
-    from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+    from dtrain_dagster.configuration import ClusterConfiguration, ProjectConfiguration
 
 EXIT_UNUSABLE, EXIT_INTERRUPTED, EXIT_STOPPED = 2, 130, 143
 PIPE_COLUMNS = 10_000
@@ -87,13 +87,12 @@ def ranks_of(settings: Settings) -> int:
     return ranks_per_node(settings.processes_per_node, settings.kind, settings.gpu_type, settings.nodes, gpus)
 
 
-def cluster_of(settings: Settings) -> tuple[GPUClusterResource, ProjectResource]:
-    """Return the resources that assets get, so that a shell and Dagster see one cluster. No request is made before the
-    manager is used."""
-    from dtrain_dagster.resources import build_resources  # not above: completion does without Dagster
+def cluster_of(settings: Settings) -> tuple[ClusterConfiguration, ProjectConfiguration]:
+    """Return what the resources of assets are made of, so that a shell and Dagster see one cluster. No request is made
+    before the manager is used."""
+    from dtrain_dagster.configuration import read_configuration  # not above: completion needs no cluster
 
-    resources: dict[str, Any] = build_resources(settings)
-    return resources["cluster"], resources["project"]
+    return read_configuration(settings)
 
 
 def run_dir(settings: Settings, job_id: str) -> RunDir:

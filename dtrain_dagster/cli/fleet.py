@@ -56,7 +56,7 @@ from trainer.observability.reporter import OFF, TRACKING_OF_LAUNCH
 from trainer.rundir import JOB
 
 if TYPE_CHECKING:
-    from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+    from dtrain_dagster.configuration import ClusterConfiguration, ProjectConfiguration
     from dtrain_dagster.settings.environment import Settings
 
 GUESSED_SPREAD = 1.0
@@ -192,7 +192,7 @@ def bill_of(settings: Settings, job_id: str, is_probe: bool = False) -> tuple[Co
     return tracker, found
 
 
-def limits_of(fleet: FleetFile, settings: Settings, cluster: GPUClusterResource, began_at: float) -> FleetLimits:
+def limits_of(fleet: FleetFile, settings: Settings, cluster: ClusterConfiguration, began_at: float) -> FleetLimits:
     """Return the limits of a fleet that began then. Its price is that of the dearest nodes that may be bought. Raise
     `PriceError` where a price is not known."""
     return FleetLimits(
@@ -205,7 +205,7 @@ def limits_of(fleet: FleetFile, settings: Settings, cluster: GPUClusterResource,
     )
 
 
-def dearest_usd_per_hour(cluster: GPUClusterResource) -> float:
+def dearest_usd_per_hour(cluster: ClusterConfiguration) -> float:
     """Return the highest price among the nodes that the cluster may take."""
     if cluster.kind != "azure_ml":
         return price_of(cluster.sku).usd_per_hour(tier_of(cluster.first_tier))
@@ -326,8 +326,8 @@ def tracked_jobs(
     fleet: FleetFile,
     jobs: Sequence[FleetJob],
     settings: Settings,
-    cluster: GPUClusterResource,
-    project: ProjectResource,
+    cluster: ClusterConfiguration,
+    project: ProjectConfiguration,
 ) -> list[FleetJob]:
     """Return the jobs of a fleet's file, tracked as `dtrain train` tracks a training; ``set`` of a job may switch it
     off."""
