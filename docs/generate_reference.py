@@ -252,13 +252,9 @@ def metrics_page() -> str:
         "| metric | labels | meaning |\n|---|---|---|\n"
         "| `dtrain_job_info` | `job`, `model`, `state` | 1; the labels tell what the job is and how it stands |\n"
     )
-    groups: tuple[tuple[str, Mapping[str, tuple[Any, ...]]], ...] = (
-        ("`job`", server.JOB_METRICS), ("`job`", server.COUNTER_METRICS), ("`job`, `node`", server.NODE_METRICS),
-        ("`job`, `node`, `gpu`", server.GPU_METRICS),
-    )  # fmt: skip
-    for labels, metrics in groups:
-        text += "".join(f"| `{name}` | {labels} | {about[0]} |\n" for name, about in metrics.items())
-    for name, (about, own, _) in server.LABELLED_METRICS.items():
+    counters = {name: (about, ()) for name, (about, _) in server.COUNTER_METRICS.items()}
+    gauges = {name: (about, own) for name, (about, own, _) in server.METRICS.items()}
+    for name, (about, own) in {**gauges, **counters}.items():
         text += f"| `{name}` | {', '.join(f'`{label}`' for label in ('job', *own))} | {about} |\n"
     return text
 

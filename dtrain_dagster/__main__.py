@@ -9,13 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import click
 
 from dtrain_dagster.cli.common import EXIT_UNUSABLE, Refusal, read_settings, refuses
 from dtrain_dagster.cli.start import say_after_work
-from dtrain_dagster.jobs.progress import noted_jobs, work_file
+from dtrain_dagster.jobs.promises import jobs_begun_since
 from dtrain_dagster.settings.azure import AzureSettings
 from dtrain_dagster.settings.data_lake import compute_log_section, with_compute_logs
 from dtrain_dagster.settings.environment import Settings
@@ -140,7 +141,8 @@ def work(command: tuple[str, ...], go_on: str | None) -> None:
     if not os.environ.get("DAGSTER_HOME"):  # without one, Dagster would forget what the command has made
         os.environ["DAGSTER_HOME"] = str(prepare_dagster_home(settings))
     what = f"`{Path(command[0]).name} {' '.join(command[1:3])}`".replace("\n", " ")
-    with hold_home(home, what) as descriptor, work_file() as path:
+    began = time.time()
+    with hold_home(home, what) as descriptor:
         try:
             process = subprocess.Popen(command, pass_fds=[descriptor])
         except OSError as error:
@@ -149,8 +151,9 @@ def work(command: tuple[str, ...], go_on: str | None) -> None:
         interrupts: list[int] = []  # Ctrl-C reaches the command too, whose end is waited for
         signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-        code, jobs = process.wait(), noted_jobs(path)
+        code = process.wait()
     if interrupts:
+        jobs = jobs_begun_since(home, began)
         say_after_work(read_settings(), jobs, go_on or shlex.join(["python", "-m", "dtrain_dagster", "work", *command]))
     sys.exit(code if code >= 0 else 128 - code)
 

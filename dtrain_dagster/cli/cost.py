@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
+from rich.table import Table
 
 from dtrain_dagster.cli.ceilings import OF_CEILINGS, WORD, ceiling_options, ceilings_command
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, read_settings, refuses, run_dir, say
-from dtrain_dagster.cli.fleet import bill_document, bill_of_fleet
-from dtrain_dagster.cli.fleet_screen import ledger_table
 from dtrain_dagster.cli.job_names import find_job_or_fleet, named_argument
 from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.cli.screen import Column, plain_table, print_fitted
-from dtrain_dagster.clusters.azure_ml.bill import Marks, Reconciliation, UsageError, read_usage, reconcile
+from dtrain_dagster.clusters.azure_ml.bill import Marks, Reconciliation, read_usage, reconcile
 from dtrain_dagster.costs import export
-from dtrain_dagster.costs.ledger import Ledger, ledger
-from dtrain_dagster.costs.money import SECOND, digits_of, total_shown
+from dtrain_dagster.costs.ledger import Ledger, Row, ledger
+from dtrain_dagster.costs.money import SECOND, digits_of, shown, total_shown, usd
 from dtrain_dagster.costs.plan import PLAN, probe_usage_of
 from dtrain_dagster.costs.prices import (
     Figure,
-    PriceError,
     SkuPrice,
     known_regions,
     price_of,
@@ -37,7 +35,10 @@ from dtrain_dagster.costs.prices import (
 from dtrain_dagster.costs.prices import skus as known_skus
 from dtrain_dagster.costs.retail import RETAIL_URL, Refreshed, refresh_price_table
 from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.fleet.ledger import add_ledgers
+from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.jobs.totals import LaunchTotals, sum_launches
+from dtrain_dagster.search.results import kept_search
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.tiers import TIERS, tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
@@ -117,42 +118,69 @@ def cost(name: str | None, as_json: bool, **options: Any) -> None:
         _show_job(settings, name, as_json, **options)
 
 
-def _show_fleet(settings: Settings, name: str, as_json: bool) -> None:
+class Bill(NamedTuple):
+    """What a job has cost, and what for; with the probes that its plan rests on."""
 
-    found, budget_usd = bill_of_fleet(settings, name)
+    tracker: CostTracker
+    ledger: Ledger
+    took: LaunchTotals
+    running: bool
+    plan: Mapping[str, Any]
+
+
+def bill_of(settings: Settings, job_id: str, is_probe: bool = False) -> Bill:
+    """Return the bill of a job. ``is_probe``: as the probe of others. Raise `PriceError` where no price is known."""
+    manager, rundir = cluster_of(settings)[0].manager(), run_dir(settings, job_id)
+    running, plan = not manager.job_status(job_id).state.is_final, rundir.read_json(PLAN) or {}
+    usage = [*(replace(item, is_probe=is_probe) for item in manager.node_usage(job_id)), *probe_usage_of(plan)]
+    tier = tier_of(plan.get("tier", settings.tiers[0]))
+    tracker = CostTracker(settings.cluster_name, usage, tier)
+    found = ledger(tracker.nodes, rundir.events(strict=True), running, is_script=not rundir.storage.exists(JOB))
+    return Bill(tracker, found, sum_launches(usage, tier), running, plan)
+
+
+def _show_fleet(settings: Settings, name: str, as_json: bool) -> None:
+    """Print what all jobs of a fleet have cost together; of a search with the probe that measured a trial."""
+    records, search = FleetRecords(settings.home, name), kept_search(settings.home, name) or {}
+    bills = {job_id: bill_of(settings, job_id, is_probe=True) for job_id in search.get("measured_by", ())}
+    begun = [standing.job_id for standing in records.standings() if standing.launches]
+    bills |= {job_id: bill_of(settings, job_id) for job_id in begun}
+    found = add_ledgers({job_id: (bill.tracker, bill.ledger) for job_id, bill in bills.items()})
+    whole = found.whole
     if as_json:
-        print_json(bill_document(found, budget_usd))
-    else:
-        console().print(ledger_table(found), highlight=False)
+        causes = {name.value: {"node_seconds": row.seconds, "usd": row.usd} for name, row in whole.causes().items()}
+        print_json({
+            "node_seconds": whole.microseconds / SECOND,
+            "usd": usd(whole.units),
+            "budget_usd": records.limits().budget_usd + float(search.get("before_usd", 0.0)),
+            "causes": causes,
+            "jobs": {
+                job_id: {"node_seconds": each.microseconds / SECOND, "usd": usd(each.units)}
+                for job_id, each in found.jobs.items()
+            },
+        })  # fmt: skip
+        return
+    console().print(ledger_table("cause", _causes(whole)), highlight=False)
+    say("")
+    console().print(ledger_table("job", [(job_id, each, "") for job_id, each in found.jobs.items()]), highlight=False)
 
 
 def _show_job(settings: Settings, job_id: str, as_json: bool, usage_export: Path | None) -> None:
-    cluster = cluster_of(settings)[0]
-    manager = cluster.manager()
-    running = not manager.job_status(job_id).state.is_final
-    rundir = run_dir(settings, job_id)
-    plan = rundir.read_json(PLAN) or {}
-    words = plan.get("price_words", price_words(cluster.sku, settings.kind.buys_nodes))
-    try:
-        usage = [*manager.node_usage(job_id), *probe_usage_of(plan)]
-        events = list(rundir.events(strict=True))
-        tracker = CostTracker(settings.cluster_name, usage, tier_of(plan.get("tier", settings.tiers[0])))
-        found = ledger(tracker.nodes, events, running, is_script=not rundir.storage.exists(JOB))
-        took = sum_launches(usage, tier_of(plan.get("tier", settings.tiers[0])))
-        where = cluster.azure_options().workspace_id if usage_export and settings.cluster == "azure_ml" else ""
-        reconciled = _reconciled(usage_export, tracker, job_id, rundir, where) if usage_export else None
-    except (PriceError, UsageError) as error:
-        raise Refusal(str(error)) from None
-    expected = ((plan.get("estimate") or {}).get("usd") or {}).get("expected")
+    cluster, rundir = cluster_of(settings)[0], run_dir(settings, job_id)
+    bill = bill_of(settings, job_id)
+    words = bill.plan.get("price_words", price_words(cluster.sku, settings.kind.buys_nodes))
+    where = cluster.azure_options().workspace_id if usage_export and settings.cluster == "azure_ml" else ""
+    reconciled = _reconciled(usage_export, bill.tracker, job_id, rundir, where) if usage_export else None
+    expected = ((bill.plan.get("estimate") or {}).get("usd") or {}).get("expected")
     if as_json:
         epochs = (rundir.read_json(RESULT) or {}).get("epochs") or 0.0
-        more: dict[str, Any] = {"running": running, "launches": asdict(took)}
+        more: dict[str, Any] = {"running": bill.running, "launches": asdict(bill.took)}
         if reconciled is not None:
             more["reconciliation"] = json.loads(json.dumps(asdict(reconciled), default=float))
-        metrics = tracker.metrics(epochs, expected + tracker.probe_usd if expected else 0.0)
-        print_json(export.cost_document(tracker, found, metrics, words, **more))
+        metrics = bill.tracker.metrics(epochs, expected + bill.tracker.probe_usd if expected else 0.0)
+        print_json(export.cost_document(bill.tracker, bill.ledger, metrics, words, **more))
     else:
-        _print(tracker, found, took, words, expected, running)
+        _print(bill, words, expected)
         if reconciled is not None:
             _print_reconciled(reconciled)
 
@@ -162,29 +190,39 @@ def _reconciled(path: Path, tracker: CostTracker, job_id: str, rundir: RunDir, w
     return reconcile(tracker, rows, marks, datetime.now(UTC).date())
 
 
-def _print(
-    tracker: CostTracker, found: Ledger, took: LaunchTotals, words: str, expected: float | None, running: bool
-) -> None:
-    digits = digits_of(found.units)
-    table = plain_table("cause", "node-time", "share", "dollars", right=("node-time", "share", "dollars"))
+def _causes(found: Ledger) -> list[tuple[str, Ledger | Row, str]]:
+    return [(cause.value, row, cause.meaning) for cause, row in found.causes().items()]
+
+
+def ledger_table(
+    title: str, rows: Sequence[tuple[str, Ledger | Row, str]], total: str = "all", words: str = ""
+) -> Table:
+    """Return time and dollars by cause or by job, and their sum, in a row called ``total``: dollars and shares of time
+    add up to it. ``rows``: name, what it took, and what that was for. Pure."""
+    units, times = ([getattr(row, name) for _, row, _ in rows] for name in ("units", "microseconds"))
+    digits, whole = digits_of(sum(units)), sum(times)
+    table = plain_table(title, "node-time", "share", "dollars", right=("node-time", "share", "dollars"))
     table.add_column("what for", style="dim")
-    for row in export.ledger_rows(found, digits):
-        seconds = row["node_seconds"]
-        took_part = f"{seconds:.1f} s" if seconds < 60 else format_duration(float(seconds))
-        table.add_row(row["cause"], took_part, f"{row['percent']} %", f"${row['usd']:,}", row["meaning"])
+    shares = shown([time * 100 for time in times], 1, unit=max(1, whole))
+    for (name, _, meaning), time, amount, share in zip(rows, times, shown(units, digits), shares, strict=True):
+        took = f"{time / SECOND:.1f} s" if time < 60 * SECOND else format_duration(time / SECOND)
+        table.add_row(name, took, f"{share} %", f"${amount:,}", meaning)
     table.add_section()
-    total = f"${total_shown([found.units], digits):,}"
-    table.add_row(
-        "so far" if running else "the bill", format_duration(found.microseconds / SECOND), "100 %", total, words
-    )
-    console().print(table, highlight=False)
+    table.add_row(total, format_duration(whole / SECOND), "100 %", f"${total_shown(units, digits):,}", words)
+    return table
+
+
+def _print(bill: Bill, words: str, expected: float | None) -> None:
+    tracker, took = bill.tracker, bill.took
+    total = "so far" if bill.running else "the bill"
+    console().print(ledger_table("cause", _causes(bill.ledger), total, words), highlight=False)
     nodes = len({node.node_id for node in tracker.nodes})
     said = f"{nodes} node(s), {took.node_hours_words} in {took.words}"
     probe = f", and {dollars(tracker.probe_usd)} for its probe" if tracker.probe_usd else ""
     say(said + (f"; estimated: {dollars(expected)}{probe}" if expected else ""))
     if took.last and took.last.usd is not None:
         say(f"of these dollars the last launch took {dollars(took.last.usd)}")
-    for note in (*tracker.notes, *found.notes):
+    for note in (*tracker.notes, *bill.ledger.notes):
         say(f"note: {note}")
 
 

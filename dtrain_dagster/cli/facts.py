@@ -1,5 +1,5 @@
-"""What is known of a job: its state, what all of its launches took and cost, how far it has come, the time left, and
-the result of one that has succeeded.
+"""What is known of a job beside `dtrain_dagster.jobs.facts`: its nodes, how far it has come, the time left, and the
+result of one that has succeeded.
 
 What is printed of it (`dtrain_dagster.cli.job_tables`) and by ``--json`` is the same.
 """
@@ -19,9 +19,10 @@ from dtrain_dagster.clusters.exit_policy import describe_exit
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import STAND_IN, price_words
 from dtrain_dagster.costs.worth import is_judged, worth_line
+from dtrain_dagster.jobs.facts import JobFacts, read_facts
 from dtrain_dagster.jobs.progress import REGISTRATION
-from dtrain_dagster.jobs.totals import LaunchTotals, launched_usage, sum_launches
-from dtrain_dagster.jobs.view import JobFollower, JobView, last_step
+from dtrain_dagster.jobs.totals import LaunchTotals
+from dtrain_dagster.jobs.view import JobFollower, JobView
 from dtrain_dagster.planning.projection import TimeLeft, count_nodes, describe_training, time_left
 from dtrain_dagster.reports.kind_scores import compare_figures, has_kind_scores
 from dtrain_dagster.settings.environment import Settings
@@ -35,84 +36,17 @@ SEPARATOR = " · "
 """What stands between the parts of a line of progress."""
 READERS = 16
 """The number of run directories that are read in parallel."""
-DAMAGED = "damaged"
-"""The state of a job whose run directory cannot be read."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobFacts:
-    """A job as the list of all jobs has it."""
-
-    status: JobStatus
-    run_dir: str
-    nodes: int = 0
-    """Nodes of its last launch."""
-    began_at: float | None = None
-    """The start of its first launch; Unix seconds."""
-    totals: LaunchTotals | None = None
-    """Over all launches; None where that is not recorded."""
-    step: tuple[int, float] | None = None
-    """The last step and its loss."""
-
-    @property
-    def state(self) -> str:
-        """Return the state in a word."""
-        return DAMAGED if self.status.damage else self.status.state.value
-
-    @property
-    def seconds(self) -> float | None:
-        """Return for how many seconds at least one node was there; where nobody recorded it, the time from start to
-        end."""
-        if self.totals is not None and self.totals.launches:
-            return self.totals.seconds
-        if self.status.started_at is None:
-            return None
-        return max(0.0, (self.status.ended_at or time.time()) - self.status.started_at)
-
-    @property
-    def usd(self) -> float | None:
-        """Return the dollars of its own nodes; None where no price is known."""
-        return self.totals.usd if self.totals is not None else None
-
-    def document(self) -> dict[str, Any]:
-        """Return the facts for JSON."""
-        status, totals = self.status, self.totals
-        return {
-            "job": status.job_id,
-            "state": self.state,
-            "message": status.damage or status.message,
-            "kept": list(status.kept),
-            "nodes": self.nodes,
-            "nodes_alive": status.nodes_alive,
-            "launches": totals.launches if totals else 0,
-            "started_at": self.began_at,
-            "ended_at": status.ended_at if status.state.is_final else None,
-            "seconds": self.seconds,
-            "node_hours": totals.node_hours if totals else None,
-            "usd": self.usd,
-            "step": self.step[0] if self.step else None,
-            "loss": self.step[1] if self.step else None,
-            "run_dir": self.run_dir,
-        }
-
-
-def read_facts(settings: Settings, status: JobStatus) -> JobFacts:
+def facts_of(settings: Settings, status: JobStatus) -> JobFacts:
     """Return the facts on a job of this status. One that is damaged, or cannot be read now, hides no other."""
     rundir = run_dir(settings, status.job_id)
     try:
-        if status.damage:
-            return JobFacts(status=status, run_dir=rundir.uri)
-        launch, nodes = rundir.read_json(LAUNCH) or {}, rundir.nodes()
-        return JobFacts(
-            status=status,
-            run_dir=rundir.uri,
-            nodes=launch.get("node_count", 0),
-            began_at=min((node.started_at for node in nodes), default=status.started_at),
-            totals=read_totals(settings, rundir, launch, not status.state.is_final),
-            step=last_step(rundir),
-        )
+        if not status.damage:
+            return read_facts(rundir, status, tier_of(settings.tiers[0]), settings.gpu_type)
     except (DamagedError, OSError) as error:
-        return JobFacts(status=replace(status, damage=str(error)), run_dir=rundir.uri)
+        status = replace(status, damage=str(error))
+    return JobFacts(status=status, run_dir=rundir.uri)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,38 +110,24 @@ def time_of(seconds: float | None, with_seconds: bool = True) -> str:
     return "" if seconds is None else time.strftime(form, time.localtime(seconds))
 
 
-def read_totals(settings: Settings, rundir: RunDir, launch: Mapping[str, Any], running: bool) -> LaunchTotals:
-    """Return the time and the dollars of a job's own nodes, over all launches. ``launch``: the content of
-    ``launch.json``."""
-    plan = rundir.read_json(PLAN) or {}
-    stale = stale_seconds(rundir.storage)
-    usage = launched_usage(rundir.nodes(), launch, running, time.time(), stale, settings.gpu_type)
-    return sum_launches(usage, tier_of(plan.get("tier") or settings.tiers[0]))
-
-
 def list_facts(settings: Settings, statuses: Sequence[JobStatus]) -> list[JobFacts]:
     """Return the facts on these jobs."""
     with ThreadPoolExecutor(READERS) as pool:
-        return list(pool.map(lambda status: read_facts(settings, status), statuses))
+        return list(pool.map(lambda status: facts_of(settings, status), statuses))
 
 
-class LeftClock:
-    """The time left of one job, from how it goes and its plan."""
+def read_plan(rundir: RunDir) -> Mapping[str, Any]:
+    """Return the plan that the time left rests on; an empty one where there is none, or it is damaged: others refuse
+    the job for it, and here a figure is missing."""
+    with suppress(DamagedError):
+        return rundir.read_json(PLAN) or {}
+    return {}
 
-    def __init__(self, rundir: RunDir) -> None:
-        self._rundir = rundir
-        self._plan: Mapping[str, Any] | None = None
 
-    def left(self, status: JobStatus, view: JobView) -> TimeLeft | None:
-        """Return the time left, without a plan to the last step; None where it is not known, and for a job that has
-        ended, however it did."""
-        if status.state.is_final or not view.reports:
-            return None
-        if self._plan is None:
-            self._plan = {}
-            with suppress(DamagedError):  # others refuse the job for it: here a figure is missing
-                self._plan = self._rundir.read_json(PLAN) or {}
-        return time_left(view, self._plan, time.time())
+def left_of(status: JobStatus, view: JobView, plan: Mapping[str, Any]) -> TimeLeft | None:
+    """Return the time left of a job, without a plan to its last step; None where it is not known, and for a job that
+    has ended."""
+    return None if status.state.is_final or not view.reports else time_left(view, plan, time.time())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,14 +139,15 @@ class JobCourse:
     has_events: bool
 
 
-def read_course(status: JobStatus, rundir: RunDir, clock: LeftClock) -> JobCourse:
+def read_course(status: JobStatus, rundir: RunDir) -> JobCourse:
     """Return how far a job of this status has come. Of one that is damaged nothing is known."""
     follower, heard = JobFollower(rundir, JobView(nodes_alive=status.nodes_alive)), 0
     if status.damage:
         return JobCourse(view=follower.view, left=None, has_events=False)
     for events in follower.read():
         heard += len(events)
-    return JobCourse(view=follower.view, left=clock.left(status, follower.view), has_events=heard > 0)
+    left = left_of(status, follower.view, read_plan(rundir))
+    return JobCourse(view=follower.view, left=left, has_events=heard > 0)
 
 
 def format_progress(
@@ -307,8 +228,8 @@ def summary_lines(rundir: RunDir, totals: LaunchTotals | None = None, price: str
 
 def priced_summary(settings: Settings, rundir: RunDir) -> list[tuple[str, str]]:
     """Return `summary_lines` with the dollars of the job's nodes, whether or not a report has them."""
-    totals = read_totals(settings, rundir, rundir.read_json(LAUNCH) or {}, running=False)
-    return summary_lines(rundir, totals, price_of_cluster(settings))
+    status = JobStatus(job_id=rundir.uri.rpartition("/")[2], state=JobState.SUCCEEDED)
+    return summary_lines(rundir, facts_of(settings, status).totals, price_of_cluster(settings))
 
 
 def price_of_cluster(settings: Settings) -> str:

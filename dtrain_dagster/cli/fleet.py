@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dtrain_dagster.cli.ceilings import promising, tell_ceilings, wanted_group
-from dtrain_dagster.cli.common import cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
+from dtrain_dagster.cli.common import cluster_of, console, ranks_of, read_settings, refuses, say
 from dtrain_dagster.cli.fleet_screen import fleet_screen, fleet_table, headline, name_some
 from dtrain_dagster.cli.follow import warn
 from dtrain_dagster.cli.job_names import complete_files
@@ -36,27 +36,22 @@ from dtrain_dagster.cli.train import as_overrides
 from dtrain_dagster.clusters.azure_ml.sku_chain import chain
 from dtrain_dagster.clusters.notice_text import FLEET, PART_OF
 from dtrain_dagster.costs.estimate import Forecast
-from dtrain_dagster.costs.ledger import Ledger, ledger
-from dtrain_dagster.costs.money import SECOND, usd
+from dtrain_dagster.costs.money import usd
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.fleet.grants import LEAST_WORK_SECONDS
 from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits
-from dtrain_dagster.fleet.ledger import FleetLedger, add_ledgers
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.runner import FleetRunner
 from dtrain_dagster.fleet.source import FleetFile, JobEntry, JobSource, ListedJobs, parse_fleet
 from dtrain_dagster.fleet.view import FleetWatch
-from dtrain_dagster.search.results import kept_search
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.user_sources import ensure_importable
 from trainer.config import PARTS, ConfigError, JobConfig
 from trainer.observability.reporter import OFF, TRACKING_OF_LAUNCH
-from trainer.rundir import JOB
 
 if TYPE_CHECKING:
-    from dtrain_dagster.configuration import ClusterConfiguration, ProjectConfiguration
+    from dtrain_dagster.chosen import ChosenCluster, ProjectPlaces
     from dtrain_dagster.settings.environment import Settings
 
 GUESSED_SPREAD = 1.0
@@ -154,45 +149,7 @@ def cancel_fleet(settings: Settings, name: str) -> None:
         orchestrate(settings, records, ListedJobs([standing.job for standing in records.standings()]))
 
 
-def bill_of_fleet(settings: Settings, name: str) -> tuple[FleetLedger, float]:
-    """Return what all jobs of a fleet have cost together, and its budget in dollars; of a search with the probe that
-    measured a trial."""
-    records, search = FleetRecords(settings.home, name), kept_search(settings.home, name) or {}
-    before_usd = float(search.get("before_usd", 0.0))
-    bills = {job_id: bill_of(settings, job_id, is_probe=True) for job_id in search.get("measured_by", ())}
-    begun = [standing.job_id for standing in records.standings() if standing.launches]
-    bills |= {job_id: bill_of(settings, job_id) for job_id in begun}
-    return add_ledgers(bills), records.limits().budget_usd + before_usd
-
-
-def bill_document(found: FleetLedger, budget_usd: float) -> dict[str, Any]:
-    """Return the cost of a fleet for JSON. Pure."""
-    return {
-        "node_seconds": found.whole.microseconds / SECOND,
-        "usd": usd(found.whole.units),
-        "budget_usd": budget_usd,
-        "causes": {
-            name.value: {"node_seconds": row.seconds, "usd": row.usd} for name, row in found.whole.causes().items()
-        },
-        "jobs": {
-            job_id: {"node_seconds": of_job.microseconds / SECOND, "usd": usd(of_job.units)}
-            for job_id, of_job in found.jobs.items()
-        },
-    }
-
-
-def bill_of(settings: Settings, job_id: str, is_probe: bool = False) -> tuple[CostTracker, Ledger]:
-    """Return what a job has cost, and what for. ``is_probe``: as the probe of others."""
-    manager = cluster_of(settings)[0].manager()
-    rundir = run_dir(settings, job_id)
-    running = not manager.job_status(job_id).state.is_final
-    usage = [replace(item, is_probe=is_probe) for item in manager.node_usage(job_id)]
-    tracker = CostTracker(settings.cluster_name, usage, tier_of(settings.tiers[0]))
-    found = ledger(tracker.nodes, rundir.events(strict=True), running, is_script=not rundir.storage.exists(JOB))
-    return tracker, found
-
-
-def limits_of(fleet: FleetFile, settings: Settings, cluster: ClusterConfiguration, began_at: float) -> FleetLimits:
+def limits_of(fleet: FleetFile, settings: Settings, cluster: ChosenCluster, began_at: float) -> FleetLimits:
     """Return the limits of a fleet that began then. Its price is that of the dearest nodes that may be bought. Raise
     `PriceError` where a price is not known."""
     return FleetLimits(
@@ -205,7 +162,7 @@ def limits_of(fleet: FleetFile, settings: Settings, cluster: ClusterConfiguratio
     )
 
 
-def dearest_usd_per_hour(cluster: ClusterConfiguration) -> float:
+def dearest_usd_per_hour(cluster: ChosenCluster) -> float:
     """Return the highest price among the nodes that the cluster may take."""
     if cluster.kind != "azure_ml":
         return price_of(cluster.sku).usd_per_hour(tier_of(cluster.first_tier))
@@ -326,8 +283,8 @@ def tracked_jobs(
     fleet: FleetFile,
     jobs: Sequence[FleetJob],
     settings: Settings,
-    cluster: ClusterConfiguration,
-    project: ProjectConfiguration,
+    cluster: ChosenCluster,
+    project: ProjectPlaces,
 ) -> list[FleetJob]:
     """Return the jobs of a fleet's file, tracked as `dtrain train` tracks a training; ``set`` of a job may switch it
     off."""

@@ -1,4 +1,4 @@
-"""A fleet in a terminal: its table, its line of progress, and the ledger of all its jobs."""
+"""A fleet in a terminal: its table, and its line of progress."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
 from dtrain_dagster.cli.follow import LINE_EVERY_SECONDS, in_place
-from dtrain_dagster.cli.screen import Column, fitted_table, plain_table
-from dtrain_dagster.costs.money import SECOND, digits_of, shown, total_shown
+from dtrain_dagster.cli.screen import Column, fitted_table
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.printable import visible
 
 if TYPE_CHECKING:
-    from dtrain_dagster.fleet.ledger import FleetLedger
     from dtrain_dagster.fleet.view import FleetRow, FleetView, FleetWatch
 
 COLOURS = {
@@ -99,31 +96,6 @@ def job_row(job: FleetRow) -> list[str | Text]:
 def _loss(job: FleetRow) -> str:
     loss = job.valid_loss if job.valid_loss is not None else job.loss
     return "" if loss is None else f"{loss:.4f}"
-
-
-def ledger_table(found: FleetLedger) -> Group:
-    """Return a fleet's dollars by cause and by job. Pure."""
-
-    all_units, seconds = found.whole.units, found.whole.microseconds / SECOND
-    digits = digits_of(all_units)
-
-    def made(title: str, rows: list[tuple[str, int, int, str]]) -> Table:
-        figures = ("node-time", "share", "dollars")
-        table = plain_table(title, *figures, right=figures)
-        table.add_column("", style="dim")
-        sums = shown([units for _, _, units, _ in rows], digits)
-        for (name, time_, units, meaning), sum_ in zip(rows, sums, strict=True):
-            table.add_row(
-                name, format_duration(time_ / SECOND), f"{units / max(1, all_units):.1%}", f"${sum_:,}", meaning
-            )
-        table.add_section()
-        total = f"${total_shown([all_units], digits):,}"
-        table.add_row("all", format_duration(seconds), "100.0%", total, "")
-        return table
-
-    causes = [(cause.value, row.microseconds, row.units, cause.meaning) for cause, row in found.whole.causes().items()]
-    jobs = [(job_id, row.microseconds, row.units, "") for job_id, row in found.jobs.items()]
-    return Group(made("cause", causes), Text(""), made("job", jobs))
 
 
 @contextmanager

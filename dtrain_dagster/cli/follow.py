@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from rich.text import Text
 
 from dtrain_dagster.cli.common import cluster_of, console, run_dir, say
-from dtrain_dagster.cli.facts import SEPARATOR, LeftClock, format_progress
+from dtrain_dagster.cli.facts import SEPARATOR, format_progress, left_of, read_plan
 from dtrain_dagster.cli.json_output import print_json
 from dtrain_dagster.clusters.base import GPUClusterManager, JobStatus
 from dtrain_dagster.jobs.log_follower import LogFollower, time_in
@@ -103,22 +103,21 @@ def stream_job(
 
 def follow_training(settings: Settings, job_id: str, total_steps: int | None = None) -> JobStatus:
     """Show a training's progress on the standard output until it has ended, and return how."""
-    rundir = run_dir(settings, job_id)
-    return watch_training(console(), cluster_of(settings)[0].manager(), rundir, job_id, total_steps, LeftClock(rundir))
+    return watch_training(console(), cluster_of(settings)[0].manager(), run_dir(settings, job_id), job_id, total_steps)
 
 
 def watch_training(
-    console: Console, manager: GPUClusterManager, rundir: RunDir, job_id: str, total_steps: int | None, clock: LeftClock
+    console: Console, manager: GPUClusterManager, rundir: RunDir, job_id: str, total_steps: int | None
 ) -> JobStatus:
     """Show a training's progress until it has ended. On a terminal that is a bar and the line of progress; elsewhere a
     line for each phase, and one every few seconds."""
-    bar, phase, shown_at = Bar(console), "", 0.0
+    bar, plan, phase, shown_at = Bar(console), read_plan(rundir), "", 0.0
     with in_place(console, is_kept=True) as show:
         for status, progress in follow_job(manager, rundir, job_id):
             for sentence in progress.news:
                 warn(console, sentence)
             total, now = total_steps or progress.total_steps, time.monotonic()
-            text = format_progress(progress, total, clock.left(status, progress), status.state)
+            text = format_progress(progress, total, left_of(status, progress, plan), status.state)
             now_in = text.partition(SEPARATOR)[0]
             if console.is_terminal:
                 is_over = status.state.is_final

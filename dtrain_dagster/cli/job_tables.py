@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.text import Text
 
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, run_dir, say
-from dtrain_dagster.cli.facts import JobCourse, JobFacts, NodeFacts, format_progress, read_nodes, so_far, time_of
+from dtrain_dagster.cli.facts import JobCourse, NodeFacts, format_progress, read_nodes, so_far, time_of
 from dtrain_dagster.cli.json_output import print_json
 from dtrain_dagster.cli.screen import Column, print_fitted
 from dtrain_dagster.clusters.base import JobState
+from dtrain_dagster.jobs.facts import JobFacts
 from dtrain_dagster.monitoring.hangs import hang_verdict
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars, format_duration
@@ -136,5 +137,6 @@ def _job_row(job: JobFacts) -> list[Any]:
         time_of(job.began_at, with_seconds=False),
         "" if job.seconds is None else format_duration(job.seconds),
         "" if job.usd is None else dollars(job.usd),
-        *(("", "") if job.step is None else (str(job.step[0]), f"{job.step[1]:.4f}")),
+        "" if job.step is None else str(job.step),
+        "" if job.loss is None else f"{job.loss:.4f}",
     ]

@@ -20,16 +20,14 @@ from dtrain_dagster.cli.common import (
     say,
 )
 from dtrain_dagster.cli.facts import (
-    LeftClock,
+    facts_of,
     has_result,
     list_facts,
     priced_summary,
     read_course,
-    read_facts,
     status_document,
     summary_document,
 )
-from dtrain_dagster.cli.fleet import cancel_fleet
 from dtrain_dagster.cli.fleet_screen import fleet_table, headline
 from dtrain_dagster.cli.follow import follow_training, print_json_lines, print_lines, stream_job
 from dtrain_dagster.cli.job_names import (
@@ -45,8 +43,6 @@ from dtrain_dagster.cli.job_tables import lift_exclusion, print_jobs, print_stat
 from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.cli.screen import pairs_table
 from dtrain_dagster.cli.start import describe_outcome, say_that_it_runs_on
-from dtrain_dagster.dashboard.job_links import places_of
-from dtrain_dagster.dashboard.page import report_page
 from dtrain_dagster.fleet.records import FleetRecords, fleet_names
 from dtrain_dagster.fleet.view import FleetWatch
 from dtrain_dagster.jobs.log_follower import follow_logs
@@ -170,6 +166,9 @@ def _follow(settings: Settings, job_id: str) -> None:
 
 
 def _save_page(settings: Settings, job_id: str, file: str) -> None:
+    from dtrain_dagster.dashboard.job_links import places_of  # not above: who lists jobs does not wait for them
+    from dtrain_dagster.dashboard.page import report_page
+
     page = report_page(run_dir(settings, job_id), settings.tiers[0], places_of(settings))
     try:
         Path(file).write_text(page)
@@ -201,10 +200,10 @@ def _show_fleet(settings: Settings, name: str, as_json: bool) -> None:
 
 def _show_job(settings: Settings, job_id: str, as_json: bool) -> None:
     rundir = run_dir(settings, job_id)
-    facts = read_facts(settings, cluster_of(settings)[0].manager().job_status(job_id))
+    facts = facts_of(settings, cluster_of(settings)[0].manager().job_status(job_id))
     if facts.status.damage and not as_json:
         raise Refusal(facts.status.damage)
-    course = read_course(facts.status, rundir, LeftClock(rundir))
+    course = read_course(facts.status, rundir)
     is_over = not facts.status.damage and has_result(rundir)
     if as_json:
         document = summary_document(settings, rundir) if is_over else {}
@@ -278,6 +277,8 @@ def cancel(name: str) -> None:
     settings = read_settings()
     name, is_fleet = find_job_or_fleet(settings, name)
     if is_fleet:
+        from dtrain_dagster.cli.fleet import cancel_fleet  # not above: it is all that starts trainings
+
         cancel_fleet(settings, name)
         return
     manager = cluster_of(settings)[0].manager()

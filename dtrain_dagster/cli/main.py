@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 import click
-from click.shell_completion import CompletionItem, FishComplete, add_completion_class
+from click.shell_completion import CompletionItem
 
 SECTIONS = {
     "Train": {
@@ -54,41 +54,6 @@ dtrain trains PyTorch models on GPU clusters, and says what they cost.
 Where a job is asked for, the beginning of its name is enough, or `latest`.
 `dtrain --help` lists all commands, `dtrain COMMAND --help` explains one.
 """
-RETIRED = {
-    "watch": "dtrain status JOB --follow",
-    "summary": "dtrain status [JOB]",
-    "report": "dtrain status JOB --html FILE",
-    "profile": "dtrain status JOB --trace",
-    "nodes": "dtrain status --nodes, and dtrain status --lift HOST",
-    "searches": "dtrain jobs --fleets, or dtrain search --show NAME",
-    "fleet run": "dtrain fleet FILE",
-    "fleet status": "dtrain jobs --fleets, or dtrain status NAME",
-    "fleet cancel": "dtrain cancel NAME",
-    "fleet cost": "dtrain cost NAME",
-    "data rows": "dtrain data SOURCE",
-    "dashboard": "dtrain ui jobs",
-    "mlflow": "dtrain ui mlflow",
-    "tensorboard": "dtrain ui tensorboard",
-    "prices": "dtrain cost, with --sku SKU, --region REGION or --refresh",
-    "kubernetes train-job": "DTRAIN_CLUSTER=kubernetes dtrain train",
-    "azure": "dtrain doctor",
-    "slurm": "dtrain doctor",
-    "kubernetes": "dtrain doctor",
-    "ray": "dtrain doctor",
-    "endpoint": "python -m dtrain_dagster.registry.endpoints check",
-    "setup": "python -m dtrain_dagster setup",
-    "work": "python -m dtrain_dagster work COMMAND",
-    "clean": "python -m dtrain_dagster clean",
-    "completion": "_DTRAIN_COMPLETE=bash_source dtrain, or zsh_source or fish_source",
-}
-"""What older versions had → what is typed instead. To be removed with the version after the next release."""
-
-
-@add_completion_class
-class WholeDescriptions(FishComplete):
-    """Completion in fish with descriptions that may have commas: click's takes what stands before the first one."""
-
-    source_template = FishComplete.source_template.replace('string split ","', 'string split -m 1 ","')
 
 
 def load_command(name: str) -> click.Command:
@@ -112,15 +77,6 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command of this name, None where there is none."""
         return load_command(cmd_name) if cmd_name in self.list_commands(ctx) else None
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command. Raise `click.UsageError` for one of `RETIRED`, with what takes its place."""
-        for words in (" ".join(args[:2]), args[0]):
-            if words in RETIRED:
-                raise click.UsageError(f"`dtrain {words}` is now: {RETIRED[words]}")
-        return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Return the commands that begin with what was typed, or the options."""

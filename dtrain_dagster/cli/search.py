@@ -250,10 +250,7 @@ def _script(
 ) -> tuple[JobConfig, int, SearchedScript, dict[str, int]]:
     """Return the training of a script that is varied, its nodes, the script, and the samples of its splits. Raise
     `Refusal` for options that do not go with it, and `ConfigError` as `order_script` does."""
-    refused = {"config": asked.config, "dataset": asked.dataset, "model": asked.model, "loss": asked.loss}
-    for option, value in refused.items():
-        if value is not None:
-            raise Refusal(f"--{option} cannot be combined with --script: the script has its own model, loss and data")
+    asked.refuse_beside_script()
     found = order_script(settings, script, arguments, asked.fields(), asked.nodes, name)
     if not found.samples["valid"]:
         raise Refusal(f"--script {script}: trials are compared on a validation split: call fit(train, valid)")

@@ -20,9 +20,10 @@ from typing import Any
 import click
 
 from dtrain_dagster.cli.common import EXIT_INTERRUPTED, EXIT_STOPPED, Refusal, cluster_of, run_dir, say
-from dtrain_dagster.cli.facts import JobCourse, JobFacts, LeftClock, price_of_cluster, read_course, read_facts, so_far
+from dtrain_dagster.cli.facts import JobCourse, facts_of, price_of_cluster, read_course, so_far
 from dtrain_dagster.cli.job_names import LATEST, complete_jobs
 from dtrain_dagster.clusters.base import OWNER, ClusterConfig, ClusterError, GPUClusterManager, JobState, JobStatus
+from dtrain_dagster.jobs.facts import JobFacts
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import format_duration, seconds_of
 from trainer.config import JOB_ID, JobConfig
@@ -259,8 +260,8 @@ def say_how_it_stands(settings: Settings, job_id: str) -> bool:
     ended."""
     with suppress(ValueError, RuntimeError, OSError):
         rundir = run_dir(settings, job_id)
-        facts = read_facts(settings, cluster_of(settings)[0].manager().job_status(job_id))
-        course = read_course(facts.status, rundir, LeftClock(rundir))
+        facts = facts_of(settings, cluster_of(settings)[0].manager().job_status(job_id))
+        course = read_course(facts.status, rundir)
         for line in describe_end(facts, course, rundir.latest_checkpoint(), price_of_cluster(settings)):
             say(line, err=True)
         return facts.status.state.is_final

@@ -103,6 +103,14 @@ class Asked:
         """Return `job_of_options` for these options, with ``own`` fields."""
         return job_of_options(settings, self.config, self.dataset, own, self.nodes, job_id, settings_file)
 
+    def refuse_beside_script(self, **more: str | None) -> None:
+        """Raise `Refusal` for an option that says what a script says itself."""
+        own = {"config": self.config, "dataset": self.dataset, "model": self.model, "loss": self.loss, **more}
+        for option, value in own.items():
+            if value is not None:
+                what = "the script has its own model, loss, data and settings"
+                raise Refusal(f"--{option} cannot be combined with --script: {what}")
+
     @contextmanager
     def in_its_words(self) -> Iterator[None]:
         """Let errors within the block name the options that were given instead of the fields of ``job.json`` that they
@@ -240,11 +248,7 @@ def train(
             settings = asked.settings()
     own = asked.fields(backend)
     if script is not None:
-        refused = {"config": asked.config, "dataset": asked.dataset, "model": asked.model, "loss": asked.loss}
-        for option, value in {**refused, "settings": settings_file}.items():
-            if value is not None:
-                what = "the script has its own model, loss, data and settings"
-                raise Refusal(f"--{option} cannot be combined with --script: {what}")
+        asked.refuse_beside_script(settings=settings_file)
         found = order_script(settings, script, arguments, [*own, *changes], asked.nodes, name)
         job_id, nodes = found.job.job_id, asked.nodes or settings.nodes
         runs = runs_already(cluster_of(settings)[0].manager(), job_id)

@@ -13,23 +13,21 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
-from dtrain_dagster.clusters.base import JobState
+from dtrain_dagster.clusters.base import JobState, JobStatus
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.dashboard.failure import MOST_WORDS, end_in_words
-from dtrain_dagster.dashboard.job_facts import JobAccount, account_of, basis_of, read_facts, trackers_of
-from dtrain_dagster.dashboard.job_index import DAMAGED, ENDED, JobIndex, JobRow, Listing, Seen
+from dtrain_dagster.dashboard.job_facts import JobAccount, account_of, basis_of, facts_of_page, trackers_of
+from dtrain_dagster.dashboard.job_index import ENDED, JobIndex, Listing
 from dtrain_dagster.dashboard.job_links import Places
 from dtrain_dagster.dashboard.losses import changes_to_mark, missing_nodes, tell_losses
 from dtrain_dagster.dashboard.series import PerformanceDashboard
-from dtrain_dagster.dashboard.tracks import is_number
-from dtrain_dagster.jobs.totals import sum_presences
-from dtrain_dagster.jobs.view import UNREADABLE, JobView, last_step
+from dtrain_dagster.jobs.facts import JobFacts, read_facts, status_here
+from dtrain_dagster.jobs.view import UNREADABLE, JobView
 from dtrain_dagster.planning.projection import TimeLeft, project, time_left
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
-from dtrain_dagster.support.job_lock import is_held
 from trainer.config import JOB_ID
 from trainer.documents.presences import NodePresence, stale_seconds
 from trainer.printable import visible
@@ -53,18 +51,12 @@ class Cost:
     """A running or ended job's cost so far."""
 
     usd: float
-    """The dollars of its nodes alone: a probe is a job of its own in the list."""
+    """The dollars of its nodes and its probes."""
     words: str
     """The basis of the dollars."""
     probe_usd: float = 0.0
-    """The dollars of its probes, which the bill of the job's page has, too."""
     at_end: str = ""
     """The projected cost at the end, against the estimate; "" where the job has none."""
-
-    @property
-    def with_probes(self) -> float:
-        """The bill of the job and its probes."""
-        return self.usd + self.probe_usd
 
 
 class OpenJob:
@@ -73,7 +65,7 @@ class OpenJob:
     def __init__(self, rundir: RunDir, tier: Tier) -> None:
         self.rundir = rundir
         self.dashboard = PerformanceDashboard()
-        self.row: JobRow
+        self.row: JobFacts
         self.nodes: list[NodePresence] = []
         self._excluded: Sequence[Mapping[str, Any]] = ()
         """The hosts that get no nodes of it, as ``status.json`` has them."""
@@ -106,7 +98,7 @@ class OpenJob:
             if self._end is not None and status == self._end:
                 self._read_at = time.monotonic()
                 return self
-            self.row = read_row(self.rundir)
+            self.row = read_facts(self.rundir, status_here(self.rundir), self._tier)
             events = self.rundir.follow(self._seen, is_live=status.get("state") not in ENDED)
             self.dashboard.take(events)
             self.nodes = self.rundir.nodes()
@@ -171,7 +163,7 @@ class OpenJob:
                 "is_whole": account is not None,
                 "loss": asdict(loss) if loss else None,
                 "changes": changes_to_mark(changes, self.row.state),
-                "job": asdict(self.row),
+                "job": self.row.document(),
                 "headline": headline(self, now),
                 "presences": [asdict(presence) for presence in self.nodes],
                 "now": now,
@@ -187,13 +179,13 @@ class OpenJob:
             return made[1]
 
     def facts(self, places: Places) -> dict[str, Any]:
-        """Return what the page says besides curves and costs, see `job_facts.read_facts`; shared for a while."""
+        """Return what the page says besides curves and costs, see `job_facts.facts_of_page`; shared for a while."""
         with self.lock:
             look = self._read_at if self.settled else time.monotonic() // self._keeps_seconds
             made_for = (look, self.row.state, places)
             if self._facts[0] != made_for:
-                usd = self.cost.with_probes if self.cost else None
-                self._facts = (made_for, read_facts(self.rundir, self.row.state, usd, places))
+                usd = self.cost.usd if self.cost else None
+                self._facts = (made_for, facts_of_page(self.rundir, self.row.state, usd, places))
             return self._facts[1]
 
     @property
@@ -212,9 +204,9 @@ class JobBoard:
         """Jobs that run, and whose verdict the list shows."""
         self._lock = threading.Lock()
         self._token = uuid.uuid4().hex
-        self._index = JobIndex(self.storage, self._seen, 2 * refresh_seconds(self.storage))
+        self._index = JobIndex(self.storage, self._row, 2 * refresh_seconds(self.storage))
 
-    def jobs(self) -> Sequence[JobRow]:
+    def jobs(self) -> Sequence[JobFacts]:
         """Return a row for every training, newest first. Raise OSError where storage cannot be listed."""
         return self.listing().rows
 
@@ -261,37 +253,36 @@ class JobBoard:
                 found.append(self.open(row.job_id, now))
         return [job for job in found if job is not None]
 
-    def _seen(self, name: str) -> Seen:
-        """Return the list's entry of a folder."""
+    def _row(self, name: str) -> JobFacts | None:
+        """Return the list's row of a folder; None where it is no training."""
         rundir = RunDir(f"{self.jobs_uri}/{name}")
         try:
-            status = rundir.read_json(STATUS) or {}
-            row = read_row(rundir)
+            recorded = rundir.read_json(STATUS) or {}
+            status = status_here(rundir)
         except FileNotFoundError:
-            return Seen(None)
+            return None
         except CANNOT_READ as error:
-            unknown: dict[str, Any] = {"started_at": None, "ended_at": None, "model": "", "step": None}
-            return Seen(JobRow(job_id=name, state=DAMAGED, words=visible(redact(str(error))), **unknown))
+            why = visible(redact(str(error)))
+            return JobFacts(status=JobStatus(job_id=name, state=JobState.FAILED, damage=why), words=why)
         try:
-            row = self._told(rundir, row, status)
+            row = read_facts(rundir, status, self.tier)
+            return replace(row, words=self._words_on(rundir, row, recorded))
         except CANNOT_READ as error:
-            row = replace(row, words=visible(redact(f"not all of it can be read: {error}")))
-        return Seen(row, settled=status.get("state") in ENDED)
+            return JobFacts(status=status, words=visible(redact(f"not all of it can be read: {error}")))
 
-    def _told(self, rundir: RunDir, row: JobRow, status: Mapping[str, Any]) -> JobRow:
-        """Return the row with its dollars, and what holds it up or how it ended."""
-        nodes, now = rundir.nodes(), time.time()
+    def _words_on(self, rundir: RunDir, row: JobFacts, status: Mapping[str, Any]) -> str:
+        """Return what holds a job up, or how it ended."""
         if not row.running:
             self._followed.discard(row.job_id)
-        words = end_in_words(row.state, status, rundir.read_json(RESULT) or {}, rundir.read_json(LAUNCH) or {}, nodes)
+        result, launch = rundir.read_json(RESULT) or {}, rundir.read_json(LAUNCH) or {}
+        words = end_in_words(row.state, status, result, launch, rundir.nodes())
         if not words and row.running and self._is_followed(row):
-            job = self.open(row.job_id, now)
+            job = self.open(row.job_id, time.time())
             found = job.verdict() if job is not None else None
             words = f"{found['title']}: {found['evidence']}"[:MOST_WORDS] if found else ""
-        cost = cost_so_far(rundir, nodes, row.running, self.tier, now, JobView())
-        return replace(row, usd=cost.usd if cost else None, words=words)
+        return words
 
-    def _is_followed(self, row: JobRow) -> bool:
+    def _is_followed(self, row: JobFacts) -> bool:
         """Return whether the list says what holds this job up: of `RECENT_JOBS` only, for each is held in memory."""
         with self._lock:
             if len(self._followed) < RECENT_JOBS:
@@ -302,59 +293,6 @@ class JobBoard:
 def refresh_seconds(storage: Storage) -> float:
     """Return the seconds between two looks; on remote storage each look is paid for."""
     return 1.0 if storage.is_local else 10.0
-
-
-def read_row(rundir: RunDir) -> JobRow:
-    """Return a run directory's row in the list. Raise FileNotFoundError where it is no run directory, one of
-    `CANNOT_READ` where it is damaged."""
-    if (job := rundir.read_json(JOB)) is None:
-        raise FileNotFoundError(f"{rundir.uri}/{JOB}")
-    launch, here = rundir.read_json(LAUNCH), False
-    status = rundir.read_json(STATUS) or {}
-    if launch and rundir.storage.is_local and status.get("state") not in ENDED:
-        here = is_held(rundir.storage.local_path())  # then it is its supervisor that says how it ends
-        # Read again after the lock was looked at: an end recorded in between is no death.
-        status = rundir.read_json(STATUS) or {}
-        if not here and status.get("state") not in ENDED:
-            status = {**status, "state": JobState.FAILED, "ended_at": status.get("ended_at")}
-    result = rundir.read_json(RESULT) or {}
-    step = result.get("steps")
-    if step is None and (last := last_step(rundir)):
-        step = last[0]
-    state = state_of(status, {} if here else result, launch)
-    if state in ENDED and state != JobState.SUCCEEDED and is_number(step) and (kept := rundir.latest_checkpoint()):
-        step = max(step or 0, kept[1])  # not each step is reported
-    ended_at = status.get("ended_at")
-    if ended_at is None and state in ENDED:  # no process was left to record it
-        ended_at = max(map(presences.end_of, rundir.nodes()), default=None)
-    started_at = status.get("started_at") or (launch or {}).get("submitted_at") or rundir.first_event_at()
-    for figure in (started_at, ended_at, step):
-        if figure is not None and not is_number(figure):
-            raise ValueError(f"{rundir.uri}: {figure!r} is not a number")
-    return JobRow(
-        job_id=rundir.uri.rsplit("/", 1)[-1],
-        state=state,
-        started_at=started_at,
-        ended_at=ended_at,
-        model=str((job.get("model") or {}).get("factory", "")),
-        step=step,
-        seconds=sum_presences(rundir.nodes(), running=False, now=ended_at).seconds
-        if ended_at is not None and (launch or {}).get("launch", 1) > 1  # its status is of the last one
-        else None,
-    )
-
-
-def state_of(status: Mapping[str, Any], result: Mapping[str, Any], launch: Mapping[str, Any] | None) -> str:
-    """Return the job's state. Pure.
-
-    The cluster's record counts where it says that the job has ended; else the trainer's record of its end counts: there
-    may be no cluster any more, or no process that looks after the job.
-    """
-    said = str(status.get("state", JobState.RUNNING if launch is None else JobState.QUEUED))
-    # A result of an earlier launch tells nothing about this one; trainers that do not regroup know of no launches.
-    counts = launch is None or result.get("launch") in (None, launch.get("launch"))
-    ended = JobState.FAILED if result.get("status") == "budget" else result.get("status")
-    return str(ended) if said not in ENDED and ended in ENDED and counts else said
 
 
 def cost_so_far(
@@ -368,7 +306,7 @@ def cost_so_far(
         return None
     probe_usd = whole.total_usd - tracker.total_usd
     return Cost(
-        usd=tracker.total_usd,
+        usd=whole.total_usd,
         words=basis_of(plan, launch),
         probe_usd=probe_usd,
         at_end=_at_end(tracker, probe_usd, plan, view) if running and plan else "",
@@ -391,27 +329,23 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
     """Return the figures at the top of the page: label, value, and a note under it."""
     board, row = job.dashboard, job.row
     view = board.view
-    end = row.ended_at if not row.running else now
     of = f"of {view.total_steps:,}, " if view.total_steps else ""
-    silent = now - board.heard_at if board.heard_at and row.running else 0.0
+    silent, since = now - board.heard_at if board.heard_at and row.running else 0.0, row.status.started_at or now
     if row.running and not view.step:
         note = "waiting for the first step"
-    elif silent > max(SILENT_SECONDS, 2 * flush_seconds(now - (row.started_at or now), 0, job.rundir.storage.is_local)):
+    elif silent > max(SILENT_SECONDS, 2 * flush_seconds(now - since, 0, job.rundir.storage.is_local)):
         note = f"nothing heard for {format_duration(silent)}"
     else:
         note = view.phase if row.running else ""
     step = view.step if row.running else max(view.step, row.step or 0)
-    there, left = len({presence.node_id for presence in job.nodes}), job.time_left(now)
-    took = sum_presences(job.nodes, row.running, now, stale_seconds(job.rundir.storage))
+    there, left, took = len({presence.node_id for presence in job.nodes}), job.time_left(now), row.totals
     figures = [
         ("state", row.state, note),
         ("step", f"{step:,}", f"{of}epoch {view.epoch}") if step else ("step", "–", ""),
         (
             "time left" if row.running else "took",
-            (left.words if left is not None else "–")
-            if row.running
-            else format_duration(took.seconds or max(0.0, (end or board.heard_at or now) - (row.started_at or now))),
-            f"has run for {took.words}" if row.running and took.seconds else took.of_which,
+            (left.words if left is not None else "–") if row.running else format_duration(row.seconds or 0.0),
+            (f"has run for {took.words}" if row.running else took.of_which) if took and took.launches else "",
         ),
         ("loss", format_number(view.loss, 4), f"validation {format_number(view.valid_loss, 4)}"),
         ("samples/s", format_number(view.samples_per_second, 0), "all nodes, in the last steps")
@@ -420,7 +354,7 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
         _nodes(job, there, now),
         (
             "cost so far" if row.running else "cost",
-            dollars(job.cost.with_probes),
+            dollars(job.cost.usd),
             (f"with {dollars(job.cost.probe_usd)} of its probe; " if job.cost.probe_usd else "")
             + job.cost.at_end
             + job.cost.words,

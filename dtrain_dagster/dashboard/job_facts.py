@@ -38,7 +38,7 @@ TRACKING = "tracking.json"
 T = TypeVar("T")
 
 
-def read_facts(rundir: RunDir, state: str, usd: float | None, places: Places) -> dict[str, Any]:
+def facts_of_page(rundir: RunDir, state: str, usd: float | None, places: Places) -> dict[str, Any]:
     """Return the facts of a job in ``state``, and under ``damaged`` what cannot be read. ``usd``: its cost."""
     damaged: list[str] = []
 

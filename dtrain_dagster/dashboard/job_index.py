@@ -17,43 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from dtrain_dagster.clusters.base import JobState
+from dtrain_dagster.jobs.facts import JobFacts
 from trainer.config import JOB_ID
-from trainer.rundir import EVENTS, STATUS
+from trainer.rundir import STATUS
 from trainer.storage.base import Storage, is_litter
 
 ENDED = frozenset(state.value for state in JobState if state.is_final)
-
-
-DAMAGED = "damaged"
-
-
-"""The state, in place of a `JobState`, of a run directory that breaks its contract."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobRow:
-    """A job's row in the list. Times are Unix seconds."""
-
-    job_id: str
-    state: str
-    """A `JobState`, or `DAMAGED`."""
-    started_at: float | None
-    ended_at: float | None
-    model: str
-    step: int | None
-    """The last reported step."""
-    seconds: float | None = None
-    """How long an ended job took over all launches; None where that is not recorded."""
-    usd: float | None = None
-    """The dollars so far of its nodes; None where their price is not known. A probe is a job of its own."""
-    words: str = ""
-    """What holds it up, why it waits, or how it ended; the fault of a damaged run directory."""
-
-    @property
-    def running(self) -> bool:
-        """Whether the job is neither ended nor damaged."""
-        return self.state not in ENDED and self.state != DAMAGED
-
 
 READERS = 16
 """The number of run directories on remote storage that are read in parallel."""
@@ -62,9 +31,8 @@ MOST_STALE_SECONDS = 15.0
 PUBLISH_SECONDS = 0.25
 """The interval at which a long round publishes what it has read so far."""
 SETTLED_SECONDS = 300.0
-"""The time between two looks at an ended job on remote storage: it may have been started again."""
-QUIET_SHARE, MOST_QUIET_SECONDS = 1 / 20, 600.0
-"""A job whose files have not changed for an hour is read every three minutes; see `keeps_seconds`."""
+"""The time between two looks at a job that is damaged, or that has ended on remote storage: it may have been mended, or
+started again."""
 FRESH_SECONDS = 2.0
 """A time longer than the resolution of any file system's timestamps."""
 
@@ -73,53 +41,39 @@ Mark = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """A run directory's entry, as it was read."""
-
-    row: JobRow | None
-    """The job's row; None where the folder is no training."""
-    settled: bool = False
-    """Whether the cluster has recorded the end: nothing changes unless the job is started again."""
-
-
-@dataclass(frozen=True, slots=True)
 class Listing:
     """The list of all jobs at one moment, newest first."""
 
     version: int = 0
     """A number that changes with any of the rows."""
-    rows: tuple[JobRow, ...] = ()
+    rows: tuple[JobFacts, ...] = ()
     unread: int = 0
     """The number of run directories not read yet: with thousands of them the first round takes a while."""
 
 
 @dataclass(slots=True)
 class _Known:
-    seen: Seen
+    row: JobFacts | None
+    """None where the folder is no training."""
     mark: Mark
     read_at: float
     fresh: bool
     """Whether it was read within `FRESH_SECONDS` of the newest mark: a later write may have had the same time."""
 
 
-def keeps_seconds(seen: Seen, is_local: bool, quiet_seconds: float) -> float:
-    """Return the seconds for which a row stays valid while its files keep their marks. Pure.
-
-    It is finite where the cluster has not recorded an end: no file tells that a supervisor was killed.
-    ``quiet_seconds``: the time since the newest file was written; on remote storage it is not known.
-    """
-    if not is_local:
-        return 0.0 if seen.row is not None and not seen.settled else SETTLED_SECONDS
-    if seen.settled or seen.row is None:
-        return math.inf
-    return min(max(0.0, quiet_seconds) * QUIET_SHARE, MOST_QUIET_SECONDS)
+def keeps_seconds(row: JobFacts | None, is_local: bool) -> float:
+    """Return the seconds for which a row stays valid while its files keep their marks: none for a job that runs, since
+    no file tells that a supervisor was killed. Pure."""
+    if row is not None and row.running:
+        return 0.0
+    return math.inf if is_local and (row is None or not row.status.damage) else SETTLED_SECONDS
 
 
 class JobIndex:
     """The index of a storage's jobs. Safe for any number of threads."""
 
-    def __init__(self, storage: Storage, read: Callable[[str], Seen], every_seconds: float) -> None:
-        """``read`` returns the entry of a run directory. A list younger than ``every_seconds`` is new enough."""
+    def __init__(self, storage: Storage, read: Callable[[str], JobFacts | None], every_seconds: float) -> None:
+        """``read`` returns the row of a run directory; a list younger than ``every_seconds`` is new enough."""
         self._storage, self._read, self._every = storage, read, every_seconds
         self._known: dict[str, _Known] = {}
         self._listing = Listing()
@@ -170,20 +124,20 @@ class JobIndex:
             return
         published = time.monotonic()
         with ThreadPoolExecutor(1 if self._storage.is_local else READERS) as pool:
-            for count, (name, seen) in enumerate(zip(names, pool.map(self._read, names), strict=True), start=1):
-                self._known[name] = self._noted(seen, marks[name])
+            for count, (name, row) in enumerate(zip(names, pool.map(self._read, names), strict=True), start=1):
+                self._known[name] = self._noted(row, marks[name])
                 if time.monotonic() - published > PUBLISH_SECONDS:
                     self._publish(unread=sum(name not in self._known for name in names[count:]))
                     published = time.monotonic()
         self._publish(unread=0)
 
-    def _noted(self, seen: Seen, mark: Mark) -> _Known:
+    def _noted(self, row: JobFacts | None, mark: Mark) -> _Known:
         fresh = bool(mark) and abs(time.time() - max(mark[0], mark[1]) / 1e9) < FRESH_SECONDS
-        return _Known(seen, mark, time.monotonic(), fresh)
+        return _Known(row, mark, time.monotonic(), fresh)
 
     def _publish(self, unread: int) -> None:
-        rows = [known.seen.row for known in self._known.values() if known.seen.row is not None]
-        rows.sort(key=lambda row: (row.started_at or 0.0, row.job_id), reverse=True)
+        rows = [known.row for known in self._known.values() if known.row is not None]
+        rows.sort(key=lambda row: (row.status.started_at or 0.0, row.job_id), reverse=True)
         before = self._listing
         if (before.rows, before.unread) != (tuple(rows), unread) or not before.version:
             self._listing = Listing(before.version + 1, tuple(rows), unread)
@@ -206,11 +160,7 @@ class JobIndex:
         known = self._known.get(name)
         if known is None or known.mark != mark or known.fresh:
             return True
-        quiet = 0.0
-        if mark and not known.seen.settled and known.seen.row is not None:
-            newest = max(mark[0], mark[1], *_mark(self._storage.path(f"{name}/{EVENTS}"))[:1])
-            quiet = time.time() - newest / 1e9
-        return time.monotonic() - known.read_at >= keeps_seconds(known.seen, self._storage.is_local, quiet)
+        return time.monotonic() - known.read_at >= keeps_seconds(known.row, self._storage.is_local)
 
 
 def _mark(path: str) -> Mark:

@@ -21,8 +21,9 @@ from starlette.routing import Route
 
 from dtrain_dagster.dashboard.answers import read_number, refuse, respond
 from dtrain_dagster.dashboard.job_board import JobBoard
-from dtrain_dagster.dashboard.job_index import DAMAGED, JobRow, Listing
+from dtrain_dagster.dashboard.job_index import Listing
 from dtrain_dagster.dashboard.page import static
+from dtrain_dagster.jobs.facts import DAMAGED, JobFacts
 from dtrain_dagster.support.formatting import dollars, format_duration
 
 ROWS = 100
@@ -39,7 +40,7 @@ def jobs_page(dashboard_url: str, text: str) -> str:
     return f"{dashboard_url.rstrip('/')}/find/{quote(text, safe='')}"
 
 
-def chosen(rows: Sequence[JobRow], text: str, state: str) -> list[JobRow]:
+def chosen(rows: Sequence[JobFacts], text: str, state: str) -> list[JobFacts]:
     """Return the rows in ``state`` ("" for any) that have all words of a text, those of live jobs first. Pure."""
     words = text.lower().split()
     found = [
@@ -50,7 +51,7 @@ def chosen(rows: Sequence[JobRow], text: str, state: str) -> list[JobRow]:
     return sorted(found, key=lambda row: not row.running)
 
 
-def list_page(listing: Listing, text: str, state: str, most: int, now: float) -> str:
+def list_page(listing: Listing, text: str, state: str, most: int) -> str:
     """Return the page. ``most``: how many rows it has at most. Pure."""
     found = chosen(listing.rows, text, state)
     usd = [row.usd for row in found if row.usd is not None]
@@ -65,7 +66,6 @@ def list_page(listing: Listing, text: str, state: str, most: int, now: float) ->
         unread=listing.unread if listing.version else max(1, listing.unread),  # else none was looked for yet
         total=len(listing.rows),
         more=f"/?{urlencode({'q': text, 'state': state, 'n': most + ROWS})}" if len(found) > most else "",
-        now=now,
     )
 
 
@@ -74,19 +74,12 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"dollars": dollars, "moment": _moment, "took": _took, "many": "{:,}".format}
+    environment.filters |= {"dollars": dollars, "moment": _moment, "took": format_duration, "many": "{:,}".format}
     return environment.from_string(static("jobs.html"))
 
 
 def _moment(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M}"
-
-
-def _took(row: JobRow, now: float) -> str:
-    if row.started_at is None or (row.ended_at is None and not row.running):
-        return ""
-    end = row.ended_at if row.ended_at is not None else now
-    return format_duration(max(0.0, end - row.started_at) if row.seconds is None else row.seconds)
 
 
 def list_routes(board: JobBoard) -> list[Route]:
@@ -97,7 +90,7 @@ def list_routes(board: JobBoard) -> list[Route]:
     @lru_cache(maxsize=32)
     def made(version: int, second: int, text: str, state: str, most: int) -> tuple[bytes, str]:
         """Return the page and its tag, made once for all browsers that ask for the same within a second."""
-        body = list_page(board.listing(0.0), text, state, most, time.time()).encode(errors="replace")
+        body = list_page(board.listing(0.0), text, state, most).encode(errors="replace")
         return body, f'"{hashlib.sha256(body).hexdigest()[:20]}"'
 
     def page(request: Request) -> Response:

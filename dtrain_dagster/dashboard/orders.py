@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from dtrain_dagster.dashboard.job_index import DAMAGED
+from dtrain_dagster.jobs.facts import DAMAGED
 from dtrain_dagster.jobs.orders import environment_anywhere, order_file, ordered_job, script_of, script_trouble
 from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.web.guard import LOOPBACK

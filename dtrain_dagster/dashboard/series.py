@@ -7,7 +7,6 @@ newer trainer wrote it).
 
 from __future__ import annotations
 
-import statistics
 import uuid
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +24,6 @@ from dtrain_dagster.monitoring.learning import Evaluation, judge_learning
 from dtrain_dagster.monitoring.windows import SEGMENTS, Throughput
 from trainer.documents.events import (
     CheckpointEvent,
-    EndEvent,
     EvaluationEvent,
     EventError,
     MembershipEvent,
@@ -60,11 +58,7 @@ class PerformanceDashboard:
         """Those of the validation split, in order of steps: the latest `POINTS`, and the best."""
         self._loss_sum, self._loss_count = 0.0, 0
         """Of the training losses since the last of them."""
-        self.members: tuple[int, ...] = ()
-        """The nodes of the newest generation."""
         self.lost: set[int] = set()
-        self.done: set[int] = set()
-        """The nodes that have nothing more to do: they may have been released, and say nothing more."""
         self.has_gpus = False
         self.windows: deque[TimingEvent] = deque(maxlen=LATEST_WINDOWS)
         self.news: deque[dict[str, Any]] = deque(maxlen=NEWS)
@@ -135,18 +129,6 @@ class PerformanceDashboard:
         found = judge_learning(self.evaluations)
         return None if found is None else asdict(found)
 
-    def shares(self, segment: str) -> dict[int, float]:
-        """Return each node's share of the step that its ranks spent in a segment, over the newest windows."""
-        ranks = self.ranks()
-        if ranks is None or segment not in ranks["milliseconds"]:
-            return {}
-        found: dict[int, list[float]] = {}
-        for rank, node in enumerate(ranks["nodes"]):
-            whole = sum(values[rank] for values in ranks["milliseconds"].values())
-            if whole > 0:
-                found.setdefault(node, []).append(ranks["milliseconds"][segment][rank] / whole)
-        return {node: statistics.fmean(shares) for node, shares in found.items()}
-
     def _take(self, item: dict[str, Any]) -> None:
         kind, at = item["kind"], float(item["time"])
         self.heard_at = max(at, self.heard_at or at)
@@ -212,18 +194,11 @@ class PerformanceDashboard:
 
     def _take_membership(self, item: dict[str, Any]) -> None:
         formed = read_event(MembershipEvent, item)
-        self.members = tuple(formed.nodes)
-        self.done.clear()
-        self.lost = (self.lost | set(formed.lost)) - set(self.members)
+        self.lost = (self.lost | set(formed.lost)) - set(formed.nodes)
         self.counts["nodes_lost"] += len(formed.lost)
         if formed.generation > 1 and (formed.lost or formed.joined):
             self.changes_of_nodes.append(formed)
-        self._mark(item, f"generation {formed.generation}: {len(self.members)} node(s), {formed.reason}")
-
-    def _take_end(self, item: dict[str, Any]) -> None:
-        end, nodes = read_event(EndEvent, item), self.windows[-1].nodes if self.windows else ()
-        if end.status == "succeeded" and end.rank < len(nodes):
-            self.done.add(nodes[end.rank])
+        self._mark(item, f"generation {formed.generation}: {len(formed.nodes)} node(s), {formed.reason}")
 
     def _take_checkpoint(self, item: dict[str, Any]) -> None:
         step = read_event(CheckpointEvent, item).step

@@ -26,7 +26,7 @@ from dtrain_dagster.fleet.launches import Followed, explain_launch_end, judge_la
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Look, Pause, RaiseGrant, Start
 from dtrain_dagster.fleet.source import JobSource
-from dtrain_dagster.jobs.progress import note_job, start_job
+from dtrain_dagster.jobs.progress import start_job
 from dtrain_dagster.settings.tiers import Tier
 from trainer.documents.events import EvaluationEvent
 from trainer.errors import ConfigError, DamagedError
@@ -159,7 +159,6 @@ class FleetRunner:
     def _follow(self, standing: Standing) -> Followed:
         followed = self.followed.setdefault(standing.job_id, Followed(standing.job.rundir))
         followed.look()
-        note_job(standing.job_id)
         return followed
 
     def _billed(self, standing: Standing) -> Standing:

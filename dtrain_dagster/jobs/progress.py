@@ -10,14 +10,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from dtrain_dagster.clusters.base import OWNER, ClusterError, GPUClusterManager, JobSpec, JobState, JobStatus
@@ -34,9 +30,6 @@ from trainer.errors import DamagedError
 from trainer.model.allowed_factories import refuse_foreign_factories
 from trainer.printable import visible
 from trainer.rundir import EVALUATION, JOB, LAUNCH, LIMIT, RESULT, RunDir
-
-WORK_FILE = "DTRAIN_WORK_FILE"
-"""Variable: the file to which processes of ``dtrain_dagster work`` add the jobs that they start or follow."""
 
 REGISTRATION = "registration.json"
 """File of a run directory: the name, version and alias under which the model was registered."""
@@ -218,7 +211,6 @@ def start_job(
             f"job {job.job_id} was paid {spent / 3600:.4g} node-hours, its budget is {limit / 3600:.4g} "
             f"(training.{BUDGET} = {limit:g}): raise it to go on"
         )
-    note_job(job.job_id)
     note_start(manager.home, job.job_id, owner_here(job.tracking.mlflow_experiment), part_of)
     spec = spec_of(manager, job, node_count, processes_per_node, env, command)
     manager.submit_job(replace(spec, keep_failed_seconds=keep_failed_seconds))
@@ -257,7 +249,6 @@ def follow_job(
     called before each with the events that have come since."""
     follower, hang_news = JobFollower(rundir), HangNews()
     kept: tuple[str, ...] = ()
-    note_job(job_id)
     while True:
         status = manager.job_status(job_id)  # asked first, so that the final round reads all events
         told: tuple[str, ...] = ()
@@ -298,41 +289,3 @@ class WaitNews:
 def describe_wait(status: JobStatus) -> str:
     """Return what a job that goes on waits for, in the words of its cluster; "" where it does not wait. Pure."""
     return "" if status.state.is_final else visible(status.message)
-
-
-@contextmanager
-def work_file() -> Iterator[Path]:
-    """Yield a file for the jobs of one command, and name it in the environment for processes that begin meanwhile."""
-    before = os.environ.get(WORK_FILE)
-    with TemporaryDirectory(prefix="dtrain-work-") as folder:
-        path = Path(folder) / "jobs"
-        os.environ[WORK_FILE] = str(path)
-        try:
-            yield path
-        finally:
-            os.environ.pop(WORK_FILE)
-            if before is not None:
-                os.environ[WORK_FILE] = before
-
-
-def note_job(job_id: str) -> None:
-    """Note that this process starts or follows a job; nothing outside of ``dtrain_dagster work``."""
-    if path := os.environ.get(WORK_FILE):
-        _note(path, job_id)
-
-
-@cache
-def _note(path: str, job_id: str) -> None:
-    with suppress(OSError):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # each line is one write
-        try:
-            os.write(descriptor, f"{job_id}\n".encode())
-        finally:
-            os.close(descriptor)
-
-
-def noted_jobs(path: Path) -> list[str]:
-    """Return the jobs that were noted in a file, each once, in the order in which they were begun."""
-    with suppress(FileNotFoundError):
-        return list(dict.fromkeys(path.read_text().split()))
-    return []

@@ -212,3 +212,10 @@ def note_start(home: Path, job_id: str, owner: Owner, part_of: str = "") -> None
     with files.locked():
         known = files.try_to_read(job_id) or Promise(person=owner.person, project=owner.project)
         files.write(job_id, replace(known, paid=None, part_of=part_of))
+
+
+def jobs_begun_since(home: Path, since: float) -> list[str]:
+    """Return the jobs of which a start was noted since then (Unix seconds), in the order of their starts."""
+    files = [path for path in (Path(home) / FOLDER).glob("*.json") if not path.name.startswith((GROUP, ENDED))]
+    found = sorted((path.stat().st_mtime, path.name.removesuffix(".json")) for path in files)
+    return [name for at, name in found if at >= since]

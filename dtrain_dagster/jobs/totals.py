@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -85,11 +84,6 @@ def launched_usage(
         kind = given.get(node.launch, launch)
         usage.append(replace(item, sku=kind.get("sku") or sku, tier=kind.get("tier")))
     return usage
-
-
-def sum_presences(nodes: Sequence[NodePresence], running: bool, now: float, stale: float = math.inf) -> LaunchTotals:
-    """Return what a job took over all launches, without dollars; arguments as of `presence.usage`."""
-    return sum_launches(presence.usage(nodes, "", running, now, stale))
 
 
 def read_phase_totals(rundir: RunDir, events: Iterable[Mapping[str, Any]]) -> dict[str, float]:

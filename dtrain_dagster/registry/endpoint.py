@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import psutil
 
 from dtrain_dagster.clusters.azure_ml.client import words
+from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry.smoke_test import (
     AnswerError,
-    Candidate,
     Sample,
     as_columns,
     compare_answers,
+    load_sample,
     parse_predictions,
 )
 from dtrain_dagster.support.secrets import IDENTITY, check_token, redact, resolve
@@ -176,9 +177,15 @@ class EndpointCheck:
 
 
 def check_endpoint(
-    endpoint: ScoringEndpoint, trained: Candidate, tolerance: float = ENDPOINT_TOLERANCE
+    endpoint: ScoringEndpoint,
+    run_dir: str,
+    *,
+    cache_dir: str | None = None,
+    rows: int = 32,
+    tolerance: float = ENDPOINT_TOLERANCE,
+    order: Order | None = None,
 ) -> EndpointCheck:
-    """Ask the endpoint for the model of a job; return the findings:
+    """Ask the endpoint for the model of a run directory; return the findings:
 
     - ``answers``: it takes real windows, authorisation included
     - ``schema``: a row of named, finite numbers for each window
@@ -188,7 +195,7 @@ def check_endpoint(
 
     A fault of the endpoint is a finding; only a fault of the run directory raises (`RunModelError`, `AnswerError`).
     """
-    sample = trained.sample
+    sample = load_sample(run_dir, cache_dir, rows, order)
     findings: list[Finding] = []
 
     def note(name: str, passed: bool, message: str) -> bool:

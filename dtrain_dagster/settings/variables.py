@@ -177,7 +177,6 @@ INTERNAL: Mapping[str, str] = {
     **dict.fromkeys(("DTRAIN_PRESENCE", "DTRAIN_RELEASES_NODES", "DTRAIN_LAUNCH_SECRET_URI", "DTRAIN_TRACKING"), _TOLD),
     **dict.fromkeys(("DTRAIN_DESCRIBE_JOB", "DTRAIN_RUN_DIR", "DTRAIN_SET"), _ORDERED),
     "DTRAIN_SCRIPT_FOLDER": _READ_ONLY,
-    "DTRAIN_WORK_FILE": "a command uses it to tell its child processes where to record the jobs that they follow",
     "DTRAIN_CLOCK": "a process hands the origin of its clock on to its children",
     "DTRAIN_FAULTS": "tests and benchmarks use it to plant faults",
 }

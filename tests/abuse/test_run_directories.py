@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from dtrain_dagster.cli.facts import LeftClock
 from dtrain_dagster.cli.follow import watch_training
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.screen import Screen
@@ -287,7 +286,7 @@ def test_no_command_passes_on_what_a_terminal_obeys(
 def test_on_a_terminal_only_our_own_colours_are_obeyed(written: Callable[..., RunDir], tmp_path: Path):
     rundir = written("hostile", "failed", ESCAPES)
     shown = Screen(force_terminal=True, width=200, file=io.StringIO())
-    watch_training(shown, LocalClusterManager(tmp_path), rundir, "hostile", None, LeftClock(rundir))
+    watch_training(shown, LocalClusterManager(tmp_path), rundir, "hostile", None)
     shown.print(f"[bold]{ESCAPES}[/bold]", style="link https://example.org")
     row = {"group": ESCAPES, "change": {ESCAPES: ESCAPES}, "verdict": ESCAPES}
     shown.print(candidates_table([row]))

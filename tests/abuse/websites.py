@@ -111,11 +111,13 @@ def send(port: int, request: Request) -> int:
 
 
 @contextmanager
-def served(app: Any, websockets: bool = False, users: frozenset[int] | None = None) -> Iterator[int]:
+def served(
+    app: Any, websockets: bool = False, users: frozenset[int] | None = None, host: str = "127.0.0.1"
+) -> Iterator[int]:
     """Serve the application on a port of loopback, in a thread, as the project does, and yield the port."""
     from dtrain_dagster.web.server import listener, server
 
-    with listener("127.0.0.1", 0) as bound:
+    with listener(host, 0) as bound:
         made = server(app, websockets=websockets, users=users)
         thread = threading.Thread(target=made.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()

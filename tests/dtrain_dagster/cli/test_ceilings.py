@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dtrain_dagster.cli.main import main
-from harness.small_job import write_dataset
 
 NEEDED = {"DTRAIN_COMMAND_TRACKING": "off"}
 
@@ -43,20 +42,3 @@ def test_options_of_ceilings_need_the_word(tmp_path: Path):
     assert done.exit_code == 2
     assert "--per-month is of ceilings" in done.output
     assert "--refresh is of prices" in dtrain(tmp_path, "cost", "ceilings", "--refresh").output
-
-
-@pytest.mark.slow
-def test_a_training_is_counted_and_the_next_one_refused(tmp_path: Path):
-    write_dataset(tmp_path / "walks")
-    words = ("train", "--dataset", str(tmp_path / "walks"), "--nodes", "2", "--epochs", "1", "--name")
-    assert dtrain(tmp_path / "home", *words, "one").exit_code == 0
-    dtrain(tmp_path / "home", "cost", "ceilings", "--per-month", "0.000001")
-    refused = dtrain(tmp_path / "home", *words, "two")
-    assert refused.exit_code == 2
-    assert "the ceiling of $0.0000 per month" in refused.output
-    assert "raise it: dtrain cost ceilings --per-month AMOUNT" in refused.output
-    assert [path.name for path in (tmp_path / "home" / "storage" / "jobs").iterdir()] == ["one"]
-    assert not list((tmp_path / "home" / "spending").glob("two*")), "nothing is promised"
-    document = json.loads(dtrain(tmp_path / "home", "cost", "ceilings", "--json").output)
-    bill = json.loads(dtrain(tmp_path / "home", "cost", "one", "--json").output)
-    assert document["stands"][0]["spent_usd"] == pytest.approx(bill["metrics"]["total_cost_usd"])

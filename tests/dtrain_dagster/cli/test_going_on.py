@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from shells import DTRAIN, Shell, shell_in
 from told_events import told, write_run
 
-from dtrain_dagster.cli.facts import JobFacts, LeftClock, read_course
-from dtrain_dagster.cli.main import main
+from dtrain_dagster.cli.facts import read_course
 from dtrain_dagster.cli.start import command_again, describe_end, describe_outcome, this_command_again
 from dtrain_dagster.clusters.base import JobState, JobStatus
+from dtrain_dagster.jobs.facts import JobFacts
 from dtrain_dagster.jobs.totals import LaunchTotals
 from trainer.rundir import RunDir
 
-DTRAIN = str(Path(sys.executable).parent / "dtrain")
 WORK = (sys.executable, "-m", "dtrain_dagster", "work")
 
 
@@ -54,7 +50,7 @@ def facts_of(state: JobState, rundir: RunDir, launches: int = 1) -> JobFacts:
 def test_the_end_of_a_job_is_told_with_its_checkpoint_and_dollars(tmp_path: Path):
     rundir = write_run(tmp_path, "j", told(4), "cancelled")
     facts = facts_of(JobState.CANCELLED, rundir, launches=2)
-    course = read_course(facts.status, rundir, LeftClock(rundir))
+    course = read_course(facts.status, rundir)
     assert describe_end(facts, course, ("g0001-s15", 15), "list price") == [
         "job j: cancelled at step 20/10000 of epoch 1; its checkpoint is of step 15",
         "so far: 1 min 00 s over 2 launches, of which the last took 10 s; 0.0500 node-hours (the last launch: 0.0050); "
@@ -62,46 +58,23 @@ def test_the_end_of_a_job_is_told_with_its_checkpoint_and_dollars(tmp_path: Path
     ]
     assert "it has no checkpoint yet" in describe_end(facts, course, None, "")[0]
     running = facts_of(JobState.RUNNING, rundir)
-    assert (
-        "checkpoint" not in describe_end(running, read_course(running.status, rundir, LeftClock(rundir)), None, "")[0]
-    )
+    assert "checkpoint" not in describe_end(running, read_course(running.status, rundir), None, "")[0]
 
 
 @pytest.fixture
-def shell(tmp_path: Path) -> dict[str, str]:
+def shell(tmp_path: Path) -> Iterator[Shell]:
     (tmp_path / "waits.py").write_text("import time; print('begun', flush=True); time.sleep(300)")
-    own = {name: value for name, value in os.environ.items() if not name.startswith("DTRAIN_")}
-    return own | {"DTRAIN_HOME": str(tmp_path / "home"), "DTRAIN_NODES": "1"}
-
-
-def interrupted(folder: Path, env: dict[str, str], *words: str, when: str = "begun") -> tuple[int, str]:
-    """Return the exit code and messages of a command that gets Ctrl-C once it, or its program, has printed this."""
-    process = subprocess.Popen(
-        words, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    assert process.stdout
-    while when not in process.stdout.readline():
-        assert process.poll() is None
-    os.killpg(process.pid, signal.SIGINT)
-    err = process.communicate(timeout=120)[1]
-    return process.returncode, err
+    with shell_in(tmp_path, DTRAIN_NODES="1") as made:
+        yield made
 
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_work_says_what_became_of_the_jobs_that_its_command_had_begun(tmp_path: Path, shell: dict[str, str]):
+def test_work_says_what_became_of_the_jobs_that_its_command_had_begun(shell: Shell):
     """And of no other, whoever runs it meanwhile."""
-    subprocess.run([DTRAIN, "launch", "--detach", "--name", "others", "waits.py"], cwd=tmp_path, env=shell, check=True)
-    try:
-        tell_of_work(tmp_path, shell)
-    finally:
-        CliRunner().invoke(main, ["cancel", "others"], env=shell)
-
-
-def tell_of_work(tmp_path: Path, shell: dict[str, str]) -> None:
-    inner = (DTRAIN, "launch", "--name", "inner", str(tmp_path / "waits.py"))
-    code, err = interrupted(tmp_path, shell, *WORK, "--go-on-with", "make run", *inner)
+    shell("launch", "--detach", "--name", "others", "waits.py")
+    inner = (DTRAIN, "launch", "--name", "inner", str(shell.folder / "waits.py"))
+    code, _, err = shell.interrupted("--go-on-with", "make run", *inner, program=WORK, when="begun")
     assert code == 130
     assert "job others" not in err
     told_by_work = err.partition("run it again: ")[2]
@@ -111,38 +84,20 @@ def tell_of_work(tmp_path: Path, shell: dict[str, str]) -> None:
         told_by_work.partition("\n")[2],
         re.MULTILINE,
     ), err
-    code, err = interrupted(tmp_path, shell, *WORK, "python", "waits.py")
+    code, _, err = shell.interrupted("python", "waits.py", program=WORK, when="begun")
     assert code == 130
     assert "no job was started\n" in err
     assert "job others" not in err
     assert err.endswith("go on: python -m dtrain_dagster work python waits.py\n")
-    subprocess.run([DTRAIN, "launch", "--detach", "--name", "found", "waits.py"], cwd=tmp_path, env=shell, check=True)
-    try:
-        code, err = interrupted(tmp_path, shell, *WORK, DTRAIN, "logs", "--follow", "found")
-        assert code == 130
-        assert "no job was started\n" in err, "to look is no work"
-    finally:
-        CliRunner().invoke(main, ["cancel", "found"], env=shell)
+    code, _, err = shell.interrupted(DTRAIN, "logs", "--follow", "others", program=WORK, when="begun")
+    assert code == 130
+    assert "no job was started\n" in err, "to look is no work"
+    shell("cancel", "others")
 
 
 @pytest.mark.slow
-def test_who_stops_watching_is_told_that_the_job_goes_on(tmp_path: Path, shell: dict[str, str]):
-    subprocess.run([DTRAIN, "launch", "--detach", "--name", "bg", "waits.py"], cwd=tmp_path, env=shell, check=True)
-    try:
-        code, err = interrupted(tmp_path, shell, DTRAIN, "logs", "--follow", "bg")
-        assert code == 130
-        assert re.search(r"^job bg: running\nso far: \d+ s; ", err)
-        assert err.endswith("the job goes on; follow it: dtrain status bg --follow\nend it: dtrain cancel bg\n")
-    finally:
-        began = time.monotonic()
-        said = CliRunner().invoke(main, ["cancel", "bg"], env=shell).output
-    assert said == "job bg: cancelled\n"
-    assert time.monotonic() - began < 60
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_any_command_with_its_code_and_no_trace(tmp_path: Path, shell: dict[str, str]):
-    code, err = interrupted(tmp_path, shell, DTRAIN, "ui", "jobs", "--port", "0", when="http://")
+def test_ctrl_c_ends_any_command_with_its_code_and_no_trace(shell: Shell):
+    code, _, err = shell.interrupted("ui", "jobs", "--port", "0", when="http://")
     assert (code, err.splitlines()[-1]) == (130, "dtrain ui: ended by Ctrl-C")
     assert "Traceback" not in err
 

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner
-from told_home import LONG, write_home
+from told_home import JOBS, LONG, write_home
 
 from dtrain_dagster.cli.common import Refusal
 from dtrain_dagster.cli.job_names import resolve_name
@@ -80,3 +81,21 @@ def test_a_wrong_setting_completes_nothing_and_says_nothing(home: Path, monkeypa
     asked = {"_DTRAIN_COMPLETE": "zsh_complete", "COMP_WORDS": "dtrain status nig", "COMP_CWORD": "2"}
     done = CliRunner().invoke(main, [], prog_name="dtrain", env=asked, complete_var="_DTRAIN_COMPLETE")
     assert (done.exit_code, done.output.strip()) == (0, "")
+
+
+def test_commands_options_jobs_and_datasets_are_offered(home: Path):
+    (home / "storage" / "datasets" / "6f9b3c").mkdir(parents=True)
+    complete = ShellComplete(main, {}, "dtrain", "_DTRAIN_COMPLETE")
+
+    def offered(*words: str) -> set[str]:
+        return {item.value for item in complete.get_completions(list(words[:-1]), words[-1])}
+
+    assert offered("l") == {"launch", "logs"}
+    assert offered("status", "nig") == {"night", "nightly"}
+    assert offered("status", "lat") == {"latest"}
+    assert offered("status", "") >= {"latest", *JOBS}
+    assert "--follow" in offered("logs", "--f")
+    assert offered("train", "--dataset", "6f") == {"6f9b3c"}
+    assert offered("cost", "w") == {"weekend"}
+    [file] = complete.get_completions(["train", "--dataset"], "jo")
+    assert (file.type, file.value) == ("file", "jo"), "no dataset: the shell looks among files"

@@ -2,49 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import io
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
+from shells import Shell, shell_in
 from told_events import told, write_run
 
-from dtrain_dagster.cli.facts import JobFacts, LeftClock, format_progress, read_course
+from dtrain_dagster.cli.facts import format_progress, read_course
 from dtrain_dagster.cli.job_options import as_begun, dataset_config, plan_job, runnable, total_steps
 from dtrain_dagster.cli.job_tables import print_status
-from dtrain_dagster.cli.main import RETIRED, SECTIONS, load_command, main
+from dtrain_dagster.cli.main import SECTIONS, load_command, main
 from dtrain_dagster.clusters.azure_ml.job_records import by_node
-from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus
+from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState, JobStatus
 from dtrain_dagster.clusters.managers import LocalClusterManager
-from dtrain_dagster.dashboard.job_board import JobBoard, headline, read_row
+from dtrain_dagster.jobs.facts import JobFacts
 from dtrain_dagster.jobs.log_follower import FileFollower, LogPoller
 from dtrain_dagster.jobs.orders import order_of
 from dtrain_dagster.jobs.progress import BudgetSpentError, fingerprint, start_job
-from dtrain_dagster.jobs.totals import read_phase_totals
 from dtrain_dagster.planning.projection import TimeLeft
 from dtrain_dagster.settings.environment import Settings
-from dtrain_dagster.support.formatting import format_duration
-from harness.small_job import PACED_MODEL, write_dataset
+from harness.small_job import write_dataset
 from trainer.config import ConfigError, parse_job
 from trainer.documents.presences import NodePresence
 from trainer.rundir import LIMIT, RunDir
 
 USUAL_PARTS = {"model": {"factory": "har_tcn"}, "loss": {"factory": "return_and_volatility"}}
-DTRAIN = str(Path(sys.executable).parent / "dtrain")
 SCRIPT = """
 import os, sys, time
 rank = int(os.environ["RANK"])
@@ -56,150 +49,73 @@ if "wait" in sys.argv:
 """
 
 
-@dataclass
-class Shell:
-    """A working folder with a home of its own."""
-
-    folder: Path
-    env: dict[str, str]
-
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        command = [DTRAIN, *arguments]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(
-            command, cwd=self.folder, env=self.env, stdout=pipe, stderr=pipe, text=True, start_new_session=True
-        )
-
-    def __call__(self, *arguments: str, code: int = 0) -> str:
-        """Standard output and error of a command that must end with this exit code."""
-        process = self.start(*arguments)
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == code, out + err
-        return out + err
-
-    def here(self, *arguments: str, code: int = 0, **env: str) -> str:
-        """The same without a process of its own, for speed."""
-        with contextlib.chdir(self.folder):
-            done = CliRunner().invoke(main, arguments, env=self.env | env)
-        assert done.exit_code == code, done.output
-        assert done.exception is None or isinstance(done.exception, SystemExit)
-        return done.output
-
-    def refused(self, *arguments: str, **env: str) -> str:
-        """What a command says that must refuse, with exit code 2."""
-        return self.here(*arguments, code=2, **env)
-
-    def processes(self) -> list[psutil.Process]:
-        home = self.env["DTRAIN_HOME"]
-        return [p for p in psutil.process_iter(["cmdline"]) if any(home in word for word in p.info["cmdline"] or [])]
-
-    def ranks(self) -> list[psutil.Process]:
-        """Processes of the script."""
-        return [p for p in psutil.process_iter(["cmdline"]) if str(self.folder / "s.py") in (p.info["cmdline"] or [])]
-
-
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("DTRAIN_")}
-    own = {"DTRAIN_HOME": str(tmp_path / "home"), "DTRAIN_NODES": "2", "DTRAIN_COMMAND_TRACKING": "off"}
-    made = Shell(tmp_path, inherited | own)
     (tmp_path / "s.py").write_text(SCRIPT)
-    yield made
-    for process in [*made.processes(), *made.ranks()]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    with shell_in(tmp_path, DTRAIN_NODES="2", DTRAIN_COMMAND_TRACKING="off") as made:
+        yield made
+
+
+OPTIONS = {
+    "init": "--drop --name --own-model --table --target folder",
+    "data": "--drop --json --missing --seed --split-by --target --task --test-fraction --valid-fraction source",
+    "train": "--backend --change --config --dataset --detach --dry-run --epochs --keep-failed --loss --model --name "
+    "--nodes --procs-per-node --script --set --settings arguments",
+    "tune": "--config --dataset --epochs --loss --model --name --nodes --out --procs-per-node --seconds --set",
+    "search": "--budget --config --dataset --epochs --json --loss --maximise --metric --model --name --nodes "
+    "--nodes-per-trial --parallel --plan --procs-per-node --pruner --sampler --script --seed --set --show --space "
+    "--trials arguments",
+    "launch": "--detach --dry-run --engine --keep-failed --master-port --name --nodes --procs-per-node command",
+    "fleet": "--check file",
+    "cancel": "name",
+    "jobs": "--fleets --json",
+    "status": "--follow --html --json --lift --nodes --trace -f name",
+    "logs": "--follow --json --node --tail -f job_id",
+    "cost": "--json --none --per-hour --per-month --per-person --per-project --refresh --region --sku --usage-export "
+    "name",
+    "ui": "--all --allow-host --allow-user --host --port --read-only --token --workspace -w page",
+    "doctor": "--json --nodes",
+}
 
 
 def test_commands_and_options_are_those_that_people_have_learnt():
-    options = {
-        name: sorted(option for parameter in load_command(name).params for option in parameter.opts)
-        for names in SECTIONS.values()
-        for name in names
-    }
-    assert options == {
-        "init": ["--drop", "--name", "--own-model", "--table", "--target", "folder"],
-        "data": [
-            *("--drop", "--json", "--missing", "--seed", "--split-by", "--target", "--task", "--test-fraction"),
-            *("--valid-fraction", "source"),
-        ],
-        "train": [
-            *("--backend", "--change", "--config", "--dataset", "--detach", "--dry-run", "--epochs", "--keep-failed"),
-            *(
-                "--loss",
-                "--model",
-                "--name",
-                "--nodes",
-                "--procs-per-node",
-                "--script",
-                "--set",
-                "--settings",
-                "arguments",
-            ),
-        ],
-        "tune": [
-            *("--config", "--dataset", "--epochs", "--loss", "--model", "--name", "--nodes", "--out"),
-            *("--procs-per-node", "--seconds", "--set"),
-        ],
-        "search": [
-            *("--budget", "--config", "--dataset", "--epochs", "--json", "--loss", "--maximise"),
-            *("--metric", "--model", "--name", "--nodes", "--nodes-per-trial", "--parallel", "--plan"),
-            *(
-                "--procs-per-node",
-                "--pruner",
-                "--sampler",
-                "--script",
-                "--seed",
-                "--set",
-                "--show",
-                "--space",
-                "--trials",
-            ),
-            "arguments",
-        ],
-        "launch": [
-            *("--detach", "--dry-run", "--engine", "--keep-failed", "--master-port", "--name", "--nodes"),
-            *("--procs-per-node", "command"),
-        ],
-        "fleet": ["--check", "file"],
-        "cancel": ["name"],
-        "jobs": ["--fleets", "--json"],
-        "status": ["--follow", "--html", "--json", "--lift", "--nodes", "--trace", "-f", "name"],
-        "logs": ["--follow", "--json", "--node", "--tail", "-f", "job_id"],
-        "cost": [
-            *("--json", "--none", "--per-hour", "--per-month", "--per-person", "--per-project"),
-            *("--refresh", "--region", "--sku", "--usage-export", "name"),
-        ],
-        "ui": [
-            *("--all", "--allow-host", "--allow-user", "--host", "--port", "--read-only", "--token"),
-            *("--workspace", "-w", "page"),
-        ],
-        "doctor": ["--json", "--nodes"],
-    }
+    names = [name for names in SECTIONS.values() for name in names]
+    found = {name: " ".join(sorted(o for each in load_command(name).params for o in each.opts)) for name in names}
+    assert found == OPTIONS
 
 
-@pytest.mark.parametrize("words", RETIRED)
-def test_what_was_typed_before_says_what_to_type_now(words: str):
-    done = CliRunner().invoke(main, [*words.split(), "one", "--json"])
-    assert (done.exit_code, len(done.output.splitlines())) == (2, 1), done.output
-    for instead in re.findall(r"dtrain (\w+)", RETIRED[words]):
-        assert any(instead in names for names in SECTIONS.values()), words
-    for module in re.findall(r"python -m (\S+)", RETIRED[words]):
-        assert importlib.util.find_spec(module), words
+def loaded(heavy: tuple[str, ...], code: str) -> str:
+    """Which of these packages a process of a command has loaded."""
+    code = f"import sys\n{code}\nprint([name for name in {heavy!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.strip()
 
 
 def test_help_imports_nothing_that_takes_time():
     heavy = ("torch", "dagster", "pydantic", "rich", "fsspec", "numpy", "azure")
-    code = f"import sys, dtrain_dagster.cli.main; print([name for name in {heavy!r} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "[]"
+    assert loaded(heavy, "import dtrain_dagster.cli.main") == "[]"
+
+
+def test_commands_load_no_dagster_and_those_that_look_nothing_of_a_training():
+    ask = "from dtrain_dagster.cli.common import cluster_of, read_settings; cluster_of(read_settings())[0].manager()"
+    jobs = f"{ask}; import dtrain_dagster.cli.jobs"
+    assert loaded(("dagster", "mlflow", "torch", "numpy", "pandas", "requests"), jobs) == "[]"
+    every = "; ".join(f"load_command({name!r})" for names in SECTIONS.values() for name in names)
+    every = f"from dtrain_dagster.cli.main import load_command; {every}"
+    assert loaded(("dagster", "mlflow", "torch", "optuna"), every) == "[]"
 
 
 @pytest.mark.slow
 def test_launch_runs_a_script_on_nodes_and_passes_its_words_and_exit_code_on(shell: Shell):
-    said = shell("launch", "--nodes", "2", "--procs-per-node", "2", "--", sys.executable, "s.py", "--epochs", "3")
+    """A script in a subfolder finds the modules of the working directory."""
+    (shell.folder / "helper.py").write_text("WORD = 'found'")
+    (shell.folder / "scripts").mkdir()
+    (shell.folder / "scripts" / "uses.py").write_text(f"import helper; print(helper.WORD)\n{SCRIPT}")
+    said = shell.here("launch", "--nodes", "2", "--procs-per-node", "2", "--", "scripts/uses.py", "--epochs", "3")
     for rank in range(4):
         assert f"[node {rank // 2}] rank {rank} of 4 --epochs 3\n" in said
-    said = shell("launch", "--name", "bad", "s.py", "fail", code=7)
+    assert "] found\n" in said
+    said = shell.here("launch", "--name", "bad", "s.py", "fail", code=7)
     assert "job bad failed: rank 1 on node 1 failed first (exit code 7)" in said
     assert "bad" in shell.here("jobs")
     rows = json.loads(shell.here("cost", "bad", "--json"))
@@ -232,138 +148,36 @@ def test_a_disk_that_fills_up_is_named_and_ends_in_an_error(shell: Shell):
 
 
 @pytest.mark.slow
-def test_a_script_in_a_subfolder_finds_the_modules_of_the_working_directory(shell: Shell):
-    (shell.folder / "helper.py").write_text("WORD = 'found'")
-    (shell.folder / "scripts").mkdir()
-    (shell.folder / "scripts" / "uses.py").write_text("import helper; print(helper.WORD)")
-    assert "[node 0] found\n" in shell("launch", "--nodes", "1", "scripts/uses.py")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_ctrl_c_cancels_the_job(shell: Shell, number: signal.Signals, code: int):
-    process = shell.start("launch", "--name", "long", str(shell.folder / "s.py"), "wait")
-    assert process.stdout
-    while "rank" not in process.stdout.readline():
-        assert process.poll() is None
-    os.killpg(process.pid, number)  # a terminal's Ctrl-C goes to the whole group
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == code, out + err
+    script = str(shell.folder / "s.py")
+    ended, out, err = shell.interrupted("launch", "--name", "long", script, "wait", when="rank", number=number)
+    assert ended == code, out + err
     assert "cancelling job long" in err
     assert "job long: cancelled" in err
     assert f"run it again: dtrain launch --name long {shell.folder}/s.py wait\n" in err
-    assert shell.processes() == shell.ranks() == []
+    assert shell.processes() == []
     assert "cancelled" in shell.here("status", "long")
 
 
 @pytest.mark.slow
 def test_a_detached_job_is_listed_followed_and_cancelled(shell: Shell):
+    """Ctrl-C ends a command that follows, and not the job."""
     assert shell.here("jobs").startswith("no jobs in ")
-    said = shell("launch", "--detach", "--name", "bg", str(shell.folder / "s.py"), "wait")
+    said = shell.here("launch", "--detach", "--name", "bg", str(shell.folder / "s.py"), "wait")
     assert said == "bg\nfollow it: dtrain logs --follow bg\n"
-    assert "bg   running" in shell("jobs")
     assert "job bg is already running" in shell.refused("launch", "--name", "bg", "s.py")
-    follower = shell.start("logs", "--follow", "--node", "1", "bg")
-    assert follower.stdout
-    assert follower.stdout.readline().startswith("[node 1] --- launch 1")
-    assert follower.stdout.readline() == "[node 1] rank 1 of 2 wait\n"
+    code, out, err = shell.interrupted("logs", "--follow", "--node", "1", "bg", when="[node 1] rank 1 of 2 wait\n")
+    assert (code, out) == (130, "")
+    assert re.search(r"^job bg: running\nso far: \d+ s; ", err)
+    assert err.endswith("the job goes on; follow it: dtrain status bg --follow\nend it: dtrain cancel bg\n")
+    assert "bg   running" in shell.here("jobs")
     assert "running: bg" in shell.here("doctor")
-    assert shell("cancel", "bg") == "job bg: cancelled\n"
-    assert follower.communicate(timeout=60)[0] == ""
-    assert follower.returncode == 0
+    assert shell.here("cancel", "bg") == "job bg: cancelled\n"
     assert shell.here("cancel", "bg") == "job bg: cancelled already\n"
     assert shell.here("logs", "bg", "--tail", "1").splitlines()[1] == "rank 0 of 2 wait"
-    assert (
-        shell.here("logs", "bg", "--follow", "--tail", "1") == "[node 0] rank 0 of 2 wait\n[node 1] rank 1 of 2 wait\n"
-    )
-
-
-@pytest.mark.slow
-def test_ctrl_c_cancels_a_training_that_then_goes_on_where_it_was(shell: Shell):
-    write_dataset(shell.folder / "home" / "storage" / "datasets" / "walks")
-    (shell.folder / "my_model.py").write_text(PACED_MODEL)
-    shell.env["DTRAIN_FACTORY_MODULES"] = "my_model"
-    options = ("--model", "my_model:make", "--nodes", "1", "--set", "training.log_frequency=1", "--epochs", "20")
-    command = ("train", "--dataset", "walks", "--name", "halted", "--set", "training.max_steps=100", *options)
-    process = shell.start(*command)
-    job = RunDir(str(shell.folder / "home" / "storage" / "jobs" / "halted"))
-    while not list(job.events("step")):
-        assert process.poll() is None
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, out + err
-    assert "cancelling job halted" in err
-    assert re.search(r"^job halted: cancelled at step \d+/100 of epoch 1; its checkpoint is of step \d+$", err, re.M), (
-        err
-    )
-    assert re.search(r"^so far: \d+ s; 0.0\d+ node-hours; \$0.\d+ \(stand-in price, nothing was billed\)$", err, re.M)
-    assert f"\ngo on: {shlex.join(['dtrain', *command])}\n" in err
-    assert shell.processes() == []
-    assert job.read_json("status.json")["state"] == "cancelled"
-    assert job.read_json("result.json")["status"] == "stopped"
-    job.write_json(OWNER, {"dagster_run_id": "ended"})  # as if Dagster had begun it
-    said = shell.here(*command)
-    assert "step 100/100" in said
-    assert "100 steps on 1 rank" in said
-    assert job.read_json(OWNER)["dagster_run_id"] is None, "it is a person's by now"
-    assert job.read_json("status.json")["launch"] == 2
-    [resumed] = job.events("resume")
-    assert resumed["step"] > 0
-    assert_every_total_is_of_both_launches(shell, job)
-    assert_what_is_said_of_it_afterwards(shell, job)
-    assert "has succeeded already" in shell.refused(*command)
-
-
-def assert_what_is_said_of_it_afterwards(shell: Shell, job: RunDir) -> None:
-    assert job.read_job().training.threads_per_rank is not None
-    assert job.read_json("result.json")["world_size"] == 1
-    [row] = [line.split() for line in shell.here("jobs").splitlines() if line.startswith("halted")]
-    losses = [event["loss"] for event in job.events("step")]
-    assert row[-2:] == ["100", f"{losses[-1]:.4f}"]
-    assert row[-3] == f"${json.loads(shell.here('jobs', '--json'))[0]['usd']:.4f}"
-    assert shell.env["DTRAIN_COMMAND_TRACKING"] == "off"
-    assert not (shell.folder / "home" / "mlflow.db").exists()
-    summary = " ".join(shell.here("status", "halted").split())
-    assert "100 steps on 1 rank" in summary
-    assert "NLL " in summary
-    assert "earned over ridge: " in summary
-    cost = json.loads(shell.here("cost", "halted", "--json"))
-    assert sum(row["usd"] for row in cost["ledger"]) == pytest.approx(cost["total_usd"], abs=1e-9)
-    assert {"productive", "start-up", "finish"} <= {row["cause"] for row in cost["ledger"]}
-    export = shell.folder / "usage.csv"
-    export.write_text("Date,MeterCategory,CostInBillingCurrency,BillingCurrency,ResourceId\n")
-    said = shell.here("cost", "halted", "--usage-export", str(export))
-    assert "stand-in price, nothing was billed" in said
-    assert "no row of the export belongs to this job" in said
-    export.write_text("Date,Cost\n")
-    assert "has no column for currency" in shell.refused("cost", "halted", "--usage-export", str(export))
-
-
-def assert_every_total_is_of_both_launches(shell: Shell, job: RunDir) -> None:
-    """Of a job on one node that was started twice."""
-    first, second = ((node.ended_at or 0.0) - node.started_at for node in job.nodes())
-    both = f"{format_duration(first + second)} over 2 launches, of which the last took {format_duration(second)}"
-    hours = f"{(first + second) / 3600:.4f} node-hours (the last launch: {second / 3600:.4f})"
-    assert f"{both}; {hours}" in shell.here("status", "halted")
-    assert f"{hours} in {both}" in shell.here("cost", "halted")
-    [row] = [line for line in shell.here("jobs").splitlines() if line.startswith("halted")]
-    assert f" {format_duration(first + second)} " in row
-    cost = json.loads(shell.here("cost", "halted", "--json"))
-    assert cost["metrics"]["training_duration_hours"] == pytest.approx((first + second) / 3600, rel=1e-4)
-    assert cost["launches"]["last"]["usd"] == pytest.approx(cost["total_usd"] * second / (first + second), abs=2e-6)
-    row = read_row(job)
-    assert row.seconds == pytest.approx(first + second), "the list of the dashboard"
-    board = JobBoard(job.uri.rpartition("/")[0], "dedicated").open("halted", time.time())
-    assert board is not None
-    shown = {item["label"]: item for item in headline(board, time.time())}
-    assert shown["took"]["value"] == format_duration(first + second)
-    assert shown["took"]["note"] == both.partition(" s ")[2]
-    phases = read_phase_totals(job, list(job.events()))
-    training = [event for event in job.events("phase") if event["name"] == "training"]
-    of_launches = [max(event["seconds"] for event in training if event["generation"] == number) for number in (1, 2)]
-    assert phases["training"] == pytest.approx(sum(of_launches))
-    assert job.read_json("result.json")["train_seconds"] == pytest.approx(of_launches[1], abs=0.01)
+    last = shell.here("logs", "bg", "--follow", "--tail", "1")
+    assert last == "[node 0] rank 0 of 2 wait\n[node 1] rank 1 of 2 wait\n"
 
 
 class TestPlanJob:
@@ -588,7 +402,7 @@ def test_a_job_that_has_ended_has_no_time_left(tmp_path: Path):
     for state in JobState:
         console = Console(width=200, file=io.StringIO())
         status = replace(running, state=state)
-        course = read_course(status, rundir, LeftClock(rundir))
+        course = read_course(status, rundir)
         print_status(console, JobFacts(status=status, run_dir=rundir.uri, began_at=0.0), rundir, 1.0, course)
         shown = console.file.getvalue()  # type: ignore[attr-defined]
         assert "step 20" in shown

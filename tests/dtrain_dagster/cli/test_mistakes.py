@@ -3,7 +3,6 @@ code of a refusal, and no stack trace; and no node starts."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,6 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("nope",), "No such command 'nope'"),
     (("train",), "give one of --dataset, --config and --script"),
     (("train", "--script", "nowhere.py"), "--script nowhere.py: there is no such file"),
-    (("train", "--script", "raises.py"), "raises.py, line 2)"),
-    (("train", "--script", "silent.py"), "without calling Trainer(…).fit(…)"),
-    (("train", "--script", "leaves.py"), "exit code 3 before it trained, and printed nothing"),
     (
         ("train", "--script", "unusable.py"),
         "--script unusable.py: there is no usual loss for outputs of (3, 3) and targets of (3, 4)",
@@ -36,47 +32,29 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("train", "--config", "latin.json"), "--config latin.json is not JSON"),
     (("train", "--config", "empty.json"), "empty.json is not JSON"),
     (("train", "--config", "broken.json"), "line 2"),
-    (("train", "--config", "list.json"), "must hold a JSON object"),
     (("train", "--config", "nan.json"), "NaN is not a number there"),
-    ((*TRAIN, "--epochs", "0"), "'--epochs': 0"),
-    ((*TRAIN, "--nodes", "0"), "'--nodes': 0"),
     ((*TRAIN, "--nodes", "9999"), "use fewer ranks"),
     ((*TRAIN, "--model", "tcnn"), "--model = 'tcnn' is neither a stock model"),
     ((*TRAIN, "--model", "a:b"), "set DTRAIN_FACTORY_MODULES=a"),
     ((*TRAIN, "--loss", "nll"), "--loss = 'nll' is neither a stock loss"),
     ((*TRAIN, "--model", "tcn", "--set", 'model.args={"channel": 8}'), "it accepts: channels"),
     ((*TRAIN, "--set", "training.epochs=-1"), "training.epochs = -1: it should be greater than or equal to 1"),
-    ((*TRAIN, "--set", "training.learning_rate=NaN"), "training.learning_rate = nan: it should be a finite number"),
     ((*TRAIN, "--set", "training.epohcs=3"), "did you mean training.epochs?"),
-    ((*TRAIN, "--set", "epochs=3"), "did you mean training.epochs?"),
-    ((*TRAIN, "--set", "training"), "write it as dotted.key=value"),
-    ((*TRAIN, "--set", "training.precision=fp8"), "'fp32', 'tf32', 'bf16' or 'fp16'"),
     ((*TRAIN, "--name", "../x"), "--name '../x'"),
     ((*TRAIN, "--backend", "mpi"), "there is no backend 'mpi'"),
     ((*TRAIN, "--backend", "horovod", "--set", "training.encryption=required"), "unencrypted"),
     ((*TRAIN, "--settings", "nowhere"), "there is no such file"),
-    ((*TRAIN, "--settings", "folder"), "cannot be read"),
-    ((*TRAIN, "--settings", "list.json"), "must be a JSON object"),
     (("tune", "--dataset", "walks", "--seconds", "nan"), "--seconds nan"),
-    (("tune", "--dataset", "walks", "--out", "folder"), "--out folder"),
     (("tune", "--dataset", "walks", "--model", "tcnn"), "--model = 'tcnn'"),
     (("launch", "--nodes", "1", "--", "nowhere.py"), "there is no script 'nowhere.py'"),
-    (("launch", "--nodes", "1", "--", "python", "nowhere.py"), "there is no script 'nowhere.py'"),
     (("launch", "--nodes", "1", "--", "/no/such/program"), "there is no program '/no/such/program'"),
     (("launch", "--nodes", "999", "silent.py"), "DTRAIN_NODES=999"),
     (("launch", "--name", 201 * "x", "silent.py"), "at most 200"),
     (("status",), "latest: there are no jobs"),
     (("status", "nojob"), "no job 'nojob': there are no jobs yet; `dtrain jobs` lists them"),
     (("status", "../x"), "the name of the job is '../x'"),
-    (("logs", "nojob"), "no job 'nojob'"),
-    (("cancel", "nojob"), "no job 'nojob'"),
-    (("status", "nojob", "--follow"), "no job 'nojob'"),
-    (("status", "nojob", "--html", "a.html"), "no job 'nojob'"),
     (("status", "latest", "--html", "a.html", "--follow"), "give one of them"),
-    (("cost", "nojob"), "no job 'nojob'"),
-    (("cost", "../../etc"), "the name of the job is"),
     (("cost", "--usage-export", __file__), "--usage-export needs the name of a job"),
-    (("cost", "nojob", "--refresh"), "--refresh is of prices: leave out the name"),
     (("ui", "mlflow", "--host", "0.0.0.0"), "the page mlflow has no --host"),
     (("status", "latest", "--trace"), "latest: there are no jobs"),
     (("search", "--show", "nosearch"), "no search 'nosearch'"),
@@ -84,9 +62,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     ((*TRAIN, "--name", "latest"), "--name latest"),
 ]
 SCRIPTS = {
-    "raises": "def read():\n    raise ValueError('no such column')\nread()\n",
     "silent": "print('nothing to do')\n",
-    "leaves": "raise SystemExit(3)\n",
     "unusable": "import torch\n"
     "from trainer import Trainer\n"
     "data = torch.utils.data.TensorDataset(torch.zeros(8, 2), torch.zeros(8, 4))\n"
@@ -110,12 +86,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a dataset and files that are no job.json."""
     write_dataset(tmp_path / "walks")
     (tmp_path / "folder").mkdir()
+    (tmp_path / "nan.json").write_text('{"training": {"learning_rate": NaN}}')
+    (tmp_path / "latin.json").write_bytes(b"\xff\xfe{}")
     for name, text in SCRIPTS.items():
         (tmp_path / f"{name}.py").write_text(text)
-    for name, text in (("empty", ""), ("broken", '{"a": 1,\n "b": }'), ("list", "[1]")):
+    for name, text in (("empty", ""), ("broken", '{"a": 1,\n "b": }')):
         (tmp_path / f"{name}.json").write_text(text)
-    (tmp_path / "nan.json").write_text(json.dumps({"training": {"learning_rate": float("nan")}}))
-    (tmp_path / "latin.json").write_bytes(b"\xff\xfe{}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DTRAIN_HOME", str(tmp_path / "home"))
     return tmp_path

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import io
-import os
-import pty
 import re
-import select
-import struct
-import sys
-import termios
-from fcntl import ioctl
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 from rich.text import Text
 from told_home import JOBS, LONG, write_home
 
 from dtrain_dagster.cli.cost import _print_table
 from dtrain_dagster.cli.fleet_screen import fleet_table, headline
-from dtrain_dagster.cli.screen import Column, fitted_table, print_fitted
+from dtrain_dagster.cli.main import main
+from dtrain_dagster.cli.screen import Column, Screen, fitted_table, print_fitted
 from dtrain_dagster.costs.prices import price_table
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.view import FleetWatch
 
-DTRAIN = str(Path(sys.executable).parent / "dtrain")
 COLUMNS = (Column("NAME"), Column("NODES", right=True, rank=2), Column("STEP", right=True, rank=1), Column("COST"))
 ROWS = [["a-name", "3", "100", "$0.1"], ["another", "12", "7", "$12.3"]]
 
@@ -64,38 +58,28 @@ def test_control_characters_take_the_room_in_which_they_are_shown():
     assert "a\\x1b[2Jb" in said
 
 
-def in_terminal(folder: Path, *words: str, columns: int = 80) -> str:
-    """Return what a command writes to a pseudo-terminal, without escape sequences."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    env = {**inherited, "DTRAIN_HOME": str(folder), "TERM": "xterm-256color"}
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execve(DTRAIN, [DTRAIN, *words], env)
-    ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    written = b""
-    while select.select([terminal], [], [], 60)[0]:
-        try:
-            written += os.read(terminal, 1 << 16)
-        except OSError:  # the command has ended
-            break
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, written
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode()).replace("\r\n", "\n")
+def in_terminal(home: Path, *words: str, columns: int = 80) -> str:
+    """Return what a command writes to a terminal of that width."""
+    screen = Screen(width=columns, file=io.StringIO())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dtrain_dagster.cli.jobs.console", lambda: screen)
+        done = CliRunner().invoke(main, words, env={"DTRAIN_HOME": str(home)})
+    assert done.exit_code == 0, done.output
+    return screen.file.getvalue()  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow
 def test_a_terminal_of_80_columns_shows_whole_names_states_and_dollars(tmp_path: Path):
-    write_home(tmp_path / "home")
-    said = in_terminal(tmp_path / "home", "jobs")
+    write_home(tmp_path)
+    said = in_terminal(tmp_path, "jobs")
     assert "…" not in said
     assert max(len(line) for line in said.splitlines()) <= 80
     for name, state in JOBS.items():
         assert re.search(rf"^{re.escape(name)} +{state} .*\$9\.\d\d", said, re.MULTILINE), said
     assert "80 columns leave out " in said
-    wide = in_terminal(tmp_path / "home", "jobs", columns=120)
+    wide = in_terminal(tmp_path, "jobs", columns=120)
     assert "leave out" not in wide
     assert "STEP" in wide
-    status = in_terminal(tmp_path / "home", "status", LONG)
+    status = in_terminal(tmp_path, "status", LONG)
     assert re.search(r"^failed · step 20/10000 · epoch 1 · loss 2\.\d{4}$", status, re.MULTILINE), status
 
 

@@ -1,4 +1,5 @@
-"""`dtrain train` writes to MLflow, a real one in the home."""
+"""`dtrain train` writes to MLflow, a real one in the home: trainings that are interrupted. One that is not is in
+test_training.py."""
 
 from __future__ import annotations
 
@@ -10,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,68 +18,11 @@ import pytest
 from click.testing import CliRunner
 
 from dtrain_dagster.cli.main import main
-from dtrain_dagster.cli.tracking import as_tracked_before
 from dtrain_dagster.jobs.orders import script_of
 from dtrain_dagster.jobs.view import last_step
 from harness.small_job import write_dataset
 from harness.tables import copy_tables
-from trainer.config import DatasetRef, JobConfig, TrackingConfig
 from trainer.rundir import TRACKING, RunDir
-
-
-@pytest.mark.slow
-def test_a_training_of_the_command_line_is_in_mlflow_with_its_dollars_and_goes_on_in_the_same_run(
-    tmp_path: Path,
-) -> None:
-    from mlflow.tracking import MlflowClient
-
-    home = tmp_path / "home"
-    home.mkdir()
-    copy_tables(home / "mlflow.db")
-    dataset = write_dataset(tmp_path / "dataset")
-    env = {"DTRAIN_HOME": str(home), "DTRAIN_NODES": "1", "DTRAIN_THREADS_PER_RANK": "1"}
-    settings = ("model.args.channels=4", "training.max_steps=8", "training.warmup_steps=1")
-    asked = ["train", "--dataset", str(dataset), "--model", "tcn", "--name", "one"]
-    asked += [word for setting in settings for word in ("--set", setting)]
-    with contextlib.chdir(tmp_path):
-        done = CliRunner().invoke(main, asked, env=env)
-    assert done.exit_code == 0, done.output
-    assert "in MLflow: experiment dtrain, run one" in done.output
-    client = MlflowClient(f"sqlite:///{home}/mlflow.db")
-    [experiment] = [found for found in client.search_experiments() if found.name == "dtrain"]
-    [run] = client.search_runs([experiment.experiment_id])
-    assert run.info.status == "FINISHED"
-    assert run.data.params["model.channels"] == "4"
-    assert run.data.metrics["cost/total_usd"] > 0
-    metrics = run.data.metrics
-    assert {"train/loss", "valid/loss", "test/nll", "test/margin", "valid/best_step"} <= metrics.keys()
-    assert (metrics["lost/nodes"], metrics["lost/node_seconds"]) == (0, 0)
-    assert len(metrics) <= 25
-    own = {name: value for name, value in run.data.tags.items() if not name.startswith("mlflow.")}
-    assert own["gate"] in ("passed", "not passed")
-    assert own["nodes"] == "1"
-    assert len(own) <= 12
-    figures = json.loads(Path(client.download_artifacts(run.info.run_id, "figures.json", str(tmp_path))).read_text())
-    assert {"train/loss", "node_0/cpu_percent", "time/forward_milliseconds"} <= figures.keys(), "what is no metric"
-    assert figures["train/loss"]["last"] == pytest.approx(metrics["train/loss"])
-    assert run.data.tags["mlflow.source.name"] == "dtrain train"
-    assert "for $" in run.data.tags["mlflow.note.content"]
-    assert {"job.json", "result.json", "reports"} <= {item.path for item in client.list_artifacts(run.info.run_id)}
-
-
-@pytest.mark.slow
-def test_tracking_can_be_switched_off_for_one_training(tmp_path: Path) -> None:
-    """For all: `DTRAIN_COMMAND_TRACKING`, in test_main.py."""
-    dataset, home = write_dataset(tmp_path / "dataset"), tmp_path / "home"
-    env = {"DTRAIN_HOME": str(home), "DTRAIN_NODES": "1", "DTRAIN_THREADS_PER_RANK": "1"}
-    more = ["--set", "tracking.mlflow_tracking_uri=null"]
-    asked = ["train", "--dataset", str(dataset), "--model", "tcn", "--set", "training.max_steps=4", *more]
-    with contextlib.chdir(tmp_path):
-        done = CliRunner().invoke(main, [*asked, "--set", "training.warmup_steps=1"], env=env)
-    assert done.exit_code == 0, done.output
-    assert "MLflow" not in done.output
-    assert not (home / "mlflow.db").exists()
-
 
 SCRIPT = """
 import sys
@@ -189,8 +132,7 @@ def interrupted(folder: Path, words: Sequence[str], until: Callable[[], object],
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("how", ["option", "setting"])
-def test_a_training_that_goes_on_can_be_kept_out_of_mlflow_and_comes_back_to_its_run(how: str, tmp_path: Path) -> None:
+def test_a_training_that_goes_on_can_be_kept_out_of_mlflow_and_comes_back_to_its_run(tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
     copy_tables(tmp_path / "home" / "mlflow.db")
@@ -213,9 +155,8 @@ def test_a_training_that_goes_on_can_be_kept_out_of_mlflow_and_comes_back_to_its
     interrupted(tmp_path, asked, losses)
     begun, run_id, stopped = losses(), run_of(tmp_path / "home")[0].info.run_id, last_step(rundir)
     assert stopped is not None
-    off = {"DTRAIN_COMMAND_TRACKING": "off"} if how == "setting" else {}
-    null = ["--set", "tracking.mlflow_tracking_uri=null"] if how == "option" else []
-    said = interrupted(tmp_path, [*asked, *null], lambda: (last_step(rundir) or (0, 0.0))[0] > stopped[0] + 5, **off)
+    null = ["--set", "tracking.mlflow_tracking_uri=null"]
+    said = interrupted(tmp_path, [*asked, *null], lambda: (last_step(rundir) or (0, 0.0))[0] > stopped[0] + 5)
     assert "MLflow" not in said
     assert losses() == begun
     assert "in MLflow: experiment dtrain, run one" in ordered(tmp_path, *asked)
@@ -223,15 +164,3 @@ def test_a_training_that_goes_on_can_be_kept_out_of_mlflow_and_comes_back_to_its
     assert (run.info.run_id, run.info.status) == (run_id, "FINISHED")
     assert max(losses()) == 400
     assert stopped[0] + 3 not in losses(), "of the launch that was kept out"
-
-
-def test_a_training_that_says_something_of_tracking_goes_on_in_the_same_run(tmp_path: Path) -> None:
-    job = JobConfig(job_id="one", run_dir=str(tmp_path), dataset=DatasetRef(uri="script:points.py"))
-    first = TrackingConfig(
-        tensorboard=False, mlflow_tracking_uri="sqlite:///x.db", mlflow_run_name="one", tags={"code_version": "a"}
-    )
-    RunDir(str(tmp_path)).write_job(replace(job, tracking=first))
-    again = as_tracked_before(replace(job, tracking=TrackingConfig(tensorboard=False)), RunDir(str(tmp_path)))
-    assert again.tracking == first
-    other = as_tracked_before(replace(job, tracking=TrackingConfig(mlflow_experiment="x")), RunDir(str(tmp_path)))
-    assert other.tracking == replace(first, mlflow_experiment="x"), "which is then refused as another configuration"

@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,11 +15,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from click.testing import CliRunner
+from shells import Shell, shell_in
 
 from dtrain_dagster.assets.plan_options import TrainingOptions, job_on
 from dtrain_dagster.cli.job_options import job_of_options, stated_fields
-from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.tune import summary
 from dtrain_dagster.data.build_once import BuiltDataset
 from dtrain_dagster.jobs.progress import fingerprint
@@ -32,13 +28,11 @@ from dtrain_dagster.settings.environment import Settings
 from harness.small_job import write_dataset
 from tests.kinds import build_table
 from trainer.config import ConfigError, DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig
-from trainer.rundir import RunDir
 from trainer.spec import DataSpec
 from trainer.tuning.search_space import TrialSettings
 from trainer.tuning.trial import TuningTrial
 from trainer.tuning.tuner import Tuner, with_layout
 
-DTRAIN = str(Path(sys.executable).parent / "dtrain")
 SMALL = ("--set", "training.batch_size_per_gpu=32")
 EVIDENCE: dict[str, Any] = {
     "dataset_id": "d1", "world_size": 2, "samples_per_rank": 256,
@@ -51,67 +45,30 @@ OF_THE_USUAL = EVIDENCE | {
 CUT = {"batch_size_per_gpu": 256, "gradient_accumulation_steps": 1, "precision": "bf16"}
 
 
-class Folder:
-    """A working folder with a dataset and a home of its own."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.home = path, path / "home"
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("DTRAIN_")}
-        self.env = inherited | {"DTRAIN_HOME": str(self.home), "DTRAIN_NODES": "2"}
-        write_dataset(path / "walks")
-
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
-        return subprocess.Popen([DTRAIN, *arguments], cwd=self.path, env=self.env, stdout=pipe, stderr=pipe, text=True)
-
-    def __call__(self, *arguments: str) -> str:
-        process = self.start(*arguments)
-        out, err = process.communicate(timeout=200)
-        assert process.returncode == 0, out + err
-        return out + err
-
-    def here(self, *arguments: str, code: int = 0) -> str:
-        """What a command says, without a process of its own, for speed."""
-        with contextlib.chdir(self.path):
-            done = CliRunner().invoke(main, arguments, env=self.env)
-        assert done.exit_code == code, done.output
-        return " ".join(done.output.split())
-
-    def refused(self, *arguments: str) -> str:
-        return self.here(*arguments, code=2)
-
-    def write(self, name: str, document: Any) -> str:
-        (self.path / name).write_text(json.dumps(document))
-        return name
-
-    def job(self, job_id: str) -> RunDir:
-        return RunDir(str(self.home / "storage" / "jobs" / job_id))
-
-    def processes(self) -> list[psutil.Process]:
-        home = str(self.home)
-        return [p for p in psutil.process_iter(["cmdline"]) if any(home in word for word in p.info["cmdline"] or [])]
-
-    def left(self) -> list[psutil.Process]:
-        """Processes that stay; one that is in its exit is given the time for that."""
-        return psutil.wait_procs(self.processes(), timeout=30)[1]
-
-
 @pytest.fixture
-def folder(tmp_path: Path):
-    made = Folder(tmp_path)
-    yield made
-    for process in made.processes():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+def folder(tmp_path: Path) -> Iterator[Shell]:
+    write_dataset(tmp_path / "walks")
+    with shell_in(tmp_path, DTRAIN_NODES="2") as made:
+        yield made
+
+
+def write(folder: Shell, name: str, document: Any) -> str:
+    (folder.folder / name).write_text(json.dumps(document))
+    return name
+
+
+def left(folder: Shell) -> list[psutil.Process]:
+    """Processes that stay; one that is in its exit is given the time for that."""
+    return psutil.wait_procs(folder.processes(), timeout=30)[1]
 
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_two_ranks_measure_settings_and_a_training_takes_them(folder: Folder):
+def test_two_ranks_measure_settings_and_a_training_takes_them(folder: Shell):
     said = folder("tune", "--dataset", "walks", "--seconds", "10", "--out", "fast.json", "--name", "t", *SMALL)
     document = kept = folder.job("t").read_json("tuned.json")
     if kept["evidence"]["complete"] or kept["training"]:  # a busy machine may leave too little time to confirm
-        document = json.loads((folder.path / "fast.json").read_text())
+        document = json.loads((folder.folder / "fast.json").read_text())
         assert kept["training"] == document["training"]
         assert document["evidence"]["cost"]["node_seconds"] > 10
     evidence = document["evidence"]
@@ -125,10 +82,10 @@ def test_two_ranks_measure_settings_and_a_training_takes_them(folder: Folder):
     assert all(cut["batch_size_per_gpu"] * cut["gradient_accumulation_steps"] == 64 for cut in cuts)
     assert "node-seconds" in said
     assert ("keep the settings as configured" in said) == (evidence["complete"] and not document["training"])
-    assert not folder.left()
+    assert not left(folder)
 
     document["training"] = {"batch_size_per_gpu": 64, "gradient_accumulation_steps": 1, "precision": "bf16"}
-    folder.write("fast.json", document)  # whatever was fastest just now
+    write(folder, "fast.json", document)  # whatever was fastest just now
     steps = ("--set", "training.max_steps=2", "--set", "training.gradient_accumulation_steps=2")
     asked = ("train", "--dataset", "walks", "--nodes", "1", "--name", "stated", *SMALL, *steps)
     assert "measured with world_size 2, and this training has 1" in folder.here(*asked, "--settings", "fast.json")
@@ -139,7 +96,7 @@ def test_two_ranks_measure_settings_and_a_training_takes_them(folder: Folder):
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_ctrl_c_ends_the_job_and_leaves_nothing_running(folder: Folder):
+def test_ctrl_c_ends_the_job_and_leaves_nothing_running(folder: Shell):
     process = folder.start("tune", "--dataset", "walks", "--seconds", "300", "--name", "t", *SMALL)
     until = time.monotonic() + 100
     while not any(event["doing"] == "ready" for event in folder.job("t").events("tune")):
@@ -151,15 +108,15 @@ def test_ctrl_c_ends_the_job_and_leaves_nothing_running(folder: Folder):
     assert process.returncode == 130
     assert "cancelling job t" in err
     assert "tuning cost" in err
-    assert not folder.left()
+    assert not left(folder)
     # It was written by the ranks, at the end of their interval; what is not worth a file makes none.
     document = folder.job("t").read_json("tuned.json")
     assert not document["evidence"]["complete"]
-    assert (folder.path / "tuned.json").exists() == bool(document["training"])
+    assert (folder.folder / "tuned.json").exists() == bool(document["training"])
 
 
-def test_nothing_is_started_that_could_not_be_delivered_or_told(folder: Folder):
-    (folder.path / "folder").mkdir()
+def test_nothing_is_started_that_could_not_be_delivered_or_told(folder: Shell):
+    (folder.folder / "folder").mkdir()
     asked = ("tune", "--dataset", "walks")
     assert "--out folder cannot be written: it is a folder" in folder.refused(*asked, "--out", "folder")
     assert "--out nowhere/fast.json cannot be written" in folder.refused(*asked, "--out", "nowhere/fast.json")
@@ -170,23 +127,23 @@ def test_nothing_is_started_that_could_not_be_delivered_or_told(folder: Folder):
     assert not (folder.home / "storage" / "jobs").exists()
 
 
-def test_a_file_that_cannot_be_used_is_refused_with_its_reason(folder: Folder):
+def test_a_file_that_cannot_be_used_is_refused_with_its_reason(folder: Shell):
     asked = ("train", "--dataset", "walks", "--settings")
     said = folder.refused(*asked, "nowhere.json")
     assert "there is no such file; `dtrain tune` and `dtrain search` write one" in said
-    wrong = folder.write("wrong.json", {"training": {"precision": "bf16", "epochs": 3}, "comment": "fast"})
+    wrong = write(folder, "wrong.json", {"training": {"precision": "bf16", "epochs": 3}, "comment": "fast"})
     said = folder.refused(*asked, wrong)
     assert "'comment', 'training.epochs' cannot be set by such a file" in said
     assert "batch_size_per_gpu" in said
-    assert 'must be a JSON object with "training" in it' in folder.refused(*asked, folder.write("list.json", []))
-    (folder.path / "cut.json").write_text('{"training": ')
+    assert 'must be a JSON object with "training" in it' in folder.refused(*asked, write(folder, "list.json", []))
+    (folder.folder / "cut.json").write_text('{"training": ')
     assert "cut.json cannot be read" in folder.refused(*asked, "cut.json")
     assert "training.precision = 'bf17'" in folder.refused(
-        *asked, folder.write("value.json", {"training": {"precision": "bf17"}})
+        *asked, write(folder, "value.json", {"training": {"precision": "bf17"}})
     )
-    half = folder.write("half.json", {"training": {"batch_size_per_gpu": 512}})
-    assert f"{folder.path}/half.json: one of training.batch_size_per_gpu" in folder.refused(*asked, half)
-    other = folder.write("other.json", {"training": CUT, "evidence": EVIDENCE})
+    half = write(folder, "half.json", {"training": {"batch_size_per_gpu": 512}})
+    assert f"{folder.folder}/half.json: one of training.batch_size_per_gpu" in folder.refused(*asked, half)
+    other = write(folder, "other.json", {"training": CUT, "evidence": EVIDENCE})
     said = folder.refused(*asked, other, "--model", "lstm")
     assert "measured with model {'factory': 'tcn', 'args': {}}, and this training has {'factory': 'lstm'" in said
     assert not (folder.home / "storage" / "jobs").exists()
@@ -339,7 +296,7 @@ def test_a_batch_is_written_as_both_of_its_parts():
     assert with_layout((("precision", "bf16"),), config) == {"precision": "bf16"}
 
 
-def test_what_is_stated_is_found_in_whole_sections_and_in_the_environment(folder: Folder, tmp_path: Path):
+def test_what_is_stated_is_found_in_whole_sections_and_in_the_environment(folder: Shell, tmp_path: Path):
     asked = ["training.precision=bf16", "training.epochs=2", 'training={"clip_norm": 1}', "model.factory=lstm"]
     assert stated_fields(asked) == {"precision", "epochs", "clip_norm"}
     training = CUT | {"threads_per_rank": 7}

@@ -7,15 +7,18 @@ import math
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import requests
 
+from dtrain_dagster.clusters.base import JobState, JobStatus
 from dtrain_dagster.dashboard import job_index
 from dtrain_dagster.dashboard.job_board import JobBoard
-from dtrain_dagster.dashboard.job_index import DAMAGED, JobIndex, JobRow, Listing, Seen, keeps_seconds
+from dtrain_dagster.dashboard.job_index import JobIndex, Listing, keeps_seconds
 from dtrain_dagster.dashboard.server import build_app
+from dtrain_dagster.jobs.facts import DAMAGED, JobFacts
 from tests.abuse.dashboard_load import write_jobs
 from tests.abuse.websites import served
 from tests.dtrain_dagster.told_events import told, write_run
@@ -23,21 +26,12 @@ from trainer.rundir import RunDir
 from trainer.storage.open import open_storage
 
 
-def row(number: int, state: str = "succeeded", model: str = "tcn") -> JobRow:
-    return JobRow(
-        job_id=f"job-{number:05d}", state=state, started_at=1e9 - number, ended_at=1e9, model=model, step=number
-    )
-
-
 def test_what_nobody_has_settled_is_looked_at_again():
-    live, ended, none = Seen(row(1, "running")), Seen(row(2), settled=True), Seen(None)
-    assert keeps_seconds(live, True, quiet_seconds=2.0) < 1.0
-    assert 60 < keeps_seconds(live, True, quiet_seconds=3600.0) < 600
-    assert keeps_seconds(live, True, quiet_seconds=1e9) == job_index.MOST_QUIET_SECONDS
-    assert keeps_seconds(live, True, quiet_seconds=-5.0) == 0.0, "written by a clock that is ahead"
-    assert keeps_seconds(ended, True, 1.0) == keeps_seconds(none, True, 1.0) == math.inf
-    assert keeps_seconds(live, False, 0.0) == 0.0
-    assert keeps_seconds(ended, False, 0.0) == job_index.SETTLED_SECONDS
+    running, ended = (JobFacts(status=JobStatus(job_id="a", state=JobState(state))) for state in ("running", "failed"))
+    damaged = JobFacts(status=replace(ended.status, damage="cut"))
+    assert keeps_seconds(running, True) == keeps_seconds(running, False) == 0.0
+    assert keeps_seconds(ended, True) == keeps_seconds(None, True) == math.inf
+    assert keeps_seconds(ended, False) == keeps_seconds(damaged, True) == job_index.SETTLED_SECONDS
 
 
 class Counted:
@@ -47,9 +41,9 @@ class Counted:
         self.board, self.names = JobBoard(str(jobs), "dedicated"), list[str]()
         self.index = JobIndex(open_storage(str(jobs)), self.read, every_seconds=0.0)
 
-    def read(self, name: str) -> Seen:
+    def read(self, name: str) -> JobFacts | None:
         self.names.append(name)
-        return self.board._seen(name)
+        return self.board._row(name)
 
     def round(self) -> tuple[dict[str, str], list[str]]:
         """A new list: the state of each job, and what was read for it."""
@@ -131,7 +125,7 @@ def test_the_first_jobs_are_shown_while_others_are_read(tmp_path: Path, monkeypa
     index, go_on, held = Counted(tmp_path), threading.Event(), threading.Event()
     read = index.index._read
 
-    def halting(name: str) -> Seen:
+    def halting(name: str) -> JobFacts | None:
         if len(index.names) == 10:
             held.set()
             go_on.wait(30)

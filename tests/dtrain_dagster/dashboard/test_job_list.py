@@ -10,20 +10,23 @@ import pytest
 import requests
 from told_events import HOSTILE, START, hang, told, write_run
 
+from dtrain_dagster.clusters.base import JobState, JobStatus
 from dtrain_dagster.dashboard.failure import end_in_words
 from dtrain_dagster.dashboard.job_board import RECENT_JOBS, JobBoard
-from dtrain_dagster.dashboard.job_index import JobRow, Listing
+from dtrain_dagster.dashboard.job_index import Listing
 from dtrain_dagster.dashboard.job_list import ROWS, chosen, jobs_page, list_page
 from dtrain_dagster.dashboard.server import build_app
+from dtrain_dagster.jobs.facts import JobFacts
+from dtrain_dagster.jobs.totals import LaunchTotals
 from tests.abuse.websites import served
 from trainer.rundir import RunDir
 
-NOW = 2e9
 
-
-def row(job_id: str = "mine", state: str = "succeeded", **more: Any) -> JobRow:
-    known: dict[str, Any] = {"started_at": 1e9, "ended_at": None if state == "running" else 1e9 + 60, "step": 50}
-    return JobRow(**{"job_id": job_id, "state": state, "model": "tcn", **known, **more})
+def row(job_id: str = "mine", state: str = "succeeded", usd: float | None = None, **more: Any) -> JobFacts:
+    ended_at = None if state == "running" else 1e9 + 60
+    status = JobStatus(job_id=job_id, state=JobState(state), started_at=1e9, ended_at=ended_at)
+    totals = LaunchTotals(launches=1, seconds=90.0, node_hours=0.025, usd=usd)
+    return JobFacts(**{"status": status, "model": "tcn", "began_at": 1e9, "step": 50, "totals": totals, **more})
 
 
 @pytest.mark.parametrize(
@@ -67,22 +70,22 @@ def test_an_address_asks_for_the_jobs_that_have_its_words_live_ones_first():
 
 def test_a_page_has_the_newest_rows_and_says_what_is_not_on_it():
     listing = Listing(1, tuple(row(f"job-{number}", usd=0.5) for number in range(ROWS + 5)))
-    page = list_page(listing, "job", "succeeded", ROWS, NOW)
+    page = list_page(listing, "job", "succeeded", ROWS)
     assert page.count("<tr data-state") == ROWS
     assert f"{ROWS + 5} jobs, $52.50" in page
     assert "/?q=job&amp;state=succeeded&amp;n=200" in page
-    assert "show more" not in list_page(listing, "job-17", "", ROWS, NOW)
-    assert "No job matches." in list_page(listing, "nothing", "", ROWS, NOW)
-    assert "There is no training yet." in list_page(Listing(1), "", "", ROWS, NOW)
-    assert "Jobs are being read" in list_page(Listing(), "", "", ROWS, NOW), "not a word of none before the first look"
-    cells = list_page(Listing(1, (row("mine", seconds=90.0),)), "", "", ROWS, NOW)
+    assert "show more" not in list_page(listing, "job-17", "", ROWS)
+    assert "No job matches." in list_page(listing, "nothing", "", ROWS)
+    assert "There is no training yet." in list_page(Listing(1), "", "", ROWS)
+    assert "Jobs are being read" in list_page(Listing(), "", "", ROWS), "not a word of none before the first look"
+    cells = list_page(Listing(1, (row("mine"),)), "", "", ROWS)
     assert "2001-09-09 01:46" in cells
     assert "1 min 30 s" in cells, "over all launches"
-    unknown = list_page(Listing(1, (row(started_at=None, ended_at=None, step=None),)), "", "", ROWS, NOW)
+    unknown = list_page(Listing(1, (JobFacts(status=JobStatus(job_id="mine", state=JobState.FAILED)),)), "", "", ROWS)
     assert "None" not in unknown
 
 
-def listed(board: JobBoard) -> dict[str, JobRow]:
+def listed(board: JobBoard) -> dict[str, JobFacts]:
     board._index._done_at = -1e9  # time goes by
     return {each.job_id: each for each in board.jobs()}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 import requests
-import uvicorn
 from click.testing import CliRunner
 from told_events import told, write_run
 
@@ -32,6 +30,7 @@ from dtrain_dagster.dashboard.orders import (
 from dtrain_dagster.dashboard.server import build_app
 from dtrain_dagster.jobs.orders import ScriptOrder, keep_script
 from harness.waiting import until
+from tests.abuse.websites import served
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig
 from trainer.rundir import RunDir
 
@@ -109,17 +108,8 @@ def test_who_is_not_on_this_machine_is_not_its_user(monkeypatch: pytest.MonkeyPa
 
 @contextmanager
 def serving(jobs: Path, services: JobServices, host: str = "127.0.0.1") -> Iterator[str]:
-    app = build_app(JobBoard(str(jobs), "dedicated"), services=services)
-    server = uvicorn.Server(uvicorn.Config(app, host=host, port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-        time.sleep(0.01)
-    named = f"[{host}]" if ":" in host else host
-    yield f"http://{named}:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    thread.join(10)
+    with served(build_app(JobBoard(str(jobs), "dedicated"), services=services), host=host) as port:
+        yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def post(url: str, job_id: str, order: str, **headers: str) -> requests.Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from dtrain_dagster.jobs.program import (
@@ -14,6 +15,7 @@ from dtrain_dagster.jobs.program import (
     refuse_program,
     start_command,
 )
+from dtrain_dagster.jobs.script_job import explain_end
 from dtrain_dagster.settings.cluster_kinds import KINDS
 from trainer.config import ConfigError
 from trainer.frameworks.catalogue import FRAMEWORKS
@@ -82,3 +84,14 @@ def test_the_starter_comes_first_but_for_plain_scripts_of_this_machine():
     started = start_command("ray", command, "py", KINDS["local"])
     assert started == ("py", "-P", "-m", "trainer.frameworks", "--engine", "ray", "--", "python", "s.py")
     assert "-P" not in start_command("torchrun", command, "py", KINDS["azure_ml"]), "the code is in the working folder"
+
+
+def test_why_a_script_ended_is_one_line() -> None:
+    trace = 'Traceback (most recent call last):\n  File "/home/me/a.py", line 7, in <module>\n    read()\n'
+    deeper = f"  File \"{click.__file__}\", line 9, in load\nKeyError: 'x'\n"
+    assert explain_end(1, trace + deeper).endswith("KeyError: 'x' (/home/me/a.py, line 7)")
+    refused = f"{trace}trainer.errors.ConfigError: training.a is not a setting\ntraining.b = 0: it should be more\n"
+    told = "training.a is not a setting; training.b = 0: it should be more (/home/me/a.py, line 7)"
+    assert explain_end(1, refused) == told
+    assert "without calling Trainer" in explain_end(0, "a warning")
+    assert explain_end(3, "") == "it ended with exit code 3 before it trained, and printed nothing"
