@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.chosen import ChosenCluster, ProjectPlaces, choose
+from dtrain_dagster.configuration import ClusterConfiguration, ProjectConfiguration, read_configuration
 from dtrain_dagster.settings.azure import AzureSettings
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
@@ -52,7 +52,7 @@ class ValueFiles(dg.UPathIOManager):
         return {"path": dg.MetadataValue.text(f"{'/'.join(context.asset_key.path)} in Dagster's storage")}
 
 
-class ProjectResource(ProjectPlaces, dg.ConfigurableResource):
+class ProjectResource(ProjectConfiguration, dg.ConfigurableResource):
     """The project's places: folders, tracking server, names."""
 
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:
@@ -60,7 +60,7 @@ class ProjectResource(ProjectPlaces, dg.ConfigurableResource):
         refuse_secrets_of(self, "project")
 
 
-class GPUClusterResource(ChosenCluster, dg.ConfigurableResource):
+class GPUClusterResource(ClusterConfiguration, dg.ConfigurableResource):
     """The cluster that trains. Assets are the same whatever its kind."""
 
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:
@@ -132,9 +132,10 @@ def build_resources(settings: Settings, names: GraphNames = STOCK_NAMES) -> dict
     Raise `dtrain_dagster.settings.environment.SettingsError` where Azure's settings are missing or unusable; no service
     is asked.
     """
-    chosen_cluster, places = choose(settings)
-    cluster, project = GPUClusterResource(**dict(chosen_cluster)), ProjectResource(**dict(places))
+    cluster, project = read_configuration(settings)
     folder = AzureSettings.read().dagster_folder() if settings.cluster == "azure_ml" else None
-    resources: dict[str, Any] = {names.project: project, names.cluster: cluster}
-    resources[names.values] = value_files if folder is None else build_value_store(folder)
-    return resources
+    return {
+        names.project: ProjectResource(**project.model_dump()),
+        names.cluster: GPUClusterResource(**cluster.model_dump()),
+        names.values: value_files if folder is None else build_value_store(folder),
+    }

@@ -21,7 +21,7 @@ from trainer.printable import visible
 from trainer.rundir import RunDir
 
 if TYPE_CHECKING:
-    from dtrain_dagster.chosen import ChosenCluster, ProjectPlaces
+    from dtrain_dagster.configuration import ClusterConfiguration, ProjectConfiguration
 
 EXIT_UNUSABLE, EXIT_INTERRUPTED, EXIT_STOPPED = 2, 130, 143
 PIPE_COLUMNS = 10_000
@@ -87,12 +87,12 @@ def ranks_of(settings: Settings) -> int:
     return ranks_per_node(settings.processes_per_node, settings.kind, settings.gpu_type, settings.nodes, gpus)
 
 
-def cluster_of(settings: Settings) -> tuple[ChosenCluster, ProjectPlaces]:
-    """Return the cluster and the places that assets get as resources, so that a shell and Dagster see the same. No
-    request is made before the manager is used."""
-    from dtrain_dagster.chosen import choose  # not above: completion does without
+def cluster_of(settings: Settings) -> tuple[ClusterConfiguration, ProjectConfiguration]:
+    """Return what the resources of assets are made of, so that a shell and Dagster see one cluster. No request is made
+    before the manager is used."""
+    from dtrain_dagster.configuration import read_configuration  # not above: completion needs no cluster
 
-    return choose(settings)
+    return read_configuration(settings)
 
 
 def run_dir(settings: Settings, job_id: str) -> RunDir:

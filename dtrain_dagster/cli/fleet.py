@@ -51,7 +51,7 @@ from trainer.config import PARTS, ConfigError, JobConfig
 from trainer.observability.reporter import OFF, TRACKING_OF_LAUNCH
 
 if TYPE_CHECKING:
-    from dtrain_dagster.chosen import ChosenCluster, ProjectPlaces
+    from dtrain_dagster.configuration import ClusterConfiguration, ProjectConfiguration
     from dtrain_dagster.settings.environment import Settings
 
 GUESSED_SPREAD = 1.0
@@ -149,7 +149,7 @@ def cancel_fleet(settings: Settings, name: str) -> None:
         orchestrate(settings, records, ListedJobs([standing.job for standing in records.standings()]))
 
 
-def limits_of(fleet: FleetFile, settings: Settings, cluster: ChosenCluster, began_at: float) -> FleetLimits:
+def limits_of(fleet: FleetFile, settings: Settings, cluster: ClusterConfiguration, began_at: float) -> FleetLimits:
     """Return the limits of a fleet that began then. Its price is that of the dearest nodes that may be bought. Raise
     `PriceError` where a price is not known."""
     return FleetLimits(
@@ -162,7 +162,7 @@ def limits_of(fleet: FleetFile, settings: Settings, cluster: ChosenCluster, bega
     )
 
 
-def dearest_usd_per_hour(cluster: ChosenCluster) -> float:
+def dearest_usd_per_hour(cluster: ClusterConfiguration) -> float:
     """Return the highest price among the nodes that the cluster may take."""
     if cluster.kind != "azure_ml":
         return price_of(cluster.sku).usd_per_hour(tier_of(cluster.first_tier))
@@ -283,8 +283,8 @@ def tracked_jobs(
     fleet: FleetFile,
     jobs: Sequence[FleetJob],
     settings: Settings,
-    cluster: ChosenCluster,
-    project: ProjectPlaces,
+    cluster: ClusterConfiguration,
+    project: ProjectConfiguration,
 ) -> list[FleetJob]:
     """Return the jobs of a fleet's file, tracked as `dtrain train` tracks a training; ``set`` of a job may switch it
     off."""

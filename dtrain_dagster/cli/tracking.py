@@ -52,7 +52,7 @@ from trainer.rundir import EVALUATION, JOB, LAUNCH, RESULT, RunDir
 from trainer.secrets.redaction import redact
 
 if TYPE_CHECKING:
-    from dtrain_dagster.chosen import ChosenCluster, ProjectPlaces
+    from dtrain_dagster.configuration import ClusterConfiguration, ProjectConfiguration
     from dtrain_dagster.fleet.records import FleetRecords
 
 FLEET_TAG, RECORD_TAG = "dtrain.fleet", "dtrain.fleet_record"
@@ -84,8 +84,8 @@ def track(
     job: JobConfig,
     asked: Collection[str],
     settings: Settings,
-    cluster: ChosenCluster,
-    project: ProjectPlaces,
+    cluster: ClusterConfiguration,
+    project: ProjectConfiguration,
     entry: str = "dtrain train",
     more: Mapping[str, str] | None = None,
 ) -> Tracked:
@@ -107,7 +107,9 @@ def is_stated(asked: Collection[str]) -> bool:
     return any(item.startswith(("tracking=", "tracking.mlflow_tracking_uri=")) for item in asked)
 
 
-def with_tracking(job: JobConfig, cluster: ChosenCluster, project: ProjectPlaces, tags: Mapping[str, str]) -> JobConfig:
+def with_tracking(
+    job: JobConfig, cluster: ClusterConfiguration, project: ProjectConfiguration, tags: Mapping[str, str]
+) -> JobConfig:
     """Return the job, reporting to the MLflow of the settings, in a run with these tags."""
     stated = job.tracking.mlflow_experiment
     tracking = replace(
@@ -141,7 +143,7 @@ def as_tracked_before(job: JobConfig, rundir: RunDir) -> JobConfig:
 
 
 def try_to_record_end(
-    settings: Settings, cluster: ChosenCluster, project: ProjectPlaces, tracked: Tracked, rundir: RunDir
+    settings: Settings, cluster: ClusterConfiguration, project: ProjectConfiguration, tracked: Tracked, rundir: RunDir
 ) -> None:
     """Add to the run of a training that has ended what its nodes do not know, and say where the run is, or why that was
     impossible: the job's own end is what counts."""
@@ -154,7 +156,7 @@ def try_to_record_end(
 
 
 def record_end(
-    settings: Settings, cluster: ChosenCluster, project: ProjectPlaces, job: JobConfig, rundir: RunDir
+    settings: Settings, cluster: ClusterConfiguration, project: ProjectConfiguration, job: JobConfig, rundir: RunDir
 ) -> None:
     """Add dollars, report and description to the run of a training that has ended, and say where it is. Raise
     ValueError, RuntimeError or OSError where the cluster or the run directory cannot be read."""
@@ -181,7 +183,7 @@ def describe_end(rundir: RunDir, tier: Tier, paid_usd: float | None, verdict: st
     return note_of(verdict, worth_line(evaluation, paid_usd) if evaluation else None, rundir.uri)
 
 
-def refuse_unregistrable(cluster: ChosenCluster, project: ProjectPlaces, job: JobConfig) -> None:
+def refuse_unregistrable(cluster: ClusterConfiguration, project: ProjectConfiguration, job: JobConfig) -> None:
     """Raise `Refusal` where a model that is to be registered could not be, before any node is asked for."""
     name = job.tracking.registered_model
     if name is None:
@@ -213,8 +215,8 @@ def unregistered_job(settings: Settings, name: str | None) -> JobConfig | None:
 
 def try_to_register(
     settings: Settings,
-    cluster: ChosenCluster,
-    project: ProjectPlaces,
+    cluster: ClusterConfiguration,
+    project: ProjectConfiguration,
     job: JobConfig,
     rundir: RunDir,
 ) -> bool:

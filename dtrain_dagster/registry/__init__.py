@@ -10,7 +10,7 @@ from dtrain_dagster.registry.evaluated import EvaluationError, judge_again
 from dtrain_dagster.registry.local import MLflowRegistry
 from dtrain_dagster.registry.promotion import AliasDecision, Comparison, choose_alias
 from dtrain_dagster.registry.run_model import RunModelError, ordered_job
-from dtrain_dagster.registry.smoke_test import AnswerError
+from dtrain_dagster.registry.smoke_test import AnswerError, Candidate
 from dtrain_dagster.registry.versions import (
     PACKED_TAG,
     PackedError,
@@ -26,6 +26,7 @@ __all__ = [
     "PACKED_TAG",
     "AliasDecision",
     "AnswerError",
+    "Candidate",
     "Comparison",
     "EndpointCheck",
     "EvaluationError",

@@ -18,7 +18,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry.endpoint import (
     EndpointCheck,
     Finding,
@@ -28,8 +27,8 @@ from dtrain_dagster.registry.endpoint import (
     scoring_server,
 )
 from dtrain_dagster.registry.promotion import AliasDecision, Comparison, compare
-from dtrain_dagster.registry.run_model import RunModel, ScriptModel, load_model, ordered_job
-from dtrain_dagster.registry.smoke_test import SAME_WEIGHTS_TOLERANCE, AnswerError, as_registered, inputs_at, open_data
+from dtrain_dagster.registry.run_model import ScriptModel
+from dtrain_dagster.registry.smoke_test import SAME_WEIGHTS_TOLERANCE, AnswerError, Candidate
 from dtrain_dagster.registry.versions import (
     CARD,
     MODEL_PATH,
@@ -46,13 +45,12 @@ from dtrain_dagster.registry.versions import (
 )
 from dtrain_dagster.support.secrets import redact
 from dtrain_dagster.support.user_code import stage_for_serving
-from trainer.rundir import EVALUATION, RESULT, RunDir
+from trainer.rundir import EVALUATION, RESULT
 from trainer.runtime.scratch import scratch_folder
 from trainer.spec import DataSpec, RawColumn, RowSpec
 
 if TYPE_CHECKING:
     from mlflow.models import ModelSignature
-    from numpy.typing import NDArray
 
 
 class Registry(ABC):
@@ -106,41 +104,34 @@ class Registry(ABC):
 
     def register_model(
         self,
-        run_dir: str,
+        trained: Candidate,
         model_name: str,
         tags: Mapping[str, str],
         card: str,
-        *,
         experiment: str = "dtrain",
-        cache_dir: str | None = None,
-        order: Order | None = None,
     ) -> RegisteredModel:
         """Register the model of a succeeded job; return its version. Where the same weights of the job were registered
         before, or are at this moment, return that version.
 
-        ``order``: the job as ordered (`dtrain_dagster.jobs.orders`); the run directory must agree with it. Without one,
-        only a model of stock parts is registered. ``tags`` (node-hours, dollars, code version, Dagster run…) are added
-        to those of the run directory, see `versions.job_tags`; ``card`` is the model card in Markdown. The version
-        belongs to the MLflow run that the trainer reported to, or to a new one in ``experiment``. ``cache_dir`` is the
-        node-local cache of shards.
+        ``tags`` (node-hours, dollars, code version, Dagster run…) are added to those of the run directory, see
+        `versions.job_tags`; ``card`` is the model card in Markdown. The version belongs to the MLflow run that the
+        trainer reported to, or to a new one in ``experiment``.
 
         Everything up to the version can be repeated after a kill. Raise `RegistryError` if the job has no result or no
         model, or the service refuses.
         """
-        rundir = RunDir(run_dir)
-        job = ordered_job(rundir, order)
+        rundir, job = trained.rundir, trained.job
         with registering(rundir):
             weights = (rundir.read_json(RESULT) or {}).get("weights_sha256")
             if (known := self.find(model_name, job.job_id, weights)) is not None:
                 return known
             result, evaluation = read_succeeded(rundir)
-            own = load_model(rundir, order)
             texts = {name: str(value) for name, value in tags.items()}
-            all_tags = redact({**job_tags(rundir, result, evaluation, job), **own.digests, **texts})
+            all_tags = redact({**job_tags(rundir, result, evaluation, job), **trained.own.digests, **texts})
             run_id = tracking_run(open_client(self.address), rundir, self.address, experiment, job.job_id)
             with scratch_folder("register") as scratch:
                 folder = scratch / MODEL_PATH
-                save_pyfunc(own, folder, scratch, run_id, cache_dir)
+                save_pyfunc(trained, folder, scratch, run_id)
                 (folder / CARD).write_text(redact(card))
                 (folder / EVALUATION).write_text(json.dumps(evaluation, indent=2, sort_keys=True))
                 all_tags[PACKED_TAG] = folder_digest(folder)
@@ -152,54 +143,44 @@ class Registry(ABC):
         with self.files(model.name, model.version) as folder, scoring_server(folder) as endpoint:
             yield endpoint
 
-    def check_serving(
-        self,
-        run_dir: str,
-        model: RegisteredModel,
-        *,
-        cache_dir: str | None = None,
-        order: Order | None = None,
-    ) -> EndpointCheck:
+    def check_serving(self, trained: Candidate, model: RegisteredModel) -> EndpointCheck:
         """Serve the version, as the registry gives it out, on this machine, and return `check_endpoint` of it. A server
         that does not start, and files that are not the registered ones, give a failed check, not an exception."""
         try:
             with self.served(model) as endpoint:
-                return check_endpoint(
-                    endpoint, run_dir, cache_dir=cache_dir, tolerance=SAME_WEIGHTS_TOLERANCE, order=order
-                )
+                return check_endpoint(endpoint, trained, SAME_WEIGHTS_TOLERANCE)
         except (ServingError, AnswerError, PackedError, RegistryError, OSError) as error:
             return EndpointCheck(url=model.uri, findings=(Finding(name="answers", passed=False, message=str(error)),))
 
-    def judge_champion(
-        self, run_dir: str, candidate: RegisteredModel, *, cache_dir: str | None = None, order: Order | None = None
-    ) -> Comparison | None:
-        """Score the current champion on the candidate's test windows or rows; return None if there is no champion, or
-        it is the candidate. The champion answers with the code it was registered with, in a process of its own."""
-        version = self.champion_version(candidate.name)
-        if version is None or version == candidate.version:
+    def judge_champion(self, trained: Candidate, model: RegisteredModel) -> Comparison | None:
+        """Score the current champion on the test windows or rows of this version's job; return None if there is no
+        champion, or it is this version. The champion answers with the code it was registered with, in a process of its
+        own."""
+        version = self.champion_version(model.name)
+        if version is None or version == model.version:
             return None
         with ExitStack() as stack:
-            own, its = (stack.enter_context(self.files(candidate.name, each)) for each in (candidate.version, version))
-            return compare(run_dir, version, own, its, cache_dir=cache_dir, order=order)
+            own, its = (stack.enter_context(self.files(model.name, each)) for each in (model.version, version))
+            return compare(trained, version, own, its)
 
 
-def save_pyfunc(own: RunModel | ScriptModel, folder: Path, scratch: Path, run_id: str, cache_dir: str | None) -> None:
+def save_pyfunc(trained: Candidate, folder: Path, scratch: Path, run_id: str) -> None:
     """Write the MLflow model: `trainer/model/mlflow_model.py` as code, the job's two files as artifacts, real
     inputs as the example. Of a script, see `trainer.observability.program_registry.pack_program`."""
+    own, files = trained.own, scratch / "files"
+    files.mkdir()
+    own.write(files)
     if isinstance(own, ScriptModel):
-        _save_program(own, folder, scratch, run_id)
+        from trainer.observability.program_registry import pack_program, program_metadata
+
+        pack_program(files, folder, scratch, own.found, program_metadata(own.job), run_id)
         return
     import mlflow.pyfunc
-    import numpy as np
     from mlflow.models import Model
 
     import trainer
 
-    data = open_data(own, cache_dir)
-    inputs = inputs_at(data, np.unique(np.linspace(0, data.count("test") - 1, 3).astype(np.int64)))
-    files = scratch / "files"
-    files.mkdir()
-    own.write(files)
+    sample = trained.sample
     (scratch / "code").mkdir()
     code = stage_for_serving(own.factories(), scratch / "code")
     mlflow.pyfunc.save_model(
@@ -208,34 +189,28 @@ def save_pyfunc(own: RunModel | ScriptModel, folder: Path, scratch: Path, run_id
         artifacts={"model": str(files)},
         code_paths=list(code.paths),
         pip_requirements=list(code.requirements),  # given, so that nothing is imported to find out
-        signature=_signature(own.spec, inputs, own.predict(inputs)),
-        input_example=as_registered(own.spec, inputs),
-        metadata=_metadata(own.spec, data.manifest),
+        signature=_signature(own.spec, sample.expected),
+        input_example=sample.windows[:3],
+        metadata=_metadata(own.spec, trained.data.manifest),
         mlflow_model=Model(artifact_path=MODEL_PATH, run_id=run_id),
     )
-
-
-def _save_program(own: ScriptModel, folder: Path, scratch: Path, run_id: str) -> None:
-    from trainer.observability.program_registry import pack_program, program_metadata
-
-    files = scratch / "files"
-    files.mkdir()
-    own.write(files)
-    pack_program(files, folder, scratch, own.found, program_metadata(own.job), run_id)
 
 
 _TYPES = {"number": "double", "integer": "long", "string": "string", "datetime": "datetime"}
 """MLflow's names for the types of a table's columns."""
 
 
-def _signature(spec: DataSpec | RowSpec, inputs: NDArray[Any], columns: Iterable[str]) -> ModelSignature:
+def _signature(spec: DataSpec | RowSpec, columns: Iterable[str]) -> ModelSignature:
     """Return the signature: named columns out; a tensor in, or the columns of a table by name."""
+    import numpy as np
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema, TensorSpec
 
-    taken: list[Any] = [TensorSpec(inputs.dtype, (-1, *inputs.shape[1:]))]
+    taken: list[Any]
     if isinstance(spec, RowSpec):
         taken = [ColSpec(_type_of(column), column.name, required=not column.missing) for column in spec.raw]
+    else:
+        taken = [TensorSpec(np.dtype("float32"), (-1, spec.window, len(spec.features)))]
     return ModelSignature(inputs=Schema(taken), outputs=Schema([ColSpec("double", name) for name in columns]))
 
 

@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import psutil
 
 from dtrain_dagster.clusters.azure_ml.client import words
-from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry.smoke_test import (
     AnswerError,
+    Candidate,
     Sample,
     as_columns,
     compare_answers,
-    load_sample,
     parse_predictions,
 )
 from dtrain_dagster.support.secrets import IDENTITY, check_token, redact, resolve
@@ -177,15 +176,9 @@ class EndpointCheck:
 
 
 def check_endpoint(
-    endpoint: ScoringEndpoint,
-    run_dir: str,
-    *,
-    cache_dir: str | None = None,
-    rows: int = 32,
-    tolerance: float = ENDPOINT_TOLERANCE,
-    order: Order | None = None,
+    endpoint: ScoringEndpoint, trained: Candidate, tolerance: float = ENDPOINT_TOLERANCE
 ) -> EndpointCheck:
-    """Ask the endpoint for the model of a run directory; return the findings:
+    """Ask the endpoint for the model of a job; return the findings:
 
     - ``answers``: it takes real windows, authorisation included
     - ``schema``: a row of named, finite numbers for each window
@@ -195,7 +188,7 @@ def check_endpoint(
 
     A fault of the endpoint is a finding; only a fault of the run directory raises (`RunModelError`, `AnswerError`).
     """
-    sample = load_sample(run_dir, cache_dir, rows, order)
+    sample = trained.sample
     findings: list[Finding] = []
 
     def note(name: str, passed: bool, message: str) -> bool:

@@ -5,8 +5,6 @@ python -m dtrain_dagster.registry.endpoints check
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
 from typing import Any, cast
 
 import click
@@ -14,6 +12,7 @@ import click
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.jobs.orders import order_of
 from dtrain_dagster.registry.endpoint import EndpointCheck, ScoringEndpoint, authorisation, check_endpoint
+from dtrain_dagster.registry.smoke_test import Candidate
 from dtrain_dagster.settings.environment import Settings, load_settings
 from trainer.printable import visible
 from trainer.rundir import JOB, RunDir
@@ -25,19 +24,6 @@ EXIT_REFUSED, EXIT_INCOMPATIBLE = 2, 1
 
 class _Refusal(click.ClickException):
     exit_code = EXIT_REFUSED
-
-
-def _refuses(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command whose errors are one sentence: all of this project's are ValueError, or one of these."""
-
-    @wraps(command)
-    def run(**options: Any) -> None:
-        try:
-            command(**options)
-        except (ValueError, ClusterError, StorageError) as error:
-            raise _Refusal(visible(str(error), keep_lines=True)) from None
-
-    return run
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -66,7 +52,6 @@ def endpoint() -> None:
 @click.option(
     "--deployment", metavar="NAME", help="Deployment of an endpoint of Azure ML that is asked, whatever its traffic."
 )
-@_refuses
 def check(run_dir: str, url: str, dialect: str, token: str | None, deployment: str | None) -> None:
     """Check that an endpoint serves the model of a job.
 
@@ -79,13 +64,17 @@ def check(run_dir: str, url: str, dialect: str, token: str | None, deployment: s
       python -m dtrain_dagster.registry.endpoints check az://dtrain/jobs/train-1 \\
         --dialect azureml --url https://quotes.eastus.inference.ml.azure.com/score --token identity
     """
-    settings = load_settings()
-    run_dir = _address_of(settings, run_dir)
-    order = order_of(settings.home, RunDir(run_dir))
-    headers = authorisation(token) if token else dict
-    public = {"azureml-model-deployment": deployment} if deployment else {}
-    asked = ScoringEndpoint(url=url, dialect=cast(Any, dialect), headers=headers, public_headers=public)
-    _print_check(check_endpoint(asked, run_dir, order=order))
+    try:
+        settings = load_settings()
+        run_dir = _address_of(settings, run_dir)
+        trained = Candidate(run_dir, order_of(settings.home, RunDir(run_dir)))
+        headers = authorisation(token) if token else dict
+        public = {"azureml-model-deployment": deployment} if deployment else {}
+        asked = ScoringEndpoint(url=url, dialect=cast(Any, dialect), headers=headers, public_headers=public)
+        found = check_endpoint(asked, trained)
+    except (ValueError, ClusterError, StorageError) as error:  # all of this project's are ValueError, or one of these
+        raise _Refusal(visible(str(error), keep_lines=True)) from None
+    _print_check(found)
 
 
 def _address_of(settings: Settings, given: str) -> str:

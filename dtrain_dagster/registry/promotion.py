@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dtrain_dagster.jobs.orders import Order
-from dtrain_dagster.registry.run_model import load_run_model, ordered_job
-from dtrain_dagster.registry.smoke_test import as_registered, stored_predictions
+from dtrain_dagster.registry.smoke_test import Candidate, answers, as_registered, stored_predictions
 from trainer.data.sampler import spread_positions
 from trainer.evaluation.gate import Gate
 from trainer.evaluation.row_scores import RowScoring
 from trainer.isolation.runner import Isolated, IsolationError
-from trainer.rundir import EVALUATION, RunDir
+from trainer.rundir import EVALUATION
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,38 +84,33 @@ def choose_alias(verdict: Gate, champion: Comparison | None) -> AliasDecision:
     return AliasDecision(alias="champion" if better else "challenger", reason=reason)
 
 
-def compare(
-    run_dir: str, version: str, own: Path, its: Path, *, cache_dir: str | None = None, order: Order | None = None
-) -> Comparison:
-    """Score the champion, ``version``, on the test windows of a run directory, against the predictions that its
-    training wrote; or on the test rows, against what the run directory's weights answer. ``own`` and ``its``: the
-    folders of the candidate's and the champion's files. The champion answers with the code it was registered with, in a
-    process of its own. Where its input means something else, or it does not load, the comparison says why. Raise
-    `AnswerError` for predictions of another dataset."""
-    from trainer.data.shards import DataShardManager
-
-    rundir = RunDir(run_dir)
-    if ordered_job(rundir, order).is_of_script:
+def compare(trained: Candidate, version: str, own: Path, its: Path) -> Comparison:
+    """Score the champion, ``version``, on the test windows of a job, against the predictions that its training wrote;
+    or on the test rows, against what its weights answer. ``own`` and ``its``: the folders of the candidate's and the
+    champion's files. The champion answers with the code it was registered with, in a process of its own. Where its
+    input means something else, or it does not load, the comparison says why. Raise `AnswerError` for predictions of
+    another dataset."""
+    if trained.job.is_of_script:
         return compare_measures(version, *(json.loads((folder / EVALUATION).read_text()) for folder in (own, its)))
     mine, champions = _metadata(own), _metadata(its)
     if difference := input_difference(mine, champions):
         return _incomparable(version, difference)
     champion = Isolated(folder=its, kind="mlflow", seconds=CHAMPION_SECONDS)
     if "task" in mine:
-        return _compare_rows(rundir, version, mine, champions, champion, cache_dir, order)
-    shards = DataShardManager(ordered_job(rundir, order).dataset.uri, cache_dir, mine["dataset_id"])
+        return _compare_rows(trained, version, champions, champion)
+    shards = trained.data
     judged = spread_positions(shards.count("test"))
     positions = spread_positions(len(judged), MAX_WINDOWS)
     windows, target = shards.gather(shards.end_rows("test", judged[positions]))
-    stored = stored_predictions(rundir, shards, ("mu", "sigma", "nu"))
-    trained = {name: values[positions] for name, values in stored.items()}
+    stored = stored_predictions(trained.rundir, shards, ("mu", "sigma", "nu"))
+    written = {name: values[positions] for name, values in stored.items()}
     try:
-        answers = champion.predict(windows.numpy())
+        forecasts = champion.predict(windows.numpy())
     except IsolationError as error:
         return _incomparable(version, f"it could not be loaded: {error}")
     truth = target.double().numpy()
     for metric, score in (("NLL", _nll), ("squared error", _squared_error)):
-        candidates, others = score(trained, truth), score(answers, truth)
+        candidates, others = score(written, truth), score(forecasts, truth)
         if candidates is not None and others is not None:
             return Comparison(
                 champion_version=version,
@@ -148,21 +141,11 @@ def compare_measures(version: str, own: Mapping[str, Any], its: Mapping[str, Any
     )
 
 
-def _compare_rows(
-    rundir: RunDir,
-    version: str,
-    own: Mapping[str, Any],
-    its: Mapping[str, Any],
-    champion: Isolated,
-    cache_dir: str | None,
-    order: Order | None,
-) -> Comparison:
-    from dtrain_dagster.registry.evaluated import answers
-    from trainer.data.row_data import RowData
-
-    model = load_run_model(rundir, order)
-    data = RowData(model.job.dataset.uri, cache_dir, own["dataset_id"])
-    positions = spread_positions(data.count("test"), MAX_WINDOWS)
+def _compare_rows(trained: Candidate, version: str, its: Mapping[str, Any], champion: Isolated) -> Comparison:
+    data = trained.data
+    judged = spread_positions(data.count("test"))
+    places = spread_positions(len(judged), MAX_WINDOWS)
+    positions = judged[places]
 
     def ask(rows: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
         return champion.predict(as_registered(data.spec, rows))
@@ -171,8 +154,7 @@ def _compare_rows(
         other = answers(ask, data, positions)
     except IsolationError as error:
         return _incomparable(version, f"it gave no forecasts of these rows: {error}")
-    mine = answers(model.predict, data, positions)
-    if mine is None or other is None:
+    if trained.forecast is None or other is None:
         return _incomparable(version, "one of the two forecasts neither classes nor a number")
     scoring, truth = RowScoring(data.spec), data.samples("test", positions)[1].numpy()
     foreign = (
@@ -182,10 +164,10 @@ def _compare_rows(
     return Comparison(
         champion_version=version,
         metric="squared error over variance" if scoring.is_number else "log-loss",
-        candidate=float(scoring.score(mine, truth).mean()),
+        candidate=float(scoring.score(trained.forecast[places], truth).mean()),
         champion=float(scoring.score(other, truth).mean()),
         windows=len(positions),
-        note="" if its.get("dataset_id") == own["dataset_id"] else foreign,
+        note="" if its.get("dataset_id") == data.spec.dataset_id else foreign,
         unit="rows",
     )
 

@@ -16,7 +16,7 @@ from dtrain_dagster.jobs.progress import REGISTRATION
 from dtrain_dagster.registry.base import Registry
 from dtrain_dagster.registry.evaluated import judge_again
 from dtrain_dagster.registry.promotion import AliasDecision, choose_alias
-from dtrain_dagster.registry.run_model import ordered_job
+from dtrain_dagster.registry.smoke_test import Candidate
 from dtrain_dagster.registry.versions import (
     PACKED_TAG,
     RegisteredModel,
@@ -66,32 +66,30 @@ def register_job(
     samples. The model of a script is judged by its measure (`gate.judge_by_measure`). Raise `RegistryError`,
     `run_model.RunModelError`, `evaluated.EvaluationError` and `smoke_test.AnswerError` as their modules say."""
     rundir = RunDir(run_dir)
-    order = order_of(home, rundir)  # nodes write the run directory: it must agree with the order
-    job = ordered_job(rundir, order)
+    # Nodes write the run directory: it must agree with the order, and is read once.
+    trained = Candidate(run_dir, order_of(home, rundir), cache_dir)
+    job = trained.job
     result, evaluation = read_succeeded(rundir)
     if job.is_of_script:
         verdict = judge_by_measure(evaluation)
         card = script_card(name, job, result, evaluation, made, verdict)
     else:
         # A node wrote the evaluation: what the gate reads follows from the model and the dataset.
-        evaluation = judge_again(rundir, order, evaluation, cache_dir)
+        evaluation = judge_again(trained, evaluation)
         verdict = gate(evaluation)
         manifest = load_manifest(open_storage(job.dataset.uri))
         card = model_card(name, job, result, evaluation, manifest, made, verdict)
-    model = models.register_model(
-        run_dir, name, made.tags(), card, experiment=experiment, cache_dir=cache_dir, order=order
-    )
+    model = models.register_model(trained, name, made.tags(), card, experiment)
     names = (*MODEL_DIGESTS, "program_sha256", "example_sha256", PACKED_TAG)
     digests = {key: model.tags[key] for key in names if key in model.tags}
-    if order is not None:
-        keep_registration(Path(home), order.job.job_id, {"name": model.name, "version": model.version, **digests})
-        order = order_of(home, rundir)  # from here on, its files must be those that were registered
+    if trained.order is not None:
+        keep_registration(Path(home), job.job_id, {"name": model.name, "version": model.version, **digests})
     told(f"{model.name} version {model.version}; asking a scoring server for its numbers")
-    serving = models.check_serving(run_dir, model, cache_dir=cache_dir, order=order)
+    serving = models.check_serving(trained, model)
     # A model that cannot be served must not become champion, however good it is.
     champion = None
     if serving.passed and verdict.passed:
-        champion = models.judge_champion(run_dir, model, cache_dir=cache_dir, order=order)
+        champion = models.judge_champion(trained, model)
     served = verdict if serving.passed else Gate(False, (f"serving failed: {serving.message}",))
     decision = choose_alias(served, champion)
     replaced = models.promote(model, decision)

@@ -1,14 +1,17 @@
-"""The right answers of a served model: real windows of a run, their answers, and the comparison. No network."""
+"""A finished job's model that is to be registered, and the right answers of a server of it: real samples of the test
+split, their answers, and the comparison. No network."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.jobs.orders import Order
-from dtrain_dagster.registry.run_model import RunModel, ScriptModel, load_model
+from dtrain_dagster.registry.run_model import ASK_SECONDS, ScriptModel, load_model, ordered_job
+from trainer.config import JobConfig
 from trainer.data.sampler import spread_positions
 from trainer.documents.arrays import ArraysError, read_arrays
 from trainer.errors import DamagedError
@@ -27,6 +30,12 @@ if TYPE_CHECKING:
 SAME_WEIGHTS_TOLERANCE = 1e-5
 """The largest allowed difference between the server and the run directory's weights on this machine, as a fraction of a
 column's root mean square: the same float32 arithmetic in batches of another size."""
+ROWS = 32
+"""The most samples that a server is asked for."""
+ROWS_PER_SECOND = 500
+"""Rows that a model answers in a second at least."""
+MOST_VALUES = 1 << 25
+"""The most numbers that are asked about at once."""
 MOST_BYTES = 1 << 30
 """The greatest size of ``predictions.npz``."""
 TRAINING_TOLERANCE = 1e-3
@@ -68,49 +77,96 @@ class Agreement:
     column."""
 
 
-def load_sample(run_dir: str, cache_dir: str | None = None, rows: int = 32, order: Order | None = None) -> Sample:
-    """Return ``rows`` windows at most, of a script all that lie beside its program, with their answers. ``order``: see
-    `run_model.load_model`, which raises `RunModelError`. Raise `AnswerError` where the run directory's predictions are
-    of another dataset, or unreadable."""
+@dataclass
+class Candidate:
+    """The model of a finished job: read once, checked, and asked once for the answers that a server of it must give.
+
+    ``order``: see `run_model.load_model`, which raises `RunModelError` where it is first needed; ``cache_dir``: the
+    node-local cache of shards. Raise `AnswerError` where the run directory's predictions are of another dataset, or
+    unreadable, and `DatasetError` where the data cannot be read.
+    """
+
+    run_dir: str
+    order: Order | None = None
+    cache_dir: str | None = None
+
+    @property
+    def rundir(self) -> RunDir:
+        """Its run directory."""
+        return RunDir(self.run_dir)
+
+    @property
+    def job(self) -> JobConfig:
+        """The job as it was ordered."""
+        return ordered_job(self.rundir, self.order)
+
+    @cached_property
+    def own(self) -> Any:
+        """The `RunModel`, or the `ScriptModel`."""
+        return load_model(self.rundir, self.order)
+
+    @cached_property
+    def data(self) -> Any:
+        """The data of a model that is no script's: a `RowData`, or a `DataShardManager`."""
+        from trainer.data.row_data import RowData  # not above: torch
+        from trainer.data.shards import DataShardManager
+
+        kind = RowData if isinstance(self.own.spec, RowSpec) else DataShardManager
+        return kind(self.own.job.dataset.uri, self.cache_dir, self.own.spec.dataset_id)
+
+    @cached_property
+    def forecast(self) -> NDArray[np.float64] | None:
+        """What a model of rows forecasts for those that are judged (`spread_positions`), see `answers`."""
+        positions = spread_positions(self.data.count("test"))
+        seconds = ASK_SECONDS + len(positions) / ROWS_PER_SECOND
+        return answers(partial(self.own.predict, seconds=seconds), self.data, positions)
+
+    @cached_property
+    def sample(self) -> Sample:
+        """`ROWS` samples at most, of a script all that lie beside its program, with their answers."""
+        import numpy as np
+
+        own = self.own
+        if isinstance(own, ScriptModel):
+            found = own.found
+            trained = dict(zip(found.columns, found.outputs.T, strict=True))
+            known = {name: values for name, values in trained.items() if np.isfinite(values).all()}
+            return Sample(windows=found.inputs, expected=own.predict(found.inputs), trained=known, takes_infinite=True)
+        judged = spread_positions(self.data.count("test"))
+        positions = np.unique(np.linspace(0, len(judged) - 1, min(ROWS, len(judged))).astype(np.int64))
+        windows = inputs_at(self.data, judged[positions])
+        expected = own.predict(windows)
+        trained = stored_predictions(self.rundir, self.data, ("mu", "sigma", "nu"))
+        renamed = {"prediction" if name == "mu" and "mu" not in expected else name: trained[name] for name in trained}
+        known = {name: renamed[name][positions] for name in expected if name in renamed}
+        return Sample(
+            windows=as_registered(own.spec, windows),
+            expected=expected,
+            trained={name: values for name, values in known.items() if np.isfinite(values).all()},
+            units={"prediction": own.spec.target_std} if getattr(own.spec, "task", "") == REGRESSION else {},
+        )
+
+
+def answers(
+    predict: Callable[[NDArray[np.float64]], Mapping[str, NDArray[np.float64]]],
+    data: RowData,
+    positions: NDArray[np.int64],
+) -> NDArray[np.float64] | None:
+    """Return what a model forecasts for rows of the test split: numbers (n,), or the probabilities of classes (n, C);
+    None for a model whose loss knows neither."""
     import numpy as np
 
-    rundir = RunDir(run_dir)
-    own = load_model(rundir, order)
-    if isinstance(own, ScriptModel):
-        return _script_sample(own)
-    data = open_data(own, cache_dir)
-    judged = spread_positions(data.count("test"))
-    positions = np.unique(np.linspace(0, len(judged) - 1, min(rows, len(judged))).astype(np.int64))
-    windows = inputs_at(data, judged[positions])
-    expected = own.predict(windows)
-    trained = stored_predictions(rundir, data, ("mu", "sigma", "nu"))
-    renamed = {"prediction" if name == "mu" and "mu" not in expected else name: trained[name] for name in trained}
-    known = {name: renamed[name][positions] for name in expected if name in renamed}
-    return Sample(
-        windows=as_registered(own.spec, windows),
-        expected=expected,
-        trained={name: values for name, values in known.items() if np.isfinite(values).all()},
-        units={"prediction": own.spec.target_std} if getattr(own.spec, "task", "") == REGRESSION else {},
-    )
-
-
-def _script_sample(own: ScriptModel) -> Sample:
-    """Return the samples that lie beside the program, with the answers that a server must give."""
-    import numpy as np
-
-    found = own.found
-    trained = dict(zip(found.columns, found.outputs.T, strict=True))
-    known = {name: values for name, values in trained.items() if np.isfinite(values).all()}
-    return Sample(windows=found.inputs, expected=own.predict(found.inputs), trained=known, takes_infinite=True)
-
-
-def open_data(own: RunModel, cache_dir: str | None) -> RowData | DataShardManager:
-    """Return the data of a model. Raise DatasetError where they cannot be read."""
-    from trainer.data.row_data import RowData  # not above: torch
-    from trainer.data.shards import DataShardManager
-
-    kind = RowData if isinstance(own.spec, RowSpec) else DataShardManager
-    return kind(own.job.dataset.uri, cache_dir, own.spec.dataset_id)
+    classes = len(data.spec.classes)
+    names = [f"probability_{code}" for code in range(classes)] if classes else ["prediction"]
+    size = max(1, MOST_VALUES // len(data.spec.features))
+    parts = []
+    for start in range(0, len(positions), size):
+        columns = predict(data.original("test", positions[start : start + size]))
+        if any(name not in columns for name in names):
+            return None
+        parts.append(np.column_stack([columns[name] for name in names]))
+    forecast = np.concatenate(parts)
+    return forecast if classes else forecast[:, 0]
 
 
 def inputs_at(data: RowData | DataShardManager, positions: NDArray[np.int64]) -> NDArray[Any]:

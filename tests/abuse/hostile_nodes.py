@@ -26,7 +26,7 @@ import torch
 
 from dtrain_dagster import registry
 from dtrain_dagster.jobs.orders import keep_order, order_of
-from dtrain_dagster.registry.smoke_test import load_sample, read_predictions
+from dtrain_dagster.registry.smoke_test import read_predictions
 from harness import small_job
 from tests.abuse.killed import in_fork
 from trainer.evaluation.gate import gate
@@ -259,7 +259,7 @@ def _read_as_registration(place: Place, run_dir: str, asks_model: bool) -> dict[
         card = registry.model_card("m", job, result, evaluation, manifest, provenance, verdict)
         read_predictions(rundir, ("row", "mu"))
         if asks_model:
-            load_sample(run_dir, place.cache, 4, ordered)
+            _ = registry.Candidate(run_dir, ordered, place.cache).sample
     except (ValueError, OSError) as problem:
         error = f"{type(problem).__name__}: {problem}"
     return {"error": error[-2000:], "card": card, "done": done}

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from dtrain_dagster.jobs.orders import Order, OrderError, keep_order, keep_registration, order_of
-from dtrain_dagster.registry import EvaluationError, judge_again
+from dtrain_dagster.registry import Candidate, EvaluationError, judge_again
 from dtrain_dagster.registry.run_model import RunModelError, load_run_model
 from dtrain_dagster.registry.smoke_test import AnswerError
 from tests.abuse import hostile_nodes
@@ -204,21 +204,21 @@ def test_the_gate_reads_figures_that_follow_from_the_predictions(
     place: Place, judged: dict[str, Any], place_in_it: tuple[str, ...], value: Any
 ) -> None:
     rundir = RunDir(place.good)
-    assert judge_again(rundir, None, forged(rundir, place_in_it, value)) == judged
+    assert judge_again(Candidate(rundir.uri), forged(rundir, place_in_it, value)) == judged
 
 
 @pytest.mark.parametrize("value", [-9.0, None])
 def test_another_score_than_follows_from_the_predictions_is_refused(place: Place, value: Any) -> None:
     rundir = RunDir(place.good)
     with pytest.raises(EvaluationError, match=r"evaluation\.json says model\.nll = .* follows"):
-        judge_again(rundir, None, forged(rundir, ("model", "nll"), value))
+        judge_again(Candidate(rundir.uri), forged(rundir, ("model", "nll"), value))
 
 
 @pytest.fixture(scope="module")
 def judged(place: Place) -> dict[str, Any]:
     rundir = RunDir(place.good)
     said = rundir.read_json(EVALUATION) or {}
-    found = judge_again(rundir, None, said)
+    found = judge_again(Candidate(rundir.uri), said)
     assert found["gate"] == said["gate"]
     assert found["baselines"]["har_x"] == pytest.approx(said["baselines"]["har_x"], rel=1e-4, abs=1e-6)
     return found
@@ -244,4 +244,4 @@ def test_predictions_that_do_not_give_the_figures_are_refused(place: Place) -> N
     for change in ({"mu": columns["target"]}, {"sigma": -columns["sigma"]}, {"row": columns["row"] + 1}):
         np.savez(rundir.storage.local_path(PREDICTIONS), **columns | change)
         with pytest.raises((EvaluationError, AnswerError), match=r"model\.nll|predictions\.npz"):
-            judge_again(rundir, None, report)
+            judge_again(Candidate(rundir.uri), report)

@@ -22,7 +22,7 @@ import pytest
 
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_order, keep_registration, order_of
 from dtrain_dagster.jobs.progress import REGISTRATION
-from dtrain_dagster.registry import PACKED_TAG, AliasDecision, MLflowRegistry
+from dtrain_dagster.registry import PACKED_TAG, AliasDecision, Candidate, MLflowRegistry
 from dtrain_dagster.registry.versions import open_client
 from harness import small_job
 from harness.tables import copy_tables
@@ -69,7 +69,7 @@ class Home:
         rundir, models = self.rundir(job), MLflowRegistry(self.uri)
         order = order_of(self.folder, rundir)
         model = models.register_model(
-            rundir.uri, NAME, {"nodes": "1"}, "# card", cache_dir=os.environ["DTRAIN_CACHE"], order=order
+            Candidate(rundir.uri, order, os.environ["DTRAIN_CACHE"]), NAME, {"nodes": "1"}, "# card"
         )
         digests = {name: model.tags[name] for name in (*MODEL_DIGESTS, PACKED_TAG)}
         keep_registration(self.folder, job, {"name": model.name, "version": model.version, **digests})

@@ -140,7 +140,7 @@ def test_an_endpoint_that_answers_as_azure_ml_passes(
         return (200, rows_of(windows)) if headers.get("Authorization") == "Bearer good" else (401, {"message": "who?"})
 
     endpoint = with_token(azure_like(answer), public_headers={"azureml-model-deployment": "version-7"})
-    check = registry.check_endpoint(endpoint, run_dir)
+    check = registry.check_endpoint(endpoint, registry.Candidate(run_dir))
     assert check.passed, check.message
     names = ["answers", "schema", "equality", "refusal", "authorisation"]
     assert [item.name for item in check.findings] == names
@@ -194,7 +194,7 @@ def test_an_endpoint_with_a_fault_does_not_pass(
             rows = rows[:-1]
         return 200, {"hello": 1} if fault == "a page" else rows
 
-    check = registry.check_endpoint(with_token(azure_like(answer)), run_dir)
+    check = registry.check_endpoint(with_token(azure_like(answer)), registry.Candidate(run_dir))
     failed = {item.name: item.message for item in check.findings if not item.passed}
     assert list(failed) == [finding], failed
     assert says in failed[finding]
@@ -204,7 +204,9 @@ def test_an_endpoint_with_a_fault_does_not_pass(
 
 @pytest.mark.slow
 def test_nobody_there_is_a_finding(run_dir: str) -> None:
-    check = registry.check_endpoint(registry.ScoringEndpoint(url="http://127.0.0.1:9/invocations"), run_dir)
+    check = registry.check_endpoint(
+        registry.ScoringEndpoint(url="http://127.0.0.1:9/invocations"), registry.Candidate(run_dir)
+    )
     assert [item.name for item in check.findings] == ["answers"]
     assert "cannot be reached" in check.message
 

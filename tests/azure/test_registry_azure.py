@@ -95,7 +95,7 @@ class Workspace:
         return self.runs[job_id]
 
     def register(self, run_dir: str, name: str, card: str = "# card") -> RegisteredModel:
-        return self.registry.register_model(run_dir, name, PROVENANCE.tags(), card, experiment="dtrain", cache_dir=None)
+        return self.registry.register_model(registry.Candidate(run_dir), name, PROVENANCE.tags(), card)
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +256,7 @@ def test_what_passes_is_borne_and_what_does_not_is_explained(workspace: Workspac
 def test_what_the_workspace_gives_back_serves_the_models_numbers(
     workspace: Workspace, run_dir: str, model: RegisteredModel
 ) -> None:
-    check = workspace.registry.check_serving(run_dir, model, cache_dir=None)
+    check = workspace.registry.check_serving(registry.Candidate(run_dir), model)
     assert check.passed, check.message
 
 
@@ -265,12 +265,12 @@ def test_what_the_workspace_gives_back_serves_the_models_numbers(
 def test_a_champion_is_beaten_on_the_same_windows_and_keeps_its_tag_until_then(workspace: Workspace) -> None:
     first, second = workspace.train("job-first", steps=5), workspace.train("job-second", steps=12)
     one = workspace.register(first, "rivals")
-    assert workspace.registry.judge_champion(first, one, cache_dir=None) is None
+    assert workspace.registry.judge_champion(registry.Candidate(first), one) is None
     chosen = registry.choose_alias(Gate(True, ()), None)
     assert workspace.registry.promote(one, chosen) is None
     assert workspace.registry.champion_version("rivals") == one.version
     two = workspace.register(second, "rivals")
-    comparison = workspace.registry.judge_champion(second, two, cache_dir=None)
+    comparison = workspace.registry.judge_champion(registry.Candidate(second), two)
     assert comparison is not None
     assert (comparison.champion_version, comparison.metric) == (one.version, "NLL")
     challenger = registry.AliasDecision(alias="challenger", reason="not better")

@@ -229,13 +229,15 @@ def test_planted_secrets_are_nowhere_in_what_a_training_and_its_registration_lea
     copy_tables(tmp_path / "mlflow.db")
     run_dir = small_job.train(tmp_path, small_job.write_dataset(tmp_path / "data"), "job-a", steps=5, tracking_uri=uri)
     tags = {"asked_by": f"https://robot:{token}@example.org"}
-    model = registry.MLflowRegistry(uri).register_model(run_dir, "forecaster", tags, f"# card\n\n{token}")
+    model = registry.MLflowRegistry(uri).register_model(
+        registry.Candidate(run_dir), "forecaster", tags, f"# card\n\n{token}"
+    )
     assert redaction.STRUCK in model.tags["asked_by"]
     with registry.MLflowRegistry(uri).served(model) as server:
         endpoint = registry.ScoringEndpoint(
             url=f"{server.url}?sig={token}", headers=lambda: {"Authorization": f"Bearer {token}"}
         )
-        check = registry.check_endpoint(endpoint, run_dir)
+        check = registry.check_endpoint(endpoint, registry.Candidate(run_dir))
     (tmp_path / "metadata.json").write_text(json.dumps([check.figures(), dict(model.tags), repr(endpoint)]))
     printed = capfd.readouterr()
     (tmp_path / "printed.txt").write_text(caplog.text + printed.out + printed.err)

@@ -69,7 +69,7 @@ def test_nodes_report_by_their_identity_and_the_model_carries_it(
     tags = registry.TrainingProvenance(
         nodes=2, node_hours=0.1, cost_usd="$1", code_version="c", dagster_run_id="d", sku="Standard_NC24ads_A100_v4"
     ).tags()
-    model = models.register_model(run_dir, "whole", tags, "# card", experiment="dtrain", cache_dir=None)
+    model = models.register_model(registry.Candidate(run_dir), "whole", tags, "# card")
     assert model.created
     assert model.run_id == run.info.run_id
     assert model.tags["world_size_history"] == "2"

@@ -167,10 +167,10 @@ class Home:
     def train(self, job_id: str, **options: Any) -> str:
         return small_job.train(self.path, options.pop("dataset", self.dataset), job_id, **options)
 
-    def register(
-        self, run_dir: str, name: str, card: str = "# card", order: Order | None = None
-    ) -> registry.RegisteredModel:
-        return self.models.register_model(run_dir, name, PROVENANCE.tags(), card, order=order)
+    def register(self, trained: registry.Candidate | str, name: str, card: str = "# card") -> registry.RegisteredModel:
+        if isinstance(trained, str):
+            trained = registry.Candidate(trained)
+        return self.models.register_model(trained, name, PROVENANCE.tags(), card)
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +190,12 @@ def run_dir(home: Home) -> str:
 
 
 @pytest.fixture(scope="module")
+def trained(run_dir: str) -> registry.Candidate:
+    """Its model, which is asked once for all tests."""
+    return registry.Candidate(run_dir)
+
+
+@pytest.fixture(scope="module")
 def card(run_dir: str) -> str:
     return card_of(run_dir, PROVENANCE)
 
@@ -204,16 +210,15 @@ def card_of(run_dir: str, provenance: registry.TrainingProvenance) -> str:
 
 
 @pytest.fixture(scope="module")
-def model(home: Home, run_dir: str, card: str) -> registry.RegisteredModel:
-    return home.register(run_dir, "forecaster", card)
+def model(home: Home, trained: registry.Candidate, card: str) -> registry.RegisteredModel:
+    return home.register(trained, "forecaster", card)
 
 
 @dataclass
 class Own:
-    """A job with a model of one's own, its order, and its version."""
+    """A job with a model of one's own, and its version."""
 
-    run_dir: str
-    order: Order
+    trained: registry.Candidate
     model: registry.RegisteredModel
 
 
@@ -232,8 +237,8 @@ def own(home: Home) -> Iterator[Own]:
         patch.setenv("PYTHONPATH", str(source))
         patch.setenv("DTRAIN_FACTORY_MODULES", "mine")
         run_dir = home.train("job-own", model="mine.net:make")
-        order = Order(job=RunDir(run_dir).read_job())
-        yield Own(run_dir, order, home.register(run_dir, "own", order=order))
+        trained = registry.Candidate(run_dir, Order(job=RunDir(run_dir).read_job()))
+        yield Own(trained, home.register(trained, "own"))
 
 
 @pytest.fixture(scope="module")
@@ -241,10 +246,6 @@ def server(home: Home, own: Own) -> Iterator[registry.ScoringEndpoint]:
     """It runs elsewhere and without PYTHONPATH: code that did not travel is missed."""
     with home.models.served(own.model) as running:
         yield running
-
-
-def ask(server: registry.ScoringEndpoint, run_dir: str, order: Order | None = None) -> registry.EndpointCheck:
-    return registry.check_endpoint(server, run_dir, tolerance=SAME_WEIGHTS_TOLERANCE, order=order)
 
 
 @pytest.mark.slow
@@ -297,7 +298,7 @@ def test_the_saved_model_has_signature_example_and_no_pickle(home: Home, model: 
 
 @pytest.mark.slow
 def test_the_same_job_is_registered_once_and_other_weights_of_it_beside(
-    home: Home, run_dir: str, model: registry.RegisteredModel
+    home: Home, run_dir: str, trained: registry.Candidate, model: registry.RegisteredModel
 ) -> None:
     """Each version has files of its own in the run that it was registered from, and knows their digest."""
     again = home.register(run_dir, "forecaster")
@@ -306,7 +307,9 @@ def test_the_same_job_is_registered_once_and_other_weights_of_it_beside(
     before = len(client.search_model_versions("name = 'forecaster'"))
     copy = RunDir(str(shutil.copytree(run_dir, home.path / "again" / "job-a")))
     copy.write_json("result.json", (copy.read_json("result.json") or {}) | {"weights_sha256": "0" * 64})
-    other, repeated = home.register(copy.uri, "forecaster"), home.register(copy.uri, "forecaster")
+    same = registry.Candidate(copy.uri)
+    same.sample = trained.sample  # so that it is not asked again
+    other, repeated = home.register(same, "forecaster"), home.register(copy.uri, "forecaster")
     assert (other.created, repeated.created, repeated.version) == (True, False, other.version)
     assert len(client.search_model_versions("name = 'forecaster'")) == before + 1
     assert other.run_id == model.run_id
@@ -371,8 +374,8 @@ def test_a_model_of_ones_own_is_served_without_its_folder(
 ) -> None:
     monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "mine")
     with pytest.raises(registry.RunModelError, match="nothing of it is imported; train it from here"):
-        home.register(own.run_dir, "unordered")
-    check = ask(server, own.run_dir, own.order)
+        home.register(own.trained.run_dir, "unordered")
+    check = registry.check_endpoint(server, own.trained, SAME_WEIGHTS_TOLERANCE)
     assert check.passed, check.message
     assert check.rows == 32
     assert [item.name for item in check.findings] == ["answers", "schema", "equality", "refusal"]
@@ -382,11 +385,11 @@ def test_a_model_of_ones_own_is_served_without_its_folder(
 
 @pytest.mark.slow
 def test_a_server_of_another_model_does_not_pass(
-    server: registry.ScoringEndpoint, run_dir: str, own: Own, tmp_path: Path
+    server: registry.ScoringEndpoint, trained: registry.Candidate, own: Own
 ) -> None:
-    other = str(shutil.copytree(run_dir, tmp_path / "other"))
-    shutil.copy(f"{own.run_dir}/predictions.npz", other)  # the weights alone give it away
-    check = ask(server, other)
+    other = registry.Candidate(trained.run_dir)
+    other.sample = replace(trained.sample, trained=own.trained.sample.trained)  # the weights alone give it away
+    check = registry.check_endpoint(server, other, SAME_WEIGHTS_TOLERANCE)
     assert not check.passed
     figures = check.figures()
     assert figures["max_relative_difference_to_training"] < 1e-5 < 1e-3 < figures["max_relative_difference"]
@@ -421,7 +424,7 @@ def test_the_server_says_what_is_wrong_with_a_request(
 def test_a_server_that_cannot_start_says_why(
     home: Home, run_dir: str, model: registry.RegisteredModel, tmp_path: Path
 ) -> None:
-    check = home.models.check_serving(run_dir, replace(model, version="99"))
+    check = home.models.check_serving(registry.Candidate(run_dir), replace(model, version="99"))
     assert not check.passed
     assert "version=99" in check.message
     with pytest.raises(registry.ServingError, match="ended with exit code"), scoring_server(tmp_path):
@@ -476,10 +479,10 @@ def test_champion_and_challenger_are_judged_on_the_same_windows(
 ) -> None:
     worse_dir = home.train("job-worse", steps=1, learning_rate=1e-6)
     worse = home.register(worse_dir, "forecaster")
-    assert home.models.judge_champion(run_dir, model) is None
+    assert home.models.judge_champion(registry.Candidate(run_dir), model) is None
     home.models.promote(worse, registry.choose_alias(PASSED, None))
 
-    compared = home.models.judge_champion(run_dir, model)
+    compared = home.models.judge_champion(registry.Candidate(run_dir), model)
 
     assert compared is not None
     assert (compared.champion_version, compared.metric, compared.note) == (worse.version, "NLL", "")
@@ -513,7 +516,7 @@ def test_a_champion_of_another_horizon_is_not_compared(home: Home, run_dir: str)
     old = home.register(home.train("job-distant", dataset=distant, steps=2), "horizons")
     home.models.promote(old, registry.choose_alias(PASSED, None))
     new = home.register(run_dir, "horizons")
-    compared = home.models.judge_champion(run_dir, new)
+    compared = home.models.judge_champion(registry.Candidate(run_dir), new)
     assert compared is not None
     assert compared.champion is None
     assert compared.note == "its horizon is 10, not 5"

@@ -11,20 +11,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import mlflow
-import numpy as np
 import pandas as pd
 import pytest
 
 from dtrain_dagster import registry
 from dtrain_dagster.registry.endpoint import _payload, _text_of_date, listens
-from dtrain_dagster.registry.smoke_test import as_registered, compare_answers, load_sample
+from dtrain_dagster.registry.smoke_test import compare_answers
 from dtrain_dagster.registry.versions import scores_table
-from harness.tables import copy_tables
-from tests.abuse.websites import served
 from tests.kinds import build_table, table
 from trainer.config import parse_job
-from trainer.data.row_data import RowData
 from trainer.engine.run_job import run_job
 from trainer.evaluation.gate import gate
 from trainer.rundir import RunDir
@@ -67,33 +62,6 @@ def trained_on(target: str, loss: str, folder: Path) -> Trained:
 
 
 @pytest.mark.slow
-def test_a_registered_model_of_rows_answers_as_it_did(tmp_path: Path, classes: Trained) -> None:
-    """It is served as `mlflow models serve` does, by a thread: that code travels, a model of one's own shows."""
-    from mlflow.pyfunc import scoring_server
-
-    copy_tables(tmp_path / "mlflow.db")
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    models, cache = registry.MLflowRegistry(uri), classes.cache
-    version = models.register_model(classes.run_dir.uri, "tumours", {}, "# card", cache_dir=cache)
-    assert version.created
-    mlflow.set_tracking_uri(uri)
-    loaded = mlflow.pyfunc.load_model(version.uri)
-    with served(scoring_server.init(loaded)) as port:
-        endpoint = registry.ScoringEndpoint(url=f"http://127.0.0.1:{port}/invocations", is_local=True)
-        checked = registry.check_endpoint(endpoint, classes.run_dir.uri, cache_dir=cache)
-    assert checked.passed, checked.message
-    assert "schema" in {item.name for item in checked.findings}
-    assert f"{checked.rows} rows of prediction, probability_0, probability_1" in str(checked.figures()["schema"])
-    assert "compared: prediction" in str(checked.figures()["equality"])
-    assert checked.max_relative_difference_to_training == 0
-    data = RowData(classes.dataset, Path(cache))
-    found = loaded.predict(as_registered(data.spec, data.original("test", np.arange(5))))
-    assert np.allclose(found["probability_0"] + found["probability_1"], 1)
-    assert loaded.metadata.metadata["categories"] == {"colour": ["blue", "green", "red"]}
-    assert loaded.metadata.metadata["classes"] == ["no", "yes"]
-
-
-@pytest.mark.slow
 def test_the_gate_reads_what_the_weights_answer(classes: Trained) -> None:
     assert_judged_by_its_weights(classes, "log_loss")
 
@@ -109,7 +77,8 @@ def assert_judged_by_its_weights(given: Trained, score: str) -> None:
     assert said is not None
     forged = copy.deepcopy(said)
     forged["baselines"]["linear"]["model_gain"], forged["canaries"] = 9.0, {}
-    found = registry.judge_again(run, None, forged, given.cache)
+    candidate = registry.Candidate(run.uri, None, given.cache)
+    found = registry.judge_again(candidate, forged)
     assert found["baselines"].keys() == said["baselines"].keys()
     for name, row in said["baselines"].items():
         assert found["baselines"][name] == pytest.approx(row, rel=1e-3, abs=1e-4)
@@ -118,7 +87,7 @@ def assert_judged_by_its_weights(given: Trained, score: str) -> None:
     assert gate(found).passed == said["gate"]["passed"]
     forged["model"] = {**said["model"], score: 0.5 * said["model"][score]}
     with pytest.raises(registry.EvaluationError, match=rf"says model\.{score} = .* was changed after the training"):
-        registry.judge_again(run, None, forged, given.cache)
+        registry.judge_again(candidate, forged)
 
 
 @pytest.mark.slow
@@ -137,9 +106,10 @@ def test_a_target_far_from_zero_is_judged_and_answered_by_its_digits(
         near, far = ((reports[name]["baselines"] | reports[name])[part] for name in runs)
         assert far == pytest.approx(near, rel=1e-3)
     assert reports["far"]["model"]["rmse"] < 100
-    judged = registry.judge_again(RunDir(runs["far"]), None, reports["far"], str(tmp_path / "cache"))
+    far = registry.Candidate(runs["far"], None, str(tmp_path / "cache"))
+    judged = registry.judge_again(far, reports["far"])
     assert judged["gate"] == reports["far"]["gate"]
-    sample = load_sample(runs["far"], str(tmp_path / "cache"))
+    sample = far.sample
     assert compare_answers(sample, sample.expected).passed
     off = {"prediction": sample.expected["prediction"] + 0.01}
     assert not compare_answers(sample, off).passed, "a hundredth is much beside a deviation of 30"

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.orders import keep_order, order_of
-from dtrain_dagster.registry import MLflowRegistry, RunModelError, TrainingProvenance
+from dtrain_dagster.registry import Candidate, MLflowRegistry, RunModelError, TrainingProvenance
 from dtrain_dagster.registry.promotion import choose_alias, compare_measures
 from dtrain_dagster.registry.registration import register_job
 from dtrain_dagster.registry.run_model import load_script_model
@@ -58,7 +58,10 @@ def test_scripts_are_compared_by_their_measure(own: Any, its: Any, alias: str, s
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 2)
+        self.embedding, self.head = (
+            nn.Embedding(50, 8),
+            nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 2)),
+        )
 
     def forward(self, words: Tensor) -> Tensor:
         return self.head(self.embedding(words).mean(1))
@@ -71,7 +74,7 @@ def texts(rows: int, seed: int) -> TensorDataset:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run directory whose job was ordered from the home beside it."""
+    """A run directory whose job was ordered from the home beside it; the training has registered its model, too."""
     folder = tmp_path_factory.mktemp("script")
     copy_tables(folder / "mlflow.db")
     tracking = {"mlflow_tracking_uri": f"sqlite:///{folder}/mlflow.db", "tensorboard": False}
@@ -80,7 +83,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Net(), config, loss=nn.CrossEntropyLoss(), metrics={"right": Accuracy()}, tracking=tracking, registry="here",
         run_dir=folder / "job",
     )  # fmt: skip
-    trainer.fit(texts(200, 0), texts(40, 1), texts(40, 2))
+    result, test = trainer.fit(texts(200, 0), texts(40, 1), texts(40, 2)), texts(40, 2).tensors[0]
+    assert result.model_version == "here version 1"
+    with torch.no_grad():
+        np.savez(folder / "asked.npz", inputs=test.numpy(), outputs=result.model.eval()(test).numpy())
     keep_order(folder / "home", RunDir(str(folder / "job")).read_job(), None)
     return folder
 
@@ -125,9 +131,24 @@ def test_a_script_is_registered_as_others_are(folder: Path) -> None:
         np.testing.assert_allclose(loaded.predict(example["inputs"]).to_numpy(), example["outputs"], rtol=1e-5)
     assert rundir.read_json("registration.json") == {"name": "texts", "version": "1", "alias": "champion"}
     again = MLflowRegistry(uri).register_model(
-        rundir.uri, "texts", MADE.tags(), found.card, experiment="e", order=order_of(folder / "home", rundir)
+        Candidate(rundir.uri, order_of(folder / "home", rundir)), "texts", MADE.tags(), found.card, "e"
     )
     assert (again.version, again.created) == ("1", False)
+
+
+def test_a_training_registers_its_model_by_itself(trained: Path) -> None:
+    """As `Trainer(…, registry=…)` does where no orchestrator is; without dropout, and with the averages of training."""
+    uri = f"sqlite:///{trained}/mlflow.db"
+    mlflow.set_tracking_uri(uri)
+    loaded, asked = mlflow.pyfunc.load_model("models:/here@challenger"), np.load(trained / "asked.npz")
+    found = loaded.predict(asked["inputs"])
+    np.testing.assert_allclose(found.to_numpy(), asked["outputs"], rtol=1e-4, atol=1e-5)
+    assert list(found.columns) == ["prediction_1", "prediction_2"]
+    assert loaded.input_example.shape == (3, 6)
+    [version] = mlflow.MlflowClient(uri).search_model_versions("name='here'")
+    job, result = RunDir(str(trained / "job")).read_job(), RunDir(str(trained / "job")).read_json("result.json")
+    said = {"dataset_id": job.dataset.dataset_id, "loss": "CrossEntropyLoss", "steps": str(result["steps"])}
+    assert said.items() <= version.tags.items()
 
 
 def changed_program(folder: Path) -> None:

@@ -55,7 +55,8 @@ def test_a_registered_model_takes_the_rows_of_the_file(tmp_path: Path, monkeypat
     copy_tables(tmp_path / "mlflow.db")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     models = registry.MLflowRegistry(uri)
-    version = models.register_model(run, "visits", {}, "# card", cache_dir=str(tmp_path / "cache"))
+    first = registry.Candidate(run)
+    version = models.register_model(first, "visits", {}, "# card")
     mlflow.set_tracking_uri(uri)
     loaded = mlflow.pyfunc.load_model(version.uri)
     said = {
@@ -96,12 +97,17 @@ def test_a_registered_model_takes_the_rows_of_the_file(tmp_path: Path, monkeypat
 
     with served(scoring_server.init(loaded)) as port:
         endpoint = registry.ScoringEndpoint(url=f"http://127.0.0.1:{port}/invocations", is_local=True)
-        checked = registry.check_endpoint(endpoint, run, cache_dir=str(tmp_path / "cache"))
+        checked = registry.check_endpoint(endpoint, first)
     assert checked.passed, checked.message
+    assert f"{checked.rows} rows of prediction, probability_0, probability_1" in str(checked.figures()["schema"])
+    assert "compared: prediction" in str(checked.figures()["equality"])
+    assert checked.max_relative_difference_to_training == 0
+    assert loaded.metadata.metadata["categories"]["region"] == ["north", "south"]
+    assert loaded.metadata.metadata["classes"] == ["no", "yes"]
     models.promote(version, registry.choose_alias(registry.Gate(True, ()), None))
-    again = trained(tmp_path, made.uri, "linear", "logistic", "again")
-    second = models.register_model(again, "visits", {}, "# card", cache_dir=str(tmp_path / "cache"))
-    compared = models.judge_champion(again, second, cache_dir=str(tmp_path / "cache"))
+    again = registry.Candidate(trained(tmp_path, made.uri, "linear", "logistic", "again"))
+    second = models.register_model(again, "visits", {}, "# card")
+    compared = models.judge_champion(again, second)
     assert compared is not None
     assert compared.note == ""
     assert compared.champion == pytest.approx((RunDir(run).read_json("evaluation.json") or {})["model"]["log_loss"])

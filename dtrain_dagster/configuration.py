@@ -1,5 +1,8 @@
-"""The cluster that trains and the project's places, as the settings choose them: for the commands, which load no
-Dagster, and for the resources of the graph (`dtrain_dagster.resources`)."""
+"""The cluster and the project as settings describe them: what a command line and an asset graph get alike.
+
+Nothing of Dagster is imported here: most commands of `dtrain` answer without it. `dtrain_dagster.resources` makes
+resources of them, whose fields a launchpad can change.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from dtrain_dagster.clusters.ranks import have_gpus, ranks_per_node
 from dtrain_dagster.costs.prices import PriceError, name_at_site, price_of
 from dtrain_dagster.settings.azure import read_azure_options, refuse_unusable
 from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind, cluster_key
+from dtrain_dagster.settings.engines import read_engine_options
 from dtrain_dagster.settings.environment import Settings, SettingsError
 from dtrain_dagster.settings.notices import job_page, read_notice_settings
 from dtrain_dagster.settings.tiers import Tier, tier_of
@@ -45,7 +49,7 @@ def grace_periods() -> dict[str, str]:
     return {name: os.environ[name] for name, _ in (STOP_GRACE, PEER_GRACE) if os.environ.get(name)}
 
 
-class ProjectPlaces(BaseModel):
+class ProjectConfiguration(BaseModel):
     """The project's places: folders, tracking server, names."""
 
     model_config = ConfigDict(frozen=True)
@@ -104,8 +108,8 @@ class ProjectPlaces(BaseModel):
         }
 
 
-class ChosenCluster(BaseModel):
-    """The cluster that trains."""
+class ClusterConfiguration(BaseModel):
+    """The cluster that trains. Assets are the same whatever its kind."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -168,13 +172,13 @@ class ChosenCluster(BaseModel):
         first = next(iter(self.azure.get("tiers") or ()), "dedicated") if self.kind == "azure_ml" else self.tier
         return tier_of(first)
 
-    def node_env(self, project: ProjectPlaces) -> dict[str, str]:
+    def node_env(self, project: ProjectConfiguration) -> dict[str, str]:
         """Return the trainer's environment on the nodes, besides the variables that the kind of cluster adds."""
         if self.traits.is_this_machine:
             return project.trainer_env()
         return {"DTRAIN_CACHE": os.environ.get("DTRAIN_CACHE") or NODE_CACHE, **allowed_modules(), **grace_periods()}
 
-    def registry(self, project: ProjectPlaces, run_id: str | None = None) -> Registry:
+    def registry(self, project: ProjectConfiguration, run_id: str | None = None) -> Registry:
         """Return the registry of models and metrics: on Azure ML the workspace, unless DTRAIN_MLFLOW_TRACKING_URI is
         set. ``run_id``: the Dagster run that it works for."""
         if self.kind == "azure_ml" and project.tracks_in_workspace:
@@ -243,17 +247,17 @@ class ChosenCluster(BaseModel):
         return LocalClusterManager(Path(self.home), settings, self.ranks_per_node)
 
 
-def choose(settings: Settings) -> tuple[ChosenCluster, ProjectPlaces]:
-    """Return the cluster and the places of the environment's settings; no service is asked. Raise `SettingsError` where
-    Azure's settings are missing or unusable, or a site's table of prices is."""
-    from dtrain_dagster.settings.engines import read_engine_options
+def read_configuration(settings: Settings) -> tuple[ClusterConfiguration, ProjectConfiguration]:
+    """Return the cluster and the project of the environment's settings. No service is asked.
 
+    Raise `dtrain_dagster.settings.environment.SettingsError` where settings of the cluster are missing or unusable.
+    """
     on_azure, azure, engine = settings.cluster == "azure_ml", {}, {}
     if on_azure:
         azure = read_azure_options(settings)
     elif settings.kind.has_engine:
         engine = read_engine_options(settings.cluster)
-    cluster = ChosenCluster(
+    cluster = ClusterConfiguration(
         kind=settings.cluster,
         cluster_name=settings.cluster_name,
         home=str(settings.home),
@@ -278,7 +282,7 @@ def choose(settings: Settings) -> tuple[ChosenCluster, ProjectPlaces]:
         except (ClusterError, PriceError) as error:
             raise SettingsError(str(error)) from None
     pages, in_workspace = read_notice_settings(), on_azure and settings.mlflow_tracking_uri is None
-    project = ProjectPlaces(
+    project = ProjectConfiguration(
         home=str(settings.home),
         shared_uri=settings.shared_uri,
         tracking_uri=settings.tracking_uri,
