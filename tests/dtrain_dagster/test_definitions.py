@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import dagster as dg
@@ -19,8 +20,13 @@ from dtrain_dagster.settings.environment import Settings
 ROOT = Path(__file__).parents[2]
 
 
+@cache
+def location() -> dg.Definitions:
+    return build_defs(Settings())
+
+
 def test_lineage_reads_like_the_product():
-    graph = build_defs(Settings()).resolve_asset_graph()
+    graph = location().resolve_asset_graph()
     parents = {
         node.key.to_user_string(): {parent.to_user_string() for parent in node.parent_keys}
         for node in graph.asset_nodes
@@ -45,7 +51,7 @@ def test_lineage_reads_like_the_product():
 
 
 def test_what_would_be_wrong_to_train_on_blocks():
-    graph = build_defs(Settings()).resolve_asset_graph()
+    graph = location().resolve_asset_graph()
     blocking = {key.name for key in graph.asset_check_keys if graph.get_check_spec(key).blocking}
     assert {
         "shuffled_labels_teach_nothing",
@@ -133,14 +139,6 @@ def test_workspace_and_module_are_the_same_location():
     assert entry["python_module"]["module_name"] == "dtrain_dagster.definitions"
     assert entry["python_module"]["location_name"] == "dtrain"
     assert entry["python_module"]["working_directory"] == "."
-
-
-def test_the_schedule_runs_weekly_and_waits_to_be_switched_on():
-    defs = build_defs(Settings())
-    schedule = defs.resolve_schedule_def("weekly_retraining")
-    assert schedule.cron_schedule == "0 6 * * 6"
-    assert schedule.default_status is dg.DefaultScheduleStatus.STOPPED
-    assert schedule.job_name == "train"
 
 
 def test_a_bad_cron_string_is_refused():

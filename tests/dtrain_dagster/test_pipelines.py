@@ -13,7 +13,7 @@ from dtrain_dagster.automation.retraining import RetrainingCause, ask
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.data.build_once import BuiltDataset
 from dtrain_dagster.definitions import build_defs
-from dtrain_dagster.pipelines import Cluster, PipelineError, Prices, build_training_assets
+from dtrain_dagster.pipelines import Cluster, PipelineError, Prices, build_program_asset, build_training_assets
 from dtrain_dagster.planning.build_plan import size_up_job
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.sensors.watched_clusters import watched_clusters
@@ -31,9 +31,11 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def location(script: Path) -> dg.Definitions:
-    """A code location with the graph of the stock prices and four more, one on another cluster."""
+@pytest.fixture(scope="module")
+def location(tmp_path_factory: pytest.TempPathFactory) -> dg.Definitions:
+    """A code location with the graph of the stock prices and four more, one on another cluster, and a program."""
+    script = tmp_path_factory.mktemp("location") / "train.py"
+    script.touch()
 
     @dg.asset(key=FEATURES)
     def features() -> str:
@@ -46,6 +48,7 @@ def location(script: Path) -> dg.Definitions:
         build_training_assets("features", features, model="lstm", owners=["team:research"]),
         build_training_assets("folder", "a-folder", model_name="Folder model", schedule="0 3 * * *"),
         build_training_assets("vision", script=script, cluster=Cluster(name="second", nodes=1), deps=[FEATURES]),
+        build_program_asset("own", script, engine="ray"),
     )
 
 
@@ -109,6 +112,7 @@ def test_the_job_of_a_graph_makes_that_graph_only(location: dg.Definitions) -> N
     made = location.resolve_job_def("quotes_train").asset_layer.selected_asset_keys
     assert {key.path[0] for key in made} == {"quotes"}
     assert not {dg.AssetKey(["quotes", name]) for name in ("hyperparameter_search", "gpu_cluster")} & made
+    assert location.resolve_job_def("own_run").asset_layer.selected_asset_keys == {dg.AssetKey(["own", "program_run"])}
     stock = location.resolve_job_def("train").asset_layer.selected_asset_keys
     assert {len(key.path) for key in stock} == {1}
 
@@ -170,7 +174,7 @@ def test_of_graphs_on_one_cluster_one_sensor_acts_and_reports_for_all(location: 
         with dg.build_sensor_context(repository_def=repository) as context:
             found[name] = [key.to_user_string() for key in watched_clusters(context, GraphNames(name))]
     assert found == {
-        "": ["gpu_cluster", "features/gpu_cluster", "folder/gpu_cluster", "quotes/gpu_cluster"],
+        "": ["gpu_cluster", "features/gpu_cluster", "folder/gpu_cluster", "own/gpu_cluster", "quotes/gpu_cluster"],
         "features": [],
         "folder": [],
         "quotes": [],

@@ -83,7 +83,7 @@ def test_a_job_is_held_against_the_plan_that_it_carried_out(tmp_path: Path) -> N
     probe.write_json(RESULT, {"status": "succeeded"})  # of a cluster that this one does not know
     for node in range(3):
         rundir.write_node(NodePresence(node_id=node, launch=1, started_at=START - 60, ended_at=START + 40))
-    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
+    with dg.DagsterInstance.ephemeral() as instance:
         said = broken_down(instance, tmp_path, rundir)
         assert (said["job_id"], said["fingerprint"]) == ("train-aaaaaaaa-1", "aaaaaaaa")
         assert (said["sku"], said["tier"], said["total_usd"]) == ("Standard_NC6s_v3", "dedicated", 0.255)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,10 @@ import pytest
 
 from dtrain_dagster.assets.dataset import build_given_dataset
 from dtrain_dagster.assets.pipeline import Pipeline
-from dtrain_dagster.assets.plan_options import DatasetTraining, TrainingOptions, with_usual_parts
+from dtrain_dagster.assets.plan_options import TrainingOptions, with_usual_parts
 from dtrain_dagster.data.build_once import BuiltDataset
 from dtrain_dagster.registry.versions import TrainingProvenance, model_card
-from dtrain_dagster.resources import GPUClusterResource, ProjectResource, build_resources
+from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.graph_names import GraphNames
 from harness.small_job import write_dataset
@@ -50,11 +49,6 @@ def take(home: Path, returned: Any = None, folder: str = "") -> dg.ExecuteInProc
     return dg.materialize(assets, resources=resources, raise_on_error=False)
 
 
-def resources_of(home: Path) -> tuple[GPUClusterResource, ProjectResource]:
-    resources = build_resources(Settings(home=home))
-    return resources["cluster"], resources["project"]
-
-
 def dataset_of(result: dg.ExecuteInProcessResult) -> BuiltDataset:
     assert result.success
     return result.output_for_node("mine__sharded_dataset")
@@ -72,9 +66,12 @@ def test_a_folder_is_taken_as_it_is_where_nodes_see_this_machines_files(tmp_path
     assert taken.dataset_id == taken.manifest()["dataset_id"]
 
 
-def test_an_id_is_found_in_the_home(tmp_path: Path) -> None:
+def test_an_id_is_found_in_the_home_and_all_places_that_were_looked_at_are_named(tmp_path: Path) -> None:
     there = write_dataset(tmp_path / "storage" / "datasets" / "abc")
     assert dataset_of(take(tmp_path, folder="abc")).uri == str(there)
+    said = failure_of(take(tmp_path, folder="nowhere"))
+    assert "no manifest.json in" in said
+    assert f"{tmp_path}/storage/datasets/nowhere" in said
 
 
 def test_what_an_asset_returns_is_a_folder_as_text_or_path(tmp_path: Path, folder: Path) -> None:
@@ -83,21 +80,12 @@ def test_what_an_asset_returns_is_a_folder_as_text_or_path(tmp_path: Path, folde
     assert "returned a int" in failure_of(take(tmp_path, returned=3))
 
 
-def test_a_folder_without_a_dataset_is_named_with_all_places_that_were_looked_at(tmp_path: Path) -> None:
-    said = failure_of(take(tmp_path, folder="nowhere"))
-    assert "no manifest.json in" in said
-    assert f"{tmp_path}/storage/datasets/nowhere" in said
-
-
 def test_a_dataset_of_another_kind_has_its_usual_model_and_loss_unless_others_are_stated(tmp_path: Path) -> None:
     rows = build_table(tmp_path, "level")
-    request = DatasetTraining(
-        NAMES, TrainingOptions(), *resources_of(tmp_path), dataset_of(take(tmp_path, folder=rows.uri))
-    )
-    job = request.on_nodes(1).job
-    assert (job.model.factory, job.loss.factory) == ("mlp", "cross_entropy")
-    stated = replace(request, config=TrainingOptions(model="linear")).on_nodes(1).job
-    assert (stated.model.factory, stated.loss.factory) == ("linear", "cross_entropy")
+    usual = with_usual_parts(TrainingOptions(), rows.manifest())
+    assert (usual.model, usual.loss) == ("mlp", "cross_entropy")
+    stated = with_usual_parts(TrainingOptions(model="linear"), rows.manifest())
+    assert (stated.model, stated.loss) == ("linear", "cross_entropy")
     windows = with_usual_parts(TrainingOptions(), {})
     assert (windows.model, windows.loss) == ("har_tcn", "return_and_volatility")
     of_one_forecast = with_usual_parts(TrainingOptions(model="tcn"), {})

@@ -1,9 +1,13 @@
 """What a plan may cost: which nodes are taken where they may be chosen, and what happens when others are to be had."""
 
+import logging
+import re
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dagster as dg
@@ -75,6 +79,21 @@ def plan(**limits: Any) -> TrainingPlan:
     )  # fmt: skip
 
 
+def run_in(home: Path, person: str = "") -> ClusterRun:
+    """A run of Dagster, as far as it is asked."""
+    resources = build_resources(Settings(home=home))
+    of_person = {PERSON_TAG: person} if person else {}
+    context: Any = SimpleNamespace(run=SimpleNamespace(run_id="r", tags=of_person), log=logging.getLogger())
+    return ClusterRun.of(context, resources["cluster"], resources["project"])
+
+
+def nodes(sku: str, tier: Any = None) -> ClusterConfig:
+    return ClusterConfig(
+        cluster_name="c", node_count=2, gpu_type=sku, auto_scale_enabled=True, min_nodes=0, max_nodes=2,
+        idle_timeout_minutes=10, tier=tier,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("limits", "sku", "tier", "refused"),
     [
@@ -87,30 +106,14 @@ def plan(**limits: Any) -> TrainingPlan:
     ],
 )
 def test_other_nodes_than_planned_are_refused_where_the_plan_no_longer_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, Any], sku: str, tier: Any, refused: str | None
+    tmp_path: Path, limits: dict[str, Any], sku: str, tier: Any, refused: str | None
 ):
-    monkeypatch.setenv("DTRAIN_HOME", str(tmp_path))
-    resources = build_resources(Settings(home=tmp_path))
-    got = ClusterConfig(
-        cluster_name="c", node_count=2, gpu_type=sku, auto_scale_enabled=True, min_nodes=0, max_nodes=2,
-        idle_timeout_minutes=10, tier=tier,
-    )  # fmt: skip
-
-    @dg.asset
-    def trained(context: dg.AssetExecutionContext) -> None:
-        run = ClusterRun.of(context, resources["cluster"], resources["project"])
-        refuse_dearer_nodes(run, plan(**limits), got)
-
-    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
-        result = dg.materialize([trained], instance=instance, raise_on_error=False)
-    assert result.success is (refused is None)
-    if refused:
-        [event] = [event for event in result.all_events if event.is_step_failure]
-        said = event.step_failure_data.user_failure_data
-        assert said is not None
-        assert refused in str(said.description)
-        assert f"got {sku}" in str(said.description)
-        assert "not started" in str(said.description)
+    run = run_in(tmp_path)
+    with pytest.raises(dg.Failure) if refused else nullcontext() as found:
+        refuse_dearer_nodes(run, plan(**limits), nodes(sku, tier))
+    if found:
+        said = str(found.value.description)
+        assert all(word in said for word in (str(refused), f"got {sku}", "not started"))
 
 
 @pytest.mark.parametrize(
@@ -124,28 +127,14 @@ def test_other_nodes_than_planned_are_refused_where_the_plan_no_longer_fits(
     ],
 )
 def test_a_training_is_promised_to_the_person_of_its_run_at_the_price_of_the_nodes_that_were_got(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at_usd: float, ceilings: Ceilings, refused: str
+    tmp_path: Path, stop_at_usd: float, ceilings: Ceilings, refused: str
 ):
-    monkeypatch.setenv("DTRAIN_HOME", str(tmp_path))
     write_ceilings(tmp_path, ceilings)
-    resources = build_resources(Settings(home=tmp_path))
-    got = ClusterConfig(
-        cluster_name="c", node_count=2, gpu_type="Standard_NC40ads_H100_v5", auto_scale_enabled=True, min_nodes=0,
-        max_nodes=2, idle_timeout_minutes=10,
-    )  # fmt: skip
-
-    @dg.asset
-    def trained(context: dg.AssetExecutionContext) -> None:
-        run = ClusterRun.of(context, resources["cluster"], resources["project"])
-        with run.promising(wanted_by_plan(run, plan(stop_at_usd=stop_at_usd), got, "job")):
-            (tmp_path / "started").touch()
-
-    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
-        result = dg.materialize([trained], instance=instance, raise_on_error=False, tags={PERSON_TAG: "dora"})
-    assert (tmp_path / "started").exists() is result.success is (not refused)
-    if refused:
-        [event] = [event for event in result.all_events if event.is_step_failure]
-        assert refused in str(event.step_failure_data.user_failure_data)
+    run = run_in(tmp_path, "dora")
+    wanted = wanted_by_plan(run, plan(stop_at_usd=stop_at_usd), nodes("Standard_NC40ads_H100_v5"), "job")
+    with pytest.raises(dg.Failure, match=re.escape(refused)) if refused else nullcontext(), run.promising(wanted):
+        (tmp_path / "started").touch()
+    assert (tmp_path / "started").exists() is (not refused)
     promise = PromiseFiles(tmp_path).read("job")
     assert (promise.person if promise else "") == ("" if refused else "dora")
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -18,7 +13,7 @@ from dtrain_dagster.assets.common import MOST_ROWS
 from dtrain_dagster.assets.program import Engine, ProgramOptions, program_page
 from dtrain_dagster.clusters.base import JobState, JobStatus
 from dtrain_dagster.costs.ceilings import Ceilings, write_ceilings
-from dtrain_dagster.pipelines import Cluster, PipelineError, build_program_asset, build_training_assets
+from dtrain_dagster.pipelines import Cluster, PipelineError, build_program_asset
 from tests.page import Page
 from tests.webhook import web_hook
 from trainer.frameworks.catalogue import FRAMEWORKS
@@ -109,30 +104,6 @@ def test_a_failure_has_the_log_and_the_cost(program: dg.Definitions):
     assert found["cost_usd"].value > 0
 
 
-@pytest.mark.slow
-def test_interrupting_the_run_cancels_the_job(program: dg.Definitions, tmp_path: Path):
-    (tmp_path / "s.py").write_text("import time; print('begun', flush=True); time.sleep(500)")
-    code = (
-        "import dagster as dg, sys; from dtrain_dagster.pipelines import build_program_asset;"
-        "made = build_program_asset('own', sys.argv[1], nodes=2, processes_per_node=1);"
-        "made.resolve_job_def('own_run').execute_in_process(instance=dg.DagsterInstance.ephemeral())"
-    )
-    run = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "s.py")], env=os.environ | {"DTRAIN_HOME": str(tmp_path / "home")},
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    jobs = tmp_path / "home" / "storage" / "jobs"
-    while not any("begun" in log.read_text() for log in jobs.glob("*/logs/node-1.log")):
-        assert run.poll() is None
-        time.sleep(0.1)
-    run.send_signal(signal.SIGINT)
-    assert run.wait(60) != 0
-    [folder] = jobs.iterdir()
-    status = RunDir(str(folder)).read_json("status.json")
-    assert status
-    assert status["state"] == "cancelled"
-
-
 def test_a_job_of_the_same_program_that_still_runs_is_followed(program: dg.Definitions):
     from dtrain_dagster.assets.program import choose_program_job
 
@@ -157,19 +128,6 @@ def test_what_makes_no_sense_is_refused_where_it_is_defined(tmp_path: Path):
         build_program_asset("own", script, engine="ray", processes_per_node=2)
     with pytest.raises(PipelineError, match="already actors of a Ray"):
         build_program_asset("own", script, engine="ray", cluster=Cluster(kind="ray"))
-
-
-def test_it_goes_together_with_other_graphs(program: dg.Definitions, tmp_path: Path):
-    script = tmp_path / "s.py"
-    merged = dg.Definitions.merge(
-        program, build_program_asset("other", script, engine="ray"), build_training_assets("fit", script=script)
-    )
-    dg.Definitions.validate_loadable(merged)
-    keys = {key.to_user_string() for key in merged.resolve_asset_graph().get_all_asset_keys()}
-    assert {"own/program_run", "other/program_run", "fit/trained_checkpoint"} <= keys
-    assert merged.resolve_job_def("other_run").asset_layer.selected_asset_keys == {
-        dg.AssetKey(["other", "program_run"])
-    }
 
 
 def test_the_largest_of_many_files_are_listed_under_the_verdict(tmp_path: Path):

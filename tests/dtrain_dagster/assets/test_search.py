@@ -13,7 +13,7 @@ from played_search import PRICE, USUAL, play, source_of
 
 from dtrain_dagster.assets.search import search_page, steps_of, trial_rows
 from dtrain_dagster.pipelines import Cluster, build_training_assets
-from dtrain_dagster.search.results import improvement_lines, result_document, summary
+from dtrain_dagster.search.results import improvement_lines, result_document
 from dtrain_dagster.search.run import Measured, Search, SearchRequest
 from dtrain_dagster.search.settings import Sampler, SearchSettings
 from dtrain_dagster.search.tracking import SearchTracker
@@ -78,20 +78,6 @@ def test_each_improvement_has_its_price() -> None:
     result = {"metric": "loss", "improvements": found, "usd": 0.09}
     assert improvement_lines(result) == ["trial 3: loss 0.375, better by 0.125 for $0.0300"]
     assert steps_of(result) == [(0.02, 0.5), (0.05, 0.5), (0.05, 0.375), (0.09, 0.375)]
-
-
-def test_the_summary_of_a_search_says_what_was_best_and_what_all_cost() -> None:
-    result: dict[str, Any] = {
-        "metric": "loss", "best": {"trial": 3, "score": 0.25, "values": {"training.seed": 1}}, "settings_file": "s",
-        "trials": [{"reason": ""}] * 5, "usd": 0.5, "measuring_usd": 0.0, "improvements": [],
-        "counts": {"complete": 2, "pruned": 2, "failed": 1}, "planned": {"at_most_usd": 1.0, "expected_usd": 0.75},
-    }  # fmt: skip
-    paid = "trials (2 complete, 2 pruned, 1 failed) cost $0.5000; the plan was at most $1.00, with $0.7500 expected"
-    assert summary(result) == [
-        "best: trial 3, loss 0.25 with training.seed = 1", f"5 {paid}", "use it: dtrain train … --settings s",
-    ]  # fmt: skip
-    none = {**result, "best": None, "trials": [{"reason": "out of memory"}]}
-    assert summary(none)[0] == "no trial was evaluated (out of memory): see `dtrain logs` of one for why"
 
 
 @pytest.mark.long

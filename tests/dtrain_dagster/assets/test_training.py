@@ -76,7 +76,7 @@ def adopt(home: Path, stop_at_usd: float = 0.0) -> tuple[dg.ExecuteInProcessResu
         return plan
 
     resources = build_resources(Settings(home=home))
-    with dg.DagsterInstance.local_temp(str(home)) as instance:
+    with dg.DagsterInstance.ephemeral() as instance:
         found = dg.materialize(
             [cost_estimate, trained_checkpoint],
             instance=instance,

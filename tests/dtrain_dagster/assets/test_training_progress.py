@@ -55,7 +55,7 @@ def test_the_first_to_see_it_tells_by_log_check_and_message_and_nobody_tells_aga
             tell_of(progress.recent, told, context, rundir, TRAINING, [address])
         return dg.MaterializeResult(check_results=[communication_check(SLOW_NETWORK.events(), TRAINING)])
 
-    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
+    with dg.DagsterInstance.ephemeral() as instance:
         first, again = (dg.materialize([followed], instance=instance) for _ in range(2))
         key = dg.AssetCheckKey(dg.AssetKey("job"), "communication_within_limits")
         records = [*instance.all_logs(first.run_id), *instance.all_logs(again.run_id)]
@@ -93,7 +93,7 @@ def test_lost_nodes_are_sent_once_whoever_follows_and_not_without_end(
         tell_news(["generation 2: lost node(s) 1"], told, context, rundir, [address])
         tell_news([f"generation {number}: lost node(s) 1" for number in range(2, 40)], told, context, rundir, [address])
 
-    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
+    with dg.DagsterInstance.ephemeral() as instance:
         for _ in range(2):
             dg.materialize([followed], instance=instance)
     assert [item["title"] for item in messages] == ["dtrain: train-1"] * MOST_NEWS

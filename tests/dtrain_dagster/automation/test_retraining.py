@@ -430,5 +430,6 @@ def test_what_spends_money_waits_to_be_switched_on_and_says_its_budget(tmp_path:
             assert sensor.default_status is dg.DefaultSensorStatus.STOPPED
             assert said in (sensor.description or "")
         schedule = defs.resolve_schedule_def("weekly_retraining")
+        assert (schedule.cron_schedule, schedule.job_name) == ("0 6 * * 6", "train")
         assert schedule.default_status is dg.DefaultScheduleStatus.STOPPED
         assert said in (schedule.description or "")

@@ -97,7 +97,7 @@ def granted(jobs: Iterable[Standing]) -> int:
     return sum(item.paid_units if item.state.is_final else item.grant_units for item in jobs)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_no_decision_promises_more_dollars_or_nodes_than_there_are_or_forgets_a_job(data: st.DataObject):
     limits = FleetLimits(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dtrain_dagster.search.results import summary
 from dtrain_dagster.search.run import Measured, Search, SearchRequest, open_search
 from dtrain_dagster.search.settings import Pruner, SearchSettings
 from dtrain_dagster.search.space import SpaceError
@@ -70,3 +71,5 @@ def test_the_end_of_a_search_is_told_once(tmp_path: Path, monkeypatch: pytest.Mo
         "3 trials (1 complete, 2 pruned) cost $0.5000; the plan was at most $1.00, with $0.7500 expected",
         "use it: dtrain train … --settings /s/best.json",
     ]
+    none = {**RESULT, "best": None, "trials": [{"reason": "out of memory"}]}
+    assert summary(none)[0] == "no trial was evaluated (out of memory): see `dtrain logs` of one for why"
