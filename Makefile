@@ -118,7 +118,7 @@ $(ENGINES)/.ready: pyproject.toml tools/frameworks/build_horovod.sh | setup
 	@touch $@
 
 test-engines: $(ENGINES)/.ready  ## scripts under Horovod, DeepSpeed, Ray Train and TensorFlow (Linux; g++, cmake; builds Horovod once)
-	@PATH="$(CURDIR)/$(ENGINES)/bin:$$PATH" $(ENGINES)/bin/python -m pytest -n0 --results=out/tests-frameworks.json tests/frameworks tests/azure/test_frameworks.py
+	@PATH="$(CURDIR)/$(ENGINES)/bin:$$PATH" $(ENGINES)/bin/python -m pytest -n0 --results=out/tests-frameworks.json tests/frameworks
 
 STREAMS := datasets>=5,<6 grain>=0.2.18,<0.3 torchdata>=0.11,<0.12
 test-streams: setup  ## streams of Hugging Face's datasets, Grain and torchdata, in an environment over this one

@@ -14,11 +14,9 @@ from pathlib import Path
 
 import click
 
-from dtrain_dagster.cli.common import EXIT_UNUSABLE, Refusal, read_settings, refuses
+from dtrain_dagster.cli.common import EXIT_UNUSABLE, read_settings, refuses
 from dtrain_dagster.cli.start import say_after_work
 from dtrain_dagster.jobs.promises import jobs_begun_since
-from dtrain_dagster.settings.azure import AzureSettings
-from dtrain_dagster.settings.data_lake import compute_log_section, with_compute_logs
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.home import HomeError, hold_home, make_home, plan_removal, remove, unwritable
 from dtrain_dagster.web.stored_secrets import refuse_secret_on_command_line
@@ -38,8 +36,7 @@ def main() -> None:
 def setup() -> None:
     """Make the folder that everything is written to.
 
-    It is DTRAIN_HOME, marked as dtrain's. Dagster's settings are written to DAGSTER_HOME; on Azure, outputs of runs go
-    where DTRAIN_AZURE_DAGSTER_STORAGE says.
+    It is DTRAIN_HOME, marked as dtrain's. Dagster's settings are written to DAGSTER_HOME.
 
     \b
     Examples:
@@ -59,28 +56,9 @@ def prepare_dagster_home(settings: Settings) -> Path:
         dagster_home.mkdir(parents=True, exist_ok=True)
         if not target.exists() or DAGSTER_SETTINGS.stat().st_mtime > target.stat().st_mtime:
             shutil.copyfile(DAGSTER_SETTINGS, target)
-        _write_compute_logs(target, settings)
     except OSError as error:
         raise HomeError(unwritable(dagster_home, error).replace("DTRAIN_HOME", "DAGSTER_HOME")) from error
     return dagster_home
-
-
-def _write_compute_logs(target: Path, settings: Settings) -> None:
-    """Have `dagster.yaml` say where outputs of runs go; it is written only where it says otherwise."""
-    folder = None
-    if settings.cluster == "azure_ml":
-        folder = AzureSettings.read().dagster_folder()
-    # Where Dagster keeps them by itself: what ran before stays readable.
-    section = compute_log_section(folder, target.parent / "storage") if folder else ""
-    text = target.read_text() if target.exists() else ""
-    try:
-        wanted = with_compute_logs(text, section)
-    except ValueError as error:
-        raise Refusal(f"{target}: {error}") from None
-    if wanted != text:
-        part = target.with_suffix(".yaml.part")
-        part.write_text(wanted)
-        part.replace(target)
 
 
 @main.command()

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from dtrain_dagster.configuration import ClusterConfiguration, ProjectConfiguration, read_configuration
-from dtrain_dagster.settings.azure import AzureSettings
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import refuse_inline_secret
@@ -17,8 +16,6 @@ from dtrain_dagster.support.secrets import SecretError, refuse_secret
 
 if TYPE_CHECKING:
     from upath import UPath
-
-    from dtrain_dagster.settings.data_lake import DataLakeFolder
 
 
 class ValueFiles(dg.UPathIOManager):
@@ -95,34 +92,12 @@ STORED = "The configuration of this run is stored already: revoke that key or pa
 
 @dg.io_manager(config_schema={}, description="Values of assets in the folder of Dagster's instance")
 def value_files(context: dg.InitResourceContext) -> ValueFiles:
-    """Return the IO manager that keeps values of assets on this machine, without a field, as `build_value_store`."""
+    """Return the IO manager that keeps values of assets on this machine, without a field for a launchpad: they are
+    pickles, so a user who chose the folder would choose what runs here."""
     from upath import UPath
 
     assert context.instance is not None
     return ValueFiles(UPath(context.instance.storage_directory()))
-
-
-def build_value_store(folder: DataLakeFolder) -> dg.IOManagerDefinition:
-    """Return the IO manager that keeps values of assets in a folder of ADLS Gen2, opened by this machine's identity.
-
-    It has no field for a launchpad: values are pickles, so a user who chose the account would choose what runs here.
-    """
-
-    @dg.io_manager(
-        config_schema={},
-        description=f"Values of assets in {folder.file_system}/{folder.prefix} of account {folder.account}",
-    )
-    def azure_values(context: dg.InitResourceContext) -> dg.ConfigurableIOManager:
-        from dagster_azure.adls2 import ADLS2DefaultAzureCredential, ADLS2PickleIOManager, ADLS2Resource
-
-        account = ADLS2Resource(
-            storage_account=folder.account,
-            credential=ADLS2DefaultAzureCredential(kwargs={}),
-            endpoint_suffix=folder.suffix,
-        )
-        return ADLS2PickleIOManager(adls2=account, adls2_file_system=folder.file_system, adls2_prefix=folder.prefix)
-
-    return azure_values
 
 
 def build_resources(settings: Settings, names: GraphNames = STOCK_NAMES) -> dict[str, Any]:
@@ -133,9 +108,8 @@ def build_resources(settings: Settings, names: GraphNames = STOCK_NAMES) -> dict
     is asked.
     """
     cluster, project = read_configuration(settings)
-    folder = AzureSettings.read().dagster_folder() if settings.cluster == "azure_ml" else None
     return {
         names.project: ProjectResource(**project.model_dump()),
         names.cluster: GPUClusterResource(**cluster.model_dump()),
-        names.values: value_files if folder is None else build_value_store(folder),
+        names.values: value_files,
     }

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import requests
 
@@ -36,7 +35,8 @@ MAX_PAGES = 50
 RETRIES = RetryPolicy(first_pause_seconds=1.0, max_attempts=5)
 LONGEST_PAUSE_SECONDS = 60.0
 """Longest pause that is accepted from the service: somebody waits at a terminal."""
-CONNECT_SECONDS, READ_SECONDS = 10, 60
+SECONDS = (10, 60)
+"""Patience with a connection and with an answer."""
 LARGEST_RATIO = 10.0
 """A price that differs by a larger factor from the packaged one is taken for an error."""
 _BEGINNING = datetime.min.replace(tzinfo=UTC)
@@ -51,14 +51,6 @@ class RetailError(PriceError):
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"{problem}. Nothing was changed")
-
-
-class _PassingError(Exception):
-    """The list did not answer, or asked for a pause."""
-
-    def __init__(self, problem: str, asked_seconds: float = 0.0) -> None:
-        super().__init__(problem)
-        self.asked_seconds = asked_seconds
 
 
 class Change(NamedTuple):
@@ -143,25 +135,25 @@ def refresh_price_table(
 def fetch(
     url: str, region: str, skus: Sequence[str], pause: Callable[[float], None] = time.sleep
 ) -> Iterator[dict[str, Any]]:
-    """Yield all items of a query, page after page, never from another host than that of ``url``."""
-    _place(url)
+    """Yield all items of a query, page after page. Links in the answers are not followed."""
     names = " or ".join(f"armSkuName eq '{sku}'" for sku in skus)
-    params: dict[str, str] | None = {
+    query = {
         "api-version": API_VERSION,
         "currencyCode": "'USD'",
         "$filter": f"{_filter(region)} and ({names})",
     }
-    link, seen = url, set[str]()
-    with requests.Session() as session:
-        while link:
-            page = _ask(session, link, params, pause)
-            yield from page["Items"]
-            seen.add(link)
-            link, params = page.get("NextPageLink") or "", None
-            if link and _place(link) != _place(url):
-                raise RetailError(f"{url} continues at another address, {link!r}, which was not queried")
-            if link in seen or len(seen) >= MAX_PAGES:
-                raise RetailError(f"{url} does not end: {len(seen)} pages for one query")
+    seen = 0
+    for _ in range(MAX_PAGES):
+        page = _ask(url, {**query, "$skip": str(seen)} if seen else query, pause)
+        try:
+            items, goes_on = list(page["Items"]), bool(page.get("NextPageLink"))
+        except (TypeError, KeyError, AttributeError) as error:
+            raise RetailError(f"{url} does not answer with a price list ({error!r})") from None
+        yield from items
+        seen += len(items)
+        if not (goes_on and items):
+            return
+    raise RetailError(f"{url} does not end: {MAX_PAGES} pages for one query")
 
 
 def choose_meter(meters: Sequence[Meter]) -> tuple[float | None, str]:
@@ -267,61 +259,31 @@ def _filter(region: str) -> str:
     return f"serviceName eq 'Virtual Machines' and priceType eq 'Consumption' and armRegionName eq '{region}'"
 
 
-def _place(url: str) -> tuple[str, str, int]:
-    try:
-        parts = urlsplit(url)
-        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
-    except (ValueError, KeyError):
-        raise RetailError(f"{url!r} is not the address of a price list, such as {RETAIL_URL}") from None
-    return parts.scheme, (parts.hostname or "").casefold(), port
+def _ask(url: str, query: Mapping[str, str], pause: Callable[[float], None]) -> Any:
+    """Return the JSON of one page. What passes (no connection, throttled, 5xx) is asked again, when the service says
+    so."""
 
+    def ask() -> Any:
+        answer = requests.get(url, params=query, timeout=SECONDS, allow_redirects=False)
+        answer.raise_for_status()
+        return answer.json()
 
-def _ask(
-    session: requests.Session, url: str, params: Mapping[str, str] | None, pause: Callable[[float], None]
-) -> dict[str, Any]:
-    """Return one page. What passes (no connection, throttled, 5xx) is asked again, when the service says so."""
+    def asked_pause(error: BaseException) -> float:
+        return retry_after_seconds(getattr(getattr(error, "response", None), "headers", None))
 
-    def ask() -> dict[str, Any]:
-        try:
-            answer = session.get(url, params=params, timeout=(CONNECT_SECONDS, READ_SECONDS), allow_redirects=False)
-        except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
-            raise _PassingError(f"cannot be reached ({type(error).__name__}: {error})") from None
-        except requests.RequestException as error:
-            raise RetailError(f"{url} cannot be queried: {error}") from None
-        if answer.status_code == 200:
-            return _page(url, answer)
-        problem = f"answers {answer.status_code}: {answer.text[:200]!r}"
-        if answer.status_code not in PASSING_STATUSES:
-            raise RetailError(f"{url} {problem}")
-        raise _PassingError(problem, retry_after_seconds(answer.headers))
+    def passes(error: Exception) -> bool:
+        if isinstance(error, requests.HTTPError):
+            return error.response.status_code in PASSING_STATUSES and asked_pause(error) <= LONGEST_PAUSE_SECONDS
+        return isinstance(error, (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError))
 
     try:
-        return RETRIES.call(
-            url,
-            ask,
-            lambda error: isinstance(error, _PassingError) and error.asked_seconds <= LONGEST_PAUSE_SECONDS,
-            asked_seconds=lambda error: getattr(error, "asked_seconds", 0.0),
-            pause=pause,
-        )
-    except _PassingError as error:
-        if (wait := error.asked_seconds) > LONGEST_PAUSE_SECONDS:
-            why = f". It asks to be queried again in {wait:.0f} s"
-        else:
-            why = f", {RETRIES.max_attempts} times in a row; try again later"
-        raise RetailError(f"{url} {error}{why}") from None
-
-
-def _page(url: str, answer: requests.Response) -> dict[str, Any]:
-    try:
-        page = answer.json()
-        if not isinstance(page["Items"], list) or not all(isinstance(item, dict) for item in page["Items"]):
-            raise ValueError("its Items are not a list of objects")
-        if not isinstance(page.get("NextPageLink") or "", str):
-            raise ValueError("its NextPageLink is not text")
-    except (ValueError, TypeError, KeyError) as error:
-        said = f"{type(error).__name__}: {error}"
-        raise RetailError(f"{url} does not answer with a price list ({said})") from None
-    return page
+        return RETRIES.call(url, ask, passes, asked_seconds=asked_pause, pause=pause)
+    except requests.JSONDecodeError as error:
+        raise RetailError(f"{url} does not answer with a price list ({error})") from None
+    except requests.RequestException as error:
+        wait = asked_pause(error)
+        when = f"in {wait:.0f} s, as it says" if wait else "later"
+        raise RetailError(f"{url} cannot be queried: {error}; try again {when}") from None
 
 
 def _refuse_what_cannot_be(found: Prices, packaged: Prices, url: str) -> None:

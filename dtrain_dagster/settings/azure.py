@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from dtrain_dagster.settings.data_lake import DataLakeFolder, refuse_folder_of_nodes
 from dtrain_dagster.settings.environment import (
     BUYABLE_GPU_TYPE,
     EnvironmentSettings,
     Settings,
     SettingsError,
-    setting,
     split_words,
 )
 
@@ -59,12 +56,6 @@ class AzureSettings(EnvironmentSettings):
         default=3600, gt=0, description="A job that Azure keeps queued for longer is cancelled and tried elsewhere"
     )
     poll_seconds: float = Field(default=5, gt=0, description="Seconds between two looks at a job that is followed")
-    dagster_storage: str | None = Field(
-        default=None,
-        exclude=True,
-        description="Folder for outputs of runs and values of assets of Dagster: abfss://filesystem@account.dfs.core."
-        "windows.net/path; unset: in DAGSTER_HOME",
-    )
 
     @field_validator("chain")
     @classmethod
@@ -73,26 +64,6 @@ class AzureSettings(EnvironmentSettings):
             if not re.fullmatch(r"Standard_\w+", entry):
                 raise ValueError(f"{entry} is no size such as {BUYABLE_GPU_TYPE}")
         return chain
-
-    @model_validator(mode="after")
-    def _values_lie_where_no_node_writes(self) -> AzureSettings:
-        if (folder := self.dagster_folder()) is not None:
-            try:
-                refuse_folder_of_nodes(folder, setting("storage"), os.environ.get("AZURE_STORAGE_ACCOUNT_URL", ""))
-            except ValueError as error:
-                raise ValueError(f"{PREFIX}DAGSTER_STORAGE={self.dagster_storage!r}: {error}") from None
-        return self
-
-    @field_validator("dagster_storage")
-    @classmethod
-    def _address(cls, address: str | None) -> str | None:
-        if address:
-            DataLakeFolder.parse(address)
-        return address
-
-    def dagster_folder(self) -> DataLakeFolder | None:
-        """Return the folder in which Dagster keeps outputs and values; None: on this machine."""
-        return DataLakeFolder.parse(self.dagster_storage) if self.dagster_storage else None
 
 
 def refuse_unusable(cluster_name: str, idle_seconds: float) -> None:

@@ -1,2 +1,2 @@
-"""Azure on this machine: an Azure ML workspace (`emulator`), storage (`azurite`, `data_lake`), and a bad network before
-it (`blob_proxy`). `resolver` makes hosts below ``localhost`` this machine."""
+"""Azure on this machine: an Azure ML workspace (`emulator`), storage (`azurite`), and a bad network before it
+(`blob_proxy`). `resolver` makes hosts below ``localhost`` this machine."""

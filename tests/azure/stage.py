@@ -47,6 +47,8 @@ class Stage:
 
     def __init__(self, emulator: Emulator, folder: Path, name: str) -> None:
         self.emulator, self.folder, self.name = emulator, folder, name
+        self.storage = str(folder / "storage")
+        """Where run directories are: a folder of this machine, for speed, unless a test says otherwise."""
         self._is_played = True
 
     def manager(self, run: str | None = "run-1", tends: bool = True, **fields: Any) -> AzureMLClusterManager:
@@ -55,6 +57,7 @@ class Stage:
             "cluster_name": self.name,
             "chain": (V100, A100, H100),
             "start_seconds": 1.0,
+            "storage_uri": self.storage,
             **fields,
         }
         return AzureMLClusterManager(options(self.emulator, **chosen), self.folder, dagster_run_id=run, tends=tends)

@@ -18,6 +18,7 @@ from racing_savers import race
 
 from harness.azure.azurite import Azurite
 from harness.azure.blob_proxy import BlobProxy, Fault
+from harness.waiting import until
 from trainer.checkpoint import async_writer
 from trainer.checkpoint.manager import BEST, LATEST, CheckpointError, CheckpointManager
 from trainer.rundir import RunDir
@@ -120,8 +121,7 @@ def test_while_storage_is_away_training_goes_on_and_the_save_counts_afterwards(
     watched.save(1)
     proxy.faults = [Fault("drop", times=1_000_000)]
     assert watched.manager.save({"model": {"weight": torch.full((30_000,), 2.0)}}, 2, 1), "taken, and written later"
-    while not any(item["kind"] == "checkpoint_failed" for item in watched.reports):
-        pass
+    until(lambda: any(item["kind"] == "checkpoint_failed" for item in watched.reports), "the failed save", pause=0.05)
     proxy.faults.clear()
     assert watched.manager.wait(60)
     assert watched.loaded() == ("checkpoints/g0001-s000000002", 2.0)

@@ -109,32 +109,3 @@ def test_a_program_goes_along_with_what_it_imports_and_is_paid_for(shell: Shell)
     assert failed.returncode != 0, out + err
     assert "job bad: failed" in shell("status", "bad")
     assert [node.exit_codes for node in RunDir(f"{JOBS}/bad").nodes()] == [(7,)]
-
-
-FITS = """
-import sys
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-from helper import WORDS
-from trainer import DistributedConfig, Trainer
-
-print(WORDS, flush=True)
-inputs = torch.randn(60, 2, generator=torch.Generator().manual_seed(0))
-points = TensorDataset(inputs, (inputs[:, 0] > 0).long())
-torch.manual_seed(0)
-Trainer(nn.Linear(2, 2), DistributedConfig(epochs=int(sys.argv[1]), batch_size_per_gpu=10)).fit(points, points)
-"""
-
-
-def test_a_script_that_calls_fit_goes_along_and_trains_on_both_nodes(shell: Shell) -> None:
-    (shell.folder / "below").mkdir()
-    (shell.folder / "below" / "fits.py").write_text(FITS)
-    (shell.folder / "below" / "helper.py").write_text("WORDS = 'a script of my own'\n")
-    done = shell.start("train", "--script", "below/fits.py", "--nodes", "2", "--name", "fits", "--", "2")
-    out, err = done.communicate(timeout=200)
-    assert done.returncode == 0, out + err
-    assert shell("logs", "fits").count("a script of my own") == 2
-    result = RunDir(f"{JOBS}/fits").read_result()
-    assert result is not None
-    assert (result["world_size"], result["weights_equal_on_ranks"]) == (2, True)

@@ -34,10 +34,11 @@ def daemon(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         "DTRAIN_HOME": str(tmp_path / "home"),
         "DTRAIN_CLUSTER": "azure_ml",
         "DTRAIN_CLUSTER_NAME": stage.name,
-        "DTRAIN_STORAGE": stage.emulator.environment["DTRAIN_STORAGE"],
+        "DTRAIN_STORAGE": (storage := stage.emulator.environment["DTRAIN_STORAGE"]),
         "DTRAIN_AZURE_IMAGE": "registry.example/dtrain:1",
     }.items():
         monkeypatch.setenv(name, value)
+    stage.storage = storage
     with dg.DagsterInstance.ephemeral() as instance:
         yield Daemon(load_settings(), instance, monkeypatch)
 

@@ -55,6 +55,7 @@ while not (found := rundir.read_json("go.json")):
     time.sleep(0.1)
 succeed()
 """
+    stage.storage = stage.emulator.environment["DTRAIN_STORAGE"]
     manager, spec = stage.run(telling)
     rundir = RunDir(spec.run_dir)
     until(lambda: "a secret of 32 bytes" in manager.job_logs(spec.job_id), "what the nodes say")
@@ -370,7 +371,6 @@ def test_paid_time_is_what_nodes_wrote_and_ends_when_they_were_last_heard_of(sta
     assert now <= ends[0] <= time.time()
 
 
-@pytest.mark.long
 def test_orphans_are_found_and_ended(stage: Stage) -> None:
     manager, spec = stage.run(FOREVER)
     until(lambda: stage.jobs()[f"{spec.job_id}-l1"]["status"] == "Running", "the job to run")

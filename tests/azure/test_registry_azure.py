@@ -128,24 +128,8 @@ def model(workspace: Workspace, run_dir: str) -> RegisteredModel:
     return workspace.register(run_dir, "forecaster", "# card\n" + "x" * 6000)
 
 
-@pytest.mark.long
-@pytest.mark.slow
-def test_metrics_of_a_training_are_in_the_workspaces_experiment(workspace: Workspace, run_dir: str) -> None:
-    address = azure_token.tracking_address(workspace.registry.tracking_uri)
-    client = open_client(address)
-    run = client.get_run(RunDir(run_dir).read_json("tracking.json")["mlflow_run_id"])
-    assert run.info.status == "FINISHED"
-    assert client.get_experiment(run.info.experiment_id).name == "dtrain"
-    assert {"train.loss", "valid.loss", "valid.nll"} <= run.data.metrics.keys()
-    steps = [point.step for point in client.get_metric_history(run.info.run_id, "train.loss")]
-    assert steps == [item["step"] for item in RunDir(run_dir).events("step")]
-    assert "Bearer" not in Path(run_dir, "job.json").read_text()
-    assert "MLFLOW_TRACKING_TOKEN" not in os.environ
-
-
 @pytest.mark.slow
 def test_a_request_without_a_token_is_turned_away_and_other_hosts_get_none(workspace: Workspace) -> None:
-    """Or the test above would show nothing."""
     import requests
 
     address = azure_token.tracking_address(workspace.registry.tracking_uri)
@@ -249,15 +233,6 @@ def test_what_passes_is_borne_and_what_does_not_is_explained(workspace: Workspac
     workspace.emulator.control("fault", fault="error", operation="model*", status=403, code="AuthorizationFailed")
     with pytest.raises(registry.RegistryError, match=r"looking for versions of .*403.*deploy/azure/README"):
         workspace.register(run_dir, "forbidden")
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_what_the_workspace_gives_back_serves_the_models_numbers(
-    workspace: Workspace, run_dir: str, model: RegisteredModel
-) -> None:
-    check = workspace.registry.check_serving(registry.Candidate(run_dir), model)
-    assert check.passed, check.message
 
 
 @pytest.mark.long

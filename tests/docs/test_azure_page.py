@@ -21,7 +21,6 @@ DOCTOR = """misses() {  # what the doctor says, which has to miss something
 }"""
 MISSING = {"\ndtrain doctor": "\nmisses"}
 """The emulated workspace has no registry and no subnet, which the doctor misses, with exit code 1."""
-HAS_LOGS = "grep -c '^compute_logs' .dtrain/dagster/dagster.yaml"
 
 PAGES = [
     Page("docs/azure.md", f"{DOCTOR}\nexport DTRAIN_NODES=2 DTRAIN_THREADS_PER_RANK=1", MISSING, slice(1, 2), after=(
@@ -31,9 +30,7 @@ PAGES = [
     Page("docs/azure.md", f"cat > my_models.py <<'EOF'{MODEL}EOF\nexport DTRAIN_FACTORY_MODULES=my_models", {
         "--nodes 3 --model my_models:make_model": "--nodes 2 --model my_models:make_model --epochs 1 --name mine",
         "JOB": "mine"}, slice(3, 4)),
-    Page("docs/azure.md", "", {"<account>": "account"}, slice(4, 5), after=(
-        f"{HAS_LOGS}; unset DTRAIN_AZURE_DAGSTER_STORAGE; python -m dtrain_dagster setup; test 0 = $({HAS_LOGS})")),
-    Page("docs/azure.md", "", {}, slice(5, 6)),
+    Page("docs/azure.md", "", {}, slice(4, 5)),
 ]  # fmt: skip
 """In the order in which they are run, in one shell: the first one's exports lead the others to the emulator."""
 

@@ -80,8 +80,6 @@ class PriceList:
         self.busy_every = 0
         self.items: list[dict[str, Any]] = []
         self.first: list[tuple[int, dict[str, str], bytes]] = []
-        self.next_link: str | None = None
-        """Instead of the right one."""
         self.asked: list[dict[str, str]] = []
         self.url = ""
 
@@ -102,7 +100,7 @@ class PriceList:
             "CustomerEntityId": "Default",
             "CustomerEntityType": "Retail",
             "Items": listed[start : start + PAGE],
-            "NextPageLink": self.next_link or follows,
+            "NextPageLink": follows,
             "Count": len(listed[start : start + PAGE]),
         }
         return 200, {}, json.dumps(page).encode()

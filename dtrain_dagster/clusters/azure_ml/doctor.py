@@ -49,7 +49,7 @@ NEEDED_OPERATIONS = tuple(
         *("environments/build/action", "environments/readSecrets/action", "datastores/listsecrets/action"),
         *("experiments/read", "experiments/runs/read", "experiments/runs/write", "experiments/runs/submit/action"),
         *("metadata/artifacts/read", "metadata/artifacts/write", "models/read", "models/versions/read"),
-        *("models/write", "models/versions/write", "onlineEndpoints/read"),
+        *("models/write", "models/versions/write"),
     )
 )
 """Operations on the workspace that a training and its registered model need."""

@@ -26,8 +26,6 @@ TYPES = {
     "environments.put": "workspaces_environments_versions",
     "models.put": "workspaces_models_versions",
     "job.put": "workspaces_jobs",
-    "endpoint.put": "workspaces_onlineEndpoints",
-    "deployment.put": "workspaces_onlineEndpoints_deployments",
 }
 """The schema's name of what each operation of the emulator takes."""
 

@@ -13,7 +13,7 @@
 ``quota``      ``family`` (or ``low_priority``, ``dedicated``: see `state.Cloud.quota`) and ``cores``: change a quota
 ``bought``     what was bought: node-minutes by compute and by job, and each node's stay
 ``requests``   what was asked of the ARM surface, ``operation`` (a pattern) narrows it
-``state``      computes with their nodes, jobs and endpoints as they are now
+``state``      computes with their nodes, and jobs, as they are now
 =============  =====================================================================================================
 """
 
@@ -125,13 +125,6 @@ def _state(cloud: Cloud) -> dict[str, Any]:
                 "nodes": [dataclasses.asdict(node) for node in compute.nodes],
             }
             for compute in cloud.computes.values()
-        },
-        "endpoints": {
-            endpoint.name: {
-                "state": endpoint.state,
-                "deployments": {one.name: one.state for one in endpoint.deployments.values()},
-            }
-            for endpoint in cloud.endpoints.values()
         },
         "jobs": {job.name: job.summary() for job in cloud.jobs.values()},
     }

@@ -40,8 +40,7 @@ class Played:
         _, run_dir, steps = shlex.split(command)
         self.codes: dict[int, int] = {}
         self.pid = 0
-        self._blobs = blobs
-        self._container, _, self._folder = run_dir.removeprefix("az://").partition("/")
+        self._blobs, self._run_dir = blobs, run_dir
         self._left = {
             index: self._play(json.loads(steps), environment, output)
             for index, (environment, output) in enumerate(zip(environments, outputs, strict=True))
@@ -61,6 +60,22 @@ class Played:
     def close(self) -> None:
         self.end(0)
 
+    def _place(self, name: str) -> tuple[str, str] | None:
+        """Container and path of a file, None where the run directory is a folder of this machine."""
+        container, _, folder = self._run_dir.removeprefix("az://").partition("/")
+        return (container, f"{folder}/{name}") if self._run_dir.startswith("az://") else None
+
+    def _write(self, name: str, data: bytes) -> None:
+        if place := self._place(name):
+            return self._blobs.upload(*place, data)
+        part = Path(self._run_dir, f"{name}.tmp")
+        part.write_bytes(data)
+        part.rename(Path(self._run_dir, name))
+
+    def _exists(self, name: str) -> bool:
+        place = self._place(name)
+        return self._blobs.exists(*place) if place else Path(self._run_dir, name).exists()
+
     def _end(self, index: int, code: int) -> None:
         self.codes[index] = code
         del self._left[index]
@@ -75,9 +90,9 @@ class Played:
             elif "write" in step:
                 if environment["RANK"] == "0":
                     text = json.dumps(step["content"]).replace('"{DTRAIN_LAUNCH}"', environment["DTRAIN_LAUNCH"])
-                    self._blobs.upload(self._container, f"{self._folder}/{step['write']}", text.encode())
+                    self._write(step["write"], text.encode())
             elif "await" in step:
-                while not self._blobs.exists(self._container, f"{self._folder}/{step['await']}"):
+                while not self._exists(step["await"]):
                     looked = time.monotonic()
                     while time.monotonic() - looked < LOOK_SECONDS:
                         yield None

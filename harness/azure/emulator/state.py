@@ -1,4 +1,4 @@
-"""What there is in the emulated cloud: plain data. What happens to it is in `scaling`, `jobs` and `endpoints`."""
+"""What there is in the emulated cloud: plain data. What happens to it is in `scaling` and `jobs`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from harness.azure.emulator.clock import Clock, duration_seconds
 
 if TYPE_CHECKING:
-    from harness.azure.emulator.endpoints import Endpoint
     from harness.azure.emulator.faults import Faults
     from harness.azure.emulator.jobs import Job
 
@@ -84,7 +83,6 @@ class Timing:
     """A job in Preparing, on top of the time in which its code is really downloaded."""
     grace_seconds: float = 10.0
     """From SIGTERM to SIGKILL; of the real clock, since processes live in it."""
-    deploy_seconds: float = 0.3
 
 
 @dataclass(slots=True, kw_only=True)
@@ -252,7 +250,6 @@ class Cloud:
     operations: dict[str, Operation] = field(default_factory=dict)
     computes: dict[str, Compute] = field(default_factory=dict)
     jobs: dict[str, Job] = field(default_factory=dict)
-    endpoints: dict[str, Endpoint] = field(default_factory=dict)
     assets: dict[tuple[str, str, str], Asset] = field(default_factory=dict)
     """By kind, name and version."""
     stays: list[Stay] = field(default_factory=list)

@@ -69,12 +69,15 @@ class Tracking:
         port = free_port()
         log = self.cloud.folder / "mlflow.log"
         root = f"azureml://{LOCATION}.api.azureml.ms/mlflow/v2.0{WORKSPACE_ID}/artifacts"
-        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{self._database}"]
-        command += ["--default-artifact-root", root, "--no-serve-artifacts"]
+        # What `mlflow server` starts, without the process that waits for it and loads MLflow for that.
+        command = [sys.executable, "-m", "uvicorn", "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--log-level", "warning", "mlflow.server.fastapi_app:app"]
+        own = {"_MLFLOW_SERVER_FILE_STORE": f"sqlite:///{self._database}", "_MLFLOW_SERVER_ARTIFACT_ROOT": root}
         if not self._database.exists():
             copy_tables(self._database, root)
-        self._server = started = run_python(command, str(self.cloud.folder), str(log))
+        self._server = started = run_python(
+            command, str(self.cloud.folder), str(log), {**own, "_MLFLOW_SGI_NAME": "uvicorn"}
+        )
         url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
         while True:
             with contextlib.suppress(requests.ConnectionError):
@@ -139,10 +142,10 @@ def mlflow_routes(tracking: Tracking) -> APIRouter:
     return router
 
 
-def run_python(command: list[str], folder: str, log: str) -> Guarded:
+def run_python(command: list[str], folder: str, log: str, own: dict[str, str]) -> Guarded:
     """A Python process of the emulator's own, under a guard; nothing but its paths comes from the environment."""
     environment = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
-    environment |= {"OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    environment |= {**own, "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1", "MLFLOW_DISABLE_TELEMETRY": "true"}
     environment["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # seconds, and processes, for nothing
     return Guarded([{"command": command, "environment": environment, "folder": folder, "output": log}])
 

@@ -12,7 +12,6 @@ from harness.azure.emulator.around import Around, around_control, around_routes
 from harness.azure.emulator.assets import asset_routes
 from harness.azure.emulator.computes import compute_routes
 from harness.azure.emulator.control import control_routes
-from harness.azure.emulator.endpoints import Serving, endpoint_routes
 from harness.azure.emulator.faults import Faults
 from harness.azure.emulator.history import history_routes
 from harness.azure.emulator.identity import Identity, identity_routes
@@ -38,7 +37,7 @@ class Workspace:
     def renew(self) -> None:
         """Everything that was bought, run, stored or planted is gone. Addresses and identities stay."""
         self.close()
-        for name in ("nodes", "code", "endpoints"):
+        for name in ("nodes", "code"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         (self.folder / "mlflow.db").unlink(missing_ok=True)
         self._begin(Faults())
@@ -46,12 +45,11 @@ class Workspace:
     def tick(self) -> None:
         self.cloud.end_operations()
         self._runner.tick()
-        self._serving.tick()
         tick_computes(self.cloud, self._runner.waiting())
 
     def close(self) -> None:
         """End all that runs."""
-        for part in (self._runner, self._serving, self._tracking):
+        for part in (self._runner, self._tracking):
             part.close()
 
     async def surface(self, scope: Any, receive: Any, send: Any) -> None:
@@ -65,7 +63,7 @@ class Workspace:
             self.blobs.empty(container)
         self.cloud = cloud = Cloud(folder=self.folder, faults=faults, addresses=self.addresses)
         self._runner = Runner(cloud=cloud, blobs=self.blobs, identity=self.identity, ca=self.ca, resolver=RESOLVER)
-        self._serving, self._tracking = Serving(cloud, self.blobs, self.identity), Tracking(cloud)
+        self._tracking = Tracking(cloud)
         surface, around, resources = new_app(), Around(), arm_routes(cloud)
         for routes in (
             around_routes(cloud, around, self.identity, resources),
@@ -74,7 +72,6 @@ class Workspace:
             asset_routes(cloud, self.blobs),
             job_routes(cloud),
             history_routes(cloud, self.blobs),
-            endpoint_routes(cloud, self._serving),
             mlflow_routes(self._tracking),
         ):
             surface.include_router(routes)

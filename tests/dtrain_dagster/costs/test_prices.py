@@ -232,11 +232,11 @@ def test_of_two_figures_the_newer_counts(home):
     ("broken", "said"),
     [
         ({"first": [(200, {}, b"<html>maintenance</html>")]}, "a price list"),
-        ({"first": [(200, {}, b'{"Items": "none"}')]}, "not a list"),
-        ({"first": [(200, {}, b'{"Items": [], "NextPageLink": 7}')]}, "NextPageLink"),
-        ({"first": [(404, {}, b"no such thing")]}, "answers 404"),
-        ({"first": [(302, {"Location": "http://127.0.0.1:9/"}, b"")]}, "answers 302"),
-        ({"first": [(500, {}, b"oh")] * 5}, "answers 500.*5 times"),
+        ({"first": [(200, {}, b'{"Items": "none"}')]}, "cannot be read"),
+        ({"first": [(200, {}, b"[]")]}, "a price list"),
+        ({"first": [(404, {}, b"no such thing")]}, "404"),
+        ({"first": [(302, {"Location": "http://127.0.0.1:9/"}, b"")]}, "a price list"),
+        ({"first": [(500, {}, b"oh")] * 5}, "500.*try again later"),
         ({"first": [(429, {"Retry-After": "3600"}, b"")]}, "3600 s"),
         ({"items": [meter(usd=0.0)]}, r"lists no price of Standard_NC4as_T4_v3"),
         ({"items": [meter(usd=-1.0)]}, r"dedicated: -1.0"),
@@ -247,9 +247,6 @@ def test_of_two_figures_the_newer_counts(home):
         ({"items": [meter(retailPrice="cheap")]}, "cannot be read"),
         ({"items": [meter(effectiveStartDate="soon")]}, "cannot be read"),
         ({"items": []}, "'eastus': is the name right"),
-        ({"items": WANTED, "next_link": "http://127.0.0.1:9/api/retail/prices?$skip=100"}, "another address"),
-        ({"items": WANTED, "next_link": "http://[bad/"}, "not the address of"),
-        ({"items": WANTED, "next_link": "SELF"}, "does not end"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -258,7 +255,7 @@ def test_what_cannot_be_believed_leaves_the_last_good_table(home, listed, broken
     ask(listed, home)
     good = refreshed_path().read_bytes()
     for name, value in broken.items():
-        setattr(listed, name, f"{listed.url}?$filter=armSkuName" if value == "SELF" else value)
+        setattr(listed, name, value)
     with pytest.raises(retail.RetailError, match=said):
         ask(listed, home)
     assert refreshed_path().read_bytes() == good
@@ -273,14 +270,6 @@ def test_the_folder_is_made_and_one_that_cannot_be_written_is_named(home, listed
     (home / "file").touch()
     with pytest.raises(retail.RetailError, match=r"prices.json cannot be.*DTRAIN_HOME"):
         ask(listed, home / "file")
-
-
-def test_the_same_place_may_be_written_with_its_port():
-    assert retail._place("https://Prices.Azure.com:443/api?$skip=1") == retail._place(retail.RETAIL_URL)
-    for elsewhere in (
-        "http://prices.azure.com/api", "https://prices.azure.com:8443/api", "https://prices.azure.com@evil.example/api",
-    ):  # fmt: skip
-        assert retail._place(elsewhere) != retail._place(retail.RETAIL_URL)
 
 
 @pytest.mark.parametrize(
