@@ -272,7 +272,7 @@ def _ask(url: str, query: Mapping[str, str], pause: Callable[[float], None]) -> 
         return retry_after_seconds(getattr(getattr(error, "response", None), "headers", None))
 
     def passes(error: Exception) -> bool:
-        if isinstance(error, requests.HTTPError):
+        if isinstance(error, requests.HTTPError) and error.response is not None:
             return error.response.status_code in PASSING_STATUSES and asked_pause(error) <= LONGEST_PAUSE_SECONDS
         return isinstance(error, (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError))
 
