@@ -32,7 +32,7 @@ PORT ?= 3000
 # Dagster's console without its debug events.
 QUIET := {"loggers": {"console": {"config": {"log_level": "INFO"}}}}
 
-.PHONY: help setup browser run ui test test-all test-fast kube slurm ray test-engines test-streams test-torch bench lint format train dashboard tensorboard mlflow docs clean lock sbom audit release
+.PHONY: help setup browser run ui test test-all test-fast kube slurm ray test-engines test-streams test-torch bench lint format train dashboard mlflow docs clean lock sbom audit release
 
 help:  ## list what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -178,9 +178,6 @@ dashboard: setup  ## the live dashboard of all jobs on http://127.0.0.1:8060
 
 mlflow: setup  ## the MLflow UI on http://127.0.0.1:5000
 	@dtrain ui mlflow
-
-tensorboard: setup  ## TensorBoard of all jobs on http://127.0.0.1:6006
-	@dtrain ui tensorboard
 
 clean:  ## remove everything that was made here: runs, datasets, models (keeps the packages)
 	@test -x $(BIN)/dtrain || { echo "nothing is set up here yet: \`make setup\` first" >&2; exit 2; }

@@ -33,7 +33,7 @@ settings.load_profile("quick")
 BROWSER = (
     "tests/e2e/test_whole_graph.py",
     "tests/e2e/test_dagster.py",
-    "tests/e2e/test_dashboard_page.py",
+    "tests/e2e/test_pages.py",
 )
 """They start Chromium, or share the `dtrain ui` of one that does. One worker takes them all: two that render at once
 would wait for each other's cores."""

@@ -1,4 +1,4 @@
-"""`dtrain ui`: Dagster's pages, the dashboard of jobs, MLflow's and TensorBoard's, each behind the guard."""
+"""`dtrain ui`: Dagster's pages, the dashboard of jobs and MLflow's, each behind the guard."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ from dtrain_dagster.web.third_party_uis import (
     run_ui,
     running,
     runs_page,
-    tensorboard_app,
 )
 from trainer.rundir import LOGS
 
 HOST = "127.0.0.1"
-PORTS = {"dagster": 3000, "jobs": 8060, "mlflow": 5000, "tensorboard": 6006}
+PORTS = {"dagster": 3000, "jobs": 8060, "mlflow": 5000}
 """The pages, and their usual ports."""
 ADDRESSES = {"jobs": "DTRAIN_DASHBOARD_URL", "mlflow": "DTRAIN_MLFLOW_URL"}
 """The pages that --all serves as well, and the variables that tell their addresses."""
@@ -43,7 +42,6 @@ OWN = {
     "dagster": {"users", "workspace", "serves_all"},
     "jobs": {"host", "token", "read_only"},
     "mlflow": {"users"},
-    "tensorboard": {"users"},
 }
 """The options of each page besides those of all."""
 
@@ -54,7 +52,7 @@ OWN = {
     "--port",
     type=click.IntRange(0, 65535),
     metavar="PORT",
-    help="Port to listen on; 0 takes a free one.  [default: 3000, of jobs 8060, of mlflow 5000, of tensorboard 6006]",
+    help="Port to listen on; 0 takes a free one.  [default: 3000, of jobs 8060, of mlflow 5000]",
 )
 @click.option(
     "--allow-host", "names", multiple=True, metavar="NAME", help="A further host name that browsers may use for it."
@@ -94,7 +92,7 @@ def ui(page: str, port: int | None, names: tuple[str, ...], **options: Any) -> N
     are under /metrics. The page of a job cancels and resumes it: for you on this machine, or for whoever has
     the --token.
 
-    mlflow: MLflow's pages over the project's models and runs. tensorboard: curves of all jobs on this machine.
+    mlflow: MLflow's pages over the project's models and runs.
 
     All listen on 127.0.0.1 only: anyone who reaches them runs commands as you. From elsewhere: ssh -L
     3000:127.0.0.1:3000, or a proxy that asks for a password, whose name goes to --allow-host, and its user to
@@ -106,7 +104,6 @@ def ui(page: str, port: int | None, names: tuple[str, ...], **options: Any) -> N
       dtrain ui --port 3001
       dtrain ui jobs
       dtrain ui mlflow
-      dtrain ui tensorboard
     """
     given = {name: value for name, value in options.items() if value}
     context = click.get_current_context()
@@ -116,7 +113,6 @@ def ui(page: str, port: int | None, names: tuple[str, ...], **options: Any) -> N
         "dagster": _serve_dagster,
         "jobs": _serve_jobs,
         "mlflow": _serve_mlflow,
-        "tensorboard": _serve_tensorboard,
     }
     serve[page](read_settings(), PORTS[page] if port is None else port, names, **given)
 
@@ -244,18 +240,6 @@ def _serve_mlflow(settings: Settings, port: int, names: tuple[str, ...], users: 
     with listening(HOST, port) as bound:
         app = mlflow_app(tracking_uri, settings.home / "mlartifacts", names)
         page = runs_page(tracking_uri, settings.experiment)
-        _serve("MLflow", app, rules_for(HOST, names, most_body_bytes=None), allowed, bound, page)
-
-
-def _serve_tensorboard(settings: Settings, port: int, names: tuple[str, ...], users: tuple[str, ...] = ()) -> None:
-    if settings.storage:
-        raise Refusal("the jobs are in DTRAIN_STORAGE, which TensorBoard is not given here: use `dtrain ui jobs`")
-    allowed = user_ids(users)
-    with listening(HOST, port) as bound:
-        app = tensorboard_app(Path(settings.jobs_uri))
-        _serve("TensorBoard", app, rules_for(HOST, names), allowed, bound)
-
-
-def _serve(name: str, app: Any, rules: Any, users: frozenset[int] | None, bound: socket, page: str = "") -> None:
-    click.echo(f"{name}: {address(bound)}{page}")
-    server(Guard(app, rules), users=users).run(sockets=[bound])
+        click.echo(f"MLflow: {address(bound)}{page}")
+        rules = rules_for(HOST, names, most_body_bytes=None)  # artifacts are long
+        server(Guard(app, rules), users=allowed).run(sockets=[bound])

@@ -107,7 +107,7 @@ PAGES = [
         "cancel train-20261126-1425": "status long | grep cancelled"}),
     section("dtrain ui", filled={
         "dtrain ui --all\ndtrain ui --port 3001": "dtrain ui --port 0\ndtrain ui --port 0",
-        **{f"dtrain ui {page}": f"dtrain ui {page} --port 0" for page in ("jobs", "mlflow", "tensorboard")}},
+        **{f"dtrain ui {page}": f"dtrain ui {page} --port 0" for page in ("jobs", "mlflow")}},
         served=True),
     section("dtrain launch", left_out={
         f"dtrain launch --engine {name}": FRAMEWORKS for name in ("horovod", "deepspeed", "ray")},
