@@ -116,7 +116,8 @@ def test_a_training_is_seen_while_it_runs_and_a_lost_node_first_of_all(project: 
     shot(page, "dashboard-live")
 
     banner = page.locator("#loss")
-    rundir.append_events(2, 0, 1, [membership(2, START + 41, nodes=[0, 1], lost=[2], joined=[])])
+    goes_on = [{**one, "generation": 2} for one in told(5, first=41)]
+    rundir.append_events(2, 0, 1, [membership(2, START + 41, nodes=[0, 1], lost=[2], joined=[]), *goes_on])
     banner.get_by_text("Node 2 was lost").wait_for()
     assert banner.get_attribute("data-open") == "true"
     assert is_above(page, "#loss", "#headline")
