@@ -68,7 +68,7 @@ def page(browser: Browser) -> Iterator[Page]:
     page.on("dialog", lambda dialog: complaints.append(f"a script of an event ran: {dialog.message}"))
     yield page
     page.close()
-    gone = ("401", "404")  # a wrong token, and a job that was removed
+    gone = ("401", "404", "no job of that name")  # a wrong token, and a job that was removed
     assert [text for text in complaints if not any(code in text for code in gone)] == []
     assert [each for each in asked if not each.startswith(("http://127.0.0.1:", "data:", "file:", "about:"))] == []
 
