@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,138 +44,91 @@ OBEYED = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u
 """Characters that a terminal would obey, without the carriage return, which CSV has."""
 MEANT = (DamagedError, ConfigError, ClusterError, CheckpointError, PriceError, FileNotFoundError)
 """Errors that a reader of a damaged job may raise."""
-NOWHERE = Places()
 
 
 class Readers:
-    """The readers of one home, and the faults that they showed."""
+    """The readers of one home, with a whole job and a damaged one in it."""
 
     def __init__(self, home: Path, whole: str, damaged: str, secret: str) -> None:
         self.home, self.whole, self.damaged, self.secret = home, whole, damaged, secret
         self.settings = Settings(home=home, nodes=2)
         self.manager = LocalClusterManager(home)
-        self.wrong: list[str] = []
 
-    def say(self, words: str) -> None:
-        """Record a fault."""
-        self.wrong.append(words)
-
-    def look(self, what: str, text: str) -> None:
+    def look(self, text: str) -> str:
         """Check a text that a person or a browser gets: it shows no secret, and no character that a terminal obeys."""
-        if self.secret in text:
-            self.say(f"{what} shows a file from outside")
-        if found := OBEYED.search(text):
-            self.say(f"{what} passes on {found[0]!r}")
+        assert self.secret not in text, "a file from outside is shown"
+        assert OBEYED.search(text) is None, text
+        return text
 
-    def of_damaged(self, what: str, read: Callable[[], object]) -> Any:
+    def of_damaged(self, read: Callable[[], Any]) -> Any:
         """Run a reader of the damaged job alone, which may refuse it with an error in `MEANT`."""
         try:
             return read()
         except MEANT as error:
             if not isinstance(error, FileNotFoundError):
-                self.look(what, str(error))
-        except Exception:
-            self.say(f"{what}: {traceback.format_exc(limit=-4)}")
-        return None
-
-    def of_all(self, what: str, read: Callable[[], object]) -> Any:
-        """Run a reader of all jobs, which may not fail."""
-        try:
-            return read()
-        except Exception:
-            self.say(f"{what}: {traceback.format_exc(limit=-4)}")
+                self.look(str(error))
             return None
 
-    def command(self, *words: str, may_refuse: bool = True) -> str:
+    def command(self, words: str, may_refuse: bool = False) -> str:
         """Run a command of `dtrain`, and return its output."""
-        done = CliRunner().invoke(main, words, env={"DTRAIN_HOME": str(self.home)})
+        done = CliRunner().invoke(main, words.split(), env={"DTRAIN_HOME": str(self.home)})
         if done.exception is not None and not isinstance(done.exception, SystemExit):
-            where = "".join(traceback.format_exception(done.exception, limit=-4))
-            self.say(f"dtrain {' '.join(words)}: {where}")
-        elif done.exit_code and not may_refuse:
-            self.say(f"dtrain {' '.join(words)}: exit code {done.exit_code}: {done.output}")
-        self.look(f"dtrain {words[0]}", done.output)
-        return done.output
+            raise done.exception
+        assert may_refuse or done.exit_code == 0, (words, done.output)
+        return self.look(done.output)
 
 
-def read_everything(home: Path, whole: str, damaged: str, secret: str) -> list[str]:
-    """Run all readers, and return the faults that they showed; empty for none."""
+def read_everything(home: Path, whole: str, damaged: str, secret: str) -> None:
+    """Run all readers. Raise where one cannot do without the damaged job, or shows what it must not."""
     readers = Readers(home, whole, damaged, secret)
     _lists(readers)
     _board(readers)
     _commands(readers)
     _one_job(readers)
-    return readers.wrong
 
 
 def _lists(readers: Readers) -> None:
-    manager, whole, damaged = readers.manager, readers.whole, readers.damaged
-    jobs = readers.of_all("list_jobs", manager.list_jobs) or []
-    states = {job.job_id: (job.state.value, job.damage) for job in jobs}
-    if states.get(whole) != ("succeeded", ""):
-        readers.say(f"the whole job is listed as {states.get(whole)}")
-    for job in jobs:
-        readers.look("list_jobs", job.damage)
-    readers.of_all("active_jobs", manager.active_jobs)
-    readers.of_all("pools", manager.pools)
-    readers.of_all("monitor_health", manager.monitor_health)
-    readers.of_all("find_orphans", lambda: manager.find_orphans(set()))
-    readers.of_all("past runs", lambda: _past_runs(readers))
-    known = readers.of_all("known_jobs", lambda: known_jobs(manager, readers.settings.jobs_uri, "0a1b2c3d")) or []
-    choice = readers.of_all("choose_job", lambda: choose_job("0a1b2c3d", "22222222", known))
-    if choice and choice.job_id == damaged and any(job.damage for job in known if job.job_id == damaged):
-        readers.say("a damaged job is chosen")
-
-
-def _past_runs(readers: Readers) -> object:
-    job = RunDir(f"{readers.settings.jobs_uri}/{readers.whole}").read_job()
-    return HomeHistory(readers.home, 1, readers.settings.gpu_type, True).runs_like(job)
+    manager, settings, damaged = readers.manager, readers.settings, readers.damaged
+    jobs = {job.job_id: job for job in manager.list_jobs()}
+    assert (jobs[readers.whole].state.value, jobs[readers.whole].damage) == ("succeeded", "")
+    for job in jobs.values():
+        readers.look(job.damage)
+    manager.active_jobs()
+    manager.pools()
+    manager.monitor_health()
+    manager.find_orphans(set())
+    job = RunDir(f"{settings.jobs_uri}/{readers.whole}").read_job()
+    HomeHistory(readers.home, 1, settings.gpu_type, True).runs_like(job)
+    known = known_jobs(manager, settings.jobs_uri, "0a1b2c3d")
+    choice = choose_job("0a1b2c3d", "22222222", known)
+    assert choice.job_id != damaged or not any(job.damage for job in known if job.job_id == damaged)
 
 
 def _board(readers: Readers) -> None:
     board = JobBoard(readers.settings.jobs_uri, readers.settings.tiers[0])
-    rows = {row.job_id: row for row in readers.of_all("the dashboard's list", board.jobs) or []}
-    row = rows.get(readers.whole)
-    if row is None or (row.state, row.step) != ("succeeded", STEPS):
-        readers.say(f"the whole job's row is {row}")
-    if readers.damaged not in rows:
-        readers.say("the damaged job has no row")
-    readers.look("the dashboard's list", json.dumps([str(row) for row in rows.values()], ensure_ascii=False))
-    metrics = readers.of_all("/metrics", lambda: exposition(board).decode()) or ""
-    if f'dtrain_step{{job="{readers.whole}"}} {STEPS}.0' not in metrics:
-        readers.say("the whole job is not in /metrics")
+    rows = {row.job_id: row for row in board.jobs()}
+    assert (rows[readers.whole].state, rows[readers.whole].step) == ("succeeded", STEPS)
+    assert readers.damaged in rows
+    readers.look(json.dumps([str(row) for row in rows.values()], ensure_ascii=False))
+    assert f'dtrain_step{{job="{readers.whole}"}} {STEPS}.0' in exposition(board).decode()
     for job_id in (readers.whole, readers.damaged):
-        job = readers.of_damaged("the dashboard", lambda job_id=job_id: board.open(job_id, time.time()))
+        job = readers.of_damaged(lambda job_id=job_id: board.open(job_id, time.time()))
         if job is not None:
-            # As the server writes it: without NaN, and valid UTF-8.
-            sent = readers.of_all("a job's figures", lambda job=job: _sent(job.snapshot(0, "", time.time())))
-            facts = readers.of_all("a job's facts", lambda job=job: _sent(job.facts(NOWHERE)))
-            if readers.secret in f"{sent}{facts}":
-                readers.say("the dashboard shows a file from outside")
-    readers.of_damaged("report", lambda: report_page(_rundir(readers), readers.settings.tiers[0]))
-
-
-def _sent(value: object) -> str:
-    text = json.dumps(value, allow_nan=False, ensure_ascii=False)
-    text.encode()
-    return text
+            for value in (job.snapshot(0, "", time.time()), job.facts(Places())):
+                sent = json.dumps(value, allow_nan=False, ensure_ascii=False)  # as the server writes it
+                sent.encode()
+                assert readers.secret not in sent
+    readers.of_damaged(lambda: report_page(_rundir(readers), readers.settings.tiers[0]))
 
 
 def _commands(readers: Readers) -> None:
-    listed = readers.command("jobs", may_refuse=False)
-    if not re.search(rf"{readers.whole}\s+succeeded", listed) or readers.damaged not in listed:
-        readers.say(f"`dtrain jobs` lists {listed}")
-    readers.command("doctor", may_refuse=False)
-    for words in ("status", "cost --json", "logs"):
-        readers.command(*words.split(), readers.whole, may_refuse=False)
-    for words in (
-        ("status", "--json"),
-        ("status", "--follow"),
-        ("logs", "--tail", "3"),
-        ("logs", "--follow"),
-        ("cost",),
-    ):
-        readers.command(words[0], *words[1:], readers.damaged)
+    listed = readers.command("jobs")
+    assert re.search(rf"{readers.whole}\s+succeeded", listed)
+    assert readers.damaged in listed
+    for words in ("doctor", *(f"{each} {readers.whole}" for each in ("status", "cost --json", "logs"))):
+        readers.command(words)
+    for words in ("status --json", "status --follow", "logs --tail 3", "logs --follow", "cost"):
+        readers.command(f"{words} {readers.damaged}", may_refuse=True)
 
 
 def _one_job(readers: Readers) -> None:
@@ -185,14 +137,14 @@ def _one_job(readers: Readers) -> None:
     standing = Standing(job=FleetJob(job_id=readers.damaged, node_seconds=1.0), number=0)
     for read in (
         rundir.read_job, rundir.nodes, rundir.latest_checkpoint, rundir.last_generation,
-        lambda: list(rundir.events()), lambda: list(rundir.events(strict=True)), lambda: rundir.last_step_reported(),
+        lambda: list(rundir.events()), lambda: list(rundir.events(strict=True)), rundir.last_step_reported,
         lambda: last_step(rundir), lambda: generations(rundir.storage), lambda: presence.newest_generation(rundir),
         lambda: JobCourse.read(rundir), lambda: recent_events(rundir),
         rundir.read_result, lambda: summary_lines(rundir), checkpoints.load_latest,
         lambda: ran_out(rundir), lambda: launch_price(rundir, readers.settings.tiers[0]), lambda: payer_of(rundir),
         lambda: explain_launch_end(standing, rundir, readers.manager.job_status(readers.damaged), 0.0),
     ):  # fmt: skip
-        readers.of_damaged(str(getattr(read, "__qualname__", read)), read)
+        readers.of_damaged(read)
     checkpoints.close(1.0)
 
 

@@ -63,7 +63,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Stage:
     stage = Stage(tmp_path_factory.mktemp("homes") / ODD_HOME)
     stage.train()
     stage.copy()
-    assert stage.faults() == [], "of two whole jobs"
+    stage.read()
     return stage
 
 
@@ -95,7 +95,7 @@ FORMS = {
 def test_every_kind_of_damage_to_how_a_job_stands_is_a_row(stage: Stage, name: str):
     path = stage.copy() / STATUS
     (ANY | JSON)[name](path, random.Random(name))
-    assert stage.faults() == []
+    stage.read()
 
 
 @pytest.mark.timeout(120)
@@ -115,7 +115,7 @@ def test_the_worst_of_them_to_what_else_is_read(stage: Stage, damages: dict[str,
         path = sorted(path for path in place.iterdir() if path.is_file())[0] if place.is_dir() else place
         (ANY | JSON)[name](path, chance)
     (copy / "logs" / "node-1.log").write_text(f"{ESCAPES}\n{ESCAPES}")
-    assert stage.faults() == []
+    stage.read()
 
 
 QUICK = ("owner.json",)
@@ -136,7 +136,7 @@ DOCUMENTS = (
 def test_every_reader_survives_a_key_less_a_key_more_and_another_type(stage: Stage, name: str):
     """What the form of a document refuses is damaged and named, which others tests look at; all else is read here. Of
     the types that a form lets through in one place, one by chance stands for all."""
-    chance, found = random.Random(name), list[str]()
+    chance = random.Random(name)
     path = sorted(stage.copy().glob(name))[0]
     is_log = path.suffix == ".jsonl"
     lines = path.read_text().splitlines() if is_log else [path.read_text()]
@@ -147,12 +147,14 @@ def test_every_reader_survives_a_key_less_a_key_more_and_another_type(stage: Sta
             if is_accepted(path.relative_to(stage.jobs / DAMAGED).as_posix(), changed):
                 accepted.setdefault(where.partition(" = ")[0], []).append(changed)
         if name == "launch.json":
-            del accepted["('cluster_name',)"], accepted["('engine',)"]  # the list of that cluster has it then
+            accepted.pop("('engine',)", None)  # the list of that cluster has it then
         for where, all_changed in accepted.items():
             text = [*lines[:number], json.dumps(chance.choice(all_changed)), *lines[number + 1 :]]
             path.write_text("\n".join(text))
-            found += [f"{name}, {where}: {what}" for what in stage.faults()]
-    assert found == []
+            try:
+                stage.read()
+            except Exception as error:
+                raise AssertionError(f"{name}: {where}") from error
 
 
 def is_accepted(name: str, document: Any) -> bool:
@@ -183,14 +185,14 @@ def test_a_nodes_file_with_other_keys_ends_no_list(written: Callable[..., RunDir
 def test_strangers_and_links_out_of_the_folder_are_left_alone(stage: Stage):
     for folder in ("events", "nodes", "logs"):
         stage.link_folder(folder)
-        assert stage.faults() == [], folder
+        stage.read()
     for name in (STATUS, RESULT):
         path = stage.copy() / name
         path.unlink()
         path.symlink_to(stage.home / "outside.json")
-        assert stage.faults() == [], name
+        stage.read()
     stage.add_strangers()
-    assert stage.faults() == []
+    stage.read()
 
 
 def test_a_damaged_job_is_not_chosen_and_another_is_started(written: Callable[..., RunDir], tmp_path: Path):
