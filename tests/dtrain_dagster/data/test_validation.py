@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from price_files import Panel, assert_nothing_half_written, long_frame, save, sessions, write
+from price_files import assert_nothing_half_written, long_frame, save, sessions, write
 
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.prices import write_prices
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset
 from dtrain_dagster.data.sources import price_source
-from dtrain_dagster.data.validation import CHECKS, Validation, gaps, validate_prices
+from dtrain_dagster.data.validation import Validation, gaps, validate_prices
 
 BLOCKING = {"positive_prices", "trading_sessions"}
 
@@ -65,30 +65,6 @@ def test_what_makes_prices_unusable_fails_and_builds_no_dataset(fault: str, tmp_
     with pytest.raises(DataError, match=f"failed .*{check}.* no dataset is built"):
         build_dataset(ref, validation, str(tmp_path / "storage"))
     assert_nothing_half_written(tmp_path / "storage")
-
-
-def test_every_check_is_always_evaluated(panel: Panel) -> None:
-    assert [check.name for check in panel.validation.checks] == list(CHECKS)
-    assert {name for name, (severity, _) in CHECKS.items() if severity == "error"} == BLOCKING
-
-
-def test_the_panel_passes_what_blocks_and_its_faults_are_told(panel: Panel) -> None:
-    assert failed(panel.validation) == {"stale_prices", "large_moves", "split_like_jumps", "survivorship"}
-    assert "AAPL 2000-09-29: -0.73" in examples(panel.validation, "large_moves")
-    [moves] = [check for check in panel.validation.checks if check.name == "large_moves"]
-    assert moves.metadata["found"] == 11
-    assert examples(panel.validation, "split_like_jumps") == ["RRC 1990-04-10: ratio 0.333"]
-    assert examples(panel.validation, "survivorship") == ["all 20 tickers survive to 2022-12-28"]
-
-
-def test_the_panel_s_stale_and_split_segment_is_masked(panel: Panel) -> None:
-    """RRC stands still for 68 days and is then divided by three. AAPL's fall of 2000-09-29 was real."""
-    masks = panel.validation.masks
-    assert (masks[0].ticker, masks[0].first, masks[0].last) == ("RRC", "1990-01-02", "1990-04-10")
-    assert "68 sessions" in masks[0].reason
-    assert "ratio of 0.33" in masks[0].reason
-    assert {mask.ticker for mask in masks} == {"RRC"}
-    assert max(mask.last for mask in masks) == "1992-05-27"
 
 
 def standing_still(days: int, ratio: float = 1.0) -> pd.DataFrame:

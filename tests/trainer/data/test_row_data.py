@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -169,47 +166,3 @@ def test_a_dataset_of_an_older_version_is_refused_with_the_remedy(tmp_path: Path
     edited(made, lambda m: m.update(schema_version=1))
     with pytest.raises(DatasetError, match=r"schema version 1, this trainer reads 2.*build the dataset again"):
         RowData(str(made), tmp_path / "cache")
-
-
-READ = """
-import re, sys
-import numpy as np
-from pathlib import Path
-from trainer.data.row_data import RowData
-data = RowData(sys.argv[1], sys.argv[2])
-
-def anonymous():
-    return int(re.search(r"Anonymous:\\s+(\\d+)", Path("/proc/self/smaps_rollup").read_text())[1]) << 10
-
-random, before, total = np.random.default_rng(0), anonymous(), 0.0
-for _ in range(100):
-    rows, target = data.samples("train", random.integers(0, data.count("train"), 1024))
-    assert (rows[:, 0] == target).all()
-print(data.count("train"), anonymous() - before)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_process_holds_nothing_that_grows_with_the_rows(tmp_path: Path) -> None:
-    """Of 120 MB of arrays, what a process holds by itself is less than a tenth."""
-    frame = table(1000)
-    made = Path(build_table(tmp_path, "value", frame=frame[["x", "y", "value"]]).uri)
-    manifest = json.loads((made / "manifest.json").read_text())
-    count, shards = 10_000_000, []
-    for shard in manifest["shards"]:
-        if shard["split"] == "train":
-            number = pa.array(np.arange(count, dtype=np.float32))
-            columns = {"x": number, "y": number, "value": number.cast(pa.float64())}
-            pq.write_table(pa.table(columns), made / shard["path"], row_group_size=1 << 18)
-            digest = hashlib.sha256((made / shard["path"]).read_bytes()).hexdigest()
-            shard |= {"rows": count, "sha256": digest}
-        shards.append(shard)
-    edited(made, lambda m: m.update(shards=shards, samples=m["samples"] | {"train": count}))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", READ, str(made), str(tmp_path / "cache")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    rows, held = map(int, done.stdout.split())
-    assert rows == count
-    assert held < 12_000_000

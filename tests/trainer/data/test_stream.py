@@ -598,8 +598,3 @@ def test_records_of_a_stream_prove_each_sample_once() -> None:
     sample = int(next(iter(training.rest_of_pass()[0].micro_batches[0].positions.samples)))
     assert split_substream_sample(sample) == (0, 1)
     assert asdict(training.progress)["consumed"][0]["kind"] == STREAM
-
-
-def run_here_first(training: Training) -> Any:
-    del training.nodes[1:]
-    return training.rest_of_pass()[0].micro_batches[0].positions.samples
