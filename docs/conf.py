@@ -18,6 +18,8 @@ sys.path[:0] = [str(ROOT), str(DOCS)]
 from generate_reference import main as write_reference  # noqa: E402 - found by the line above
 
 write_reference()
+for _name in ("changelog", "contributing"):  # files of the repository's root, which `read_page` puts there
+    (DOCS / f"{_name}.md").touch()
 
 project = "dtrain"
 author = "the authors of dtrain"
