@@ -9,10 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtrain_dagster.costs.money import SECOND, is_finite, microseconds
+from dtrain_dagster.costs.money import SECOND, microseconds
 from trainer.documents.events import (
     EndEvent,
+    Event,
     HangEvent,
+    LinkEvent,
     MembershipEvent,
     PhaseEvent,
     StepEvent,
@@ -23,21 +25,23 @@ from trainer.documents.events import (
 LARGEST = 10**12
 """Largest number of steps or seconds that is believed."""
 _UNKNOWN: Any = {"samples": (), "segments": {}, "typical": {}}
-KINDS = ("membership", "phase", "timing", "step", "link", "hang", "end")
+KINDS: Mapping[str, type[Event]] = {
+    kind.kind: kind for kind in (MembershipEvent, PhaseEvent, TimingEvent, StepEvent, LinkEvent, HangEvent, EndEvent)
+}
 
 
 @dataclass(slots=True)
 class EventFacts:
-    """The readable events, in order of time."""
+    """The readable events, in order of time, by generation; of rank 0, except for hangs and ends."""
 
-    memberships: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    memberships: dict[int, MembershipEvent] = field(default_factory=dict)
     phases: dict[int, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))
-    """Phases of rank 0 by generation: (time, what it had done until then)."""
+    """(time, what rank 0 had done until then)"""
     windows: dict[int, list[TimingEvent]] = field(default_factory=lambda: defaultdict(list))
     links: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     """Ends of link probes, which follow a window."""
     hangs: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
-    """Hangs of any rank: (time, how long nothing had moved)."""
+    """(time, how long nothing had moved)"""
     ends: list[tuple[int, int, str]] = field(default_factory=list)
     first_at: dict[int, int] = field(default_factory=dict)
     left_out: int = 0
@@ -48,33 +52,36 @@ def read_facts(events: Iterable[Mapping[str, Any]]) -> EventFacts:
     facts = EventFacts()
     steps: dict[int, list[tuple[int, int, float]]] = defaultdict(list)
     for item in events:
+        kind = KINDS.get(str(item.get("kind")))
+        if kind is None:
+            continue
         try:
-            kind = item["kind"]
-            if kind not in KINDS:
+            event = read_event(kind, item)
+            generation, time = event.generation, microseconds(event.time)
+            if isinstance(event, EndEvent):
+                facts.ends.append((generation, time, event.status))
+            elif isinstance(event, HangEvent):
+                facts.hangs[generation].append((time, microseconds(_believed(event.waited_seconds))))
+            if event.rank != 0:
                 continue
-            generation, rank, time = int(item["generation"]), int(item["rank"]), microseconds(item["time"])
-            if kind == "end":
-                facts.ends.append((generation, time, read_event(EndEvent, item).status))
-            elif kind == "hang":
-                waited = _positive(read_event(HangEvent, item).waited_seconds)
-                facts.hangs[generation].append((time, microseconds(waited)))
-            if rank != 0:
-                continue
-            if kind == "membership":
-                facts.memberships.setdefault(generation, _membership(read_event(MembershipEvent, item), time))
-            elif kind == "phase":
-                facts.phases[generation].append((time, read_event(PhaseEvent, item).name))
-            elif kind == "link":
+            if isinstance(event, MembershipEvent):
+                if not event.nodes or event.step is None or not 0 <= event.seconds < LARGEST:
+                    raise ValueError("no membership")
+                facts.memberships.setdefault(generation, event)
+            elif isinstance(event, PhaseEvent):
+                facts.phases[generation].append((time, event.name))
+            elif isinstance(event, LinkEvent):
                 facts.links[generation].append(time)
-            elif kind == "timing":
-                window = _window(item)
-                facts.windows[generation].append(window)
+            elif isinstance(event, TimingEvent):
+                _believed(event.seconds)
+                if not event.steps <= event.step < LARGEST or any(min(row) < 0 for row in event.segments.values()):
+                    raise ValueError("no window")
+                facts.windows[generation].append(event)
                 facts.has_timing = True
-            elif kind == "step":
-                told = read_event(StepEvent, item)
-                steps[generation].append((time, _count(told.step), _positive(told.step_seconds)))
+            elif isinstance(event, StepEvent):
+                steps[generation].append((time, event.step, _believed(event.step_seconds or 0.0)))
             facts.first_at[generation] = min(time, facts.first_at.get(generation, time))
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError):
+        except (ValueError, OverflowError):
             facts.left_out += 1
     for generation, rows in steps.items():
         if generation not in facts.windows:
@@ -86,48 +93,23 @@ def read_facts(events: Iterable[Mapping[str, Any]]) -> EventFacts:
     return facts
 
 
-def _membership(event: MembershipEvent, time: int) -> dict[str, Any]:
-    nodes, joined = (frozenset(map(int, listed)) for listed in (event.nodes, event.joined))
-    if not nodes or event.seconds < 0:
-        raise ValueError("no membership")
-    began = time - microseconds(event.seconds)
-    return {"nodes": nodes, "joined": joined, "time": time, "began": began, "step": _count(event.step)}
-
-
-def _window(item: Mapping[str, Any]) -> TimingEvent:
-    """Return the timing window of an event; raise ValueError, among others, for one that cannot be used."""
-    window = read_event(TimingEvent, item)
-    _positive(window.seconds)
-    if _count(window.steps) == 0 or _count(window.step) < window.steps:
-        raise ValueError("no window")
-    if not all(is_finite(value) and value >= 0 for values in window.segments.values() for value in values):
-        raise ValueError("no segments")
-    return window
-
-
-def _windows_of_steps(rows: Sequence[tuple[int, int, float]], told: Mapping[str, Any] | None) -> list[TimingEvent]:
+def _windows_of_steps(rows: Sequence[tuple[int, int, float]], told: MembershipEvent | None) -> list[TimingEvent]:
     """Windows without segments, of a trainer that does not time them."""
     found: list[TimingEvent] = []
-    before = told["step"] if told else None
+    before = told.step if told else None
     typical = statistics.median_low([b[1] - a[1] for a, b in itertools.pairwise(rows)] or [1])
     for time, step, seconds in sorted(rows):
         steps = step - before if before is not None else typical
         before = step
         if steps > 0:
-            nodes = tuple(sorted(told["nodes"])) if told else ()
+            nodes = tuple(sorted(told.nodes)) if told else ()
             known = TimingEvent(time=time / SECOND, step=step, steps=steps, seconds=seconds, nodes=nodes, **_UNKNOWN)
             found.append(known)
     return found
 
 
-def _positive(value: Any) -> float:
+def _believed(seconds: float) -> float:
     """Seconds. Less than a microsecond is none."""
-    if not is_finite(value) or not 1e-6 <= value < LARGEST:
+    if not 1e-6 <= seconds < LARGEST:
         raise ValueError("not a duration")
-    return float(value)
-
-
-def _count(value: Any) -> int:
-    if isinstance(value, bool) or not 0 <= int(value) < LARGEST:
-        raise ValueError("not a count")
-    return int(value)
+    return seconds

@@ -148,8 +148,9 @@ def _terms(facts: EventFacts) -> list[Term]:
         told = facts.memberships.get(number)
         found = facts.windows.get(number) or []
         if told is not None:
-            nodes: frozenset[int] | None = told["nodes"]
-            fresh, formed, began, step = told["joined"] >= told["nodes"], told["time"], told["began"], told["step"]
+            nodes: frozenset[int] | None = frozenset(told.nodes)
+            fresh, formed, step = nodes <= {*told.joined}, microseconds(told.time), told.step or 0
+            began = formed - microseconds(told.seconds)
         else:  # a world of fixed ranks, or one whose end came before it could say who is in it
             nodes = frozenset(found[0].nodes) if found and found[0].nodes else None
             first = microseconds(found[0].time - found[0].total_seconds) if found else NEVER

@@ -6,7 +6,6 @@ deadline and the budget with the upper ends of their intervals. It is a comparis
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
@@ -151,7 +150,7 @@ def explain_unavailable(price: SkuPrice, tier: Tier, today: date | None) -> str:
 
 def remedies(table: Choices, planned: PlannedJob, forecast: Forecast) -> list[str]:
     """Return what would fit, in words: another number of the planned nodes, fewer epochs, the cheapest of all choices;
-    where no choice is sure to fit, which come nearest, and the setting to change for each."""
+    where no choice is sure to fit, the fastest and the cheapest."""
     kind, found = (planned.price.sku, planned.tier), []
     for row in sorted(table.rows, key=lambda row: row.node_count):
         is_other = (row.sku, row.tier) == kind and row.node_count != planned.node_count
@@ -163,37 +162,14 @@ def remedies(table: Choices, planned: PlannedJob, forecast: Forecast) -> list[st
     if table.cheapest:
         found.append(f"{in_words(table.cheapest)} (DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)")
     elif table.rows:
-        found.append(_nearest(table))
+        fastest, least = (min(table.rows, key=lambda row: getattr(row, of).high) for of in ("seconds", "usd"))
+        found.append(f"the fastest is {_told(fastest)}, the cheapest {_told(least)}: raise deadline_hours, budget_usd")
     return found
 
 
 def is_sure(choice: PlanChoice, limits: Limits) -> bool:
     """Return whether a choice keeps the limits with the upper ends of its intervals."""
     return explain_excess(choice.estimate, limits, "high") is None
-
-
-def _nearest(table: Choices) -> str:
-    """Return which choices come nearest where none is sure to fit, and the setting to change for each."""
-    limits, rows = table.limits, table.rows
-    in_time = [row for row in rows if is_sure(row, replace(limits, budget_usd=0.0))]
-    affordable = [row for row in rows if is_sure(row, replace(limits, deadline_hours=0.0))]
-    words = []
-    if in_time and limits.budget_usd:
-        near = min(in_time, key=lambda row: row.usd.high)
-        within = " within the deadline" if limits.deadline_hours else ""
-        setting = f"budget_usd = {_rounded_up(near.usd.high + limits.spent_usd)}"
-        words.append(f"the cheapest{within} is {_told(near)}: set {setting}")
-    if affordable and limits.deadline_hours:
-        near = min(affordable, key=lambda row: row.seconds.high)
-        within = " within the budget" if limits.budget_usd else ""
-        setting = f"deadline_hours = {_rounded_up((near.seconds.high + limits.spent_seconds) / 3600)}"
-        words.append(f"the fastest{within} is {_told(near)}: set {setting}")
-    if not words:
-        fastest, cheapest = min(rows, key=lambda row: row.seconds.high), min(rows, key=lambda row: row.usd.high)
-        words.append(
-            f"the fastest is {_told(fastest)}, the cheapest {_told(cheapest)}: raise deadline_hours, budget_usd"
-        )
-    return "; ".join(words)
 
 
 def name_nodes(node_count: int, sku: str, tier: Tier, place: str = "") -> str:
@@ -293,10 +269,3 @@ def _notes(rows: Sequence[PlanChoice], planned: PlannedJob, basis: str) -> tuple
 
 def _told(choice: PlanChoice) -> str:
     return f"{choice.name}: up to {format_duration(choice.seconds.high)} and {dollars(choice.usd.high)}"
-
-
-def _rounded_up(value: float) -> str:
-    """Return the value rounded up to cents, and below 1 to three digits."""
-    value *= 1 + 1e-9  # floats: what is set is multiplied again before it is compared
-    digits = 2 if value >= 1 else 2 - math.floor(math.log10(max(value, 1e-9)))
-    return f"{math.ceil(value * 10**digits) / 10**digits:.{digits}f}"

@@ -26,10 +26,8 @@ from dtrain_dagster.support.notify import notify_and_log
 
 IDLE_EVERY_SECONDS, BUSY_EVERY_SECONDS = 600.0, 3600.0
 """The intervals at which an unchanged state is recorded: while the cluster idles, and while it works."""
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 60.0, 1800.0
-"""The pause after a failed scale-down: the first one, and the bound up to which it doubles."""
-LEAVING_SECONDS = 300.0
-"""The time that nodes may take to go after a scale-down was asked for."""
+PAUSE_SECONDS = 300.0
+"""The pause after a try: the time that nodes may take to go after a scale-down was asked for."""
 Outcome = Literal["", "scaled down", "asked for", "failed", "in use"]
 """The result of the last try; "" before the first. "in use": the pool is not idle, though it looks so."""
 WORDS: dict[Outcome, str] = {
@@ -51,8 +49,6 @@ class Idling:
     """`NodePool.used_at` at the last look."""
     idle_seconds: float = 0.0
     wasted_usd: float = 0.0
-    tries: int = 0
-    """The number of scale-downs that were not refused because of work."""
     next_try_seconds: float = 0.0
     """The idle time before which no further try is made."""
     outcome: Outcome = ""
@@ -77,20 +73,6 @@ def look(before: Idling | None, pool: NodePool, usd_per_node_hour: float, now: f
 def is_over(idling: Idling, pool: NodePool, limit_seconds: float) -> bool:
     """Return whether the pool has idled for longer than the limit and its own grace time."""
     return bool(pool.node_count) and not pool.work and idling.idle_seconds >= limit_seconds + pool.grace_seconds
-
-
-def is_pool_due(idling: Idling, pool: NodePool, limit_seconds: float) -> bool:
-    """Return whether the pool is to be scaled down now."""
-    return is_over(idling, pool, limit_seconds) and idling.idle_seconds >= idling.next_try_seconds
-
-
-def tried(idling: Idling, outcome: Outcome) -> Idling:
-    """Return the idle state after a try with this outcome."""
-    pause = LEAVING_SECONDS
-    if outcome == "failed":
-        pause = min(FIRST_PAUSE_SECONDS * 2**idling.tries, LONGEST_PAUSE_SECONDS)
-    tries = idling.tries + (outcome != "in use")
-    return replace(idling, outcome=outcome, tries=tries, next_try_seconds=idling.idle_seconds + pause)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,9 +138,9 @@ def build_idle_cluster_sensor(settings: Settings, names: GraphNames = STOCK_NAME
             watched.append(Watched(pool=pool, idling=idling, usd_per_node_hour=usd, is_over=over))
         messages = [_gone(name, before[name], cluster) for name in gone(before, pools)]
         # One at a tick: it may take half of the minute that a sensor has.
-        due = [item for item in watched if is_pool_due(item.idling, item.pool, limit_seconds)]
+        due = [item for item in watched if item.is_over and item.idling.idle_seconds >= item.idling.next_try_seconds]
         if due:
-            turn = min(due, key=lambda item: item.idling.tries)
+            turn = min(due, key=lambda item: item.idling.next_try_seconds)
             result = _scale_down(manager, turn, run_at_work(context.instance, keys, now))
             context.log.warning(describe_idle_pool(result, cluster))
             if result.idling.outcome == "scaled down" or (result.idling.outcome != "in use" and not result.idling.told):
@@ -243,7 +225,8 @@ def _scale_down(manager: GPUClusterManager, item: Watched, run_id: str) -> Watch
             reason = str(error)
         except (ClusterError, OSError) as error:
             outcome, reason = "failed", str(error)
-    return replace(item, idling=tried(item.idling, outcome), reason=reason)
+    idling = replace(item.idling, outcome=outcome, next_try_seconds=item.idling.idle_seconds + PAUSE_SECONDS)
+    return replace(item, idling=idling, reason=reason)
 
 
 def _events(watched: Sequence[Watched], cluster: GPUClusterResource, keys: Sequence[dg.AssetKey]) -> list[Any]:

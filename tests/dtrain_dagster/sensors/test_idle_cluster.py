@@ -14,10 +14,8 @@ from dtrain_dagster.sensors.idle_cluster import (
     Cursor,
     Idling,
     is_over,
-    is_pool_due,
     look,
     read_cursor,
-    tried,
 )
 
 LIMIT, USD = 600.0, 3.06
@@ -59,17 +57,6 @@ def test_idle_time_is_added_up_from_look_to_look(before, pool, now, idle_seconds
 def test_a_pool_is_scaled_down_after_the_limit_and_never_with_work(pool, idle_seconds, over):
     idling = replace(IDLE, idle_seconds=idle_seconds)
     assert is_over(idling, pool, LIMIT) is over
-    assert is_pool_due(idling, pool, LIMIT) is over
-
-
-def test_what_fails_is_tried_at_the_next_look_then_ever_later():
-    idling, tries = replace(IDLE, idle_seconds=600.0), []
-    for minute in range(1, 130):
-        if is_pool_due(idling, POOL, LIMIT):
-            tries.append(minute)
-            idling = tried(idling, "failed")
-        idling = look(idling, POOL, USD, idling.seen_at + 60)
-    assert tries == [1, 2, 4, 8, 16, 32, 62, 92, 122]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +81,11 @@ def test_the_cursor_of_another_version_is_forgotten(text):
 
 
 def test_the_cursor_survives_a_restart():
-    cursor = Cursor(pools={"p": tried(IDLE, "failed")}, facts=[["p", [["idle", 2]], False]], recorded_at=7.0)
+    cursor = Cursor(
+        pools={"p": replace(IDLE, outcome="failed", next_try_seconds=900.0)},
+        facts=[["p", [["idle", 2]], False]],
+        recorded_at=7.0,
+    )
     assert read_cursor(cursor.written()) == cursor
 
 
@@ -120,4 +111,4 @@ def test_whatever_the_clock_does_idle_time_never_runs_ahead_of_the_looks(looks):
         since_work = since_work + passed if state == "idle" and before is not None else passed
         assert 0 <= idling.idle_seconds <= since_work + 1e-3
         assert idling.wasted_usd == pytest.approx(idling.idle_seconds / 3600 * 2 * USD)
-        assert not (is_pool_due(idling, seen, LIMIT) and since_work + 1e-3 < LIMIT)
+        assert not (is_over(idling, seen, LIMIT) and since_work + 1e-3 < LIMIT)
