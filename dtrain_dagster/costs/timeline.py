@@ -149,7 +149,7 @@ def _terms(facts: EventFacts) -> list[Term]:
         found = facts.windows.get(number) or []
         if told is not None:
             nodes: frozenset[int] | None = frozenset(told.nodes)
-            fresh, formed, step = nodes <= {*told.joined}, microseconds(told.time), told.step or 0
+            fresh, formed, step = {*told.nodes} <= {*told.joined}, microseconds(told.time), told.step or 0
             began = formed - microseconds(told.seconds)
         else:  # a world of fixed ranks, or one whose end came before it could say who is in it
             nodes = frozenset(found[0].nodes) if found and found[0].nodes else None
