@@ -11,23 +11,13 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from dtrain_dagster.cli.follow import LINE_EVERY_SECONDS, in_place
-from dtrain_dagster.cli.screen import Column, fitted_table
+from dtrain_dagster.cli.screen import Column, fitted_table, state_text
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.printable import visible
 
 if TYPE_CHECKING:
     from dtrain_dagster.fleet.view import FleetRow, FleetView, FleetWatch
 
-COLOURS = {
-    "waiting": "yellow",
-    "running": "cyan",
-    "pausing": "yellow",
-    "ending": "yellow",
-    "paused": "yellow",
-    "succeeded": "green",
-    "failed": "red",
-    "ended": "yellow",
-}
 MOST_NAMED = 3
 """Jobs that are named of those of which the same is said."""
 VIEW_EVERY_SECONDS = 2.0
@@ -83,7 +73,7 @@ def job_row(job: FleetRow) -> list[str | Text]:
     """Return the cells of a job. Pure."""
     return [
         job.job_id,
-        Text(job.state, style=COLOURS[job.state]),
+        state_text(job.state),
         str(job.priority),
         str(job.nodes or ""),
         "" if job.step is None else f"{job.step}" + (f"/{job.total_steps}" if job.total_steps else ""),

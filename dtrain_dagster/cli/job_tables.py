@@ -8,13 +8,11 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, run_dir, say
 from dtrain_dagster.cli.facts import JobCourse, NodeFacts, format_progress, read_nodes, so_far, time_of
 from dtrain_dagster.cli.json_output import print_json
-from dtrain_dagster.cli.screen import Column, print_fitted
-from dtrain_dagster.clusters.base import JobState
+from dtrain_dagster.cli.screen import Column, print_fitted, state_text
 from dtrain_dagster.jobs.facts import JobFacts
 from dtrain_dagster.monitoring.hangs import hang_verdict
 from dtrain_dagster.settings.environment import Settings
@@ -22,13 +20,6 @@ from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.printable import visible
 from trainer.rundir import LAUNCH, RunDir
 
-STATE_COLOURS = {
-    JobState.QUEUED: "yellow",
-    JobState.RUNNING: "cyan",
-    JobState.SUCCEEDED: "green",
-    JobState.FAILED: "red",
-    JobState.CANCELLED: "yellow",
-}
 JOB_COLUMNS = (
     Column("JOB"),
     Column("STATE"),
@@ -55,7 +46,7 @@ HOST_COLUMNS = (Column("EXCLUDED HOST"), Column("UNTIL"), Column("WHY"))
 def print_status(console: Console, facts: JobFacts, rundir: RunDir, now: float, course: JobCourse) -> None:
     """Print the state of a job, what it took and cost so far, and when each of its nodes was present."""
     status = facts.status
-    console.print(f"job {status.job_id}: ", state_text(status.state), sep="", soft_wrap=True)
+    console.print(f"job {status.job_id}: ", state_text(facts.state), sep="", soft_wrap=True)
     if facts.began_at is not None:
         console.print(f"started {time_of(facts.began_at)}, {so_far(facts)}", highlight=False, soft_wrap=True)
     if course.has_events:
@@ -115,11 +106,6 @@ def lift_exclusion(settings: Settings, host: str) -> None:
     say(f"nodes may be placed on {host} again")
 
 
-def state_text(state: JobState) -> Text:
-    """Return the state of a job in its colour."""
-    return Text(state.value, style=STATE_COLOURS[state])
-
-
 def print_jobs(console: Console, jobs: Sequence[JobFacts]) -> None:
     """Print a row for each job, and below why those that are damaged cannot be read."""
     print_fitted(console, JOB_COLUMNS, [_job_row(job) for job in jobs])
@@ -132,7 +118,7 @@ def print_jobs(console: Console, jobs: Sequence[JobFacts]) -> None:
 def _job_row(job: JobFacts) -> list[Any]:
     return [
         job.status.job_id,
-        Text(job.state, style="red") if job.status.damage else state_text(job.status.state),
+        state_text(job.state),
         str(job.nodes or ""),
         time_of(job.began_at, with_seconds=False),
         "" if job.seconds is None else format_duration(job.seconds),

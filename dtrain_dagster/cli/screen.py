@@ -37,6 +37,8 @@ class Screen(Console):
 
 
 Cell = str | Text
+COLOURS = {"running": "cyan", "succeeded": "green", "failed": "red", "damaged": "red"}
+"""State of a job → its colour; others are yellow: it waits, or somebody ended it."""
 _GAP = 2
 """Blanks between two columns."""
 
@@ -102,3 +104,8 @@ def pairs_table(pairs: Iterable[tuple[str, str]]) -> Table:
     for what, figure in pairs:
         table.add_row(what, figure)
     return table
+
+
+def state_text(state: str) -> Text:
+    """Return the state of a job in its colour."""
+    return Text(state, style=COLOURS.get(state, "yellow"))

@@ -104,10 +104,10 @@ def _resume(job_id: str, home: Path, launch: Mapping[str, Any]) -> list[str]:
     ordered = ordered_job(home, job_id)
     if ordered is None:
         raise OrderRefusedError(f"the order of job {job_id} cannot be read")
-    if ordered.is_of_script:
-        if (script := script_of(home, job_id)) is None:
-            raise OrderRefusedError(script_trouble(None))
-        return script.command(job_id)
+    if ordered.is_of_script:  # the command finds out how the script was given, and where
+        if trouble := script_trouble(script_of(home, job_id)):
+            raise OrderRefusedError(trouble)
+        return ["train", "--name", job_id, "--detach"]
     ranks = ordered.training.world_size
     each = launch.get("processes_per_node")
     each = each if isinstance(each, int) and 0 < each <= ranks and ranks % each == 0 else 1
@@ -137,12 +137,8 @@ class OrderDesk:
         where another order of this job is under way; `AuditError` where it cannot be recorded."""
         if refused := self.describe(job_id, state)["allowed"].get(order):
             raise OrderRefusedError(f"job {job_id} takes no {order}: {refused}")
-        launch = rundir.read_json(LAUNCH) or {}
-        arguments = order_command(order, job_id, self.home, launch)
-        script = script_of(self.home, job_id) if order == RESUME else None  # only a script's job has a record
-        folder = script.folder if script else None
-        words = f"{f'cd {shlex.quote(folder)} && ' if folder else ''}{shlex.join(['dtrain', *arguments])}"
-        made = OrderState(order=order, command=redact(words), since=time.time())
+        arguments = order_command(order, job_id, self.home, rundir.read_json(LAUNCH) or {})
+        made = OrderState(order=order, command=redact(shlex.join(["dtrain", *arguments])), since=time.time())
         with self._lock:
             under_way = [name for name, known in self._states.items() if known.code is None]
             if job_id in under_way or len(under_way) >= MOST_AT_ONCE:
@@ -154,12 +150,11 @@ class OrderDesk:
             output = tempfile.TemporaryFile()  # noqa: SIM115 - `_follow` closes it
             with AuditLog(self.home).operation(f"{order} from the dashboard", job_id):
                 process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", _DTRAIN, *arguments],  # -P: no file of a script's folder is a module
+                    [sys.executable, "-P", "-c", _DTRAIN, *arguments],  # -P: no file of this folder is a module
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    cwd=folder,
                     env=environment_anywhere(os.environ, self.home),
                 )
         except Exception:

@@ -5,7 +5,7 @@ decides what this process imports, calls or registers is therefore read here:
 
     orders/<job_id>.json             the `JobConfig` as it was submitted; written before the nodes are bought
     orders/<job_id>.registered.json  the name and version under which it was registered, and the digests of its files
-    orders/scripts/<job_id>.json     of a job of `dtrain train --script`: the words that start it again
+    orders/scripts/<job_id>.json     of a job of `dtrain train --script`: how it was given
 
 On the local cluster, nodes run as the same user and can write here as well: they are trusted as that user's own
 programs are. On Azure they cannot reach this folder.
@@ -53,13 +53,6 @@ class ScriptOrder:
     """Fields as ``--set`` takes them, those of other options included."""
     nodes: Annotated[int, Field(ge=1)]
     processes_per_node: Annotated[int, Field(ge=1)]
-
-    def command(self, job_id: str) -> list[str]:
-        """Return the words after ``dtrain`` that start this job again, or go on with it."""
-        sized = ("--nodes", str(self.nodes), "--procs-per-node", str(self.processes_per_node))
-        fields = [word for override in self.overrides for word in ("--set", override)]
-        words = ["train", "--script", self.script, "--name", job_id, *sized, *fields, "--detach"]
-        return [*words, *(["--", *self.arguments] if self.arguments else [])]
 
 
 _SCRIPT_ORDER = TypeAdapter(ScriptOrder)

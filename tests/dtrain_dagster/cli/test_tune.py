@@ -256,7 +256,7 @@ def tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tuner]:
 def test_the_rows_of_a_table_are_tuned_like_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
-    with tuning(tmp_path / "t", build_table(tmp_path).uri, "mlp", "logistic", seconds=10.0) as made:
+    with tuning(tmp_path / "t", build_table(tmp_path).uri, "mlp", "logistic", seconds=4.0) as made:
         learned = made.learn(TrialSettings(), 20)
         assert learned.first > learned.loss, learned.why
         made.search.run()

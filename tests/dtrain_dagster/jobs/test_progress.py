@@ -1,5 +1,7 @@
 """Which job does a training: found before a second one is bought."""
 
+import sys
+
 import pytest
 
 from dtrain_dagster.clusters.base import JobState
@@ -88,7 +90,13 @@ def test_progress_follows_the_events():
     assert fold(progress, [event("step", 0, 1, step=21, **step)]).phase == "training", "a launch was lost"
 
 
+def without_other_packages(monkeypatch):
+    """Which of all installed packages a file is of takes a second to find out, each time."""
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if "site-packages" not in path])
+
+
 def test_another_version_of_an_installed_factory_is_another_training(tmp_path, monkeypatch):
+    without_other_packages(monkeypatch)
     packages = tmp_path / "lib" / "site-packages"
     told = packages / "fp_wheel-1.0.dist-info"
     told.mkdir(parents=True)
@@ -139,9 +147,9 @@ def test_an_edited_helper_that_goes_to_the_nodes_is_another_training_and_no_othe
     assert fingerprint(job, 1, 1) != before
 
 
-@pytest.mark.slow
 def test_another_version_of_what_a_users_module_imports_is_another_training(tmp_path, monkeypatch):
     """But not of what every training needs; and a helper counts from wherever it lies on the Python path."""
+    without_other_packages(monkeypatch)
     packages, own, helpers = (tmp_path / name for name in ("lib/site-packages", "own", "helpers"))
     told = packages / "fp_library-1.0.dist-info"
     for folder in (told, own, helpers):
