@@ -10,8 +10,7 @@ from typing import Any
 
 import click
 
-from dtrain_dagster.cli.common import cluster_of, console, say
-from dtrain_dagster.cli.json_output import print_json
+from dtrain_dagster.cli.common import cluster_of, console, print_json, say
 from dtrain_dagster.cli.screen import plain_table
 from dtrain_dagster.costs.ceilings import (
     KINDS,

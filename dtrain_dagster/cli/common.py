@@ -1,10 +1,13 @@
-"""The parts that the commands of `dtrain` share: refusals, the cluster that the settings name, the terminal."""
+"""The parts that the commands of `dtrain` share: refusals, the cluster that the settings name, the terminal, and the
+option ``--json``: one document on standard output, or one on each line, whose fields are stable (docs/json.md)."""
 
 from __future__ import annotations
 
 import errno
+import json
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -109,3 +112,21 @@ def console() -> Console:
     """Return the console to print to."""
     made = Screen()
     return made if made.is_terminal else Screen(width=PIPE_COLUMNS)
+
+
+def json_option(help_text: str = "Print one JSON document instead.") -> Callable[..., Any]:
+    """Return the option ``--json`` (parameter ``as_json``)."""
+    return click.option("--json", "as_json", is_flag=True, help=help_text)
+
+
+def print_json(document: Any, indent: int | None = 2) -> None:
+    """Print a document. Numbers that JSON does not have (NaN, infinity) are null. ``indent``: None prints one line."""
+    click.echo(json.dumps(_finite(document), indent=indent, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -13,9 +13,18 @@ import click
 from rich.table import Table
 
 from dtrain_dagster.cli.ceilings import OF_CEILINGS, WORD, ceiling_options, ceilings_command
-from dtrain_dagster.cli.common import Refusal, cluster_of, console, read_settings, refuses, run_dir, say
+from dtrain_dagster.cli.common import (
+    Refusal,
+    cluster_of,
+    console,
+    json_option,
+    print_json,
+    read_settings,
+    refuses,
+    run_dir,
+    say,
+)
 from dtrain_dagster.cli.job_names import find_job_or_fleet, named_argument
-from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.cli.screen import Column, plain_table, print_fitted
 from dtrain_dagster.clusters.azure_ml.bill import Marks, Reconciliation, read_usage, reconcile
 from dtrain_dagster.costs import export

@@ -9,9 +9,8 @@ from typing import Any
 
 import click
 
-from dtrain_dagster.cli.common import read_settings, refuses, say
+from dtrain_dagster.cli.common import json_option, print_json, read_settings, refuses, say
 from dtrain_dagster.cli.job_names import complete_files
-from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.data.rows import RowParams, build_rows
 
 VALID, TEST = "Share of the validation split.", "Share of the test split."

@@ -16,8 +16,17 @@ from typing import Any
 import click
 
 from dtrain_dagster.cli.ceilings import book_of, ceiling_lines
-from dtrain_dagster.cli.common import EXIT_UNUSABLE, TROUBLE, cluster_of, ranks_of, read_settings, refuses, say
-from dtrain_dagster.cli.json_output import json_option, print_json
+from dtrain_dagster.cli.common import (
+    EXIT_UNUSABLE,
+    TROUBLE,
+    cluster_of,
+    json_option,
+    print_json,
+    ranks_of,
+    read_settings,
+    refuses,
+    say,
+)
 from dtrain_dagster.clusters.azure_ml.client import Service
 from dtrain_dagster.clusters.azure_ml.doctor import Doctor, DoctorLine
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions

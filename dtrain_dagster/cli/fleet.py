@@ -19,8 +19,7 @@ import click
 
 from dtrain_dagster.cli.ceilings import promising, tell_ceilings, wanted_group
 from dtrain_dagster.cli.common import cluster_of, console, ranks_of, read_settings, refuses, say
-from dtrain_dagster.cli.fleet_screen import fleet_screen, fleet_table, headline, name_some
-from dtrain_dagster.cli.follow import warn
+from dtrain_dagster.cli.follow import fleet_screen, fleet_table, headline, name_some, warn
 from dtrain_dagster.cli.job_names import complete_files
 from dtrain_dagster.cli.job_options import (
     job_of_options,

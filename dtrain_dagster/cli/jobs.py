@@ -14,6 +14,8 @@ from dtrain_dagster.cli.common import (
     Refusal,
     cluster_of,
     console,
+    json_option,
+    print_json,
     read_settings,
     refuses,
     run_dir,
@@ -22,14 +24,17 @@ from dtrain_dagster.cli.common import (
 from dtrain_dagster.cli.facts import (
     facts_of,
     has_result,
+    lift_exclusion,
     list_facts,
     priced_summary,
+    print_jobs,
+    print_status,
     read_course,
+    show_nodes,
     status_document,
     summary_document,
 )
-from dtrain_dagster.cli.fleet_screen import fleet_table, headline
-from dtrain_dagster.cli.follow import follow_training, print_json_lines, print_lines, stream_job
+from dtrain_dagster.cli.follow import fleet_table, follow_training, headline, print_json_lines, print_lines, stream_job
 from dtrain_dagster.cli.job_names import (
     LATEST,
     complete_files,
@@ -39,8 +44,6 @@ from dtrain_dagster.cli.job_names import (
     job_argument,
     named_argument,
 )
-from dtrain_dagster.cli.job_tables import lift_exclusion, print_jobs, print_status, show_nodes
-from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.cli.screen import pairs_table
 from dtrain_dagster.cli.start import describe_outcome, say_that_it_runs_on
 from dtrain_dagster.fleet.records import FleetRecords, fleet_names

@@ -14,12 +14,21 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dtrain_dagster.cli.ceilings import promising, wanted_group
-from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, read_settings, refuses, say
+from dtrain_dagster.cli.common import (
+    Refusal,
+    cluster_of,
+    console,
+    json_option,
+    print_json,
+    ranks_of,
+    read_settings,
+    refuses,
+    say,
+)
 from dtrain_dagster.cli.facts import price_of_cluster
-from dtrain_dagster.cli.fleet_screen import fleet_screen
+from dtrain_dagster.cli.follow import fleet_screen
 from dtrain_dagster.cli.job_names import LATEST, complete_files, complete_searches, resolve_name
 from dtrain_dagster.cli.job_options import order_script, read_file, say_what_is_wrong, with_reachable_data
-from dtrain_dagster.cli.json_output import json_option, print_json
 from dtrain_dagster.cli.screen import plain_table
 from dtrain_dagster.cli.start import (
     dataset_name,

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from told_home import JOBS, LONG, write_home
 from told_json import TOLD, fields_in, printed
 
-from dtrain_dagster.cli.json_output import print_json
+from dtrain_dagster.cli.common import print_json
 from dtrain_dagster.cli.main import SECTIONS, load_command, main
 from trainer.rundir import LOGS, RunDir
 

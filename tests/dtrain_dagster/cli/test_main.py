@@ -19,9 +19,8 @@ from rich.console import Console
 from shells import Shell, shell_in
 from told_events import told, write_run
 
-from dtrain_dagster.cli.facts import format_progress, read_course
+from dtrain_dagster.cli.facts import format_progress, print_status, read_course
 from dtrain_dagster.cli.job_options import as_begun, dataset_config, plan_job, runnable, total_steps
-from dtrain_dagster.cli.job_tables import print_status
 from dtrain_dagster.cli.main import SECTIONS, load_command, main
 from dtrain_dagster.clusters.azure_ml.job_records import by_node
 from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState, JobStatus

@@ -12,8 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from dtrain_dagster.cli.facts import read_nodes
-from dtrain_dagster.cli.job_tables import print_nodes
+from dtrain_dagster.cli.facts import print_nodes, read_nodes
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.clusters.hosts import HostEvent, HostRecord
 from trainer.documents.presences import NodePresence

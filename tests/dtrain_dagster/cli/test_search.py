@@ -24,8 +24,6 @@ from dtrain_dagster.search.results import trial_line
 from dtrain_dagster.search.trials import Trial, TrialState
 from dtrain_dagster.settings.environment import Settings
 from harness.small_job import write_dataset
-from harness.waiting import until
-from trainer.documents.events import EvaluationEvent, read_events
 from trainer.rundir import RunDir
 
 DTRAIN = str(Path(sys.executable).parent / "dtrain")
@@ -56,9 +54,20 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def processes_of(home: Path) -> list[int]:
+    """Whatever runs for a home: its orchestrator, supervisors and nodes, by the environment that they were given."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if int(path.parent.name) != os.getpid() and os.fsencode(str(home)) in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_search_that_is_killed_goes_on_and_buys_nothing_twice(place: Path) -> None:
+def test_a_search_of_which_every_process_is_killed_goes_on_and_buys_nothing_twice(place: Path) -> None:
+    """Orchestrator, supervisors and nodes die at once while two trials train."""
     size = ("--set", "training.batch_size_per_gpu=32", "--set", "training.gradient_accumulation_steps=1",
             "--set", "tracking.mlflow_tracking_uri=sqlite:///mlflow.db")  # fmt: skip
     asked = ("search", "--dataset", "walks", "--space", "space.json", "--epochs", "3", "--trials", "4", *size,
@@ -68,7 +77,11 @@ def test_a_search_that_is_killed_goes_on_and_buys_nothing_twice(place: Path) -> 
     deadline = time.monotonic() + 240
     while len(list(jobs.glob("killed-*/launch.json"))) < 2 and time.monotonic() < deadline and first.poll() is None:
         time.sleep(0.2)
-    first.send_signal(signal.SIGKILL)
+    while pids := processes_of(place / "home"):  # again, until nobody is left who could start another one
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        first.poll()
     assert first.wait() == -signal.SIGKILL
     begun = {path.parent.name: RunDir(str(path.parent)).read_job() for path in jobs.glob("killed-*/launch.json")}
     assert len(begun) >= 2
@@ -116,60 +129,6 @@ def test_a_search_that_is_killed_goes_on_and_buys_nothing_twice(place: Path) -> 
     other = subprocess.run([DTRAIN, *asked, "--seed", "1"], cwd=place, capture_output=True, text=True, timeout=200)
     assert other.returncode == 2
     assert "search killed was begun with another seed" in other.stderr
-
-
-def processes_of(home: Path) -> list[int]:
-    """Whatever runs for a home: its orchestrator, supervisors and nodes, by the environment that they were given."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):
-            if int(path.parent.name) != os.getpid() and os.fsencode(str(home)) in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_a_search_of_which_every_process_is_killed_ends_as_if_nothing_had_happened(place: Path) -> None:
-    """Orchestrator, supervisors and nodes die at once while two trials train. The same command goes on: the same
-    trials with the same scores and ends as in a search that nobody touched, each in its one run directory, and a bill
-    with all that the killed nodes took."""
-    size = ("--set", "training.batch_size_per_gpu=32", "--set", "training.gradient_accumulation_steps=1",
-            "--set", "training.checkpoint_frequency=5")  # fmt: skip
-    asked = ("search", "--dataset", "walks", "--space", "space.json", "--epochs", "4", "--trials", "4", *size,
-             "--pruner", "asha", "--sampler", "random", "--json", "--name")  # fmt: skip
-    whole = subprocess.run([DTRAIN, *asked, "whole"], cwd=place, capture_output=True, text=True, timeout=400)
-    assert whole.returncode == 0, whole.stderr[-3000:]
-    home = place / "home"
-    first = subprocess.Popen([DTRAIN, *asked, "killed"], cwd=place, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    jobs = home / "storage" / "jobs"
-
-    def evaluated() -> int:
-        rundirs = [RunDir(str(path.parent)) for path in jobs.glob("killed-*/launch.json")]
-        return sum(any(True for _ in read_events(EvaluationEvent, rundir.events())) for rundir in rundirs)
-
-    until(evaluated, "an evaluation", 240, can_come=lambda: first.poll() is None, pause=0.1)
-    while pids := processes_of(home):  # again, until nobody is left who could start another one
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        first.poll()
-    launched = {path.parent.name for path in jobs.glob("killed-*/launch.json")}
-    done = subprocess.run([DTRAIN, *asked, "killed"], cwd=place, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-3000:]
-    one, other = json.loads(whole.stdout), json.loads(done.stdout)
-    told = [[(row["values"], row["score"], row["state"], row["evaluations"]) for row in result["trials"]]
-            for result in (one, other)]  # fmt: skip
-    assert told[0] == told[1]
-    assert launched <= {path.parent.name for path in jobs.glob("killed-*/launch.json")}
-    assert {path.parent.name for path in jobs.glob("killed-*/job.json")} == {f"killed-{n:04d}" for n in range(4)}
-    manager = build_resources(Settings())["cluster"].manager()
-    for row in other["trials"]:
-        usage = manager.node_usage(f"killed-{row['trial']:04d}")
-        assert row["usd"] == pytest.approx(CostTracker("", usage, "dedicated").total_usd)
-    assert other["usd"] == pytest.approx(sum(row["usd"] for row in other["trials"]) + other["measuring_usd"])
-    assert other["usd"] <= other["budget_usd"]
-    assert not processes_of(home)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from rich.text import Text
 from told_home import JOBS, LONG, write_home
 
 from dtrain_dagster.cli.cost import _print_table
-from dtrain_dagster.cli.fleet_screen import fleet_table, headline
+from dtrain_dagster.cli.follow import fleet_table, headline
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.screen import Column, Screen, fitted_table, print_fitted
 from dtrain_dagster.costs.prices import price_table
