@@ -155,7 +155,7 @@ class OpenJob:
             if self._details[0] != self.dashboard.version:
                 self._details = (self.dashboard.version, self.dashboard.details(self._training))
             changes, usd = tuple(self.dashboard.changes_of_nodes), account.lost_usd if account else None
-            loss = tell_losses(changes, self.nodes, self.row.state, now, usd, self._excluded)
+            row, loss = self.row, tell_losses(changes, self.nodes, self.row.state, now, usd, self._excluded)
             return {
                 **self.dashboard.changes(version, token),
                 **self._details[1],
@@ -163,7 +163,7 @@ class OpenJob:
                 "is_whole": account is not None,
                 "loss": asdict(loss) if loss else None,
                 "changes": changes_to_mark(changes, self.row.state),
-                "job": self.row.document(),
+                "job": {"job_id": row.job_id, "state": row.state, "step": row.step, "ended_at": row.ended_at},
                 "headline": headline(self, now),
                 "presences": [asdict(presence) for presence in self.nodes],
                 "now": now,

@@ -196,7 +196,7 @@ if (PAGE.live) {
   setInterval(() => document.hidden || polling || refresh(), POLL_MILLISECONDS);
 } else {
   const snapshot = embedded("snapshot-data");
-  job.id = snapshot.job.job;
+  job.id = snapshot.job.job_id;
   element("name").textContent = job.id;
   element("note").textContent = `as it was ${new Date(snapshot.now * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "medium" })}`;
   take(snapshot);

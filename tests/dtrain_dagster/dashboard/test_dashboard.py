@@ -22,7 +22,7 @@ from told_events import HOSTILE, START, event, hang, membership, timing, told, w
 
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.dashboard import page
-from dtrain_dagster.dashboard.job_board import RECENT_JOBS, JobBoard, headline
+from dtrain_dagster.dashboard.job_board import RECENT_JOBS, JobBoard, OpenJob, headline
 from dtrain_dagster.dashboard.page import PANELS
 from dtrain_dagster.dashboard.series import MOST_NODES, POINTS, PerformanceDashboard
 from dtrain_dagster.dashboard.server import COUNTER_METRICS, METRICS, build_app, exposition
@@ -40,6 +40,12 @@ def folded(events: list[dict[str, Any]]) -> PerformanceDashboard:
     board = PerformanceDashboard()
     board.take(events)
     return board
+
+
+def opened(jobs: Path | str, job_id: str, now: float | None = None) -> OpenJob:
+    job = JobBoard(str(jobs), "dedicated").open(job_id, time.time() if now is None else now)
+    assert job is not None
+    return job
 
 
 # ---- the fold
@@ -196,8 +202,7 @@ def test_the_page_says_what_a_job_does_after_its_last_step(tmp_path: Path):
     rundir = write_run(tmp_path, "ends", told(4))
     rundir.write_json("plan.json", {"tier": "dedicated", "work": {"steps": 20}, "phases": {"finish": 40.0}})
     rundir.append_events(1, 0, 2, [event("finish", START + 10, stage="baselines")])
-    job = JobBoard(str(tmp_path), "dedicated").open("ends", START + 20)
-    assert job is not None
+    job = opened(tmp_path, "ends", START + 20)
     shown = {figure["label"]: (figure["value"], figure["note"]) for figure in headline(job, START + 20)}
     assert shown["state"] == ("running", "fitting the baselines")
     assert shown["time left"][0] == "30 s"
@@ -258,8 +263,7 @@ def test_a_job_that_nobody_looks_after_does_not_cost_for_ever(remote: str):
     rundir.write_node(NodePresence(node_id=0, launch=1, started_at=now - 7200, last_seen_at=now - 3600))
     for node in (1, 2):
         rundir.write_node(NodePresence(node_id=node, launch=1, started_at=now, last_seen_at=now))
-    silent = JobBoard(remote, "dedicated").open("alone", now)
-    assert silent is not None
+    silent = opened(remote, "alone", now)
     assert silent.cost is not None
     assert (silent.nodes_alive(now), silent.row.usd) == (2, pytest.approx(3.06, abs=0.02)), "one hour, not two"
     rundir.write_json("result.json", {"status": "succeeded", "launch": 1, "steps": 25})

@@ -12,7 +12,7 @@ import pytest
 from told_events import HOSTILE, START, event, told, write_run
 
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.dashboard.failure import describe_failure
+from dtrain_dagster.dashboard.failure import Failure, describe_failure
 from dtrain_dagster.dashboard.job_board import CANNOT_READ, JobBoard, OpenJob
 from dtrain_dagster.dashboard.job_facts import result_in_words, settings_text
 from dtrain_dagster.dashboard.job_links import Places, links_of, studio_url
@@ -36,13 +36,17 @@ def opened(jobs: Path, job_id: str) -> OpenJob:
 # ---- the failure
 
 
+def failure_of(*facts: Any) -> Failure:
+    found = failure_of(*facts)
+    return found
+
+
 def test_a_failure_begins_with_its_cause_and_exit_code() -> None:
     nodes = [
         NodePresence(node_id=0, launch=1, started_at=START, ended_at=START + 9, exit_codes=(143,)),
         NodePresence(node_id=1, launch=1, started_at=START, ended_at=START + 9, exit_codes=(1, 0)),
     ]
-    found = describe_failure("failed", {"message": MESSAGE, "exit_code": 1}, {}, nodes, {}, "There is a checkpoint: go")
-    assert found is not None
+    found = failure_of("failed", {"message": MESSAGE, "exit_code": 1}, {}, nodes, {}, "There is a checkpoint: go")
     assert found.title == "failed: exit code 1"
     assert found.cause == "torch.cuda.OutOfMemoryError: out of memory, token=[secret]"
     assert found.reason == "rank 1 on node 1 failed first (exit code 1)"
@@ -54,28 +58,24 @@ def test_a_failure_begins_with_its_cause_and_exit_code() -> None:
 
 def test_the_trainers_own_word_comes_before_what_is_guessed_from_the_log() -> None:
     result = {"status": "failed", "error": "NonFiniteError: the loss is not finite\nmore"}
-    found = describe_failure("failed", {"message": MESSAGE, "exit_code": 1}, result, [], {}, "")
-    assert found is not None
+    found = failure_of("failed", {"message": MESSAGE, "exit_code": 1}, result, [], {}, "")
     assert found.cause == "NonFiniteError: the loss is not finite"
 
 
 def test_a_failure_that_nobody_recorded_shows_the_end_of_a_log() -> None:
     nodes = [NodePresence(node_id=2, launch=1, started_at=START, ended_at=START + 9, exit_codes=(-9,))]
-    found = describe_failure("failed", {}, {}, nodes, {2: f"x\n{HOSTILE}\x1b[2J\n"}, "")
-    assert found is not None
+    found = failure_of("failed", {}, {}, nodes, {2: f"x\n{HOSTILE}\x1b[2J\n"}, "")
     assert found.reason == "No process was left to record how it ended"
     assert found.lines == ("x", f"{HOSTILE}\\x1b[2J"), "the page shows text, never HTML"
     assert found.nodes == "node 2: killed by SIGKILL"
 
 
 def test_a_cancelled_job_explains_nothing_and_a_finished_one_has_no_failure() -> None:
-    found = describe_failure("cancelled", {"message": "cancelled", "exit_code": 143}, {}, [], {}, "go on so")
-    assert found is not None
+    found = failure_of("cancelled", {"message": "cancelled", "exit_code": 143}, {}, [], {}, "go on so")
     assert (found.title, found.reason, found.lines, found.advice) == ("cancelled", "", (), "go on so")
     assert describe_failure("succeeded", {}, {}, [], {}, "") is None
     assert describe_failure("running", {}, {}, [], {}, "") is None
-    budget = describe_failure("failed", {"message": "spent", "exit_code": 7}, {"status": "budget"}, [], {}, "")
-    assert budget is not None
+    budget = failure_of("failed", {"message": "spent", "exit_code": 7}, {"status": "budget"}, [], {}, "")
     assert budget.title == "stopped by its budget"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.dashboard.job_board import JobBoard
-from dtrain_dagster.dashboard.losses import changes_to_mark, losses_of, missing_nodes, tell_losses
+from dtrain_dagster.dashboard.losses import LossNotice, changes_to_mark, losses_of, missing_nodes, tell_losses
 from dtrain_dagster.jobs.view import news
 from tests.dtrain_dagster.told_events import START, event, membership, told, write_run
 from trainer.documents.events import MembershipEvent
@@ -25,36 +25,35 @@ BACK = change(110.0, 60, 0.2, joined=(2,))
 NODES = [NodePresence(node_id=node, launch=1, started_at=50.0) for node in range(3)]
 
 
+def notice(*facts: Any, **more: Any) -> LossNotice:
+    found = notice(*facts, **more)
+    return found
+
+
 def died(node: int, code: int) -> NodePresence:
     return NodePresence(node_id=node, launch=1, started_at=50.0, ended_at=99.0, exit_codes=(code,))
 
 
 def test_a_lost_node_is_told_until_it_has_joined_again():
     dead = [*NODES[:2], died(2, -9)]
-    at_once = tell_losses([], dead, "running", 101.0)
-    assert at_once is not None
+    at_once = notice([], dead, "running", 101.0)
     assert at_once.is_open
     assert at_once.title == "Node 2 was lost"
     assert at_once.words.startswith("2 s ago: killed by SIGKILL. The others are about to go on without it.")
-    without = tell_losses([LOST], dead, "running", 105.0)
-    assert without is not None
+    without = notice([LOST], dead, "running", 105.0)
     assert without.words == ("5 s ago, at step 40. The others go on: 2 of 3 nodes train.")
     replaced = [*dead, NodePresence(node_id=2, launch=1, incarnation=2, started_at=103.0)]
-    over = tell_losses([LOST, BACK], replaced, "running", 111.0)
-    assert over is not None
+    over = notice([LOST, BACK], replaced, "running", 111.0)
     assert not over.is_open
     assert over.title == "1 loss survived, 0.17 s without a step"
-    ended = tell_losses([LOST, BACK], replaced, "succeeded", 200.0, usd=0.0009)
-    assert ended is not None
+    ended = notice([LOST, BACK], replaced, "succeeded", 200.0, usd=0.0009)
     assert (ended.title, ended.words) == ("1 loss survived, 0.17 s without a step, $0.0009", "node 2 at step 40")
     assert tell_losses([], NODES, "running", 105.0) is None
     told = "Host gpu-1 gets no nodes until 00:03 UTC: its disk is full. `dtrain status --lift gpu-1` ends that."
     bad = [{"host": "gpu-1", "why": "its disk is full", "until": 200.0}]
-    first = tell_losses([], NODES, "running", 105.0, excluded=bad)
-    assert first is not None
+    first = notice([], NODES, "running", 105.0, excluded=bad)
     assert (first.is_open, first.words) == (False, told)
-    both = tell_losses([LOST], dead, "running", 105.0, excluded=bad)
-    assert both is not None
+    both = notice([LOST], dead, "running", 105.0, excluded=bad)
     assert both.is_open
     assert both.words.endswith(told)
     assert tell_losses([], NODES, "running", 201.0, excluded=bad) is None
@@ -74,8 +73,7 @@ def test_a_cancellation_is_no_loss_and_an_eviction_is_one():
     again = [*NODES, *(NodePresence(node_id=node, launch=2, started_at=200.0) for node in range(3))]
     assert missing_nodes([asked], again, "running") == {}, "its second launch has formed no generation yet"
     assert missing_nodes([], [died(1, 143), *NODES[:1]], "running") == {}, "all are asked to end, one after the other"
-    evicted = tell_losses([asked], NODES, "running", 105.0)
-    assert evicted is not None
+    evicted = notice([asked], NODES, "running", 105.0)
     assert evicted.title == "Node 1 left when asked to"
     left = membership(2, START, nodes=[0, 2], lost=[1], joined=[]) | {"reason": LEAVING}
     assert news([left])[0].startswith("generation 2 at step 40: node(s) 1 left when asked to; goes on with 2 rank(s)")
