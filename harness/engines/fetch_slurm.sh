@@ -1,15 +1,12 @@
 #!/usr/bin/env bash
-# SLURM's programs for the test cluster, unpacked from Debian's packages: fetch_slurm.sh FOLDER [--with-accounting] or
-# fetch_slurm.sh FOLDER --with-ssh. Nothing is installed. What this machine lacks of the packages' libraries comes along.
-# --with-accounting adds slurmdbd and MariaDB, --with-ssh sshd. A folder that is complete is left as it is.
+# SLURM's programs for the test cluster, unpacked from Debian's packages: fetch_slurm.sh FOLDER [--with-ssh]
+# (with sshd). Nothing is installed. What this machine lacks of the packages' libraries comes along. A folder that is
+# complete is left as it is.
 set -euo pipefail
 target="$(mkdir -p "$1" && cd "$1" && pwd)"
 packages=(slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge)
 ready="$target/.ready"
-if [ "${2:-}" = --with-accounting ]; then
-  packages=(slurmdbd slurm-wlm-mysql-plugin mariadb-server-core mariadb-client-core)
-  ready="$target/.ready-accounting"
-elif [ "${2:-}" = --with-ssh ]; then
+if [ "${2:-}" = --with-ssh ]; then
   packages=(openssh-server)
   ready="$target/.ready-ssh"
 fi

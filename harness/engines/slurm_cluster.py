@@ -3,9 +3,7 @@ each on a host of its own (`harness.namespaces`), slurmctld on the first, which 
 
 `SlurmCluster` starts it from programs that ``fetch_slurm.sh`` has unpacked; nothing is installed, and it runs as
 whoever starts it. A machine of it is a slurmd with all that it runs; `SlurmCluster.kill` ends one as a machine that
-loses power. There are no control groups: memory is not limited. Accounting is slurmctld's own text file, or with
-``accounting`` slurmdbd on MariaDB, which then lets only the account ``research`` submit, and has the quality of service
-``short`` (2 minutes, one job of a user).
+loses power. There are no control groups: memory is not limited. There is no accounting.
 """
 
 from __future__ import annotations
@@ -44,17 +42,16 @@ def cache_folder() -> Path:
 
 
 @functools.cache
-def missing(accounting: bool = False) -> str:
+def missing() -> str:
     """Why no cluster can run on this machine; "" if one can. Unpacks what was not unpacked yet."""
     if sys.platform != "linux":
         return "SLURM runs on Linux only"
     folder = cache_folder()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
-        for options in ([], ["--with-accounting"])[: 1 + accounting]:
-            done = subprocess.run([_FETCH, folder, *options], capture_output=True, text=True, timeout=600)
-            if done.returncode:
-                return f"no SLURM for tests: {done.stderr.strip()[-2000:]}"
+        done = subprocess.run([_FETCH, folder], capture_output=True, text=True, timeout=600)
+        if done.returncode:
+            return f"no SLURM for tests: {done.stderr.strip()[-2000:]}"
         for name in _NAMES:
             link = folder / "usr" / "sbin" / name
             if not link.exists():
@@ -65,21 +62,17 @@ def missing(accounting: bool = False) -> str:
 class SlurmCluster:
     """A cluster as a context manager; when it is left nothing of it runs, and its folder is gone."""
 
-    def __init__(
-        self, nodes: int = 3, accounting: bool = False, jobcomp: bool = True, hosts: Hosts | None = None
-    ) -> None:
+    def __init__(self, nodes: int = 3, hosts: Hosts | None = None) -> None:
         """``hosts``: one for slurmctld, and one for each machine."""
         self.hosts = hosts
         self.nodes = [f"n{index}" for index in range(1, nodes + 1)]
-        self.accounting, self.jobcomp = accounting, jobcomp
         self.folder = Path(tempfile.mkdtemp(prefix="dtrain-slurm-"))
         self.name = f"t{secrets.token_hex(6)}"
         self.conf = self.folder / "slurm.conf"
-        self.completed = self.folder / "jobcomp.txt"
         self._root = cache_folder()
         self._host = socket.gethostname().split(".")[0]
         self._user = pwd.getpwuid(os.geteuid()).pw_name
-        self._ports = _free_ports(3 + nodes)
+        self._ports = _free_ports(1 + nodes)
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> SlurmCluster:
@@ -118,20 +111,13 @@ class SlurmCluster:
         return done.stdout
 
     def start(self, name: str) -> None:
-        """Start slurmctld, slurmdbd, mariadb or munged, or the machine of this name."""
+        """Start slurmctld or munged, or the machine of this name."""
         commands = {
             "munged": [
                 *("munged", "--foreground", "--force", f"--socket={self.folder}/munge.sock"),
                 *(f"--key-file={self.folder}/munge.key", f"--pid-file={self.folder}/munge.pid"),
                 *(f"--log-file={self.folder}/munge.log", f"--seed-file={self.folder}/munge.seed"),
             ],
-            "mariadb": [
-                *("mariadbd", "--no-defaults", f"--datadir={self.folder}/database", f"--user={self._user}"),
-                *(f"--socket={self.folder}/mariadb.sock", f"--port={self._ports[2]}", "--bind-address=127.0.0.1"),
-                *(f"--lc-messages-dir={self._root}/usr/share/mysql", "--innodb-buffer-pool-size=64M"),
-                *("--skip-grant-tables", "--skip-networking=0", f"--pid-file={self.folder}/mariadb.pid"),
-            ],
-            "slurmdbd": ["slurmdbd", "-D"],
             "slurmctld": ["slurmctld", "-D", "-f", str(self.conf)],
         }
         if name in self.nodes:
@@ -239,40 +225,11 @@ class SlurmCluster:
         (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{self.address('slurmctld')} {self._host}\n{known}")
         self.start("munged")
         self.wait((self.folder / "munge.sock").exists, "munged")
-        if self.accounting:
-            self._start_accounting()
         self.start("slurmctld")
         for node in self.nodes:
             self.start(node)
         self.wait_for_answer()
         self.wait_for_nodes()
-
-    def _start_accounting(self) -> None:
-        install = [
-            *(f"{self._root}/usr/bin/mariadb-install-db", "--no-defaults", f"--datadir={self.folder}/database"),
-            *(f"--user={self._user}", "--auth-root-authentication-method=normal", "--skip-test-db"),
-            *(f"--basedir={self._root}/usr", "--skip-name-resolve"),
-        ]
-        done = subprocess.run(install, capture_output=True, text=True, env=self.environment(), timeout=120)
-        assert done.returncode == 0, done.stdout + done.stderr
-        self.start("mariadb")
-        self.wait((self.folder / "mariadb.sock").exists, "MariaDB", START_SECONDS)
-        secret = self.folder / "slurmdbd.conf"
-        secret.write_text(
-            f"DbdHost={self._host}\nDbdAddr=127.0.0.1\nDbdPort={self._ports[1]}\nSlurmUser={self._user}\n"
-            f"AuthType=auth/munge\nAuthInfo=socket={self.folder}/munge.sock\nStorageType=accounting_storage/mysql\n"
-            f"StorageHost=127.0.0.1\nStoragePort={self._ports[2]}\nStorageUser=root\nStorageLoc=slurm\n"
-            f"PidFile={self.folder}/slurmdbd.pid\nLogFile={self.folder}/slurmdbd.log\n"
-            f"PluginDir={next((self._root / 'usr' / 'lib').glob('*-linux-gnu'))}/slurm-wlm\n"
-        )
-        secret.chmod(0o600)
-        self.start("slurmdbd")
-        self.wait(lambda: _answers(self._ports[1]), "slurmdbd", START_SECONDS)
-        self.ask("sacctmgr", "-i", "add", "cluster", self.name)
-        self.ask("sacctmgr", "-i", "add", "account", "research", f"cluster={self.name}")
-        self.ask("sacctmgr", "-i", "add", "qos", "short", "flags=DenyOnLimit", "maxwall=2", "maxsubmitjobsperuser=1")
-        who = ("user", self._user, "account=research", f"cluster={self.name}", "qos=normal,short")
-        self.ask("sacctmgr", "-i", "add", *who, "defaultaccount=research", "defaultqos=normal")
 
     def _configuration(self) -> str:
         here, plugins = self.folder, next((self._root / "usr" / "lib").glob("*-linux-gnu")) / "slurm-wlm"
@@ -290,17 +247,10 @@ class SlurmCluster:
             "SlurmdTimeout": 6, "MinJobAge": 30, "JobRequeue": 1, "PreemptType": "preempt/partition_prio",
             "PreemptMode": "CANCEL", "SchedulerParameters": "bf_interval=1,sched_interval=1,batch_sched_delay=0",
             "JobAcctGatherType": "jobacct_gather/none",
-            "JobCompType": "jobcomp/filetxt" if self.jobcomp else "jobcomp/none", "JobCompLoc": self.completed,
-            "AccountingStorageType": f"accounting_storage/{'slurmdbd' if self.accounting else 'none'}",
+            "JobCompType": "jobcomp/none", "AccountingStorageType": "accounting_storage/none",
         }  # fmt: skip
-        if self.accounting:
-            lines = {**lines, "AccountingStorageEnforce": "associations,limits,qos",
-                     "AccountingStorageHost": "127.0.0.1", "AccountingStoragePort": self._ports[1],
-                     "AccountingStoragePass": here / "munge.sock"}  # fmt: skip
-        if not self.jobcomp:
-            lines = {name: value for name, value in lines.items() if name != "JobCompLoc"}
         text = "".join(f"{name}={value}\n" for name, value in lines.items())
-        for node, port in zip(self.nodes, self._ports[3:], strict=True):
+        for node, port in zip(self.nodes, self._ports[1:], strict=True):
             hostname = node if self.hosts else self._host
             text += f"NodeName={node} NodeHostname={hostname} NodeAddr={self.address(node)} Port={port} "
             text += "CPUs=2 RealMemory=2000\n"
@@ -317,12 +267,6 @@ def _free_ports(count: int) -> list[int]:
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [each.getsockname()[1] for each in sockets]
-
-
-def _answers(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-        return True
-    return False
 
 
 def _kill(pids: list[int]) -> None:

@@ -127,17 +127,6 @@ class EngineTrials:
         finally:
             give_back()
 
-    def test_an_agent_is_killed(self, training: Training, expected: Outcome) -> None:
-        training.submit()
-        training.run_until(lambda: training.step() > 20, "a step")
-        agents = training.processes("--node 1 --incarnation 1")
-        assert agents
-        assert len(agents) < len(training.processes("trainer.node"))
-        for agent in agents:
-            agent.kill()
-        training.run_until(lambda: incarnations(training) == [(0, 1), (1, 1), (1, 2)], "a replacement")
-        assert_same(training, expected)
-
     def test_a_machine_that_loses_node_after_node_gets_no_more_of_them(
         self, machines: Machines, training: Training, expected: Outcome
     ) -> None:
@@ -222,13 +211,16 @@ class EngineTrials:
         assert_same(training, expected)
         assert incarnations(training) == [(0, 1), (1, 1)]
 
-    def test_it_is_cancelled_in_order(self, training: Training) -> None:
+    def test_it_is_cancelled_in_order_and_goes_on(self, training: Training, expected: Outcome) -> None:
         training.submit()
         training.run_until(lambda: training.step() > 20, "a step")
         training.manager.cancel_job("one")
         assert training.status().state == JobState.CANCELLED
         assert training.rundir.latest_checkpoint() is not None, "written on SIGTERM"
         assert {node.exit_codes for node in training.rundir.nodes()} == {(143,)}
+        training.submit()
+        assert_same(training, expected)
+        assert training.launch()["launch"] == 2
 
     def test_a_full_cluster_is_waited_for(self, machines: Machines, training: Training, expected: Outcome) -> None:
         """All machines have others' work: the training waits, and begins by itself when there is room."""

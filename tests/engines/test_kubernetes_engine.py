@@ -152,6 +152,18 @@ def test_a_pod_that_is_deleted_is_a_lost_node_and_runs_nowhere_again(
     kubernetes.wait(lambda: not kubernetes.processes(launch["token"]), "the end of the process")
 
 
+def test_an_evicted_pod_is_a_lost_node(kubernetes: KubernetesCluster, access: Path, launch: dict[str, Any]) -> None:
+    """As where somebody drains a machine: whether it ends in order or not."""
+    engine = make_engine(make_options(access), "trap 'exit 143' TERM; sleep 100 & wait")
+    name = engine.submit(launch, 0, 1)
+    watch(kubernetes, engine, launch, lambda job: job.state == "running")
+    pod = kubernetes.ask("GET", f"{PODS}?labelSelector=job-name={name}")["items"][0]["metadata"]["name"]
+    about = {"name": pod, "namespace": NAMESPACE}
+    eviction = {"apiVersion": "policy/v1beta1", "kind": "Eviction", "metadata": about}
+    kubernetes.ask("POST", f"{PODS}/{pod}/eviction", eviction | {"deleteOptions": {"gracePeriodSeconds": 2}})
+    assert watch(kubernetes, engine, launch, lambda job: job.state == "ended").lost
+
+
 def test_a_machine_that_is_lost_is_told_and_its_pods_are_ended_without_it(
     kubernetes: KubernetesCluster, access: Path, launch: dict[str, Any]
 ) -> None:

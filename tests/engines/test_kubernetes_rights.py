@@ -65,8 +65,8 @@ def test_a_cluster_that_takes_nodes_is_told_with_its_namespace(access: Path) -> 
     assert (line["verdict"], line["seen"]) == ("ok", f"namespace {NAMESPACE} takes nodes from this identity")
 
 
-@pytest.mark.parametrize("right", RIGHTS, ids=lambda right: "-".join(filter(None, right)))
-def test_each_right_that_is_missing_is_named(kubernetes: KubernetesCluster, right: Right) -> None:
+def test_a_right_that_is_missing_is_named(kubernetes: KubernetesCluster) -> None:
+    right = ("", "pods", "log", "get")
     role = kubernetes.ask("GET", ROLE)
     del role["metadata"]["resourceVersion"]
     assert printed(CHECK)["counts"]["ok"]

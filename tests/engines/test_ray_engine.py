@@ -45,17 +45,6 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..
         one.close()
 
 
-@pytest.fixture
-def one_machine() -> Iterator[RayCluster]:
-    """A cluster of its head and one machine, which is there in half the time."""
-    if why := missing():
-        pytest.skip(why)
-    with RayCluster(nodes=2) as cluster, pytest.MonkeyPatch.context() as patch:
-        for name, value in cluster.access.items():
-            patch.setenv(name, value)
-        yield cluster
-
-
 def wait_for(engine: RayEngine, launch: dict[str, Any], state: str, count: int = 1) -> list[EngineJob]:
     def found() -> list[EngineJob]:
         jobs = sorted(engine.list_jobs(launch), key=lambda job: job.node_id)
@@ -119,18 +108,6 @@ def test_a_machine_may_say_at_which_address(launch: dict[str, Any], tmp_path: Pa
         name = engine.submit(launch, 0, 1)
         wait_for_output(engine, name, "at 10.1.0.1.")
         engine.close()
-
-
-def test_what_waits_says_why_and_is_withdrawn(
-    make: Callable[..., RayEngine], launch: dict[str, Any], one_machine: RayCluster
-) -> None:
-    engine = make(cpus=64.0, address=one_machine.address, dashboard=one_machine.dashboard)
-    name = engine.submit(launch, 0, 1)
-    (job,) = wait_for(engine, launch, "pending")
-    assert job.reason == "no machine is large enough (CPU 64, the largest has 2): lower DTRAIN_RAY_CPUS, or add one"
-    engine.cancel([name], force=False)
-    (job,) = wait_for(engine, launch, "ended")
-    assert job.lost
 
 
 def test_a_cluster_that_is_not_there_is_told(make: Callable[..., RayEngine], launch: dict[str, Any]) -> None:

@@ -97,19 +97,6 @@ def test_each_node_finds_the_address_of_its_own_host(machines: Machines, trainin
     assert len(generations(training.rundir.storage)) == 1
 
 
-def test_a_host_is_killed(machines: Machines, training: Training, expected: Outcome) -> None:
-    training.submit()
-    training.run_until(lambda: training.step() > 20, "a step")
-    give_back = machines.kill_node(node_of(machines, training, 1))
-    try:
-        training.run_until(lambda: incarnations(training) == [(0, 1), (1, 1), (1, 2)], "a replacement")
-        training.run_until(lambda: len(members(training)) == NODES, "its place in the group")
-        assert_own_addresses(machines, training)
-        assert_same(training, expected)
-    finally:
-        give_back()
-
-
 def test_a_host_is_cut_off_and_comes_back(machines: Machines, training: Training, expected: Outcome) -> None:
     """Nobody is told: no connection closes. The host is given up, and its node begins elsewhere. No engine can end what
     still runs there: it reads in the storage that it was given up. When the cable is back nothing of it is left."""
@@ -126,19 +113,6 @@ def test_a_host_is_cut_off_and_comes_back(machines: Machines, training: Training
         plug_in()
     assert_same(training, expected)
     assert incarnations(training) == [(0, 1), (1, 1), (1, 2)]
-
-
-def test_a_setting_names_another_address(machines: Machines, tmp_path: Path) -> None:
-    """Where a site's own shell lines, or the machine's environment, say so."""
-    if machines.kind != "slurm":
-        pytest.skip("pods always have DTRAIN_HOST; what a raylet has is in test_ray_engine.py")
-    other = "export DTRAIN_HOST=10.79.1.$(( ${SLURMD_NODENAME#n} + 1 ))"
-    with open_training(machines, tmp_path, steps=60, setup=other) as training:
-        training.submit()
-        training.run_until(lambda: training.step() > 20, "a step")
-        own = places(machines, training)
-        assert members(training) == {node: first.replace("10.79.0.", "10.79.1.") for node, [first] in own.items()}
-        assert training.end() == JobState.SUCCEEDED, training.said()
 
 
 @pytest.fixture(scope="module")

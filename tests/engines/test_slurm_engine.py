@@ -88,17 +88,6 @@ def test_an_end_by_force_waits_for_nobody(make: Callable[..., SlurmEngine], laun
     engine.cancel(names, force=True)  # once more does nothing
 
 
-def test_what_waits_says_why(make: Callable[..., SlurmEngine], launch: dict[str, Any]) -> None:
-    engine = make(cpus=64)
-    name = engine.submit(launch, 0, 1)
-    (job,) = wait_for(engine, launch, "pending")
-    assert "lower DTRAIN_SLURM_CPUS" in job.reason
-    assert job.reason.endswith("place 1 of 1 in the queue")
-    engine.cancel([name], force=False)
-    (job,) = wait_for(engine, launch, "ended")
-    assert job.lost
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -166,59 +155,6 @@ def wait_for_second(engine: SlurmEngine, launch: dict[str, Any]) -> dict[str, En
     jobs: dict[str, EngineJob] = until(found, "the second one to run", pause=0.2)
     engine.cancel([jobs["s2"].id], force=True)
     return jobs
-
-
-@pytest.mark.long
-def test_a_full_cluster_says_when_a_node_can_start(
-    slurm: SlurmCluster, make: Callable[..., SlurmEngine], launch: dict[str, Any]
-) -> None:
-    engine = make(extra=("--exclusive",), time_limit_minutes=3)
-    names = [engine.submit(launch, node, 1) for node in range(len(slurm.nodes))]
-    wait_for(engine, launch, "running", len(names))
-    names.append(engine.submit(launch, 9, 1))
-    slurm.wait(lambda: "expected to start at" in of_node(engine, launch, 9).reason, "the expected start")
-    job = of_node(engine, launch, 9)
-    assert job.state == "pending"
-    assert "no machine is free, place 1 of 1 in the queue" in job.reason
-    engine.cancel(names, force=True)
-    wait_for(engine, launch, "ended", len(names))
-
-
-@pytest.mark.long
-def test_a_preempted_node_and_one_at_its_time_limit_are_losses(
-    slurm: SlurmCluster, make: Callable[..., SlurmEngine], launch: dict[str, Any]
-) -> None:
-    make(time_limit_minutes=2).submit(launch, 0, 1)
-    deaf = make("trap '' TERM; while :; do sleep 1; done", time_limit_minutes=2, extra=("--exclusive",))
-    deaf.submit(launch, 1, 1)
-    jobs = wait_for(deaf, launch, "running", 2)
-    host = next(job.host for job in jobs if job.node_id == 0)
-    slurm.ask("sbatch", "--partition=urgent", "-w", host, "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
-    slurm.wait(lambda: of_node(deaf, launch, 0).state == "ended", "the preemption")
-    job = of_node(deaf, launch, 0)
-    assert (job.lost, job.is_planned) == (True, False)
-    assert "preempted by another job" in job.reason
-    slurm.wait(lambda: of_node(deaf, launch, 1).state == "ended", "the time limit", 240)
-    job = of_node(deaf, launch, 1)
-    assert (job.lost, job.is_planned) == (True, True)
-    assert "it reached its time limit" in job.reason
-
-
-@pytest.mark.long
-def test_a_job_that_slurm_has_forgotten_is_not_bought_again(
-    slurm: SlurmCluster, make: Callable[..., SlurmEngine], launch: dict[str, Any]
-) -> None:
-    engine = make("echo done")
-    job_id = engine.submit(launch, 0, 1)
-    wait_for(engine, launch, "ended")
-    slurm.wait(lambda: not engine.list_jobs(launch), "slurmctld to forget it", 180)
-    assert make().submit(launch, 0, 1) == job_id
-    assert make().list_jobs(launch) == []
-    assert make().read_log(job_id) == "done\n"
-
-
-def of_node(engine: SlurmEngine, launch: dict[str, Any], node_id: int) -> EngineJob:
-    return next(job for job in engine.list_jobs(launch) if job.node_id == node_id)
 
 
 def test_commands_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch, make: Callable[..., SlurmEngine]) -> None:

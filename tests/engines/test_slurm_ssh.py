@@ -10,17 +10,12 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.managers import EngineClusterManager
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine
-from dtrain_dagster.clusters.supervision.engine import EngineError, EngineJob, EngineUnreachableError
-from dtrain_dagster.clusters.supervision.submit import LaunchSettings
+from dtrain_dagster.clusters.supervision.engine import EngineJob
 from dtrain_dagster.settings.slurm import SlurmSettings
-from harness.engines.engine_training import Training, write_job
 from harness.engines.login_node import NAME, LoginNode, missing
 from harness.engines.slurm_cluster import SlurmCluster
 from harness.waiting import until
-from tests.engines.engine_trials import incarnations
 
 pytestmark = pytest.mark.slow
 PROFILE = {
@@ -74,37 +69,3 @@ def test_a_node_runs_and_ends_over_one_connection_whatever_a_profile_says(
     assert (job.exit_code, job.lost) == (143, False)
     assert "ends in order" in (engine.read_log(first) or "")
     assert login.log().count("Accepted publickey") <= before + 1
-
-
-def test_what_ssh_and_slurm_refuse_is_told_apart(login: LoginNode, engine: SlurmEngine, tmp_path: Path) -> None:
-    launch = {"token": os.urandom(24).hex(), "launch": 1, "node_count": 1}
-    wrong = SlurmEngine(SlurmSettings(host=NAME, extra=("--constraint=nix",)), str(tmp_path), lambda *_: ["true"])
-    with pytest.raises(EngineError, match="correct --constraint in DTRAIN_SLURM_EXTRA"):
-        wrong.submit(launch, 0, 1)
-    with pytest.raises(EngineError, match=f"on {NAME}: .*must be on the PATH there"):
-        engine.run(["sno-such-command"], "ask")
-    login.kill()
-    try:
-        with pytest.raises(EngineUnreachableError, match=f"{NAME} cannot be reached"):
-            engine.list_jobs(launch)
-    finally:
-        login.start()
-    assert engine.list_jobs(launch) == []
-
-
-@pytest.mark.long
-def test_a_training_goes_on_while_the_login_node_is_away(login: LoginNode, tmp_path: Path) -> None:
-    settings = LaunchSettings(engine="slurm", cluster_name="engine", replacement_delay_seconds=0.0)
-    options = {"host": NAME, "cpus": 1}
-    training = Training(EngineClusterManager(tmp_path, settings, options), write_job(tmp_path, 1500))
-    training.submit()
-    try:
-        training.run_until(lambda: training.step() > 20, "a step")
-        login.kill()
-        before = training.step()
-        training.run_until(lambda: training.step() > before + 100, "steps without it")
-        login.start()
-        assert training.end() == JobState.SUCCEEDED, training.said()
-        assert incarnations(training) == [(0, 1), (1, 1)]
-    finally:
-        training.close()
