@@ -16,7 +16,7 @@ from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.settings.kubernetes import KubernetesSettings
 
 FOLDER = Path(__file__).parents[4] / "deploy" / "kubernetes"
-VERSIONS = ("1.33", "1.34", "1.35", "1.36", "1.37")
+VERSIONS = ("1.33", "1.37")
 
 
 def objects() -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from kubernetes_validate import utils as schemas
 from dtrain_dagster.clusters.kubernetes import objects
 from dtrain_dagster.settings.kubernetes import KubernetesSettings, read_volumes
 
-VERSIONS = ("1.33", "1.34", "1.35", "1.36", "1.37")
+VERSIONS = ("1.33", "1.37")
 LAUNCH = {"job_id": "prices/of stocks", "token": "a" * 48, "launch": 3, "env": {}}
 PLAIN = KubernetesSettings.of({"image": "registry.example/dtrain:1"})
 TEMPLATE = {

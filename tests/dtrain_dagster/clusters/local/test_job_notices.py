@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +15,7 @@ import pytest
 from werkzeug import Request, Response
 
 from dtrain_dagster.clusters.base import OWNER, JobState
-from dtrain_dagster.clusters.job_notices import tell_of_end, was_told
-from dtrain_dagster.clusters.managers import LocalClusterManager
+from dtrain_dagster.clusters.job_notices import tell, tell_of_end, was_told
 from dtrain_dagster.clusters.notice_claims import NOTICES
 from dtrain_dagster.clusters.notice_text import (
     PART_OF,
@@ -66,15 +64,8 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hook]:
         yield made
 
 
-def settled(cluster, job_id: str, hook: Hook, count: int = 1) -> list[str]:
-    """The titles heard once there are as many as expected, and nobody is left who could tell one too many."""
-    until(lambda: len(hook.heard) >= count, "notices")
-    until(lambda: cluster.processes() == [], "supervisors and reapers to end")
-    return hook.titles
-
-
-def ended_job(folder: Path, state: str = "failed") -> RunDir:
-    rundir = RunDir(str(folder / "run"))
+def ended_job(folder: Path, state: str = "failed", name: str = "run") -> RunDir:
+    rundir = RunDir(str(folder / name))
     rundir.write_json(LAUNCH, {"job_id": "job", "launch": 1, "node_count": 1, "sku": "Standard_NC6s_v3", "env": {}})
     rundir.write_json(
         STATUS,
@@ -108,100 +99,64 @@ def test_what_is_told_of_each_end() -> None:
 @pytest.mark.slow
 def test_the_end_is_told_when_nobody_follows_the_job(cluster, hook: Hook) -> None:
     """No process looks: the reaper tells, after the submitter has left the job to itself."""
-    cluster.submit("good", "")
-    assert settled(cluster, "good", hook) == ["dtrain: good has finished"]
     cluster.submit("bad", "print('token'); sys.exit(3 if RANK else 0)")
-    assert settled(cluster, "bad", hook, 2)[1:] == ["dtrain: bad has failed"]
-    said = hook.heard[1]["message"]
-    assert "rank 1 on node 1 failed first" in said
-    assert "dtrain logs bad" in said
-    assert "$" in said
-    assert "secret" not in json.dumps(hook.heard)
-    cluster.submit("probe-1", "")
-    cluster.wait("probe-1")
-    cluster.submit("unwanted", "time.sleep(60)")
-    cluster.manager.cancel_job("unwanted")
+    until(lambda: hook.heard, "the notice")
     until(lambda: cluster.processes() == [], "supervisors and reapers to end")
-    assert len(hook.heard) == 2, "nobody is told of a probe, nor of what somebody cancelled"
-    for name in ("good", "bad"):
-        files = list((cluster.run_dir(name) / NOTICES).iterdir())
-        assert [json.loads(file.read_text())["state"] for file in files] == ["sent"]
-        assert "very-secret" not in "".join(file.read_text() for file in files)
+    [notice] = hook.heard
+    assert notice["title"] == "dtrain: bad has failed"
+    assert "rank 1 on node 1 failed first" in notice["message"]
+    assert "dtrain logs bad" in notice["message"]
+    assert "$" in notice["message"]
+    assert "secret" not in json.dumps(hook.heard)
+    [file] = (cluster.run_dir("bad") / NOTICES).iterdir()
+    assert json.loads(file.read_text())["state"] == "sent"
+    assert "very-secret" not in file.read_text()
 
 
 @pytest.mark.slow
-def test_a_budget_and_another_launch_are_told(cluster, hook: Hook) -> None:
-    """The second launch is the supervisor's own, the third a person's."""
-    script = """
-    import json
-    HOME, LAUNCH = OUT / "home" / "storage" / "jobs" / "job", int(os.environ["DTRAIN_LAUNCH"])
-    if LAUNCH == 1:
-        sys.exit(75)
-    if LAUNCH == 2:
-        result = {"status": "budget", "error": "the budget is spent", "launch": 2}
-        (HOME / "result.json").write_text(json.dumps(result))
-        sys.exit(77)
-    (HOME / "result.json").write_text(json.dumps({"status": "succeeded", "steps": 12}))
-    """
-    cluster.submit("job", script, nodes=1, elastic=True)
-    assert sorted(settled(cluster, "job", hook, 2)) == [
-        "dtrain: job goes on: launch 2",
-        "dtrain: job was stopped by its budget",
-    ]
-    [stopped] = [item["message"] for item in hook.heard if "budget" in item["title"]]
-    assert stopped.splitlines()[0] == "the budget is spent"
-    cluster.submit("job", script, nodes=2, elastic=True)
-    assert sorted(settled(cluster, "job", hook, 4)[2:]) == [
-        "dtrain: job goes on: launch 3",
-        "dtrain: job has finished",
-    ]
-    [moved] = [item["message"] for item in hook.heard if "launch 3" in item["title"]]
-    assert moved.startswith("on 2 x Standard_NC6s_v3, from the latest checkpoint\n")
-    [finished] = [item["message"] for item in hook.heard if "finished" in item["title"]]
-    assert "12 steps; " in finished
-    assert "in 3 launches" in finished
+def test_a_dead_supervisor_is_told_by_its_reaper(cluster, hook: Hook) -> None:
+    cluster.submit("one", "(OUT / f'up-{RANK}').touch(); time.sleep(600)", nodes=1)
+    cluster.wait_for_file("up-0")
+    os.kill(cluster.status_file("one")["pid"], signal.SIGKILL)
+    until(lambda: hook.heard, "the notice")
+    until(lambda: cluster.processes() == [], "its reaper to end")
+    assert hook.titles == ["dtrain: one has failed"]
+    assert "the supervisor died" in hook.heard[0]["message"]
 
 
-@pytest.mark.slow
-def test_a_dead_supervisor_is_told_by_its_reaper_and_by_who_finds_both_dead(cluster, hook: Hook) -> None:
-    for name, both in (("one", False), ("both", True)):
-        cluster.submit(name, "(OUT / f'up-{RANK}').touch(); time.sleep(600)", nodes=1)
-        cluster.wait_for_file("up-0").unlink()
-        supervisor = cluster.status_file(name)["pid"]
-        if both:
-            reaper = int(Path(f"/proc/{supervisor}/stat").read_text().rpartition(")")[2].split()[1])
-            os.kill(reaper, signal.SIGKILL)
-        os.kill(supervisor, signal.SIGKILL)
-        if both:
-            assert len(hook.heard) == 1
-            other = LocalClusterManager(cluster.manager.home)
-            until(lambda other=other: other.job_status("both").state is JobState.FAILED, "its end")
-        expected = [f"dtrain: {given} has failed" for given in ("one", "both")[: 1 + both]]
-        assert settled(cluster, name, hook, 1 + both) == expected
-        assert "the supervisor died" in hook.heard[-1]["message"]
+def test_a_supervisor_and_a_reaper_that_are_dead_are_told_by_who_finds_them(cluster, hook: Hook) -> None:
+    rundir = ended_job(cluster.manager.folder, "running", "both")
+    assert cluster.manager.job_status("both").state is JobState.FAILED
+    assert "the supervisor died" in hook.heard[0]["message"]
+    assert was_told(rundir, "end")
 
 
-@pytest.mark.slow
-def test_several_processes_tell_it_once(tmp_path: Path, hook: Hook) -> None:
+def test_several_who_see_the_end_tell_it_once(tmp_path: Path, hook: Hook) -> None:
     rundir = ended_job(tmp_path)
-    program = "import sys; from dtrain_dagster.clusters.job_notices import tell_of_end\n"
-    program += (
-        "from trainer.rundir import RunDir\nprint(flush=True)\nsys.stdin.read(1); tell_of_end(RunDir(sys.argv[1]))"
-    )
-    command, pipe = [sys.executable, "-c", program, rundir.uri], subprocess.PIPE
-    several = [subprocess.Popen(command, stdin=pipe, stdout=pipe, env=dict(os.environ)) for _ in range(3)]
-    for process in several:
-        assert process.stdout is not None
-        process.stdout.readline()  # each waits for a letter
-    for process in several:
-        assert process.stdin is not None
-        process.stdin.write(b"x")
-        process.stdin.close()
-    assert [process.wait(60) for process in several] == [0] * 3
+    several = [threading.Thread(target=tell_of_end, args=(RunDir(rundir.uri),)) for _ in range(3)]
+    for thread in several:
+        thread.start()
+    for thread in several:
+        thread.join()
     tell_of_end(rundir)
     assert hook.titles == ["dtrain: job has failed"]
     assert was_told(rundir, "end")
     assert not was_told(rundir, "end", 2)
+
+
+def test_another_launch_and_nodes_that_are_kept_are_told_with_what_to_do(tmp_path: Path, hook: Hook) -> None:
+    rundir = ended_job(tmp_path, "running")
+    kept = {"node_id": 1, "until": 1_800_000_000.0, "how": "srun --jobid=7 --pty bash"}
+    rundir.write_json(STATUS, (rundir.read_json(STATUS) or {}) | {"kept": [kept]})
+    tell(rundir, "kept", 1)
+    assert hook.heard[0]["message"].splitlines()[:2] == [
+        "rank 0 failed", "node 1 is kept until 08:00 UTC: srun --jobid=7 --pty bash",
+    ]  # fmt: skip
+    rundir.write_json(LAUNCH, (rundir.read_json(LAUNCH) or {}) | {"launch": 2, "node_count": 3})
+    tell(rundir, "goes_on", 1)
+    tell(rundir, "goes_on", 2)
+    assert hook.titles[1:] == ["dtrain: job goes on: launch 2"], "of a launch that is over nothing is told"
+    assert hook.heard[1]["message"].startswith("on 3 x Standard_NC6s_v3, from the latest checkpoint\n")
 
 
 def test_what_was_refused_is_sent_again_and_what_may_have_arrived_is_not(

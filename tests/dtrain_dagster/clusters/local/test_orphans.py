@@ -85,27 +85,6 @@ def check_gone(cluster, found: list[tuple[psutil.Process, int]]) -> None:
     until(lambda: cluster.processes() == [], "the supervisor to end")
 
 
-def test_of_a_job_that_succeeds(cluster, daemons):
-    found = daemons("while not (OUT / 'go').exists(): time.sleep(0.02)")
-    assert not any(is_free(port) for _, port in found)
-    (cluster.folder / "go").touch()
-    assert cluster.wait("job").state is JobState.SUCCEEDED
-    check_gone(cluster, found)
-
-
-def test_of_a_job_that_is_cancelled(cluster, daemons):
-    found = daemons("time.sleep(300)")
-    cluster.manager.cancel_job("job")
-    check_gone(cluster, found)
-
-
-def test_of_a_job_that_fails(cluster, daemons):
-    found = daemons("while not (OUT / 'go').exists(): time.sleep(0.02)\nsys.exit(3)")
-    (cluster.folder / "go").touch()
-    assert cluster.wait("job").state is JobState.FAILED
-    check_gone(cluster, found)
-
-
 def test_of_a_killed_supervisor(cluster, daemons):
     found = daemons("time.sleep(300)")
     os.kill(cluster.status_file("job")["pid"], signal.SIGKILL)

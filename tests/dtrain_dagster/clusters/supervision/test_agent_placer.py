@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -28,7 +27,6 @@ from dtrain_dagster.clusters.supervision.placer import NodeRecord, is_successor_
 from harness.engines.process_engine import ProcessEngine
 from harness.metadata_service import metadata_service
 from harness.waiting import until
-from tests.webhook import web_hook
 from trainer.comm.launch_secret import SecretFile
 from trainer.documents.presences import NodePresence
 from trainer.node.__main__ import is_worth_keeping
@@ -231,17 +229,6 @@ def test_a_node_that_fails_its_pre_flight_is_replaced_before_it_has_ranks(make_j
     assert "pre-flight: passed in" in log
 
 
-@pytest.mark.slow
-def test_a_job_of_which_no_node_passes_its_pre_flight_says_what_failed(make_job: Callable[..., Job]) -> None:
-    job = make_job("", nodes=1, max_replacements=1, preflight="quick: echo the fan is broken; exit 1")
-    job.start()
-    status = job.ends()
-    assert status["state"] == "failed"
-    assert "no node passed its pre-flight: the site's own check: the fan is broken (node 0 on " in status["message"]
-    assert "DTRAIN_PREFLIGHT=off" in status["message"]
-    assert len(job.presences()) == 2
-
-
 FAILS_ON_NODE_1 = """
     (OUT / f"began-{RANK}").touch()
     while not (OUT / f"began-{1 - RANK}").exists():
@@ -347,15 +334,6 @@ def test_a_node_that_is_kept_is_neither_at_work_nor_gone_and_gets_no_successor()
 )
 def test_nodes_are_kept_for_failures_alone(codes: tuple[int, ...], is_elastic: bool, is_kept: bool) -> None:
     assert is_worth_keeping(codes, is_elastic) is is_kept
-
-
-def test_a_failure_ends_the_job_with_the_log_of_its_rank(make_job: Callable[..., Job]) -> None:
-    job = make_job(WAITS.replace('"go"', '("go" if RANK else ".")') + "sys.exit('no such column: Close')")
-    job.start()
-    assert job.ends()["state"] == "failed"
-    assert "no such column: Close" in job.status()["message"]
-    assert job.status()["exit_codes"]["0"] == 1
-    job.wait(lambda: not job.processes(), "the end of all processes")
 
 
 def test_the_supervisor_is_killed_and_another_goes_on_with_the_same_nodes(make_job: Callable[..., Job]) -> None:
@@ -553,52 +531,6 @@ def test_what_waits_in_the_queue_is_told_and_cancelled_with_the_job(make_job: Ca
     (job.folder / "engine" / "full").unlink()
     assert [one.state for one in job.engine.list_jobs(job.launch)] == ["ended", "ended"]
     assert job.presences() == []
-
-
-@pytest.mark.slow
-def test_people_are_told_once_that_nodes_wait_also_when_another_supervisor_goes_on(
-    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = make_job(SUCCEEDS)
-    (job.folder / "engine" / "full").touch()
-    with web_hook() as (url, heard):
-        monkeypatch.setenv("DTRAIN_NOTIFY", url)
-        monkeypatch.setenv("DTRAIN_NOTIFY_WAIT_MINUTES", "0.02")
-        reaper = job.start("--reaper")
-        job.wait(lambda: heard, "the notice")
-        [supervisor] = psutil.Process(reaper.pid).children()
-        supervisor.kill()
-        reaper.wait(60)
-        job.start("--reaper", "--resume")
-        job.wait(lambda: job.status().get("pid") not in (None, supervisor.pid), "another supervisor")
-        time.sleep(2.0)  # it has waited longer than the patience, too
-        (job.folder / "engine" / "full").unlink()
-        (job.folder / "go").touch()
-        assert job.ends()["state"] == "succeeded", job.said()
-    [notice] = heard
-    assert notice["title"] == "dtrain: one waits for nodes"
-    lines = notice["message"].splitlines()
-    assert re.fullmatch(r"waiting for node 0, 1 \(\(Resources\)\); for [1-9]\d* s so far", lines[0])
-    assert lines[1:] == ["dtrain status one --follow", "dtrain cancel one", "http://127.0.0.1:8060/jobs/one"]
-
-
-def test_people_are_told_how_to_enter_a_node_that_is_kept(
-    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = make_job("sys.exit(3)", nodes=1, keep_failed_seconds=600.0)
-    with web_hook() as (url, heard):
-        monkeypatch.setenv("DTRAIN_NOTIFY", url)
-        job.start("--reaper")
-        job.wait(lambda: heard, "the notice")
-        os.kill(job.status()["pid"], signal.SIGTERM)
-        assert job.ends()["exit_code"] == 3
-    [notice] = heard
-    assert notice["title"] == "dtrain: one has failed, and its nodes are kept"
-    failed, kept, *rest = notice["message"].splitlines()
-    assert failed.startswith("failed: rank 0 on node 0 failed first (exit code 3)")
-    assert kept.startswith("node 0 is kept until ")
-    assert kept.endswith(f": enter {job.name(0)}")
-    assert "dtrain cancel one" in rest
 
 
 def test_a_refusal_is_told_before_anything_runs(make_job: Callable[..., Job]) -> None:
