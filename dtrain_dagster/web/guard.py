@@ -30,6 +30,7 @@ HEADERS = {
 }
 """No other site frames a page, embeds a file or holds its window."""
 _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::([0-9]{1,5}))?")
+_SINGLE = ("host", "origin", "sec-fetch-site", "content-type", "content-length")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _PORTS = {"http": 80, "https": 443}
 
@@ -73,22 +74,21 @@ def judge_request(
     rules: Rules, method: str, path: str, query: str, headers: Headers, websocket: bool = False
 ) -> Refused | None:
     """Return the refusal of a request, None where it may pass. ``query`` follows the ``?``. Pure."""
-    for name in ("host", "origin", "sec-fetch-site", "content-type", "content-length"):
-        if len(_all(headers, name)) > 1:
+    given: dict[str, str] = {}
+    for name, value in headers:
+        if name in given and name in _SINGLE:
             return Refused(400, f"the request has more than one {name} header")
+        given.setdefault(name, value.strip())
     if _CONTROL.search(path):  # a route ends with ``$``, which a newline may follow: ``/graphql%0A`` would be GraphQL
         return Refused(400, "the path of the request has a control character in it")
-    return (
-        _judge_host(rules, headers)
-        or _judge_site(method, path, query, headers, websocket, rules)
-        or (None if websocket else _judge_method(rules, method, path, query, headers))
-        or _judge_body(rules, method, headers)
-    )
+    refused = _judge_host(rules, given) or _judge_site(rules, method, path, query, given, websocket)
+    if refused or websocket:
+        return refused
+    return _judge_method(rules, method, path, query, given) or _judge_body(rules, method, given)
 
 
-def _judge_host(rules: Rules, headers: Headers) -> Refused | None:
-    host = _first(headers, "host")
-    known = _authority(host or "")
+def _judge_host(rules: Rules, given: Mapping[str, str]) -> Refused | None:
+    known = _authority(given.get("host", ""))
     if known is None:
         return Refused(400, "the request has no Host header that names a server")
     if known[0] not in rules.names:
@@ -100,11 +100,13 @@ def _judge_host(rules: Rules, headers: Headers) -> Refused | None:
     return None
 
 
-def _judge_site(method: str, path: str, query: str, headers: Headers, websocket: bool, rules: Rules) -> Refused | None:
-    origin, site = _first(headers, "origin"), _first(headers, "sec-fetch-site")
+def _judge_site(
+    rules: Rules, method: str, path: str, query: str, given: Mapping[str, str], websocket: bool
+) -> Refused | None:
+    origin, site = given.get("origin"), given.get("sec-fetch-site")
     if origin is None and websocket:
         return Refused(403, "only a page of this server may open a websocket, and it sends its Origin")
-    if origin is not None and not _same_origin(origin, _first(headers, "host") or ""):
+    if origin is not None and not _same_origin(origin, given["host"]):
         return Refused(
             403,
             f"the request was sent by a page of {origin[:200]!r}, but this server takes only those of its own pages. "
@@ -112,7 +114,7 @@ def _judge_site(method: str, path: str, query: str, headers: Headers, websocket:
         )
     if site in (None, "same-origin", "none"):
         return None
-    followed = (_first(headers, "sec-fetch-mode"), _first(headers, "sec-fetch-dest")) == ("navigate", "document")
+    followed = (given.get("sec-fetch-mode"), given.get("sec-fetch-dest")) == ("navigate", "document")
     if followed and method in READING and not websocket and not query and path.rstrip("/") not in rules.pages:
         return None  # a user follows a link to a page: it changes nothing, and the other site cannot read it
     return Refused(
@@ -122,26 +124,26 @@ def _judge_site(method: str, path: str, query: str, headers: Headers, websocket:
     )
 
 
-def _judge_method(rules: Rules, method: str, path: str, query: str, headers: Headers) -> Refused | None:
+def _judge_method(rules: Rules, method: str, path: str, query: str, given: Mapping[str, str]) -> Refused | None:
     if not rules.json_only:
         return None
     if method not in (*READING, "POST"):
         return Refused(405, f"this server takes GET, HEAD and POST, not {method[:20]!r}")
-    is_page = not query and "text/html" in (_first(headers, "accept") or "")
+    is_page = not query and "text/html" in given.get("accept", "")
     if method in READING and path.rstrip("/") in rules.pages and not is_page:
         return Refused(405, f"{path[:100]} cannot be asked by GET: POST it as application/json")
     return None
 
 
-def _judge_body(rules: Rules, method: str, headers: Headers) -> Refused | None:
+def _judge_body(rules: Rules, method: str, given: Mapping[str, str]) -> Refused | None:
     if method in READING:
         return None
-    if rules.json_only and not _is_json(_first(headers, "content-type") or ""):
+    if rules.json_only and not _is_json(given.get("content-type", "")):
         return Refused(415, "this server takes POST requests only with content-type: application/json")
     if rules.most_body_bytes is None:
         return None
-    length = _first(headers, "content-length")
-    if length is None or not (length.isascii() and length.isdigit()):
+    length = given.get("content-length", "")
+    if not (length.isascii() and length.isdigit()):
         return Refused(411, "say how long the request is, in a content-length header")
     if len(length) > 15 or int(length) > rules.most_body_bytes:
         return Refused(413, f"this server takes at most {rules.most_body_bytes:,} bytes")
@@ -173,14 +175,6 @@ def _authority(text: str) -> tuple[str, int | None] | None:
     """Return (name in lower case, port) of ``name:port``; None for anything else."""
     match = _AUTHORITY.fullmatch(text)
     return (match[1].strip("[]").lower(), int(match[2]) if match[2] else None) if match else None
-
-
-def _all(headers: Headers, name: str) -> list[str]:
-    return [value.strip() for key, value in headers if key == name]
-
-
-def _first(headers: Headers, name: str) -> str | None:
-    return next(iter(_all(headers, name)), None)
 
 
 class Guard:

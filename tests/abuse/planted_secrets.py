@@ -9,23 +9,16 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import string
-import subprocess
-import sys
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from unittest import mock
 
 from werkzeug import Request, Response
 
 from tests.loopback import LoopbackServer
 
-ROOT = Path(__file__).parents[2]
-BIN = Path(sys.executable).parent
-DEFINITIONS = "dtrain_dagster.definitions"
 SETTINGS = (
     "DTRAIN_PRICES", "DTRAIN_NOTIFY", "DTRAIN_STORAGE", "DTRAIN_MLFLOW_TRACKING_URI",
     "DTRAIN_DAGSTER_URL", "DTRAIN_CALENDAR", "DTRAIN_EXPERIMENT",
@@ -127,39 +120,3 @@ def price_server(csv: bytes, secret: str, answer: int = 200) -> Iterator[str]:
     with LoopbackServer(give) as server:
         signature = urllib.parse.quote(secret, safe="")
         yield f"http://127.0.0.1:{server.port}/team/prices.csv?sv=2024&se=2030&sig={signature}"
-
-
-def small_prices(tickers: int = 4, first: str = "2012-01-01", last: str = "2017-12-31") -> bytes:
-    """Return a CSV of some tickers and years of the bundled panel."""
-    import pandas as pd
-
-    from dtrain_dagster.data.sources import price_source
-
-    panel = pd.read_csv(price_source("sp500_panel").local_file(Path()), parse_dates=["Date"])
-    part = panel.loc[panel["Date"].between(first, last)].iloc[:, : tickers + 1]
-    return part.to_csv(index=False).encode()
-
-
-def environment_of(home: Path, **settings: str) -> dict[str, str]:
-    """Return the environment of a process of a project with this home."""
-    dagster_home = home / "dagster"
-    dagster_home.mkdir(parents=True, exist_ok=True)
-    shutil.copy(ROOT / "dagster.yaml", dagster_home)
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("DTRAIN_", "DAGSTER_"))}
-    own = {
-        "DTRAIN_HOME": str(home), "DAGSTER_HOME": str(dagster_home), "DTRAIN_NODES": "2",
-        "DTRAIN_THREADS_PER_RANK": "1", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    return inherited | own | settings
-
-
-def materialize(
-    environment: Mapping[str, str], selection: str, config: object | None = None, seconds: float = 400
-) -> subprocess.CompletedProcess[str]:
-    """Run `dagster asset materialize`, as a person calls it."""
-    options = ["--config-json", json.dumps(config)] if config else []
-    return subprocess.run(
-        [str(BIN / "dagster"), "asset", "materialize", "-m", DEFINITIONS, "--select", selection, *options],
-        cwd=ROOT, env=dict(environment), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds,
-        check=False,
-    )  # fmt: skip

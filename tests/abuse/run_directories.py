@@ -36,9 +36,27 @@ WHOLE, DAMAGED = f"train-{MARK}-11111111", f"train-{MARK}-22222222"
 """Ids of the whole job and of its damaged copy."""
 MOST_MEMORY = 400 << 20
 """Bytes of memory that the readers of a damaged job may take."""
-DOCUMENTS = Path(__file__).parent / "orchestrator_documents"
-"""Documents of an orchestrator, as an older version has written them."""
 ADDED: dict[str, Any] = {
+    "claim.json": {"claimed_at": 1.7e9, "dagster_run_id": "da7a820b"},
+    "owner.json": {"dagster_run_id": "da7a820b"},
+    "registration.json": {"alias": "challenger", "name": "forecaster", "version": "1"},
+    "tracking.json": {"mlflow_run_id": "cbf5e2df83604c279853c87e6c467161"},
+    "plan.json": {
+        "basis": "a probe of 24 steps on 1 node(s)", "basis_kind": "probe", "budget_usd": 0.0, "deadline_hours": 0.0,
+        "estimate": {
+            "node_count": 1, "seconds": {"expected": 10.3, "high": 13.9, "low": 7.6},
+            "usd": {"expected": 0.0088, "high": 0.0118, "low": 0.0065}, "usd_per_node_hour": 3.06,
+        },
+        "fingerprint": "f1256cfb", "pace": "b736e0ad", "learned_factor": 1.0, "node_count": 1, "processes_per_node": 1,
+        "job": {
+            "dataset": {"uri": "nowhere", "dataset_id": "976785d715242228"}, "loss": {"factory": "student_t"},
+            "model": {"factory": "tcn", "args": {"channels": 4}}, "training": {"max_steps": 40, "world_size": 1},
+        },
+        "phases": {"checkpoint": 0.003, "evaluation": 0.029, "finish": 1.25, "startup": 3.89, "steps": 5.13},
+        "price_words": "stand-in price", "rests_on": ["probe-b736e0ad-1n"], "sku": "Standard_NC6s_v3",
+        "stop_at_usd": 0.0, "tier": "dedicated",
+        "work": {"checkpoints": 6, "evaluations": 6, "samples": 7380, "steps": 30},
+    },
     "budget.json": {"max_node_seconds": 3600.0, "stop_at_usd": 2.5},
     "alerts.json": {"news: node 1 was lost": {"sentence": "node 1 was lost", "at": 1.7e9}},
     "cost_alerts.json": {"over": {"sentence": "25% over the estimate", "at": 1.7e9}},
@@ -57,7 +75,7 @@ ADDED: dict[str, Any] = {
         "diagnosis": {"cause": "checkpoint", "share": 0.1, "evidence": "saves", "rank": None, "node_id": None},
     },
 }  # fmt: skip
-"""Further ones."""
+"""Documents that an orchestrator writes beside those of the trainer."""
 RARE: dict[str, dict[str, Any]] = {
     "hang": {"step": 3, "node_id": 1, "nodes": [0, 1], "waited_seconds": 9.0, "operation": "all-reduce", "sequence": 7,
              "where": "a.py:3", "recent": [{"sequence": 7, "what": "all-reduce", "ended": False}], "stacks": "here"},
@@ -259,8 +277,6 @@ class Stage:
         for seat in seats:
             Candidacies(rundir.storage, 1).submit(1, seat)
         rundir.storage.write(path_of(1), text_of(Generation(number=1, launch=1, members=seats)))
-        for path in DOCUMENTS.iterdir():
-            rundir.storage.write(path.name, path.read_bytes())
         for name, document in ADDED.items():
             rundir.write_json(name, document)
         rundir.append_events(1, 1, 9, [event(kind, 1, 1, **fields) for kind, fields in RARE.items()])

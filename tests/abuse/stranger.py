@@ -14,8 +14,6 @@ from typing import Any
 
 from trainer.comm.handshake import PROOF_BYTES
 
-JOB = "train-0123456789ab-1"
-"""Id of the job whose secret the stranger does not have."""
 NOBODY = 65534
 """User id of the stranger, where this process may choose it."""
 
@@ -45,33 +43,6 @@ def hear(connection, size):
     except OSError:
         pass
     return said
-
-def old_words(order):
-    job, generation = order["job"], order["generation"]
-    for member in ("stranger", *order["members"]):
-        yield json.dumps({"token": job, "member": member}).encode() + b"\n" * 8
-    for rank in range(order["ranks"]):
-        hello = {"token": f"{job}/g{generation}", "rank": rank, "world_size": order["ranks"]}
-        text = json.dumps(hello).encode()
-        yield struct.pack("!Q", len(text)) + text
-        yield struct.pack("!32sI", job.encode()[:32], rank)
-        yield b"S" + struct.pack("!Q", rank) + b"x" * 64
-    yield bytes([0]) + struct.pack("<I", 0x3C85F7CE) + bytes([13]) + struct.pack("<I", 7)  # torch's store: a ping
-    yield b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
-
-def old(order):
-    answers = []
-    for port in order["ports"]:
-        for words in old_words(order):
-            try:
-                with knock(port) as connection:
-                    connection.sendall(words)
-                    said = hear(connection, 200)
-            except OSError:
-                continue
-            if said:
-                answers.append([port, words[:60].hex(), said.hex()])
-    return answers
 
 def hello(order):
     # A handshake without the key: what comes after it would be meant for somebody who has it.
@@ -174,15 +145,12 @@ def stranger() -> Iterator[Stranger]:
         made.close()
 
 
-def besiege(
-    who: Stranger, ports: Sequence[int], names: Sequence[str], connections: int = 2000, job: str = JOB
-) -> list[Any]:
+def besiege(who: Stranger, ports: Sequence[int], names: Sequence[str], connections: int = 2000) -> list[Any]:
     """Make the stranger try everything at these ports, and return the answers that it got. Its connections stay
     open."""
     if not ports:
         return []
-    found = who.does("old", ports=ports, job=job, generation=1, members=names, ranks=3)
-    found += who.does("hello", ports=ports, names=names, recorded="ab" * PROOF_BYTES)
+    found = who.does("hello", ports=ports, names=names, recorded="ab" * PROOF_BYTES)
     who.does("numbers", ports=ports, ranks=3)
     who.does("flood", ports=ports, count=connections)
     return found

@@ -19,7 +19,7 @@ from dtrain_dagster.__main__ import main as home_commands
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.clusters.base import JobSpec, JobState
 from dtrain_dagster.clusters.managers import LocalClusterManager
-from dtrain_dagster.clusters.supervision.settle import new_token, signal_supervisor, supervisor_of, sweep
+from dtrain_dagster.clusters.supervision.settle import new_token, signal_supervisor, sweep
 from dtrain_dagster.settings.home import make_home
 from dtrain_dagster.support.building import LEFT_SECONDS, building_in
 from harness import small_job
@@ -126,20 +126,6 @@ def test_cancel_ends_the_job_and_not_whom_a_forged_status_names(manager: LocalCl
         assert victim.poll() is None
     finally:
         victim.kill()
-
-
-def test_only_a_process_that_holds_the_lock_is_its_supervisor(manager: LocalClusterManager):
-    one, two = submit(manager, "one"), submit(manager, "two")
-    folders = [rundir.storage.local_path() for rundir in (one, two)]
-    pids = [rundir.read_json("status.json")["pid"] for rundir in (one, two)]
-    try:
-        assert [supervisor_of(folder, None) for folder in folders] == pids
-        assert supervisor_of(folders[0], pids[1]) == pids[0], "another job's supervisor is not this one's"
-        assert supervisor_of(folders[0], os.getpid()) == pids[0]
-    finally:
-        manager.cancel_job("one")
-        manager.cancel_job("two")
-    assert supervisor_of(folders[0], pids[0]) is None
 
 
 def test_a_forged_launch_kills_nothing_of_another_job(tmp_path: Path):

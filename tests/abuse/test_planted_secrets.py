@@ -8,16 +8,11 @@ import json
 import os
 import pickle
 import random
-import socket
 import sqlite3
-import subprocess
-import sys
-import time
 import urllib.parse
 import urllib.request
 import zlib
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import dagster as dg
@@ -34,15 +29,11 @@ from tests.abuse.planted_secrets import (
     CARRIERS,
     FOR_PEOPLE,
     Border,
-    environment_of,
-    materialize,
     price_server,
     refused,
     secret_of,
-    small_prices,
 )
 from tests.leaks import forms, leaks
-from tests.webhook import web_hook
 from trainer.observability.mlflow_sqlite import authorised
 from trainer.secrets.addresses import secret_in
 
@@ -185,66 +176,3 @@ def test_the_password_of_a_tracking_server_leaves_its_address(monkeypatch: pytes
     for plain in ("sqlite:////home/a:b@c/mlflow.db", "http://127.0.0.1:5000", "postgresql://a:b@c/d"):
         monkeypatch.setenv("TRACKING", plain)
         assert authorised("env:TRACKING") == plain
-
-
-@contextmanager
-def mlflow_server(folder: Path) -> Iterator[int]:
-    """A real tracking server; its port. It asks nobody for a password, and is given one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    folder.mkdir()
-    command = [
-        sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
-        "--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder / "artifacts"),
-    ]  # fmt: skip
-    with open(folder / "server.log", "wb") as log:
-        server = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
-                break
-            except OSError:
-                time.sleep(0.2)
-        yield port
-    finally:
-        server.terminate()
-        server.wait(30)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_the_whole_graph_by_references_leaves_no_secret_anywhere(tmp_path: Path) -> None:
-    """Prices, people who are told and the tracking server, all by reference; and variables that a process may have
-    besides."""
-    chance = random.Random(5)
-    names = ("prices", "hook", "mlflow", "storage")
-    secrets = {name: secret_of(chance) for name in names}
-    quoted = {name: urllib.parse.quote(secret, safe="") for name, secret in secrets.items()}
-    home = tmp_path / "home"
-    with (
-        price_server(small_prices(), secrets["prices"]) as prices,
-        web_hook() as (hook, heard),
-        mlflow_server(tmp_path / "server") as port,
-    ):
-        environment = environment_of(
-            home,
-            DTRAIN_PRICES="env:PRICES_ADDRESS",
-            PRICES_ADDRESS=prices,
-            DTRAIN_NOTIFY="env:HOOK",
-            HOOK=hook.replace("://", f"://robot:{quoted['hook']}@"),
-            DTRAIN_MLFLOW_TRACKING_URI="env:TRACKING",
-            TRACKING=f"http://robot:{quoted['mlflow']}@127.0.0.1:{port}",
-            AZURE_STORAGE_KEY=secrets["storage"],
-        )
-        config = {"ops": {"cost_estimate": {"config": {"epochs": 2, "checkpoint_frequency": 20, "warmup_steps": 3}}}}
-        done = materialize(environment, "not group:studies", config, 550)
-    (tmp_path / "printed.txt").write_text(done.stdout)
-    (tmp_path / "heard.json").write_text(json.dumps(heard))
-    assert "promotion_gate" in done.stdout, done.stdout[-4000:]  # four tickers teach nothing; it was registered
-    [job] = (home / "storage" / "jobs").glob("train-*")
-    assert json.loads((job / "job.json").read_text())["tracking"]["mlflow_tracking_uri"] == "env:TRACKING"
-    assert (job / "tracking.json").exists(), "the tracking server was reached by reference, from the nodes as well"
-    assert not leaks([tmp_path], secrets.values())
