@@ -8,15 +8,13 @@ is to take its place. All that MLflow does is done in forks, since it keeps conn
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import mlflow.pyfunc
-import mlflow.store.model_registry.sqlalchemy_store
-import mlflow.store.tracking.sqlalchemy_store
 import numpy as np
 import pytest
 
@@ -38,6 +36,8 @@ class Home:
     """A home with a registry and two finished jobs, as it is copied back before each kill."""
 
     def __init__(self, folder: Path) -> None:
+        for name in ("pyfunc", "store.model_registry.sqlalchemy_store", "store.tracking.sqlalchemy_store"):
+            importlib.import_module(f"mlflow.{name}")  # for the forks; it takes seconds
         self.folder, self.good = folder / "home", folder / "good"
         self.uri = f"sqlite:///{self.folder}/mlflow.db"
         self.folder.mkdir()
@@ -85,6 +85,8 @@ class Home:
 
     def check(self) -> None:
         """Check that the second job has one version and one run, which are what was trained, and is champion."""
+        import mlflow.pyfunc
+
         client, rundir = open_client(self.uri), self.rundir(SECOND)
         versions = {item.version: dict(item.tags) for item in client.search_model_versions(f"name = '{NAME}'")}
         [mine] = [number for number, tags in versions.items() if tags.get("job_id") == SECOND]

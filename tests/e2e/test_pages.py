@@ -16,7 +16,6 @@ import pytest
 import requests
 from axe_playwright_python.sync_playwright import Axe
 from click.testing import CliRunner
-from mlflow.tracking import MlflowClient
 from playwright.sync_api import Browser, Page
 
 from dtrain_dagster.cli.main import main
@@ -345,6 +344,8 @@ def test_mlflows_list_opens_with_the_columns_by_which_trainings_are_compared_beh
 
 def experiment_with_a_run(uri: str, home: Path) -> str:
     """Make a run as an older version wrote it, in an experiment without a view; return the experiment's id."""
+    from mlflow.tracking import MlflowClient
+
     copy_tables(home / "mlflow.db")
     client = MlflowClient(uri)
     experiment = client.create_experiment(
