@@ -1,8 +1,6 @@
 """A measured training step as its parts, and the gain that a change of them would bring. Pure.
 
-Which changes are worth considering is in `strategies`; what they do to the dollars of a job, in `planning`. How a step
-grows with the number of ranks, from measurements at several sizes, is in `benchmarks.scaling_model`.
-`trainer.performance.link` computes for all of them what the backward pass hides of its communication.
+Which changes are worth considering is in `strategies`; what they do to the dollars of a job, in `planning`.
 """
 
 from __future__ import annotations

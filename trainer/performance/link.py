@@ -40,12 +40,6 @@ class Link:
             seconds_per_byte=bytes_carried(ranks) * self.seconds_per_byte,
         )
 
-    def over_tree(self, ranks: int) -> Link:
-        """Return the link of an all-reduce up and down a tree of this many ranks, where this link is that of one
-        message."""
-        floors = 2 * math.ceil(math.log2(ranks))
-        return Link(latency_seconds=floors * self.latency_seconds, seconds_per_byte=floors * self.seconds_per_byte)
-
     def message_of_ring(self, ranks: int) -> Link:
         """Return the link of one message, where this link is that of an all-reduce around a ring of this many ranks:
         the reverse of `over_ring`. Raise ValueError for less than two ranks, which send none."""
@@ -102,10 +96,3 @@ def ring_messages(ranks: int) -> float:
 def bytes_carried(ranks: int) -> float:
     """Return how many bytes each rank's link carries for each byte that a ring of this many ranks all-reduces."""
     return 2 * (ranks - 1) / ranks
-
-
-def exposed_seconds(network_times: Sequence[float], hiding_seconds: float) -> float:
-    """Return the seconds for which these sums hold a step up, given in order of sending, where the backward pass hides
-    up to ``hiding_seconds`` of them. The last never hides: with it the backward pass is done."""
-    hidden = min(hiding_seconds, sum(network_times[:-1]))
-    return sum(network_times) - hidden

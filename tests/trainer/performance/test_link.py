@@ -1,4 +1,4 @@
-"""What a link takes, from sums that were measured over it, and for a ring or a tree of ranks."""
+"""What a link takes, from sums that were measured over it, and for a ring of ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from trainer.performance.link import (
     SIZES_APART,
     Link,
     bytes_carried,
-    exposed_seconds,
     fit_collective,
     fit_link,
     ring_messages,
@@ -30,15 +29,12 @@ def test_a_ring_is_its_messages_and_a_message_its_ring(ranks: int) -> None:
     assert (again.latency_seconds, again.seconds_per_byte) == pytest.approx(
         (MESSAGE.latency_seconds, MESSAGE.seconds_per_byte)
     )
-    tree = MESSAGE.over_tree(ranks)
-    assert tree.seconds(size) == pytest.approx(2 * math.ceil(math.log2(ranks)) * MESSAGE.seconds(size))
-    assert (tree.seconds(0) < ring.seconds(0)) == (ranks > 3), "a tree has fewer messages"
 
 
 def test_a_single_rank_sends_nothing_and_says_nothing_of_a_message() -> None:
-    for alone in (MESSAGE.over_ring(1), MESSAGE.over_tree(1)):
-        assert alone == Link(latency_seconds=0.0, seconds_per_byte=0.0)
-        assert alone.bytes_per_second == math.inf
+    alone = MESSAGE.over_ring(1)
+    assert alone == Link(latency_seconds=0.0, seconds_per_byte=0.0)
+    assert alone.bytes_per_second == math.inf
     with pytest.raises(ValueError, match="two ranks"):
         MESSAGE.message_of_ring(1)
 
@@ -74,23 +70,3 @@ def test_no_part_is_negative_and_sizes_that_are_alike_tell_nothing() -> None:
     assert fit_collective([(0, 0.001), (1000, 0.0)]) is None
     with pytest.raises(ValueError, match="there are no measurements"):
         fit_link([(1.0, 1000.0, 0.0)])
-
-
-def play(network_times: list[float], hiding: float) -> float:
-    """Sums go one after the other; all but the last are ready at once, the last when the backward pass is done."""
-    clock = sum(network_times[:-1])
-    return max(clock, hiding) + network_times[-1] - hiding
-
-
-def test_what_is_exposed_is_what_is_left_when_the_backward_pass_is_done() -> None:
-    chance = random.Random(1)
-    for _ in range(500):
-        network_times = [chance.uniform(0, 0.1) for _ in range(chance.randint(1, 6))]
-        hiding = chance.choice([0.0, chance.uniform(0, 0.5)])
-        assert exposed_seconds(network_times, hiding) == pytest.approx(play(network_times, hiding), abs=1e-12)
-
-
-def test_the_last_sum_never_hides_and_without_sums_nothing_is_exposed() -> None:
-    assert exposed_seconds([3.0, 2.0, 1.0], 100.0) == 1.0
-    assert exposed_seconds([1.0], 100.0) == 1.0
-    assert exposed_seconds([], 100.0) == 0.0
