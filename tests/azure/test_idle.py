@@ -75,7 +75,7 @@ def test_nodes_that_stay_though_nothing_keeps_them_go_with_their_compute(stage: 
     stage.manager().provision_cluster(2, V100)
     name = keep_nodes(stage)
     stage.control("fault", fault="fail", operation="compute.delete")
-    daemon.ticks(6, 150.0)
+    daemon.ticks(7, 150.0)
     assert name not in stage.computes(), "it is tried again where the service failed"
     assert len(stage.computes()) == 1, "a compute without nodes costs nothing"
     assert daemon.told[-1].endswith("scaled down")

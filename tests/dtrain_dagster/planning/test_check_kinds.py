@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dtrain_dagster.cli.job_options import total_steps
-from dtrain_dagster.planning.check_job import check_job, data_of
+from dtrain_dagster.costs.prices import price_of
+from dtrain_dagster.planning.check_job import check_job, check_memory, data_of
+from dtrain_dagster.planning.memory_fit import room_of_sku
 from tests.kinds import build_table
-from trainer.config import ConfigError, JobConfig, parse_job
+from trainer.config import ConfigError, JobConfig, OptimizerConfig, parse_job
 
 OWN = """
 import torch
@@ -50,15 +53,28 @@ def job_of(uri: str, model: str, loss: str, args: Any = None) -> JobConfig:
 def test_stock_parts_of_the_kind_pass_and_others_are_refused(tmp_path: Path) -> None:
     rows = build_table(tmp_path)
     assert check_job(job_of(rows.uri, "mlp", "logistic"), ranks=1).sentences == ()
-    assert total_steps(job_of(rows.uri, "mlp", "logistic")) == 2 * -(-rows.manifest["samples"]["train"] // 10)
+    assert total_steps(job_of(rows.uri, "mlp", "logistic")) == 2 * -(-rows.samples["train"] // 10)
     with pytest.raises(ConfigError, match=r"model.factory = 'tcn' is not for a dataset of"):
         check_job(job_of(rows.uri, "tcn", "cross_entropy"), ranks=1)
 
 
 @pytest.mark.slow
-def test_a_model_is_rehearsed_on_rows(tmp_path: Path) -> None:
+def test_a_model_is_rehearsed_on_rows_and_counted(tmp_path: Path) -> None:
+    """In a process of its own, which counts it, what its optimizer keeps, and measures a sample."""
     rows = build_table(tmp_path)
-    assert check_job(job_of(rows.uri, "own_checked:make_model", "logistic"), ranks=1).sentences == ()
+    sgd = OptimizerConfig(factory="torch.optim:SGD", args={"lr": 0.1, "momentum": 0.9})
+    job = replace(job_of(rows.uri, "own_checked:make_model", "logistic"), optimizer=sgd)
+    room = room_of_sku(price_of("Standard_NC4as_T4_v3"), 1, 1)
+    checked = check_job(job, ranks=1, room=room)
+    assert checked.sentences == ()
+    model = checked.model
+    assert model is not None
+    assert model.parameters == model.trained > 4 * 4
+    assert model.moments == 1.0
+    assert model.block + model.rest <= model.parameters
+    assert (model.sample or 0) > 0
+    with pytest.raises(ConfigError, match=r"the model does not fit: .* a rank with training\.strategy = 'ddp'"):
+        check_memory(checked, job.training, replace(room, bytes=10.0))
     with pytest.raises(ConfigError, match=r"'squared_error' does not fit 'bought', whose task is binary"):
         check_job(job_of(rows.uri, "own_checked:make_model", "squared_error"), ranks=1)
 

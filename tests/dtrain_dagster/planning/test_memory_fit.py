@@ -12,7 +12,7 @@ import pytest
 
 from dtrain_dagster.costs.prices import SkuPrice, price_of, price_table
 from dtrain_dagster.planning.build_plan import Limits
-from dtrain_dagster.planning.check_job import Checked, check_job, check_memory, memory_of
+from dtrain_dagster.planning.check_job import Checked, check_job, memory_of
 from dtrain_dagster.planning.choices import Choices, compare_choices
 from dtrain_dagster.planning.memory_fit import MemoryRoom, judge_memory, room_of, room_of_sku, why_too_small
 from dtrain_dagster.settings.cluster_kinds import KINDS
@@ -147,26 +147,6 @@ def test_a_plan_compares_no_nodes_that_are_too_small() -> None:
         memory_of(planned, Checked((), replace(MODEL, parameters=40 * GIB, trained=40 * GIB)))
     known, _ = memory_of(planned, Checked())
     assert not known(price, 1), "of a model whose bytes are not known nothing is refused"
-
-
-@pytest.mark.slow
-def test_the_rehearsal_of_a_training_counts_its_model(tmp_path: Path) -> None:
-    """The stock model with arguments runs in a process of its own, which counts it, what its optimizer keeps, and
-    measures a sample."""
-    sgd = {"factory": "torch.optim:SGD", "args": {"lr": 0.1, "momentum": 0.9}}
-    model_args = {"factory": "tcn", "args": {"channels": 8}}
-    job = job_of(write_dataset(tmp_path / "dataset"), model=model_args, optimizer=sgd)
-    checked = check_job(job, ranks=1, room=room())
-    assert checked.sentences == ()
-    model = checked.model
-    assert model is not None
-    assert model.parameters == model.trained > 4 * 8
-    assert model.moments == 1.0
-    assert model.block + model.rest <= model.parameters
-    assert model.sample is not None
-    assert model.sample > 0
-    with pytest.raises(ConfigError, match=r"the model does not fit: .* a rank with training\.strategy = 'ddp'"):
-        check_memory(checked, job.training, replace(room(), bytes=1000.0))
 
 
 @pytest.mark.long
