@@ -36,7 +36,7 @@ from trainer.setting_errors import describe_errors
 from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
-    from dtrain_dagster.monitoring.step_model import Strategy
+    from dtrain_dagster.monitoring.strategies import Strategy
 
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 """Pydantic's names of a number's bounds, and their words."""

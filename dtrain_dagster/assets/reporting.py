@@ -157,9 +157,9 @@ def _figures(performance: "Performance") -> dict[str, Any]:
     }
     if performance.segment_shares:
         figures["input_percent"] = 100 * performance.segment_shares["input"]
-    if performance.network_share is not None and performance.waiting_share is not None:
-        figures["communication_percent"] = 100 * performance.network_share
-        figures["waiting_percent"] = 100 * performance.waiting_share
+    if len(performance.ranks) > 1:
+        figures["communication_percent"] = 100 * performance.segment_shares["communication"]
+        figures["waiting_percent"] = 100 * performance.segment_shares["waiting"]
     also = [
         f"- {item.where}, {item.share:.0%} of training time: {item.evidence}" for item in performance.diagnosis.also
     ]

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from dtrain_dagster.costs.money import SECOND, split, usd
 from dtrain_dagster.costs.timeline import NEVER, CostCause, Mix, Span, Term, Timeline, timeline
 from dtrain_dagster.costs.tracker import NodeCost
 
-K = TypeVar("K")
 IN_STEPS = (CostCause.PRODUCTIVE, CostCause.COMMUNICATION, CostCause.WAITING, CostCause.INPUT)
 """Time in steps that counted; `Ledger.goodput` is their share."""
 CLOSING = 60 * SECOND
@@ -36,7 +34,7 @@ class LedgerEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Entries of one cause, or of one node, added up."""
+    """Entries of one cause, added up."""
 
     microseconds: int
     units: int
@@ -72,19 +70,12 @@ class Ledger:
         return sum(entry.microseconds for entry in self.entries if entry.cause in IN_STEPS) / whole if whole else 0.0
 
     def causes(self) -> dict[CostCause, Row]:
-        found = self.rows(lambda entry: entry.cause)
-        return {cause: found[cause] for cause in CostCause if cause in found}
-
-    def by_node(self) -> dict[tuple[int, CostCause], Row]:
-        return self.rows(lambda entry: (entry.node_id, entry.cause))
-
-    def rows(self, key: Callable[[LedgerEntry], K]) -> dict[K, Row]:
-        sums: dict[K, list[int]] = defaultdict(lambda: [0, 0])
+        sums: dict[CostCause, list[int]] = defaultdict(lambda: [0, 0])
         for entry in self.entries:
-            row = sums[key(entry)]
+            row = sums[entry.cause]
             row[0] += entry.microseconds
             row[1] += entry.units
-        return {name: Row(microseconds=time, units=units) for name, (time, units) in sums.items()}
+        return {cause: Row(microseconds=sums[cause][0], units=sums[cause][1]) for cause in CostCause if cause in sums}
 
 
 def ledger(

@@ -7,16 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtrain_dagster.monitoring.diagnosis import SlowdownCause, diagnose
-from dtrain_dagster.monitoring.step_model import Strategy
 from dtrain_dagster.monitoring.stragglers import FEWEST_WINDOWS, LEAST_SECONDS
-from dtrain_dagster.monitoring.strategies import communication_strategies, strategies, waiting_strategies
+from dtrain_dagster.monitoring.strategies import (
+    Strategy,
+    communication_strategies,
+    strategies,
+    waiting_strategies,
+)
 from dtrain_dagster.monitoring.windows import (
     COMMUNICATION_LIMIT,
     LATEST_WINDOWS,
-    communication_cost,
     exceeds_limit,
     seconds_of,
     settled,
+    shares,
     windows,
     with_own_cores,
     worlds,
@@ -81,23 +85,26 @@ def communication_alert(found: Sequence[TimingEvent], training: Mapping[str, Any
     found = with_own_cores(found)
     if len(found) < FEWEST_WINDOWS or not exceeds_limit(found):
         return None
-    cost, world = communication_cost(found), worlds(found)[0]
+    world, part = worlds(found)[0], shares(found)
+    wire, waiting = part["communication"], part["waiting"]
+    total, mostly_waiting = wire + waiting, waiting > wire
     against_waiting, against_wire = waiting_strategies(world), communication_strategies(world, training or {})
-    larger, other = (against_waiting, against_wire) if cost.is_mostly_waiting else (against_wire, against_waiting)
-    is_other_large = min(cost.wire, cost.waiting) > COMMUNICATION_LIMIT
+    larger, other = (against_waiting, against_wire) if mostly_waiting else (against_wire, against_waiting)
+    is_other_large = min(wire, waiting) > COMMUNICATION_LIMIT
     first, last = found[0], found[-1]
     hint = ""
-    if cost.is_mostly_waiting:
+    if mostly_waiting:
         hint = "; a faster network or compression does not end this waiting"
         hint += "" if against_waiting else ", and no rank is persistently late: they take turns"
     return Alert(
         key=COMMUNICATION,
-        title=f"communication takes {cost.total:.0%} of training time",
+        title=f"communication takes {total:.0%} of training time",
         sentence=(
-            f"communication takes {cost.total:.0%} of training time in steps {first.step - first.steps + 1} to "
-            f"{last.step} (limit {COMMUNICATION_LIMIT:.0%}): {cost.parts}{hint}"
+            f"communication takes {total:.0%} of training time in steps {first.step - first.steps + 1} to "
+            f"{last.step} (limit {COMMUNICATION_LIMIT:.0%}): {wire:.0%} on the network, "
+            f"{waiting:.0%} waiting at collectives for slower ranks{hint}"
         ),
-        figures={"communication": cost.wire, "waiting": cost.waiting},
+        figures={"communication": wire, "waiting": waiting},
         strategies=(*best(larger), *(best(other) if is_other_large else ())),
     )
 

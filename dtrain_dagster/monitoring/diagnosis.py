@@ -21,7 +21,6 @@ from dtrain_dagster.monitoring.windows import (
     COMMUNICATION_LIMIT,
     NOISE_FACTOR,
     collective_link,
-    describe_contention,
     exceeds_limit,
     is_steadily_above,
     latency_share,
@@ -179,12 +178,15 @@ def _straggler(item: Straggler, world: Sequence[TimingEvent]) -> Diagnosis:
 
 
 def _contention(world: Sequence[TimingEvent]) -> list[Diagnosis]:
-    """Return a diagnosis of cores that ranks share, whatever it costs: that is not known."""
-    if not (shared := describe_contention(world)):
+    """Return a diagnosis of cores that ranks share, however little it costs: the verdict does not change with the
+    noise."""
+    if len(world) < FEWEST_WINDOWS or not (sharing := ranks_that_share_cores(world[-1])):
         return []
+    last, rank = world[-1], sharing[0]
+    ranks, cores = last.machines.count(last.machines[rank]), last.cores[rank]
     text = (
-        f"{shared}, so fewer nodes are as fast: who is late there is up to the scheduler; this does not mean that a "
-        "node is slow."
+        f"{ranks} ranks share {cores} core{'' if cores == 1 else 's'}, so fewer nodes are as fast: who is late there "
+        "is up to the scheduler; this does not mean that a node is slow."
     )
     return [Diagnosis(cause=SlowdownCause.CROWDED, share=0.0, evidence=text)]
 

@@ -1,7 +1,8 @@
 """Strategies against a slow training, ranked by the gain that this run's own figures predict. Pure.
 
 Every figure is a prediction from a simple model of a step: its segments, and latency + bytes / bandwidth for the
-network. It holds as long as the rest stays as it is; what it leaves out is said in the strategy's note.
+network. It holds as long as the rest stays as it is; what it leaves out is said in the strategy's note. What changes do
+to the dollars of a job is in `planning.optimizer`.
 """
 
 from __future__ import annotations
@@ -9,20 +10,21 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dtrain_dagster.monitoring.diagnosis import INPUT_SHARE
-from dtrain_dagster.monitoring.step_model import WORTH_IT, StepModel, Strategy, longest_world, step_model
 from dtrain_dagster.monitoring.stragglers import Straggler, stragglers
 from dtrain_dagster.monitoring.windows import (
     COMMUNICATION_LIMIT,
     collective_link,
     exceeds_limit,
     latency_share,
+    median_error,
     ranks_that_share_cores,
     seconds_of,
     typical_collectives,
+    worlds,
 )
 from trainer.documents.events import CheckpointEvent, TimingEvent, read_events
 from trainer.performance.link import Link, bytes_carried, ring_messages
@@ -31,6 +33,114 @@ CHECKPOINT_BUDGET = 0.01
 """Share of training time that checkpoints may cost."""
 KEPT = 0.01
 """Share of a gradient's entries that top-k compression sends, where the configuration does not say."""
+WORTH_IT = 0.01
+"""A gain below this counts as none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strategy:
+    """A change of the training, with its expected gain."""
+
+    name: str
+    change: str
+    """What to do, with the setting if there is one."""
+    gain: float
+    """Expected change of samples per second as a fraction: 0.25 is a quarter more."""
+    step_seconds: float
+    samples_per_second: float
+    communication_share: float
+    cost_gain: float
+    """Expected change of samples per node-second, that is, per dollar."""
+    note: str = ""
+    noise: float = 0.0
+    """The gain that chance alone shows in the measurements that this one is predicted from."""
+
+    @property
+    def sort_key(self) -> tuple[bool, float]:
+        """The key to sort by: strategies that are faster, by how much; then those that are cheaper."""
+        return (True, self.gain) if self.gain >= WORTH_IT else (False, self.cost_gain)
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether it is faster or cheaper by `WORTH_IT` at least, and by more than noise."""
+        return max(self.gain, self.cost_gain) >= max(WORTH_IT, self.noise)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepModel:
+    """The parts of a step, in seconds, mean over ranks. A prediction is a `StepModel` as well."""
+
+    input: float
+    computing: float
+    """Forward and backward computation."""
+    communication: float
+    waiting: float
+    fixed: float
+    """Update, saves and bookkeeping: the same for any number of samples."""
+    samples: float
+    nodes: int
+    noise: float = 0.0
+    """Twice the standard error of the step's seconds, as a share of them."""
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of a whole step."""
+        return self.input + self.computing + self.communication + self.waiting + self.fixed
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples per second, over all ranks."""
+        return self.samples / self.seconds
+
+    def with_work(self, factor: float) -> StepModel:
+        """Return the step with ``factor`` times the work for each rank."""
+        return replace(
+            self, input=factor * self.input, computing=factor * self.computing, waiting=factor * self.waiting
+        )
+
+    def with_batch(self, factor: float) -> StepModel:
+        """Return the step with ``factor`` times the samples, and as much more work."""
+        return replace(self.with_work(factor), samples=factor * self.samples)
+
+    def to(self, other: StepModel, name: str, change: str, note: str = "") -> Strategy:
+        """Return the strategy that leads from this step to the other."""
+        gain = other.samples_per_second / self.samples_per_second
+        return Strategy(
+            name=name,
+            change=change,
+            gain=gain - 1,
+            step_seconds=other.seconds,
+            samples_per_second=other.samples_per_second,
+            communication_share=other.communication / other.seconds,
+            cost_gain=gain * self.nodes / other.nodes - 1,
+            note=note,
+            noise=self.noise,
+        )
+
+
+def longest_world(found: Sequence[TimingEvent]) -> list[TimingEvent]:
+    """Return the windows of the world that trained longest; none where nobody counted their samples."""
+    groups = worlds(found)
+    return groups[0] if groups and step_model(groups[0]).samples else []
+
+
+def step_model(world: Sequence[TimingEvent]) -> StepModel:
+    """Return the mean step of windows of one world."""
+    steps = sum(window.steps for window in world)
+
+    def mean(*segments: str) -> float:
+        return sum(window.mean(segment) * window.steps for window in world for segment in segments) / steps
+
+    return StepModel(
+        input=mean("input"),
+        computing=mean("forward", "backward"),
+        communication=mean("communication"),
+        waiting=mean("waiting"),
+        fixed=mean("optimizer", "checkpoint", "other"),
+        samples=sum(sum(window.samples) for window in world) / steps,
+        nodes=len(set(world[-1].nodes)),
+        noise=2 * median_error([window.seconds for window in world]) / (seconds_of(world) / steps),
+    )
 
 
 def strategies(

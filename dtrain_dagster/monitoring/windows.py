@@ -17,9 +17,6 @@ from typing import Any
 from trainer.documents.events import CollectiveTiming, StepEvent, TimingEvent, read_events
 from trainer.performance.link import Link, fit_collective
 
-FEWEST_CROWDED = 3
-"""Windows that must tell of it."""
-
 NOISE_FACTOR = 3.5
 """Robust standard errors by which a figure must exceed the noise."""
 
@@ -32,34 +29,9 @@ KEPT_EVENTS = 10 * KEPT_WINDOWS
 SEGMENTS = ("input", "forward", "backward", "communication", "waiting", "optimizer", "checkpoint", "other")
 """Parts of a step, in the order in which they are drawn; they sum to a rank's step time."""
 COMMUNICATION_LIMIT = 0.20
-"""The share of training time above which communication is reported: all that it costs, see `CommunicationCost`."""
+"""The share of training time above which communication is reported: `COMMUNICATION_SEGMENTS` together."""
 COMMUNICATION_SEGMENTS = ("communication", "waiting")
 """The parts of a step that communication costs: the wire, and waiting at collectives."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CommunicationCost:
-    """All that communication costs, as shares of training time, mean over ranks."""
-
-    wire: float
-    """Exposed time on the network."""
-    waiting: float
-    """Waiting at collectives for ranks that come later."""
-
-    @property
-    def total(self) -> float:
-        """Both together: the share that `COMMUNICATION_LIMIT` is about."""
-        return self.wire + self.waiting
-
-    @property
-    def is_mostly_waiting(self) -> bool:
-        """Whether the larger part is waiting, which no faster network ends."""
-        return self.waiting > self.wire
-
-    @property
-    def parts(self) -> str:
-        """Return which part is which, in words."""
-        return f"{self.wire:.0%} on the network, {self.waiting:.0%} waiting at collectives for slower ranks"
 
 
 def windows(events: Iterable[Mapping[str, Any]]) -> list[TimingEvent]:
@@ -94,13 +66,6 @@ def shares(found: Sequence[TimingEvent]) -> dict[str, float]:
     if not total:
         return {}
     return {name: sum(window.mean(name) * window.steps for window in found) / total for name in SEGMENTS}
-
-
-def communication_cost(found: Sequence[TimingEvent]) -> CommunicationCost:
-    """Return what communication costs in these windows; zeros where there are none."""
-    part = shares(found)
-    wire, waiting = (part.get(name, 0.0) for name in COMMUNICATION_SEGMENTS)
-    return CommunicationCost(wire=wire, waiting=waiting)
 
 
 def exceeds_limit(found: Sequence[TimingEvent], segments: Sequence[str] = COMMUNICATION_SEGMENTS) -> bool:
@@ -170,16 +135,6 @@ def is_steadily_above(limit: float, values: Sequence[float]) -> bool:
     return statistics.median(values) - NOISE_FACTOR * median_error(values) > limit
 
 
-def describe_contention(world: Sequence[TimingEvent]) -> str:
-    """Return who shares cores in windows of one world, ``3 ranks share 2 cores``; "" where none do, or the trainer does
-    not tell. It is told however little it costs, so that the verdict does not change with the noise."""
-    if len(world) < FEWEST_CROWDED or not (sharing := ranks_that_share_cores(world[-1])):
-        return ""
-    last, rank = world[-1], sharing[0]
-    ranks, cores = last.machines.count(last.machines[rank]), last.cores[rank]
-    return f"{ranks} ranks share {cores} core{'' if cores == 1 else 's'}"
-
-
 def ranks_that_share_cores(window: TimingEvent) -> tuple[int, ...]:
     """Return the ranks on machines that have more ranks than cores; none for GPUs, or where that is not known."""
     if not window.machines or not window.cores or window.facts.get("device", "cpu") != "cpu":
@@ -247,14 +202,6 @@ def throughput(found: Iterable[TimingEvent], steps: Iterable[StepEvent] = ()) ->
     for step in steps:
         whole = whole.after(step)
     return whole
-
-
-def samples_per_second_by_rank(world: Sequence[TimingEvent]) -> list[float] | None:
-    """Return the samples per second of each rank of one world; None where they are not known."""
-    seconds = sum(window.total_seconds for window in world)
-    if not seconds or any(len(window.samples) != window.world_size for window in world):
-        return None
-    return [sum(column) / seconds for column in zip(*(window.samples for window in world), strict=True)]
 
 
 def keep(recent: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:

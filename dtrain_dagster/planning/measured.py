@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from dtrain_dagster.costs.estimate import Measured
-from dtrain_dagster.monitoring.windows import communication_cost, settled, shares, windows
+from dtrain_dagster.monitoring.windows import COMMUNICATION_SEGMENTS, settled, shares, windows
 from trainer.documents.events import EvaluationEvent, PhaseEvent, StepEvent, TimingEvent, read_events
 from trainer.documents.presences import NodePresence
 
@@ -62,7 +62,7 @@ def read_measured(
         step_spread=step_spread(full),
         sample_share=growing,
         compute_share=sum(parts[name] for name in ("forward", "backward", "optimizer")) if parts else 1.0,
-        communication_share=communication_cost(settled(timed)).total,
+        communication_share=sum(parts.get(name, 0.0) for name in COMMUNICATION_SEGMENTS),
         evaluation_seconds=evaluation,
         checkpoint_seconds=saving / max(1, saves),
         finish_seconds=max(0.0, end - ready - training - judging - saving - seconds.get("regroup", 0.0)),

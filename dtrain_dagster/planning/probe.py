@@ -202,11 +202,8 @@ class Pace:
 
 def explain_dear_probe(probe: ExpectedProbe, limits: Limits, stop_at_usd: float) -> str | None:
     """Return in words why not even the plan's probe fits its limits; None where it does, as expected."""
-    said = [
-        f"{name} is {dollars(limit)}"
-        for name, limit in (("budget_usd", limits.budget_usd), ("stop_at_usd", stop_at_usd))
-        if 0 < limit < probe.usd.expected
-    ]
+    caps = {"budget_usd": limits.budget_usd, "stop_at_usd": stop_at_usd}
+    said = [f"{name} is {dollars(limit)}" for name, limit in caps.items() if 0 < limit < probe.usd.expected]
     if 0 < limits.deadline_hours * 3600 < probe.seconds.expected:
         said.append(f"deadline_hours is {limits.deadline_hours:g}")
     return f"the probe alone would take {probe}, and {' and '.join(said)}" if said else None

@@ -12,12 +12,10 @@ from dtrain_dagster.costs.tracker import bill_usage
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.costs.verdict import Goodput, describe_performance, goodput
 from dtrain_dagster.monitoring.diagnosis import Diagnosis, diagnose
-from dtrain_dagster.monitoring.step_model import Strategy
-from dtrain_dagster.monitoring.strategies import strategies
+from dtrain_dagster.monitoring.strategies import Strategy, strategies
 from dtrain_dagster.monitoring.windows import (
     SEGMENTS,
-    communication_cost,
-    samples_per_second_by_rank,
+    seconds_of,
     settled,
     shares,
     throughput,
@@ -51,11 +49,6 @@ class Performance:
     step_milliseconds_p95: float
     segment_shares: dict[str, float]
     """Each segment's share of training time, mean over ranks; empty where the trainer recorded no timing."""
-    network_share: float | None
-    """The share of training time on the network that nothing hides; None where nothing was timed, or one rank
-    trained."""
-    waiting_share: float | None
-    """The same of waiting at collectives."""
     goodput: Goodput
     recommendations: tuple[Strategy, ...]
     """Changes that would gain more than noise, the largest gain first."""
@@ -79,8 +72,6 @@ def summarise_performance(
     diagnosis, good = diagnose(events), goodput(ledger(bill_usage(usage)[0], events))
     pace = throughput(timed, steps)
     rate = pace.samples_per_second or 0.0
-    groups = worlds(found)
-    cost = communication_cost(found) if groups and groups[0][-1].world_size > 1 else None
     return Performance(
         verdict=describe_performance(diagnosis, good),
         diagnosis=diagnosis,
@@ -89,8 +80,6 @@ def summarise_performance(
         step_milliseconds_median=statistics.median(milliseconds),
         step_milliseconds_p95=milliseconds[min(len(milliseconds) - 1, int(0.95 * len(milliseconds)))],
         segment_shares=shares(found),
-        network_share=cost.wire if cost else None,
-        waiting_share=cost.waiting if cost else None,
         goodput=good,
         recommendations=tuple(item for item in strategies(found, events, training) if item.is_worth_it),
         ranks=_ranks(timed),
@@ -103,7 +92,8 @@ def _ranks(found: Sequence[TimingEvent]) -> tuple[RankPerformance, ...]:
         return ()
     world = groups[0]
     steps = sum(window.steps for window in world)
-    rates = samples_per_second_by_rank([window for window in found if window.nodes == world[-1].nodes])
+    mine = [window for window in found if window.nodes == world[-1].nodes]
+    seconds = seconds_of(mine) if all(len(item.samples) == item.world_size for item in mine) else 0.0
 
     def mean(segment: str, rank: int) -> float:
         values = ((window.segments.get(segment) or (0.0,) * window.world_size)[rank] * window.steps for window in world)
@@ -113,7 +103,7 @@ def _ranks(found: Sequence[TimingEvent]) -> tuple[RankPerformance, ...]:
         RankPerformance(
             rank=rank,
             node_id=node,
-            samples_per_second=rates[rank] if rates else None,
+            samples_per_second=sum(window.samples[rank] for window in mine) / seconds if seconds else None,
             milliseconds={segment: mean(segment, rank) for segment in SEGMENTS},
         )
         for rank, node in enumerate(world[-1].nodes)

@@ -110,8 +110,8 @@ def test_the_ledger_is_the_bill_whatever_happened(usage, told, running):
     assert found.microseconds == sum(node.microseconds for node in tracker.nodes)
     assert all(entry.units > 0 and entry.microseconds > 0 for entry in found.entries)
     by_node: dict[int, int] = defaultdict(int)
-    for (node, _), row in found.by_node().items():
-        by_node[node] += row.units
+    for entry in found.entries:
+        by_node[entry.node_id] += entry.units
     for node in tracker.nodes:
         by_node[node.node_id] -= node.units
     assert not any(by_node.values())

@@ -9,9 +9,8 @@ import pytest
 
 from dtrain_dagster.monitoring.alerts import COMMUNICATION, alerts, best, communication_alert, describe_strategy
 from dtrain_dagster.monitoring.gpu_memory import GPUMemory, gpu_memory
-from dtrain_dagster.monitoring.step_model import Strategy, step_model
 from dtrain_dagster.monitoring.stragglers import FEWEST_WINDOWS
-from dtrain_dagster.monitoring.strategies import strategies
+from dtrain_dagster.monitoring.strategies import Strategy, step_model, strategies
 from dtrain_dagster.monitoring.windows import (
     COMMUNICATION_LIMIT,
     KEPT_EVENTS,

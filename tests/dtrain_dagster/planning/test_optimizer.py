@@ -1,4 +1,5 @@
-"""What is recommended for the next run: only where little was used, with figures that a simulated run then has."""
+"""What is recommended for the next run, only where little was used, with figures that a simulated run then has; and one
+dollar figure for a change in the plan, in the alert of a job that goes on, and in the advice after it."""
 
 from __future__ import annotations
 
@@ -8,11 +9,23 @@ from typing import Any
 
 import pytest
 
+from dtrain_dagster.costs.estimate import Interval, estimate_cost
 from dtrain_dagster.costs.prices import price_of, price_table
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.monitoring.step_model import step_model
-from dtrain_dagster.monitoring.windows import settled, windows
-from dtrain_dagster.planning.optimizer import ResourceOptimizer, utilization
+from dtrain_dagster.jobs.view import JobView
+from dtrain_dagster.monitoring.gpu_memory import gpu_memory
+from dtrain_dagster.monitoring.strategies import longest_world, step_model
+from dtrain_dagster.monitoring.windows import seconds_of, settled, windows
+from dtrain_dagster.planning.optimizer import (
+    BaseRun,
+    ResourceOptimizer,
+    best_of,
+    build_options,
+    rest_of,
+    savings,
+    utilization,
+)
+from dtrain_dagster.planning.projection import Projection
 from tests.dtrain_dagster.simulated_timing import Simulation
 from trainer.rundir import event
 
@@ -26,6 +39,7 @@ RUN = Simulation(windows=40, noise=0.0, outliers=0.0, computing=0.02, latency=0.
 AROUND = 100.0
 """Seconds of a run that are no steps."""
 GIB = 2**30
+TODAY = date(2026, 3, 1)
 
 
 def looks(used: float = 0.3, memory: float = 0.9, **fields: Any) -> list[dict[str, Any]]:
@@ -50,7 +64,7 @@ def optimizer(extra: list[dict[str, Any]], **other: Any) -> ResourceOptimizer:
         "tier": "dedicated",
         "training": TRAINING,
         "prices": price_table().values(),
-        "today": date(2026, 3, 1),
+        "today": TODAY,
     } | other
     return ResourceOptimizer([*RUN.events(), *extra], usage, **given)
 
@@ -95,7 +109,7 @@ def test_fewer_nodes_are_for_those_who_wait_for_each_other():
     wall = max(item["time"] for item in slow) - 1e6
     usage = [NodeUsage(node_id=node, sku=V100.sku, started_at=0.0, ended_at=wall) for node in (10, 11, 12)]
     found = ResourceOptimizer(
-        [*slow, *looks()], usage, price=V100, tier="dedicated", training={}, prices=[], today=date(2026, 3, 1),
+        [*slow, *looks()], usage, price=V100, tier="dedicated", training={}, prices=[], today=TODAY,
     )  # fmt: skip
     assert [item.name for item in found.recommendations()] == ["spot"]
 
@@ -159,3 +173,55 @@ def test_what_cannot_be_told_is_said(extra: list[dict[str, Any]], words: str):
     found = optimizer(extra)
     assert any(line.startswith(words) for line in found.not_known())
     assert not any(item.name == "larger batch" for item in found.recommendations())
+
+
+T4 = "Standard_NC4as_T4_v3"
+
+
+@pytest.mark.parametrize("is_timed", [False, True])
+def test_a_change_costs_the_same_in_plan_alert_and_advice(is_timed: bool):
+    """A run of steps and nothing else, on three nodes, of which little is used."""
+    events = [*(RUN.events() if is_timed else []), *looks(memory=0.25)]
+    seconds, table = seconds_of(windows(events)) or 3600.0, {V100.sku: V100, T4: price_of(T4)}
+    usage = [NodeUsage(node_id=node, sku=V100.sku, started_at=0.0, ended_at=seconds) for node in (10, 11, 12)]
+    looked_at = ResourceOptimizer(
+        events, usage, price=V100, tier="dedicated", training=TRAINING, prices=table.values(), today=TODAY
+    )
+    usd = looked_at.usd
+    projection = Projection(so_far=0.0, estimated=usd, at_end=Interval(low=usd, expected=usd, high=usd))
+    rest = rest_of(usage, table, projection, {"tier": "dedicated"}, JobView())
+    alert = {item.name: item for item in savings(rest, settled(windows(events)), events, TRAINING, table, TODAY)}
+    advice = {item.name: item for item in looked_at.recommendations()}
+    assert alert.keys() == {"spot", "other SKU", *(["fewer nodes"] if is_timed else [])}
+    assert advice.keys() == ({*alert.keys(), "larger batch"} if is_timed else {"spot"})
+    for name, change in alert.items():
+        assert name not in advice or change.saved_usd == pytest.approx(advice[name].saved_usd), name
+        value = change.setting.split(",")[0].rpartition(" ")[2]
+        price = price_of(value) if name == "other SKU" else V100
+        count = int(value) if name == "fewer nodes" else 3
+        took = Interval(low=0.0, expected=change.seconds, high=change.seconds)
+        planned = estimate_cost(took, price, "spot" if name == "spot" else "dedicated", count)
+        assert usd - change.saved_usd == pytest.approx(planned.usd.expected), name
+
+
+def test_what_cannot_be_had_is_no_row():
+    base = BaseRun(price=V100, tier="spot", node_count=2, seconds=3600.0, usd=1.0)
+    rows = build_options(base, [], "", {"precision": "fp32"}, price_table().values(), TODAY)
+    assert {item.name for item in rows} == {"other SKU"}, "it is on Spot already, and no step was timed"
+    retired = {price.sku for price in price_table().values() if (price.retired_on or "9") <= TODAY.isoformat()}
+    assert retired
+    assert not {item.setting.rpartition(" ")[2] for item in rows} & retired
+
+
+def test_starting_again_is_paid_where_nodes_change_and_only_there():
+    usd = 2 * 10 * V100.usd_per_hour("dedicated")
+    base = BaseRun(price=V100, tier="dedicated", node_count=2, seconds=36000.0, usd=usd, step_seconds=36000.0)
+    again, world = replace(base, restart_seconds=900.0), longest_world(settled(windows(RUN.events())))
+    memory = gpu_memory(world, looks(memory=0.25), TRAINING)
+    for kind, more in (("spot", 900.0), ("larger batch", 0.0)):
+        first, second = (
+            best_of(build_options(item, world, memory, TRAINING, [], TODAY), kind) for item in (base, again)
+        )
+        assert first
+        assert second
+        assert second.lost_seconds - first.lost_seconds == pytest.approx(more)

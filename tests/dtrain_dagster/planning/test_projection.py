@@ -14,8 +14,7 @@ from dtrain_dagster.costs.prices import price_table
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.view import JobView, fold
-from dtrain_dagster.planning.optimizer import rest_of, savings
-from dtrain_dagster.planning.options import BaseRun, change_table
+from dtrain_dagster.planning.optimizer import BaseRun, change_table, rest_of, savings
 from dtrain_dagster.planning.projection import Projection, TimeLeft, overruns, project, time_left
 
 V100, T4 = "Standard_NC6s_v3", "Standard_NC4as_T4_v3"

@@ -52,9 +52,7 @@ def test_the_report_of_a_job_with_a_slow_node():
     assert report.goodput.share == pytest.approx(0.5, abs=0.02)
     assert report.samples_per_second_per_rank == pytest.approx(report.samples_per_second / 3)
     assert sum(report.segment_shares.values()) == pytest.approx(1)
-    assert report.network_share is not None
-    assert report.waiting_share is not None
-    assert report.network_share < 0.05 < report.waiting_share
+    assert report.segment_shares["communication"] < 0.05 < report.segment_shares["waiting"]
     assert [rank.node_id for rank in report.ranks] == [10, 11, 12]
     assert report.ranks[1].milliseconds["waiting"] < report.ranks[0].milliseconds["waiting"]
     assert report.recommendations[0].name == "replace node 11"
@@ -110,6 +108,6 @@ def test_one_throughput_is_that_of_the_job_its_page_and_its_ranks(tmp_path: Path
     bare = [item for item in events if item["kind"] != "timing"]
     told = summarise_performance(bare, 3, whole(events, 3))
     assert told.samples_per_second == pytest.approx(expected, rel=0.05), "the same formula without timing"
-    assert (told.network_share, told.ranks) == (None, ())
+    assert (told.segment_shares, told.ranks) == ({}, ())
     with pytest.raises(ValueError, match="no step"):
         summarise_performance([], 1, [])
