@@ -193,11 +193,11 @@ def test_whoever_reads_while_it_is_replaced_gets_one_version_whole(
 @pytest.mark.slow
 def test_of_racing_processes_one_creates_and_no_swap_is_lost(storage: Storage) -> None:
     storage.write("number", b"0")
-    commands = [[sys.executable, "-c", COUNT, storage.uri, str(number)] for number in range(3)]
+    commands = [[sys.executable, "-c", COUNT, storage.uri, str(number)] for number in range(2)]
     racers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
     said = [racer.communicate(timeout=120)[0].split() for racer in racers]
-    assert [racer.returncode for racer in racers] == [0, 0, 0]
-    assert storage.read("number") == b"45"
+    assert [racer.returncode for racer in racers] == [0, 0]
+    assert storage.read("number") == b"30"
     [winner] = [number for number, words in enumerate(said) if words == ["first"]]
     assert storage.read("first") == str(winner).encode()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -93,13 +92,9 @@ def practice(emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_a_subscription_that_is_well_and_nothing_is_bought(practice: Practice) -> None:
-    """In a process of its own, as a person and as CI start it."""
     before = len(practice.cloud.control("requests"))
-    command = [str(Path(sys.executable).parent / "dtrain"), "doctor"]
-    env = {**os.environ, **practice.cloud.environment}
-    env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(Path(__file__).parents[2])])
-    shown = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250)
-    assert shown.returncode == 0, shown.stdout + shown.stderr
+    shown = CliRunner().invoke(main, ["doctor"])
+    assert shown.exit_code == 0, shown.output
     assert "0 missing, 0 warnings. Nothing was bought" in shown.stdout
     asked = practice.cloud.control("requests")[before:]
     lines = practice.lines()

@@ -7,24 +7,48 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, list_every_job, read_listed_job, tags
+from dtrain_dagster.clusters.azure_ml.jobs import list_every_job, read_listed_job, tags
 from dtrain_dagster.clusters.base import JobState
 from harness.azure.emulator.foreign_jobs import FOREIGN, foreign_jobs
+from harness.azure.emulator.system_marks import TAGS
 from harness.waiting import until
 from tests.azure.stage import FOREVER, Stage
 
 
-def test_jobs_of_every_kind_are_listed_beside_ours(stage: Stage) -> None:
+def test_jobs_of_every_kind_are_listed_beside_ours_and_a_copy_of_ours_is_not_ours(stage: Stage) -> None:
+    """The service adds tags of its own, and the Studio's «resubmit» copies a job with its tags, under another name."""
+    from azure.ai.ml import command
+    from azure.ai.ml.entities import Environment
+
     manager, spec = stage.run(FOREVER)
+    name, record = f"{spec.job_id}-l1", manager._record(spec.job_id) or {}
     listed = {job.name: job for job in list_every_job(manager.service)}
     theirs = {name for name in listed if name.startswith(FOREIGN)}
     assert theirs == {job["name"] for job in foreign_jobs(0.0)}
-    assert listed[f"{spec.job_id}-l1"].tags[JOB_TAG] == spec.job_id
+    assert dict(listed[name].tags) == {**tags(record), **TAGS}
     assert listed[f"{FOREIGN}quantumannealing"].status == "Superposed"
     [compute] = stage.computes()
-    assert manager.jobs.on_compute(compute) == [f"{spec.job_id}-l1"]
+    assert manager.jobs.on_compute(compute) == [name]
     assert manager.jobs.on_compute("their-young-cluster") == [f"{FOREIGN}command", f"{FOREIGN}sweep"]
-    assert [job.name for job in manager.jobs.active()] == [f"{spec.job_id}-l1"]
+    assert [job.name for job in manager.jobs.active()] == [name]
+    [orphan] = stage.manager("run-2").find_orphans(())
+    assert (orphan.name, orphan.job_id, orphan.dagster_run_id) == (name, spec.job_id, "run-1")
+    manager.service.ml.jobs.archive(name)  # a person writes the job back, with all its tags
+    manager.submit_job(spec)  # again, by a process that did not get the answer
+    assert len(stage.jobs()) == 1
+    until(lambda: manager.job_status(spec.job_id).state is JobState.RUNNING, "the job to run")
+    copied = f"{stage.name}-witty-owl"
+    stage.control("fault", fault="queue", job=copied)
+    resubmitted = command(
+        name=copied, command=f"{sys.executable} -c pass", compute=compute, tags=tags(record),
+        environment=Environment(image="x/y:1"),
+    )  # fmt: skip
+    manager.service.ml.jobs.create_or_update(resubmitted)
+    assert {job.name for job in manager.jobs.active()} >= {copied}
+    assert manager.find_orphans({"run-1"}) == []
+    manager.cancel_job(spec.job_id)
+    assert stage.jobs()[copied]["status"] not in ("Canceled", "CancelRequested")
+    manager.service.ml.jobs.begin_cancel(copied).wait()
 
 
 @pytest.mark.long
@@ -43,28 +67,6 @@ def test_idle_nodes_go_although_the_workspace_has_jobs_of_an_unknown_kind(stage:
         if seen["method"] in ("PUT", "POST", "PATCH", "DELETE") and f"/jobs/{FOREIGN}" in seen["path"]
     ]
     assert touched == []
-
-
-def test_a_copy_of_our_job_that_somebody_made_is_not_ours(stage: Stage) -> None:
-    """The Studio's «resubmit» copies a job with its tags, under a name of its own."""
-    from azure.ai.ml import command
-    from azure.ai.ml.entities import Environment
-
-    manager, spec = stage.run(FOREVER)
-    record: Any = manager._record(spec.job_id)
-    until(lambda: manager.job_status(spec.job_id).state is JobState.RUNNING, "the job to run")
-    copied = f"{stage.name}-witty-owl"
-    stage.control("fault", fault="queue", job=copied)
-    theirs = command(
-        name=copied, command=f"{sys.executable} -c pass", compute=record["compute"], tags=tags(record),
-        environment=Environment(image="x/y:1"),
-    )  # fmt: skip
-    manager.service.ml.jobs.create_or_update(theirs)
-    assert {job.name for job in manager.jobs.active()} >= {copied}
-    assert manager.find_orphans({"run-1"}) == []
-    manager.cancel_job(spec.job_id)
-    assert stage.jobs()[copied]["status"] not in ("Canceled", "CancelRequested")
-    manager.service.ml.jobs.begin_cancel(copied).wait()
 
 
 @pytest.mark.parametrize("properties", [None, "absent"])

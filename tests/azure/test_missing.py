@@ -33,11 +33,10 @@ def look_until(manager: Any, spec: Any, words: str) -> JobStatus:
     return status
 
 
-@pytest.mark.parametrize("by", ["get", pytest.param("all", marks=pytest.mark.long)])
-def test_a_running_job_outlives_answers_that_it_is_not_there(stage: Stage, by: str) -> None:
+def test_a_running_job_outlives_answers_that_it_is_not_there(stage: Stage) -> None:
     manager, spec = stage.run(WAITS, **LONG)
     is_running(stage, manager, spec)
-    stage.control("fault", fault="hide", name=f"{spec.job_id}-l1", by=by, seconds=3)
+    stage.control("fault", fault="hide", name=f"{spec.job_id}-l1", by="get", seconds=3)
     status = look_until(manager, spec, "has not known it for")
     assert status.state is JobState.RUNNING, "as it was seen last"
     until(lambda: not manager.job_status(spec.job_id).message, "it to be known again")
@@ -48,9 +47,8 @@ def test_a_running_job_outlives_answers_that_it_is_not_there(stage: Stage, by: s
     assert RunDir(spec.run_dir).read_json(LAUNCH)["missing_at"] == []
 
 
-@pytest.mark.parametrize("tends", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_a_job_that_stays_unknown_is_cancelled_before_it_is_given_up(stage: Stage, tends: bool) -> None:
-    """Looks are counted in the launch record, so another orchestrator goes on with them, or whoever lists the jobs."""
+def test_a_job_that_stays_unknown_is_cancelled_before_it_is_given_up(stage: Stage) -> None:
+    """Looks are counted in the launch record, so another orchestrator goes on with them."""
     manager, spec = stage.run(FOREVER, missing_seconds=2.0)
     is_running(stage, manager, spec)
     began = time.time()
@@ -61,7 +59,7 @@ def test_a_job_that_stays_unknown_is_cancelled_before_it_is_given_up(stage: Stag
         return RunDir(spec.run_dir).read_json(LAUNCH)["missing_at"]  # type: ignore[no-any-return]
 
     first, *_ = until(counted, "a look that counts")
-    status = end(stage.manager(run="run-2", tends=tends, missing_seconds=2.0), spec)
+    status = end(stage.manager(run="run-2", missing_seconds=2.0), spec)
     assert time.time() - began >= 2.0
     assert status.state is JobState.FAILED
     assert "deleted from the workspace" in status.message

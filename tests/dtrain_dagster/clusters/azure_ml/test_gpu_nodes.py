@@ -6,6 +6,7 @@ from datetime import date
 
 import pytest
 
+from dtrain_dagster.clusters.azure_ml.jobs import shared_memory_of
 from dtrain_dagster.clusters.azure_ml.sku_chain import (
     DEFAULT_CHAIN,
     explain_retired,
@@ -60,3 +61,12 @@ def test_a_retired_size_is_named_with_one_that_can_be_bought() -> None:
 def test_sizes_are_spelled_as_in_the_price_table() -> None:
     assert spell_sku("STANDARD_NC6S_V3") == "Standard_NC6s_v3"
     assert spell_sku("STANDARD_DS2_V2") == "STANDARD_DS2_V2"
+
+
+def test_several_ranks_share_more_memory_than_the_services_default_and_no_node_is_filled() -> None:
+    assert shared_memory_of(1) == "2g"
+    for sku in skus():
+        node = hardware_of(sku)
+        gigabytes = int(shared_memory_of(node.gpus).removesuffix("g"))
+        assert gigabytes == (2 if node.gpus == 1 else 8 * node.gpus)
+        assert gigabytes <= node.memory_gib / 10, sku
