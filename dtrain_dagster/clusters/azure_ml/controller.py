@@ -264,7 +264,7 @@ class JobController:
         before, current = self.launches.read()
         if current is None or current["token"] != record["token"] or current["cancel_asked_at"]:
             return self.records.report(facts, decision)  # somebody else was faster
-        following = launch_records.next_record(current, got, decision.message)
+        following = launch_records.next_record(current, self._free_number(current), got, decision.message)
         if not self.launches.compare_and_swap(before, following):
             return self.records.report(facts, decision)
         message = f"launch {following['launch']} with {got.node_count} x {got.sku}: {decision.message}"
@@ -276,6 +276,13 @@ class JobController:
             record=following, job=ServiceJob(status="NotStarted"), now=now, phase_since=following["submitted_at"]
         )
         return self.records.report(begun, JobDecision("report", JobState.QUEUED, message))
+
+    def _free_number(self, record: Record) -> int:
+        """Return the number of the next launch whose name no job has: those of another container share the names."""
+        number = record["launch"] + 1
+        while self.jobs.get(launch_records.job_name(record["job_id"], number), self.options.look_patience_seconds):
+            number += 1
+        return number
 
     def _wait_for_nodes(self, facts: JobFacts, decision: JobDecision, why: str, since: float) -> JobStatus:
         status = self.records.report(facts, replace(decision, message=f"{decision.message}; {why}"))

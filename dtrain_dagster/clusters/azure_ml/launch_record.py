@@ -113,16 +113,15 @@ def next_launch(
     }
 
 
-def next_record(record: Record, got: Provisioned, why: str) -> Record:
-    """Return the next launch of a job that has lost this one, on the nodes of ``got``."""
-    number, now = record["launch"] + 1, time.time()
+def next_record(record: Record, number: int, got: Provisioned, why: str) -> Record:
+    """Return launch ``number`` of a job that has lost this one, on the nodes of ``got``."""
     here = {"sku": got.sku, "tier": got.tier}
     in_vain = record["nodes_ready"] is not None and here not in record["excluded"]
     # One that never ran was not submitted again in the sense of the limit: the chain bounds these by itself.
     waited = {"first_launch": record["first_launch"] + 1, "waiting_since": record["waiting_since"]} if in_vain else {}
     return {
         **record,
-        **_where(got, now),
+        **_where(got, time.time()),
         "excluded": record["excluded"] if in_vain else [],
         "launch": number,
         "job_name": job_name(record["job_id"], number),
