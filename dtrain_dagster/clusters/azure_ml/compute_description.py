@@ -1,13 +1,14 @@
-"""A compute as the service's client takes it, and what is read from one as the client gives it."""
+"""A compute as the service's client takes it and writes it down, and what is read from one as the client gives it."""
 
 from __future__ import annotations
 
+import io
 import re
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.sku_chain import AML_COMPUTE, SkuChoice, fold_name, spell_sku
+from dtrain_dagster.clusters.submission import yaml_text
 from dtrain_dagster.settings.tiers import OLD_SPOT
 
 if TYPE_CHECKING:
@@ -16,9 +17,7 @@ if TYPE_CHECKING:
 TAG, CLUSTER_TAG = "dtrain", "dtrain_cluster"
 
 
-def describe_compute(
-    options: AzureMLOptions, choice: SkuChoice, name: str, most: int, tags: Mapping[str, str]
-) -> AmlCompute:
+def describe_compute(options: AzureMLOptions, choice: SkuChoice, name: str, most: int) -> AmlCompute:
     """Return the whole description of a compute with up to ``most`` nodes, as it is asked for and changed."""
     from azure.ai.ml.entities import AmlCompute, IdentityConfiguration, ManagedIdentityConfiguration, NetworkSettings
 
@@ -40,7 +39,7 @@ def describe_compute(
         enable_node_public_ip=options.public_ip,
         network_settings=network,
         identity=identity,
-        tags={TAG: "1", CLUSTER_TAG: options.cluster_name, **tags},
+        tags={TAG: "1", CLUSTER_TAG: options.cluster_name},
     )
 
 
@@ -65,3 +64,15 @@ def compute_tier(compute: AmlCompute) -> str:
 def compute_sku(compute: AmlCompute) -> str:
     """Return the size of a compute, as the price table spells it."""
     return spell_sku(str(compute.size))
+
+
+def entity_text(entity: Any) -> str:
+    """Return a compute or a job as its client writes it down."""
+    import yaml  # not above: loading the code location does without
+
+    written = io.StringIO()
+    entity.dump(written)
+    document = yaml.safe_load(written.getvalue())
+    if "component" in document:
+        document["component"]["code"] = "the folder of these files"
+    return yaml_text(document)

@@ -295,13 +295,12 @@ class JobController:
         refusals: list[NoCapacityError] = []
         asked = record["asked_nodes"]
         came = record["nodes_ready"] or 0
-        tags = self._compute_tags(record["job_id"])
         for count in range(asked, 0, -1):
             if count <= came:
                 here = {name: record[name] for name in ("compute", "sku", "tier")}
                 return Provisioned(**here, node_count=came, max_nodes=asked, attempts=())
             try:
-                return self.provisioner.provision(count, record["sku"], launch_records.excluded(record), tags)
+                return self.provisioner.provision(count, record["sku"], launch_records.excluded(record))
             except NoCapacityError as error:
                 refusals.append(error)
         raise refusals[0]
@@ -365,6 +364,3 @@ class JobController:
             if (self.rundir.read_json(OWNER) or {}).get("dagster_run_id") != self.run_id:
                 self.rundir.write_json(OWNER, {"dagster_run_id": self.run_id, "since": time.time()})
             self._owned = True
-
-    def _compute_tags(self, job_id: str) -> dict[str, str]:
-        return {"dtrain_job": job_id} | ({"dagster_run_id": self.run_id} if self.run_id else {})

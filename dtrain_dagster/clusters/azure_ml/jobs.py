@@ -24,13 +24,14 @@ from dtrain_dagster.clusters.azure_ml.client import (
     ServiceUnreachable,
     own_environment,
 )
-from dtrain_dagster.clusters.azure_ml.compute_description import CLUSTER_TAG, TAG
+from dtrain_dagster.clusters.azure_ml.compute_description import CLUSTER_TAG, TAG, entity_text
 from dtrain_dagster.clusters.azure_ml.launch_record import Record
 from dtrain_dagster.clusters.azure_ml.options import LONGEST_JOB_SECONDS
 from dtrain_dagster.clusters.azure_ml.sku_chain import node_environment_of
 from dtrain_dagster.clusters.azure_ml.states import ServiceJob
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.job_code import factories_of
+from dtrain_dagster.clusters.submission import Request, as_comment
 from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.support.user_code import stage_for_nodes
 from dtrain_dagster.support.user_sources import StagingError
@@ -134,6 +135,13 @@ class Jobs:
             except StagingError as error:
                 raise ClusterError(str(error)) from error
             yield self._describe(record, folder), files
+
+    def preview(self, record: Record, factories: Sequence[str]) -> Request:
+        """Return the job of a launch, as the service would get it. Raise `ClusterError` as its submission does."""
+        with self.described(record, factories) as (entity, files):
+            listed = "\n  ".join(files)
+            code = as_comment(f"code: these {len(files)} files are sent along:\n  {listed}")
+            return Request(title=f"the job {record['job_name']}", form="yaml", text=f"{code}\n{entity_text(entity)}")
 
     def _script_of(self, record: Record) -> str:
         """Return the path of the script that goes along with a launch, "" if there is none. Raise `StagingError` where

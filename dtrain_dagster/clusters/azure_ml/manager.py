@@ -18,11 +18,10 @@ from typing import Any, ClassVar
 from dtrain_dagster.clusters.azure_ml.client import Service, ServiceError
 from dtrain_dagster.clusters.azure_ml.controller import JobController
 from dtrain_dagster.clusters.azure_ml.job_records import judge_job
-from dtrain_dagster.clusters.azure_ml.jobs import RUN_TAG, Jobs
+from dtrain_dagster.clusters.azure_ml.jobs import Jobs
 from dtrain_dagster.clusters.azure_ml.launch_record import Launches, mark_of, next_launch, read_mark
 from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.pools import ANYWHERE, NOT_PROVISIONED, Pools
-from dtrain_dagster.clusters.azure_ml.preview import preview_job, preview_nodes
 from dtrain_dagster.clusters.azure_ml.provision import Provisioned, Provisioner
 from dtrain_dagster.clusters.azure_ml.sku_chain import Attempt, SkuChoice
 from dtrain_dagster.clusters.base import (
@@ -94,7 +93,7 @@ class AzureMLClusterManager(GPUClusterManager):
             raise ClusterError(f"DTRAIN_NODES={node_count}: a cluster needs at least one node; set 1 or more")
         self.provisioner.require_region()
         self._use.begin("provisioning")
-        got = self.provisioner.provision(node_count, gpu_type, tags=self._tags)
+        got = self.provisioner.provision(node_count, gpu_type)
         self.attempts = got.attempts
         self._write(got)
         self._use.begin("provisioned")
@@ -112,7 +111,7 @@ class AzureMLClusterManager(GPUClusterManager):
             if self.provisioner.settled(got.compute) is None:
                 raise ClusterError(f"compute {got.compute} is gone: provision the cluster again")
             choice = SkuChoice(sku=got.sku, tier=got.tier)
-            if refusal := self.provisioner.put(choice, got.compute, target_nodes, {}):
+            if refusal := self.provisioner.put(choice, got.compute, target_nodes):
                 raise ClusterError(f"{got.compute} cannot have {target_nodes} nodes: {refusal.code}: {refusal.message}")
         self._write(replace(got, node_count=target_nodes, max_nodes=target_nodes))
         return True
@@ -158,13 +157,9 @@ class AzureMLClusterManager(GPUClusterManager):
     def describe_submission(self, spec: JobSpec, gpu_type: str, job: Mapping[str, Any] | None = None) -> list[Request]:
         self._refuse_spec(spec)
         self.provisioner.require_region()
-        got, compute = preview_nodes(self.provisioner, spec.node_count, gpu_type, self._tags)
+        got, compute = self.provisioner.preview(spec.node_count, gpu_type)
         record = next_launch(self._record(spec.job_id), spec, got, self.cluster_name, self.dagster_run_id)
-        return [compute, preview_job(self.jobs, record, factories_in(job))]
-
-    @property
-    def _tags(self) -> dict[str, str]:
-        return {RUN_TAG: self.dagster_run_id} if self.dagster_run_id else {}
+        return [compute, self.jobs.preview(record, factories_in(job))]
 
     def _refuse_spec(self, spec: JobSpec) -> None:
         """Raise `ClusterError` for a job that cannot be submitted here; keep the script of any other."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -28,6 +28,7 @@ from dtrain_dagster.clusters.azure_ml.compute_description import (
     TAG,
     compute_tier,
     describe_compute,
+    entity_text,
     is_own_compute,
 )
 from dtrain_dagster.clusters.azure_ml.refusals import classify_refusal, read_late_refusal
@@ -49,6 +50,7 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import (
     vm_size_of,
 )
 from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.submission import Request
 from dtrain_dagster.costs.prices import region_of
 from dtrain_dagster.support.audit import AuditLog, noted_request_id
 from dtrain_dagster.support.secrets import redact
@@ -89,9 +91,7 @@ class Provisioner:
     def _api(self) -> ComputeOperations:
         return self.service.ml.compute
 
-    def provision(
-        self, node_count: int, wanted: str, excluded: Collection[SkuChoice] = (), tags: Mapping[str, str] | None = None
-    ) -> Provisioned:
+    def provision(self, node_count: int, wanted: str, excluded: Collection[SkuChoice] = ()) -> Provisioned:
         """Return a compute that may grow to ``node_count`` nodes, of the wanted size or the next available one.
 
         Raise `NoCapacityError`, with all attempts, where none is; `ClusterError` for a refusal that no other size
@@ -121,16 +121,9 @@ class Provisioner:
             _log.log(logging.INFO if decision in ("created", "reused") else logging.WARNING, "%s", attempt)
 
         for choice, there, skipped in self.choices(node_count, wanted, computes, excluded):
-            outcome = skipped or self._get(choice, there, node_count, tags or {}, note)
+            outcome = skipped or self._get(choice, there, node_count, note)
             if isinstance(outcome, int):
-                return Provisioned(
-                    compute=compute_name(self.options.cluster_name, choice),
-                    sku=choice.sku,
-                    tier=choice.tier,
-                    node_count=node_count,
-                    max_nodes=outcome,
-                    attempts=tuple(attempts),
-                )
+                return self._provisioned(choice, node_count, outcome, attempts)
             retired = explain_retired(choice.sku, datetime.now(UTC).date())
             note(choice, outcome.verdict, outcome.code, ". ".join(filter(None, (outcome.message, retired))))
             if outcome.verdict == "fatal":
@@ -139,6 +132,29 @@ class Provisioner:
                 raise ClusterError(f"{choice} was refused for a reason that another size would not change ({why}")
             refusals.append(outcome)
         raise no_capacity(node_count, attempts, refusals)
+
+    def preview(self, node_count: int, wanted: str) -> tuple[Provisioned, Request]:
+        """Return the nodes that `provision` would ask for first, and their compute. Raise as it does where none can be
+        asked for."""
+        refusals = []
+        computes = {name: it for name, it in self.computes().items() if it.provisioning_state not in BROKEN}
+        for choice, there, refusal in self.choices(node_count, wanted, computes):
+            if refusal is not None:
+                refusals.append(refusal)
+                continue
+            is_used = there is not None and self.fits(there, choice, node_count)
+            done = "is there already, and is used as it is" if is_used else "is made, or changed to this"
+            title = f"the compute, which {done}; if it is refused, the next size of the chain is asked for"
+            got = self._provisioned(choice, node_count, _most(there, node_count), ())
+            text = entity_text(describe_compute(self.options, choice, got.compute, got.max_nodes))
+            return got, Request(title=title, form="yaml", text=text)
+        raise no_capacity(node_count, [], refusals)
+
+    def _provisioned(self, choice: SkuChoice, node_count: int, most: int, attempts: Sequence[Attempt]) -> Provisioned:
+        return Provisioned(
+            compute=compute_name(self.options.cluster_name, choice), sku=choice.sku, tier=choice.tier,
+            node_count=node_count, max_nodes=most, attempts=tuple(attempts),
+        )  # fmt: skip
 
     def choices(
         self,
@@ -158,9 +174,7 @@ class Provisioner:
                 refusal = skip_choice("SharedGpu", shared)
             yield choice, there, refusal
 
-    def _get(
-        self, choice: SkuChoice, there: AmlCompute | None, node_count: int, tags: Mapping[str, str], note: Any
-    ) -> int | SkuRefusal:
+    def _get(self, choice: SkuChoice, there: AmlCompute | None, node_count: int, note: Any) -> int | SkuRefusal:
         """Make or reuse this compute; return the nodes that it may grow to, or the refusal."""
         name = compute_name(self.options.cluster_name, choice)
         if there is None and (seen := self.settled(name)) is not None:  # lists lag: it may have been made just now
@@ -172,8 +186,8 @@ class Provisioner:
                     return late
                 note(choice, "reused", "Succeeded")
                 return there.max_instances or 0
-            most = max(node_count, (there.max_instances or 0) if there is not None else 0)
-            refusal = self.put(choice, name, most, tags)
+            most = _most(there, node_count)
+            refusal = self.put(choice, name, most)
             if refusal is None:
                 note(choice, "created" if there is None else "reused", "Succeeded")
                 return most
@@ -200,7 +214,7 @@ class Provisioner:
             and compute.idle_time_before_scale_down == self.options.idle_seconds
         )
 
-    def put(self, choice: SkuChoice, name: str, most: int, tags: Mapping[str, str]) -> SkuRefusal | None:
+    def put(self, choice: SkuChoice, name: str, most: int) -> SkuRefusal | None:
         """Make or change a compute (the service takes the whole description either way); return the refusal, if any.
         The leftovers of a refusal are deleted."""
         failure: ServiceError | None = None
@@ -211,7 +225,7 @@ class Provisioner:
             return skip_choice("NameTaken", message)
         try:
             with self.audit.operation("compute.put", name, sku=choice.sku, tier=choice.tier, max_nodes=most):
-                body = describe_compute(self.options, choice, name, most, tags)
+                body = describe_compute(self.options, choice, name, most)
                 self._run(f"make compute {name}", lambda: self._api.begin_create_or_update(body))
         except ServiceError as error:
             failure = error
@@ -377,3 +391,8 @@ class Provisioner:
         return self.service.call(
             "look at the workspace", lambda: self.service.ml.workspaces.get(self.options.workspace)
         )
+
+
+def _most(there: AmlCompute | None, node_count: int) -> int:
+    """Return the nodes that a compute may grow to: no fewer than it may already."""
+    return max(node_count, (there.max_instances or 0) if there is not None else 0)

@@ -201,7 +201,7 @@ def test_a_computes_name_is_shortened_only_where_it_must_and_two_sizes_never_sha
 def test_the_service_is_told_its_own_word_for_spot(tier: str, word: str) -> None:
     pytest.importorskip("azure.ai.ml")
     choice = SkuChoice(sku="Standard_NC4as_T4_v3", tier=tier)
-    made = describe_compute(options(), choice, "dtrain-nc4ast4v3", 2, {})
+    made = describe_compute(options(), choice, "dtrain-nc4ast4v3", 2)
     assert fold_name(made._to_rest_object().properties.properties.vm_priority) == fold_name(word)
     assert compute_tier(made) == tier
     assert SkuChoice(sku="Standard_NC4as_T4_v3", tier="low_priority") == dataclasses.replace(choice, tier="spot")
