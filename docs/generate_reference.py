@@ -35,8 +35,9 @@ from dtrain_dagster.cli.main import main as dtrain
 from dtrain_dagster.dashboard import server
 from dtrain_dagster.definitions import defs
 from dtrain_dagster.settings.azure import AzureSettings
-from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.settings.environment import Settings, variable_of
 from dtrain_dagster.settings.kubernetes import KubernetesSettings
+from dtrain_dagster.settings.nodes import NODE, EngineSettings
 from dtrain_dagster.settings.notices import NoticeSettings
 from dtrain_dagster.settings.ray import RaySettings
 from dtrain_dagster.settings.slurm import SlurmSettings
@@ -51,6 +52,7 @@ HEADER = "<!-- Made by `python docs/generate_reference.py`; do not edit. -->\n\n
 PROGRAM = "dtrain"
 SETTINGS: tuple[tuple[str, str, type[BaseSettings]], ...] = (
     ("For every kind of cluster", "", Settings),
+    ("Nodes of an engine", "Read with `DTRAIN_CLUSTER=slurm`, `kubernetes` and `ray`.", EngineSettings),
     ("SLURM", "Read with `DTRAIN_CLUSTER=slurm`; see [SLURM](../installing.md#slurm).", SlurmSettings),
     (
         "Kubernetes",
@@ -106,16 +108,16 @@ def settings_page() -> str:
         "character but `?`, `%` and control characters, which addresses of SQLite databases cannot hold.\n"
     )
     for title, remark, kind in SETTINGS:
-        prefix = kind.model_config["env_prefix"]
         rows = (
             (
-                f"{prefix}{name.upper()}",
+                variable_of(kind, name),
                 str if NoDecode in field.metadata else field.annotation,
                 default_of(field),
                 bounds_of(field),
                 field.description or "",
             )
             for name, field in kind.model_fields.items()
+            if kind is EngineSettings or not variable_of(kind, name).startswith(NODE)
         )
         text += f"\n## {title}\n\n" + (f"{remark}\n\n" if remark else "") + table(rows, name="variable")
     for group in GROUPS:

@@ -108,6 +108,8 @@ def open_engine(kind: str, options: Mapping[str, Any], run_dir: str, secret: str
     for a kind without one."""
     if (engine := ENGINES.get(kind)) is None:
         raise ClusterError(f"DTRAIN_CLUSTER={kind!r} has no engine that runs nodes")
+    if unknown := sorted(options.keys() - ENGINE_SETTINGS[kind].model_fields.keys()):
+        raise ClusterError(f"{', '.join(unknown)}: no options of {kind} in this version; submit the job again")
 
     def command(launch: Mapping[str, Any], node_id: int, incarnation: int) -> Sequence[str]:
         python = options.get("python") or sys.executable

@@ -319,12 +319,18 @@ def without_secret(kind: type[BaseSettings], name: str, value: object) -> object
     where none is taken. Settings are kept in run snapshots, logs and manifests."""
     if not isinstance(value, str):
         return value
-    setting = f"{kind.model_config['env_prefix']}{name.upper()}"
+    setting = variable_of(kind, name)
     for part in value.split() or [value]:
         refuse_secret(setting, part, "" if name in _BY_REFERENCE else _NO_SECRET.get(name, "give it without"))
         if is_reference(part) and name not in _BY_REFERENCE:
             raise SecretError(f"{setting} takes no reference to a secret: give its value, which is not a secret")
     return value
+
+
+def variable_of(kind: type[BaseSettings], name: str) -> str:
+    """Return the environment variable of a field."""
+    field = kind.model_fields.get(name)
+    return str((field and field.validation_alias) or f"{kind.model_config['env_prefix']}{name.upper()}")
 
 
 def load_settings(**given: Any) -> Settings:
@@ -342,8 +348,9 @@ def _describe(kind: type[BaseSettings], item: ErrorDetails) -> str:
     """Return the sentence on one variable of settings of this kind."""
     if not item["loc"]:  # several variables do not go together; the message names them
         return item["msg"].removeprefix("Value error, ")
-    name = str(item["loc"][0])
-    field, variable = kind.model_fields.get(name), f"{kind.model_config['env_prefix']}{name.upper()}"
+    given_as = str(item["loc"][0])
+    name = next((name for name in kind.model_fields if given_as in (name, variable_of(kind, name))), given_as)
+    field, variable = kind.model_fields.get(name), variable_of(kind, name)
     if field is None:
         return describe_error(item, kind)
     about = f" ({field.description})" if field.description else ""

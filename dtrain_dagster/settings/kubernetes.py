@@ -16,7 +16,7 @@ import yaml
 from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from dtrain_dagster.settings.environment import EnvironmentSettings
+from dtrain_dagster.settings.nodes import NODE, EngineSettings, node_field
 from dtrain_dagster.support.secrets import refuse_secret
 
 PREFIX = "DTRAIN_KUBERNETES_"
@@ -26,7 +26,6 @@ _LABEL = r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)"
 _KEY = rf"([a-z0-9]([a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_LABEL}"
 _NAME = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 _LONG_NAME = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?"
-_QUANTITY = r"\d+(\.\d+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?"
 _CLAIM = re.compile(rf"pvc:(?P<claim>{_LONG_NAME}):(?P<mount>/[^:,]+)(?P<read_only>:ro)?")
 _NFS = re.compile(r"nfs:(?P<server>[A-Za-z0-9.-]+):(?P<path>/[^:,]*):(?P<mount>/[^:,]+)(?P<read_only>:ro)?")
 _HOST = re.compile(r"host:(?P<path>/[^:,]*):(?P<mount>/[^:,]+)(?P<read_only>:ro)?")
@@ -72,12 +71,12 @@ def explain_template(template: Mapping[str, Any]) -> str:
     for container in containers:
         for name in ("image", "command", "args"):
             if name in container:
-                return f"{name} of the container is set by dtrain ({PREFIX}IMAGE, {PREFIX}PYTHON): leave it out"
+                return f"{name} of the container is set by dtrain ({PREFIX}IMAGE, {NODE}PYTHON): leave it out"
         # The plan counts ranks and dollars by the settings: what a pod asks for must be the same.
         for amounts in (container.get("resources") or {}).values():
             for name in amounts if isinstance(amounts, Mapping) else ():
                 if name in ("cpu", "memory") or "gpu" in name:
-                    return f"{name} is set by {PREFIX}CPU, _MEMORY, _GPUS and _GPU_RESOURCE: leave it out"
+                    return f"{name} is set by {NODE}CPUS, _MEMORY_GIB and _GPUS, and {PREFIX}GPU_RESOURCE: leave it out"
     return ""
 
 
@@ -115,24 +114,24 @@ def read_volumes(value: object) -> object:
     return found
 
 
-class KubernetesSettings(EnvironmentSettings):
+class KubernetesSettings(EngineSettings):
     """The settings of a Kubernetes cluster. Every field is the environment variable of that name in capitals after
     ``DTRAIN_KUBERNETES_``."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX)
 
     kubeconfig: str | None = Field(
-        default=None, description="Kubeconfig; unset: KUBECONFIG or ~/.kube/config, and in a pod its service account"
+        default=None,
+        validation_alias="KUBECONFIG",
+        description="Kubeconfig; unset: ~/.kube/config, and in a pod its service account",
     )
     context: str | None = Field(default=None, description="Context of it; unset: the current one")
     namespace: str = Field(default="dtrain", pattern=f"^{_NAME}$", description="Namespace of all that is created")
     image: str = Field(
         pattern=r"^[a-z0-9][A-Za-z0-9._:/@-]*$", description="Image of the nodes, with this project and its packages"
     )
-    python: str = Field(default="python3", pattern=r"^\S+$", description="Interpreter in the image")
-    cpu: str = Field(default="1", pattern=f"^{_QUANTITY}$", description="CPUs of a node: requested, and no limit")
-    memory: str = Field(default="4Gi", pattern=f"^{_QUANTITY}$", description="Memory of a node, and its limit")
-    gpus: int = Field(default=0, ge=0, le=16, description="GPUs of a node")
+    python: str = node_field("PYTHON", "python3", "Interpreter in the image", pattern=r"^\S+$")
+    memory_gib: float = node_field("MEMORY_GIB", 4.0, "GiB of memory of a node, and its limit", gt=0)
     gpu_resource: str = Field(
         default="nvidia.com/gpu", pattern=f"^{_KEY}$", description="Name under which the cluster offers GPUs"
     )

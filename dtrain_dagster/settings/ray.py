@@ -11,11 +11,12 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from dtrain_dagster.settings.environment import EnvironmentSettings
+from dtrain_dagster.settings.nodes import NODE, EngineSettings
 
 PREFIX = "DTRAIN_RAY_"
 _RESOURCE = re.compile(r"(?P<name>[A-Za-z][\w:.-]*)=(?P<amount>\d+(\.\d+)?)")
-_FIXED = {"CPU": "CPUS", "GPU": "GPUS"}
+FIXED = {"CPU": f"{NODE}CPUS", "GPU": f"{NODE}GPUS", "memory": f"{NODE}MEMORY_GIB"}
+"""Ray's names of resources → the settings that they have."""
 
 
 def read_resources(value: object) -> object:
@@ -28,13 +29,13 @@ def read_resources(value: object) -> object:
         match = _RESOURCE.fullmatch(word)
         if match is None:
             raise ValueError(f"{word!r} is not a resource: give name=amount, separated by commas")
-        if match["name"] in _FIXED:
-            raise ValueError(f"{match['name']} has a setting of its own: {PREFIX}{_FIXED[match['name']]}")
+        if match["name"] in FIXED:
+            raise ValueError(f"{match['name']} has a setting of its own: {FIXED[match['name']]}")
         found[match["name"]] = float(match["amount"])
     return found
 
 
-class RaySettings(EnvironmentSettings):
+class RaySettings(EngineSettings):
     """The settings of a Ray cluster. Every field is the environment variable of that name in capitals after
     ``DTRAIN_RAY_``."""
 
@@ -52,19 +53,13 @@ class RaySettings(EnvironmentSettings):
         description="Address of the head's dashboard, http://host:8265, which is asked how nodes stand; unset: the "
         "cluster knows it",
     )
-    cpus: float = Field(default=1.0, gt=0, le=4096, description="CPUs of a node")
-    gpus: int = Field(default=0, ge=0, le=64, description="GPUs of a node")
     resources: Annotated[dict[str, float], NoDecode, BeforeValidator(read_resources)] = Field(
         default={},
-        description="Further resources of Ray that a node needs: name=amount, separated by commas; memory is in bytes",
-    )
-    python: str | None = Field(
-        default=None,
-        pattern=r"^/\S+$",
-        description="Interpreter on the nodes, a full path; unset: the one that submits",
+        description="Further resources of Ray that a node needs: name=amount, separated by commas",
     )
 
     def demand(self) -> dict[str, float]:
         """Return what a node asks for, by Ray's names of resources."""
         gpus = {"GPU": float(self.gpus)} if self.gpus else {}
-        return {"CPU": self.cpus, **gpus, **self.resources}
+        memory = {"memory": self.memory_gib * 2**30} if self.memory_gib else {}
+        return {"CPU": self.cpus, **gpus, **memory, **self.resources}

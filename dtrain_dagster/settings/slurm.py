@@ -17,7 +17,8 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from dtrain_dagster.settings.environment import EnvironmentSettings, SettingsError
+from dtrain_dagster.settings.environment import SettingsError
+from dtrain_dagster.settings.nodes import EngineSettings, node_field
 
 PREFIX = "DTRAIN_SLURM_"
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.,:@/-]*$"
@@ -57,7 +58,7 @@ def read_arguments(value: object) -> object:
     return words
 
 
-class SlurmSettings(EnvironmentSettings):
+class SlurmSettings(EngineSettings):
     """The settings of a SLURM cluster. Every field is the environment variable of that name in capitals after
     ``DTRAIN_SLURM_``."""
 
@@ -69,18 +70,9 @@ class SlurmSettings(EnvironmentSettings):
         description="Login node that commands are run on, as ssh knows it (user@host or an alias); unset: this machine",
     )
     partition: str | None = Field(default=None, pattern=_NAME, description="Partition; unset: the cluster's default")
-    gpus: int = Field(default=0, ge=0, le=64, description="GPUs of a node")
-    cpus: int = Field(default=1, ge=1, le=4096, description="CPUs of a node")
-    memory: str | None = Field(
-        default=None, pattern=r"^\d+[KMGT]?$", description="Memory of a node, such as 32G; unset: the cluster's default"
-    )
+    cpus: int = node_field("CPUS", 1, "CPUs of a node, a whole number on SLURM", ge=1, le=4096)
     time_limit_minutes: int | None = Field(
         default=None, ge=2, description="Time limit of a node; a longer training goes on in its successor"
-    )
-    python: str | None = Field(
-        default=None,
-        pattern=r"^/\S+$",
-        description="Interpreter on the nodes, a full path; unset: the one that submits",
     )
     setup: str = Field(default="", description="Shell commands before the node begins, such as: module load cuda/12.4")
     extra: Annotated[tuple[str, ...], NoDecode, BeforeValidator(read_arguments)] = Field(

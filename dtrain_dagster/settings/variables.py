@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from dtrain_dagster.settings.environment import PREFIX, EnvironmentSettings, Settings
+from dtrain_dagster.settings.environment import PREFIX, EnvironmentSettings, Settings, variable_of
 from dtrain_dagster.settings.notices import NoticeSettings
 
 _log = logging.getLogger(__name__)
@@ -118,10 +118,6 @@ OF_OTHER_PROGRAMS = VariableGroup(
         "RAY_AUTH_MODE": PlainVariable("How the Ray that `RayTrainer` starts authenticates its clients", "`token`"),
         "RAY_AUTH_TOKEN": PlainVariable("The token that authenticates them", "drawn at random"),
         "RAY_USAGE_STATS_ENABLED": PlainVariable("Whether that Ray sends figures to its makers", "`0`"),
-        "KUBECONFIG": PlainVariable(
-            "Kubeconfig, where `DTRAIN_KUBERNETES_KUBECONFIG` is unset",
-            "`~/.kube/config`; in a pod its service account",
-        ),
         "AZURE_STORAGE_ACCOUNT_URL": PlainVariable(
             "Storage account of `DTRAIN_STORAGE`: `https://account.blob.core.windows.net`"
         ),
@@ -196,7 +192,7 @@ def known_variables() -> set[str]:
     kinds: list[type[EnvironmentSettings]] = [Settings, NoticeSettings, AzureSettings, *ENGINES.values()]
     names = {*INTERNAL, *(name for group in GROUPS for name in group.variables if is_ours(name))}
     for kind in kinds:
-        names |= {f"{kind.model_config['env_prefix']}{name.upper()}" for name in kind.model_fields}
+        names |= {name for field in kind.model_fields if is_ours(name := variable_of(kind, field))}
     return names
 
 

@@ -72,7 +72,7 @@ def pod_template(spec: Mapping[str, Any] | None = None, **container: Any) -> dic
 def make_options(kubeconfig: Path, **changes: Any) -> KubernetesSettings:
     """The options of quick, small nodes."""
     given = {
-        "kubeconfig": str(kubeconfig), "namespace": NAMESPACE, "image": IMAGE, "cpu": "100m", "memory": "64Mi",
+        "kubeconfig": str(kubeconfig), "namespace": NAMESPACE, "image": IMAGE, "cpus": 0.1, "memory_gib": 0.0625,
         "pod_template": pod_template(imagePullPolicy="Never"),
     }  # fmt: skip
     return KubernetesSettings.of(json.loads(json.dumps(given | changes)))

@@ -19,6 +19,8 @@ from dtrain_dagster.clusters.kubernetes.objects import LOST_MACHINE
 from dtrain_dagster.clusters.ray.engine import RayEngine
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine
 from dtrain_dagster.clusters.supervision.engine import Engine, EngineJob, EngineUnreachableError
+from dtrain_dagster.settings.engines import ENGINES
+from dtrain_dagster.settings.environment import variable_of
 from dtrain_dagster.settings.kubernetes import KubernetesSettings
 from dtrain_dagster.settings.ray import RaySettings
 from dtrain_dagster.settings.slurm import SlurmSettings
@@ -109,13 +111,13 @@ class Pods:
             {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 1} for key in LOST_MACHINE
         ]
         return {
-            "kubeconfig": str(self.kubeconfig), "namespace": NAMESPACE, "image": IMAGE, "cpu": "100m", "memory": "1Gi",
+            "kubeconfig": str(self.kubeconfig), "namespace": NAMESPACE, "image": IMAGE, "cpus": 0.1, "memory_gib": 1.0,
             "volumes": volumes, "python": str(python),
             "pod_template": pod_template({"securityContext": user, "tolerations": lost}, imagePullPolicy="Never"),
         }  # fmt: skip
 
     def too_large(self, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        return options | {"cpu": "500"}, "cpu"
+        return options | {"cpus": 500.0}, "cpu"
 
     def jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
         options = KubernetesSettings.of({"kubeconfig": str(self.kubeconfig), "namespace": NAMESPACE, "image": IMAGE})
@@ -127,7 +129,7 @@ class Pods:
     def fill(self) -> Callable[[], None]:
         nodes = self.cluster.ask("GET", "/api/v1/nodes")["items"]
         cpus = min(int(node["status"]["allocatable"]["cpu"]) for node in nodes)
-        engine = make_engine(make_options(self.kubeconfig, cpu=f"{1000 * cpus - 50}m"), "sleep 1000")
+        engine = make_engine(make_options(self.kubeconfig, cpus=cpus - 0.05), "sleep 1000")
         return _fill(engine, len(nodes))
 
     def kill_node(self, job: EngineJob) -> Callable[[], None]:
@@ -163,7 +165,7 @@ class Slurmds:
     kind = "slurm"
     full = "no machine is free"
     bad_settings: ClassVar = [
-        ({"DTRAIN_SLURM_CPUS": "0"}, "DTRAIN_SLURM_CPUS"),
+        ({"DTRAIN_SLURM_CPUS": "2"}, "is DTRAIN_NODE_CPUS now"),
         ({"DTRAIN_SLURM_EXTRA": "--array=1-3"}, "nodes are jobs of their own"),
         ({"DTRAIN_SLURM_PARTITION": "nix"}, "correct DTRAIN_SLURM_PARTITION"),
     ]
@@ -229,7 +231,7 @@ class Raylets:
     kind = "ray"
     full = "no machine is free"
     bad_settings: ClassVar = [
-        ({"DTRAIN_RAY_CPUS": "0"}, "DTRAIN_RAY_CPUS"),
+        ({"DTRAIN_NODE_CPUS": "0"}, "DTRAIN_NODE_CPUS"),
         ({"DTRAIN_RAY_RESOURCES": "CPU=3"}, "has a setting of its own"),
         ({"DTRAIN_RAY_ADDRESS": "nowhere"}, "DTRAIN_RAY_ADDRESS"),
     ]
@@ -244,7 +246,7 @@ class Raylets:
         }  # fmt: skip
 
     def too_large(self, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        return options | {"cpus": 64.0}, "lower DTRAIN_RAY_CPUS"
+        return options | {"cpus": 64.0}, "lower DTRAIN_NODE_CPUS"
 
     def jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
         try:
@@ -329,7 +331,7 @@ def variables(kind: str, options: Mapping[str, Any]) -> dict[str, str]:
     """The environment that gives these options."""
     given = {name: value for name, value in options.items() if name not in ("volumes", "pod_template")}
     texts_of = {name: " ".join(value) if isinstance(value, list) else str(value) for name, value in given.items()}
-    found = {f"DTRAIN_{kind.upper()}_{name.upper()}": text for name, text in texts_of.items()}
+    found = {variable_of(ENGINES[kind], name): text for name, text in texts_of.items()}
     if template := options.get("pod_template"):
         file = Path(options["python"]).with_name("pod-template.yaml")
         file.write_text(json.dumps(template))

@@ -72,7 +72,7 @@ def test_a_node_that_is_submitted_twice_is_bought_once(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"cpu": "1000"}, "lower DTRAIN_KUBERNETES_CPU"),
+        ({"cpus": 1000.0}, "lower DTRAIN_NODE_CPUS"),
         ({"gpus": 1}, "nvidia.com/gpu"),
         ({"pod_template": pod_template({"nodeSelector": {"gpu": "a100"}})}, "check nodeSelector, tolerations"),
         ({"image": "localhost/absent:1"}, "imagePullPolicy in DTRAIN_KUBERNETES_POD_TEMPLATE is Never"),
@@ -228,7 +228,7 @@ def test_what_cannot_work_is_refused_before_anything_is_made(
         make_engine(options.model_copy(update={"namespace": "default"})).check()
     with pytest.raises(ClusterError, match="DTRAIN_KUBERNETES_CONTEXT"):
         make_engine(options.model_copy(update={"context": "absent"})).check()
-    with pytest.raises(ClusterError, match="DTRAIN_KUBERNETES_KUBECONFIG"):
+    with pytest.raises(ClusterError, match="KUBECONFIG"):
         make_engine(options.model_copy(update={"kubeconfig": "/absent/kubeconfig"})).check()
     with pytest.raises(ClusterError, match="create it, or set DTRAIN_KUBERNETES_NAMESPACE"):
         make_engine(

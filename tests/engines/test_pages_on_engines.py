@@ -30,8 +30,15 @@ ONE_EPOCH = {"--nodes 3": "--nodes 3 --epochs 1"}
 INSTALLING = "docs/installing.md"
 ANY_ENGINE, SLURM, KUBERNETES, RAY = slice(4, 5), slice(5, 6), slice(6, 7), slice(8, 9)
 """Its blocks for an engine's users."""
-OF_IMAGE = ("PULL_POLICY", "PYTHON", "USER")
+OF_IMAGE = ("DTRAIN_NODE_PYTHON", "DTRAIN_KUBERNETES_POD_TEMPLATE")
 """Settings of a cluster without a registry and without Python in its images, which comes from the machine."""
+OF_NODES = (
+    "KUBECONFIG",
+    "DTRAIN_KUBERNETES_IMAGE",
+    "DTRAIN_KUBERNETES_VOLUMES",
+    "DTRAIN_NODE_CPUS",
+    "DTRAIN_NODE_MEMORY_GIB",
+)
 LITTLE = (
     "export DTRAIN_PRICES=$PWD/../my_prices.csv "
     "SELECT=stock_prices,sharded_dataset,cost_estimate,trained_checkpoint,cost_breakdown"
@@ -40,23 +47,23 @@ LITTLE = (
 
 
 def exported(*names: str) -> str:
-    """Return the command that sets these variables of Kubernetes."""
-    return "export " + " ".join(f"DTRAIN_KUBERNETES_{name}={{DTRAIN_KUBERNETES_{name}}}" for name in names)
+    """Return the command that sets these variables."""
+    return "export " + " ".join(f"{name}={{{name}}}" for name in names)
 
 
 PAGES: dict[str, list[Page]] = {
     "slurm": [
         Page(INSTALLING, filled={
             "DTRAIN_NODES=4": SMALL, "DTRAIN_SLURM_PARTITION=gpu": "DTRAIN_SLURM_PARTITION=main",
-            "DTRAIN_SLURM_GPUS=1": "DTRAIN_SLURM_GPUS=0", "DTRAIN_SLURM_CPUS=8": "DTRAIN_SLURM_CPUS=1",
-            "DTRAIN_SLURM_MEMORY=32G": "DTRAIN_SLURM_MEMORY=1G",
+            "DTRAIN_NODE_GPUS=1": "DTRAIN_NODE_GPUS=0", "DTRAIN_NODE_CPUS=8": "DTRAIN_NODE_CPUS=1",
+            "DTRAIN_NODE_MEMORY_GIB=32": "DTRAIN_NODE_MEMORY_GIB=1",
             "DTRAIN_SLURM_TIME_LIMIT_MINUTES=240": "DTRAIN_SLURM_TIME_LIMIT_MINUTES=60"}, blocks=SLURM),
         Page(INSTALLING, filled=ONE_EPOCH, blocks=ANY_ENGINE),
     ],
     "ray": [
         Page(INSTALLING, filled={
             "ray start --head  ": "export DTRAIN_RAY_ADDRESS={DTRAIN_RAY_ADDRESS}  ", "DTRAIN_NODES=4": SMALL,
-            "DTRAIN_RAY_CPUS=8": "DTRAIN_RAY_CPUS=1", "DTRAIN_RAY_GPUS=1": "DTRAIN_RAY_GPUS=0"},
+            "DTRAIN_NODE_CPUS=8": "DTRAIN_NODE_CPUS=1", "DTRAIN_NODE_GPUS=1": "DTRAIN_NODE_GPUS=0"},
             blocks=RAY, left_out={"pip install 'dtrain[ray]'": "asks a package index"}),
         Page(INSTALLING, "export DTRAIN_RAY_ADDRESS={DTRAIN_RAY_ADDRESS}", {
             "DTRAIN_CLUSTER=slurm": "DTRAIN_CLUSTER=ray", **ONE_EPOCH}, ANY_ENGINE),
@@ -65,10 +72,10 @@ PAGES: dict[str, list[Page]] = {
         Page(INSTALLING, f"{exported('KUBECONFIG', *OF_IMAGE)}\n{LITTLE}", {
             "DTRAIN_NODES=4": SMALL, "DTRAIN_HOME=/data/dtrain": "DTRAIN_HOME=$PWD/.dtrain",
             "registry.example/dtrain-nodes:1": "{DTRAIN_KUBERNETES_IMAGE}",
-            "pvc:shared:/data": "{DTRAIN_KUBERNETES_VOLUMES}", "DTRAIN_KUBERNETES_GPUS=1": "DTRAIN_KUBERNETES_GPUS=0",
-            "DTRAIN_KUBERNETES_CPU=8": "DTRAIN_KUBERNETES_CPU=100m",
-            "DTRAIN_KUBERNETES_MEMORY=32Gi": "DTRAIN_KUBERNETES_MEMORY=1Gi"}, KUBERNETES),
-        Page(INSTALLING, exported("KUBECONFIG", "IMAGE", "VOLUMES", "CPU", "MEMORY", *OF_IMAGE), {
+            "pvc:shared:/data": "{DTRAIN_KUBERNETES_VOLUMES}", "DTRAIN_NODE_GPUS=1": "DTRAIN_NODE_GPUS=0",
+            "DTRAIN_NODE_CPUS=8": "DTRAIN_NODE_CPUS=0.1",
+            "DTRAIN_NODE_MEMORY_GIB=32": "DTRAIN_NODE_MEMORY_GIB=1"}, KUBERNETES),
+        Page(INSTALLING, exported(*OF_NODES, *OF_IMAGE), {
             "DTRAIN_CLUSTER=slurm": "DTRAIN_CLUSTER=kubernetes", **ONE_EPOCH}, ANY_ENGINE),
     ],
 }  # fmt: skip
@@ -110,8 +117,8 @@ def test_an_administrators_block_prepares_a_kubernetes(tmp_path: Path) -> None:
         heading, *made = run_in(checkout, ADMINISTRATOR.script(values)).splitlines()
         assert (heading, len(made)) == ("=== block 1", 6), made
         assert all(line.endswith(" created") for line in made), made
-        own = exported("KUBECONFIG", "IMAGE").format(
-            DTRAIN_KUBERNETES_KUBECONFIG=log_in(cluster), DTRAIN_KUBERNETES_IMAGE=IMAGE
+        own = exported("KUBECONFIG", "DTRAIN_KUBERNETES_IMAGE").format(
+            KUBECONFIG=log_in(cluster), DTRAIN_KUBERNETES_IMAGE=IMAGE
         )
         assert "takes nodes from this identity" in run_in(checkout, f"{own}\ndtrain doctor")
 

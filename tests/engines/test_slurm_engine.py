@@ -93,7 +93,7 @@ def test_an_end_by_force_waits_for_nobody(make: Callable[..., SlurmEngine], laun
     [
         ({"partition": "nix"}, "correct DTRAIN_SLURM_PARTITION"),
         ({"extra": ("--constraint=nix",)}, "correct --constraint in DTRAIN_SLURM_EXTRA"),
-        ({"gpus": 1}, "correct DTRAIN_SLURM_GPUS"),
+        ({"gpus": 1}, "correct DTRAIN_NODE_GPUS"),
         ({"extra": ("--nix=1",)}, "correct DTRAIN_SLURM_EXTRA"),
     ],
 )

@@ -54,8 +54,8 @@ PATIENCE_SECONDS = 60.0
 """Seconds for which a refusal of what was allowed before counts as a cluster that does not answer."""
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
 _REFUSALS = {
-    0: "the kubeconfig's certificate authority is not this cluster's: see DTRAIN_KUBERNETES_KUBECONFIG and _CONTEXT",
-    401: "the cluster does not recognise this identity: log in again, or set DTRAIN_KUBERNETES_KUBECONFIG and _CONTEXT",
+    0: "the kubeconfig's certificate authority is not this cluster's: see KUBECONFIG and DTRAIN_KUBERNETES_CONTEXT",
+    401: "the cluster does not recognise this identity: log in again, or set KUBECONFIG and DTRAIN_KUBERNETES_CONTEXT",
     403: "this identity may not do it, or a quota is used up: deploy/kubernetes has the rights that are needed",
     404: "there is no such namespace: create it, or set DTRAIN_KUBERNETES_NAMESPACE",
     422: "the cluster rejects the object: correct the DTRAIN_KUBERNETES_ setting that it names",
@@ -211,7 +211,7 @@ class KubernetesEngine(Engine):
                 )
         except (ConfigException, OSError) as error:
             raise EngineError(
-                f"no cluster is configured: {error}; set DTRAIN_KUBERNETES_KUBECONFIG and DTRAIN_KUBERNETES_CONTEXT"
+                f"no cluster is configured: {error}; set KUBECONFIG and DTRAIN_KUBERNETES_CONTEXT"
             ) from None
         configuration.retries = False  # asked again by whoever polls
         return client.ApiClient(configuration)
@@ -313,7 +313,7 @@ def _kind(what: str) -> str:
 
 
 def _in_cluster() -> bool:
-    return "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ
+    return "KUBERNETES_SERVICE_HOST" in os.environ
 
 
 def _message(body: Any) -> str:

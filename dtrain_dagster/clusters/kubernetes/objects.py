@@ -15,6 +15,7 @@ from typing import Any
 
 from dtrain_dagster.clusters.supervision.engine import EngineJob, name_job, name_launch
 from dtrain_dagster.settings.kubernetes import CONTAINER, KubernetesSettings
+from dtrain_dagster.settings.nodes import NODE as N
 
 Answer = Mapping[str, Any]
 S = "DTRAIN_KUBERNETES_"
@@ -29,20 +30,20 @@ _WAITS = {
     "ErrImageNeverPull": f"the machine does not have the image, and imagePullPolicy in {TEMPLATE} is Never",
     "InvalidImageName": f"correct {S}IMAGE",
     "CreateContainerConfigError": f"check that the Secrets in {TEMPLATE} exist, and that its user may run the image",
-    "CreateContainerError": f"check {S}VOLUMES and {S}PYTHON",
+    "CreateContainerError": f"check {S}VOLUMES and {N}PYTHON",
 }
 _WAITS["ErrImagePull"] = _WAITS["ImagePullBackOff"]
 _REFUSED = {
-    "exceeded quota": f"ask for less ({S}CPU, {S}MEMORY, {S}GPUS, DTRAIN_NODES), or have the quota raised",
+    "exceeded quota": f"ask for less ({N}CPUS, {N}MEMORY_GIB, {N}GPUS, DTRAIN_NODES), or have the quota raised",
     "PodSecurity": f"the namespace's standard forbids it: see {TEMPLATE}, and host: in {S}VOLUMES",
     "serviceaccount": f"create the service account, or change serviceAccountName in {TEMPLATE}",
     "no PriorityClass": f"change priorityClassName in {TEMPLATE}",
-    "limits.": f"the namespace limits what a pod may ask for: see {S}CPU and {S}MEMORY",
+    "limits.": f"the namespace limits what a pod may ask for: see {N}CPUS and {N}MEMORY_GIB",
 }
 """What the messages of refused pods hold → the remedy."""
 _NO_ROOM = (
-    f"lower {S}CPU, {S}MEMORY or {S}GPUS, check nodeSelector, tolerations and affinity in {TEMPLATE}, or wait for "
-    "machines"
+    f"lower {N}CPUS, {N}MEMORY_GIB or {N}GPUS, check nodeSelector, tolerations and affinity in {TEMPLATE}, or wait "
+    "for machines"
 )
 JOB, LAUNCH, NODE, INCARNATION = "dtrain/job", "dtrain/launch", "dtrain/node", "dtrain/incarnation"
 """Labels of everything that belongs to a node: the job's id as far as a label can hold it, the name of its launch, and
@@ -223,7 +224,8 @@ def _is_named(item: Any) -> bool:
 
 
 def _container(options: KubernetesSettings, command: Sequence[str], mounts: list[dict[str, Any]]) -> dict[str, Any]:
-    limits = {"memory": options.memory, **({options.gpu_resource: str(options.gpus)} if options.gpus else {})}
+    memory = f"{round(options.memory_gib * 1024)}Mi"
+    limits = {"memory": memory, **({options.gpu_resource: str(options.gpus)} if options.gpus else {})}
     return {
         "name": CONTAINER,
         "image": options.image,
@@ -234,7 +236,7 @@ def _container(options: KubernetesSettings, command: Sequence[str], mounts: list
             {"name": "HOME", "value": SCRATCH},
             {"name": "PYTHONDONTWRITEBYTECODE", "value": "1"},
         ],
-        "resources": {"requests": {"cpu": options.cpu, **limits}, "limits": limits},
+        "resources": {"requests": {"cpu": f"{options.cpus:g}", **limits}, "limits": limits},
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
@@ -362,9 +364,9 @@ def _why_ended(status: Answer, ended: Answer) -> str:
     reason = ended.get("reason") or status.get("reason") or ""
     said = " ".join((ended.get("message") or status.get("message") or "").split())
     if reason == "OOMKilled":
-        return f"out of memory: raise {S}MEMORY, or train with smaller batches"
+        return f"out of memory: raise {N}MEMORY_GIB, or train with smaller batches"
     if reason in ("StartError", "ContainerCannotRun"):
-        return f"its program could not be started: {said}; check {S}PYTHON and {S}IMAGE"
+        return f"its program could not be started: {said}; check {N}PYTHON and {S}IMAGE"
     if status.get("reason"):
         return f"{status['reason']}: {said}" if said else str(status["reason"])
     for item in status.get("conditions") or ():

@@ -33,11 +33,10 @@ from dtrain_dagster.clusters.supervision.engine import (
     read_job_name,
     tail_of,
 )
-from dtrain_dagster.settings.ray import RaySettings
+from dtrain_dagster.settings.ray import FIXED, RaySettings
 from trainer.node.processes import MARK
 
 S = "DTRAIN_RAY_"
-_SETTINGS = {"CPU": f"{S}CPUS", "GPU": f"{S}GPUS"}
 
 
 def read_actor(
@@ -86,7 +85,7 @@ def explain_waiting(demand: Mapping[str, float], largest: Sequence[Mapping[str, 
     for name, amount in demand.items():
         most = max((machine.get(name, 0.0) for machine in largest), default=0.0)
         if amount > most:
-            setting = _SETTINGS.get(name, f"{S}RESOURCES")
+            setting = FIXED.get(name, f"{S}RESOURCES")
             said = f"no machine is large enough ({name} {amount:g}, the largest has {most:g})"
             return f"{said}: lower {setting}, or add one"
     return "no machine is free"

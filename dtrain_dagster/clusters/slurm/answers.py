@@ -12,6 +12,7 @@ from typing import Literal
 
 from dtrain_dagster.clusters.slurm.commands import COLUMNS, END_SECONDS
 from dtrain_dagster.clusters.supervision.engine import Cause, EngineJob, read_job_name
+from dtrain_dagster.settings.nodes import NODE as N
 
 S = "DTRAIN_SLURM_"
 _WAITING = {
@@ -52,8 +53,8 @@ REASONS = {
     "JobLaunchFailure": "its machine could not start it: ask an administrator",
     "Licenses": "it waits for a licence",
     "NodeDown": "its machine is down",
-    "PartitionConfig": f"no node of the partition is large enough: lower {S}CPUS, {S}GPUS or {S}MEMORY, or change "
-    f"{S}PARTITION",
+    "PartitionConfig": f"no node of the partition is large enough: lower {N}CPUS, {N}GPUS or {N}MEMORY_GIB, or "
+    f"change {S}PARTITION",
     "PartitionDown": f"the partition is down: wait, or change {S}PARTITION",
     "PartitionInactive": f"the partition takes no jobs: change {S}PARTITION",
     "PartitionNodeLimit": f"the partition does not give such nodes: change {S}PARTITION",
@@ -67,9 +68,9 @@ REASONS = {
 """The beginning of a reason → what it means, and what helps."""
 REFUSALS = {
     "walldurationperjob": f"lower {S}TIME_LIMIT_MINUTES",
-    "cpuperjob": f"lower {S}CPUS",
-    "memperjob": f"lower {S}MEMORY",
-    "gresperjob": f"lower {S}GPUS",
+    "cpuperjob": f"lower {N}CPUS",
+    "memperjob": f"lower {N}MEMORY_GIB",
+    "gresperjob": f"lower {N}GPUS",
     "accounting/qos policy": f"it asks for more than --account or --qos in {S}EXTRA may: ask for less, or change them",
     "invalid account": f"correct --account in {S}EXTRA, or give one that may use {S}PARTITION",
     "partition": f"correct {S}PARTITION",
@@ -77,11 +78,11 @@ REFUSALS = {
     "qos": f"correct --qos in {S}EXTRA",
     "feature": f"correct --constraint in {S}EXTRA",
     "reservation": f"correct --reservation in {S}EXTRA",
-    "gres": f"the cluster has no such GPUs: correct {S}GPUS",
+    "gres": f"the cluster has no such GPUs: correct {N}GPUS",
     "time limit": f"lower {S}TIME_LIMIT_MINUTES",
-    "memory": f"lower {S}MEMORY",
-    "node configuration is not available": f"no machine is large enough: lower {S}CPUS, {S}GPUS or {S}MEMORY",
-    "more processors": f"no machine is large enough: lower {S}CPUS",
+    "memory": f"lower {N}MEMORY_GIB",
+    "node configuration is not available": f"no machine is large enough: lower {N}CPUS, {N}GPUS or {N}MEMORY_GIB",
+    "more processors": f"no machine is large enough: lower {N}CPUS",
     "option": f"correct {S}EXTRA",
 }
 """What sbatch says, in lower case → the remedy; the first that is found counts."""
@@ -169,7 +170,7 @@ def explain_end(state: str, reason: str) -> str:
     if state in _LOST:
         return f"{state}: {_LOST[state]}"
     if state == "OUT_OF_MEMORY":
-        return f"{state}: it used more memory than it asked for; raise {S}MEMORY"
+        return f"{state}: it used more memory than it asked for; raise {N}MEMORY_GIB"
     return "" if state in ("COMPLETED", "FAILED") else f"{state}: {reason}"
 
 

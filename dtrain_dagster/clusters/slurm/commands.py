@@ -41,7 +41,7 @@ def submit(
     left_out = [*(word.partition("=")[2] for word in own), *excluded]
     chosen = {
         "partition": options.partition,
-        "mem": options.memory,
+        "mem": f"{round(options.memory_gib * 1024)}M" if options.memory_gib else None,
         "time": options.time_limit_minutes,
         "gres": f"gpu:{options.gpus}" if options.gpus else None,
         "exclude": ",".join(left_out) or None,

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from dtrain_dagster.clusters.base import JobSpec
+from dtrain_dagster.clusters.base import ClusterError, JobSpec
 from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
-from dtrain_dagster.clusters.managers import EngineClusterManager, LocalClusterManager
+from dtrain_dagster.clusters.managers import EngineClusterManager, LocalClusterManager, open_engine
 from dtrain_dagster.clusters.ray.engine import RayEngine
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine
 from dtrain_dagster.clusters.submission import DRAWN, masked, shell_line, yaml_text
@@ -99,7 +99,7 @@ def test_kubernetes_gets_the_manifests_that_were_printed(monkeypatch: pytest.Mon
 
 
 def test_ray_gets_the_actor_that_was_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = RayEngine(RaySettings(gpus=1, resources={"fast": 1.0, "memory": 2.0 * 2**30}), str(tmp_path), agent)
+    engine = RayEngine(RaySettings(gpus=1, memory_gib=2.0, resources={"fast": 1.0}), str(tmp_path), agent)
     asked: list[dict[str, Any]] = []
 
     def ask(do: str, **given: Any) -> str:
@@ -126,6 +126,11 @@ def engines(tmp_path: Path) -> Iterator[EngineClusterManager]:
         ("ray", RaySettings().model_dump()),
     ):
         yield EngineClusterManager(tmp_path / kind, LaunchSettings(engine=kind), options)
+
+
+def test_options_of_another_version_are_refused() -> None:
+    with pytest.raises(ClusterError, match="cpu, memory: no options of kubernetes in this version"):
+        open_engine("kubernetes", {"image": "registry/dtrain:1", "cpu": "8", "memory": "32Gi"}, "", "")
 
 
 def test_a_dry_run_makes_no_file_on_any_engine(tmp_path: Path) -> None:

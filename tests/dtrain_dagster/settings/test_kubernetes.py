@@ -65,8 +65,6 @@ def test_a_template_that_cannot_be_used_is_refused(
     [
         ("image", "has blanks in it", "pattern"),
         ("namespace", "Upper_Case", "pattern"),
-        ("memory", "lots", "pattern"),
-        ("gpus", "-1", "greater than or equal to 0"),
         ("volumes", "shared:/data", "pvc:claim:/mount"),
         ("volumes", "pvc:shared:data", "pvc:claim:/mount"),
         ("volumes", "pvc:a:/data,pvc:b:/data", "a folder of its own"),
@@ -79,3 +77,28 @@ def test_what_cannot_be_used_is_refused_by_name(monkeypatch: pytest.MonkeyPatch,
         read(monkeypatch, **{"image": "dtrain:1", name: value})
     assert f"{PREFIX}{name.upper()}" in str(refused.value)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("MEMORY_GIB", "lots", "DTRAIN_NODE_MEMORY_GIB='lots' (GiB of memory"),
+        ("GPUS", "-1", "greater than or equal to 0"),
+        ("PYTHON", "py thon", "pattern"),
+    ],
+)
+def test_what_no_node_can_have_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str):
+    monkeypatch.setenv(f"DTRAIN_NODE_{name}", value)
+    with pytest.raises(SettingsError) as refused:
+        read(monkeypatch, image="dtrain:1")
+    assert f"DTRAIN_NODE_{name}" in str(refused.value)
+    assert said in str(refused.value)
+
+
+def test_what_a_node_has_is_read_from_the_variables_of_all_engines(monkeypatch: pytest.MonkeyPatch):
+    for name, value in (("CPUS", "0.5"), ("MEMORY_GIB", "1.5"), ("GPUS", "2"), ("PYTHON", "/opt/python")):
+        monkeypatch.setenv(f"DTRAIN_NODE_{name}", value)
+    monkeypatch.setenv("KUBECONFIG", "/home/me/kubeconfig")
+    found = read(monkeypatch, image="dtrain:1")
+    assert (found.cpus, found.memory_gib, found.gpus, found.python) == (0.5, 1.5, 2, "/opt/python")
+    assert found.kubeconfig == "/home/me/kubeconfig"

@@ -12,7 +12,9 @@ from dtrain_dagster.settings.ray import RaySettings
     ("name", "value", "said"),
     [
         ("ADDRESS", "head", "DTRAIN_RAY_ADDRESS"),
-        ("RESOURCES", "GPU=1", "DTRAIN_RAY_GPUS"),
+        ("RESOURCES", "GPU=1", "DTRAIN_NODE_GPUS"),
+        ("RESOURCES", "memory=9", "DTRAIN_NODE_MEMORY_GIB"),
+        ("GPUS", "1", "DTRAIN_RAY_GPUS is DTRAIN_NODE_GPUS now"),
         ("RESOURCES", "disk", "give name=amount"),
     ],
 )

@@ -15,8 +15,7 @@ from dtrain_dagster.settings.slurm import SlurmSettings, read_partition_prices
     [
         ("PARTITION", "gpu; rm -rf /", "DTRAIN_SLURM_PARTITION"),
         ("HOST", "-oProxyCommand=sh", "DTRAIN_SLURM_HOST"),
-        ("MEMORY", "8 GB", "DTRAIN_SLURM_MEMORY"),
-        ("PYTHON", "python3", "DTRAIN_SLURM_PYTHON"),
+        ("MEMORY", "8G", "DTRAIN_SLURM_MEMORY is DTRAIN_NODE_MEMORY_GIB now"),
         ("EXTRA", "--time=5", "DTRAIN_SLURM_TIME_LIMIT_MINUTES"),
         ("EXTRA", "-p gpu", "is not an option of sbatch"),
         ("EXTRA", "--export=PATH,TOKEN=planted", "takes names of variables alone"),

@@ -119,8 +119,8 @@ def test_a_node_that_we_delete_ourselves_is_not_lost():
 @pytest.mark.parametrize(
     ("seen", "said"),
     [
-        (read(job(), pod("Failed", ended(137, "OOMKilled"))), "raise DTRAIN_KUBERNETES_MEMORY"),
-        (read(job(), pod("Failed", ended(128, "StartError", "exec: no such file"))), "check DTRAIN_KUBERNETES_PYTHON"),
+        (read(job(), pod("Failed", ended(137, "OOMKilled"))), "raise DTRAIN_NODE_MEMORY_GIB"),
+        (read(job(), pod("Failed", ended(128, "StartError", "exec: no such file"))), "check DTRAIN_NODE_PYTHON"),
         (read(job([], {"suspend": True})), "waits in Kueue's queue research"),
         (
             read(job(), warnings=[event("FailedCreate", "pods is forbidden: exceeded quota")]),
@@ -132,7 +132,7 @@ def test_a_node_that_we_delete_ourselves_is_not_lost():
         ),
         (
             read(job(), pod("Pending", host="", conditions=[condition("PodScheduled", "False", message="0/2 nodes")])),
-            "no machine has room: 0/2 nodes; lower DTRAIN_KUBERNETES_CPU",
+            "no machine has room: 0/2 nodes; lower DTRAIN_NODE_CPUS",
         ),
         (
             read(job(), pod("Pending", {"state": {"waiting": {"reason": "ErrImagePull", "message": "no\n such"}}})),

@@ -114,7 +114,7 @@ def test_a_pod_has_no_rights_that_it_does_not_need():
 def test_what_the_settings_and_the_template_ask_for_is_in_the_pod():
     spec = pod(FULL)
     [container] = spec["containers"]
-    assert container["resources"]["limits"] == {"memory": "4Gi", "nvidia.com/gpu": "4", "rdma/hca": "1"}
+    assert container["resources"]["limits"] == {"memory": "4096Mi", "nvidia.com/gpu": "4", "rdma/hca": "1"}
     assert container["envFrom"] == [{"secretRef": {"name": "storage"}}]
     variables = {item["name"]: item.get("value") for item in container["env"]}
     assert (variables["NCCL_DEBUG"], variables["HOME"]) == ("INFO", "/home/own")

@@ -24,8 +24,8 @@ def read(state: str, code: int | None = None, why: str = "", **demand: float) ->
     ("demand", "said"),
     [
         ({"CPU": 8.0}, "no machine is free"),
-        ({"CPU": 64.0}, "no machine is large enough (CPU 64, the largest has 8): lower DTRAIN_RAY_CPUS, or add one"),
-        ({"CPU": 1.0, "GPU": 2.0}, "(GPU 2, the largest has 1): lower DTRAIN_RAY_GPUS"),
+        ({"CPU": 64.0}, "no machine is large enough (CPU 64, the largest has 8): lower DTRAIN_NODE_CPUS, or add one"),
+        ({"CPU": 1.0, "GPU": 2.0}, "(GPU 2, the largest has 1): lower DTRAIN_NODE_GPUS"),
         ({"fast": 1.0}, "(fast 1, the largest has 0): lower DTRAIN_RAY_RESOURCES"),
     ],
 )

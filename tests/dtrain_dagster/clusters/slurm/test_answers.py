@@ -50,7 +50,7 @@ def test_a_running_node_has_its_machine_and_its_limit():
 def test_a_waiting_node_says_why_what_helps_and_its_place():
     found = job((2, 5), State="PENDING", Reason="PartitionConfig", NodeList="", StartTime="N/A", EndTime="N/A")
     assert found.state == "pending"
-    assert "lower DTRAIN_SLURM_CPUS" in found.reason
+    assert "lower DTRAIN_NODE_CPUS" in found.reason
     assert found.reason.startswith("PartitionConfig: ")
     assert found.reason.endswith("place 2 of 5 in the queue")
     assert found.started_at is None, "the expected start is none"
@@ -110,7 +110,7 @@ def test_limits_and_codes_and_places():
 def test_what_sbatch_says_is_told_with_the_setting():
     said = "sbatch: error: Batch job submission failed: Invalid partition name specified"
     assert remedy_of(said) == "correct DTRAIN_SLURM_PARTITION"
-    assert remedy_of("sbatch: error: Invalid generic resource (gres) specification").endswith("DTRAIN_SLURM_GPUS")
+    assert remedy_of("sbatch: error: Invalid generic resource (gres) specification").endswith("DTRAIN_NODE_GPUS")
     both = "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified"
     assert remedy_of(both).startswith("correct --account in DTRAIN_SLURM_EXTRA")
     assert is_unreachable("squeue: error: slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
@@ -134,9 +134,11 @@ def test_a_queue_that_is_full_is_told_from_a_job_that_is_too_large():
 
 
 def test_a_node_is_one_job_that_nothing_requeues_and_whose_shell_becomes_the_agent():
-    options = SlurmSettings(partition="gpu", gpus=2, memory="8G", time_limit_minutes=30, setup="module load x")
+    options = SlurmSettings(partition="gpu", gpus=2, memory_gib=0.5, time_limit_minutes=30, setup="module load x")
     command = submit(options, LAUNCH, 1, 3, "/home/a b/logs/x.out")
-    assert {f"--job-name={NAME}", "--no-requeue", "--nodes=1", "--gres=gpu:2", "--mem=8G", "--time=30"} <= set(command)
+    assert {f"--job-name={NAME}", "--no-requeue", "--nodes=1", "--gres=gpu:2", "--mem=512M", "--time=30"} <= set(
+        command
+    )
     assert "--export=PATH,HOME,USER,LANG" in command, "no more of the submitter's environment"
     text = script(options, ["/usr/bin/python3", "-m", "trainer.node", "/home/a b"])
     assert text == "#!/bin/sh\nmodule load x\nexec /usr/bin/python3 -m trainer.node '/home/a b'\n"
