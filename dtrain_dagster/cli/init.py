@@ -20,8 +20,9 @@ from dtrain_dagster.cli.common import Refusal, console, refuses, say
 from dtrain_dagster.cli.job_names import complete_files
 from dtrain_dagster.cli.screen import plain_table
 from dtrain_dagster.data.errors import refuse
+from dtrain_dagster.data.learned_table import LearnedTable
 from dtrain_dagster.data.row_splits import RowParams
-from dtrain_dagster.data.rows import TableReport, examine_rows
+from dtrain_dagster.data.rows import examine_rows
 from dtrain_dagster.data.table_file import files_of as files_of_table
 from dtrain_dagster.data.table_file import open_table
 from dtrain_dagster.settings.home import DEFAULT, make_home
@@ -108,34 +109,34 @@ def _table_of(folder: Path, table: str | None, target: str | None, drop: tuple[s
     if target not in columns:
         raise Refusal(f"--target {target}: {path} has no such column; it has {', '.join(columns)}")
     report = examine_rows(str(path), RowParams(target=target, drop=drop, missing="mean"))
-    if like_id := tuple(column.name for column in report.columns if column.is_like_id):
+    if like_id := tuple(column.name for column in report.columns() if column.is_like_id):
         drop = *drop, *like_id
         report = examine_rows(str(path), RowParams(target=target, drop=drop, missing="mean"))
     refuse(report.problems, str(path))
     say_report(report, like_id)
-    has_gaps = any(column.missing for column in report.columns if column.type not in ("string", ""))
+    has_gaps = any(column.missing for column in report.columns() if column.type not in ("string", ""))
     return Table(
         path=path.relative_to(folder) if path.is_relative_to(folder) else path,
         target=target,
         drop=drop,
         missing="mean" if has_gaps else "refuse",
-        rows=report.rows,
+        rows=report.table.rows,
     )
 
 
-def say_report(report: TableReport, like_id: tuple[str, ...]) -> None:
+def say_report(report: LearnedTable, like_id: tuple[str, ...]) -> None:
     """Print a line for each column of a table, its target, and what is to be noted."""
     from rich.text import Text
 
     table = plain_table("COLUMN", "TYPE", "MISSING", "", right=("MISSING",))
-    for column in report.columns:
+    for column in report.columns():
         why = "an identifier, another value in nearly every row" if column.name in like_id else column.remark
         told = why if why in ("", "target") else f"left out: {why}"
         gaps = f"{column.missing:,}" if column.missing else "–"
         table.add_row(Text(visible(column.name)), column.type or "empty", gaps, told)
     console().print(table, highlight=False)
-    counts = ", ".join(f"{name} {count:,}" for name, count in report.classes.items())
-    say(f"{report.rows:,} rows; {report.task}" + (f", in the training split {counts}" if counts else ""))
+    counts = ", ".join(f"{name} {count:,}" for name, count in report.class_counts().items())
+    say(f"{report.table.rows:,} rows; {report.task}" + (f", in the training split {counts}" if counts else ""))
     for note in report.notes:
         say(f"note: {note}", err=True)
 

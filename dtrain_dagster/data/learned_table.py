@@ -58,21 +58,6 @@ class ColumnReport:
     """Whether it has another value in nearly every row."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TableReport:
-    """What a table holds, and what becomes of it with some parameters."""
-
-    rows: int
-    task: str
-    """"" where there is a problem with the target."""
-    classes: Mapping[str, int]
-    """The rows of the training split of each class; none of a target that is a number."""
-    columns: Sequence[ColumnReport]
-    notes: Sequence[str]
-    problems: Sequence[str]
-    """Why no dataset can be built, each with the remedy."""
-
-
 @dataclass(slots=True)
 class LearnedTable:
     """A table and what is learned of it, by `learn`."""
@@ -94,6 +79,10 @@ class LearnedTable:
     groups: int = 0
     """The different values of ``split_by``, counted up to `MOST_NAMES`."""
     target: TargetColumn = field(default_factory=lambda: TargetColumn(""))
+    task: str = ""
+    """"" where there is a problem with the target."""
+    classes: list[Any] = field(default_factory=list)
+    """The values of the classes in the order of their codes; none of a target that is a number."""
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     """Rows of each split."""
     excluded: dict[str, str] = field(default_factory=dict)
@@ -104,6 +93,11 @@ class LearnedTable:
         self._choose_columns()
         self._read_splits()
         self._learn()
+        if self.params.target not in self.table.problems:
+            try:
+                self.task, self.classes = self.target.task(self.params.task)
+            except DataError as error:
+                self.problems.append(str(error))
 
     def kept(self) -> list[str]:
         """Return the features that are stored, in their order. Raise `DataError` where none varies."""
@@ -112,23 +106,13 @@ class LearnedTable:
             raise DataError(f"no column varies over the training split: {', '.join(self.excluded)}")
         return found
 
-    def report(self) -> TableReport:
-        """Learn of the table, and return what it holds."""
-        self.learn()
-        task, classes = self.judge_target()
-        try:
-            self.judge_splits(self.counts)
-        except DataError as error:
-            self.problems.append(str(error))
-        columns = [self._report(name) for name in self.table.kinds]
-        return TableReport(
-            rows=self.table.rows,
-            task=task,
-            classes={class_name(value): self.target.counts[value] for value in classes},
-            columns=columns,
-            notes=self.notes,
-            problems=self.problems,
-        )
+    def class_counts(self) -> dict[str, int]:
+        """Return the rows of the training split of each class."""
+        return {class_name(value): self.target.counts[value] for value in self.classes}
+
+    def columns(self) -> list[ColumnReport]:
+        """Return what each column of the table holds."""
+        return [self._report(name) for name in self.table.kinds]
 
     def _report(self, name: str) -> ColumnReport:
         params, found = self.params, self.numbers.get(name) or self.categories.get(name)
@@ -284,15 +268,6 @@ class LearnedTable:
             return True
         varies = self.categories[name].varies if name in self.categories else bool(self.numbers[name].std)
         return varies and self.parts[name][0] not in self.excluded
-
-    def judge_target(self) -> tuple[str, list[Any]]:
-        """Return the task, and the values of the classes in the order of their codes. What is wrong is noted."""
-        if self.params.target not in self.table.problems:
-            try:
-                return self.target.task(self.params.task)
-            except DataError as error:
-                self.problems.append(str(error))
-        return "", []
 
     def _judge_column(self, name: str) -> None:
         """Note why a column is left out, or is a problem."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.build_once import BuiltDataset, TableShards, build_once, digest_files, id_of
 from dtrain_dagster.data.errors import DataError, refuse
-from dtrain_dagster.data.learned_table import LearnedTable, TableReport
+from dtrain_dagster.data.learned_table import LearnedTable
 from dtrain_dagster.data.row_splits import RowParams
 from dtrain_dagster.data.table_columns import numbers_of
 from dtrain_dagster.data.table_file import files_of, open_table
@@ -41,106 +41,100 @@ def build_rows(source: str, storage_uri: str, params: RowParams) -> BuiltDataset
     def write(folder: Path) -> dict[str, Any]:
         scratch = folder / "read"
         scratch.mkdir()
-        manifest = _Builder(LearnedTable(open_table(files, scratch), params), folder).build(dataset_id)
+        manifest = _build(LearnedTable(open_table(files, scratch), params), folder, dataset_id)
         shutil.rmtree(scratch)
         return manifest | {"source": {"title": Path(source).name, "sha256": digests[0], "files": len(files)}}
 
     return build_once(storage_uri, dataset_id, write)
 
 
-def examine_rows(source: str, params: RowParams) -> TableReport:
-    """Return what a table holds, of which nothing is built. Raise `DataError` for one that cannot be read, or has no
-    such columns as are named."""
+def examine_rows(source: str, params: RowParams) -> LearnedTable:
+    """Return what a table holds, of which nothing is built, and its problems. Raise `DataError` for one that cannot be
+    read, or has no such columns as are named."""
     with scratch_folder("table") as scratch:
-        return LearnedTable(open_table(files_of(Path(source)), scratch), params).report()
+        learned = LearnedTable(open_table(files_of(Path(source)), scratch), params)
+        learned.learn()
+    try:
+        learned.judge_splits(learned.counts)
+    except DataError as error:
+        learned.problems.append(str(error))
+    return learned
 
 
-@dataclass(frozen=True, slots=True)
-class _Builder:
-    """A single build of a dataset."""
+def _build(learned: LearnedTable, folder: Path, dataset_id: str) -> dict[str, Any]:
+    """Write the shards; return the manifest."""
+    learned.learn()
+    refuse(learned.problems)
+    kept, params, is_regression = learned.kept(), learned.params, learned.task == REGRESSION
+    shards = _write(learned, folder, kept)
+    samples = {split: sum(shard["rows"] for shard in shards if shard["split"] == split) for split in SPLITS}
+    learned.judge_splits(samples)
+    scales = {name: {"mean": 0.0, "std": 1.0} for name in kept}
+    for name in kept:
+        if name in learned.numbers:  # one that varies in what is missing alone has no deviation
+            scales[name] = {"mean": learned.numbers[name].mean, "std": learned.numbers[name].std or 1.0}
+    number = learned.target.number
+    target = {"mean": number.mean, "std": number.std} if is_regression else {"mean": 0.0, "std": 1.0}
+    return {
+        "schema_version": STANDARDISED,
+        "kind": ROWS,
+        "dataset_id": dataset_id,
+        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "task": learned.task,
+        "classes": [class_name(value) for value in learned.classes],
+        "inputs": [learned.input_entry(name) for name in kept if name not in learned.parts],
+        "columns": [*map(learned.column_entry, kept), {"name": params.target, "type": "number", "role": "target"}],
+        "normalisation": {"fitted_on": "train", "features": scales, "target": target},
+        "params": asdict(params),
+        "samples": samples,
+        "excluded": learned.excluded,
+        "notes": learned.notes,
+        "shards": shards,
+    }
 
-    learned: LearnedTable
-    folder: Path
 
-    def build(self, dataset_id: str) -> dict[str, Any]:
-        """Write the shards; return the manifest."""
-        self.learned.learn()
-        task, classes = self.learned.judge_target()
-        refuse(self.learned.problems)
-        kept = self.learned.kept()
-        shards = self._write(kept, task, classes)
-        samples = {split: sum(shard["rows"] for shard in shards if shard["split"] == split) for split in SPLITS}
-        self.learned.judge_splits(samples)
-        params = self.learned.params
-        target = {"name": params.target, "type": "number", "role": "target"}
-        return {
-            "schema_version": STANDARDISED,
-            "kind": ROWS,
-            "dataset_id": dataset_id,
-            "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "task": task,
-            "classes": [class_name(value) for value in classes],
-            "inputs": [self.learned.input_entry(name) for name in kept if name not in self.learned.parts],
-            "columns": [*map(self.learned.column_entry, kept), target],
-            "normalisation": self._normalisation(kept, task),
-            "params": asdict(params),
-            "samples": samples,
-            "excluded": self.learned.excluded,
-            "notes": self.learned.notes,
-            "shards": shards,
-        }
+def _write(learned: LearnedTable, folder: Path, kept: Sequence[str]) -> list[dict[str, Any]]:
+    """Write the shards of all splits; return their entries. Numbers are stored in deviations from the mean, a target
+    that is a number as it is. Raise `DataError` for a number that is too far from the training rows."""
+    import numpy as np
+    import pyarrow as pa
 
-    def _normalisation(self, kept: Sequence[str], task: str) -> dict[str, Any]:
-        features = {name: {"mean": 0.0, "std": 1.0} for name in kept}
+    params, is_regression = learned.params, learned.task == REGRESSION
+    fields = [pa.field(name, pa.int32() if name in learned.categories else pa.float32()) for name in kept]
+    schema = pa.schema([*fields, pa.field(params.target, pa.float64() if is_regression else pa.int32())])
+    codes = {
+        name: {value: code for code, value in enumerate(category.ordered(), 1)}
+        for name, category in learned.categories.items()
+    }
+    code_of_class = {value: code for code, value in enumerate(learned.classes)}
+    writers = [TableShards(folder, split, schema, params.shard_rows) for split in SPLITS]
+    by = [params.split_by] if params.split_by else []
+    for first, batch in learned.table.batches([*learned.of_table(kept), params.target, *by]):
+        arrays: list[NDArray[Any]] = []
+        column_of = learned.columns_in(batch)
         for name in kept:
-            if name in self.learned.numbers:  # one that varies in what is missing alone has no deviation
-                features[name] = {"mean": self.learned.numbers[name].mean, "std": self.learned.numbers[name].std or 1.0}
-        number = self.learned.target.number
-        target = {"mean": number.mean, "std": number.std} if task == REGRESSION else {"mean": 0.0, "std": 1.0}
-        return {"fitted_on": "train", "features": features, "target": target}
-
-    def _write(self, kept: Sequence[str], task: str, classes: Sequence[Any]) -> list[dict[str, Any]]:
-        """Write the shards of all splits; return their entries. Numbers are stored in deviations from the mean, a
-        target that is a number as it is. Raise `DataError` for a number that is too far from the training rows."""
-        import numpy as np
-        import pyarrow as pa
-
-        fields = [pa.field(name, pa.int32() if name in self.learned.categories else pa.float32()) for name in kept]
-        target = pa.field(self.learned.params.target, pa.float64() if task == REGRESSION else pa.int32())
-        schema = pa.schema([*fields, target])
-        codes = {
-            name: {value: code for code, value in enumerate(category.ordered(), 1)}
-            for name, category in self.learned.categories.items()
-        }
-        code_of_class = {value: code for code, value in enumerate(classes)}
-        writers = [TableShards(self.folder, split, schema, self.learned.params.shard_rows) for split in SPLITS]
-        by = [self.learned.params.split_by] if self.learned.params.split_by else []
-        for first, batch in self.learned.table.batches([*self.learned.of_table(kept), self.learned.params.target, *by]):
-            arrays: list[NDArray[Any]] = []
-            column_of = self.learned.columns_in(batch)
-            for name in kept:
-                if name in codes:
-                    found = [codes[name].get(value, 0) for value in column_of(name).to_pylist()]
-                    arrays.append(np.array(found, dtype=np.int32))
-                    continue
-                values = numbers_of(column_of(name))
-                arrays.append(self.learned.numbers[name].standardise(values))
-                if np.isinf(arrays[-1]).any():
-                    row = int(np.flatnonzero(np.isinf(arrays[-1]))[0])
-                    raise DataError(
-                        f"the column {name!r} has {values[row]} in row {first + row}, counted from 0, and a deviation "
-                        f"of {self.learned.numbers[name].std:.3g} over the training split: correct it, or leave the "
-                        f"column out (--drop {name})"
-                    )
-            column = batch.column(self.learned.params.target)
-            if task == REGRESSION:
-                arrays.append(numbers_of(column))
-            else:
-                classes_here = self.learned.target.classes_of(column).tolist()
-                arrays.append(np.array([code_of_class[value] for value in classes_here], dtype=np.int32))
-            table = pa.Table.from_arrays([pa.array(values) for values in arrays], schema=schema)
-            splits = self.learned.splits(first, batch)
-            for place, writer in enumerate(writers):
-                if (splits == place).any():
-                    writer.add(table.filter(pa.array(splits == place)))
-        return [shard for writer in writers for shard in writer.close()]
+            if name in codes:
+                found = [codes[name].get(value, 0) for value in column_of(name).to_pylist()]
+                arrays.append(np.array(found, dtype=np.int32))
+                continue
+            values = numbers_of(column_of(name))
+            arrays.append(learned.numbers[name].standardise(values))
+            if np.isinf(arrays[-1]).any():
+                row = int(np.flatnonzero(np.isinf(arrays[-1]))[0])
+                raise DataError(
+                    f"the column {name!r} has {values[row]} in row {first + row}, counted from 0, and a deviation of "
+                    f"{learned.numbers[name].std:.3g} over the training split: correct it, or leave the column out "
+                    f"(--drop {name})"
+                )
+        column = batch.column(params.target)
+        if is_regression:
+            arrays.append(numbers_of(column))
+        else:
+            values = learned.target.classes_of(column)
+            arrays.append(np.array([code_of_class[value] for value in values.tolist()], dtype=np.int32))
+        table = pa.Table.from_arrays([pa.array(values) for values in arrays], schema=schema)
+        splits = learned.splits(first, batch)
+        for place, writer in enumerate(writers):
+            if (splits == place).any():
+                writer.add(table.filter(pa.array(splits == place)))
+    return [shard for writer in writers for shard in writer.close()]
