@@ -49,8 +49,7 @@ fall short of it by 0.02 to 0.05, and true labels beat it by 0.11."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeakageTrial:
-    """A short training, judged on the validation split: its likelihood, and the skill of its mean forecast in each
-    half."""
+    """What a short training reaches on the validation split: the skill is that of its mean forecast in each half."""
 
     nll: float
     halves: tuple[dict[str, float | None], ...]
@@ -134,7 +133,8 @@ def run_trial(shards: DataShardManager, alter: Alter | None, steps: int, seed: i
     rows = shards.end_rows("valid", spread_positions(shards.count("valid")))
     with torch.no_grad():
         parts = [criterion.predictive(model(read(some)[0])) for some in np.split(rows, range(BATCH, len(rows), BATCH))]
-    forecast = Predictive(*(torch.cat([getattr(part, name) for part in parts]).double() for name in _NUMBERS))
+    numbers = ([getattr(part, name) for part in parts] for name in ("mu", "sigma", "nu"))
+    forecast = Predictive(*(torch.cat(found).double() for found in numbers))
     mu, outcome = forecast.mu.numpy(), shards.column(shards.spec.target, rows).astype(np.float64)
     days = shards.dates(rows).astype("datetime64[D]")
     skill = tuple(
@@ -145,13 +145,9 @@ def run_trial(shards: DataShardManager, alter: Alter | None, steps: int, seed: i
     return LeakageTrial(nll=float(forecast.nll(torch.from_numpy(outcome)).mean()), halves=skill)
 
 
-_NUMBERS = ("mu", "sigma", "nu")
-
-
 def constant_nll(shards: DataShardManager) -> float:
-    """Return the NLL on the validation split of the one distribution that fits its labels best. No constant forecast
-    can do better, so a model that only guessed a calmer or more volatile market than it saw in training cannot beat it
-    by luck."""
+    """Return the NLL on the validation split of the one distribution that fits its labels best: a model that only
+    guessed a calmer or more volatile market than it saw in training cannot beat it by luck."""
     rows = shards.end_rows("valid", spread_positions(shards.count("valid")))
     target = shards.column(shards.spec.target, rows).astype(np.float64)
     sigma, nu = fit_student_t(target)
@@ -170,15 +166,9 @@ def run_leakage_checks(shards: DataShardManager, steps: int = STEPS, seed: int =
         "planted": run_trial(shards, plant_leak(shards), steps, seed),
         "control": run_trial(shards, None, steps, seed),
     }
-    checks = judge_leakage(constant, **trials)
-    reasons = [reason for found in checks.values() for reason in found]
     return {
-        "passed": not reasons,
-        "reasons": reasons,
-        "checks": checks,
+        "checks": judge_leakage(constant, **trials),
         "constant_nll": constant,
-        "margin_nll": MARGIN_NLL,
-        "steps": steps,
         "seconds": round(time.monotonic() - started, 3),
         "trials": {name: asdict(trial) for name, trial in trials.items()},
     }
@@ -190,12 +180,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m dtrain_dagster.data.leakage_check", description=__doc__.split("\n\n")[0]
     )
     parser.add_argument("--dataset", required=True, help="folder of manifest.json: a path or any fsspec address")
-    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps of each of the three trainings")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     try:
-        shards = DataShardManager(options.dataset)
-        result = run_leakage_checks(shards, options.steps)
+        result = run_leakage_checks(DataShardManager(options.dataset))
     except (ConfigError, ValueError, FileNotFoundError) as error:
         sys.stderr.write(f"{error}\n")
         return 2

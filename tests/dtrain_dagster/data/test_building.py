@@ -105,14 +105,6 @@ def test_scaling_equals_numpy_s_over_the_rows_of_training_windows(tmp_path: Path
     assert norm["target"]["mean"] == pytest.approx(answers.mean(), abs=1e-6 * answers.std())
 
 
-def test_the_same_input_is_not_built_twice(small: Panel) -> None:
-    storage = str(Path(small.dataset.uri).parent.parent)
-    before = {path: path.stat().st_mtime_ns for path in Path(small.dataset.uri).rglob("*")}
-    again = build_dataset(small.prices, small.validation, storage, PARAMS)
-    assert again == dataclasses.replace(small.dataset, built=False)
-    assert {path: path.stat().st_mtime_ns for path in Path(small.dataset.uri).rglob("*")} == before
-
-
 def test_whatever_changes_the_dataset_changes_its_name(
     small: Panel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

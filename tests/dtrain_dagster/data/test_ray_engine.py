@@ -139,28 +139,6 @@ def test_data_larger_than_the_object_store_passes_through_it(engine: RayEngine):
     assert total > 1.5 * STORE_BYTES
 
 
-def large_prices(folder: Path, tickers: int, days: int = 8000) -> str:
-    """Prices in the order of days, so that each ticker is spread over all blocks."""
-    dates = np.busday_offset("1990-01-02", np.arange(days), roll="forward").astype("datetime64[D]")
-    names, random = [f"T{number:03d}" for number in range(tickers)], np.random.default_rng(0)
-    rows = days * tickers
-    frame = pd.DataFrame({
-        "date": np.repeat(dates, tickers), "ticker": np.tile(names, days),
-        "adj_close": random.normal(90, 1, rows), "open": random.normal(90, 1, rows),
-    })  # fmt: skip
-    frame.to_parquet(folder / "prices.parquet")
-    return str(folder / "prices.parquet")
-
-
-@pytest.mark.long
-def test_a_sort_larger_than_the_object_store_spills_and_gives_the_same_bytes(engine: RayEngine, tmp_path: Path):
-    address = large_prices(tmp_path, tickers=400)
-    assert 1.5 * STORE_BYTES < 8000 * 400 * 8 * 5
-    one = write_prices(price_source(address), str(tmp_path / "ray"), engine=engine)
-    other = write_prices(price_source(address), str(tmp_path / "duckdb"))
-    assert one.path.read_bytes() == other.path.read_bytes()
-
-
 def test_workers_with_other_versions_are_refused():
     here = {"numpy": "2.1", "pandas": "3.0", "dtrain": "ab"}
     refuse_other_versions(here, dict(here))

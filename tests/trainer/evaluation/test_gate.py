@@ -66,6 +66,13 @@ def test_a_baseline_that_is_better_beyond_chance(gain: float, t: float | None, i
     assert better_baselines({"baselines": rows}) == ["ridge"] * is_better
 
 
+@pytest.mark.parametrize(("ratio", "passed"), [(0.99, True), (1.0, False), (None, False)])
+def test_a_point_forecast_must_beat_zero(ratio: float | None, passed: bool) -> None:
+    model = {"loss": 1.0} if ratio is None else {"loss": 1.0, "mse_to_zero": ratio}
+    verdict = gate({"model": model, "baselines": {}, "halves": []})
+    assert (verdict.passed, bool(verdict.reasons)) == (passed, not passed)
+
+
 @pytest.mark.parametrize("kind", ["windows", "rows", "tokens"])
 def test_a_loss_that_gives_nothing_to_compare_cannot_be_promoted(kind: str) -> None:
     decision = gate({"kind": kind, "model": {"loss": 1.0}, "baselines": {}, "halves": []})
