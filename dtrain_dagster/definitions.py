@@ -5,7 +5,6 @@ No heavy import happens here, and no I/O but that the trainer's sources are read
 
 # ruff: noqa: E402
 import gc
-from collections.abc import Mapping
 from dataclasses import replace
 
 import dagster as dg
@@ -23,16 +22,13 @@ from dtrain_dagster.settings.variables import warn_of_variables
 from dtrain_dagster.support.console import console
 
 
-def build_defs(
-    settings: Settings | None = None, resource_overrides: Mapping[str, dg.ConfigurableResource] | None = None
-) -> dg.Definitions:
+def build_defs(settings: Settings | None = None) -> dg.Definitions:
     """Return the code location of the stock prices. Raise `dtrain_dagster.settings.environment.SettingsError` for an
     unusable environment."""
     settings = settings or load_settings()
     warn_of_variables()
-    resources = {**build_resources(settings), **(resource_overrides or {})}
     return dg.Definitions.merge(
-        build_graph(replace(STOCK, cluster=settings.cluster_key), settings, resources),
+        build_graph(replace(STOCK, cluster=settings.cluster_key), settings, build_resources(settings)),
         # Why in one process: `dtrain_dagster.pipelines.build_graph`.
         dg.Definitions(executor=dg.in_process_executor, loggers={"console": console}),
     )

@@ -171,13 +171,6 @@ def shard_prices(
     validation = validate_prices(stock_prices, calendar)
     with opened_engine(settings.data_engine) as engine:
         built = build_dataset(stock_prices, validation, project.storage_uri, params, calendar, engine)
-    return show_dataset(context, project, built, settings.data_engine)
-
-
-def show_dataset(
-    context: dg.AssetExecutionContext, project: ProjectResource, built: BuiltDataset, engine: str
-) -> dg.MaterializeResult:
-    """Return a dataset as an asset, once it is where the nodes read it."""
     context.log.info(
         f"dataset {built.dataset_id}: {built.rows:,} rows, samples {built.samples}"
         + ("" if built.built else "; it already existed, so nothing was rebuilt")
@@ -198,7 +191,7 @@ def show_dataset(
         "bytes": sum(shard["bytes"] for shard in manifest["shards"]),
         "excluded_tickers": dg.JsonMetadataValue(built.excluded),
         "rebuilt": built.built,
-        "data_engine": engine if built.built else "not asked: it already existed",
+        "data_engine": settings.data_engine if built.built else "not asked: it already existed",
     }
     return _page_of(built, "" if built.built else "; it already existed", facts)
 
@@ -258,43 +251,29 @@ class FolderConfig(LaunchpadOptions):
 
 def build_given_dataset(pipeline: Pipeline) -> dg.AssetsDefinition:
     """Return the asset `sharded_dataset` of a graph that trains on a folder or on what an asset returns."""
-    return _of_asset(pipeline) if pipeline.upstream else _of_folder(pipeline)
-
-
-def _of_folder(pipeline: Pipeline) -> dg.AssetsDefinition:
     names, options = pipeline.names, pipeline.options("sharded_dataset", FolderConfig)
+    arguments = pipeline.asset("sharded_dataset", "data") | {
+        "deps": list(pipeline.deps),
+        "required_resource_keys": {names.project},
+    }
+    if pipeline.upstream is not None:
 
-    @dg.asset(
-        **pipeline.asset("sharded_dataset", "data"),
-        deps=list(pipeline.deps),
-        required_resource_keys={names.project},
-        description="A dataset that was made elsewhere: its manifest is read and checked.",
-    )
-    def sharded_dataset(
-        context: dg.AssetExecutionContext,
-        config: options,  # type: ignore[valid-type]
-    ):  # no annotation, see assets.common
-        """Take the dataset of a folder, and publish it to the storage that the nodes read."""
+        @dg.asset(
+            **arguments | {"ins": {"upstream": dg.AssetIn(key=pipeline.upstream)}},
+            description="The dataset that the upstream asset has made: its manifest is read and checked.",
+        )
+        def of_asset(context: dg.AssetExecutionContext, upstream: Any):  # no annotation, see assets.common
+            """Take the dataset whose folder an asset has returned, and publish it to what the nodes read."""
+            return take_dataset(context, project_resource(context, names), folder_of(upstream))
+
+        return of_asset
+
+    @dg.asset(**arguments, description="A dataset that was made elsewhere: its manifest is read and checked.")
+    def of_folder(context: dg.AssetExecutionContext, config: options):  # type: ignore[valid-type]
+        """Take the dataset of a folder, and publish it to what the nodes read."""
         return take_dataset(context, project_resource(context, names), config.folder)  # type: ignore[attr-defined]
 
-    return sharded_dataset
-
-
-def _of_asset(pipeline: Pipeline) -> dg.AssetsDefinition:
-    names = pipeline.names
-    arguments = pipeline.asset("sharded_dataset", "data")
-
-    @dg.asset(
-        **arguments | {"ins": {"upstream": dg.AssetIn(key=pipeline.upstream)}},
-        deps=list(pipeline.deps),
-        required_resource_keys={names.project},
-        description="The dataset that the upstream asset has made: its manifest is read and checked.",
-    )
-    def sharded_dataset(context: dg.AssetExecutionContext, upstream: Any):  # no annotation, see assets.common
-        """Take the dataset whose folder an asset has returned, and publish it to the storage that the nodes read."""
-        return take_dataset(context, project_resource(context, names), folder_of(upstream))
-
-    return sharded_dataset
+    return of_folder
 
 
 def folder_of(value: object) -> str:

@@ -40,26 +40,21 @@ from dtrain_dagster.support.formatting import dollars, format_duration, in_block
 from dtrain_dagster.support.page_entries import fit_page
 from dtrain_dagster.support.user_code import digest_sources
 from dtrain_dagster.support.user_sources import script_sources
+from trainer.frameworks.catalogue import FRAMEWORKS, TORCHRUN
 from trainer.printable import visible
 from trainer.rundir import RunDir
 
 PROGRAM = "program_run"
 
 
-class Engine(StrEnum):
-    """What a program is written for, as the launchpad offers it; the names of `trainer.frameworks.catalogue`."""
-
-    torchrun = "torchrun"
-    horovod = "horovod"
-    deepspeed = "deepspeed"
-    ray = "ray"
-    tensorflow = "tensorflow"
+Engine = StrEnum("Engine", {name: name for name in FRAMEWORKS})  # type: ignore[misc]
+"""What a program is written for, as the launchpad offers it."""
 
 
 class ProgramOptions(LaunchpadOptions):
     """How the program is run."""
 
-    engine: Engine = Engine.torchrun
+    engine: Engine = Engine(TORCHRUN)
     """What the script is written for: it is started once per process with torchrun's variables, and those of Horovod,
     DeepSpeed or TensorFlow; for Ray once, beside a Ray of all nodes."""
     nodes: int | None = Field(default=None, ge=1)

@@ -40,8 +40,6 @@ CHAMPION_CHECK = "champion_holds"
 _REGISTRATIONS = 200
 """The number of materializations of ``registered_model`` that are searched for the champion."""
 DAY = 86400.0
-TRIES, PAUSE_SECONDS = 3, 6 * 3600.0
-"""Runs of one cause, and the pause between them, where each failed before it trained."""
 _HELD = schemas.record({"key": schemas.text, "at": schemas.moment})
 CLAIM, CLAIM_SECONDS = "claim.json", 180.0
 """The file that names the latest requester of a run, and its lifetime. A sensor has a minute, and seconds more pass
@@ -190,41 +188,16 @@ def ask(
     ]
     if queued:  # its run ended as a failure, but only waits for capacity
         return dg.SkipReason(f"{cause.words}; waits for run {queued[0].run_id[:8]}, which waits for capacity")
-    key = next_try(instance, cause, now, names)
-    if isinstance(key, dg.SkipReason):
-        return key
+    if had := instance.get_runs(dg.RunsFilter(tags={CAUSE_TAG: cause.key}), limit=1):
+        said = f"run {had[0].run_id[:8]} was started for that ({had[0].status.value.lower()})"
+        by_hand = f"to train once more, launch the job {names.unique(TRAIN_JOB)} by hand"
+        return dg.SkipReason(f"{cause.words}: {said}; {by_hand}")
     if live:
         said = f"waits for run {live[0].run_id[:8]}, which is training or about to train"
         return dg.SkipReason(f"{cause.words}; {said} (if it died with its machine, terminate it in Dagster's UI)")
-    if holder := claim_retraining(open_storage(names.below(f"{project.shared_uri}/retraining")), key, now):
+    if holder := claim_retraining(open_storage(names.below(f"{project.shared_uri}/retraining")), cause.key, now):
         return dg.SkipReason(f"{cause.words}; waits for the run that was just asked for ({holder})")
-    return dg.RunRequest(run_key=key, run_config=run_config(budget_usd, names), tags={CAUSE_TAG: key})
-
-
-def next_try(
-    instance: dg.DagsterInstance, cause: RetrainingCause, now: float, names: GraphNames = STOCK_NAMES
-) -> str | dg.SkipReason:
-    """Return the key of the cause's next run, the first or one after failures before training; or a skip."""
-    keys = [cause.key, *(f"{cause.key}-{number}" for number in range(2, TRIES + 1))]
-    records = instance.get_run_records(dg.RunsFilter(tags={CAUSE_TAG: keys}))
-    if not records:
-        return cause.key
-    runs = [record.dagster_run for record in records]  # newest first
-    said = f"{cause.words}: run {runs[0].run_id[:8]} was started for that ({runs[0].status.value.lower()})"
-    left = keys[max(keys.index(run.tags[CAUSE_TAG]) for run in runs) + 1 :]
-    is_failed = runs[0].status is dg.DagsterRunStatus.FAILURE
-    if not is_failed or not left or any(has_trained(instance, run.run_id, names) for run in runs):
-        return dg.SkipReason(f"{said}; to train once more, launch the job {names.unique(TRAIN_JOB)} by hand")
-    rest = (records[0].end_time or records[0].create_timestamp.timestamp()) + PAUSE_SECONDS - now
-    if rest > 0:
-        return dg.SkipReason(f"{said}, but had not begun to train; it is tried again in {format_duration(rest)}")
-    return left[0]
-
-
-def has_trained(instance: dg.DagsterInstance, run_id: str, names: GraphNames = STOCK_NAMES) -> bool:
-    """Return whether the run came so far that a training may have been paid for."""
-    steps = instance.get_run_step_stats(run_id, [names.step(TRAINED)])
-    return any(step.start_time is not None for step in steps)
+    return dg.RunRequest(run_key=cause.key, run_config=run_config(budget_usd, names), tags={CAUSE_TAG: cause.key})
 
 
 def claim_retraining(storage: Storage, key: str, now: float) -> str:

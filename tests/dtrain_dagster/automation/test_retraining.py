@@ -84,13 +84,6 @@ class World:
         self.instance.report_engine_event("launched", run)
         return run
 
-    def fail(self, run: dg.DagsterRun, why: str, *, training: bool = False) -> None:
-        """A run that fails, before it trains or while it does."""
-        if training:
-            step = dg.DagsterEvent(DagsterEventType.STEP_START.value, run.job_name, step_key="trained_checkpoint")
-            self.instance.report_dagster_event(step, run.run_id)
-        self.instance.report_run_failed(run, why)
-
     def sees_failure(self, run: dg.DagsterRun) -> None:
         """The sensor of failures has its turn."""
         [record] = self.instance.get_records_for_run(run.run_id, of_type=DagsterEventType.RUN_FAILURE).records
@@ -134,7 +127,7 @@ def test_new_content_retrains_once_it_is_quiet(world: tuple[World, list[dict[str
     assert request.run_config == {"ops": {"cost_estimate": {"config": {"budget_usd": 2.5}}}}
 
     run = here.add_run(request, dg.DagsterRunStatus.STARTED)
-    here.fail(run, "the node burnt down", training=True)
+    here.instance.report_run_failed(run, "the node burnt down")
     here.cursors.clear()
     here.tick("new_data")
     assert f"run {run.run_id[:8]} was started for that (failure)" in here.tick("new_data", minutes=11).skip_message
@@ -142,32 +135,25 @@ def test_new_content_retrains_once_it_is_quiet(world: tuple[World, list[dict[str
     assert not heard
 
 
-def test_what_failed_before_it_trained_is_told_and_tried_again_a_few_times(world: tuple[World, list[dict[str, Any]]]):
+def test_what_failed_is_told_and_not_tried_again(world: tuple[World, list[dict[str, Any]]]):
     here, heard = world
     record_training(here.instance, here.settings.shared_uri, "0" * 64, "2020-01-02")
     here.clock.now += 31 * DAY
-    for number in (1, 2, 3):
-        [request] = here.tick("staleness").run_requests
-        key = request.run_key.removesuffix(f"-{number}") if number > 1 else request.run_key
-        assert request.tags[CAUSE_TAG] == request.run_key
-        run = here.add_run(request, dg.DagsterRunStatus.STARTED)
-        here.fail(run, f"disk full, password=hunter{number}22")
-        here.sees_failure(run)
-        assert len(heard) == number
-        assert heard[-1]["title"] == "dtrain: a retraining has failed"
-        assert f"{request.run_key}: disk full, password=[secret]" in heard[-1]["message"]
-        assert run.run_id in heard[-1]["message"]
-        if number < 3:
-            assert "tried again in 2 h" in here.tick("staleness", minutes=4 * 60).skip_message
-            here.clock.now += 121 * MINUTE
-    assert request.run_key == f"{key}-3"
+    [request] = here.tick("staleness").run_requests
+    assert request.tags[CAUSE_TAG] == request.run_key
+    run = here.add_run(request, dg.DagsterRunStatus.STARTED)
+    here.instance.report_run_failed(run, "disk full, password=hunter22")
+    here.sees_failure(run)
+    assert [item["title"] for item in heard] == ["dtrain: a retraining has failed"]
+    assert f"{request.run_key}: disk full, password=[secret]" in heard[-1]["message"]
+    assert run.run_id in heard[-1]["message"]
     assert "by hand" in here.tick("staleness", minutes=7 * 24 * 60).skip_message
 
     waiting = WaitingList(here.settings.shared_uri)
     ticket = new_ticket(run.run_id, (), {}, "no capacity", here.clock.now, 3600.0, tags=request.tags)
     waiting.put(ticket)
     here.sees_failure(run)
-    assert len(heard) == 3, "a run that waits for capacity has not failed"
+    assert len(heard) == 1, "a run that waits for capacity has not failed"
 
 
 def test_a_failure_that_the_cluster_has_told_is_not_told_again(
@@ -185,7 +171,7 @@ def test_a_failure_that_the_cluster_has_told_is_not_told_again(
     rundir.write_json(STATUS, {**status, "exit_code": 1, "pid": 1})
     monkeypatch.setenv("DTRAIN_NOTIFY", here.settings.notify)
     tell_of_end(rundir)
-    here.fail(run, "job job failed", training=True)
+    here.instance.report_run_failed(run, "job job failed")
     here.sees_failure(run)
     assert [item["title"] for item in heard] == ["dtrain: job has failed"]
     rundir.storage.delete(NOTICES)  # nobody was told of that end
