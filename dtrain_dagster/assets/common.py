@@ -22,7 +22,6 @@ from pydantic.fields import FieldInfo
 
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.export import to_csv
-from dtrain_dagster.costs.plan import PLAN, TrainingPlan, parse_plan
 from dtrain_dagster.costs.prices import PriceError, hardware_of
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.resources import GPUClusterResource
@@ -31,7 +30,6 @@ from dtrain_dagster.support.formatting import in_markdown
 from dtrain_dagster.support.secrets import SecretError
 from trainer.config import ConfigError
 from trainer.data.manifest import DatasetError
-from trainer.rundir import RunDir
 from trainer.setting_errors import describe_errors
 from trainer.storage.open import open_storage
 
@@ -100,25 +98,6 @@ def hardware_mark(cluster: GPUClusterResource, gpu_type: str) -> str:
 def round_figures(value: Any) -> Any:
     """Return a figure as metadata shows it, and anything else unchanged."""
     return round(value, 6) if isinstance(value, float) else value
-
-
-def read_finished(rundir: RunDir, name: str) -> dict[str, Any]:
-    """Return a document of a job that has succeeded. Raise `dagster.Failure` where it is missing: the folder was
-    changed."""
-    document = rundir.read_json(name)
-    if document is None:
-        raise dg.Failure(f"{rundir.uri} has no {name}: its job did not finish; materialize trained_checkpoint again")
-    return document
-
-
-def plan_of(rundir: RunDir, cost_estimate: TrainingPlan) -> TrainingPlan:
-    """Return the plan that a job carried out. `cost_estimate` may since have been made again for another training; it
-    counts only where the run directory has no plan. Raise `dagster.Failure` where the plan there cannot be read."""
-    try:
-        document = rundir.read_json(PLAN)
-        return parse_plan(document, f"{rundir.uri}/{PLAN}") if document is not None else cost_estimate
-    except ValueError as error:
-        raise dg.Failure(f"{rundir.uri}/{PLAN} cannot be read: {error}", allow_retries=False) from error
 
 
 def strategy_table(strategies: Iterable[Strategy]) -> str:

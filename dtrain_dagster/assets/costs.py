@@ -7,7 +7,8 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import best_rows, head_of_page, plan_of, read_finished, with_rest
+from dtrain_dagster.assets.common import best_rows, head_of_page, with_rest
+from dtrain_dagster.assets.outcome import Outcome
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager
@@ -22,7 +23,6 @@ from dtrain_dagster.costs.verdict import Reason, explain_variance, reasons
 from dtrain_dagster.jobs.totals import LaunchTotals, sum_launches
 from dtrain_dagster.planning.history import JobCourse
 from dtrain_dagster.reports.small_pictures import small_bar
-from dtrain_dagster.resources import cluster_resource, project_resource
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.page_entries import fit_page
 from trainer.errors import DamagedError
@@ -86,38 +86,34 @@ def build_cost_breakdown(pipeline: Pipeline) -> dg.AssetsDefinition:
         are written to the training's run in MLflow; where that fails, a warning says why."""
         from dtrain_dagster.registry.run_record import add_to_run, cost_metrics, lost_metric
 
-        cluster, project = cluster_resource(context, pipeline.names), project_resource(context, pipeline.names)
-        manager, rundir = cluster.manager(), RunDir(trained_checkpoint.run_dir)
-        bill = bill_training(manager, cost_estimate, trained_checkpoint)
+        outcome = Outcome(context, pipeline.names, cost_estimate, trained_checkpoint)
+        rundir, bill = outcome.rundir, bill_training(outcome)
         document = _report(bill)
         rundir.write_json(COST_REPORT, document)
         page = _page(rundir, bill)
         lost = sum(row["node_seconds"] for row in document["ledger"] if row["cause"] == CostCause.LOST)
         metrics = cost_metrics(page) | lost_metric(float(lost))
-        if why := add_to_run(cluster.registry(project).tracking_uri, rundir, bill.job.job_id, metrics=metrics):
-            context.log.warning(why)
+        uri = outcome.cluster.registry(outcome.project).tracking_uri
+        outcome.warn(add_to_run(uri, rundir, bill.job.job_id, metrics=metrics))
         return dg.MaterializeResult(metadata=fit_page(page), check_results=[_ledger_check(bill.tracker, bill.found)])
 
     return cost_breakdown
 
 
-def bill_training(manager: GPUClusterManager, cost_estimate: TrainingPlan, job: FinishedJob) -> Bill:
+def bill_training(outcome: Outcome) -> Bill:
     """Return a finished training's bill."""
-    rundir = RunDir(job.run_dir)
-    plan = plan_of(rundir, cost_estimate)
-    usage, events = manager.node_usage(job.job_id), list(rundir.events(strict=True))
-    result = read_finished(rundir, RESULT)
-    tracker = CostTracker(job.cluster_name, [*usage, *plan.probe_usage], plan.tier)
-    found = ledger(tracker.nodes, events)
+    plan, tracker, result = outcome.plan, outcome.tracker, outcome.result
+    found = ledger(tracker.nodes, list(outcome.rundir.events(strict=True)))
+    probe = _probe(outcome.manager, plan, outcome.rundir)
     return Bill(
-        job=job,
+        job=outcome.job,
         plan=plan,
         tracker=tracker,
-        took=sum_launches(usage, plan.tier),
+        took=sum_launches(outcome.usage, plan.tier),
         found=found,
         metrics=tracker.metrics(result["epochs"], plan.estimate.usd.expected + tracker.probe_usd),
         samples_seen=result["samples_seen"],
-        told=reasons(plan, tracker.training_nodes, found, result["steps"], _probe(manager, plan, rundir)),
+        told=reasons(plan, tracker.training_nodes, found, result["steps"], probe),
     )
 
 

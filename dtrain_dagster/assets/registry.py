@@ -1,28 +1,20 @@
 """Registration: the checkpoint becomes a version, a real scoring server proves it, and a gate promotes it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import head_of_page, links, plan_of, read_finished, round_figures, sentences
+from dtrain_dagster.assets.common import head_of_page, links, round_figures, sentences
+from dtrain_dagster.assets.outcome import Outcome, cost_of
 from dtrain_dagster.assets.pipeline import Pipeline
-from dtrain_dagster.assets.training import FinishedJob
-from dtrain_dagster.costs.plan import TrainingPlan
-from dtrain_dagster.costs.prices import PriceError
-from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.progress import code_version
 from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
-from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.settings.notices import run_page
-from dtrain_dagster.support.formatting import dollars
-from dtrain_dagster.support.graph_names import GraphNames
 from dtrain_dagster.support.page_entries import fit_page
 from trainer.evaluation.gate import POINT_RULE, RULE, score_of
-from trainer.rundir import RESULT, RunDir
 
 if TYPE_CHECKING:
     from dtrain_dagster.registry import EndpointCheck, Gate, RegisteredModel, TrainingProvenance
@@ -55,7 +47,8 @@ def build_registered_model(pipeline: Pipeline) -> dg.AssetsDefinition:
     )
     def registered_model(context: dg.AssetExecutionContext, **inputs: Any):  # no annotation, see assets.common
         """Register the trained model as a version, check it with a scoring server, and give it an alias."""
-        return register(context, names, inputs["cost_estimate"], inputs["trained_checkpoint"], is_gated=not is_script)
+        outcome = Outcome(context, names, inputs["cost_estimate"], inputs["trained_checkpoint"])
+        return register(outcome, is_gated=not is_script)
 
     return registered_model
 
@@ -69,18 +62,15 @@ def _served(key: dg.AssetKey) -> dg.AssetCheckSpec:
     )
 
 
-def register(
-    context: dg.AssetExecutionContext, names: GraphNames, plan: TrainingPlan, job: FinishedJob, is_gated: bool = True
-) -> dg.MaterializeResult:
+def register(outcome: Outcome, is_gated: bool) -> dg.MaterializeResult:
     """Return the version of a finished job, its page and its checks. ``is_gated``: whether the gate is one of them."""
-    cluster, project = cluster_resource(context, names), project_resource(context, names)
+    context, project, job = outcome.context, outcome.project, outcome.job
     # Here, not above: these load MLflow.
     from dtrain_dagster.registry.registration import register_job
 
-    rundir = RunDir(job.run_dir)
-    provenance = provenance_of(context, cluster, project, job, plan_of(rundir, plan))
+    provenance = provenance_of(outcome)
     found = register_job(
-        cluster.registry(project, context.run.run_id),
+        outcome.cluster.registry(project, context.run.run_id),
         project.home,
         job.run_dir,
         project.model_name,
@@ -90,12 +80,11 @@ def register(
         told=context.log.info,
     )
     model, decision, evaluation = found.model, found.decision, found.evaluation
-    result = read_finished(rundir, RESULT)
     worth, decided = worth_line(evaluation, provenance.cost_usd_total), decision.reason.partition(", because")[0]
     results = check_results(found.verdict, evaluation, found.serving)
     return dg.MaterializeResult(
         value={"name": model.name, "version": model.version, "uri": model.uri, "run_dir": job.run_dir},
-        data_version=dg.DataVersion(result["weights_sha256"]),
+        data_version=dg.DataVersion(outcome.result["weights_sha256"]),
         metadata=fit_page(
             {
                 **head_of_page(
@@ -133,22 +122,14 @@ def _test_score(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     return {f"test_{score}": round_figures(evaluation["model"][score])} if score else {}
 
 
-def provenance_of(
-    context: dg.AssetExecutionContext,
-    cluster: GPUClusterResource,
-    project: ProjectResource,
-    job: FinishedJob,
-    plan: TrainingPlan,
-) -> "TrainingProvenance":
+def provenance_of(outcome: Outcome) -> "TrainingProvenance":
     """Return a version's record of its making: nodes, hours, dollars, code, and the Dagster run."""
     from dtrain_dagster.registry import TrainingProvenance
 
-    usage, rundir = [*cluster.manager().node_usage(job.job_id), *plan.probe_usage], RunDir(job.run_dir)
-    took, phases = sum_launches(usage), read_phase_totals(rundir, rundir.events())
-    sku = ", ".join(sorted({interval.sku for interval in usage}))
-    cost_usd, in_words = cost_of(usage, sku, plan, job.cluster_name)
-    if cost_usd is None:
-        context.log.warning(in_words)
+    job, run_id = outcome.job, outcome.context.run.run_id
+    took, phases = sum_launches(outcome.billed), read_phase_totals(outcome.rundir, outcome.rundir.events())
+    cost_usd, in_words = cost_of(outcome.billed, outcome.plan)
+    outcome.warn(in_words if cost_usd is None else "")
     return TrainingProvenance(
         nodes=job.node_count,
         node_hours=took.node_hours,
@@ -156,10 +137,10 @@ def provenance_of(
         train_seconds=phases.get("training"),
         cost_usd=in_words,
         cost_usd_total=cost_usd,
-        sku=sku,
+        sku=", ".join(sorted({node.sku for node in outcome.billed})),
         code_version=code_version(),
-        dagster_run_id=context.run.run_id,
-        dagster_run_url=project.run_url(context.run.run_id),
+        dagster_run_id=run_id,
+        dagster_run_url=outcome.project.run_url(run_id),
     )
 
 
@@ -181,13 +162,3 @@ def check_results(
             metadata=serving.figures(),
         ),
     ]
-
-
-def cost_of(usage: Sequence[NodeUsage], sku: str, plan: TrainingPlan, cluster_name: str) -> tuple[float | None, str]:
-    """Return a training's dollars as a number (None without a known price) and in words. An unknown price raises
-    nothing: the training is already paid for."""
-    try:
-        total = CostTracker(cluster_name, usage, plan.tier).total_usd
-    except PriceError as error:
-        return None, f"cost not known: {error}"
-    return total, f"{dollars(total)} ({sku}: {plan.price_words})"

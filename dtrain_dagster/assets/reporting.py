@@ -10,23 +10,18 @@ from dtrain_dagster.assets.common import (
     best_rows,
     head_of_page,
     links,
-    plan_of,
-    read_finished,
 )
+from dtrain_dagster.assets.outcome import Outcome, cost_of
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.costs.plan import TrainingPlan
-from dtrain_dagster.costs.prices import PriceError, alternatives_to, price_of
-from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.costs.prices import alternatives_to, price_of
 from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.progress import PERFORMANCE_REPORT
 from dtrain_dagster.jobs.totals import sum_launches
 from dtrain_dagster.reports.small_pictures import small_bar
-from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
 from dtrain_dagster.support.formatting import format_duration
-from dtrain_dagster.support.graph_names import GraphNames
 from dtrain_dagster.support.page_entries import fit_page
-from trainer.rundir import EVALUATION, RESULT, RunDir
 
 if TYPE_CHECKING:
     from dtrain_dagster.reports.performance import Performance, RankPerformance
@@ -49,61 +44,35 @@ def build_performance_report(pipeline: Pipeline) -> dg.AssetsDefinition:
     ) -> dg.MaterializeResult:
         """Summarise a finished training's performance, write the report's page, and recommend changes for the next
         run."""
-        cluster, project = cluster_resource(context, pipeline.names), project_resource(context, pipeline.names)
-        result = report_performance(
-            cluster, cost_estimate, trained_checkpoint, project.job_url(trained_checkpoint.job_id)
-        )
-        verdict = str((result.metadata or {})["verdict"])
-        add_report_to_mlflow(context, pipeline.names, cost_estimate, trained_checkpoint, verdict)
+        outcome = Outcome(context, pipeline.names, cost_estimate, trained_checkpoint)
+        result = report_performance(outcome)
+        add_report_to_mlflow(outcome, str((result.metadata or {})["verdict"]))
         return result
 
     return performance_report
 
 
-def add_report_to_mlflow(
-    context: dg.AssetExecutionContext,
-    names: GraphNames,
-    cost_estimate: TrainingPlan,
-    job: FinishedJob,
-    verdict: str,
-) -> None:
+def add_report_to_mlflow(outcome: Outcome, verdict: str) -> None:
     """Give the training's run in MLflow its description and reports; where that is impossible, a warning says why."""
     from dtrain_dagster.registry.run_record import add_to_run, note_of
 
-    cluster, project, rundir = cluster_resource(context, names), project_resource(context, names), RunDir(job.run_dir)
-    plan = plan_of(rundir, cost_estimate)
-    try:
-        usage = [*cluster.manager().node_usage(job.job_id), *plan.probe_usage]
-        usd = CostTracker(job.cluster_name, usage, plan.tier).total_usd
-    except PriceError:
-        usd = None
-    worth = worth_line(read_finished(rundir, EVALUATION), usd)
-    note = note_of(verdict, worth, job.run_dir, project.run_url(context.run.run_id))
-    uri = cluster.registry(project).tracking_uri
-    if why := add_to_run(uri, rundir, job.job_id, note=note):
-        context.log.warning(why)
+    job, project = outcome.job, outcome.project
+    worth = worth_line(outcome.evaluation, cost_of(outcome.billed, outcome.plan)[0])
+    note = note_of(verdict, worth, job.run_dir, project.run_url(outcome.context.run.run_id))
+    uri = outcome.cluster.registry(project).tracking_uri
+    outcome.warn(add_to_run(uri, outcome.rundir, job.job_id, note=note))
 
 
-def report_performance(
-    cluster: GPUClusterResource, cost_estimate: TrainingPlan, job: FinishedJob, job_url: str
-) -> dg.MaterializeResult:
-    """Return a finished training's figures, after its reports were written. ``job_url``: its page on the dashboard."""
+def report_performance(outcome: Outcome) -> dg.MaterializeResult:
+    """Return a finished training's figures, after its reports were written."""
     from dtrain_dagster.dashboard.page import write_report
     from dtrain_dagster.monitoring.alerts import describe_strategy
     from dtrain_dagster.planning.optimizer import ResourceOptimizer
     from dtrain_dagster.reports.performance import summarise_performance
 
-    rundir = RunDir(job.run_dir)
-    plan = plan_of(rundir, cost_estimate)
-    result, evaluation = read_finished(rundir, RESULT), read_finished(rundir, EVALUATION)
-    usage = cluster.manager().node_usage(job.job_id)
-    events = list(rundir.events())
-    performance = summarise_performance(
-        events,
-        result["world_size"],
-        [*usage, *plan.probe_usage],
-        plan.job["training"],
-    )
+    rundir, plan, usage = outcome.rundir, outcome.plan, outcome.usage
+    events, ranks = list(rundir.events()), outcome.result["world_size"]
+    performance = summarise_performance(events, ranks, outcome.billed, plan.job["training"])
     advice = ResourceOptimizer(
         events,
         usage,
@@ -116,7 +85,7 @@ def report_performance(
     rundir.write_json(PERFORMANCE_REPORT, asdict(performance) | {"optimization": advice.document()})
     took = sum_launches(usage)
     expected, good = plan.estimate.seconds, performance.goodput
-    figures, ranks = _figures(performance), [_rank_row(rank) for rank in performance.ranks]
+    figures, rows = _figures(performance), [_rank_row(rank) for rank in performance.ranks]
     first = ("samples_per_second", "goodput_percent", "step_milliseconds_median")
     metadata: dict[str, Any] = {
         **head_of_page(
@@ -124,20 +93,20 @@ def report_performance(
             small_bar(performance.segment_shares or {"trained": good.trained_node_seconds, **good.elsewhere}),
             {name: figures.pop(name) for name in first},
         ),
-        **({"by_rank": best_rows(ranks, RANK_COLUMNS)} if ranks else {}),
+        **({"by_rank": best_rows(rows, RANK_COLUMNS)} if rows else {}),
         "recommendations": dg.MarkdownMetadataValue(
             "\n".join(f"- {describe_strategy(item)}" for item in performance.recommendations)
             or "These figures do not suggest any change."
         ),
         "next_run": dg.MarkdownMetadataValue(advice.markdown()),
-        **links(dashboard=job_url),
+        **links(dashboard=outcome.project.job_url(outcome.job.job_id)),
         "report_page": dg.MetadataValue.path(write_report(rundir, plan.tier)),
         "report": dg.MetadataValue.path(f"{rundir.uri}/{PERFORMANCE_REPORT}"),
         "time_against_estimate": f"{took.words}; estimated {format_duration(expected.expected)} "
         f"({format_duration(expected.low)} to {format_duration(expected.high)})",
         **figures,
         "wall_seconds": round(took.seconds, 1),
-        "test": dg.JsonMetadataValue(evaluation["model"]),
+        "test": dg.JsonMetadataValue(outcome.evaluation["model"]),
     }
     if advice.utilization:
         metadata["utilization_percent"] = round(100 * advice.utilization.fraction, 1)

@@ -6,21 +6,23 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
 from dtrain_dagster.assets.checks import check_training, training_checks
 from dtrain_dagster.assets.cluster_run import ClusterRun
-from dtrain_dagster.assets.common import read_finished
+from dtrain_dagster.assets.common import best_rows, head_of_page, links, page_of, round_figures
 from dtrain_dagster.assets.pipeline import Pipeline
-from dtrain_dagster.assets.training_page import training_page
-from dtrain_dagster.assets.training_progress import RAISE_BUDGET, follow_training
+from dtrain_dagster.assets.training_progress import RAISE_BUDGET, follow_training, totals_metadata
 from dtrain_dagster.clusters.base import ClusterConfig
 from dtrain_dagster.costs.plan import PLAN, PLANNED_FOR, TrainingPlan, charges_of, node_seconds_of, write_limit
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.orders import source_tags
 from dtrain_dagster.jobs.progress import (
     CLAIM,
@@ -31,14 +33,22 @@ from dtrain_dagster.jobs.progress import (
     start_job,
 )
 from dtrain_dagster.jobs.promises import Wanted
+from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
 from dtrain_dagster.planning.build_plan import explain_on_other_nodes
 from dtrain_dagster.planning.probe import take_charges
+from dtrain_dagster.reports.small_pictures import small_curves
 from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
+from dtrain_dagster.settings.notices import studio_url
 from dtrain_dagster.settings.tiers import tier_of
-from dtrain_dagster.support.formatting import dollars
+from dtrain_dagster.support.formatting import dollars, in_markdown
 from dtrain_dagster.support.page_entries import fit_page
 from trainer.config import JobConfig, TrackingConfig, parse_job
+from trainer.elastic.generation_record import generations
+from trainer.evaluation.gate import score_of
 from trainer.rundir import EVALUATION, LAUNCH, LIMIT, RESULT, RunDir
+
+if TYPE_CHECKING:
+    from trainer.elastic.generation import Generation
 
 CLUSTER_TAG = "dtrain/cluster"
 """The tag of an asset `gpu_cluster` that names the cluster: graphs on the same one are watched together."""
@@ -124,9 +134,8 @@ def build_trained_checkpoint(pipeline: Pipeline) -> dg.AssetsDefinition:
             value=finished,
             data_version=dg.DataVersion(result["weights_sha256"]),
             metadata=fit_page(
-                training_page(rundir, events, result, evaluation, plan, usage, project.job_url(choice.job_id))
+                training_page(run, rundir, events, result, evaluation, plan, usage)
                 | ({"registration": pipeline.unregistered} if pipeline.unregistered else {})
-                | run.attempts()
             ),
             check_results=check_training(events, result, evaluation, plan, usage),
         )
@@ -223,3 +232,92 @@ def hand_over_budget(run: ClusterRun, plan: TrainingPlan, rundir: RunDir, job_id
         return f"keeps its hard budget of {dollars(kept)}" if kept else "no hard budget in dollars is set"
     write_limit(rundir, seconds, plan.stop_at_usd)
     return f"runs up to stop_at_usd = {dollars(plan.stop_at_usd)} from now on ({seconds / 3600:.4g} node-hours in all)"
+
+
+def read_finished(rundir: RunDir, name: str) -> dict[str, Any]:
+    """Return a document of a job that has succeeded. Raise `dagster.Failure` where it is missing: the folder was
+    changed."""
+    document = rundir.read_json(name)
+    if document is None:
+        raise dg.Failure(f"{rundir.uri} has no {name}: its job did not finish; materialize trained_checkpoint again")
+    return document
+
+
+def training_page(
+    run: ClusterRun,
+    rundir: RunDir,
+    events: Sequence[dict[str, Any]],
+    result: dict[str, Any],
+    evaluation: dict[str, Any],
+    plan: TrainingPlan,
+    usage: Sequence[NodeUsage],
+) -> dict[str, Any]:
+    """Return the page of a finished training. ``usage``: of its own nodes."""
+    from dtrain_dagster.registry.versions import scores_table
+    from dtrain_dagster.reports.kind_scores import has_kind_scores
+
+    steps, evaluations = ([item for item in events if item["kind"] == kind] for kind in ("step", "evaluation"))
+    totals, job_id = totals_metadata(usage, plan.tier), rundir.uri.rsplit("/", 1)[-1]
+    worth = worth_line(evaluation, sum_launches([*usage, *plan.probe_usage], plan.tier).usd)
+    model, history, score = evaluation["model"], generations(rundir.storage), score_of(evaluation)
+    curves = {
+        "training": [(row["step"], row["loss"]) for row in steps],
+        "validation": [(row["step"], row["loss"]) for row in evaluations if row.get("split") == "valid"],
+    }
+    metadata = head_of_page(
+        next(iter(evaluation["notes"]), "The training has finished."),
+        small_curves(curves),
+        {
+            f"test_{score or 'loss'}": round_figures(model.get(score or "loss")),
+            "train_seconds": round_figures(read_phase_totals(rundir, events).get("training", result["train_seconds"])),
+            "cost_usd": totals.get("cost_usd"),
+        },
+    )
+    if model.get("nll") is not None:
+        metadata["scores"] = best_rows(_score_rows(evaluation), ("name", "nll", "t"))
+    elif has_kind_scores(evaluation):
+        metadata["scores"] = dg.MarkdownMetadataValue(scores_table(evaluation, is_table=True))
+    metadata |= links(
+        dashboard=run.project.job_url(job_id), studio=studio_url((rundir.read_json(LAUNCH) or {}).get("studio_url"))
+    )
+    metadata["notes"] = dg.MarkdownMetadataValue("\n".join(f"- {in_markdown(note)}" for note in evaluation["notes"]))
+    metadata["membership"] = dg.MarkdownMetadataValue(membership_table(history))
+    rest: dict[str, Any] = {
+        "job_id": job_id,
+        "run_dir": dg.MetadataValue.path(rundir.uri),
+        "steps": result["steps"],
+        "world_size": result["world_size"],
+        "generations": len(history),
+        "dataset_id": plan.job["dataset"]["dataset_id"],
+        "weights_sha256": f"{result['weights_sha256'][:16]}…, the full hash is in the data version",
+        **totals,
+        **{f"test_{name}": round_figures(value) for name, value in model.items() if isinstance(value, float)},
+    }
+    return page_of(metadata, rest) | ({"earned": worth} if worth else {}) | run.attempts()
+
+
+def _score_rows(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for the model and each baseline that forecasts a distribution, the best first."""
+    scored = [("this model", evaluation["model"]), *evaluation["baselines"].items()]
+    rows = sorted((item for item in scored if item[1].get("nll") is not None), key=lambda item: item[1]["nll"])
+    return [
+        {
+            "name": name,
+            "nll": round(row["nll"], 4),
+            "coverage_90": round(row["coverage_90"], 3),
+            "model_gain": round(row.get("model_gain_nll") or 0.0, 4),
+            "t": round(row.get("model_gain_t") or 0.0, 1),
+        }
+        for name, row in rows
+    ]
+
+
+def membership_table(history: "Sequence[Generation]") -> str:
+    """Return the members of each generation as a Markdown table, one row per generation."""
+    rows = ["| generation | at | from step | nodes | mode | why |", "|---|---|---|---|---|---|"]
+    for item in history:
+        at = datetime.fromtimestamp(item.formed_at, UTC).strftime("%H:%M:%S")
+        nodes = ", ".join(str(seat.node) for seat in item.members)
+        mode = "parameter server" if item.topology == "star" else "all-reduce"
+        rows.append(f"| {item.number} | {at} UTC | {item.step} | {nodes} | {mode} | {in_markdown(item.reason)} |")
+    return "\n".join(rows)

@@ -12,11 +12,12 @@ import dagster as dg
 
 from dtrain_dagster.assets.cluster_run import ClusterRun
 from dtrain_dagster.assets.common import round_figures, strategy_table
-from dtrain_dagster.assets.training_page import totals_metadata
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobState, JobStatus
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.progress import WaitNews, describe_wait, follow_job, ran_out
+from dtrain_dagster.jobs.totals import sum_launches
 from dtrain_dagster.jobs.view import RESUMED, JobView
 from dtrain_dagster.monitoring.windows import COMMUNICATION_SEGMENTS
 from dtrain_dagster.planning.projection import Projection, TimeLeft, count_nodes, describe_training, project, time_left
@@ -118,6 +119,19 @@ def paid(manager: GPUClusterManager, job_id: str, tier: Tier) -> Mapping[str, An
         return totals_metadata(usage, tier) if usage else {}
     except (ClusterError, DamagedError):
         return {}
+
+
+def totals_metadata(usage: Sequence[NodeUsage], tier: Tier) -> dict[str, Any]:
+    """Return metadata: what a job took over all launches."""
+    took = sum_launches(usage, tier)
+    metadata: dict[str, Any] = {
+        "launches": took.launches,
+        "wall_seconds": round(took.seconds, 1),
+        "node_hours": round(took.node_hours, 5),
+    }
+    if took.usd is not None:
+        metadata["cost_usd"] = round(took.usd, 5)
+    return metadata
 
 
 def observe(context: dg.AssetExecutionContext, metadata: dict[str, Any]) -> None:

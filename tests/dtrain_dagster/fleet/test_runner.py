@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,12 @@ class Stage:
         return max((sum(b <= began < e for b, e in spans) for began, _ in spans), default=0)
 
 
+def look_until(runner: FleetRunner, is_so: Callable[[], object]) -> None:
+    while not is_so():
+        runner.look(time.time())
+        time.sleep(0.1)
+
+
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterable[Stage]:
     made = Stage(tmp_path / "home")
@@ -133,14 +139,10 @@ def test_a_higher_priority_pauses_a_lower_one_which_goes_on_where_it_was(stage: 
     low = job_of(stage.home, "low", 20.0, node_seconds=60.0, **both)
     source = LaterSource(low, job_of(stage.home, "high", 0.2, priority=1, **both))
     runner = stage.runner(source)
-    while stage.states().get("high") != "succeeded":
-        runner.look(time.time())
-    entry = next(item for item in stage.records.standings() if item.job_id == "low")
+    look_until(runner, lambda: stage.states().get("high") == "succeeded")
     done = (stage.manager.rundir("low").read_json("progress.json") or {})["done"]
     assert 0 < done < 20
-    while entry.launches < 2:
-        runner.look(time.time())
-        entry = next(item for item in stage.records.standings() if item.job_id == "low")
+    look_until(runner, lambda: runner.jobs["low"].launches == 2)
     rundir = stage.manager.rundir("low")
     while len(list(rundir.events("step"))) < 2:
         time.sleep(0.1)
@@ -222,8 +224,7 @@ def test_nodes_that_cost_less_than_the_dearest_are_told_more_as_less_is_paid(
     stage = dear_stage
     monkeypatch.setattr("dtrain_dagster.fleet.runner.LIMIT_CHANGE_SECONDS", 0.0)
     runner = stage.runner(ListedJobs([job_of(stage.home, "one", 60.0)]))
-    while not stage.manager.rundir("one").nodes():
-        runner.look(time.time())
+    look_until(runner, stage.manager.rundir("one").nodes)
     time.sleep(1.0)
     runner.look(time.time())
     standing = runner.jobs["one"]
@@ -236,8 +237,7 @@ def test_nodes_that_cost_less_than_the_dearest_are_told_more_as_less_is_paid(
 
 def test_a_fleet_that_is_cancelled_ends_all_its_jobs(stage: Stage):
     runner = stage.runner(ListedJobs([job_of(stage.home, f"j{number}", 60.0) for number in range(3)]))
-    while "running" not in stage.states().values():
-        runner.look(time.time())
+    look_until(runner, lambda: "running" in stage.states().values())
     stage.records.ask_to_cancel()
     runner.run()
     assert set(stage.states().values()) == {"ended"}
@@ -247,13 +247,11 @@ def test_a_fleet_that_is_cancelled_ends_all_its_jobs(stage: Stage):
 def test_a_supervisor_that_is_killed_is_no_failure_of_the_job(stage: Stage):
     runner = stage.runner(ListedJobs([job_of(stage.home, "one", 60.0)]))
     rundir = stage.manager.rundir("one")
-    while not rundir.nodes():
-        runner.look(time.time())
+    look_until(runner, rundir.nodes)
     from dtrain_dagster.clusters.supervision.settle import signal_supervisor
 
     signal_supervisor(rundir, 9)  # type: ignore[arg-type]
-    while stage.states()["one"] != "paused":
-        runner.look(time.time())
+    look_until(runner, lambda: stage.states()["one"] == "paused")
     rundir.write_json("progress.json", {"done": 60.0})
     runner.run()
     assert stage.states() == {"one": "succeeded"}
