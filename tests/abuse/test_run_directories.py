@@ -94,7 +94,7 @@ FORMS = {
 @pytest.mark.parametrize("name", [*ANY, *JSON])
 def test_every_kind_of_damage_to_how_a_job_stands_is_a_row(stage: Stage, name: str):
     path = stage.copy() / STATUS
-    (ANY | JSON)[name](path, random.Random(name))
+    (ANY | JSON)[name](path)
     stage.read()
 
 
@@ -109,11 +109,11 @@ def test_every_kind_of_damage_to_how_a_job_stands_is_a_row(stage: Stage, name: s
     ids=str,
 )
 def test_the_worst_of_them_to_what_else_is_read(stage: Stage, damages: dict[str, str]):
-    chance, copy = random.Random(0), stage.copy()
+    copy = stage.copy()
     for file, name in damages.items():
         place = copy / file
         path = sorted(path for path in place.iterdir() if path.is_file())[0] if place.is_dir() else place
-        (ANY | JSON)[name](path, chance)
+        (ANY | JSON)[name](path)
     (copy / "logs" / "node-1.log").write_text(f"{ESCAPES}\n{ESCAPES}")
     stage.read()
 
