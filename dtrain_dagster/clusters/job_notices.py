@@ -1,5 +1,5 @@
-"""Notices to people about a job that they started: that it has ended, goes on in another launch, or waits for nodes.
-Each is sent once for each launch.
+"""Notices to people about a job that they started: that it has ended, goes on in another launch, waits for nodes, or
+has nodes that are kept for them; their words, and when they are due. Each is sent once for each launch.
 
 Any process that sees it may tell it: the reaper of the local cluster, the process that follows a job on Azure, a later
 one that finds a supervisor dead. `notice_claims` sees to it that one does.
@@ -10,23 +10,16 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import OWNER, JobState
 from dtrain_dagster.clusters.notice_claims import ONCE, Write, is_claimed, notice_addresses, send_once
-from dtrain_dagster.clusters.notice_text import (
-    JobFigures,
-    NoticeKind,
-    describe_kept,
-    describe_place,
-    is_told,
-    kind_of_end,
-    write_notice,
-)
-from dtrain_dagster.settings.tiers import tier_of
-from dtrain_dagster.support.formatting import dollars
+from dtrain_dagster.settings.tiers import tier_in_words, tier_of
+from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.secrets import redact
 from trainer.errors import DamagedError
 from trainer.rundir import LAUNCH, STATUS, RunDir
@@ -38,18 +31,103 @@ _RUN_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 Wanted = Literal["end", "goes_on", "waits", "kept"]
 """What is to be told; of an end, `kind_of_end` says how it is told."""
+NoticeKind = Literal["finished", "failed", "budget", "goes_on", "waits", "kept"]
+UNTOLD = ("probe-",)
+"""The first letters of jobs that no person started."""
+PART_OF = "DTRAIN_PART_OF"
+"""The variable in a launch's environment that says of what its job is a part; unset for a job that stands alone."""
+FLEET, SEARCH = "fleet", "search"
+_OF_PARTS: Mapping[str, frozenset[NoticeKind]] = {
+    FLEET: frozenset({"finished", "failed", "waits", "kept"}),
+    SEARCH: frozenset(),
+}
+"""What is told of jobs that are parts: a fleet moves its jobs and gives them budgets all the time, and of a search its
+end is told."""
 
 
-def tell_of_end(rundir: RunDir, retries: RetryPolicy = ONCE) -> None:
-    """Tell people that the job of this run directory has ended, as its ``status.json`` says; once for each launch. It
-    never raises: what is wrong is logged."""
-    send_once(rundir, lambda: _find_notice(rundir, "end", None), retries)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobFigures:
+    """What a notice says of a job, over all its launches."""
+
+    launch: int
+    place: str = ""
+    """Where it runs, see `describe_place`."""
+    steps: int | None = None
+    node_seconds: float = 0.0
+    cost: str = ""
+    """Dollars with their meaning; why they are not known."""
+    reason: str = ""
+    """Why it failed, was started again, or waits."""
+    kept: Sequence[str] = ()
+    """How to enter the nodes that are left in place."""
+    links: tuple[str, ...] = ()
+    """Addresses of pages about it."""
 
 
-def tell(rundir: RunDir, of: Wanted, launch: int, retries: RetryPolicy = ONCE) -> None:
-    """Tell people of a launch, once: that the job goes on in it, that it waits for nodes, with the reason of
-    ``status.json`` and however often it waits, or that it has failed, and how to enter the nodes that are kept. It
-    never raises, as `tell_of_end`."""
+def kind_of_end(state: JobState, result: Mapping[str, Any], launch: int) -> NoticeKind | None:
+    """Return the notice for a job that has ended so; None for one that was cancelled, since somebody wanted that, and
+    for one that runs."""
+    if state is JobState.SUCCEEDED:
+        return "finished"
+    if state is not JobState.FAILED:
+        return None
+    return "budget" if result.get("status") == "budget" and result.get("launch") in (None, launch) else "failed"
+
+
+def is_told(kind: NoticeKind, job_id: str, env: Mapping[str, Any]) -> bool:
+    """Return whether people want this notice of a job. ``env``: the environment of its launch."""
+    return not job_id.startswith(UNTOLD) and kind in _OF_PARTS.get(str(env.get(PART_OF, "")), {kind})
+
+
+def write_notice(kind: NoticeKind, job_id: str, figures: JobFigures) -> tuple[str, str]:
+    """Return the title and the text of a notice."""
+    titles: Mapping[NoticeKind, str] = {
+        "finished": "has finished",
+        "failed": "has failed",
+        "budget": "was stopped by its budget",
+        "goes_on": f"goes on: launch {figures.launch}",
+        "waits": "waits for nodes",
+        "kept": "has failed, and its nodes are kept",
+    }
+    steps = "" if figures.steps is None else f"{figures.steps:,} steps; "
+    launches = f" in {figures.launch} launches" if figures.launch > 1 else ""
+    paid = f"{steps}{format_duration(figures.node_seconds)} of nodes{launches}, {figures.cost}"
+    if kind == "goes_on":
+        where = f"on {figures.place}, from the latest checkpoint"
+        lines = [where, f"so far: {paid}", f"dtrain logs --follow {job_id}", f"dtrain cancel {job_id}"]
+    elif kind == "waits":
+        so_far = f"so far: {paid}" if figures.node_seconds else ""
+        lines = [figures.reason, so_far, f"dtrain status {job_id} --follow", f"dtrain cancel {job_id}"]
+    elif kind == "kept":
+        lines = [figures.reason, *figures.kept, paid, f"dtrain cancel {job_id}"]
+    else:
+        lines = [figures.reason, paid, f"dtrain logs {job_id}"]
+    return f"dtrain: {job_id} {titles[kind]}", "\n".join(filter(None, [*lines, *figures.links]))
+
+
+def describe_kept(kept: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each node that is left in place, as ``status.json`` has them: until when, and how to enter
+    it."""
+    lines = []
+    for node in kept:
+        until = "" if node.get("until") is None else f" until {datetime.fromtimestamp(node['until'], UTC):%H:%M} UTC"
+        lines.append(f"node {node['node_id']} is kept{until}: {node.get('how') or 'its engine tells no way in'}")
+    return lines
+
+
+def describe_place(launch: Mapping[str, Any]) -> str:
+    """Return where a launch runs, such as ``3 x Standard_NC6s_v3 (Spot) of azure_ml train``."""
+    tier = f" ({tier_in_words(str(launch['tier']))})" if launch.get("tier") else ""
+    cluster = (
+        f" of {launch['engine']} {launch.get('cluster_name', '')}" if launch.get("engine", "local") != "local" else ""
+    )
+    return f"{launch.get('node_count', '?')} x {launch.get('sku', 'nodes')}{tier}{cluster}".rstrip()
+
+
+def tell(rundir: RunDir, of: Wanted = "end", launch: int | None = None, retries: RetryPolicy = ONCE) -> None:
+    """Tell people of a launch (None: of the last one), once: that the job has ended, as its ``status.json`` says; goes
+    on in this launch; waits for nodes, and why; or has failed, and how to enter the nodes that are kept. It never
+    raises: what is wrong is logged."""
     send_once(rundir, lambda: _find_notice(rundir, of, launch), retries)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.hosts import HostRecord
-from dtrain_dagster.clusters.job_notices import tell, tell_of_end, wait_patience_seconds
+from dtrain_dagster.clusters.job_notices import tell, wait_patience_seconds
 from dtrain_dagster.clusters.notice_claims import RETRIES, notice_addresses
 from dtrain_dagster.clusters.supervision.local_placer import LocalPlacer
 from dtrain_dagster.clusters.supervision.placer import Placer, say
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
     code = run_under_reaper(work, supervisor_mark(launch), afterwards, partial(tell, rundir, retries=RETRIES))
     if notice_addresses():
         os.close(lock)  # the job may be started again while people are told
-        tell_of_end(rundir, RETRIES)
+        tell(rundir, retries=RETRIES)
     return code
 
 

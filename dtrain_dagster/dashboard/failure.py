@@ -13,7 +13,7 @@ from typing import Any
 
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.exit_policy import describe_exit
-from dtrain_dagster.clusters.notice_text import describe_kept
+from dtrain_dagster.clusters.job_notices import describe_kept
 from dtrain_dagster.clusters.presence import find_latest_presences
 from trainer.documents.presences import NodePresence
 from trainer.node.line_log import last_lines

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.clusters.base import GPUClusterManager
+from dtrain_dagster.clusters.job_notices import PART_OF
+from dtrain_dagster.clusters.job_notices import SEARCH as SEARCH_PART
 from dtrain_dagster.clusters.notice_claims import RETRIES, send_once
-from dtrain_dagster.clusters.notice_text import PART_OF
-from dtrain_dagster.clusters.notice_text import SEARCH as SEARCH_PART
 from dtrain_dagster.costs.estimate import LearnedCorrection, Parts, Sizes
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits

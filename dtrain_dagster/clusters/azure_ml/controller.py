@@ -31,7 +31,7 @@ from dtrain_dagster.clusters.azure_ml.states import (
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus, NoCapacityError, Starved
 from dtrain_dagster.clusters.exit_policy import is_failure
 from dtrain_dagster.clusters.job_marks import ActiveJobs
-from dtrain_dagster.clusters.job_notices import tell, tell_of_end, wait_patience_seconds
+from dtrain_dagster.clusters.job_notices import tell, wait_patience_seconds
 from dtrain_dagster.clusters.resume_advice import how_to_go_on, memory_advice
 from dtrain_dagster.costs.plan import reprice
 from dtrain_dagster.settings.tiers import tier_of
@@ -354,7 +354,7 @@ class JobController:
         failure = next((code for code in facts.exit_codes if is_failure(code)), 1)
         decision, code = replace(decision, message=message), codes.get(decision.state, failure)
         status = self.records.write_end(facts, decision, ended_at, code, starved)
-        tell_of_end(self.rundir)
+        tell(self.rundir)
         _log.info("job %s: %s %s", record["job_name"], decision.state, message.splitlines()[0] if message else "")
         return status
 

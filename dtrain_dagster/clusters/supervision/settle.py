@@ -18,7 +18,7 @@ import psutil
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.job_notices import tell_of_end
+from dtrain_dagster.clusters.job_notices import tell
 from dtrain_dagster.support.job_lock import LOCK, acquire, is_held
 from trainer.node.environment import STOP_GRACE
 from trainer.node.line_log import last_lines
@@ -97,7 +97,7 @@ def settle_status(rundir: RunDir, sweeps: bool = True) -> dict[str, Any] | None:
         status["message"] += f"\n{rundir.uri} cannot be written ({error.strerror or error}): make room there"
     else:
         if sweeps:
-            tell_of_end(rundir)
+            tell(rundir)
     return status
 
 

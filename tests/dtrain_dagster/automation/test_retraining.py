@@ -29,7 +29,7 @@ from dtrain_dagster.automation.retraining import (
     staleness,
 )
 from dtrain_dagster.automation.run_liveness import ON_NODES, planned_assets
-from dtrain_dagster.clusters.job_notices import tell_of_end
+from dtrain_dagster.clusters.job_notices import tell
 from dtrain_dagster.clusters.notice_claims import NOTICES
 from dtrain_dagster.data.sources import PriceFile
 from dtrain_dagster.definitions import build_defs
@@ -170,7 +170,7 @@ def test_a_failure_that_the_cluster_has_told_is_not_told_again(
     status = {"job_id": "job", "state": "failed", "message": "no", "launch": 2, "started_at": 1.0, "ended_at": 2.0}
     rundir.write_json(STATUS, {**status, "exit_code": 1, "pid": 1})
     monkeypatch.setenv("DTRAIN_NOTIFY", here.settings.notify)
-    tell_of_end(rundir)
+    tell(rundir)
     here.instance.report_run_failed(run, "job job failed")
     here.sees_failure(run)
     assert [item["title"] for item in heard] == ["dtrain: job has failed"]

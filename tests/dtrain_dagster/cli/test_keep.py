@@ -15,7 +15,7 @@ from dtrain_dagster.cli.follow import stream_job
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.start import How, start_options
 from dtrain_dagster.clusters.base import JobState, JobStatus
-from dtrain_dagster.clusters.notice_text import JobFigures, describe_kept, write_notice
+from dtrain_dagster.clusters.job_notices import JobFigures, describe_kept, write_notice
 from dtrain_dagster.jobs.progress import follow_job, words_of_kept
 from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.support.formatting import seconds_of

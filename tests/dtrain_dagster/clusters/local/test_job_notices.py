@@ -15,17 +15,18 @@ import pytest
 from werkzeug import Request, Response
 
 from dtrain_dagster.clusters.base import OWNER, JobState
-from dtrain_dagster.clusters.job_notices import tell, tell_of_end, was_told
-from dtrain_dagster.clusters.notice_claims import NOTICES
-from dtrain_dagster.clusters.notice_text import (
+from dtrain_dagster.clusters.job_notices import (
     PART_OF,
     JobFigures,
     NoticeKind,
     describe_place,
     is_told,
     kind_of_end,
+    tell,
+    was_told,
     write_notice,
 )
+from dtrain_dagster.clusters.notice_claims import NOTICES
 from harness.waiting import until
 from tests.loopback import LoopbackServer
 from trainer.rundir import LAUNCH, STATUS, RunDir
@@ -133,12 +134,12 @@ def test_a_supervisor_and_a_reaper_that_are_dead_are_told_by_who_finds_them(clus
 
 def test_several_who_see_the_end_tell_it_once(tmp_path: Path, hook: Hook) -> None:
     rundir = ended_job(tmp_path)
-    several = [threading.Thread(target=tell_of_end, args=(RunDir(rundir.uri),)) for _ in range(3)]
+    several = [threading.Thread(target=tell, args=(RunDir(rundir.uri),)) for _ in range(3)]
     for thread in several:
         thread.start()
     for thread in several:
         thread.join()
-    tell_of_end(rundir)
+    tell(rundir)
     assert hook.titles == ["dtrain: job has failed"]
     assert was_told(rundir, "end")
     assert not was_told(rundir, "end", 2)
@@ -165,22 +166,22 @@ def test_what_was_refused_is_sent_again_and_what_may_have_arrived_is_not(
     rundir = ended_job(tmp_path)
     hook.refusals = 2
     monkeypatch.setenv("DTRAIN_NOTIFY", "env:HOOK_ADDRESS env:NOBODY_SET_THIS")
-    tell_of_end(rundir)
+    tell(rundir)
     assert hook.heard == []
-    tell_of_end(rundir, RetryPolicy(first_pause_seconds=0.01, max_attempts=3))
+    tell(rundir, retries=RetryPolicy(first_pause_seconds=0.01, max_attempts=3))
     assert hook.titles == ["dtrain: job has failed"], "and not again for the address that nobody can read"
     other = ended_job(tmp_path / "other")
     hook.slow_seconds = 6.0  # Apprise waits four
     monkeypatch.setenv("DTRAIN_NOTIFY", "env:HOOK_ADDRESS")
     for _ in range(2):
-        tell_of_end(other, RetryPolicy(first_pause_seconds=0.01, max_attempts=3))
+        tell(other, retries=RetryPolicy(first_pause_seconds=0.01, max_attempts=3))
     assert len(hook.heard) == 2
 
 
 def test_a_claim_without_an_outcome_is_never_repeated(tmp_path: Path, hook: Hook) -> None:
     rundir = ended_job(tmp_path)
     rundir.storage.write(f"{NOTICES}/l1-end.json", b"")  # its sender may have died after it was sent
-    tell_of_end(rundir)
+    tell(rundir)
     assert hook.heard == []
 
 
@@ -190,7 +191,7 @@ def test_the_notice_has_links(tmp_path: Path, hook: Hook, monkeypatch: pytest.Mo
     monkeypatch.setenv("DTRAIN_DAGSTER_URL", "https://dagster.example")
     run_id = "b41d1ccc-7629-4b3c-86dc-27b31d506b42"
     rundir.write_json(OWNER, {"dagster_run_id": run_id})
-    tell_of_end(rundir)
+    tell(rundir)
     [notice] = hook.heard
     assert notice["message"].splitlines()[-2:] == [
         "https://runs.example/dtrain/jobs/job",
@@ -203,7 +204,7 @@ def test_a_link_that_a_node_has_written_is_not_sent(tmp_path: Path, hook: Hook) 
     launch = rundir.read_json(LAUNCH) or {}
     rundir.write_json(LAUNCH, launch | {"studio_url": "javascript:alert(1)"})
     rundir.write_json(OWNER, {"dagster_run_id": "../../elsewhere"})
-    tell_of_end(rundir)
+    tell(rundir)
     [notice] = hook.heard
     assert notice["message"].splitlines()[-1] == "http://127.0.0.1:8060/jobs/job"
     assert "elsewhere" not in notice["message"]
@@ -227,5 +228,5 @@ def test_where_a_launch_runs() -> None:
 def test_nothing_is_claimed_where_nobody_is_to_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DTRAIN_NOTIFY", raising=False)
     rundir = ended_job(tmp_path)
-    tell_of_end(rundir)
+    tell(rundir)
     assert rundir.storage.list(NOTICES) == []
