@@ -44,15 +44,9 @@ def test_a_job_is_of_one_cluster(clusters: tuple[LocalClusterManager, LocalClust
     assert there.scale_down(pool), "it idles, whatever runs elsewhere"
     there.cleanup_cluster()
     assert there.job_status(JOB).state is JobState.RUNNING, "it is found by its name, and was not ended"
-
-
-def test_a_job_that_goes_on_elsewhere_is_of_that_cluster(
-    clusters: tuple[LocalClusterManager, LocalClusterManager],
-) -> None:
-    here, there = clusters
     here.cancel_job(JOB)
     command = (sys.executable, "-c", "import time; time.sleep(60)")
     there.submit_job(JobSpec(job_id=JOB, run_dir=here.rundir(JOB).uri, command=command, node_count=1))
-    assert [job.job_id for job in there.active_jobs()] == [JOB]
+    assert [job.job_id for job in there.active_jobs()] == [JOB], "it goes on elsewhere, and is of that cluster"
     assert not here.active_jobs()
     assert not here.pools()[0].work

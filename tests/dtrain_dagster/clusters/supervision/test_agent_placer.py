@@ -275,17 +275,6 @@ def test_a_node_is_kept_for_its_time(make_job: Callable[..., Job]) -> None:
     assert 1.0 <= kept.ended_at - kept.kept_since < 20.0
 
 
-def test_a_kept_node_that_its_engine_ends_leaves_at_once(make_job: Callable[..., Job]) -> None:
-    job = make_job("sys.exit(3)", nodes=1, keep_failed_seconds=600.0)
-    (job.engine.folder / "hold").write_text("600")  # with which a node that trains would train on
-    job.start()
-    job.wait(lambda: job.status().get("kept"), "a node that is kept")
-    job.engine.agent(job.name(0)).send_signal(signal.SIGTERM)
-    assert job.ends()["exit_code"] == 3
-    (kept,) = job.presences()
-    assert kept.ended_at - kept.kept_since < 60.0
-
-
 def test_a_node_that_is_asked_to_end_during_its_pre_flight_starts_no_ranks(make_job: Callable[..., Job]) -> None:
     job = make_job('(OUT / "began").touch()', nodes=1, preflight="quick: touch $DTRAIN_TEST_MARK; sleep 60")
     job.launch["env"]["DTRAIN_TEST_MARK"] = str(job.folder / "checks")
@@ -352,6 +341,9 @@ def test_the_supervisor_is_killed_and_another_goes_on_with_the_same_nodes(make_j
     assert len(job.presences()) == 2
 
 
+LAUNCH = {"token": "ab" * 24, "launch": 1, "node_count": 2, "processes_per_node": 1, "elastic": True, "job_id": "one"}
+
+
 class ForgetfulEngine:
     """It has a job of every name, and shows none of them."""
 
@@ -367,7 +359,7 @@ class ForgetfulEngine:
         raise AssertionError("nothing is there to be cancelled")
 
     def read_log(self, job_id: str) -> str | None:
-        return None
+        return "python3: No module named trainer"
 
 
 def test_a_node_that_the_engine_forgot_while_nobody_looked_is_lost_unless_it_is_heard(
@@ -376,21 +368,13 @@ def test_a_node_that_the_engine_forgot_while_nobody_looked_is_lost_unless_it_is_
     rundir = RunDir(str(tmp_path / "run"))
     rundir.make()
     clock = SteadyClock.begin()
-    launch = {
-        "token": "ab" * 24,
-        "launch": 1,
-        "node_count": 2,
-        "processes_per_node": 1,
-        "elastic": True,
-        "job_id": "one",
-    }
     now = clock.now()
     for node_id, silence in ((0, 3600.0), (1, 0.0)):
         rundir.begin_presence(
             NodePresence(node_id=node_id, launch=1, started_at=now - 7200, last_seen_at=now - silence, host="n1")
         )
     placer = AgentPlacer(rundir, ForgetfulEngine(), SecretFile(tmp_path / "secret"), clock, HostRecord(tmp_path / "h"))
-    assert placer.resume_launch(launch) == {0, 1}
+    assert placer.resume_launch(LAUNCH) == {0, 1}
     until(lambda: placer.look()[0].state == "gone", "the loss")
     assert [node.state for node in placer.look().values()] == ["gone", "running"]
     closed = rundir.read_node(1, 0, 1)
@@ -401,6 +385,8 @@ def test_a_node_that_the_engine_forgot_while_nobody_looked_is_lost_unless_it_is_
     monkeypatch.setattr("dtrain_dagster.clusters.supervision.agent_placer.LISTED_SECONDS", 0.0)
     until(lambda: placer.look()[0].state == "gone", "the loss of one that never spoke")
     assert placer.look()[0].is_lost
+    said = (tmp_path / "run/logs/node-0.log").read_text()
+    assert said == "python3: No module named trainer\n", "what it printed is brought, where it wrote nothing itself"
 
 
 class SlowEngine(ForgetfulEngine):
@@ -428,26 +414,18 @@ def test_a_job_whose_agent_has_ended_leaves_by_itself_and_is_not_cancelled(tmp_p
     rundir = RunDir(str(tmp_path / "run"))
     rundir.make()
     clock, engine = SteadyClock.begin(), SlowEngine()
-    launch = {
-        "token": "ab" * 24,
-        "launch": 1,
-        "node_count": 2,
-        "processes_per_node": 1,
-        "elastic": True,
-        "job_id": "one",
-    }
     now = clock.now()
     for node_id, end in ((0, {"ended_at": now, "exit_codes": (0,)}), (1, {})):
         rundir.begin_presence(
             NodePresence(node_id=node_id, launch=1, started_at=now - 60, last_seen_at=now, host="n1", **end)
         )
     placer = AgentPlacer(rundir, engine, SecretFile(tmp_path / "secret"), clock, HostRecord(tmp_path / "hosts"))
-    placer.resume_launch(launch)
+    placer.resume_launch(LAUNCH)
     placer.look()
     engine.ends_at = float("inf")
     placer.sweep(5.0)
     assert engine.cancelled == [1], "the one whose agent runs"
-    assert all(job.state == "ended" for job in engine.list_jobs(launch)), "the sweep has waited for both"
+    assert all(job.state == "ended" for job in engine.list_jobs(LAUNCH)), "the sweep has waited for both"
 
 
 class FullEngine(ForgetfulEngine):
@@ -479,9 +457,7 @@ def test_a_node_that_finds_no_other_place_may_have_one_on_an_excluded_host(
     for host, kind in (("good", "began"), ("bad", "began"), ("bad", "unfit")):
         hosts.add(HostEvent(host=host, at=clock.now(), kind=kind, why="the disk is full"))  # type: ignore[arg-type]
     placer = AgentPlacer(rundir, engine, SecretFile(tmp_path / "secret"), clock, hosts)
-    placer.begin_launch({
-        "token": "ab" * 24, "launch": 1, "node_count": 1, "processes_per_node": 1, "elastic": True, "job_id": "one",
-    })  # fmt: skip
+    placer.begin_launch(LAUNCH | {"node_count": 1})
     placer.start(0, 1)
     until(lambda: placer.look()[0].state == "pending", "its place in the queue")
     assert engine.excluded == {1: ("bad",)}
