@@ -183,6 +183,10 @@ class Measured:
         growing = min(self.sample_share, 1.0) * (1 + min(self.compute_share, self.sample_share) * slower)
         return self.step_seconds * max(0.0, share - (1 - fill) * min(growing, share))
 
+    def test_seconds(self, sizes: Sizes) -> float:
+        """Return the part of the finish in which the test split is judged, as fast as the validation split."""
+        return min(self.finish_seconds, self.evaluation_seconds * sizes.test_samples / max(1, sizes.valid_samples))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnedCorrection:
@@ -252,8 +256,7 @@ class Forecast:
         at = interpolated(self.measured, node_count, self.sizes)
         batch = self.sizes.ranks(node_count) * self.sizes.batch_size_per_rank
         fill = work.samples / (work.steps * batch) if work.samples else 1.0
-        test = at.evaluation_seconds * self.sizes.test_samples / max(1, self.sizes.valid_samples)
-        test = min(test, at.finish_seconds)
+        test = at.test_seconds(self.sizes)
         return Parts(
             startup=at.startup_seconds,
             steps=at.warm_up_seconds + work.steps * at.step_with(fill, speed),
@@ -299,8 +302,7 @@ def _extrapolated(from_: Measured, node_count: int, sizes: Sizes) -> Measured:
     step = from_.step_seconds * crowding * (1 + from_.communication_share * (growth - 1))
     shrunk = from_.step_seconds * crowding / step if step else 1.0
     share = crowding * before / ranks  # ranks share a split
-    test = from_.evaluation_seconds * sizes.test_samples / max(1, sizes.valid_samples)
-    test = min(test, from_.finish_seconds)
+    test = from_.test_seconds(sizes)
     return replace(
         from_,
         node_count=node_count,

@@ -63,7 +63,6 @@ class SkuPrice:
     gpu: str
     gpus: int
     gpu_memory_gib: int
-    gpu_watts: int
     vcpus: int
     memory_gib: int
     infiniband: bool
@@ -315,7 +314,6 @@ def _sku_price(sku: str, region: str, figures: Mapping[Tier, Figure]) -> SkuPric
         sku=sku,
         region=region,
         figures=figures,
-        gpu_watts=table["gpus"][make["gpu"]]["watts"],
         speed=round(min(ratios) * make["gpus"], 2),
         speed_note=f"{note['rule']} ({table['sources'][note['source']]['source']})",
         **make,

@@ -60,7 +60,7 @@ def test_every_figure_has_a_source_and_a_date_and_every_size_its_make(home):
     for region in known_regions():
         for row in price_table(region).values():
             assert row.figures
-            assert min(row.gpus, row.gpu_memory_gib, row.gpu_watts, row.vcpus, row.memory_gib, row.speed) > 0
+            assert min(row.gpus, row.gpu_memory_gib, row.vcpus, row.memory_gib, row.speed) > 0
             for figure in row.figures.values():
                 assert figure.usd_per_hour > 0
                 assert "2024-01" < figure.recorded_on < "2027"

@@ -260,13 +260,11 @@ def test_a_probe_that_was_run_before_is_told_as_such(finished, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_plan_that_would_exceed_a_ceiling_is_refused_before_its_probe(finished, instance, tmp_path):
-    _, _, job = finished
-    dataset = dataset_of(job)
-    home = tmp_path / "home"
-    home.mkdir()
+def test_a_plan_that_would_exceed_a_ceiling_is_refused_before_its_probe(finished, instance):
+    home, _, job = finished
     write_ceilings(home, Ceilings(per_hour=Decimal(2)))
-    plan, said = plan_of(instance, home, dataset)
+    plan, said = plan_of(instance, home, dataset_of(job))
+    write_ceilings(home, Ceilings())
     assert plan is None
     assert "nothing is started: the ceiling of $2.00 per hour" in "\n".join(said)
     assert not list(home.glob("storage/jobs/probe*"))
