@@ -150,7 +150,7 @@ def explain_unavailable(price: SkuPrice, tier: Tier, today: date | None) -> str:
 
 def remedies(table: Choices, planned: PlannedJob, forecast: Forecast) -> list[str]:
     """Return what would fit, in words: another number of the planned nodes, fewer epochs, the cheapest of all choices;
-    where no choice is sure to fit, the fastest and the cheapest."""
+    where no choice is sure to fit, those that come nearest."""
     kind, found = (planned.price.sku, planned.tier), []
     for row in sorted(table.rows, key=lambda row: row.node_count):
         is_other = (row.sku, row.tier) == kind and row.node_count != planned.node_count
@@ -162,9 +162,20 @@ def remedies(table: Choices, planned: PlannedJob, forecast: Forecast) -> list[st
     if table.cheapest:
         found.append(f"{in_words(table.cheapest)} (DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)")
     elif table.rows:
-        fastest, least = (min(table.rows, key=lambda row: getattr(row, of).high) for of in ("seconds", "usd"))
-        found.append(f"the fastest is {_told(fastest)}, the cheapest {_told(least)}: raise deadline_hours, budget_usd")
+        found.append(_nearest(table))
     return found
+
+
+def _nearest(table: Choices) -> str:
+    """Return the cheapest choice in time and the fastest within the budget; of all, where none keeps that limit."""
+
+    def without(**limit: float) -> Sequence[PlanChoice]:
+        return [row for row in table.rows if is_sure(row, replace(table.limits, **limit))] or table.rows
+
+    least = min(without(budget_usd=0.0), key=lambda row: row.usd.high)
+    fastest = min(without(deadline_hours=0.0), key=lambda row: row.seconds.high)
+    told = " and ".join(dict.fromkeys(_told(row) for row in (least, fastest)))
+    return f"nearest come {told}: raise budget_usd or deadline_hours to a little more"
 
 
 def is_sure(choice: PlanChoice, limits: Limits) -> bool:

@@ -153,9 +153,20 @@ def test_each_gpu_of_a_node_is_a_rank():
     assert asked[1] == (2, 6.0), "three ranks make two such nodes nearly; the speed of all of them stays"
 
 
-def test_where_nothing_fits_the_fastest_and_the_cheapest_are_named():
-    said = "; ".join(remedies(table_of(deadline=60.0, budget=1.0), PLANNED, Amdahl()))  # type: ignore[arg-type]
-    assert re.search(r"the fastest is 3 × NC96.*: up to .*, the cheapest 1 × NC4as.*: raise deadline_hours", said)
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        (
+            {"deadline": 8 * HOUR, "budget": 20.0},
+            r"nearest come 1 × NC24ads_A100_v4 \(dedicated\): up to 6 h 42 min and \$24.65 and "
+            r"3 × NC4as_T4_v3 \(dedicated\): up to 8 h 54 min and \$14.17: raise budget_usd or deadline_hours",
+        ),
+        ({"deadline": 60.0, "budget": 1.0}, r"nearest come 1 × NC4as.* and 3 × NC96.*: raise"),
+    ],
+)
+def test_where_nothing_fits_the_nearest_are_named(limits: dict[str, float], words: str):
+    said = "; ".join(remedies(table_of(**limits), PLANNED, Amdahl()))  # type: ignore[arg-type]
+    assert re.search(words, said)
 
 
 ROWS = [replace(price, retired_on=None) for price in price_table().values()]
