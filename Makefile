@@ -148,7 +148,7 @@ BENCH_links := --steps 20
 BENCH_recovery := --engine local --kills 4
 BENCH_search :=
 BENCH_sensors := --sizes 10 1000
-BENCH_throughput := --models tcn --batches 64 --peers --loss-steps 0 --budget 120
+BENCH_throughput := --models tcn --batches 64 --peers --budget 120
 # One or several of them. By default those that measure; chaos and diagnosis count what goes wrong in many trainings,
 # which says little in a few minutes.
 BENCH ?= control_plane estimate fleet large_model links recovery search sensors throughput

@@ -45,8 +45,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-from benchmarks.host import is_busy, note, options_of, tell
-from benchmarks.throughput import interval
+from benchmarks.host import in_short, interval, is_busy, note, options_of, tell
 from harness.accuracy import Accuracy
 from trainer import DistributedConfig, Loop, Trainer
 from trainer.runtime.host_memory import keep_freed_memory
@@ -293,10 +292,8 @@ def conclude(paces: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, An
         cells[cell] = {f"{each}_samples_per_second": round(statistics.median(values)) for each, values in found.items()}
         for each in found.keys() - {"plain"}:
             ratios = [ours / plain for ours, plain in zip(found[each], found["plain"], strict=True)]
-            _, low, high = interval([ratios])
-            middle = round(statistics.median(ratios), 4)
-            cells[cell][f"{each}_vs_plain"] = {"ratio": middle, "low": round(low, 4), "high": round(high, 4)}
-            lowest[each].append(middle)
+            cells[cell][f"{each}_vs_plain"] = figures = in_short(interval([ratios]))
+            lowest[each].append(figures["ratio"])
     return {
         "min_vs_plain": min(lowest["fit"], default=None),
         "min_loop_vs_plain": min(lowest["loop"], default=None),

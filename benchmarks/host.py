@@ -1,5 +1,5 @@
 """Parts that benchmarks share: options, the line of JSON with its commit and machine, signals, failed parts, other work
-beside, stolen processor time, and the dataset of the bundled prices. Nothing is measured here."""
+beside, stolen processor time, intervals, and the dataset of the bundled prices. Nothing is measured here."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import psutil
 
 if TYPE_CHECKING:
@@ -89,6 +90,21 @@ def real_dataset(folder: Path, **params: Any) -> DatasetRef:
     prices = write_prices(price_source("sp500_panel"), f"{folder}/storage")
     built = build_dataset(prices, validate_prices(prices), f"{folder}/storage", DatasetParams(**params))
     return DatasetRef(uri=built.uri, dataset_id=built.dataset_id)
+
+
+def interval(rounds: Sequence[Sequence[float]], draws: int = 2000) -> tuple[float, float, float]:
+    """Return the geometric mean over cells of the median over rounds, and its 95 % interval by drawing rounds again."""
+    chance = np.random.default_rng(0)
+    logs = [np.log(values) for values in rounds]
+    middle = float(np.mean([np.median(part) for part in logs]))
+    drawn = [np.median(part[chance.integers(len(part), size=(draws, len(part)))], axis=1) for part in logs]
+    low, high = np.quantile(np.mean(drawn, axis=0), (0.025, 0.975))
+    return math.exp(middle), math.exp(low), math.exp(high)
+
+
+def in_short(figures: tuple[float, float, float]) -> dict[str, float]:
+    """Return a ratio and its interval, rounded, under their names."""
+    return {name: round(value, 4) for name, value in zip(("ratio", "low", "high"), figures, strict=True)}
 
 
 def free_port() -> int:

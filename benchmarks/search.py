@@ -12,8 +12,7 @@ trainings are recorded one after the other in one process, so that what a start 
 
     dollars_vs_random         dollars of `gp` to the score that random search has at the end of its budget, over that
                               budget: mean over orders; it promises 0.5
-    dollars_vs_random_first   the same, over the dollars at which random search had that score first: mean over mean
-    dollars_vs_asha           the same, over the dollars that ASHA takes to it in random order: mean over mean, with
+    dollars_vs_asha           dollars of `gp`, over those that ASHA takes to it in random order: mean over mean, with
                               its 95 % interval over orders (bootstrap); all orders are of the same trainings, so it
                               says nothing of other problems; it promises 0.9
     dollars                   of each policy, over random search's budget: mean
@@ -25,24 +24,29 @@ trainings are recorded one after the other in one process, so that what a start 
 
 from __future__ import annotations
 
+import heapq
 import json
 import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import optuna
 
 from benchmarks.host import RESULTS, note, options_of, tell
-from benchmarks.search_policies import Pool, Recorded, play, pool_of
+from dtrain_dagster.costs.money import SECOND, nano_usd
+from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Standing
 from dtrain_dagster.search.check_space import job_of_trial
-from dtrain_dagster.search.sampling import draw_values
+from dtrain_dagster.search.sampling import RANDOM_FIRST, as_optuna, ask_for_values, draw_values
 from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
-from dtrain_dagster.search.space import parse_space
-from dtrain_dagster.search.trials import TrialSeconds
+from dtrain_dagster.search.source import Draw, TrialSource
+from dtrain_dagster.search.space import Space, parse_space
+from dtrain_dagster.search.trials import Trial, TrialSeconds
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.documents.events import EvaluationEvent, read_events
 from trainer.rundir import RunDir
@@ -58,13 +62,13 @@ SPACE = {
 CURVES = RESULTS / "search_curves.json"
 """The trainings, as ``--record`` wrote them."""
 POLICIES = {
-    "random_first": (Sampler.random, Pruner.none),
     "asha": (Sampler.random, Pruner.asha),
     "gp": (Sampler.gp, Pruner.asha),
 }
 EPOCHS, PARALLEL, TRIALS, ORDERS = 12, 2, 32, 20
 RESAMPLES = 10_000
 STARTUP_SECONDS, FINISH_SECONDS = 8.0, 1.0
+USD_PER_NODE_HOUR = 3.06
 
 
 def record(count: int) -> None:
@@ -117,6 +121,124 @@ def base_job(folder: Path) -> JobConfig:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A real training, as it went."""
+
+    values: Mapping[str, Any]
+
+    scores: Sequence[float]
+    """The validation loss at each evaluation."""
+    evaluation_seconds: float
+    """From one evaluation to the next, in the middle."""
+
+
+class Pool:
+    """The trainings that a search can have."""
+
+    def __init__(self, space: Space, rows: Sequence[Recorded]) -> None:
+        self.space, self.rows = space, rows
+        self.by_values = {mark_of(row.values): row for row in rows}
+
+    def drawer(self, settings: SearchSettings) -> Draw:
+        """Return what gives trials their values, each training once: in an order of the seed, or, for the sampler that
+        chooses by what is known, the one that this sampler finds best of those that are left."""
+        order = [self.rows[place] for place in np.random.default_rng(settings.seed).permutation(len(self.rows))]
+
+        def draw(number: int, known: Sequence[Trial], running: Sequence[Trial]) -> Mapping[str, Any] | None:
+            taken = {mark_of(trial.values) for trial in [*known, *running]}
+            left = [row.values for row in order if mark_of(row.values) not in taken]
+            if settings.sampler is not Sampler.gp or not left:
+                return left[0] if left else None
+            sampler = OneOf(self.space, left, settings.seed)
+            ask_for_values(self.space, sampler, known, running, settings.sign)
+            return left[sampler.chosen]
+
+        return draw
+
+
+class OneOf(optuna.samplers.GPSampler):
+    """Optuna's Gaussian process, which chooses among given values instead of from the whole space."""
+
+    def __init__(self, space: Space, left: Sequence[Mapping[str, Any]], seed: int) -> None:
+        super().__init__(seed=seed, n_startup_trials=RANDOM_FIRST)
+        self.chosen = 0
+        """The place of the values that it chose; the first while it does not know enough."""
+        self._left = [as_optuna(space, Trial(number=0, values=values, of=1), 0.0) for values in left]
+
+    def _optimize_acqf(self, acqf: Any, best_params: Any) -> Any:
+        """Return the given values with the best acquisition: the method that Optuna has for another optimizer."""
+        places = acqf.search_space.get_normalized_params(self._left)
+        self.chosen = int(np.argmax(acqf.eval_acqf_no_grad(places)))
+        return places[self.chosen]
+
+
+def mark_of(values: Mapping[str, Any]) -> str:
+    """Return what tells values apart."""
+    return json.dumps(dict(values), sort_keys=True)
+
+
+@dataclass(slots=True)
+class Played:
+    """What a policy did until it reached a score, or came to its last trial."""
+
+    usd: float = 0.0
+    is_reached: bool = False
+    best: float = float("inf")
+
+
+def play(pool: Pool, usual: TrialSeconds, settings: SearchSettings, draw: Draw, target: float | None = None) -> Played:
+    """Play a search of the pool's trainings until it has a score of ``target`` or better (None: to its end).
+    ``usual``: what a trial takes; ``draw``: see `TrialSource`."""
+    of, going = usual.of, dict[str, Recorded]()
+
+    def make_job(number: int, values: Mapping[str, Any], now: TrialSeconds) -> tuple[FleetJob, int]:
+        job = FleetJob(job_id=f"{number:04d}", node_seconds=now.training)
+        going[job.job_id] = pool.by_values[mark_of(values)]
+        return job, of
+
+    source = TrialSource(pool.space, settings, make_job, usual, draw=draw)
+    played, running, waiting = Played(), dict[str, tuple[float, list[EvaluationEvent]]](), list[tuple[float, str]]()
+    paid, now = 0.0, 0.0
+
+    def end(job_id: str, state: FleetState, at: float) -> None:
+        nonlocal paid
+        began, told = running.pop(job_id)
+        paid += at - began
+        units = round((at - began) * SECOND) * nano_usd(USD_PER_NODE_HOUR)
+        job = FleetJob(job_id=job_id, node_seconds=at - began)
+        ended = Standing(job=job, number=0, state=state, paid_units=units, node_seconds=at - began)
+        source.on_end(ended, tuple(told))
+
+    while True:
+        while (job := source.next_job()) is not None:
+            running[job.job_id] = (now, [])
+            heapq.heappush(waiting, (now + usual.startup + going[job.job_id].evaluation_seconds, job.job_id))
+        if not waiting:
+            break
+        now, job_id = heapq.heappop(waiting)
+        row = going[job_id]
+        told = running[job_id][1]
+        if len(told) == of:
+            end(job_id, FleetState.SUCCEEDED, now)
+            continue
+        score = row.scores[len(told)]
+        told.append(EvaluationEvent(time=now, split="valid", step=len(told) + 1, loss=score))
+        played.best = min(played.best, score)
+        if target is not None and score <= target:
+            played.is_reached = True
+            break
+        if source.judge(job_id, tuple(told)):
+            end(job_id, FleetState.ENDED, now)
+        elif len(told) == of:
+            heapq.heappush(waiting, (now + usual.finish, job_id))
+        else:
+            heapq.heappush(waiting, (now + row.evaluation_seconds, job_id))
+    paid += sum(now - began for began, _ in running.values())
+    played.usd = paid * USD_PER_NODE_HOUR / 3600
+    return played
+
+
 def compare(pool: Pool, usual: TrialSeconds, seeds: int) -> dict[str, Any]:
     """Return the figures of searches played on recorded trainings."""
 
@@ -139,21 +261,14 @@ def compare(pool: Pool, usual: TrialSeconds, seeds: int) -> dict[str, Any]:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the figures of searches with different seeds."""
+    """Return the figures of searches with different seeds. Pure."""
     usd = {name: np.array([row[name] for row in rows]) for name in POLICIES}
     chosen = np.random.default_rng(0).integers(0, len(rows), (RESAMPLES, len(rows)))
-
-    def ratio(name: str) -> tuple[float, list[float]]:
-        drawn = usd["gp"][chosen].mean(1) / usd[name][chosen].mean(1)
-        ends = [round(float(value), 4) for value in np.percentile(drawn, [2.5, 97.5])]
-        return round(float(usd["gp"].mean() / usd[name].mean()), 4), ends
-
-    vs_asha, interval = ratio("asha")
+    drawn = usd["gp"][chosen].mean(1) / usd["asha"][chosen].mean(1)
     return {
         "dollars_vs_random": round(float(usd["gp"].mean()), 4),
-        "dollars_vs_random_first": ratio("random_first")[0],
-        "dollars_vs_asha": vs_asha,
-        "dollars_vs_asha_interval": interval,
+        "dollars_vs_asha": round(float(usd["gp"].mean() / usd["asha"].mean()), 4),
+        "dollars_vs_asha_interval": [round(float(value), 4) for value in np.percentile(drawn, [2.5, 97.5])],
         "dollars": {name: round(float(values.mean()), 4) for name, values in usd.items()},
         "unreached": {name: sum(name in row["unreached"] for row in rows) for name in POLICIES},
     }
@@ -169,7 +284,7 @@ def main() -> None:
         return record(options.record)
     kept = json.loads(CURVES.read_text())
     trainings = [Recorded(item["values"], item["scores"], item["evaluation_seconds"]) for item in kept["trainings"]]
-    pool = pool_of(parse_space(SPACE), trainings)
+    pool = Pool(parse_space(SPACE), trainings)
     each = statistics.fmean(item.evaluation_seconds for item in trainings)
     of = len(trainings[0].scores)
     usual = TrialSeconds(startup=STARTUP_SECONDS, training=each * of, of=of, finish=FINISH_SECONDS)

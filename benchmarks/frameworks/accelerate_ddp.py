@@ -12,11 +12,7 @@ from benchmarks.frameworks.workload import Workload
 def train(case: Case, turns: Turns) -> None:
     """Train the case in turns, until it is over."""
     workload = Workload(case)
-    accelerator = Accelerator(
-        cpu=True,
-        mixed_precision="no" if case.precision == "fp32" else case.precision,
-        kwargs_handlers=[DistributedDataParallelKwargs(**case.ddp)],
-    )
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(**case.ddp)])
     assert accelerator.num_processes == case.ranks
     model: nn.Module
     model, optimizer, loader = accelerator.prepare(workload.module, workload.optimizer(), workload.loader())

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 
 from benchmarks.frameworks.protocol import Case, Turns
-from benchmarks.frameworks.workload import LOSS, Workload
+from benchmarks.frameworks.workload import LOSS
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig
 from trainer.engine.step import Batch
 from trainer.engine.steps import Steps
@@ -43,28 +43,21 @@ class Trainer(DistributedTrainer):
 
 
 def job_of(case: Case) -> JobConfig:
-    """Return the job of a case: no evaluations and checkpoints, as with all others, and otherwise a user's settings.
-    Raise ValueError if the case's own settings change the global batch."""
-    settings = {
-        "world_size": case.ranks,
-        "batch_size_per_gpu": case.batch,
-        "gradient_accumulation_steps": 1,
-        "epochs": NEVER,
-        "threads_per_rank": 1,
-        "precision": case.precision,
-        "seed": case.seed,
-        "learning_rate": case.learning_rate,
-        "clip_norm": case.clip_norm,
-        "weight_decay": case.weight_decay,
-        "schedule": "constant",
-        "checkpoint_frequency": NEVER,
-        "eval_frequency": NEVER,
-    }
-    if case.judged_after is not None:
-        settings |= {"schedule": "cosine", "max_steps": case.judged_after + 1}
-    config = DistributedTrainingConfig(**{**settings, **case.training})
-    if config.global_batch_size != case.batch * case.ranks:
-        raise ValueError(f"{case.training} make a global batch of {config.global_batch_size}, not of {case.batch} each")
+    """Return the job of a case: no evaluations and checkpoints, as with all others, and otherwise a user's settings."""
+    config = DistributedTrainingConfig(
+        world_size=case.ranks,
+        batch_size_per_gpu=case.batch,
+        gradient_accumulation_steps=1,
+        epochs=NEVER,
+        threads_per_rank=1,
+        seed=case.seed,
+        learning_rate=case.learning_rate,
+        clip_norm=case.clip_norm,
+        weight_decay=case.weight_decay,
+        schedule="constant",
+        checkpoint_frequency=NEVER,
+        eval_frequency=NEVER,
+    )
     return JobConfig(
         job_id="benchmark",
         run_dir=case.folder,
@@ -75,8 +68,8 @@ def job_of(case: Case) -> JobConfig:
     )
 
 
-def ours(case: Case, turns: Turns) -> float | None:
-    """Train the case in turns; return the validation loss on rank 0 if the case is judged, else None."""
+def ours(case: Case, turns: Turns) -> None:
+    """Train the case in turns, until it is over."""
     os.environ["MASTER_PORT"] = str(case.port)  # a port of its own: that of the case before is still in use
     trainer = Trainer(job_of(case))
     trainer.turns = turns
@@ -85,11 +78,7 @@ def ours(case: Case, turns: Turns) -> float | None:
         trainer.setup()
         trainer.train()
     except OverError:
-        if case.judged_after is None or trainer.session.world.rank != 0:
-            return None
-        workload = Workload(case)
-        workload.module.load_state_dict(trainer.session.step.module.state_dict())
-        return workload.validation_loss()
+        return
     finally:
         trainer.close()
     raise AssertionError("the training ended before the benchmark did")

@@ -78,12 +78,12 @@ class FrameworkProcess:
         each = [[end - begin for begin, end in pairwise(rank)] for rank in times]
         return Measurement(steps, seconds, self._cpu_seconds() - before, lockstep(each))
 
-    def end(self) -> Any:
-        """Leave the case, and return the result of rank 0: its validation loss, or None."""
+    def end(self) -> None:
+        """Leave the case."""
         self.case = None
         with self._awake():
             self._tell(0)
-            return next((result for result in self._hear() if result is not None), None)
+            self._hear()
 
     def close(self) -> None:
         """End all its processes."""

@@ -55,7 +55,6 @@ def train(case: Case, turns: Turns) -> None:
         accelerator="cpu",
         devices=case.ranks,
         strategy=lightning.pytorch.strategies.DDPStrategy(process_group_backend="gloo", **case.ddp),
-        precision="32-true" if case.precision == "fp32" else "bf16-mixed",
         barebones=True,
         max_epochs=-1,
         gradient_clip_val=case.clip_norm,

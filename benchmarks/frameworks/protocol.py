@@ -6,7 +6,6 @@ import os
 import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Client
-from typing import Any
 
 ADDRESS = "DTRAIN_BENCHMARK_TURNS"
 """Environment variable: the socket at which the benchmark listens."""
@@ -24,7 +23,6 @@ class Case:
     folder: str
     """Folder in which a framework may write."""
     port: int
-    precision: str = "fp32"
     seed: int = 0
     learning_rate: float = 2e-3
     clip_norm: float = 1.0
@@ -33,15 +31,6 @@ class Case:
     """Worker processes of a DataLoader."""
     ddp: dict[str, bool] = field(default_factory=dict)
     """Options of DistributedDataParallel."""
-    micro_batches: int = 1
-    """Parts of a rank's batch that plain DDP computes one after the other, without summing in between."""
-    hook: str = ""
-    """``fp16``: plain DDP sums gradients in half precision, by torch's own hook."""
-    training: dict[str, Any] = field(default_factory=dict)
-    """Settings of ours that differ from the case."""
-    judged_after: int | None = None
-    """Steps to train with the learning rate of `trainer.engine.lr_schedule` before the validation loss is reported;
-    None: train without end and report none."""
 
 
 class Failed(str):
@@ -63,9 +52,9 @@ class Turns:
         self._left, self._began = 0, []
         return self._connection.recv()
 
-    def done(self, result: Any = None) -> None:
-        """Send the result of a case."""
-        self._connection.send(result)
+    def done(self, failed: Failed | None = None) -> None:
+        """Say that a case is over, or why it failed."""
+        self._connection.send(failed)
 
     @property
     def is_due(self) -> bool:

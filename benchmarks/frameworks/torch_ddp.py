@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
@@ -36,18 +35,13 @@ def bound(case: Case, turns: Turns) -> None:
         if not turns.step():
             return
         optimizer.zero_grad(set_to_none=True)
-        with workload.autocast():
-            outputs = workload.module(windows)
-        workload.criterion(outputs.float(), target).mean().backward()
+        workload.criterion(workload.module(windows).float(), target).mean().backward()
         nn.utils.clip_grad_norm_(parameters, case.clip_norm, foreach=True)
         optimizer.step()
 
 
-def plain_ddp(case: Case, turns: Turns) -> float | None:
-    """Train the case with Dataset, DataLoader, DistributedSampler and DistributedDataParallel.
-
-    Return the validation loss on rank 0 if the case is judged, else None.
-    """
+def plain_ddp(case: Case, turns: Turns) -> None:
+    """Train the case with Dataset, DataLoader, DistributedSampler and DistributedDataParallel, until it is over."""
     workload = Workload(case)
     if not dist.is_initialized():
         # A store in a file: one at MASTER_PORT would listen on all interfaces.
@@ -60,26 +54,18 @@ def plain_ddp(case: Case, turns: Turns) -> float | None:
     sampler = DistributedSampler(workload.data, shuffle=True, seed=case.seed, drop_last=True)
     loader = workload.loader(sampler)
     model = DistributedDataParallel(workload.module, **case.ddp)
-    if case.hook == "fp16":
-        model.register_comm_hook(None, fp16_compress_hook)
     optimizer = workload.optimizer()
-    step = 0
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
         total = 0.0
         for windows, target in loader:
             if not turns.step():
-                return workload.validation_loss() if case.judged_after and dist.get_rank() == 0 else None
-            if case.judged_after:
-                for group in optimizer.param_groups:
-                    group["lr"] = workload.rate(step)
-            total += workload.step(model, optimizer, windows, target, case.micro_batches)
-            step += 1
-    raise AssertionError("counting has no end")
+                return
+            total += workload.step(model, optimizer, windows, target)
 
 
-def plain_ddp_malloc(case: Case, turns: Turns) -> float | None:
+def plain_ddp_malloc(case: Case, turns: Turns) -> None:
     """Train as `plain_ddp`, with the trainer's settings of malloc: they show which part of its gain comes from
     these."""
     keep_freed_memory()
-    return plain_ddp(case, turns)
+    plain_ddp(case, turns)

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from benchmarks.frameworks.protocol import Case
-from trainer.comm.launcher_env import RankFacts
-from trainer.comm.world import World
-from trainer.config import DistributedTrainingConfig, FactoryConfig
+from trainer.config import FactoryConfig
 from trainer.data.shards import DataShardManager
-from trainer.engine.lr_schedule import learning_rate
-from trainer.engine.window_problem import forecast_windows
-from trainer.evaluation.evaluate import EVAL_BATCH, JudgeRequest
 from trainer.model.build import build_loss, build_model
 
 LOSS = FactoryConfig(factory="student_t")
@@ -78,42 +71,11 @@ class Workload:
             persistent_workers=case.workers > 0,
         )
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of the case's precision."""
-        if self.case.precision == "fp32":
-            return contextlib.nullcontext()
-        return torch.autocast("cpu", dtype=torch.bfloat16)
-
-    def step(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, windows: Tensor, target: Tensor, parts: int = 1
-    ) -> float:
-        """Do one optimizer step, and return the loss. ``parts``: how many the batch is computed in; the model, which
-        has to be DDP's then, sums gradients with the last of them."""
+    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, windows: Tensor, target: Tensor) -> float:
+        """Do one optimizer step, and return the loss."""
         optimizer.zero_grad()
-        total = torch.zeros(())
-        for number, (inputs, wanted) in enumerate(zip(windows.chunk(parts), target.chunk(parts), strict=True)):
-            without: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-            if number < parts - 1:
-                assert isinstance(model, DistributedDataParallel)
-                without = model.no_sync()
-            with without:
-                with self.autocast():
-                    outputs = model(inputs)
-                loss = self.criterion(outputs.float(), wanted).sum() / len(target)
-                loss.backward()
-            total += loss.detach()
+        loss = self.criterion(model(windows).float(), target).mean()
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), self.case.clip_norm)
         optimizer.step()
-        return total.item()
-
-    def rate(self, step: int) -> float:
-        """Return the learning rate of a training that is judged."""
-        assert self.case.judged_after is not None
-        return learning_rate(DistributedTrainingConfig(), step, self.case.judged_after + 1)
-
-    def validation_loss(self) -> float:
-        """Return the loss of the model on the whole validation split, evaluated by this process alone."""
-        cpu = torch.device("cpu")
-        alone = World(RankFacts(), cpu, "none")
-        request = JudgeRequest(model=self.module, world=alone, device=cpu, batch_size=EVAL_BATCH)
-        return forecast_windows(self.criterion, self.shards, "valid", request)[0]
+        return loss.item()
