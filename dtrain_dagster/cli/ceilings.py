@@ -84,16 +84,14 @@ def promising(settings: Settings, wanted: Wanted) -> Iterator[None]:
     """Promise what a start may cost for as long as the block needs to launch it, and print how the ceilings stand.
     Raise `CeilingError` where one would be exceeded."""
     with book_of(settings).promised(wanted) as judged:
-        for line in ceiling_lines(judged, wanted):
-            say(line, err=True)
+        say(*ceiling_lines(judged, wanted), err=True)
         yield
 
 
 def tell_ceilings(settings: Settings, wanted: Wanted) -> None:
     """Print how the ceilings would stand with a start. Raise `CeilingError` where one would be exceeded."""
     judged = book_of(settings).judge(wanted)
-    for line in ceiling_lines(judged, wanted):
-        say(line, err=True)
+    say(*ceiling_lines(judged, wanted), err=True)
     if refusal := judged.refusal:
         raise CeilingError(refusal)
 

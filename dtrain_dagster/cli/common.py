@@ -46,9 +46,10 @@ class Refusal(click.ClickException):
         return visible(super().format_message(), keep_lines=True)
 
 
-def say(text: object, err: bool = False) -> None:
-    """Print a line, or several. Control characters are made visible."""
-    click.echo(visible(str(text), keep_lines=True), err=err)
+def say(*texts: object, err: bool = False) -> None:
+    """Print lines. Control characters are made visible."""
+    for text in texts:
+        click.echo(visible(str(text), keep_lines=True), err=err)
 
 
 def refuses(command: Callable[..., None]) -> Callable[..., None]:

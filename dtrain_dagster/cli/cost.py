@@ -243,8 +243,7 @@ def _print_reconciled(result: Reconciliation) -> None:
         ours = f"${row.ours_usd:,}" if row.ours_usd is not None else "–"
         table.add_row(row.day, row.meter, f"${row.billed_usd:,}", ours, f"${row.difference_usd:+,}", row.why)
     console().print(table, highlight=False)
-    for line in result.summary:
-        say(line)
+    say(*result.summary)
 
 
 def _show_prices(

@@ -173,8 +173,7 @@ def show_dry_run(
     the code of a refusal where the start would be refused. ``sku``: of the nodes that are asked for first."""
     problems = []
     judged = book_of(settings).judge(wanted)
-    for line in ceiling_lines(judged, wanted):
-        say(line, err=True)
+    say(*ceiling_lines(judged, wanted), err=True)
     if refusal := judged.refusal:
         problems.append(refusal)
     for check in examine(settings.model_copy(update={"nodes": spec.node_count}), writes=False):

@@ -294,8 +294,7 @@ def say_what_is_wrong(
     else:
         others = alternatives_to(price.sku).values() if settings.kind.buys_nodes else ()
         checked = check_job(job, node_count * ranks, rehearses, hosts, has_gpus, room, others)
-    for sentence in (*said, *checked.sentences):
-        say(sentence, err=True)
+    say(*said, *checked.sentences, err=True)
     if settings.cluster == "azure_ml" and (retired := explain_retired(price.sku, datetime.now(UTC).date())):
         say(retired, err=True)
     hourly = node_count * price.usd_per_hour(settings.tiers[0])

@@ -95,8 +95,7 @@ def promising_training(
     expected = expect(settings, job, nodes)
     if got is not None:
         expected = expected.on(price_of(got.gpu_type), tier_of(got.tier or settings.tiers[0]))
-    for line in expected.lines():
-        say(line, err=True)
+    say(*expected.lines(), err=True)
     with promising(settings, wanted_training(settings, job, expected)):
         yield
 

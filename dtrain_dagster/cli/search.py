@@ -208,8 +208,7 @@ def _search(
             job, node_count = asked.job(settings, asked.fields(), search_name)
             say_what_is_wrong(job, node_count, settings)
             ranks = nodes_per_trial * ranks_of(settings)
-            for sentence in check_space(parsed, job, lambda trial: check_job(trial, ranks).sentences, source):
-                say(sentence, err=True)
+            say(*check_space(parsed, job, lambda trial: check_job(trial, ranks).sentences, source), err=True)
     ensure_importable()
     tracking, job = job.tracking, replace(job, tracking=replace(job.tracking, mlflow_tracking_uri=None))
     job, price = replace(job, tracking=replace(job.tracking, registered_model=None)), price_of(cluster.sku)
@@ -244,8 +243,7 @@ def _search(
 
         with ended_by_signals(say_that_none_was_begun):
             found = open_search(Path(settings.home), request, manager, env, measure)
-        for sentence in (*found.plan.lines, f"dollars: {price_of_cluster(settings)}"):
-            say(sentence, err=True)
+        say(*found.plan.lines, f"dollars: {price_of_cluster(settings)}", err=True)
         if only_plan:
             if as_json:
                 print_json({"name": search_name, "plan": asdict(found.plan)})
@@ -308,8 +306,7 @@ def _print_result(result: Mapping[str, Any], as_json: bool) -> None:
         print_json(result)
         return
     console().print(trials_table(result["trials"], result["metric"]), highlight=False)
-    for sentence in summary(result):
-        say(sentence)
+    say(*summary(result))
 
 
 def trials_table(rows: Sequence[Mapping[str, Any]], metric: str) -> Table:

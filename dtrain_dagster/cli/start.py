@@ -262,8 +262,7 @@ def say_how_it_stands(settings: Settings, job_id: str) -> bool:
         rundir = run_dir(settings, job_id)
         facts = facts_of(settings, cluster_of(settings)[0].manager().job_status(job_id))
         course = read_course(facts.status, rundir)
-        for line in describe_end(facts, course, rundir.latest_checkpoint(), price_of_cluster(settings)):
-            say(line, err=True)
+        say(*describe_end(facts, course, rundir.latest_checkpoint(), price_of_cluster(settings)), err=True)
         return facts.status.state.is_final
     return False
 

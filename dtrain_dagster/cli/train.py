@@ -303,10 +303,8 @@ def _train(settings: Settings, planned: Planned, own: Sequence[str], changes: Se
     if command is None:
         ensure_importable()  # for a manager that sends a user's modules to its nodes
     if how.is_dry and not runs:
-        spec, expected = spec_of(manager, job, nodes, ranks, env, command), expect(settings, job, nodes)
-        for line in expected.lines():
-            say(line, err=True)
-        spec = replace(spec, keep_failed_seconds=keep)
+        spec, expected = spec_of(manager, job, nodes, ranks, env, command, keep), expect(settings, job, nodes)
+        say(*expected.lines(), err=True)
         show_dry_run(settings, manager, spec, cluster.sku, wanted_training(settings, job, expected), job)
     with ExitStack() as stack:
         if runs:

@@ -196,8 +196,7 @@ def _deliver(manager: GPUClusterManager, rundir: RunDir, job_id: str, out: Path,
                 evidence["cost"] = {"node_seconds": tracker.node_hours * 3600, "usd": tracker.total_usd, "price": words}
             storage = open_storage(str(out.parent.absolute()))
             storage.write(out.name, json.dumps(document, indent=2, sort_keys=True).encode())
-            for sentence in summary(document, out):
-                say(sentence)
+            say(*summary(document, out))
         else:
             say(f"nothing was confirmed in this time: {out} is not written; give more --seconds", err=True)
     if tracker is not None:

@@ -212,8 +212,8 @@ def start_job(
             f"(training.{BUDGET} = {limit:g}): raise it to go on"
         )
     note_start(manager.home, job.job_id, owner_here(job.tracking.mlflow_experiment), part_of)
-    spec = spec_of(manager, job, node_count, processes_per_node, env, command)
-    manager.submit_job(replace(spec, keep_failed_seconds=keep_failed_seconds))
+    spec = spec_of(manager, job, node_count, processes_per_node, env, command, keep_failed_seconds)
+    manager.submit_job(spec)
 
 
 def spec_of(
@@ -223,6 +223,7 @@ def spec_of(
     processes_per_node: int,
     env: Mapping[str, str],
     command: tuple[str, ...] | None = None,
+    keep_failed_seconds: float = 0.0,
 ) -> JobSpec:
     """Return what a cluster is asked to run for a training, or for a ``command`` that trains it. Pure."""
     trainer = (manager.python, "-m", "trainer", "--config", f"{job.run_dir}/job.json")
@@ -235,6 +236,7 @@ def spec_of(
         processes_per_node=processes_per_node,
         master_port=job.training.master_port,
         env={**env, **({"DTRAIN_RUN_DIR": job.run_dir} if command else {})},
+        keep_failed_seconds=keep_failed_seconds,
         elastic=True,
     )
 

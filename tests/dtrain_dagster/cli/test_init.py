@@ -38,53 +38,61 @@ def init(at: Path, *arguments: str, code: int = 0) -> str:
     return done.output
 
 
+@pytest.fixture(scope="module")
+def projects(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a project of each start."""
+    folder = tmp_path_factory.mktemp("projects")
+    for number, (start, options) in enumerate(STARTS.items()):
+        said = init(folder, f"My-Project{number}", *options)
+        assert f"python -m dtrain_dagster work dagster asset materialize -m my_project{number}.definitions" in said
+        assert f"cd {folder / f'My-Project{number}'}" in said, start
+    return folder
+
+
 @pytest.mark.parametrize("start", STARTS)
-def test_the_files_of_a_project(start: str, tmp_path: Path) -> None:
-    said = init(tmp_path, "My-Project", *STARTS[start])
-    made = tmp_path / "My-Project"
-    assert "python -m dtrain_dagster work dagster asset materialize -m my_project.definitions" in said
-    assert f"cd {made}" in said
+def test_the_files_of_a_project(start: str, projects: Path) -> None:
+    number = list(STARTS).index(start)
+    made, name = projects / f"My-Project{number}", f"my_project{number}"
     project = tomllib.loads((made / "pyproject.toml").read_text())
-    assert project["tool"]["dagster"]["module_name"] == "my_project.definitions"
+    assert project["tool"]["dagster"]["module_name"] == f"{name}.definitions"
     assert Requirement(project["project"]["dependencies"][0]).name == "dtrain"
     [location] = yaml.safe_load((made / "workspace.yaml").read_text())["load_from"]
-    assert location["python_module"]["module_name"] == "my_project.definitions"
+    assert location["python_module"]["module_name"] == f"{name}.definitions"
     workflow = yaml.safe_load((made / ".github/workflows/train.yml").read_text())
     commands = [step.get("run", "") for step in workflow["jobs"]["train"]["steps"]]
-    assert any("dagster asset materialize -m my_project.definitions" in command for command in commands)
+    assert any(f"dagster asset materialize -m {name}.definitions" in command for command in commands)
     assert workflow["jobs"]["train"]["env"]["DAGSTER_HOME"] == "${{ github.workspace }}/.dtrain/dagster"
     assert ".dtrain/" in (made / ".gitignore").read_text().splitlines()
     readme = (made / "README.md").read_text()
     named = [line.split("`")[1] for line in readme.splitlines() if line.startswith("| `")]
     assert [path for path in named if not (made / path).exists()] == []
-    assert (made / "my_project_model.py").exists() == ("own-model" in start)
-    for module in made.rglob("*.py"):
-        ast.parse(module.read_text())
-    checks = [("check", "--select", "E,F,I,UP,B"), ("format", "--check")]
-    for check in checks:
-        command = [sys.executable, "-m", "ruff", *check, "--isolated", "--line-length", "120", str(made)]
-        done = subprocess.run(command, cwd=made, capture_output=True, text=True)
+    assert (made / f"{name}_model.py").exists() == ("own-model" in start)
+
+
+def test_the_code_of_projects_is_clean(projects: Path) -> None:
+    for check in (("check", "--select", "E,F,I,UP,B"), ("format", "--check")):
+        command = [sys.executable, "-m", "ruff", *check, "--isolated", "--line-length", "120", str(projects)]
+        done = subprocess.run(command, cwd=projects, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow
-def test_the_graphs_of_projects_load(tmp_path: Path) -> None:
+def test_the_graphs_of_projects_load(projects: Path) -> None:
     """In one process, which imports Dagster once."""
     code = "import importlib, json, os, sys\nkeys = {}\n"
-    for number, (start, options) in enumerate(STARTS.items()):
-        init(tmp_path, f"team{number}", *options)
+    for number, start in enumerate(STARTS):
         code += (
-            f"sys.path.insert(0, 'team{number}')\nos.environ.pop('DTRAIN_FACTORY_MODULES', None)\n"
-            f"defs = importlib.import_module('team{number}.definitions').defs\n"
+            f"sys.path.insert(0, 'My-Project{number}')\nos.environ.pop('DTRAIN_FACTORY_MODULES', None)\n"
+            f"defs = importlib.import_module('my_project{number}.definitions').defs\n"
             f"keys[{start!r}] = [key.to_user_string() for key in defs.resolve_all_asset_keys()]\n"
         )
     command = [sys.executable, "-c", f"{code}print(json.dumps(keys))"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=projects, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for number, (start, keys) in enumerate(json.loads(done.stdout.splitlines()[-1]).items()):
         first = "table" if "table" in start else "stock_prices"
         parts = (first, "sharded_dataset", "trained_checkpoint", "registered_model")
-        assert {f"team{number}/{part}" for part in parts} <= set(keys)
+        assert {f"my_project{number}/{part}" for part in parts} <= set(keys)
 
 
 def test_a_table_of_a_user_is_named_as_seen_from_the_project(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import shlex
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from shells import Shell
@@ -17,6 +18,7 @@ from dtrain_dagster.cli.common import cluster_of
 from dtrain_dagster.cli.tracking import as_tracked_before, track
 from dtrain_dagster.clusters.base import OWNER
 from dtrain_dagster.dashboard.job_board import JobBoard, headline
+from dtrain_dagster.jobs.orders import script_of
 from dtrain_dagster.jobs.totals import read_phase_totals
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import format_duration
@@ -27,6 +29,7 @@ from trainer.rundir import RunDir
 
 MODEL = """
 from pathlib import Path
+from typing import Any
 from torch import nn
 
 class Halting(nn.Linear):
@@ -42,6 +45,36 @@ def make(spec, outputs):
     return Halting(spec.window * len(spec.features), outputs)
 """
 """A module of a user's own, whose model fails after some steps as long as there is a file of this name."""
+SCRIPT = """
+import sys
+from pathlib import Path
+from typing import Any
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+from trainer import DistributedConfig, Trainer
+
+class Points(Dataset):
+    def __init__(self, seed):
+        self.read = 0
+        self.inputs = torch.randn(64, 2, generator=torch.Generator().manual_seed(seed))
+    def __len__(self):
+        return len(self.inputs)
+    def __getitem__(self, position):
+        self.read += 1
+        if self.read > 100 and Path("full").exists():
+            raise OSError("the disk is full")
+        return self.inputs[position], (self.inputs[position, 0] > 0).long()
+
+def accuracy(scores, targets):
+    return (scores.argmax(dim=1) == targets).float()
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(2, int(sys.argv[1])), nn.Tanh(), nn.Linear(int(sys.argv[1]), 2))
+config = DistributedConfig(batch_size_per_gpu=16, epochs=3, log_frequency=1, learning_rate=0.05)
+Trainer(model, config, metrics={"accuracy": accuracy}).fit(Points(0), Points(1), Points(2))
+"""
+"""A training of a user's own, with a metric of its own; ``full`` as above."""
 FIELDS = (
     *("training.max_steps=12", "training.gradient_accumulation_steps=1", "training.warmup_steps=1"),
     *("training.log_frequency=1", "training.checkpoint_frequency=2"),
@@ -141,15 +174,21 @@ def test_its_result_and_its_bill_are_told(trained: Trained):
     assert "has no column for currency" in trained.shell.refused("cost", "halted", "--usage-export", str(export))
 
 
-@pytest.mark.slow
-def test_it_is_one_run_in_mlflow_with_its_dollars(trained: Trained):
+def run_of(shell: Shell) -> tuple[Any, Any, set[str]]:
+    """The client of the home's MLflow, the one run in it, and the run's artifacts."""
     from mlflow.tracking import MlflowClient
 
-    assert "in MLflow: experiment dtrain, run halted" in trained.said[1]
-    client = MlflowClient(f"sqlite:///{trained.shell.home}/mlflow.db")
+    client = MlflowClient(f"sqlite:///{shell.home}/mlflow.db")
     [experiment] = [found for found in client.search_experiments() if found.name == "dtrain"]
     [run] = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED"
+    return client, run, {item.path for item in client.list_artifacts(run.info.run_id)}
+
+
+@pytest.mark.slow
+def test_it_is_one_run_in_mlflow_with_its_dollars(trained: Trained):
+    assert "in MLflow: experiment dtrain, run halted" in trained.said[1]
+    client, run, artifacts = run_of(trained.shell)
     assert run.data.params["learning_rate"] == "0.002"
     metrics = run.data.metrics
     assert metrics["cost/total_usd"] == pytest.approx(trained.shell.read("cost", "halted")["total_usd"], abs=1e-5)
@@ -165,7 +204,7 @@ def test_it_is_one_run_in_mlflow_with_its_dollars(trained: Trained):
     assert figures["train/loss"]["last"] == pytest.approx(metrics["train/loss"])
     assert run.data.tags["mlflow.source.name"] == "dtrain train"
     assert "for $" in run.data.tags["mlflow.note.content"]
-    assert {"job.json", "result.json", "reports"} <= {item.path for item in client.list_artifacts(run.info.run_id)}
+    assert {"job.json", "result.json", "reports"} <= artifacts
 
 
 @pytest.mark.slow
@@ -206,3 +245,34 @@ def test_a_training_that_says_something_of_tracking_goes_on_in_the_same_run(tmp_
     assert again.tracking == first
     other = as_tracked_before(replace(job, tracking=TrackingConfig(mlflow_experiment="x")), RunDir(str(tmp_path)))
     assert other.tracking == replace(first, mlflow_experiment="x"), "which is then refused as another configuration"
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_the_training_of_a_script_goes_on_by_its_name_and_is_in_mlflow_with_its_own_metrics(tmp_path: Path) -> None:
+    """From another folder: the command goes on where the script was started."""
+    one = {"DTRAIN_NODES": "1", "DTRAIN_THREADS_PER_RANK": "1"}
+    shell, elsewhere = Shell(tmp_path, **one), tmp_path / "elsewhere"
+    copy_tables(shell.home / "mlflow.db")
+    (tmp_path / "points.py").write_text(SCRIPT)
+    (tmp_path / "full").touch()
+    words = ("--script", "points.py", "--name", "points", "--set", "training.seed=3", "--", "8")
+    assert "the disk is full" in shell.here("train", *words, code=1)
+    (tmp_path / "full").unlink()
+    elsewhere.mkdir()
+    other = Shell(elsewhere, **one, DTRAIN_HOME=str(shell.home))
+    assert "run points" in other.here("train", "--name", "points", "--change", "training.epochs=4")
+    assert shell.job("points").read_json("result.json")["epochs"] == 4
+    assert (kept := script_of(shell.home, "points")) is not None
+    assert (kept.folder, kept.arguments) == (str(tmp_path), ("8",))
+    assert kept.overrides == ("training.seed=3", "training.epochs=4"), "it would go on with that, too"
+    _, run, artifacts = run_of(shell)
+    params, metrics = run.data.params, run.data.metrics
+    assert (params["seed"], params["learning_rate"], params["model.class"]) == ("3", "0.05", "Sequential")
+    assert (run.info.run_name, params["dataset"]) == ("points", "script:points.py")
+    assert {"train/loss", "valid/loss", "valid/accuracy", "test/accuracy", "lost/nodes"} <= metrics.keys()
+    assert 0.5 < metrics["test/accuracy"] <= 1
+    assert metrics["cost/total_usd"] > 0
+    assert run.data.tags["mlflow.source.name"] == "points.py"
+    assert "Run directory: `" in run.data.tags["mlflow.note.content"]
+    assert {"job.json", "result.json", "reports"} <= artifacts

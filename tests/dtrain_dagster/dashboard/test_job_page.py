@@ -37,7 +37,8 @@ def opened(jobs: Path, job_id: str) -> OpenJob:
 
 
 def failure_of(*facts: Any) -> Failure:
-    found = failure_of(*facts)
+    found = describe_failure(*facts)
+    assert found is not None
     return found
 
 

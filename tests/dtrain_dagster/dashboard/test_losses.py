@@ -26,7 +26,8 @@ NODES = [NodePresence(node_id=node, launch=1, started_at=50.0) for node in range
 
 
 def notice(*facts: Any, **more: Any) -> LossNotice:
-    found = notice(*facts, **more)
+    found = tell_losses(*facts, **more)
+    assert found is not None
     return found
 
 

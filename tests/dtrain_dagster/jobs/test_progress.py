@@ -90,13 +90,14 @@ def test_progress_follows_the_events():
     assert fold(progress, [event("step", 0, 1, step=21, **step)]).phase == "training", "a launch was lost"
 
 
-def without_other_packages(monkeypatch):
+def without_other_packages(monkeypatch, folder):
     """Which of all installed packages a file is of takes a second to find out, each time."""
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if "site-packages" not in path])
+    monkeypatch.syspath_prepend(str(folder))  # at the end, this restores the whole path
+    sys.path[:] = [path for path in sys.path if "site-packages" not in path]
 
 
 def test_another_version_of_an_installed_factory_is_another_training(tmp_path, monkeypatch):
-    without_other_packages(monkeypatch)
+    without_other_packages(monkeypatch, tmp_path)
     packages = tmp_path / "lib" / "site-packages"
     told = packages / "fp_wheel-1.0.dist-info"
     told.mkdir(parents=True)
@@ -149,7 +150,7 @@ def test_an_edited_helper_that_goes_to_the_nodes_is_another_training_and_no_othe
 
 def test_another_version_of_what_a_users_module_imports_is_another_training(tmp_path, monkeypatch):
     """But not of what every training needs; and a helper counts from wherever it lies on the Python path."""
-    without_other_packages(monkeypatch)
+    without_other_packages(monkeypatch, tmp_path)
     packages, own, helpers = (tmp_path / name for name in ("lib/site-packages", "own", "helpers"))
     told = packages / "fp_library-1.0.dist-info"
     for folder in (told, own, helpers):
