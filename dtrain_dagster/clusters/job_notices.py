@@ -7,7 +7,6 @@ one that finds a supervisor dead. `notice_claims` sees to it that one does.
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any, Literal
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import OWNER, JobState
-from dtrain_dagster.clusters.notice_claims import ONCE, Write, is_claimed, notice_addresses, send_once
+from dtrain_dagster.clusters.notice_claims import ONCE, Write, is_claimed, send_once
 from dtrain_dagster.settings.tiers import tier_in_words, tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.secrets import redact
@@ -25,6 +24,8 @@ from trainer.errors import DamagedError
 from trainer.rundir import LAUNCH, STATUS, RunDir
 from trainer.runtime.retry import RetryPolicy
 
+WAIT_SECONDS = 300.0
+"""Seconds that a job waits for nodes before people are told."""
 MOST_REASON = 600
 """The most characters of the reason for a failure."""
 _RUN_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -129,15 +130,6 @@ def tell(rundir: RunDir, of: Wanted = "end", launch: int | None = None, retries:
     on in this launch; waits for nodes, and why; or has failed, and how to enter the nodes that are kept. It never
     raises: what is wrong is logged."""
     send_once(rundir, lambda: _find_notice(rundir, of, launch), retries)
-
-
-def wait_patience_seconds() -> float:
-    """Return how long a job waits for nodes before people are told; infinite where nobody is to be told."""
-    if not notice_addresses():
-        return math.inf
-    from dtrain_dagster.settings.notices import notice_settings_or_defaults  # not above: a supervisor starts at once
-
-    return 60 * notice_settings_or_defaults().notify_wait_minutes
 
 
 def was_told(rundir: RunDir, of: Wanted, launch: int | None = None) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.hosts import HostRecord
-from dtrain_dagster.clusters.job_notices import tell, wait_patience_seconds
+from dtrain_dagster.clusters.job_notices import tell
 from dtrain_dagster.clusters.notice_claims import RETRIES, notice_addresses
 from dtrain_dagster.clusters.supervision.local_placer import LocalPlacer
 from dtrain_dagster.clusters.supervision.placer import Placer, say
@@ -61,7 +61,7 @@ def supervise(rundir: RunDir, secret: SecretFile, clock: SteadyClock, resumes: b
     except ClusterError as error:
         say(str(error))
         return UNUSABLE
-    supervisor = Supervisor(rundir, placer, clock, reaper, wait_patience_seconds())
+    supervisor = Supervisor(rundir, placer, clock, reaper)
     try:
         state = supervisor.run(resumes)
     except Exception as error:

@@ -1,5 +1,4 @@
-"""The settings of links and notices: which pages people are sent to, and when they are told that a job waits. None of
-them is a secret."""
+"""The settings of links and notices: which pages people are sent to. None of them is a secret."""
 
 from __future__ import annotations
 
@@ -34,9 +33,6 @@ class NoticeSettings(EnvironmentSettings):
         pattern=_ADDRESS,
         description="MLflow's UI as people open it, for links in Dagster; unset: the tracking server where it is one, "
         f"else `{MLFLOW_HERE}`, where `dtrain ui mlflow` serves it",
-    )
-    notify_wait_minutes: float = Field(
-        default=5, ge=0, lt=float("inf"), description="Minutes that a job waits for nodes before people are told"
     )
 
     def mlflow_page(self, tracking_uri: str) -> str:

@@ -2,8 +2,7 @@
 
 It stands for engines whose nodes outlive their supervisor where the subject is our part and not the engine: its state
 is in a folder, so another process can go on with it. ``python -m harness.engines.process_engine RUN_DIR FOLDER`` is a
-supervisor with it, with ``--reaper`` under one that tells people; ``--hasty``: it waits half a second, not five, for an
-engine to end what it was told to end.
+supervisor with it; ``--hasty``: it waits half a second, not five, for an engine to end what it was told to end.
 """
 
 from __future__ import annotations
@@ -17,15 +16,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from dtrain_dagster.clusters.hosts import HostRecord
-from dtrain_dagster.clusters.job_notices import tell, wait_patience_seconds
-from dtrain_dagster.clusters.notice_claims import RETRIES
 from dtrain_dagster.clusters.submission import Request
 from dtrain_dagster.clusters.supervision import supervisor
 from dtrain_dagster.clusters.supervision.agent_placer import AgentPlacer
@@ -36,11 +32,10 @@ from dtrain_dagster.clusters.supervision.engine import (
     name_job,
     name_launch,
 )
-from dtrain_dagster.clusters.supervision.reaper import Reaper, run_under_reaper
 from dtrain_dagster.clusters.supervision.supervisor import Supervisor, begin_clock
 from trainer.comm.launch_secret import SecretFile
 from trainer.node.environment import LaunchError
-from trainer.rundir import LAUNCH, RunDir
+from trainer.rundir import RunDir
 
 
 class ProcessEngine:
@@ -191,15 +186,9 @@ def main(arguments: Sequence[str]) -> int:
     secret, clock = SecretFile(folder / "secret"), begin_clock(rundir)
     engine = ProcessEngine(folder / "engine", rundir.uri, str(secret.path))
 
-    def work(reaper: Reaper | None) -> int:
-        placer = AgentPlacer(rundir, engine, secret, clock, HostRecord(folder / "hosts.jsonl"))
-        print(Supervisor(rundir, placer, clock, reaper, wait_patience_seconds()).run("--resume" in arguments))
-        return 0
-
-    if "--reaper" not in arguments:
-        return work(None)
-    token = (rundir.read_json(LAUNCH) or {})["token"]
-    return run_under_reaper(work, f"supervisor-{token}", lambda: None, partial(tell, rundir, retries=RETRIES))
+    placer = AgentPlacer(rundir, engine, secret, clock, HostRecord(folder / "hosts.jsonl"))
+    print(Supervisor(rundir, placer, clock).run("--resume" in arguments))
+    return 0
 
 
 if __name__ == "__main__":

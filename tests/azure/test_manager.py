@@ -135,7 +135,7 @@ def test_people_are_told_once_of_each_launch_and_end(stage: Stage, monkeypatch: 
 
 
 def test_people_are_told_once_that_a_launch_waits(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DTRAIN_NOTIFY_WAIT_MINUTES", "0")
+    monkeypatch.setattr("dtrain_dagster.clusters.azure_ml.controller.WAIT_SECONDS", 0.0)
     with web_hook() as (url, heard):
         monkeypatch.setenv("DTRAIN_NOTIFY", url)
         manager = stage.manager()

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from harness.engines.machines import Machines, missing, open_machines
+from harness.engines.machines import Machines, missing, open_machines, variables
 from tests.e2e.conftest import (
     ENDED,
     GRAPH,
@@ -25,7 +25,6 @@ from tests.e2e.conftest import (
     stop_dagster,
     wait_for,
 )
-from tests.engines.test_whole_graph import variables
 from trainer.rundir import RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]

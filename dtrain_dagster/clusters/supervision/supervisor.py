@@ -6,7 +6,6 @@ thread and imports nothing heavy, so it starts in a moment at no cost. Its entry
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
@@ -26,7 +25,7 @@ from dtrain_dagster.clusters.exit_policy import (
     exit_code,
     is_failure,
 )
-from dtrain_dagster.clusters.job_notices import describe_kept
+from dtrain_dagster.clusters.job_notices import WAIT_SECONDS, describe_kept
 from dtrain_dagster.clusters.presence import HEARTBEAT_SECONDS
 from dtrain_dagster.clusters.resume_advice import explain_failure, explain_giving_up
 from dtrain_dagster.clusters.supervision.placer import PlacedNode, Placer, say
@@ -48,15 +47,7 @@ KILL_SECONDS = 5.0
 class Supervisor:
     """The supervisor of one job: it decides when its nodes are started, replaced and ended."""
 
-    def __init__(
-        self,
-        rundir: RunDir,
-        placer: Placer,
-        clock: SteadyClock,
-        reaper: Reaper | None = None,
-        wait_seconds: float = math.inf,
-    ) -> None:
-        """``wait_seconds``: how long nodes wait for their places before people are told."""
+    def __init__(self, rundir: RunDir, placer: Placer, clock: SteadyClock, reaper: Reaper | None = None) -> None:
         self.cancelled = False
         signal.signal(signal.SIGTERM, self._on_cancel)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -76,8 +67,8 @@ class Supervisor:
         self.kept: tuple[Mapping[str, Any], ...] = ()
         """The nodes that are left in place for a person, as ``status.json`` has them."""
         self._said = ""
-        self.wait_seconds, self._told_of_wait = wait_seconds, 0
-        """…and the last launch of which they were told."""
+        self._told_of_wait = 0
+        """The last launch of which people were told that it waits."""
 
     def run(self, resumes: bool = False) -> JobState:
         """Run the job from start to end, or from where an earlier supervisor left it (``resumes``), and return its
@@ -257,7 +248,7 @@ class Supervisor:
 
     def _waits_long(self) -> bool:
         since = [node.queued_at for node in self.nodes.values() if node.state == "pending" and node.queued_at]
-        return bool(since) and self.clock.now() - min(since) >= self.wait_seconds
+        return bool(since) and self.clock.now() - min(since) >= WAIT_SECONDS
 
     def _state(self) -> JobState:
         """Return the state of a job that goes on: queued as long as no node has had its place."""

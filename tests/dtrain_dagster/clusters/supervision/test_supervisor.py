@@ -84,7 +84,7 @@ class Job:
         clock = SteadyClock.begin()
         self.placer = Scripted(self.rundir, clock, look)
         reaper: Any = SimpleNamespace(announce=lambda news, launch: self.news.append((news, launch)))
-        self.supervisor = Supervisor(self.rundir, self.placer, clock, reaper, wait_seconds=0.0)
+        self.supervisor = Supervisor(self.rundir, self.placer, clock, reaper)
 
     def run(self) -> dict[str, Any]:
         state = self.supervisor.run()
@@ -169,7 +169,8 @@ def test_a_job_of_which_no_node_passes_its_pre_flight_says_what_failed(make: Cal
     assert job.placer.started == [(1, 0, 1), (1, 0, 2), (1, 0, 3)]
 
 
-def test_that_nodes_wait_is_told_once_of_a_launch(make: Callable[..., Job]) -> None:
+def test_that_nodes_wait_is_told_once_of_a_launch(make: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dtrain_dagster.clusters.supervision.supervisor.WAIT_SECONDS", 0.0)
     said = []
 
     def look(launch: int, node: int, incarnation: int, looks: int) -> tuple[str, int | None]:
