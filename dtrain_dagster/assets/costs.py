@@ -33,18 +33,24 @@ COST_REPORT = "reports/cost_breakdown.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bill:
-    """An ended job's cost and the records that it rests on."""
+    """A finished training's cost and the records that it rests on."""
 
-    job: FinishedJob
-    plan: TrainingPlan
+    outcome: Outcome
     tracker: CostTracker
     """The training and the probes that are paid with it."""
     took: LaunchTotals
     found: Ledger
-    metrics: CostMetrics
-    samples_seen: int
     told: Sequence[Reason]
     """The reasons for the difference to the estimate, in dollars."""
+
+    @property
+    def plan(self) -> TrainingPlan:
+        return self.outcome.plan
+
+    @property
+    def metrics(self) -> CostMetrics:
+        expected = self.plan.estimate.usd.expected + self.tracker.probe_usd
+        return self.tracker.metrics(self.outcome.result["epochs"], expected)
 
     @property
     def above(self) -> float:
@@ -58,7 +64,7 @@ class Bill:
 
     @property
     def usd_per_1000_samples(self) -> float:
-        return 1000 * self.metrics.total_cost_usd / max(1, self.samples_seen)
+        return 1000 * self.metrics.total_cost_usd / max(1, self.outcome.result["samples_seen"])
 
 
 def build_cost_breakdown(pipeline: Pipeline) -> dg.AssetsDefinition:
@@ -90,11 +96,11 @@ def build_cost_breakdown(pipeline: Pipeline) -> dg.AssetsDefinition:
         rundir, bill = outcome.rundir, bill_training(outcome)
         document = _report(bill)
         rundir.write_json(COST_REPORT, document)
-        page = _page(rundir, bill)
+        page = _page(bill)
         lost = sum(row["node_seconds"] for row in document["ledger"] if row["cause"] == CostCause.LOST)
         metrics = cost_metrics(page) | lost_metric(float(lost))
         uri = outcome.cluster.registry(outcome.project).tracking_uri
-        outcome.warn(add_to_run(uri, rundir, bill.job.job_id, metrics=metrics))
+        outcome.warn(add_to_run(uri, rundir, outcome.job.job_id, metrics=metrics))
         return dg.MaterializeResult(metadata=fit_page(page), check_results=[_ledger_check(bill.tracker, bill.found)])
 
     return cost_breakdown
@@ -102,19 +108,12 @@ def build_cost_breakdown(pipeline: Pipeline) -> dg.AssetsDefinition:
 
 def bill_training(outcome: Outcome) -> Bill:
     """Return a finished training's bill."""
-    plan, tracker, result = outcome.plan, outcome.tracker, outcome.result
+    plan, tracker = outcome.plan, outcome.tracker
     found = ledger(tracker.nodes, list(outcome.rundir.events(strict=True)))
-    probe = _probe(outcome.manager, plan, outcome.rundir)
-    return Bill(
-        job=outcome.job,
-        plan=plan,
-        tracker=tracker,
-        took=sum_launches(outcome.usage, plan.tier),
-        found=found,
-        metrics=tracker.metrics(result["epochs"], plan.estimate.usd.expected + tracker.probe_usd),
-        samples_seen=result["samples_seen"],
-        told=reasons(plan, tracker.training_nodes, found, result["steps"], probe),
-    )
+    steps, probe = outcome.result["steps"], _probe(outcome.manager, plan, outcome.rundir)
+    told = reasons(plan, tracker.training_nodes, found, steps, probe)
+    took = sum_launches(outcome.usage, plan.tier)
+    return Bill(outcome=outcome, tracker=tracker, took=took, found=found, told=told)
 
 
 def _report(bill: Bill) -> dict[str, Any]:
@@ -130,9 +129,9 @@ def _report(bill: Bill) -> dict[str, Any]:
     )
 
 
-def _page(rundir: RunDir, bill: Bill) -> dict[str, Any]:
+def _page(bill: Bill) -> dict[str, Any]:
     """Return metadata: dollars against the estimate, what they bought, by cause and by node, and what that rests on."""
-    estimate, tracker = bill.plan.estimate, bill.tracker
+    estimate, tracker, rundir = bill.plan.estimate, bill.tracker, bill.outcome.rundir
     digits = digits_of(tracker.total_units)  # with which the dollars of a table add up
     causes = sorted(export.ledger_rows(bill.found, digits), key=lambda row: -row["usd"])
     nodes = [row | {"node": f"node {row['node']}"} for row in export.node_rows(tracker, digits)]
@@ -165,7 +164,7 @@ def _page(rundir: RunDir, bill: Bill) -> dict[str, Any]:
         "node_hours": round(tracker.node_hours, 6),
         "usd_per_epoch": round(bill.metrics.cost_per_epoch, 5),
         "usd_per_1000_samples": round(bill.usd_per_1000_samples, 7),
-        "job_id": bill.job.job_id,
+        "job_id": bill.outcome.job.job_id,
         "fingerprint": bill.plan.fingerprint,
         "sku": ", ".join(sorted({price_of(node.sku).sku for node in tracker.nodes})),
         "tier": ", ".join(sorted({str(node.tier) for node in tracker.nodes})),

@@ -200,19 +200,8 @@ class DatasetTraining:
 
     def on_nodes(self, node_count: int) -> Wanted:
         config = with_usual_parts(self.config, self.dataset.manifest())
-        return Wanted(
-            job_on(node_count, config, self.run.cluster, self.run.project, self.dataset), self.dataset.samples
-        )
-
-    def check(self, planned: PlannedJob, rehearses: bool) -> Checked:
-        """Check data, model and loss, as `dtrain_dagster.planning.check_job.check_job` does."""
-        from dtrain_dagster.planning.check_job import check_job, check_strategy
-
-        hosts, has_gpus = hosts_of(planned.kind, planned.node_count), self.run.cluster.have_gpus
-        said = check_strategy(planned.job.training, hosts, has_gpus, planned.kind.is_this_machine)
-        ranks = planned.node_count * planned.sizes.processes_per_node
-        checked = check_job(planned.job, ranks, rehearses, hosts, has_gpus)
-        return replace(checked, sentences=(*said, *checked.sentences))
+        job = job_on(node_count, config, self.run.cluster, self.run.project, self.dataset)
+        return Wanted(job, self.dataset.samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,19 +226,25 @@ class ScriptTraining:
         found = describe_script(self.script, self.config.arguments, overrides, "plan", run_dir, env)
         return Wanted(found.job, found.samples, found)
 
-    def check(self, planned: PlannedJob, rehearses: bool) -> Checked:
-        """Return what could not be checked of its strategy: `on_nodes` has run the script up to its first batch. Raise
-        `ConfigError` where the encryption that it requires cannot be had, or a package is missing."""
-        from dtrain_dagster.planning.check_job import Checked, check_strategy
-        from trainer.comm.encryption import refuse_nccl
-
-        training, has_gpus = planned.job.training, self.run.cluster.have_gpus
-        hosts = hosts_of(planned.kind, planned.node_count)
-        refuse_nccl(training, hosts, has_gpus)
-        return Checked(tuple(check_strategy(training, hosts, has_gpus, planned.kind.is_this_machine)))
-
 
 Request = DatasetTraining | ScriptTraining
+
+
+def check_planned(planned: PlannedJob, has_gpus: bool, rehearses: bool) -> Checked:
+    """Return what could not be checked of a training: data, model and loss, as `planning.check_job.check_job` does, and
+    its strategy. A script was run up to its first batch when it was planned. Raise `ConfigError` for what cannot be
+    trained, or for encryption that cannot be had."""
+    from dtrain_dagster.planning.check_job import Checked, check_job, check_strategy
+    from trainer.comm.encryption import refuse_nccl
+
+    hosts = hosts_of(planned.kind, planned.node_count)
+    said = tuple(check_strategy(planned.job.training, hosts, has_gpus, planned.kind.is_this_machine))
+    if planned.script is not None:
+        refuse_nccl(planned.job.training, hosts, has_gpus)
+        return Checked(said)
+    ranks = planned.node_count * planned.sizes.processes_per_node
+    checked = check_job(planned.job, ranks, rehearses, hosts, has_gpus)
+    return replace(checked, sentences=(*said, *checked.sentences))
 
 
 def with_usual_parts(config: TrainingOptions, manifest: Mapping[str, Any]) -> TrainingOptions:

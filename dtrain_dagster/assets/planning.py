@@ -19,6 +19,7 @@ from dtrain_dagster.assets.plan_options import (
     ScriptOptions,
     ScriptTraining,
     TrainingOptions,
+    check_planned,
     with_checked_names,
     with_nodes_of_run,
 )
@@ -99,7 +100,7 @@ def plan_training(request: Request, registers: bool) -> dg.MaterializeResult:
         price, count = planned.price, planned.node_count
         history = read_history(run, planned)
         has_trained = any(past.sku == price.sku for past in history.runs)
-        checked = request.check(planned, rehearses=not has_trained)
+        checked = check_planned(planned, run.cluster.have_gpus, rehearses=not has_trained)
         too_small, sentences = memory_of(planned, checked)
         for sentence in sentences:
             log.warning(sentence)

@@ -12,6 +12,12 @@ from dtrain_dagster.pipelines import Cluster, PipelineError, Prices, build_train
 
 __all__ = ["TrainingPipeline"]
 
+ALIKE = (
+    "registry", "model_args", "loss", "loss_args", "training", "limits", "cluster", "model_name", "experiment",
+    "schedule", "owners", "deps",
+)  # fmt: skip
+"""The attributes that `build_training_assets` takes as they are."""
+
 
 class DatasetModel(dg.Model, dg.Resolvable):
     """What is trained on: one of these."""
@@ -64,19 +70,8 @@ class TrainingPipeline(dg.Component, dg.Model, dg.Resolvable):
             self._dataset(context),
             script=None if self.script is None else context.path / self.script,
             arguments=list(map(str, self.arguments)),
-            registry=self.registry,
             model=self.network,
-            model_args=self.model_args,
-            loss=self.loss,
-            loss_args=self.loss_args,
-            training=self.training,
-            limits=self.limits,
-            cluster=self.cluster,
-            model_name=self.model_name,
-            experiment=self.experiment,
-            schedule=self.schedule,
-            owners=self.owners,
-            deps=self.deps,
+            **{name: getattr(self, name) for name in ALIKE},
         )
 
     def _dataset(self, context: dg.ComponentLoadContext) -> Prices | str | dg.AssetKey | None:
