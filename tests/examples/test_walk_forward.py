@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import math
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 import pytest
+from click.testing import CliRunner
 
+from dtrain_dagster.cli.main import main
+from examples.walk_forward import definitions
 from examples.walk_forward.definitions import defs
 from examples.walk_forward.report import joined_gain, judge_years, verdict
 from tests.e2e.conftest import small_prices
+
+
+class InThisProcess:
+    """The commands of the example: a training is a process of its own, and what it has cost is asked for here."""
+
+    PIPE, STDOUT, Popen = subprocess.PIPE, subprocess.STDOUT, subprocess.Popen
+
+    @staticmethod
+    def run(command: list[str], **options: Any) -> Any:
+        assert Path(command[0]).name == "dtrain"
+        return CliRunner().invoke(main, command[1:], catch_exceptions=False)
 
 
 @pytest.mark.slow
@@ -20,6 +35,7 @@ from tests.e2e.conftest import small_prices
 def test_a_year_is_trained_once_and_all_years_are_judged_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(definitions, "subprocess", InThisProcess)
     for name, value in {"HOME": str(tmp_path / "home"), "THREADS_PER_RANK": "1", "COMMAND_TRACKING": "off"}.items():
         monkeypatch.setenv(f"DTRAIN_{name}", value)
     walk = {"prices": str(small_prices(tmp_path)), "window": 10, "valid_years": 1, "options": ["--epochs", "2"]}

@@ -80,7 +80,6 @@ def standing_still(days: int, ratio: float = 1.0) -> pd.DataFrame:
     ("days", "ratio", "warned", "masked"),
     [
         (5, 1.01, False, None),
-        (7, 1.01, True, None),
         (21, 1.01, True, None),
         (22, 1.01, True, (100, 121)),
         (30, 1.01, True, (100, 129)),
@@ -103,7 +102,7 @@ def test_how_long_a_price_may_stand_still(
 
 @pytest.mark.parametrize(
     ("ratio", "is_masked"),
-    [(0.5, True), (2.0, True), (0.5 * 1.025, True), (1 / 3 / 1.025, True), (0.1, True), (1.5, False), (0.481, False)],
+    [(2.0, True), (0.5 * 1.025, True), (1 / 3 / 1.025, True), (0.1, True), (1.5, False), (0.481, False)],
 )
 def test_a_jump_like_a_split_is_masked_and_in_no_target(ratio: float, is_masked: bool, tmp_path: Path) -> None:
     """2.5 % of the day itself are allowed for. A real loss of 52 %, as Apple's on 2000-09-29, is left."""
