@@ -57,19 +57,6 @@ class PriceColumns:
     """The place of ``adj_close``, or of each ticker's adjusted closes."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PriceViews:
-    """What was made of a file."""
-
-    origin: str
-    headers: int
-    """The lines of the header; 0 of Parquet."""
-
-    def place(self, line: int) -> str:
-        """Return the words for a row of ``clean``."""
-        return _place(line, self.headers)
-
-
 def find_columns(names: Sequence[str]) -> PriceColumns:
     """Return what the columns of these names are, apart from case, blanks, ``-`` and ``_``. Pure. Raise `DataError`,
     which names the column and the remedy."""
@@ -117,8 +104,9 @@ def is_nameless(name: str) -> bool:
     return bool(_NAMELESS.fullmatch(name.strip().lstrip("\ufeff")))
 
 
-def make_views(database: duckdb.DuckDBPyConnection, given: GivenFile, memory_limit: int) -> PriceViews:
-    """Create the view ``clean``: line (counted from 1), ticker, date and adjusted close of each row.
+def make_views(database: duckdb.DuckDBPyConnection, given: GivenFile, memory_limit: int) -> int:
+    """Create the view ``clean``: line (counted from 1), ticker, date and adjusted close of each row; return
+    the lines of the header, 0 of Parquet.
 
     Raise `DataError` for columns and cells that cannot be used, and what the engine raises for a file that is none.
     """
@@ -128,10 +116,10 @@ def make_views(database: duckdb.DuckDBPyConnection, given: GivenFile, memory_lim
         _refuse_bad_cells(database, headers)
     except DataError as error:
         raise DataError(f"{given.origin}: {error}") from None
-    return PriceViews(origin=given.origin, headers=headers)
+    return headers
 
 
-def refuse_bad_rows(database: duckdb.DuckDBPyConnection, views: PriceViews) -> None:
+def refuse_bad_rows(database: duckdb.DuckDBPyConnection, origin: str, headers: int) -> None:
     """Raise `DataError` for the first row that is repeated or out of order."""
     order = (
         "SELECT line, ticker, date, lag(date) OVER before AS earlier FROM clean "
@@ -143,14 +131,12 @@ def refuse_bad_rows(database: duckdb.DuckDBPyConnection, views: PriceViews) -> N
     ).fetchone()
     if twice:
         line, ticker, date = twice
-        raise DataError(
-            f"{views.origin}: {views.place(line)}: {ticker} has {date} a second time; remove one of the rows"
-        )
+        raise DataError(f"{origin}: {_place(line, headers)}: {ticker} has {date} a second time; remove one of the rows")
     back = database.execute(f"SELECT * FROM ({order}) WHERE earlier > date ORDER BY line LIMIT 1").fetchone()
     if back:
         line, ticker, date, earlier = back
         raise DataError(
-            f"{views.origin}: {views.place(line)}: {ticker} goes back from {earlier} to {date}; sort the rows by date"
+            f"{origin}: {_place(line, headers)}: {ticker} goes back from {earlier} to {date}; sort the rows by date"
         )
 
 

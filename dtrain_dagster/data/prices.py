@@ -135,10 +135,10 @@ def _convert(given: GivenFile, target: Path, scratch: Path, memory_limit: int, e
 
     try:
         with opened_database(given, scratch) as database:
-            views = make_views(database, given, memory_limit)
+            headers = make_views(database, given, memory_limit)
             figures = _write_sorted(database, target, engine)
             if figures is None:
-                refuse_bad_rows(database, views)
+                refuse_bad_rows(database, given.origin, headers)
     except duckdb.Error as error:
         reason = str(error).splitlines()[0]
         if "Could not write" in str(error) or isinstance(error, duckdb.OutOfMemoryException):

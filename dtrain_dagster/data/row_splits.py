@@ -49,15 +49,11 @@ class RowParams:
     def __post_init__(self) -> None:
         if self.task is not None and self.task not in TASKS:
             raise DataError(f"task = {self.task!r}: must be one of {', '.join(TASKS)}")
-        check_fractions(self.valid_fraction, self.test_fraction)
-
-
-def check_fractions(valid: float, test: float) -> None:
-    """Raise `DataError` for shares of the validation and test split that leave nothing."""
-    if not (0 < valid < 1 and 0 < test < 1 and valid + test < 1):
-        raise DataError(
-            f"valid_fraction = {valid} and test_fraction = {test}: each lies between 0 and 1, and their sum below 1"
-        )
+        valid, test = self.valid_fraction, self.test_fraction
+        if not (0 < valid < 1 and 0 < test < 1 and valid + test < 1):
+            raise DataError(
+                f"valid_fraction = {valid} and test_fraction = {test}: each lies between 0 and 1, and their sum below 1"
+            )
 
 
 def hashed_shares(values: Sequence[str], seed: int) -> NDArray[np.float64]:

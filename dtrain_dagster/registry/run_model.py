@@ -198,8 +198,13 @@ def load_run_model(rundir: RunDir, order: Order | None = None) -> RunModel:
     job = ordered_job(rundir, order)
     text, weights = read(rundir.storage, DESCRIPTION), keep(rundir.storage, WEIGHTS)
     description = _parsed(text, rundir, DESCRIPTION)
+    if job.dataset.factory is not None:
+        raise RunModelError(
+            f"{job.run_dir}: models of datasets of your own are neither registered nor served; use "
+            f"{_FOLDER}/{WEIGHTS} of the run directory"
+        )
     try:
-        spec = _described(job)
+        spec = describe(read_dataset_manifest(open_storage(job.dataset.uri), job.dataset.dataset_id))
     except DatasetError as error:
         raise RunModelError(str(error)) from None
     except (KeyError, TypeError, ValueError) as error:
@@ -268,16 +273,6 @@ def load_script_model(rundir: RunDir, order: Order | None) -> ScriptModel:
         example=example,
         found=ProgramFiles(description, inputs, outputs),
         digests=found,
-    )
-
-
-def _described(job: JobConfig) -> DataSpec | RowSpec:
-    """Return the description of the job's data. Raise `RunModelError` for a kind whose models are not registered."""
-    if job.dataset.factory is None:
-        return describe(read_dataset_manifest(open_storage(job.dataset.uri), job.dataset.dataset_id))
-    raise RunModelError(
-        f"{job.run_dir}: models of datasets of your own are neither registered nor served; use "
-        f"{_FOLDER}/{WEIGHTS} of the run directory"
     )
 
 
