@@ -19,7 +19,6 @@ Rows = list[dict[str, Any]]
 
 
 def node_rows(tracker: CostTracker, digits: int = DIGITS) -> Rows:
-    """Return a row for each interval for which a node was paid."""
     amounts = shown([node.units for node in tracker.nodes], digits)
     return [
         {
@@ -38,7 +37,6 @@ def node_rows(tracker: CostTracker, digits: int = DIGITS) -> Rows:
 
 
 def ledger_rows(found: Ledger, digits: int = DIGITS) -> Rows:
-    """Return a row for each cause."""
     causes = found.causes()
     amounts = shown([row.units for row in causes.values()], digits)
     percents = shown([row.microseconds * 100 for row in causes.values()], 1, unit=max(1, found.microseconds))

@@ -41,12 +41,10 @@ class GPUMemory:
 
     @property
     def fraction(self) -> float:
-        """Return the used share of the memory."""
         return self.used / self.total
 
     @property
     def bytes_per_sample(self) -> float:
-        """Return the bytes that a sample of the micro-batch takes."""
         return (self.used - self.state - self.fixed) / (self.batch * self.ranks)
 
     def batch_at(self, target: float = MEMORY_TARGET) -> int:

@@ -84,7 +84,6 @@ class StepModel:
 
     @property
     def seconds(self) -> float:
-        """The seconds of a whole step."""
         return self.input + self.computing + self.communication + self.waiting + self.fixed
 
     @property
@@ -103,7 +102,6 @@ class StepModel:
         return replace(self.with_work(factor), samples=factor * self.samples)
 
     def to(self, other: StepModel, name: str, change: str, note: str = "") -> Strategy:
-        """Return the strategy that leads from this step to the other."""
         gain = other.samples_per_second / self.samples_per_second
         return Strategy(
             name=name,

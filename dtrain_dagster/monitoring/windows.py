@@ -56,7 +56,6 @@ def worlds(found: Sequence[TimingEvent]) -> list[list[TimingEvent]]:
 
 
 def seconds_of(found: Sequence[TimingEvent]) -> float:
-    """Return the seconds of all windows."""
     return sum(window.total_seconds for window in found)
 
 
@@ -76,7 +75,6 @@ def exceeds_limit(found: Sequence[TimingEvent], segments: Sequence[str] = COMMUN
 
 
 def shares_by_window(found: Sequence[TimingEvent], segments: Sequence[str]) -> list[float]:
-    """Return the share of these segments in each window."""
     return [window.mean(*segments) / window.seconds for window in found]
 
 
@@ -162,7 +160,6 @@ class Throughput:
     """Those of `step` events, each of which stands for one step."""
 
     def after(self, event: TimingEvent | StepEvent) -> Throughput:
-        """Return the throughput with this event."""
         if isinstance(event, StepEvent):
             if not event.step_seconds or event.samples_per_second is None:
                 return self
@@ -195,7 +192,6 @@ class Throughput:
 
 
 def throughput(found: Iterable[TimingEvent], steps: Iterable[StepEvent] = ()) -> Throughput:
-    """Return the throughput over these windows and steps."""
     whole = Throughput()
     for window in found:
         whole = whole.after(window)

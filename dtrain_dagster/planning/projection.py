@@ -244,5 +244,4 @@ def describe_training(
 
 
 def count_nodes(count: int) -> str:
-    """Return ``1 node`` or ``3 nodes``."""
     return f"{count} node" + ("" if count == 1 else "s")

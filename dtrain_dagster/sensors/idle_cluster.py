@@ -104,7 +104,6 @@ class Cursor:
     recorded_at: float = 0.0
 
     def written(self) -> str:
-        """Return the cursor as text."""
         return json.dumps(asdict(self))
 
 

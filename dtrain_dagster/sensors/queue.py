@@ -103,7 +103,6 @@ def _is_of(repository: dg.RepositoryDefinition | None, ticket: Ticket) -> bool:
 
 
 def _in_time(key: dg.AssetKey, expired: Sequence[Ticket]) -> dg.AssetCheckEvaluation:
-    """Return the check that no run has waited beyond its deadline."""
     return dg.AssetCheckEvaluation(
         asset_key=key,
         check_name="capacity_in_time",

@@ -333,13 +333,6 @@ def test_neighbouring_windows_of_a_long_training_are_taken_together(monkeypatch)
     assert seconds_of(whole)["waiting for a straggler"] == pytest.approx(5 * 5 + 5 * 1)
 
 
-def test_a_clock_that_steps_back_while_generations_form_costs_nothing():
-    told = [at("membership", formed, number, nodes=[0, 1], joined=[0, 1] if number == 1 else [], step=0, seconds=1.0)
-            for number, formed in ((1, 10.0), (2, 50.0), (3, 20.0))]  # fmt: skip
-    tracker = CostTracker("local", [stay(0, 0.0, 60.0), stay(1, 0.0, 60.0)], "dedicated")
-    assert ledger(tracker.nodes, told).units == tracker.total_units
-
-
 def test_nodes_that_are_kept_after_the_end_close_for_a_minute_and_are_idle_then():
     told = [
         at("membership", 10.0, nodes=[0], joined=[0], step=0, seconds=0.0),

@@ -253,8 +253,8 @@ def test_records_without_timing_are_not_judged_and_bad_ones_do_no_harm():
 @pytest.mark.parametrize(
     "damage",
     [
-        {"nodes": "0, 1"}, {"nodes": 3}, {"segments": [1.0]}, {"segments": {"input": 0.1}}, {"steps": "ten"},
-        {"segments": {"input": [float("nan"), 0.1, 0.1]}}, {"samples": [None]}, {"collectives": [3]}, {"time": None},
+        {"nodes": "0, 1"}, {"segments": {"input": 0.1}}, {"segments": {"input": [float("nan"), 0.1, 0.1]}},
+        {"collectives": [3]}, {"time": None},
     ],
 )  # fmt: skip
 def test_a_damaged_event_is_left_out_and_the_others_are_read(damage):
@@ -267,15 +267,8 @@ def test_the_first_window_of_a_generation_does_not_count_where_others_are_there(
     events = Simulation(windows=5).events()
     again = [item | {"time": item["time"] + 100, "generation": 2} for item in events[:3]]
     kept = settled(windows([*events, *again]))
-    assert [(item.generation, item.step) for item in kept] == [
-        (1, 20),
-        (1, 30),
-        (1, 40),
-        (1, 50),
-        (2, 10),
-        (2, 20),
-        (2, 30),
-    ]
+    steps = [(item.generation, item.step) for item in kept]
+    assert steps == [*((1, step) for step in (20, 30, 40, 50)), *((2, step) for step in (10, 20, 30))]
 
 
 def test_latency_and_bandwidth_are_found_again():
