@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--strategy",
         choices=STRATEGIES,
         default="ddp",
-        help="of the trainings; hsdp: two ranks on each node; loop: a trainer.Loop",
+        help="of the trainings; hsdp: two ranks on each node; loop_of_two: a trainer.Loop",
     )
     parser.add_argument("--jobs", type=int, default=2, help="tapes played at a time")
     options = parser.parse_args(arguments)

@@ -53,12 +53,11 @@ class Cluster(Training):
         fault: Fault = "kill",
         hosts: Hosts | None = None,
         machines: Machines | None = None,
-        program: str = "trainer",
         metadata: MetadataService | None = None,
     ) -> None:
         """``fault``: what `strike` does to a node; ``hosts``: one for each node, needed for a cut; ``machines``: of a
-        real engine, which sees the parent folder of ``home``, instead of the local cluster; ``program``: the module
-        that trains; ``metadata``: what tells machines of SLURM that they are taken away, needed for a warning."""
+        real engine, which sees the parent folder of ``home``, instead of the local cluster; ``metadata``: what tells
+        machines of SLURM that they are taken away, needed for a warning."""
         rundir = make_job(home, config)
         manager: LocalClusterManager | EngineClusterManager = LocalClusterManager(
             home, LaunchSettings(max_replacements=1000)
@@ -69,7 +68,7 @@ class Cluster(Training):
             if metadata is not None:  # each job's machine has its id
                 options |= {"setup": f"export DTRAIN_METADATA_URL={metadata.url}/$SLURM_JOB_ID"}
             manager = EngineClusterManager(home, settings, options)
-        super().__init__(manager, rundir, NODES, hosts.local_cluster if hosts else (), program)
+        super().__init__(manager, rundir, NODES, hosts.local_cluster if hosts else ())
         self._fault, self._hosts, self._mended_at = fault, hosts, 0.0
         self._machines, self._metadata = machines, metadata
 

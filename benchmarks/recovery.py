@@ -324,13 +324,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--busy", action="store_true", help="save also beside other work; the line is marked busy")
     faults = ("kill", "freeze", "cut", "warned", "none")
     parser.add_argument("--fault", choices=faults, default="kill", help="of a node (kill)")
-    parser.add_argument("--loop", action="store_true", help="train by a trainer.Loop on the local cluster")
     parser.add_argument("--seconds", type=float, default=600.0, help="with --fault none: how long nothing happens")
     options = parser.parse_args(arguments)
     usual = {"kill": ["local", *TORCHRUN], "warned": ["slurm"]}
     names = options.engine or usual.get(options.fault, ["local"])
-    if options.loop and names != ["local"]:
-        parser.error("--loop is for --engine local")
     if options.fault != "kill" and names != usual.get(options.fault, ["local"]):
         where = "SLURM" if options.fault == "warned" else "the local cluster"
         parser.error(f"--fault {options.fault} happens on {where} only")
@@ -355,7 +352,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         of_clusters = {**config, "training": TRAINING | ending}
         os.environ["DTRAIN_CACHE"] = str(folder / "cache")
         undisturbed: Outcome | None = None
-        program = "harness.faults.loop_rank" if options.loop else "trainer"
         if options.steps:
             alone = Cluster(folder / "undisturbed", of_clusters)
             alone.submit()
@@ -369,7 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if options.fault == "none":
                     return soak(Cluster(folder / "soak", config), options.seconds)
                 cluster = partial(
-                    Cluster, config=of_clusters, fault=options.fault, hosts=hosts, machines=machines, program=program,
+                    Cluster, config=of_clusters, fault=options.fault, hosts=hosts, machines=machines,
                     metadata=metadata,
                 )  # fmt: skip
                 return measure(lambda job: cluster(folder / job), name, options.kills, undisturbed)
@@ -377,11 +373,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures, failed = in_parts({name: (lambda name=name: part(name)) for name in names if options.kills})
     result = {"fault": options.fault, "steps": options.steps, **figures, **({"failed": failed} if failed else {})}
     result |= {"load_before": round(load, 2), **({"busy": True} if is_busy(load) else {})}
-    result |= {"loop": True} if options.loop else {}
-    saved_as = (
-        "recovery_loop" if options.loop else "recovery" if options.fault == "kill" else f"recovery_{options.fault}"
-    )
-    tell("recovery", result, options.save, "recovery_engines" if options.steps and not options.loop else saved_as)
+    saved_as = "recovery" if options.fault == "kill" else f"recovery_{options.fault}"
+    tell("recovery", result, options.save, "recovery_engines" if options.steps else saved_as)
     return int(bool(failed))
 
 

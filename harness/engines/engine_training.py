@@ -20,7 +20,6 @@ from harness.small_job import write_dataset
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.rundir import RunDir
 
-ROOT = Path(__file__).resolve().parents[2]
 NODES = 2
 STEPS = 300
 PACED = FactoryConfig(factory="paced:tcn", args={"pause_seconds": 0.04})
@@ -62,14 +61,10 @@ class Training:
         rundir: RunDir,
         nodes: int = NODES,
         place: Sequence[str] = (),
-        program: str = "trainer",
     ) -> None:
-        """``place``: words before the command, as of `Hosts.local_cluster`; ``program``: the module that trains, one of
-        this repository where it is not ``trainer``."""
+        """``place``: words before the command, as of `Hosts.local_cluster`."""
         self.env = {name: os.environ[name] for name in ("DTRAIN_FACTORY_MODULES",) if name in os.environ}
-        if program != "trainer":
-            self.env["PYTHONPATH"] = str(ROOT)
-        self.manager, self.rundir, self.nodes, self.place, self.program = manager, rundir, nodes, place, program
+        self.manager, self.rundir, self.nodes, self.place = manager, rundir, nodes, place
 
     def submit(self, command: Sequence[str] = (), **fields: Any) -> None:
         """``command``: another than the training; ``fields``: of its `JobSpec`."""
@@ -78,7 +73,7 @@ class Training:
             self.manager.python,
             "-P",
             "-m",
-            self.program,
+            "trainer",
             "--config",
             f"{self.rundir.uri}/job.json",
         )

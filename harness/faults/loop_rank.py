@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,15 +19,17 @@ from trainer.engine.run_job import train_job
 from trainer.loop import Loop, WrappedOptimizer
 from trainer.model.optimizers import split_by_decay
 
-OPTIMIZERS = "HARNESS_LOOP_OPTIMIZERS"
-"""Variable: among how many optimizers a rank divides the parameters; a rank without it trains as usual."""
+IS_LOOP = "HARNESS_LOOP"
+"""Variable of a rank that trains by a loop; a rank without it trains as usual."""
+OPTIMIZERS = 2
+"""Among how many optimizers a rank divides the parameters."""
 
 
 class _Maker:
     """Makes the problem of a job, whose steps are those of a loop."""
 
-    def __init__(self, job: JobConfig, loop: Loop, optimizers: int) -> None:
-        self.loop, self.count = loop, optimizers
+    def __init__(self, job: JobConfig, loop: Loop) -> None:
+        self.loop = loop
         self._maker = maker_of(job)
         self.open_data = self._maker.open_data
 
@@ -37,18 +37,18 @@ class _Maker:
         made = self._maker.make(job, data, device)
         self.problem, parameters = made, list(made.module.parameters())
         optimizers = [
-            AdamW(split_by_decay(parameters[number :: self.count], job.training), fused=True)
-            for number in range(self.count)
+            AdamW(split_by_decay(parameters[number::OPTIMIZERS], job.training), fused=True)
+            for number in range(OPTIMIZERS)
         ]
         self.loop._optimizers = [WrappedOptimizer(self.loop, each) for each in optimizers]
-        parts = LoopParts(optimizers=optimizers, schedulers=[None] * self.count, steps_several=self.count > 1)
+        parts = LoopParts(optimizers=optimizers, schedulers=[None] * OPTIMIZERS, steps_several=True)
         return replace(made, make_step=lambda *given: LoopStep(*given, parts=parts))
 
 
-def train_by_loop(job: JobConfig, optimizers: int) -> int:
+def train_by_loop(job: JobConfig) -> int:
     """Train a job by a loop, with AdamW, schedule and clipping of its settings, and return the exit code."""
     loop = Loop()
-    maker = _Maker(job, loop, optimizers)
+    maker = _Maker(job, loop)
     ended: Any = None
     try:
         for batch in loop._begin(train_job(job, maker)):
@@ -75,11 +75,7 @@ def _step(loop: Loop, optimizers: Sequence[WrappedOptimizer], rate: float, limit
         optimizer.step()
 
 
-def run(arguments: Sequence[str], optimizers: int) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Do what ``python -m trainer`` does, by a loop."""
-    trainer.engine.run_job.run_job = lambda job: train_by_loop(job, optimizers)
+    trainer.engine.run_job.run_job = train_by_loop
     return trainer.__main__.run(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:], int(os.environ.get(OPTIMIZERS, "1"))))

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from harness.faults import tape as tapes
 from harness.faults.hosts import NODES, Hosts, ObservedIncarnation, Preload
-from harness.faults.loop_rank import OPTIMIZERS
+from harness.faults.loop_rank import IS_LOOP
 from harness.faults.network import Network
 from harness.faults.tape import Fault, Tape
 from trainer.rundir import STATUS, RunDir
@@ -43,21 +43,19 @@ TRAINING: dict[str, Any] = {
     "micro_batch_floor": 4,
 }
 
-Strategy = Literal["ddp", "fsdp", "hsdp", "loop", "loop_of_two"]
+Strategy = Literal["ddp", "fsdp", "hsdp", "loop_of_two"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
-RANKS_EACH: dict[Strategy, int] = {"ddp": 1, "fsdp": 1, "hsdp": 2, "loop": 1, "loop_of_two": 1}
+RANKS_EACH: dict[Strategy, int] = {"ddp": 1, "fsdp": 1, "hsdp": 2, "loop_of_two": 1}
 """Processes on each node: with ``hsdp`` two, which share its copy of the model."""
-
-
-LOOPS: dict[Strategy, str] = {"loop": "1", "loop_of_two": "2"}
-"""The optimizers of trainings by a loop of one's own (`harness.faults.loop_rank`), whose strategy is ``ddp``."""
+LOOP: Strategy = "loop_of_two"
+"""A training by a loop of one's own (`harness.faults.loop_rank`), whose strategy is ``ddp``."""
 
 
 def training_of(strategy: Strategy) -> dict[str, Any]:
     """The settings of a training with that strategy: the same micro-batches with each."""
     each = RANKS_EACH[strategy]
     return TRAINING | {
-        "strategy": "ddp" if strategy in LOOPS else strategy,
+        "strategy": "ddp" if strategy == LOOP else strategy,
         "world_size": NODES * each,
         "gradient_accumulation_steps": TRAINING["gradient_accumulation_steps"] // each,
     }
@@ -94,8 +92,8 @@ def play(
         "training": training_of(strategy),
     }
     environment = {"DTRAIN_CACHE": str(folder.parent / "cache"), "DTRAIN_STOP_GRACE_SECONDS": "5"}
-    if strategy in LOOPS:
-        environment[OPTIMIZERS] = LOOPS[strategy]
+    if strategy == LOOP:
+        environment[IS_LOOP] = "1"
     hosts = Hosts(
         preload, folder, config, environment, network,
         max_replacements=0 if tape.replacement_delay is None else 12,

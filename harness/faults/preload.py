@@ -202,10 +202,7 @@ def _be_node(
         os.environ.clear()
         os.environ.update(environment)
         arguments = list(command[list(command).index("trainer") + 1 :])
-        if optimizers := environment.get(loop_rank.OPTIMIZERS):
-            code = loop_rank.run(arguments, int(optimizers))
-        else:
-            code = trainer.__main__.run(arguments)
+        code = (loop_rank if loop_rank.IS_LOOP in environment else trainer.__main__).run(arguments)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     except BaseException:

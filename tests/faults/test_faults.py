@@ -61,10 +61,9 @@ def test_a_job_whose_ranks_share_the_model_outlives_it_too(stage: Stage, strateg
     outlives(stage, tapes.make(seed), strategy)
 
 
-@pytest.mark.parametrize(("strategy", "seed"), [("loop_of_two", 1), pytest.param("loop", 3, marks=pytest.mark.long)])
-def test_a_loop_of_ones_own_outlives_it_with_the_weights_of_fit(stage: Stage, strategy: Strategy, seed: int) -> None:
+def test_a_loop_of_ones_own_outlives_it_with_the_weights_of_fit(stage: Stage) -> None:
     """Of two optimizers, the update of the first is taken back where the batch is not committed."""
-    outlives(stage, tapes.make(seed), strategy)
+    outlives(stage, tapes.make(1), "loop_of_two")
 
 
 def test_the_selection_holds_every_kind() -> None:
