@@ -299,23 +299,6 @@ def test_lost_nodes_lead_to_the_next_launch_whose_name_is_free(stage: Stage) -> 
     assert ended == {f"{spec.job_id}-l1": "Failed", f"{spec.job_id}-l3": "Completed"}
 
 
-@pytest.mark.long
-def test_the_job_that_was_submitted_last_comes_first(stage: Stage) -> None:
-    """Also where another was submitted between its two launches: `latest` is the first of the list."""
-    manager, spec = stage.run(FOREVER)
-    other = replace(spec, job_id=f"{stage.name}-other", run_dir=f"{manager.jobs_uri}/{stage.name}-other")
-
-    def listed() -> list[str]:
-        return [status.job_id for status in stage.manager().list_jobs()]
-
-    manager.cancel_job(spec.job_id)
-    manager.submit_job(other)
-    assert listed() == [other.job_id, spec.job_id]
-    manager.submit_job(spec)
-    assert listed() == [spec.job_id, other.job_id]
-    assert [status.job_id for status in stage.manager().active_jobs()] == listed()
-
-
 def test_only_who_tends_a_job_goes_on_with_it(stage: Stage) -> None:
     stage.control("fault", fault="lose", job=f"{stage.name}-job-l1", node=0, log="in launch 1")
     manager, spec = stage.run(LAST_ONE_DONE, max_resubmissions=1)
