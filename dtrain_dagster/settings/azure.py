@@ -55,7 +55,6 @@ class AzureSettings(EnvironmentSettings):
     queue_deadline_seconds: float = Field(
         default=3600, gt=0, description="A job that Azure keeps queued for longer is cancelled and tried elsewhere"
     )
-    poll_seconds: float = Field(default=5, gt=0, description="Seconds between two looks at a job that is followed")
 
     @field_validator("chain")
     @classmethod

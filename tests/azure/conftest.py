@@ -138,7 +138,6 @@ def shell(cloud: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> S
         "DTRAIN_CLUSTER_NAME": "dtrain",
         "DTRAIN_STORAGE": "az://dtrain/team",
         "DTRAIN_AZURE_IMAGE": "emulated.azurecr.io/dtrain:1",
-        "DTRAIN_AZURE_POLL_SECONDS": "0.5",
         "DTRAIN_THREADS_PER_RANK": "1",
         "DTRAIN_FACTORY_MODULES": "my_model",
     }

@@ -4,7 +4,6 @@ whom they trust, and whether the table that explains it says the same. That Azur
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import tomllib
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 AZURE = ROOT / "deploy" / "azure"
 FILES = sorted(AZURE.rglob("*.bicep"))
-SCHEMA = ROOT.parent / "shared/azure/arm-schemas/2024-10-01-preview/Microsoft.MachineLearningServices.json"
 TOO_MUCH = {
     "8e3af657-a8ff-443c-a75c-2fe8c4bcb635": "Owner",
     "b24988ac-6180-42a0-ab88-20f7382dd24c": "Contributor",
@@ -83,9 +81,6 @@ DOCUMENTED = (
 )
 """What Microsoft documents as the least for submitting jobs (azure-docs, machine-learning/how-to-assign-roles.md, the
 row «Submitting any type of run (V2)»), below Microsoft.MachineLearningServices/workspaces/."""
-WITHOUT_ZONES = {"northcentralus", "westus"}
-"""Regions of the package's price table without availability zones (azure-docs, reliability/availability-zones)."""
-
 parsed = pytest.mark.skipif(
     importlib.util.find_spec("pycep") is None or importlib.util.find_spec("regex") is None,
     reason="pycep-parser, which reads Bicep, is not installed",
@@ -183,22 +178,6 @@ def test_the_workspace_has_what_azure_makes_none_without(templates: dict[str, di
     assert needed <= workspace["properties"].keys()
     [insights] = [body for _, kind, body in resources(templates) if kind == "Microsoft.Insights/components"]
     assert "WorkspaceResourceId" in insights["properties"], "classic ones, without a workspace of logs, are not made"
-
-
-@parsed
-def test_storage_is_copied_as_the_region_can(templates: dict[str, dict[str, Any]]) -> None:
-    from dtrain_dagster.costs.prices import packaged_prices
-
-    parameters = templates["main.bicep"]["parameters"]
-    priced = {region for region, _, _ in packaged_prices()}
-    assert set(parameters["regionsWithoutZones"]["default"]) == WITHOUT_ZONES & priced
-    assert priced >= WITHOUT_ZONES, "a region that has no prices need not be named"
-    choice = parameters["storageSku"]["default"]["operator"]
-    assert choice["type"] == "conditional"
-    assert choice["operands"]["condition"]["function"]["parameters"]["container"] == "regionsWithoutZones"
-    assert (choice["operands"]["true_value"], choice["operands"]["false_value"]) == ("Standard_LRS", "Standard_ZRS")
-    for symbol in ("dataStorage", "workspaceStorage"):
-        assert templates["main.bicep"]["modules"][symbol]["config"]["params"]["sku"] == "storageSku"
 
 
 @parsed
@@ -358,21 +337,6 @@ def test_names_are_short_enough(templates: dict[str, dict[str, Any]]) -> None:
                 )
                 assert "$" not in filled
                 assert len(filled) <= item["argument"], f"{symbol}: {filled}"
-
-
-@parsed
-@pytest.mark.skipif(not SCHEMA.exists(), reason="Azure's JSON schemas are not here")
-def test_the_workspace_is_one_that_azures_schema_knows(templates: dict[str, dict[str, Any]]) -> None:
-    schema = json.loads(SCHEMA.read_text())
-    [body] = [body for _, kind, body in resources(templates) if kind == "Microsoft.MachineLearningServices/workspaces"]
-    known = schema["definitions"]["WorkspaceProperties"]["properties"]
-    assert body["properties"].keys() <= known.keys()
-    for name, value in body["properties"].items():
-        kinds = [option.get("enum") or option.get("type") for option in known[name].get("oneOf", [known[name]])]
-        if isinstance(value, bool):
-            assert "boolean" in kinds, name
-        elif any(isinstance(kind, list) for kind in kinds):
-            assert any(isinstance(kind, list) and value in kind for kind in kinds), name
 
 
 def test_there_is_no_compute_no_secret_and_no_key_in_them() -> None:

@@ -41,7 +41,6 @@ ON_AZURE = {
     "DTRAIN_CLUSTER_NAME": "dtrain",
     "DTRAIN_STORAGE": "az://dtrain",
     "DTRAIN_AZURE_IMAGE": "emulated.azurecr.io/dtrain:1",
-    "DTRAIN_AZURE_POLL_SECONDS": "1",
 }
 """Beside the environment of the emulator."""
 

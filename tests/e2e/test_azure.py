@@ -58,7 +58,6 @@ def test_the_graph_is_materialized_though_a_size_is_refused_and_a_node_is_lost(
                 "DTRAIN_CLUSTER_NAME": "dtrain",
                 "DTRAIN_STORAGE": "az://dtrain/team",
                 "DTRAIN_AZURE_IMAGE": "emulated.azurecr.io/dtrain:1",
-                "DTRAIN_AZURE_POLL_SECONDS": "3",
                 "DTRAIN_NODES": "2",
                 "DTRAIN_GPU_TYPE": "Standard_NC6s_v3",
                 "PYTHONPATH": os.pathsep.join([cloud.environment["PYTHONPATH"], str(ROOT)]),
