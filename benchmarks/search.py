@@ -43,10 +43,9 @@ from dtrain_dagster.costs.money import SECOND, nano_usd
 from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Standing
 from dtrain_dagster.search.check_space import job_of_trial
 from dtrain_dagster.search.sampling import RANDOM_FIRST, as_optuna, ask_for_values, draw_values
-from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
 from dtrain_dagster.search.source import Draw, TrialSource
 from dtrain_dagster.search.space import Space, parse_space
-from dtrain_dagster.search.trials import Trial, TrialSeconds
+from dtrain_dagster.search.trials import Pruner, Sampler, SearchSettings, Trial, TrialSeconds
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.documents.events import EvaluationEvent, read_events
 from trainer.rundir import RunDir

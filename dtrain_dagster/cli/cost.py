@@ -44,8 +44,8 @@ from dtrain_dagster.costs.prices import (
 from dtrain_dagster.costs.prices import skus as known_skus
 from dtrain_dagster.costs.retail import RETAIL_URL, Refreshed, refresh_price_table
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.fleet.ledger import add_ledgers
 from dtrain_dagster.fleet.records import FleetRecords
+from dtrain_dagster.fleet.view import add_ledgers
 from dtrain_dagster.jobs.totals import LaunchTotals, sum_launches
 from dtrain_dagster.search.results import kept_search
 from dtrain_dagster.settings.environment import Settings

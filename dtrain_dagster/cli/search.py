@@ -47,9 +47,9 @@ from dtrain_dagster.search.check_space import check_space, shown_values
 from dtrain_dagster.search.results import kept_result, search_names, summary
 from dtrain_dagster.search.run import Measured, Search, SearchRequest, measure_trial, open_search
 from dtrain_dagster.search.script import SearchedScript
-from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
 from dtrain_dagster.search.space import parse_space
 from dtrain_dagster.search.tracking import SearchTracker
+from dtrain_dagster.search.trials import Pruner, Sampler, SearchSettings
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.user_sources import ensure_importable
 

@@ -39,10 +39,9 @@ from dtrain_dagster.search.results import (
 )
 from dtrain_dagster.search.sampling import MOST_COUNTED
 from dtrain_dagster.search.script import SearchedScript
-from dtrain_dagster.search.settings import Pruner, SearchSettings
 from dtrain_dagster.search.source import TrialSource
 from dtrain_dagster.search.space import SpaceError, parse_space
-from dtrain_dagster.search.trials import REDUCTION, TrialSeconds
+from dtrain_dagster.search.trials import REDUCTION, Pruner, SearchSettings, TrialSeconds
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.config import JobConfig

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtrain_dagster.search.settings import Sampler
 from dtrain_dagster.search.space import Space, Value
-from dtrain_dagster.search.trials import Trial
+from dtrain_dagster.search.trials import Sampler, Trial
 
 if TYPE_CHECKING:
     import optuna

@@ -13,9 +13,17 @@ from typing import Any
 from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Standing
 from dtrain_dagster.fleet.source import JobSource
 from dtrain_dagster.search.sampling import draw_values
-from dtrain_dagster.search.settings import LOSS, SearchSettings
 from dtrain_dagster.search.space import Space
-from dtrain_dagster.search.trials import Trial, TrialSeconds, TrialState, best_trial, is_decision, why_ended
+from dtrain_dagster.search.trials import (
+    LOSS,
+    SearchSettings,
+    Trial,
+    TrialSeconds,
+    TrialState,
+    best_trial,
+    is_decision,
+    why_ended,
+)
 from trainer.documents.events import EvaluationEvent
 from trainer.errors import ConfigError
 

@@ -9,10 +9,9 @@ from typing import Any
 
 from dtrain_dagster.costs.money import SECOND, nano_usd
 from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Standing
-from dtrain_dagster.search.settings import SearchSettings
 from dtrain_dagster.search.source import TrialSource
 from dtrain_dagster.search.space import parse_space
-from dtrain_dagster.search.trials import TrialSeconds
+from dtrain_dagster.search.trials import SearchSettings, TrialSeconds
 from trainer.documents.events import EvaluationEvent
 
 SPACE = parse_space(

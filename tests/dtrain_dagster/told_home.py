@@ -11,8 +11,7 @@ from told_events import told, write_run
 from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.search.results import result_document
-from dtrain_dagster.search.settings import SearchSettings
-from dtrain_dagster.search.trials import Trial, TrialState
+from dtrain_dagster.search.trials import SearchSettings, Trial, TrialState
 from trainer.rundir import EVALUATION, LAUNCH, RESULT
 
 LONG = "search-20261126-142501-ab12-0003"

@@ -15,8 +15,8 @@ from dtrain_dagster.assets.search import search_page, steps_of, trial_rows
 from dtrain_dagster.pipelines import Cluster, build_training_assets
 from dtrain_dagster.search.results import improvement_lines, result_document
 from dtrain_dagster.search.run import Measured, Search, SearchRequest
-from dtrain_dagster.search.settings import Sampler, SearchSettings
 from dtrain_dagster.search.tracking import SearchTracker
+from dtrain_dagster.search.trials import Sampler, SearchSettings
 from harness.small_job import write_dataset
 from tests.dtrain_dagster.page_order import check_order
 from tests.page import Page

@@ -35,7 +35,7 @@ SPACE = {
 
 def test_what_is_not_said_is_as_in_the_asset() -> None:
     from dtrain_dagster.cli.search import search
-    from dtrain_dagster.search.settings import SearchSettings
+    from dtrain_dagster.search.trials import SearchSettings
 
     said = {option.name: option.default for option in search.params}
     usual = SearchSettings()

@@ -9,7 +9,7 @@ import pytest
 from dtrain_dagster.costs.ledger import Ledger, ledger
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.fleet.ledger import LedgerError, add_ledgers
+from dtrain_dagster.fleet.view import LedgerError, add_ledgers
 
 
 def bill(*spans: tuple[float, float]) -> tuple[CostTracker, Ledger]:

@@ -11,9 +11,8 @@ import pytest
 
 from dtrain_dagster.search.results import summary
 from dtrain_dagster.search.run import Measured, Search, SearchRequest, open_search
-from dtrain_dagster.search.settings import Pruner, SearchSettings
 from dtrain_dagster.search.space import SpaceError
-from dtrain_dagster.search.trials import TrialSeconds
+from dtrain_dagster.search.trials import Pruner, SearchSettings, TrialSeconds
 from tests.webhook import web_hook
 from trainer.config import DatasetRef, JobConfig
 

@@ -12,8 +12,7 @@ from played_search import USUAL, play, source_of
 from dtrain_dagster.planning.tuned_settings import read_tuned
 from dtrain_dagster.search.results import improvements, result_document, settings_document
 from dtrain_dagster.search.run import halving_share, plan_search
-from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
-from dtrain_dagster.search.trials import Trial, TrialSeconds, TrialState
+from dtrain_dagster.search.trials import Pruner, Sampler, SearchSettings, Trial, TrialSeconds, TrialState
 from trainer.config import ConfigError, DatasetRef, FactoryConfig, JobConfig
 
 BASE = JobConfig(job_id="base", run_dir="/tmp/base", dataset=DatasetRef(uri="/tmp/data", dataset_id="d1"))

@@ -11,9 +11,8 @@ import pytest
 from played_search import OF, SPACE, play, score, source_of
 
 from dtrain_dagster.search.sampling import draw_values, goals_of
-from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
 from dtrain_dagster.search.space import parse_space
-from dtrain_dagster.search.trials import Trial, TrialState
+from dtrain_dagster.search.trials import Pruner, Sampler, SearchSettings, Trial, TrialState
 
 
 def trials_of(count: int, seed: int = 0) -> list[Trial]:

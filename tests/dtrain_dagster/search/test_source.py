@@ -11,10 +11,18 @@ import pytest
 from played_search import OF, SPACE, USUAL, Calls, make_job, play, resume, score, source_of, standing_of
 
 from dtrain_dagster.fleet.jobs import FleetJob, FleetState
-from dtrain_dagster.search.settings import Pruner, Sampler, SearchSettings
 from dtrain_dagster.search.source import TrialSource
 from dtrain_dagster.search.space import SpaceError, parse_space
-from dtrain_dagster.search.trials import DIVERGED, Trial, TrialState, best_trial, why_ended
+from dtrain_dagster.search.trials import (
+    DIVERGED,
+    Pruner,
+    Sampler,
+    SearchSettings,
+    Trial,
+    TrialState,
+    best_trial,
+    why_ended,
+)
 from trainer.documents.events import EvaluationEvent
 
 
