@@ -106,16 +106,11 @@ def test_a_quota_is_named_with_the_settings_that_ask_for_less(
     try:
         kubernetes.wait(lambda: kubernetes.ask("GET", f"{quotas}/none").get("status", {}).get("hard"), "the quota")
         engine = make_engine(make_options(access))
-        engine.submit(launch, 0, 1)
-        watch(
-            kubernetes,
-            engine,
-            launch,
-            lambda job: "have the quota raised" in job.reason,
-        )
+        name = engine.submit(launch, 0, 1)
+        watch(kubernetes, engine, launch, lambda job: "have the quota raised" in job.reason)
+        engine.cancel([name], force=True)
     finally:
         kubernetes.ask("DELETE", f"{quotas}/none")
-        engine.forget(launch)
 
 
 def test_a_node_is_told_to_end_and_may_clean_up(
@@ -135,7 +130,7 @@ def test_a_node_is_told_to_end_and_may_clean_up(
         return not left
 
     kubernetes.wait(is_gone, "the end")
-    assert codes <= {3}
+    assert codes <= {3, None}, "for a moment the Job may be there without its pod"
 
 
 def test_a_pod_that_is_deleted_is_a_lost_node_and_runs_nowhere_again(
@@ -187,7 +182,7 @@ def test_a_machine_that_is_lost_is_told_and_its_pods_are_ended_without_it(
     finally:
         kubernetes.start(host)
         kubernetes.wait_for_node(host)
-        engine.forget(launch)
+        engine.cancel([name_job(launch, 0, 2)], force=True)
 
 
 def test_an_api_server_that_is_away_is_no_lost_node(
@@ -203,20 +198,7 @@ def test_an_api_server_that_is_away_is_no_lost_node(
     kubernetes.start("kube-apiserver")
     kubernetes.wait_for_api()
     watch(kubernetes, engine, launch, lambda job: job.state == "running")
-    engine.forget(launch)
-
-
-def test_deleting_what_owns_a_launch_deletes_all_of_it(
-    kubernetes: KubernetesCluster, access: Path, launch: dict[str, Any]
-) -> None:
-    engine = make_engine(make_options(access), f"'one of a launch {launch['token']}'; sleep 1000")
-    for node in (0, 1):
-        engine.submit(launch, node, 1)
-    kubernetes.wait(lambda: [job.state for job in engine.list_jobs(launch)] == ["running"] * 2, "two nodes")
-    engine.forget(launch)
-    kubernetes.wait(lambda: not engine.list_jobs(launch), "the end of both")
-    kubernetes.wait(lambda: not kubernetes.processes(launch["token"]), "the end of their processes")
-    engine.forget(launch)  # which harms nothing
+    engine.cancel([name], force=True)
 
 
 def test_what_cannot_work_is_refused_before_anything_is_made(

@@ -30,6 +30,7 @@ def access(kubernetes: KubernetesCluster) -> Path:
 @pytest.fixture(autouse=True)
 def settings(access: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a user of the page sets."""
+    monkeypatch.setenv("DTRAIN_CLUSTER", "kubernetes")
     monkeypatch.setenv("KUBECONFIG", str(access))
     monkeypatch.setenv("DTRAIN_KUBERNETES_IMAGE", IMAGE)
 

@@ -18,12 +18,10 @@ from typing import TYPE_CHECKING, Any
 from dtrain_dagster.clusters.kubernetes.objects import (
     LAUNCH,
     first_pod,
-    group_object,
     node_object,
-    owned_by,
     read_node,
 )
-from dtrain_dagster.clusters.submission import Request, as_comment, process_lines, yaml_text
+from dtrain_dagster.clusters.submission import Request, process_lines, yaml_text
 from dtrain_dagster.clusters.supervision.engine import (
     MAX_LOG_BYTES,
     Command,
@@ -43,7 +41,6 @@ TIMEOUT_SECONDS = (5.0, 15.0)
 """For a connection, and for an answer."""
 RIGHTS = (
     *(("batch", "jobs", "", verb) for verb in ("create", "list", "delete")),
-    *(("", "configmaps", "", verb) for verb in ("create", "get", "delete")),
     *(("", "pods", "", verb) for verb in ("list", "delete")),
     ("", "pods", "log", "get"),
     ("", "events", "", "list"),
@@ -82,7 +79,7 @@ class KubernetesEngine(Engine):
         """The pod of each Job that was seen, by uid: a Job whose pod is deleted may make another, which is refused."""
 
     def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int, excluded: Sequence[str] = ()) -> str:
-        body = owned_by(self.request(launch, node_id, incarnation, excluded), launch, self._group(launch))
+        body = self.request(launch, node_id, incarnation, excluded)
         name = body["metadata"]["name"]
         with self._asking(f"submit node {node_id}", pass_over=(409,)):
             self._batch.create_namespaced_job(self._space, body, **_RAW)
@@ -91,16 +88,14 @@ class KubernetesEngine(Engine):
     def request(
         self, launch: Mapping[str, Any], node_id: int, incarnation: int, excluded: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Return the Job of an incarnation, but for its owner. Nothing is asked."""
+        """Return the Job of an incarnation. Nothing is asked."""
         # The agent ends its ranks in order within it.
         grace = self.hold_seconds + read_duration(*STOP_GRACE, launch.get("env", {}), os.environ) + 10.0
         command = self.command(launch, node_id, incarnation)
         return node_object(self.options, launch, node_id, incarnation, command, grace, excluded)
 
     def describe(self, launch: Mapping[str, Any]) -> list[Request]:
-        group = group_object(self.options, launch, self.run_dir)
-        owner = as_comment("Each Job also gets this ConfigMap as its owner, by the uid that the cluster gives it.")
-        requests = [Request(title="the launch, which owns its Jobs", form="yaml", text=f"{owner}\n{yaml_text(group)}")]
+        requests = []
         for node_id in range(launch["node_count"]):
             text = yaml_text(self.request(launch, node_id, 1))
             if node_id == 0:
@@ -154,13 +149,6 @@ class KubernetesEngine(Engine):
             answer = self._core.read_namespaced_pod_log(pod["metadata"]["name"], self._space, **_RAW)
             return bytes(answer.data)[-MAX_LOG_BYTES:].decode(errors="replace")
         return None
-
-    def forget(self, launch: Mapping[str, Any]) -> None:
-        """Delete all that is left of a launch: its Jobs, their pods, and what owns them."""
-        with self._asking("delete a launch", pass_over=(404,)):
-            self._core.delete_namespaced_config_map(
-                name_launch(launch), self._space, propagation_policy="Background", **_RAW
-            )
 
     def check(self) -> str:
         with self._asking("look at the namespace"):
@@ -233,17 +221,6 @@ class KubernetesEngine(Engine):
         from kubernetes import client
 
         return getattr(client, name)(connected)
-
-    def _group(self, launch: Mapping[str, Any]) -> str:
-        """Return the uid of the launch's ConfigMap, which is made where it is not there."""
-        with self._asking("submit a launch", pass_over=(409,)):
-            body = group_object(self.options, launch, self.run_dir)
-            answer = self._core.create_namespaced_config_map(self._space, body, **_RAW)
-            return str(json.loads(answer.data)["metadata"]["uid"])
-        with self._asking("look at a launch"):
-            answer = self._core.read_namespaced_config_map(name_launch(launch), self._space, **_RAW)
-            return str(json.loads(answer.data)["metadata"]["uid"])
-        raise AssertionError("unreachable")
 
     def _delete(self, name: str, force: bool) -> None:
         # In the foreground the Job stays until its pod has ended, so that its end can be seen.

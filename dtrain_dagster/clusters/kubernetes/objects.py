@@ -1,9 +1,9 @@
 """The objects that a training is made of in Kubernetes, as JSON, and what a cluster's answers about them mean. Pure:
 what is asked, and what is done about it, belongs in `engine`.
 
-There is one Job per incarnation of a node, and one ConfigMap that owns them, so that its deletion deletes all. A node
-that is lost gets a new Job with a new name, so a Job never starts its pod again by itself (``backoffLimit: 0``). A Job,
-its pods and their events give the state of a node, with the reason and the remedy.
+There is one Job per incarnation of a node; all have the label of their launch. A node that is lost gets a new Job with
+a new name, so a Job never starts its pod again by itself (``backoffLimit: 0``). A Job, its pods and their events give
+the state of a node, with the reason and the remedy.
 """
 
 from __future__ import annotations
@@ -66,20 +66,6 @@ def label_of(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "_", text)[:63].strip("_.-")
 
 
-def group_object(options: KubernetesSettings, launch: Mapping[str, Any], run_dir: str) -> dict[str, Any]:
-    """Return the ConfigMap that owns all Jobs of a launch."""
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {
-            "name": name_launch(launch),
-            "namespace": options.namespace,
-            "labels": _labels(launch),
-        },
-        "data": {"job_id": launch["job_id"], "launch": str(launch["launch"]), "run_directory": run_dir},
-    }
-
-
 def node_object(
     options: KubernetesSettings,
     launch: Mapping[str, Any],
@@ -89,8 +75,8 @@ def node_object(
     grace_seconds: float,
     excluded: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the Job of one incarnation of a node, which runs ``command``, without its owner. ``grace_seconds``: from
-    SIGTERM to SIGKILL. ``excluded``: the machines on which it is not placed."""
+    """Return the Job of one incarnation of a node, which runs ``command``. ``grace_seconds``: from SIGTERM to
+    SIGKILL. ``excluded``: the machines on which it is not placed."""
     labels = {**_labels(launch), NODE: str(node_id), INCARNATION: str(incarnation)}
     annotations = {
         # A step of all nodes waits for each of them: nobody should be moved for tidiness.
@@ -121,12 +107,6 @@ def node_object(
             },
         },
     }
-
-
-def owned_by(job: Mapping[str, Any], launch: Mapping[str, Any], owner_uid: str) -> dict[str, Any]:
-    """Return a Job with its owner, the ConfigMap of `group_object` that has this uid."""
-    owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": name_launch(launch), "uid": owner_uid}
-    return {**job, "metadata": {**job["metadata"], "ownerReferences": [owner]}}
 
 
 def _labels(launch: Mapping[str, Any]) -> dict[str, str]:

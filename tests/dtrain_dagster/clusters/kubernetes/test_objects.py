@@ -53,7 +53,7 @@ FULL = KubernetesSettings.of({
 
 def job(options: KubernetesSettings = PLAIN, **changes: Any) -> dict[str, Any]:
     given = {"node_id": 1, "incarnation": 2, "command": ["python3"], "grace_seconds": 20.0}
-    return objects.owned_by(objects.node_object(options, LAUNCH, **{**given, **changes}), LAUNCH, "uid-1")
+    return objects.node_object(options, LAUNCH, **{**given, **changes})
 
 
 def pod(options: KubernetesSettings) -> dict[str, Any]:
@@ -63,8 +63,7 @@ def pod(options: KubernetesSettings) -> dict[str, Any]:
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("options", [PLAIN, FULL], ids=["plain", "full"])
 def test_objects_are_what_kubernetes_takes(options: KubernetesSettings, version: str):
-    for made in (job(options), objects.group_object(options, LAUNCH, "/data/jobs/one")):
-        schemas.validate(made, version, strict=True)
+    schemas.validate(job(options), version, strict=True)
 
 
 def test_the_validation_finds_a_field_that_does_not_exist():
@@ -74,7 +73,7 @@ def test_the_validation_finds_a_field_that_does_not_exist():
         schemas.validate(made, VERSIONS[-1], strict=True)
 
 
-def test_a_job_runs_its_pod_once_and_is_found_and_deleted_with_its_launch():
+def test_a_job_runs_its_pod_once_and_is_found_with_its_launch():
     made = job()
     assert made["spec"]["backoffLimit"] == 0
     assert pod(PLAIN)["restartPolicy"] == "Never"
@@ -82,9 +81,6 @@ def test_a_job_runs_its_pod_once_and_is_found_and_deleted_with_its_launch():
               "dtrain/incarnation": "2"}  # fmt: skip
     assert labels.items() <= made["metadata"]["labels"].items()
     assert labels.items() <= made["spec"]["template"]["metadata"]["labels"].items()
-    group = objects.group_object(PLAIN, LAUNCH, "/data/jobs/one")
-    owner = made["metadata"]["ownerReferences"][0]
-    assert (owner["kind"], owner["name"], owner["uid"]) == (group["kind"], group["metadata"]["name"], "uid-1")
 
 
 def test_names_differ_by_launch_node_and_incarnation_and_are_short_enough():
