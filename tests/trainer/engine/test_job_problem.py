@@ -88,7 +88,7 @@ def test_rows_are_learned_judged_and_saved(tmp_path: Path, target: str, loss: st
     made = build_table(tmp_path, target)
     code, result, report = result_of(job_of(tmp_path, made.uri, "mlp", loss))
     assert (code, result["status"]) == (DONE, "succeeded")
-    assert report["model"]["samples"] == made.manifest["samples"]["test"]
+    assert report["model"]["samples"] == made.manifest()["samples"]["test"]
     assert report["model"][score] < 0.7 * report["baselines"]["constant"][score]
     assert report["baselines"]["linear"][score] < 0.7 * report["baselines"]["constant"][score]
     assert report["canaries"]["shuffled_targets"]["passed"]
