@@ -1,8 +1,8 @@
 """The pages of Dagster and MLflow for `dtrain ui`, without their own servers and behind the guard.
 
 ``dagster dev`` starts a webserver that takes mutations from any website. Here the command ``dagster-webserver`` runs in
-this process, with the daemon beside it, and its application is served with `guard.Guard` around it, so no unguarded
-port exists, not even on loopback. Both ask code servers of their own, over Unix sockets that only this user may open.
+this process, with daemon and code servers beside it, and its application is served with `guard.Guard` around it, so no
+unguarded port exists, not even on loopback. Code servers are asked over Unix sockets that only this user may open.
 
 MLflow's own guard takes requests from pages of any port of this machine, and MLflow has an assistant that runs shell
 commands. The command puts the guard around it.
@@ -14,14 +14,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from socket import socket
+from socket import AF_UNIX, socket
 from typing import Any
 
+import yaml
 from starlette.types import ASGIApp
 
 from dtrain_dagster.web.guard import LOOPBACK, Guard, Rules, rules_for
@@ -46,6 +49,14 @@ next(iter(entry_points(group="console_scripts", name=sys.argv[0]))).load()()
 """A program that is one of Dagster's commands."""
 _NOWHERE = "served-behind-a-guard.invalid"
 """A host on which nothing can listen."""
+_TARGETS = {
+    "python_module": ("module_name", "--module-name"),
+    "python_file": ("relative_path", "--python-file"),
+    "python_package": ("package_name", "--package-name"),
+    "autoload_defs_module": ("module_name", "--autoload-defs-module-name"),
+}
+"""The kinds of code locations in a workspace file that need a code server: the field that names the code, and its
+option of ``dagster code-server start``."""
 WSGI_IS_DEPRECATED = r"starlette\.middleware\.wsgi is deprecated"
 
 
@@ -58,8 +69,8 @@ def ui_rules(names: Sequence[str] = ()) -> Rules:
 
 
 def run_ui(workspace: Path, bound: socket, names: Sequence[str], users: frozenset[int] | None) -> int:
-    """Serve Dagster's UI on this socket until SIGINT or SIGTERM; return the exit code, 1 where the daemon ends first.
-    ``DAGSTER_HOME`` is set. ``names``: further names in the ``Host`` of requests; ``users``: as for
+    """Serve Dagster's UI on this socket until SIGINT or SIGTERM; return the exit code, 1 where the daemon or a code
+    server ends first. ``DAGSTER_HOME`` is set. ``names``: further names in the ``Host`` of requests; ``users``: as for
     `web.server.server`."""
     from dagster import DagsterInstance
 
@@ -73,12 +84,16 @@ def run_ui(workspace: Path, bound: socket, names: Sequence[str], users: frozense
     def serve(app: ASGIApp) -> None:
         signal.signal(signal.SIGTERM, _end)  # in place of the handler that the command has set
         web = server(Guard(app, ui_rules(names)), websockets=True, users=users)
-        threading.Thread(target=_stop_after, args=(daemon, web, lost), daemon=True).start()
+        for process in processes:
+            threading.Thread(target=_stop_after, args=(process, web, lost), daemon=True).start()
         print(f"Dagster's UI: {address(bound)}", flush=True)  # noqa: T201 - what the command is started for
         web.run(sockets=[bound])
 
-    with running(_COMMAND, "dagster-daemon", "run", "--workspace", str(workspace)) as daemon:
-        run_webserver(workspace, serve)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dtrain-ui-")))
+        shared, processes = _start_code_servers(workspace, folder, stack)
+        processes.append(stack.enter_context(running(_COMMAND, "dagster-daemon", "run", "--workspace", str(shared))))
+        run_webserver(shared, serve)
         return 1 if lost.is_set() else 0
 
 
@@ -100,10 +115,56 @@ def run_webserver(workspace: Path, serve: Callable[[ASGIApp], None]) -> None:
         uvicorn.run = run
 
 
+def _start_code_servers(workspace: Path, folder: Path, stack: ExitStack) -> tuple[Path, list[subprocess.Popen[bytes]]]:
+    """Start what webserver and daemon share; return a workspace file with the sockets, and the processes."""
+    locations = (yaml.safe_load(workspace.read_text()) or {}).get("load_from") or []
+    shared, waiting = folder / "workspace.yaml", {}
+    for number, location in enumerate(locations):
+        [(kind, fields)] = location.items()
+        if kind in _TARGETS:
+            path = folder / f"{number}.sock"
+            name, options = code_server_options(kind, fields, workspace.resolve().parent)
+            arguments = ("code-server", "start", "--socket", str(path), "--location-name", name, *options)
+            python = None if isinstance(fields, str) else fields.get("executable_path")
+            waiting[path] = stack.enter_context(running(_COMMAND, "dagster", *arguments, python=python))
+            locations[number] = {"grpc_server": {"socket": str(path), "location_name": name}}
+    shared.write_text(yaml.safe_dump({"load_from": locations}))
+    for path, process in waiting.items():
+        _wait_for_server(path, process)
+    return shared, list(waiting.values())
+
+
+def code_server_options(kind: str, fields: str | Mapping[str, str], folder: Path) -> tuple[str, list[str]]:
+    """Return the name of a code location in a workspace file of this folder, and the options of its code server.
+    ``fields``: the code's name alone, or the fields of such a location in Dagster's documentation."""
+    field, option = _TARGETS[kind]
+    given = {field: fields} if isinstance(fields, str) else dict(fields)
+    name, attribute = Path(given[field]).name, given.get("attribute")
+    if kind == "python_file":
+        given[field] = str(folder / given[field])
+        if not isinstance(fields, str):
+            given["working_directory"] = str(folder / given.get("working_directory", "."))
+    options = [option, given[field], "--log-level", "warning", "--inject-env-vars-from-instance"]
+    for key, more in (("attribute", "--attribute"), ("working_directory", "--working-directory")):
+        options += [more, given[key]] if key in given else []
+    options += ["--use-python-environment-entry-point"] if "executable_path" in given else []
+    return given.get("location_name") or (f"{name}:{attribute}" if attribute else name), options
+
+
+def _wait_for_server(path: Path, process: subprocess.Popen[bytes]) -> None:
+    """Return once a code server listens, which it does when its code is loaded, or its process has ended."""
+    while process.poll() is None:
+        with socket(AF_UNIX) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                return
+        time.sleep(0.1)
+
+
 @contextmanager
-def running(program: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Yield a Python program as a process, which ends with the block."""
-    process = subprocess.Popen([sys.executable, "-c", program, *arguments])
+def running(program: str, *arguments: str, python: str | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """Yield a Python program as a process, which ends with the block. ``python``: None for this interpreter."""
+    interpreter = os.path.expanduser(python) if python else sys.executable
+    process = subprocess.Popen([interpreter, "-c", program, *arguments])
     try:
         yield process
     finally:
@@ -116,7 +177,7 @@ def running(program: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _stop_after(process: subprocess.Popen[bytes], web: Any, lost: threading.Event) -> None:
-    """Stop the server when the daemon has ended: the UI would show runs that nothing starts."""
+    """Stop the server when one of its processes has ended: the UI would show runs that nothing starts."""
     process.wait()
     lost.set()
     web.should_exit = True

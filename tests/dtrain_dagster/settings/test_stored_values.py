@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 
 from dtrain_dagster.resources import build_resources, value_files
 from dtrain_dagster.settings.environment import Settings
+
+ROOT = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True)
@@ -56,3 +59,11 @@ def test_a_value_of_another_version_is_refused_with_the_remedy(tmp_path: Path, s
         read = dg.build_input_context(asset_key=key, upstream_output=upstream)
         with read as where, pytest.raises(dg.Failure, match=r"another version \(.+\): materialize plan again"):
             value_files.resource_fn(context).load_input(where)
+
+
+def test_the_section_of_the_documentation_sends_outputs_of_runs_to_blob(tmp_path: Path):
+    section = re.search(r"```yaml\n(compute_logs:.*?)```", (ROOT / "docs/azure.md").read_text(), re.DOTALL)
+    assert section is not None
+    (tmp_path / "dagster.yaml").write_text(section[1].replace("<account>", "values"))
+    with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
+        assert type(instance.compute_log_manager).__name__ == "AzureBlobComputeLogManager"
