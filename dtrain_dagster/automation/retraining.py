@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from typing import Any
@@ -17,9 +17,11 @@ from typing import Any
 import dagster as dg
 
 from dtrain_dagster.automation.capacity_queue import WaitingList
-from dtrain_dagster.automation.run_liveness import LIVE, planned_assets
+from dtrain_dagster.automation.run_liveness import ALIVE_SECONDS, LIVE, is_silent, planned_assets
+from dtrain_dagster.clusters.base import OWNER, ClusterError
+from dtrain_dagster.clusters.notice_claims import send_once
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS
-from dtrain_dagster.resources import project_resource
+from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.page_entries import read_entries
@@ -28,6 +30,7 @@ from trainer.documents import schemas
 from trainer.documents.places import PlaceError, checked_id
 from trainer.documents.reader import MARK_BYTES, parse_document, warn_once
 from trainer.errors import DamagedError
+from trainer.rundir import RunDir
 from trainer.storage.base import Storage
 from trainer.storage.open import open_storage
 
@@ -151,8 +154,10 @@ def staleness(
             words = f"the latest training had prices up to {trained_on.last_date}, {lag} days before the newest"
             found.append(RetrainingCause(new_data(newest.sha256).key, words))
     age, rest = now - champion.at, max_age_days * DAY - (now - latest.at)
-    if rest <= 0:
-        found.append(RetrainingCause(f"age-v{latest.version}-{int(latest.at)}", f"{name} is {age / DAY:.1f} days old"))
+    if rest <= 0:  # a cause has one run, which may fail: each further period is a cause of its own
+        period = int((now - latest.at) // (max_age_days * DAY))
+        key = f"age-v{latest.version}-{int(latest.at)}-{period}"
+        found.append(RetrainingCause(key, f"{name} is {age / DAY:.1f} days old"))
     if found:
         return found
     tried = "" if latest.version == champion.version else f", and version {latest.version} was trained since"
@@ -171,16 +176,23 @@ def ask(
     names: GraphNames = STOCK_NAMES,
 ) -> dg.RunRequest | dg.SkipReason:
     """Return the one run of this cause in this graph, or the reason to skip: it had its run, or a training of the graph
-    is under way.
-
-    Sensors are evaluated one after the other, schedules beside them. The caller must hold the claim
-    (`claim_retraining`).
+    is under way, or another cause has the claim (`claim_retraining`): sensors are evaluated one after the other,
+    schedules beside them. Of a run that seems dead, and keeps all causes waiting, people are told once.
     """
     now, trained, instance = time.time(), names.key(TRAINED), context.instance
     project = project_resource(context, names)
+    own, job = names.below(f"{project.shared_uri}/retraining"), names.unique(TRAIN_JOB)
     cause = replace(cause, key=names.mark(cause.key))
-    runs = instance.get_runs(dg.RunsFilter(statuses=LIVE))
-    live = [run for run in runs if trained in planned_assets(instance, run)]
+    records = instance.get_run_records(dg.RunsFilter(statuses=LIVE))
+    live = [record for record in records if trained in planned_assets(instance, record.dagster_run)]
+    if dead := find_dead(instance, live, cluster_resource(context, names), project.jobs_uri, now):
+        said = (
+            f"run {dead} has been silent for {format_duration(ALIVE_SECONDS)} and follows no job: it seems to have "
+            f"died with its machine, and keeps others waiting. Terminate it in Dagster's UI, then launch the job {job}"
+        )
+        text = f"{said}\n{project.run_url(dead)}"
+        send_once(RunDir(own), lambda: (f"silent-{dead}", lambda: ("dtrain: retraining waits for a silent run", text)))
+        return dg.SkipReason(f"{cause.words}; {said}")
     queued = [
         item
         for item in WaitingList(project.shared_uri).tickets()
@@ -190,14 +202,31 @@ def ask(
         return dg.SkipReason(f"{cause.words}; waits for run {queued[0].run_id[:8]}, which waits for capacity")
     if had := instance.get_runs(dg.RunsFilter(tags={CAUSE_TAG: cause.key}), limit=1):
         said = f"run {had[0].run_id[:8]} was started for that ({had[0].status.value.lower()})"
-        by_hand = f"to train once more, launch the job {names.unique(TRAIN_JOB)} by hand"
-        return dg.SkipReason(f"{cause.words}: {said}; {by_hand}")
-    if live:
-        said = f"waits for run {live[0].run_id[:8]}, which is training or about to train"
-        return dg.SkipReason(f"{cause.words}; {said} (if it died with its machine, terminate it in Dagster's UI)")
-    if holder := claim_retraining(open_storage(names.below(f"{project.shared_uri}/retraining")), cause.key, now):
+        return dg.SkipReason(f"{cause.words}: {said}; to train once more, launch the job {job} by hand")
+    if live:  # the oldest: others wait behind it
+        run_id = live[-1].dagster_run.run_id
+        return dg.SkipReason(f"{cause.words}; waits for run {run_id[:8]}, which is training or about to train")
+    if holder := claim_retraining(open_storage(own), cause.key, now):
         return dg.SkipReason(f"{cause.words}; waits for the run that was just asked for ({holder})")
     return dg.RunRequest(run_key=cause.key, run_config=run_config(budget_usd, names), tags={CAUSE_TAG: cause.key})
+
+
+def find_dead(
+    instance: dg.DagsterInstance, live: Sequence[dg.RunRecord], cluster: GPUClusterResource, jobs_uri: str, now: float
+) -> str:
+    """Return the id of the oldest of the ``live`` runs (newest first) that is started, is silent, and follows no active
+    job; "" for none, and where the jobs cannot be seen."""
+    started = [record for record in live if record.dagster_run.status is dg.DagsterRunStatus.STARTED]
+    silent = [record.dagster_run.run_id for record in started if is_silent(instance, record, now)]
+    if not silent:
+        return ""
+    try:
+        jobs = [RunDir(f"{jobs_uri}/{job.job_id}") for job in cluster.manager().active_jobs()]
+        owners = {(rundir.read_json(OWNER) or {}).get("dagster_run_id") for rundir in jobs}
+    except (ClusterError, DamagedError, OSError) as error:
+        warn_once(f"whether run {silent[-1]} still follows a job cannot be determined: {error}")
+        return ""
+    return next((run_id for run_id in reversed(silent) if run_id not in owners), "")
 
 
 def claim_retraining(storage: Storage, key: str, now: float) -> str:

@@ -1,5 +1,6 @@
 """Which Dagster runs are of a graph of ours. An instance has runs of other code locations, too: they keep nothing
-waiting. That a run has died is for Dagster to find out, by `run_monitoring` of the instance.
+waiting. A run whose process was killed is marked as failed by the code server that started it. One that died with its
+machine is not, by nobody (`settings/dagster.yaml`): it is silent, and a person has to end it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,13 @@ ALIVE_SECONDS = 1800.0
 """The longest silence of a run that is about to use nodes: one that died with its machine must not keep them."""
 
 
+def is_silent(instance: dg.DagsterInstance, record: dg.RunRecord, now: float) -> bool:
+    """Return whether nothing was heard of a run for `ALIVE_SECONDS`."""
+    latest = instance.get_records_for_run(record.dagster_run.run_id, limit=1, ascending=False).records
+    heard_at = latest[0].timestamp if latest else record.create_timestamp.timestamp()
+    return now - heard_at >= ALIVE_SECONDS
+
+
 def planned_assets(instance: dg.DagsterInstance, run: dg.DagsterRun) -> Set[dg.AssetKey]:
     """Return the assets that a run makes, also those that it has made: none for a run of ops."""
     if run.asset_selection is not None:
@@ -38,9 +46,6 @@ def run_at_work(instance: dg.DagsterInstance, clusters: Iterable[dg.AssetKey], n
     mine = {names.key(asset) for names in graphs for asset in ON_NODES}
     for record in instance.get_run_records(dg.RunsFilter(statuses=AT_WORK)):
         run = record.dagster_run
-        if mine & planned_assets(instance, run):
-            latest = instance.get_records_for_run(run.run_id, limit=1, ascending=False).records
-            heard_at = latest[0].timestamp if latest else record.create_timestamp.timestamp()
-            if now - heard_at < ALIVE_SECONDS:
-                return run.run_id
+        if mine & planned_assets(instance, run) and not is_silent(instance, record, now):
+            return run.run_id
     return ""

@@ -295,8 +295,7 @@ def say_that_jobs_go_on(jobs: str, name: str, again: str) -> None:
 
 
 def say_after_work(settings: Settings, jobs: Sequence[str], go_on: str) -> None:
-    """Print how the ``jobs`` ended that an interrupted command had begun or gone on with, and the command that goes
-    on."""
+    """Print how the ``jobs`` ended that an interrupted command had started, and the command that goes on."""
     for job_id in jobs:
         say_how_to_go_on(settings, job_id, "")
     if not jobs:

@@ -29,6 +29,7 @@ from dtrain_dagster.automation.retraining import (
     unreadable,
     weekly,
 )
+from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.job_notices import was_told
 from dtrain_dagster.data.sources import PriceFile, price_source
 from dtrain_dagster.jobs.progress import JOB_TAG
@@ -38,7 +39,8 @@ from dtrain_dagster.support.formatting import format_duration
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import notify_and_log
 from dtrain_dagster.support.secrets import redact
-from trainer.rundir import RunDir
+from trainer.errors import DamagedError
+from trainer.rundir import STATUS, RunDir
 
 QUIET_SECONDS = 600.0
 """How long a changed file has to stay unchanged: it may still be written."""
@@ -196,10 +198,20 @@ def build_retraining_failed_sensor(project: ProjectResource, names: GraphNames =
         if latest.run_id != run.run_id or any(item.tags.get(CAUSE_TAG) == cause for item in tickets):
             return dg.SkipReason("it found no capacity: the sensor `queue` reports what happens to it")
         job = run.tags.get(JOB_TAG)
-        if job is not None and was_told(RunDir(f"{project.jobs_uri}/{job}"), "end"):
+        if job is not None and _is_told_as_failed(RunDir(f"{project.jobs_uri}/{job}")):
             return dg.SkipReason("its job has failed, and its cluster has sent a notice")
-        message = redact(f"{cause}: {context.failure_event.message}\n{project.run_url(run.run_id)}")
+        again = f"It is not tried again before its next cause; to train now, launch the job {names.unique(TRAIN_JOB)}."
+        message = redact(f"{cause}: {context.failure_event.message}\n{again}\n{project.run_url(run.run_id)}")
         notify_and_log(project.notify_urls(), "dtrain: a retraining has failed", message, context.log)
         return None
 
     return retraining_failed
+
+
+def _is_told_as_failed(rundir: RunDir) -> bool:
+    """Return whether people were told that a job has failed. A run may fail after its job has finished."""
+    try:
+        status = rundir.read_json(STATUS) or {}
+    except (DamagedError, OSError):
+        return False
+    return status.get("state") == JobState.FAILED and was_told(rundir, "end")

@@ -29,7 +29,9 @@ from dtrain_dagster.automation.retraining import (
     staleness,
 )
 from dtrain_dagster.automation.run_liveness import ON_NODES, planned_assets
+from dtrain_dagster.clusters.base import OWNER, JobState, JobStatus
 from dtrain_dagster.clusters.job_notices import tell
+from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.clusters.notice_claims import NOTICES
 from dtrain_dagster.data.sources import PriceFile
 from dtrain_dagster.definitions import build_defs
@@ -147,7 +149,10 @@ def test_what_failed_is_told_and_not_tried_again(world: tuple[World, list[dict[s
     assert [item["title"] for item in heard] == ["dtrain: a retraining has failed"]
     assert f"{request.run_key}: disk full, password=[secret]" in heard[-1]["message"]
     assert run.run_id in heard[-1]["message"]
+    assert "not tried again before its next cause; to train now, launch the job train." in heard[-1]["message"]
     assert "by hand" in here.tick("staleness", minutes=7 * 24 * 60).skip_message
+    [later] = here.tick("staleness", minutes=22 * 24 * 60).run_requests
+    assert later.run_key == request.run_key.removesuffix("-1") + "-2", "one failure does not switch the trigger off"
 
     waiting = WaitingList(here.settings.shared_uri)
     ticket = new_ticket(run.run_id, (), {}, "no capacity", here.clock.now, 3600.0, tags=request.tags)
@@ -177,6 +182,39 @@ def test_a_failure_that_the_cluster_has_told_is_not_told_again(
     rundir.storage.delete(NOTICES)  # nobody was told of that end
     here.sees_failure(run)
     assert heard[-1]["title"] == "dtrain: a retraining has failed"
+
+    rundir.write_json(STATUS, {**status, "state": "succeeded", "exit_code": 0, "pid": 1})
+    tell(rundir)
+    here.sees_failure(run)  # a step after the training has failed
+    assert [item["title"] for item in heard[-2:]] == ["dtrain: job has finished", "dtrain: a retraining has failed"]
+
+
+def test_a_run_that_died_with_its_machine_is_told_once(
+    world: tuple[World, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+):
+    here, heard = world
+    monkeypatch.setenv("DTRAIN_NOTIFY", here.settings.notify)
+    record_training(here.instance, here.settings.shared_uri, "0" * 64, "2020-01-02")
+    here.clock.now += 31 * DAY
+    [request] = here.tick("staleness").run_requests
+    dead = here.add_run(request, dg.DagsterRunStatus.STARTED).run_id
+    here.add_run(dg.RunRequest(), dg.DagsterRunStatus.NOT_STARTED)
+    assert "was started for that (started)" in here.tick("staleness", minutes=29).skip_message
+
+    RunDir(f"{here.settings.jobs_uri}/job").write_json(OWNER, {"dagster_run_id": dead})
+    with monkeypatch.context() as patch:
+        running = [JobStatus(job_id="job", state=JobState.RUNNING)]
+        patch.setattr(LocalClusterManager, "active_jobs", lambda _: running)
+        assert "was started for that" in here.tick("staleness", minutes=2).skip_message, "its job goes on"
+    assert not heard
+    for _ in range(2):
+        said = here.tick("staleness", minutes=1).skip_message
+        assert f"run {dead} has been silent for 30 min 00 s and follows no job" in said
+        assert "Terminate it in Dagster's UI, then launch the job train" in said
+    [message] = heard
+    assert message["title"] == "dtrain: retraining waits for a silent run"
+    assert f"/runs/{dead}" in message["message"]
+    assert here.instance.get_run_by_id(dead).status is dg.DagsterRunStatus.STARTED, "it may live: a person decides"
 
 
 def test_of_those_who_ask_in_the_same_moment_one_asks(tmp_path: Path):
@@ -229,7 +267,9 @@ def test_two_causes_start_one_run(world: tuple[World, list[dict[str, Any]]]):
     assert by_age.run_key != by_data.run_key
 
     run = here.add_run(by_data, dg.DagsterRunStatus.STARTED)
-    assert f"waits for run {run.run_id[:8]}" in here.tick("staleness").skip_message
+    behind = here.add_run(dg.RunRequest(), dg.DagsterRunStatus.NOT_STARTED)
+    assert f"waits for run {run.run_id[:8]}" in here.tick("staleness").skip_message, "not for the one behind it"
+    here.instance.report_run_canceled(behind)
     here.instance.report_run_canceled(run)
     waiting = WaitingList(here.settings.shared_uri)
     waiting.put(new_ticket(run.run_id, (), {}, "no capacity", here.clock.now, 3600.0))
