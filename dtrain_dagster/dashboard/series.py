@@ -2,26 +2,27 @@
 
 `PerformanceDashboard` is a fold: it takes events as they come and keeps a bounded amount of them, so that a training of
 a week costs no more to look at than one of an hour. It ignores an event that it does not understand (an older or a
-newer trainer wrote it).
+newer trainer wrote it). Where a training was best on its validation split, and whether it overfits since, is decided here, too: once
+for the live and the saved page.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 import uuid
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from dtrain_dagster.dashboard.job_facts import describe_diagnosis
 from dtrain_dagster.jobs.view import UNREADABLE, JobView, fold, news
 from dtrain_dagster.monitoring.alerts import advise
 from dtrain_dagster.monitoring.diagnosis import diagnose
 from dtrain_dagster.monitoring.hangs import hang_verdict
-from dtrain_dagster.monitoring.learning import Evaluation, judge_learning
 from dtrain_dagster.monitoring.windows import SEGMENTS, Throughput
 from trainer.documents.events import (
     CheckpointEvent,
@@ -107,6 +108,65 @@ def merged(row: Row, sample: Row, weight: int, x: str) -> Row:
     """Return the mean of a row of ``weight`` samples and one more; its position is that of the last."""
     mean = {name: row[name] + (sample[name] - row[name]) / (weight + 1) for name in row.keys() & sample.keys()}
     return {**row, **sample, **mean, x: sample[x]}
+
+
+OVERFIT_SHARE = 0.10
+"""The part of what the validation loss had gained by which it must have risen again for a training to overfit."""
+LOOKS = 2
+"""Evaluations since the best one from which a rise is believed; their mean counts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """One look at the validation split."""
+
+    step: int
+    loss: float
+    epoch: int = 0
+    """Counted from 1 as people do; 0: not known."""
+    training_loss: float | None = None
+    """The mean of the training loss since the evaluation before; None: not known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Learning:
+    """The verdict on a curve of validation losses."""
+
+    state: Literal["unknown", "improving", "stalled", "worsening", "overfitting"]
+    """Unknown: of one evaluation. Worsening: the training loss has risen as well."""
+    best: Evaluation
+    words: str
+    """One or two sentences for people."""
+
+
+def judge_learning(evaluations: Sequence[Evaluation]) -> Learning | None:
+    """Return the verdict on evaluations in order of steps; None where there is none."""
+    known = [item for item in evaluations if math.isfinite(item.loss)]
+    if not known:
+        return None
+    best = min(known, key=lambda item: item.loss)
+    where = f"step {best.step:,}" + (f", epoch {best.epoch}" if best.epoch else "")
+    at = f"The validation loss is lowest at {where}: {best.loss:.4f}."
+    if len(known) == 1:
+        return Learning(state="unknown", best=best, words=at)
+    later = known[known.index(best) + 1 :]
+    if not later:
+        return Learning(state="improving", best=best, words=f"{at} It still falls.")
+    limit = OVERFIT_SHARE * (known[0].loss - best.loss)
+    rise = f"{later[-1].loss - best.loss:.4f}"
+    if len(later) < LOOKS or not statistics.fmean(item.loss for item in later[-LOOKS:]) - best.loss > limit:
+        looks = "the evaluation" if len(later) == 1 else f"the {len(later)} evaluations"
+        words = f"{at} It has not been lower in {looks} since; the latest is {rise} above it."
+        return Learning(state="stalled", best=best, words=words)
+    then, now = best.training_loss, later[-1].training_loss
+    if then is not None and now is not None and now > then:
+        words = f"{at} It has risen by {rise} since, and the training loss has risen as well: lower the learning rate."
+        return Learning(state="worsening", best=best, words=words)
+    words = (
+        f"Overfitting: {at[0].lower()}{at[1:]} It has risen by {rise} since, while the training loss fell. The model "
+        "is taken from the best step, so later ones only cost time."
+    )
+    return Learning(state="overfitting", best=best, words=words)
 
 
 class PerformanceDashboard:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dtrain_dagster.monitoring.learning import Evaluation, Learning, judge_learning
+from dtrain_dagster.dashboard.series import Evaluation, Learning, judge_learning
 
 
 def verdict(*losses: float, training: tuple[float, ...] = ()) -> Learning:
