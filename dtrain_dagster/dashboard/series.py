@@ -2,8 +2,8 @@
 
 `PerformanceDashboard` is a fold: it takes events as they come and keeps a bounded amount of them, so that a training of
 a week costs no more to look at than one of an hour. It ignores an event that it does not understand (an older or a
-newer trainer wrote it). Where a training was best on its validation split, and whether it overfits since, is decided here, too: once
-for the live and the saved page.
+newer trainer wrote it). Where a training was best on its validation split, and whether it overfits since, is decided
+here, too: once for the live and the saved page.
 """
 
 from __future__ import annotations

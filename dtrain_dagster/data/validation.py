@@ -30,7 +30,8 @@ SPLIT_TOLERANCE = 0.03
 GAP_DAYS_WITHOUT_CALENDAR = 7
 
 CHECKS = {
-    "positive_prices": ("error", "No price is zero or negative: its logarithm would not exist."),
+    "positive_prices": ("error", "Each price is a number above zero: its logarithm would not exist otherwise."),
+    "unique_sorted_rows": ("error", "Each ticker has its days in order, each of them once."),
     "trading_sessions": ("error", "No row falls on a day on which the exchange was closed."),
     "calendar_gaps": (
         "warning",
@@ -94,7 +95,7 @@ def validate_prices(ref: PricesRef, calendar: str | None = "XNYS") -> Validation
     for ticker, frame in iter_tickers(ref):
         ends.append(str(frame["date"].iloc[-1].date()))
         _check_calendar(findings, ticker, frame, sessions)
-        bad = frame.loc[frame["adj_close"] <= 0, "date"]
+        bad = frame.loc[~frame["adj_close"].between(0, float("inf"), inclusive="neither"), "date"]
         findings.add("positive_prices", [f"{ticker} {day.date()}" for day in bad])
         masks += _check_moves(findings, ticker, frame)
     if len(ends) > 1 and len(set(ends)) == 1:
@@ -163,6 +164,8 @@ def _check_calendar(
     if sessions is not None:
         closed = dates[~np.isin(dates, sessions)]
         findings.add("trading_sessions", [f"{ticker} {date}" for date in closed])
+    again = dates[1:][np.diff(dates) <= np.timedelta64(0, "D")]
+    findings.add("unique_sorted_rows", [f"{ticker} {date}" for date in again])
     after_gap = dates[gaps(dates, sessions)]
     findings.add("calendar_gaps", [f"{ticker}: sessions are missing before {date}" for date in after_gap])
 

@@ -16,6 +16,7 @@ from dtrain_dagster.jobs.progress import REGISTRATION
 from dtrain_dagster.registry.base import Registry
 from dtrain_dagster.registry.evaluated import judge_again
 from dtrain_dagster.registry.promotion import AliasDecision, choose_alias
+from dtrain_dagster.registry.run_model import refuse_change
 from dtrain_dagster.registry.smoke_test import Candidate
 from dtrain_dagster.registry.versions import (
     PACKED_TAG,
@@ -82,6 +83,8 @@ def register_job(
     model = models.register_model(trained, name, made.tags(), card, experiment)
     names = (*MODEL_DIGESTS, "program_sha256", "example_sha256", PACKED_TAG)
     digests = {key: model.tags[key] for key in names if key in model.tags}
+    # The version may have been there, of the job's name and other weights: its alias must not follow from these.
+    refuse_change(run_dir, trained.own.digests, digests)
     if trained.order is not None:
         keep_registration(Path(home), job.job_id, {"name": model.name, "version": model.version, **digests})
     told(f"{model.name} version {model.version}; asking a scoring server for its numbers")

@@ -167,3 +167,21 @@ def test_gaps_by_calendar_and_by_days() -> None:
     np.testing.assert_array_equal(np.flatnonzero(gaps(kept, days)), [10, 19])
     assert not gaps(days, days).any()
     np.testing.assert_array_equal(gaps(np.array(["2020-01-01", "2020-01-08", "2020-01-16"], "M8[D]"), None), [0, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("positive_prices", {"adj_close": [1.0, np.inf, 1.0, 1.0]}),
+        ("positive_prices", {"adj_close": [1.0, np.nan, 1.0, 1.0]}),
+        ("unique_sorted_rows", {"date": ["2015-01-02", "2015-01-05", "2015-01-05", "2015-01-06"]}),
+        ("unique_sorted_rows", {"date": ["2015-01-02", "2015-01-06", "2015-01-05", "2015-01-07"]}),
+    ],
+)
+def test_a_stored_file_that_somebody_changed_fails(name: str, values: dict[str, list], tmp_path: Path) -> None:
+    """`write_prices` refuses these; in a file that was changed afterwards the checks find them."""
+    ref = write(long_frame(days=4, tickers=["AAA"]), tmp_path)
+    frame = pd.read_parquet(ref.path).assign(**values)
+    frame["date"] = pd.to_datetime(frame["date"]).dt.date
+    frame.to_parquet(ref.path)
+    assert name in failed(validate_prices(ref))

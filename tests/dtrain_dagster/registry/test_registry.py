@@ -20,6 +20,7 @@ from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry import promotion
 from dtrain_dagster.registry.endpoint import scoring_server
+from dtrain_dagster.registry.registration import register_job
 from dtrain_dagster.registry.smoke_test import SAME_WEIGHTS_TOLERANCE, Sample, compare_answers
 from dtrain_dagster.registry.versions import PACKED_TAG, RUN_TAGS, folder_digest, open_client
 from dtrain_dagster.support.formatting import in_markdown
@@ -474,6 +475,14 @@ def test_champion_and_challenger_are_judged_on_the_same_windows(
     assert home.models.judge_champion(registry.Candidate(run_dir), model) is None
     home.models.promote(worse, registry.choose_alias(PASSED, None))
 
+    with pytest.MonkeyPatch.context() as patch:  # a champion of days further ahead forecasts something else
+        read = promotion._metadata
+        horizons = iter((1, 10))
+        patch.setattr(promotion, "_metadata", lambda folder: {**read(folder), "horizon": next(horizons)})
+        other = home.models.judge_champion(registry.Candidate(run_dir), model)
+    assert other is not None
+    assert (other.champion, other.note) == (None, "its horizon is 10, not 1")
+
     compared = home.models.judge_champion(registry.Candidate(run_dir), model)
 
     assert compared is not None
@@ -487,6 +496,35 @@ def test_champion_and_challenger_are_judged_on_the_same_windows(
     assert home.models.champion_version("forecaster") == model.version
     tags = open_client(home.tracking_uri).get_model_version("forecaster", model.version).tags
     assert tags["alias_reason"] == decision.reason
+
+
+@pytest.mark.slow
+def test_changed_files_of_a_version_are_not_used(home: Home, own: Own) -> None:
+    version = open_client(home.tracking_uri).get_model_version(own.model.name, own.model.version)
+    [weights] = Path(version.source.removeprefix("file://")).rglob("weights.pt")
+    before = weights.read_bytes()
+    weights.write_bytes(before + b" ")
+    try:
+        with pytest.raises(registry.PackedError), home.models.files(own.model.name, own.model.version):
+            pass
+    finally:
+        weights.write_bytes(before)
+
+
+@pytest.mark.slow
+def test_a_version_of_other_weights_gets_no_alias_by_these(
+    home: Home, run_dir: str, model: registry.RegisteredModel
+) -> None:
+    """As where a job was removed and trained anew, and the registry has its version from before."""
+
+    class Found(registry.MLflowRegistry):
+        def register_model(self, *_: Any) -> registry.RegisteredModel:
+            return replace(model, tags={**model.tags, "weights_file_sha256": "0" * 64})
+
+    before = home.models.champion_version("forecaster")
+    with pytest.raises(registry.RunModelError, match=r"weights_file_sha256 .* 000000000000… was registered"):
+        register_job(Found(home.tracking_uri), str(home.path), run_dir, "forecaster", PROVENANCE, experiment="anew")
+    assert home.models.champion_version("forecaster") == before
 
 
 @pytest.mark.slow
