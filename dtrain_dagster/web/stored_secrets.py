@@ -113,7 +113,8 @@ def secret_posted(path: str, query: str, body: bytes) -> str | None:
 
 
 def _secret_in_graphql(query: str, variables: object) -> str | None:
-    from graphql import GraphQLError, StringValueNode, Visitor, parse, visit
+    from graphql import GraphQLError, Visitor, parse, value_from_ast_untyped, visit
+    from graphql.language.ast import ArgumentNode, ValueNode, VariableDefinitionNode
 
     if "mutation" not in query:  # the word cannot be written otherwise
         return None
@@ -121,14 +122,20 @@ def _secret_in_graphql(query: str, variables: object) -> str | None:
         parsed = parse(query, no_location=True)
     except GraphQLError:
         return None
-    texts: list[str] = []
+    given: list[tuple[str, ValueNode]] = []
 
     class Literals(Visitor):
-        def enter_string_value(self, node: StringValueNode, *_: object) -> None:
-            texts.append(node.value)
+        def enter_argument(self, node: ArgumentNode, *_: object) -> None:
+            given.append((_below("", node.name.value), node.value))
 
+        def enter_variable_definition(self, node: VariableDefinitionNode, *_: object) -> None:
+            if node.default_value is not None:
+                given.append((_below("", node.variable.name.value), node.default_value))
+
+    if found := secret_within(variables):
+        return found
     visit(parsed, Literals())
-    return secret_within(variables) or next(filter(None, (secret_within(text, "the query") for text in texts)), None)
+    return next(filter(None, (secret_within(value_from_ast_untyped(node), at) for at, node in given)), None)
 
 
 def refuse_secret_on_command_line(command: Sequence[str]) -> None:

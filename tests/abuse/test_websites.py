@@ -204,8 +204,8 @@ def launches(source: str) -> dict[str, tuple[str, object, str]]:
         "YAML": (LAUNCH, launch_with(f"ops:\n  touch:\n    config:\n      source: '{source}'\n"), at),
         "YAML with escapes": (LAUNCH, launch_with(escaped), at),
         "variables that are a text": (LAUNCH, json.dumps(launch_with(config)), at),
-        "a literal": (literal, None, "the query carries"),
-        "a variable's default": (default, None, "the query carries"),
+        "a literal": (literal, None, at),
+        "a variable's default": (default, None, "s carries"),
         "a tag": (LAUNCH, launch_with({}, executionMetadata={"tags": tags}), "executionMetadata.tags.0.value"),
         "several runs": (several, {"l": [launch_with({})["p"], launch_with(config)["p"]]}, at),
         "a run again": (again, launch_with(config), at),
@@ -256,6 +256,14 @@ def test_what_carries_no_secret_passes(source: str):
     for query, variables, _ in tried.values():
         body = json.dumps({"query": query, "variables": variables}).encode()
         assert secret_posted("/graphql", "", body) is None
+
+
+def test_an_address_of_a_notice_is_refused_wherever_the_query_has_it():
+    """Its token has no mark of its own: the field tells."""
+    project = '{resources: {project: {config: {notify: "slack://T1JJ3T3L2/A1BRTD4JD/TIiajkdnlazkcOXrIdevi7FQ"}}}}'
+    query = f"mutation {{ launchRun(executionParams: {{runConfigData: {project}}}) {{ __typename }} }}"
+    said = secret_posted("/graphql", "", json.dumps({"query": query}).encode())
+    assert "resources.project.config.notify" in (said or "")
 
 
 def test_questions_pass_and_deep_nests_do_not():
