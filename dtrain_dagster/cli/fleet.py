@@ -28,7 +28,7 @@ from dtrain_dagster.cli.job_options import (
     say_what_is_wrong,
     with_reachable_data,
 )
-from dtrain_dagster.cli.plan_lines import past_forecasts
+from dtrain_dagster.cli.plan_lines import past_forecasts, sku_of
 from dtrain_dagster.cli.start import ended_by_signals, say_that_jobs_go_on, this_command_again
 from dtrain_dagster.cli.tracking import FLEET_TAG, record_fleet, track
 from dtrain_dagster.cli.train import as_overrides
@@ -174,11 +174,11 @@ def jobs_of(fleet: FleetFile, settings: Settings, limits: FleetLimits, began_at:
     """Return the jobs of a fleet, each of which was checked. Raise `FleetError`, which names the job and its field, for
     one that cannot be trained."""
     rehearsed: set[str] = set()
-    past = past_forecasts(settings)
+    past, sku = past_forecasts(settings), sku_of(settings)
     found = []
     for number, entry in enumerate(fleet.jobs):
         try:
-            found.append(_job_of(fleet, entry, settings, limits, began_at, rehearsed, past))
+            found.append(_job_of(fleet, entry, settings, limits, began_at, rehearsed, lambda job: past(job).get(sku)))
         except (ConfigError, FleetError) as error:
             raise FleetError(f"jobs.{number} ({entry.name}): {error}") from None
     return found
@@ -205,7 +205,7 @@ def guess(limits: FleetLimits, jobs: int, least_nodes: int) -> dict[str, Any]:
         "node_seconds": min(limits.slice_seconds, max(LEAST_WORK_SECONDS, share / (1 + GUESSED_SPREAD))),
         "spread": GUESSED_SPREAD,
         "startup_seconds": STARTUP_SECONDS,
-        "facts": {BASIS: "a first guess: no past run of the same model, data and batch is known here"},
+        "facts": {BASIS: "a first guess: no past run of the same model, data and batch on this SKU is known here"},
     }
 
 

@@ -4,7 +4,7 @@ runs."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
@@ -12,7 +12,7 @@ from dtrain_dagster.cli.ceilings import promising
 from dtrain_dagster.cli.common import cluster_of, ranks_of, say
 from dtrain_dagster.clusters.base import ClusterConfig
 from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_cost, estimate_forecast
-from dtrain_dagster.costs.prices import SkuPrice, price_of, price_words
+from dtrain_dagster.costs.prices import SkuPrice, hardware_of, price_of, price_words
 from dtrain_dagster.jobs.promises import Wanted, owner_here
 from dtrain_dagster.planning.build_plan import sizes_of
 from dtrain_dagster.planning.check_job import data_of
@@ -35,6 +35,8 @@ class Expected:
     """None where no past run tells."""
     basis: str = ""
     """What the estimate rests on, in words."""
+    elsewhere_seconds: float | None = None
+    """Where past runs on other SKUs alone tell: the longest that it may take here by them; see `longest_elsewhere`."""
     limit_node_seconds: float | None = None
     """Its hard budget; None: it has none."""
 
@@ -51,18 +53,25 @@ class Expected:
 
     @property
     def usd(self) -> float | None:
-        """Return what it may cost: its hard budget, else what is expected; None where neither is known."""
+        """Return what it may cost: its hard budget, else what is expected, else by past runs on other SKUs; None where
+        none of these is known."""
         if self.limit_usd is not None:
             return self.limit_usd
-        return self.estimate.usd.expected if self.estimate else None
+        return self.estimate.usd.expected if self.estimate else self.elsewhere_usd
+
+    @property
+    def elsewhere_usd(self) -> float | None:
+        """Return the dollars of ``elsewhere_seconds``."""
+        return None if self.elsewhere_seconds is None else self.elsewhere_seconds / 3600 * self.usd_per_hour
 
     def on(self, price: SkuPrice, tier: Tier) -> Expected:
         """Return the same on other nodes, whose speed is that of the price table: a rough guess."""
-        told = None
+        told, elsewhere, slower = None, self.elsewhere_seconds, self.price.speed / price.speed
         if self.estimate is not None:
-            seconds = self.estimate.seconds.scaled(self.price.speed / price.speed)
-            told = estimate_cost(seconds, price, tier, self.nodes)
-        return replace(self, price=price, tier=tier, estimate=told)
+            told = estimate_cost(self.estimate.seconds.scaled(slower), price, tier, self.nodes)
+        if elsewhere is not None:
+            elsewhere *= max(1.0, slower)
+        return replace(self, price=price, tier=tier, estimate=told, elsewhere_seconds=elsewhere)
 
     @property
     def price_line(self) -> str:
@@ -80,7 +89,10 @@ class Expected:
             seconds = self.estimate.seconds.told(format_duration)
             lines.append(f"expected: {self.estimate.usd.told(dollars)}, in {seconds}; from {self.basis}")
         else:
-            lines.append("expected: not known, since this home has no past run of the same model, data and batch")
+            said = "not known, since this home has no past run of the same model, data and batch on this SKU"
+            if self.limit_usd is None and self.elsewhere_usd is not None:
+                said += f"; a ceiling counts {dollars(self.elsewhere_usd)}, by the longest of those on other SKUs"
+            lines.append(f"expected: {said}")
         if self.limit_usd is not None:
             lines.append(f"hard budget: {dollars(self.limit_usd)} (training.max_node_seconds)")
         return lines
@@ -108,18 +120,31 @@ def wanted_training(settings: Settings, job: JobConfig, expected: Expected) -> W
     return Wanted(name=job.job_id, owner=owner, usd=expected.usd, usd_per_hour=expected.usd_per_hour)
 
 
-def past_forecasts(settings: Settings) -> Callable[[JobConfig], Forecast | None]:
-    """Return a function that tells a training's time from this home's past runs alike; None where there are none. It
-    raises OSError or RuntimeError where they cannot be read."""
-    history = HomeHistory(settings.home, ranks_of(settings), settings.gpu_type, settings.kind.is_this_machine)
+def past_forecasts(settings: Settings) -> Callable[[JobConfig], dict[str, Forecast]]:
+    """Return a function that tells a training's time from this home's past runs alike, by their SKU. It raises OSError
+    or RuntimeError where they cannot be read."""
+    history = HomeHistory(settings.home, ranks_of(settings), sku_of(settings), settings.kind.is_this_machine)
     cores = os.cpu_count() if history.shares_machine else None
 
-    def forecast(job: JobConfig) -> Forecast | None:
+    def forecasts(job: JobConfig) -> dict[str, Forecast]:
         if not history.runs_like(job):  # then its dataset need not be read
-            return None
-        return history.forecast(job, sizes_of(job, data_of(job).samples, history.processes_per_node, cores))
+            return {}
+        return history.forecasts(job, sizes_of(job, data_of(job).samples, history.processes_per_node, cores))
 
-    return forecast
+    return forecasts
+
+
+def sku_of(settings: Settings) -> str:
+    """Return the SKU of the settings' nodes as past runs have it: in the table's letters, with the partition that a
+    site prices. Raise `PriceError` for an unknown one."""
+    return hardware_of(cluster_of(settings)[0].sku).sku
+
+
+def longest_elsewhere(past: Mapping[str, Forecast], price: SkuPrice, nodes: int) -> float | None:
+    """Return the longest of what past runs on other SKUs tell, in seconds here; None without any. Nodes that are slower
+    by the table of prices take longer; that faster ones take less is not counted on. Pure."""
+    slower = {sku: min(1.0, price.speed / hardware_of(sku).speed) for sku in past}
+    return max((told.seconds_at(nodes, slower[sku]).expected for sku, told in past.items()), default=None)
 
 
 def expect_nodes(settings: Settings, nodes: int) -> Expected:
@@ -133,10 +158,14 @@ def expect_nodes(settings: Settings, nodes: int) -> Expected:
 
 def expect(settings: Settings, job: JobConfig, nodes: int) -> Expected:
     """Return what a training is expected to cost on the settings' cluster. Raise as `expect_nodes` does."""
-    found, told, basis = expect_nodes(settings, nodes), None, ""
+    found, told, basis, elsewhere = expect_nodes(settings, nodes), None, "", None
     if not job.is_of_script:  # of which other code may have the same fields
         with suppress(OSError, RuntimeError):  # of past runs: what is missing is a figure, and it is said
-            if (known := past_forecasts(settings)(job)) is not None:
+            past = past_forecasts(settings)(job)
+            if (known := past.get(sku_of(settings))) is not None:
                 told = estimate_forecast(known, found.price, found.tier, nodes)
                 basis = known.basis_words
-    return replace(found, estimate=told, basis=basis, limit_node_seconds=job.training.max_node_seconds)
+            else:
+                elsewhere = longest_elsewhere(past, found.price, nodes)
+    limit = job.training.max_node_seconds
+    return replace(found, estimate=told, basis=basis, elsewhere_seconds=elsewhere, limit_node_seconds=limit)

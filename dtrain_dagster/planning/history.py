@@ -121,18 +121,23 @@ class HomeHistory:
     """Past runs of a home, by its latest orders, as evidence for a training that no Dagster asset plans."""
 
     def __init__(self, home: Path, processes_per_node: int, sku: str, shares_machine: bool) -> None:
-        """``shares_machine``: whether all nodes are this machine, which keeps what was unpacked for the next run."""
+        """``sku``: of runs that name none. ``shares_machine``: whether all nodes are this machine, which keeps what was
+        unpacked for the next run."""
         self.processes_per_node, self.sku, self.shares_machine = processes_per_node, sku, shares_machine
         self._orders = [(self._mark(job), job) for job in latest_orders(home, LOOK_BACK)]
         self._runs: dict[str, list[PastRun]] = {}
 
-    def forecast(self, job: JobConfig, sizes: Sizes) -> Forecast | None:
-        """Return what past runs of the same pace and global batch tell of a job, on the nodes of the latest of them."""
-        runs = self.runs_like(job)
-        if not runs:
-            return None
-        sizes = replace(sizes, stated_ranks=job.training.world_size)
-        return from_history(runs, (), sizes, runs[0].measured.node_count, self.sku, LearnedCorrection())
+    def forecasts(self, job: JobConfig, sizes: Sizes) -> dict[str, Forecast]:
+        """Return SKU → what past runs of the same pace and global batch tell of a job there, on the nodes of the latest
+        of them."""
+        sizes, found = replace(sizes, stated_ranks=job.training.world_size), dict[str, Forecast]()
+        for run in self.runs_like(job):
+            if run.sku in found:
+                continue
+            nodes = run.measured.node_count
+            if told := from_history(self.runs_like(job), (), sizes, nodes, run.sku, LearnedCorrection()):
+                found[run.sku] = told
+        return found
 
     def runs_like(self, job: JobConfig) -> list[PastRun]:
         """Return the latest runs of the same pace and global batch, as `past_runs` does."""

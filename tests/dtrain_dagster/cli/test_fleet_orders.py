@@ -15,6 +15,7 @@ LIMITS = FleetLimits(budget_usd=10.0, nodes=2, usd_per_node_hour=3.6, slice_seco
 @pytest.mark.parametrize("jobs", [1, 10, 60])
 def test_a_first_guess_lets_every_job_begin_within_the_budget(jobs: int):
     known = guess(LIMITS, jobs, least_nodes=1)
+    assert known["facts"]["basis"].endswith("data and batch on this SKU is known here")
     assert 30 <= known["node_seconds"] <= LIMITS.slice_seconds
     standings = tuple(Standing(job=FleetJob(job_id=f"j{number}", **known), number=number) for number in range(jobs))
     decisions = decide(FleetFacts(limits=LIMITS, jobs=standings), 0.0)

@@ -17,12 +17,14 @@ import pytest
 from dtrain_dagster.assets.checks import judged
 from dtrain_dagster.assets.pipeline import STOCK
 from dtrain_dagster.assets.planning import build_cost_estimate
+from dtrain_dagster.cli.plan_lines import expect, wanted_training
 from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.costs.ceilings import Ceilings, write_ceilings
 from dtrain_dagster.costs.estimate import LearnedCorrection, Sizes
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.data.build_once import BuiltDataset
+from dtrain_dagster.jobs.orders import keep_order
 from dtrain_dagster.jobs.progress import fingerprint
 from dtrain_dagster.planning.build_plan import sizes_of
 from dtrain_dagster.planning.history import (
@@ -36,12 +38,12 @@ from dtrain_dagster.planning.history import (
 )
 from dtrain_dagster.planning.probe import probe_job, run_probes
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.settings.environment import Settings, load_settings
 from harness.small_job import train, write_dataset
 from tests.page import Page
 from trainer.config import JobConfig
 from trainer.documents.presences import NodePresence
-from trainer.rundir import RunDir
+from trainer.rundir import LAUNCH, RunDir
 
 cost_estimate = build_cost_estimate(STOCK)
 
@@ -135,6 +137,52 @@ def test_a_past_run_tells_how_long_a_longer_one_takes(finished, instance):
     rundir.write_node(NodePresence(node_id=0, launch=1, incarnation=2, started_at=0.0, ended_at=1.0))
     assert past_runs(instance, pace_mark(job, 1), keeps_cache=True) == [], "a node was lost: it tells of that"
     rundir.storage.delete("nodes/l0001-n000-s002.json")
+
+
+def with_past_runs(home: Path, finished: tuple[Path, RunDir, JobConfig], *skus: str) -> JobConfig:
+    """A home in which the training ran on nodes of each of these SKUs."""
+    _, rundir, job = finished
+    for number, sku in enumerate(skus):
+        copied = RunDir(str(home / "storage" / "jobs" / f"past-{number}"))
+        shutil.copytree(rundir.uri, copied.uri)
+        write_plan(copied, job)
+        copied.write_json(LAUNCH, {"launch": 1, "sku": sku})
+        keep_order(home, replace(job, job_id=f"past-{number}", run_dir=copied.uri), None)
+    return job
+
+
+@pytest.mark.parametrize(
+    ("given", "sku"),
+    [
+        ({"CLUSTER": "slurm", "SLURM_PARTITION": "gpu", "SLURM_PRICES": "site.json"}, f"{SKU}@gpu"),
+        ({"GPU_TYPE": SKU.upper()}, SKU),
+    ],
+    ids=["a site's price", "another case of letters"],
+)
+def test_a_homes_past_run_tells_what_the_next_costs(finished, tmp_path, monkeypatch, given, sku):
+    (tmp_path / "site.json").write_text('{"gpu": 2.5}')
+    monkeypatch.chdir(tmp_path)
+    for name, value in given.items():
+        monkeypatch.setenv(f"DTRAIN_{name}", value)
+    job = with_past_runs(tmp_path, finished, sku)
+    expected = expect(load_settings(home=tmp_path), job, 1)
+    assert expected.price.sku == sku
+    assert expected.estimate is not None
+    assert "the latest past-0" in expected.lines()[1]
+    assert expected.usd == pytest.approx(expected.estimate.seconds.expected / 3600 * expected.usd_per_hour)
+
+
+def test_past_runs_on_other_nodes_alone_promise_the_longest_of_them(finished, tmp_path):
+    slow, fast = "Standard_NC4as_T4_v3", "Standard_NC40ads_H100_v5"
+    job, settings = with_past_runs(tmp_path, finished, slow, fast), Settings(home=tmp_path, gpu_type=SKU)
+    expected, own = expect(settings, job, 1), expect(Settings(home=tmp_path, gpu_type=slow), job, 1)
+    assert expected.estimate is None
+    assert own.estimate is not None
+    assert expected.usd > own.estimate.seconds.expected / 3600 * 3.06, "the fast nodes' run takes longer here"
+    assert wanted_training(settings, job, expected).usd == expected.usd
+    assert "data and batch on this SKU; a ceiling counts $0.0" in expected.lines()[1]
+    dearer = expected.on(price_of(fast), "dedicated")
+    assert dearer.usd / expected.usd == pytest.approx(price_of(fast).usd_per_hour("dedicated") / 3.06)
 
 
 def told(instance: dg.DagsterInstance, mark: str, seconds: float, **fields: Any) -> None:
