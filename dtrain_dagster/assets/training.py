@@ -32,7 +32,7 @@ from dtrain_dagster.jobs.progress import (
     known_jobs,
     start_job,
 )
-from dtrain_dagster.jobs.promises import Wanted
+from dtrain_dagster.jobs.promises import Wanted, note_work
 from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
 from dtrain_dagster.planning.build_plan import explain_on_other_nodes
 from dtrain_dagster.planning.probe import take_charges
@@ -116,6 +116,7 @@ def build_trained_checkpoint(pipeline: Pipeline) -> dg.AssetsDefinition:
                         job.tracking.registered_model = project.model_name
                     start_planned(run, plan, job, got, is_new=choice.action == "start")
                 elif choice.action == "attach":
+                    note_work(run.manager.home, choice.job_id)
                     context.log.info(f"{choice.job_id}: {hand_over_budget(run, plan, rundir, choice.job_id, got)}")
                 with run.queueing():
                     follow_training(run, rundir, choice.job_id, plan, cache(lambda: run.leave_queue(got)))
@@ -150,7 +151,7 @@ def start_planned(run: ClusterRun, plan: TrainingPlan, job: JobConfig, got: Clus
     """Start the job that carries a plan out, on the nodes that were got, within its limits and all ceilings. Raise
     `dagster.Failure` for what they do not allow. ``is_new``: whether it was never started before."""
     refuse_dearer_nodes(run, plan, got)
-    usage = [] if is_new else run.manager.node_usage(job.job_id)
+    usage = run.manager.node_usage(job.job_id) if plan.stop_at_usd and not is_new else []
     if (budget := node_seconds(plan, usage, got.gpu_type, got.tier)) is not None:
         job.training.max_node_seconds = budget
     planned_for = {PLANNED_FOR: run.context.asset_key.to_user_string()}
@@ -225,7 +226,8 @@ def node_seconds(plan: TrainingPlan, usage: Sequence[NodeUsage], sku: str, tier:
 
 def hand_over_budget(run: ClusterRun, plan: TrainingPlan, rundir: RunDir, job_id: str, got: ClusterConfig) -> str:
     """Give a running job the plan's hard budget, if there is one; return a sentence on the budget that holds now."""
-    launch, usage = rundir.read_json(LAUNCH) or {}, run.manager.node_usage(job_id)
+    launch = rundir.read_json(LAUNCH) or {}
+    usage = run.manager.node_usage(job_id) if plan.stop_at_usd else []
     seconds = node_seconds(plan, usage, launch.get("sku", got.gpu_type), launch.get("tier", got.tier))
     if seconds is None:
         kept = (rundir.read_json(LIMIT) or {}).get("stop_at_usd")

@@ -40,10 +40,16 @@ MOST_NEWS = 20
 
 
 def follow(
-    run: ClusterRun, rundir: RunDir, job_id: str, tier: Tier, has_nodes: Callable[[], object]
+    run: ClusterRun,
+    rundir: RunDir,
+    job_id: str,
+    tier: Tier,
+    has_nodes: Callable[[], object],
+    is_training: bool = False,
 ) -> Iterator[tuple[JobStatus, JobView, bool]]:
     """Yield the job's status and view until it has ended, and whether an observation is due. ``has_nodes`` is called at
-    each look that finds it on its nodes. Raise `dagster.Failure`, with its log and its cost, if it does not succeed,
+    each look that finds it on its nodes. ``is_training``: whether the trainer writes its result, which tells of a spent
+    budget; a user's program may write any. Raise `dagster.Failure`, with its log and its cost, if it does not succeed,
     `NoCapacityError` where no nodes came for it."""
     observed_at, wait_news, log = 0.0, WaitNews(), run.context.log
     for status, view in follow_job(run.manager, rundir, job_id):
@@ -57,7 +63,7 @@ def follow(
     if status.state is JobState.SUCCEEDED:
         return
     status.refuse_starved()
-    is_spent = ran_out(rundir)
+    is_spent = is_training and ran_out(rundir)
     raise dg.Failure(
         description=visible(view.explained(f"job {job_id} {status.state}: {status.message}"), keep_lines=True)
         + (f"; {RAISE_BUDGET}" if is_spent else ""),
@@ -83,7 +89,7 @@ def follow_training(
     told: dict[str, Any] | None = None
     judged: Sequence[Mapping[str, Any]] = ()
     planned = asdict(plan)
-    for status, view, is_due in follow(run, rundir, job_id, plan.tier, has_nodes):
+    for status, view, is_due in follow(run, rundir, job_id, plan.tier, has_nodes, is_training=True):
         if view.phase != phase:
             phase = view.phase
             log.info(f"{job_id}: {phase}")

@@ -25,7 +25,8 @@ from typing import Literal
 from dtrain_dagster.costs.prices import SkuPrice
 from dtrain_dagster.settings.tiers import Tier
 
-Basis = Literal["history", "probe"]
+Basis = Literal["history", "probe", "table"]
+"""What an estimate rests on. Plans of older versions alone rest on a ``table`` of speeds; they are still read."""
 CONFIDENCE_90 = 1.645
 """Standard deviations to either side that hold 90 % of a normal distribution."""
 PRIOR_SPREAD = 0.12

@@ -26,6 +26,8 @@ from trainer.errors import DamagedError
 from trainer.storage.open import open_storage
 
 FOLDER = "spending"
+WORKED_ON = "worked-on"
+"""The folder of empty files, one for each job that a command has begun or gone on with, which stay at its end."""
 LOCK, ENDED = ".lock", "~ended.json"
 GROUP = "group~"
 """The beginning of the names of promises of fleets and searches, which no job's id can have."""
@@ -212,10 +214,18 @@ def note_start(home: Path, job_id: str, owner: Owner, part_of: str = "") -> None
     with files.locked():
         known = files.try_to_read(job_id) or Promise(person=owner.person, project=owner.project)
         files.write(job_id, replace(known, paid=None, part_of=part_of))
+    note_work(home, job_id)
+
+
+def note_work(home: Path, job_id: str) -> None:
+    """Note that a command begins a job or goes on with it, so that `jobs_begun_since` lists it."""
+    folder = Path(home) / FOLDER
+    for each in (folder, folder / WORKED_ON):
+        each.mkdir(parents=True, exist_ok=True, mode=0o700)
+    (folder / WORKED_ON / job_id).touch()
 
 
 def jobs_begun_since(home: Path, since: float) -> list[str]:
-    """Return the jobs of which a start was noted since then (Unix seconds), in the order of their starts."""
-    files = [path for path in (Path(home) / FOLDER).glob("*.json") if not path.name.startswith((GROUP, ENDED))]
-    found = sorted((path.stat().st_mtime, path.name.removesuffix(".json")) for path in files)
+    """Return the jobs that a command has begun or gone on with since then (Unix seconds), in the order of these."""
+    found = sorted((path.stat().st_mtime, path.name) for path in (Path(home) / FOLDER / WORKED_ON).glob("*"))
     return [name for at, name in found if at >= since]

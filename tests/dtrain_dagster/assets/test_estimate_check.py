@@ -41,6 +41,7 @@ def test_a_plan_is_read_back_whoever_wrote_it():
     document = json.loads(json.dumps(asdict(PLANNED)))
     assert parse_plan(document | {"of_a_newer_version": 1}, "here") == PLANNED
     assert parse_plan(document | {"tier": "low_priority"}, "here") == replace(PLANNED, tier="spot")
+    assert parse_plan(document | {"basis_kind": "table"}, "here").basis_kind == "table", "as older versions guessed"
     older = {name: value for name, value in document.items() if name not in ("pace", "learned_factor", "phases")}
     assert parse_plan(older, "here") == replace(PLANNED, pace="", learned_factor=1.0, phases={})
     del document["work"]["steps"]

@@ -7,21 +7,26 @@ import logging
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import dagster as dg
 import pytest
 
+from dtrain_dagster.assets.cluster_run import ClusterRun
 from dtrain_dagster.assets.outcome import cost_of
 from dtrain_dagster.assets.pipeline import STOCK
-from dtrain_dagster.assets.training import build_trained_checkpoint
+from dtrain_dagster.assets.training import build_trained_checkpoint, hand_over_budget
 from dtrain_dagster.assets.training_progress import TOLD
+from dtrain_dagster.clusters.base import ClusterConfig, ClusterError
 from dtrain_dagster.costs.estimate import Estimate, Interval, Work
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.progress import CLAIM
+from dtrain_dagster.jobs.promises import jobs_begun_since
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.job_lock import acquire
@@ -131,9 +136,26 @@ def test_a_job_that_runs_is_given_the_budget_of_the_run_that_attaches_to_it(tmp_
     with ThreadPoolExecutor() as pool:
         pool.submit(supervise)
         assert adopt(tmp_path, stop_at_usd=20.0)[0].success
+    assert jobs_begun_since(tmp_path, 0.0) == [Path(rundir.uri).name], "it was gone on with"
     limit = rundir.read_json(LIMIT) or {}
     assert limit["stop_at_usd"] == 20.0
     assert limit["max_node_seconds"] == pytest.approx(20 / 3.06 * 3600), "at one price, whatever was paid before"
+
+
+@pytest.mark.parametrize("stop_at_usd", [0.0, 20.0])
+def test_a_run_that_attaches_asks_what_was_paid_for_a_hard_budget_alone(tmp_path: Path, stop_at_usd: float):
+    class Manager:
+        def node_usage(self, job_id: str) -> list[NodeUsage]:
+            raise ClusterError("nobody answers")
+
+    rundir, run = RunDir(str(tmp_path)), cast(ClusterRun, SimpleNamespace(manager=Manager()))
+    got = ClusterConfig(
+        cluster_name="a", node_count=1, gpu_type="Standard_NC6s_v3", auto_scale_enabled=False, min_nodes=1,
+        max_nodes=1, idle_timeout_minutes=1,
+    )  # fmt: skip
+    plan = replace(plan_in(tmp_path), stop_at_usd=stop_at_usd)
+    with pytest.raises(ClusterError) if stop_at_usd else nullcontext():
+        assert hand_over_budget(run, plan, rundir, "j", got) == "no hard budget in dollars is set"
 
 
 def test_a_run_goes_on_where_people_cannot_be_told(tmp_path: Path, rundir: RunDir):

@@ -16,6 +16,7 @@ from dtrain_dagster.assets.cluster_run import ClusterRun
 from dtrain_dagster.assets.training_progress import (
     MOST_NEWS,
     TOLD,
+    follow,
     follow_training,
     tell_news,
     tell_of,
@@ -28,7 +29,7 @@ from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
 from tests.dtrain_dagster.simulated_timing import Simulation
 from tests.webhook import web_hook
-from trainer.rundir import RunDir
+from trainer.rundir import RESULT, RunDir
 
 TRAINING = {"gradient_accumulation_steps": 2, "batch_size_per_gpu": 128}
 SLOW_NETWORK = Simulation(windows=14, buckets=(60_000_000,), late_compute={1: 0.06})
@@ -140,6 +141,29 @@ def test_a_node_that_does_no_step_shows_what_it_costs(tmp_path: Path, monkeypatc
     # A look at a running node may count until now, the last one counts until its end: a moment less.
     assert all(later > earlier - 1e-4 for earlier, later in itertools.pairwise(costs))
     assert costs[-1] > 0
+
+
+def test_a_program_that_fails_may_have_written_any_result(tmp_path: Path):
+    """Of which nothing is told: it has no hard budget that it could have reached."""
+    settings = Settings(home=tmp_path, nodes=1)
+    resources, run_dir = build_resources(settings), f"{settings.jobs_uri}/program-1"
+    manager = resources["cluster"].manager()
+
+    @dg.asset(name="job")
+    def followed(context: dg.AssetExecutionContext):
+        manager.provision_cluster(1, "Standard_NC6s_v3")
+        code = f"open({f'{run_dir}/{RESULT}'!r}, 'w').write('[0.93]'); raise SystemExit(7)"
+        spec = JobSpec(job_id="program-1", run_dir=run_dir, command=(sys.executable, "-c", code), node_count=1)
+        manager.submit_job(spec)
+        run = ClusterRun(context, resources["cluster"], resources["project"], manager)
+        for _ in follow(run, RunDir(run_dir), "program-1", "dedicated", lambda: None):
+            pass
+
+    try:
+        with pytest.raises(dg.Failure, match="exit code 7"):
+            dg.materialize([followed])
+    finally:
+        manager.cleanup_cluster()
 
 
 def test_a_job_within_the_limit_passes_and_one_without_timing_is_not_judged():

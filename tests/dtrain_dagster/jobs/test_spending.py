@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from dtrain_dagster.costs.ceilings import CeilingError, Ceilings, Spending, month_of, write_ceilings
 from dtrain_dagster.costs.money import usd
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.jobs.promises import Owner, PromiseFiles, Wanted, note_start, owner_here
+from dtrain_dagster.jobs.promises import Owner, PromiseFiles, Wanted, jobs_begun_since, note_start, owner_here
 from dtrain_dagster.jobs.spending import SpendingBook
 from trainer.documents.presences import NodePresence
 from trainer.rundir import LAUNCH, LIMIT, STATUS, RunDir
@@ -85,6 +86,8 @@ def test_jobs_that_have_ended_are_in_one_file(book: SpendingBook, job: Job):
         note_start(book.home, f"over-{number}", ANNA)
     before = look(book)
     assert [path.name for path in (book.home / "spending").glob("*.json")] == ["~ended.json"]
+    assert jobs_begun_since(book.home, 0.0) == ["over-0", "over-1", "over-2"], "who began them is still told of them"
+    assert jobs_begun_since(book.home, time.time() + 60) == []
     assert look(book) == before
     assert {item.person for item in before.values()} == {"anna"}
     with pytest.raises(RuntimeError), book.promised(Wanted(name="over-1", owner=BOB, usd=1.0, usd_per_hour=1.0)):
