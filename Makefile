@@ -137,21 +137,25 @@ test-torch: setup  ## the trainer's tests with another torch (VERSION=2.14.1), i
 	  --results=out/tests-torch-$(VERSION).json tests/trainer
 
 # Options with which a benchmark takes minutes at most. Without them it is as docs quote it.
+BENCH_azure_faults := --runs 4
 BENCH_chaos := --tapes 8
 BENCH_control_plane := --nodes 8 32 --rounds 2
 BENCH_diagnosis := --plants 12 --healthy 4 --laptop 1
 BENCH_estimate := --trainings 4
 BENCH_fit := --rounds 2 --ranks 2
+BENCH_flaky_hosts := --engine ray --trainings 2
 BENCH_fleet := --seeds 2
 BENCH_large_model := --rounds 2
 BENCH_links := --steps 20
+BENCH_orchestration := --rounds 2 --loads 3 --long 144
 BENCH_recovery := --engine local --kills 4
+BENCH_scaling := --nodes 1 2
 BENCH_search :=
 BENCH_sensors := --sizes 10 1000
 BENCH_throughput := --models tcn --batches 64 --peers --budget 120
-# One or several of them. By default those that measure; chaos and diagnosis count what goes wrong in many trainings,
-# which says little in a few minutes.
-BENCH ?= control_plane estimate fleet large_model links recovery search sensors throughput
+# One or several of them. By default those that measure; azure_faults, chaos, diagnosis and flaky_hosts count what goes
+# wrong in many trainings, which says little in a few minutes.
+BENCH ?= control_plane estimate fleet large_model links orchestration recovery scaling search sensors throughput
 
 bench: setup  ## benchmarks with options that make them short, one after the other (BENCH=chaos for one): a line of JSON each
 	@code=0; $(foreach name,$(BENCH),echo "python -m benchmarks.$(name) $(BENCH_$(name))" >&2; \

@@ -20,6 +20,10 @@ def _interval(saved: Saved, key: str, form: str) -> str:
     return form.format(saved[key], saved[f"{key}_low"], saved[f"{key}_high"])
 
 
+def _extra(saved: Saved, kind: str) -> tuple[float, float, float]:
+    return (saved[f"extra_{kind}_seconds"], saved[f"extra_{kind}_low"], saved[f"extra_{kind}_high"])
+
+
 def _shares(saved: Saved) -> list[float]:
     return [cell["vs_bound"]["ours"]["ratio"] for cell in saved["cells"]]
 
@@ -114,6 +118,16 @@ QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
     ("docs/losing-nodes.md", "control_plane", lambda r: (
         f"makes {r['sizes']['256']['regroup_1']['storage_max']} operations on the storage"
     )),
+    ("docs/losing-nodes.md", "flaky_hosts", lambda r: (
+        "They lost {:.0f}\nnodes per node-hour on SLURM, {:.0f} on Kubernetes and {:.0f} on Ray.".format(
+            *(r[f"{engine}_with_per_node_hour"] for engine in ("slurm", "kubernetes", "ray"))
+        )
+    )),
+    ("docs/losing-nodes.md", "flaky_hosts", lambda r: (
+        "With each exclusion lifted at once they lost {:.0f}, {:.0f} and {:.0f}.".format(
+            *(r[f"{engine}_without_per_node_hour"] for engine in ("slurm", "kubernetes", "ray"))
+        )
+    )),
     ("docs/losing-nodes.md", "recovery_warned", lambda r: (
         f"Of {_word(r['slurm_repeats'])} machines of a real SLURM that it told, the others' next step came "
         f"{r['slurm_p50_seconds']:.2f} s after the\nlast one together (median; at most {r['slurm_p95_seconds']:.2f} s)"
@@ -201,6 +215,10 @@ QUOTES: list[tuple[str, str, Callable[[Saved], str]]] = [
     )),
     ("docs/performance.md", "throughput", lambda r: (
         f"it runs at {min(_shares(r)):.2f} to {max(_shares(r)):.2f} of the rate"
+    )),
+    ("docs/performance.md", "orchestration", lambda r: (
+        "{:.2f} CPU-seconds (95 % interval {:.2f} to {:.2f})".format(*_extra(r, "cpu"))
+        + " and {:.2f} s ({:.2f} to {:.2f})".format(*_extra(r, "wall"))
     )),
 ]  # fmt: skip
 """The file, the result that it quotes, and the words that this result makes."""

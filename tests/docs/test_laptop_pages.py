@@ -74,8 +74,8 @@ PAGES = [
         "dtrain cost --refresh": "asks Azure; costs/test_prices.py emulates it"}),
     Page("docs/performance.md", filled={
         **MEASURED, "--nodes 3 --set training.communication": "--nodes 2 --set training.max_steps=20 "
-        "--set training.communication", "in 1 2 3": "in 1 2", "max_steps=96": "max_steps=12"},
-         after="ls .dtrain/storage/jobs | grep on-2"),
+        "--set training.communication", "--nodes 1 2 3": "--nodes 1 2 --node-steps 12"},
+         after="ls .dtrain/storage/jobs | grep scaling; grep efficiency_weak scaling.json"),
     Page("docs/own-dagster-project.md", blocks=slice(2, 4), after=(
         "dagster sensor list -w workspace.yaml | grep 'new_data.*RUNNING'\n"
         "dagster schedule list -w workspace.yaml | grep 'weekly_retraining.*RUNNING'")),
