@@ -8,6 +8,8 @@ import json
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from trainer.secrets.redaction import redact
+
 COMPRESSED_BYTES = 16 * 2**10
 """The least size of an answer that is compressed."""
 
@@ -23,8 +25,8 @@ def respond(request: Request, body: bytes, tag: str = "", media_type: str = "app
 
 
 def refuse(words: str, status: int) -> Response:
-    """Return the answer that something cannot be done or read, in words."""
-    return PlainTextResponse(words.encode(errors="replace"), status)
+    """Return the answer that something cannot be done or read, in words, without secrets."""
+    return PlainTextResponse(redact(words).encode(errors="replace"), status)
 
 
 def encode(value: object) -> bytes:

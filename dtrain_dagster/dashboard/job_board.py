@@ -23,13 +23,14 @@ from dtrain_dagster.dashboard.job_index import ENDED, JobIndex, Listing
 from dtrain_dagster.dashboard.job_links import Places
 from dtrain_dagster.dashboard.losses import changes_to_mark, missing_nodes, tell_losses
 from dtrain_dagster.dashboard.series import PerformanceDashboard
-from dtrain_dagster.jobs.facts import JobFacts, read_facts, status_here
+from dtrain_dagster.jobs.facts import JobFacts, add_paid, read_course, read_facts, status_here
 from dtrain_dagster.jobs.view import UNREADABLE, JobView
 from dtrain_dagster.planning.projection import TimeLeft, project, time_left
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.config import JOB_ID
 from trainer.documents.presences import NodePresence, stale_seconds
+from trainer.errors import DamagedError
 from trainer.printable import visible
 from trainer.rundir import JOB, LAUNCH, RESULT, STATUS, RunDir, SeenFiles, flush_seconds
 from trainer.secrets.redaction import redact
@@ -101,7 +102,7 @@ class OpenJob:
             self.row = read_facts(self.rundir, status_here(self.rundir), self._tier)
             events = self.rundir.follow(self._seen, is_live=status.get("state") not in ENDED)
             self.dashboard.take(events)
-            self.nodes = self.rundir.nodes()
+            self.nodes = [_without_secrets(node) for node in self.rundir.nodes()]
             self._training = self._training or (self.rundir.read_json(JOB) or {}).get("training", {})
             self._plan = self._plan or self.rundir.read_json(PLAN)
             self.cost = cost_so_far(self.rundir, self.nodes, self.row.running, self._tier, now, self.dashboard.view)
@@ -161,7 +162,7 @@ class OpenJob:
                 **self._details[1],
                 **({"verdict": account.verdict} if account else {}),
                 "is_whole": account is not None,
-                "loss": asdict(loss) if loss else None,
+                "loss": redact(asdict(loss)) if loss else None,
                 "changes": changes_to_mark(changes, self.row.state),
                 "job": {"job_id": row.job_id, "state": row.state, "step": row.step, "ended_at": row.ended_at},
                 "headline": headline(self, now),
@@ -263,12 +264,16 @@ class JobBoard:
             return None
         except CANNOT_READ as error:
             why = visible(redact(str(error)))
-            return JobFacts(status=JobStatus(job_id=name, state=JobState.FAILED, damage=why), words=why)
+            status = JobStatus(job_id=name, state=JobState.FAILED, damage=why)
+            return JobFacts(status=status, words=why, may_change=not isinstance(error, DamagedError))
+        row, may_change = JobFacts(status=status), recorded.get("state") not in ENDED
         try:
-            row = read_facts(rundir, status, self.tier)
-            return replace(row, words=self._words_on(rundir, row, recorded))
+            row = read_course(rundir, status)
+            row = add_paid(row, rundir, self.tier)
+            row = replace(row, words=self._words_on(rundir, row, recorded))
         except CANNOT_READ as error:
-            return JobFacts(status=status, words=visible(redact(f"not all of it can be read: {error}")))
+            row, may_change = replace(row, words=visible(redact(f"not all of it can be read: {error}"))), True
+        return replace(row, may_change=may_change)
 
     def _words_on(self, rundir: RunDir, row: JobFacts, status: Mapping[str, Any]) -> str:
         """Return what holds a job up, or how it ended."""
@@ -288,6 +293,11 @@ class JobBoard:
             if len(self._followed) < RECENT_JOBS:
                 self._followed.add(row.job_id)
             return row.job_id in self._followed
+
+
+def _without_secrets(node: NodePresence) -> NodePresence:
+    host, why, failed = map(redact, (node.host, node.leaves_because, node.preflight))
+    return replace(node, host=host, leaves_because=why, preflight=failed)
 
 
 def refresh_seconds(storage: Storage) -> float:
@@ -338,13 +348,14 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
     else:
         note = view.phase if row.running else ""
     step = view.step if row.running else max(view.step, row.step or 0)
+    duration = "–" if row.seconds is None else format_duration(row.seconds)
     there, left, took = len({presence.node_id for presence in job.nodes}), job.time_left(now), row.totals
     figures = [
         ("state", row.state, note),
         ("step", f"{step:,}", f"{of}epoch {view.epoch}") if step else ("step", "–", ""),
         (
             "time left" if row.running else "took",
-            (left.words if left is not None else "–") if row.running else format_duration(row.seconds or 0.0),
+            (left.words if left is not None else "–") if row.running else duration,
             (f"has run for {took.words}" if row.running else took.of_which) if took and took.launches else "",
         ),
         ("loss", format_number(view.loss, 4), f"validation {format_number(view.valid_loss, 4)}"),

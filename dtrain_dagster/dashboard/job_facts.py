@@ -185,17 +185,19 @@ def account_of(
 
 
 def describe_diagnosis(found: Diagnosis, advice: Sequence[str], of_paid_time: str = "") -> dict[str, Any] | None:
-    """Return a diagnosis as the page shows it, or None. ``of_paid_time``: a sentence on what took the paid time."""
+    """Return a diagnosis as the page shows it, without secrets, or None. ``of_paid_time``: a sentence on what took the
+    paid time."""
     if found.cause is SlowdownCause.UNKNOWN:
         return None
     share = f", {found.share:.0%} of training time" if found.share >= 0.005 else ""
-    return {
+    told: dict[str, Any] = {
         "cause": found.cause,
         "title": f"{found.where}{share}",
         "evidence": f"{found.evidence} {of_paid_time}".strip(),
         "also": [f"{item.where}, {item.share:.0%}: {item.evidence}" for item in found.also],
         "advice": list(advice),
     }
+    return {name: redact(words) for name, words in told.items()}
 
 
 def _estimate(plan: Mapping[str, Any], tracker: CostTracker, running: bool) -> str:

@@ -62,9 +62,9 @@ class _Known:
 
 
 def keeps_seconds(row: JobFacts | None, is_local: bool) -> float:
-    """Return the seconds for which a row stays valid while its files keep their marks: none for a job that runs, since
-    no file tells that a supervisor was killed. Pure."""
-    if row is not None and row.running:
+    """Return the seconds for which a row stays valid while its files keep their marks: none for a job that runs, or
+    that may still change, since no file tells that a supervisor was killed. Pure."""
+    if row is not None and (row.running or row.may_change):
         return 0.0
     return math.inf if is_local and (row is None or not row.status.damage) else SETTLED_SECONDS
 
@@ -137,7 +137,7 @@ class JobIndex:
 
     def _publish(self, unread: int) -> None:
         rows = [known.row for known in self._known.values() if known.row is not None]
-        rows.sort(key=lambda row: (row.status.started_at or 0.0, row.job_id), reverse=True)
+        rows.sort(key=lambda row: (row.began_at or 0.0, row.job_id), reverse=True)
         before = self._listing
         if (before.rows, before.unread) != (tuple(rows), unread) or not before.version:
             self._listing = Listing(before.version + 1, tuple(rows), unread)

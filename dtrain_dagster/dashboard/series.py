@@ -334,7 +334,12 @@ class PerformanceDashboard:
 
     def _tell_hang(self, item: dict[str, Any]) -> None:
         """Note the rank that keeps the others waiting, as far as ranks have reported: a later report may change it."""
-        said = {"time": item["time"], "kind": "hang", "step": item["step"], "text": hang_verdict(self.view.hang)}
+        said = {
+            "time": item["time"],
+            "kind": "hang",
+            "step": item["step"],
+            "text": redact(hang_verdict(self.view.hang)),
+        }
         for entries in (self.news, self.marks):
             before = [entry for entry in entries if (entry["kind"], entry.get("step")) == ("hang", item["step"])]
             if before:
@@ -343,7 +348,7 @@ class PerformanceDashboard:
                 entries.append(dict(said))
 
     def _mark(self, item: dict[str, Any], text: str) -> None:
-        self.marks.append({"time": item["time"], "kind": item["kind"], "text": text})
+        self.marks.append({"time": item["time"], "kind": item["kind"], "text": redact(text)})
 
     def _add(self, name: str, x: str, values: dict[str, Any], most: int = POINTS) -> None:
         self.tracks.setdefault(name, Track(x)).add(values, self.version, min(most, POINTS))

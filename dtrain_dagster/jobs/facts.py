@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dtrain_dagster.clusters import presence
@@ -41,6 +41,9 @@ class JobFacts:
     loss: float | None = None
     words: str = ""
     """On the dashboard: what holds it up, why it waits, or how it ended."""
+    may_change: bool = False
+    """On the dashboard: whether it may change though nothing is written to the files at its top: not all could be read,
+    or no cluster recorded its end, so that nodes of it may still be there."""
 
     @property
     def job_id(self) -> str:
@@ -65,12 +68,13 @@ class JobFacts:
     @property
     def seconds(self) -> float | None:
         """Return for how many seconds at least one node was there; where nobody recorded it, the time from start to
-        end."""
+        end; None where neither is known."""
         if self.totals is not None and self.totals.launches:
             return self.totals.seconds
-        if self.status.started_at is None:
+        ended_at = self.status.ended_at if self.status.state.is_final else time.time()
+        if self.status.started_at is None or ended_at is None:
             return None
-        return max(0.0, (self.status.ended_at or time.time()) - self.status.started_at)
+        return max(0.0, ended_at - self.status.started_at)
 
     @property
     def usd(self) -> float | None:
@@ -102,8 +106,11 @@ class JobFacts:
 def read_facts(rundir: RunDir, status: JobStatus, tier: Tier, sku: str = "") -> JobFacts:
     """Return the facts on a job of this status. ``tier``, ``sku``: of launches that do not say theirs. Raise
     `DamagedError`, OSError or ValueError where its files cannot be read."""
-    launch, plan, nodes = rundir.read_json(LAUNCH) or {}, rundir.read_json(PLAN) or {}, rundir.nodes()
-    usage = launched_usage(nodes, launch, not status.state.is_final, time.time(), stale_seconds(rundir.storage), sku)
+    return add_paid(read_course(rundir, status), rundir, tier, sku)
+
+
+def read_course(rundir: RunDir, status: JobStatus) -> JobFacts:
+    """Return the facts on a job of this status that need neither its plan nor the presence of its nodes."""
     step, loss = last_step(rundir) or (None, None)
     if status.state.is_final:  # not each step is reported
         kept = None if status.state is JobState.SUCCEEDED else rundir.latest_checkpoint()
@@ -113,11 +120,22 @@ def read_facts(rundir: RunDir, status: JobStatus, tier: Tier, sku: str = "") -> 
         status=status,
         run_dir=rundir.uri,
         model=str(((rundir.read_json(JOB) or {}).get("model") or {}).get("factory", "")),
-        nodes=launch.get("node_count", 0),
-        began_at=min((node.started_at for node in nodes), default=status.started_at),
-        totals=sum_launches(usage, tier_of(plan.get("tier") or tier)),
+        began_at=status.started_at,
         step=step,
         loss=loss,
+    )
+
+
+def add_paid(facts: JobFacts, rundir: RunDir, tier: Tier, sku: str = "") -> JobFacts:
+    """Return the facts with what the presence of nodes tells: when the job began, what it took and cost."""
+    launch, plan, nodes = rundir.read_json(LAUNCH) or {}, rundir.read_json(PLAN) or {}, rundir.nodes()
+    running = not facts.status.state.is_final
+    usage = launched_usage(nodes, launch, running, time.time(), stale_seconds(rundir.storage), sku)
+    return replace(
+        facts,
+        nodes=launch.get("node_count", 0),
+        began_at=min((node.started_at for node in nodes), default=facts.began_at),
+        totals=sum_launches(usage, tier_of(plan.get("tier") or tier)),
     )
 
 

@@ -16,6 +16,7 @@ from dtrain_dagster.monitoring.windows import LATEST_WINDOWS, TELLING, keep, set
 from trainer.documents import events
 from trainer.printable import visible
 from trainer.rundir import RunDir, SeenFiles
+from trainer.secrets.redaction import redact
 
 STAGES = {
     "test split": "evaluating the test split",
@@ -154,11 +155,11 @@ class JobFollower:
 
 
 def news(told: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return one sentence for each unusual event, to be printed as it is. Pure."""
+    """Return one sentence for each unusual event, to be printed as it is, without secrets. Pure."""
     found = []
     for item in told:
         with suppress(*UNREADABLE):
-            found.append(visible(_sentence(item)))
+            found.append(visible(redact(_sentence(item))))
     return tuple(dict.fromkeys(filter(None, found)))
 
 

@@ -19,8 +19,8 @@ T = TypeVar("T")
 Check = Callable[[Any], str]
 """A function that returns the error of a value in words, or ""."""
 _NUMBERS = int, float
-LATEST = 253402300800.0
-"""The year 10000, in Unix seconds: no time is later."""
+LATEST = 253402214400.0
+"""The last day of the year 9999, in Unix seconds: no time is later, and each is a date in every time zone."""
 STATES = ("queued", "running", "succeeded", "failed", "cancelled")
 """The states of a job (`dtrain_dagster.clusters.base.JobState`)."""
 

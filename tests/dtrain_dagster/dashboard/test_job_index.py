@@ -9,27 +9,30 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import requests
 
 from dtrain_dagster.clusters.base import JobState, JobStatus
-from dtrain_dagster.dashboard import job_index
+from dtrain_dagster.dashboard import job_board, job_index
 from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.job_index import JobIndex, Listing, keeps_seconds
 from dtrain_dagster.dashboard.server import build_app
 from dtrain_dagster.jobs.facts import DAMAGED, JobFacts
 from tests.abuse.dashboard_load import write_jobs
 from tests.abuse.websites import served
-from tests.dtrain_dagster.told_events import told, write_run
+from tests.dtrain_dagster.told_events import START, told, write_run
 from trainer.rundir import RunDir
+from trainer.storage.base import StorageError
 from trainer.storage.open import open_storage
 
 
 def test_what_nobody_has_settled_is_looked_at_again():
     running, ended = (JobFacts(status=JobStatus(job_id="a", state=JobState(state))) for state in ("running", "failed"))
     damaged = JobFacts(status=replace(ended.status, damage="cut"))
-    assert keeps_seconds(running, True) == keeps_seconds(running, False) == 0.0
+    for changing in (running, replace(ended, may_change=True), replace(damaged, may_change=True)):
+        assert keeps_seconds(changing, True) == keeps_seconds(changing, False) == 0.0
     assert keeps_seconds(ended, True) == keeps_seconds(None, True) == math.inf
     assert keeps_seconds(ended, False) == keeps_seconds(damaged, True) == job_index.SETTLED_SECONDS
 
@@ -89,6 +92,58 @@ def test_only_what_has_changed_is_read_again(tmp_path: Path, monkeypatch: pytest
     assert index.round()[0]["a"] == "failed"
     open_storage(str(tmp_path)).delete("b")
     assert "b" not in index.round()[0]
+
+
+def test_what_storage_kept_back_and_an_end_that_nobody_recorded_are_read_in_the_next_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    settle(monkeypatch)
+    write_run(tmp_path, "live", told(1))
+    write_run(tmp_path, "cut", told(1)).storage.write("job.json", b"{")
+    orphan = write_run(tmp_path, "orphan", told(1))  # its supervisor has died, and its nodes go on
+    orphan.write_json("launch.json", {"launch": 1, "sku": "Standard_NC6s_v3", "submitted_at": START})
+    index = Counted(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(job_board, "status_here", Mock(side_effect=StorageError("503 Server Busy")))
+        assert index.round()[0]["live"] == DAMAGED
+    states, read = index.round()
+    assert (states["live"], states["cut"]) == ("running", DAMAGED)
+    assert (states["orphan"], read) == ("failed", ["cut", "live", "orphan"])
+    for node in orphan.nodes():
+        orphan.write_node(replace(node, last_seen_at=time.time() + 3600))
+    before = {row.job_id: row.usd for row in index.index._listing.rows}
+    assert index.round()[1] == ["live", "orphan"]
+    assert {row.job_id: row.usd for row in index.index._listing.rows}["orphan"] > before["orphan"] + 1
+    tell(tmp_path, "orphan", "failed")
+    index.round()
+    assert index.round()[1] == ["live"]
+
+
+def test_the_list_is_in_the_order_of_the_times_that_it_shows(tmp_path: Path):
+    for name, began, launched in (("resumed", 1.0, 9.0), ("once", 5.0, 5.0)):
+        rundir = write_run(tmp_path, name, told(1), state="succeeded")
+        rundir.write_json("status.json", {"state": "succeeded", "started_at": launched, "ended_at": 99.0})
+        rundir.write_node(replace(rundir.nodes()[0], started_at=began))
+        for node in rundir.nodes()[1:]:
+            rundir.write_node(replace(node, started_at=launched))
+    rows = JobBoard(str(tmp_path), "dedicated").jobs()
+    assert [(row.job_id, row.began_at) for row in rows] == [("once", 5.0), ("resumed", 1.0)]
+
+
+@pytest.mark.parametrize("name", ["nodes/l0001-n000-s001.json", "plan.json"])
+def test_one_damaged_file_takes_only_its_own_part_of_a_row_away(tmp_path: Path, name: str):
+    rundir = write_run(tmp_path, "mine", told(3), state="failed")
+    rundir.storage.write(name, b"{")
+    (row,) = JobBoard(str(tmp_path), "dedicated").jobs()
+    assert (row.state, row.model, row.step, row.usd) == ("failed", "tcn", 15, None)
+    assert row.began_at == row.status.started_at is not None
+    assert row.words.startswith("not all of it can be read: ")
+
+
+def test_an_end_at_an_unknown_time_took_no_known_time():
+    status = JobStatus(job_id="a", state=JobState.FAILED, started_at=1e9)
+    assert JobFacts(status=status).seconds is None
+    assert JobFacts(status=replace(status, ended_at=1e9 + 5)).seconds == 5
 
 
 def test_a_write_in_the_same_tick_of_the_clock_is_not_missed(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dtrain_dagster.dashboard.server import build_app
 from dtrain_dagster.jobs.facts import JobFacts
 from dtrain_dagster.jobs.totals import LaunchTotals
 from tests.abuse.websites import served
+from trainer.documents.schemas import LATEST
 from trainer.rundir import RunDir
 
 
@@ -83,6 +85,17 @@ def test_a_page_has_the_newest_rows_and_says_what_is_not_on_it():
     assert "1 min 30 s" in cells, "over all launches"
     unknown = list_page(Listing(1, (JobFacts(status=JobStatus(job_id="mine", state=JobState.FAILED)),)), "", "", ROWS)
     assert "None" not in unknown
+
+
+def test_a_time_of_the_year_10000_is_no_time_and_the_last_one_is_shown(tmp_path: Path):
+    for name, at in (("last", LATEST), ("late", 253402300800.0)):
+        write_run(tmp_path, name, told(1), state="failed")
+        RunDir(f"{tmp_path}/{name}").write_json("status.json", {"state": "failed", "started_at": at, "ended_at": at})
+        for node in RunDir(f"{tmp_path}/{name}").nodes():
+            RunDir(f"{tmp_path}/{name}").write_node(replace(node, started_at=LATEST))
+    listing = JobBoard(str(tmp_path), "dedicated").listing()
+    assert {each.job_id: each.state for each in listing.rows} == {"last": "failed", "late": "damaged"}
+    assert "9999-12-31" in list_page(listing, "", "", ROWS)
 
 
 def listed(board: JobBoard) -> dict[str, JobFacts]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from told_events import HOSTILE, START, event, told, write_run
+from told_events import HOSTILE, START, event, hang, membership, told, write_run
 
 from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.dashboard.answers import refuse
 from dtrain_dagster.dashboard.failure import Failure, describe_failure
 from dtrain_dagster.dashboard.job_board import CANNOT_READ, JobBoard, OpenJob
 from dtrain_dagster.dashboard.job_facts import result_in_words, settings_text
@@ -99,6 +101,37 @@ def test_a_page_of_a_job_that_did_not_succeed_has_one_step_and_advises_no_longer
 
 
 # ---- settings and result
+
+
+SAS = "https://a.blob.core.windows.net/c?sv=2024&sig=PLANTED%2Fsignature"
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("checkpoint_failed", {"step": 5, "message": SAS, "gives_up": False}),
+        ("error", {"message": SAS, "fatal": False}),
+        ("error", {"message": SAS, "fatal": True}),
+        ("resume", {"path": SAS, "step": 5, "changes": [SAS]}),
+        ("communication_error", {"step": 5, "operation": SAS, "error": SAS}),
+        ("membership", membership(2, START, [0, 1], [2], []) | {"reason": SAS}),
+        ("hang", hang(START, SAS)),
+    ],
+)
+def test_what_nodes_say_is_shown_without_secrets(tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
+    found = event(
+        kind, START + 50, **{key: fields[key] for key in fields.keys() - {"kind", "time", "rank", "generation"}}
+    )
+    rundir = write_run(tmp_path, "mine", [*told(3), found | {"generation": fields.get("generation", 1)}])
+    (node, *_) = rundir.nodes()
+    rundir.write_node(replace(node, host=SAS, leaves_because=SAS, preflight=SAS))
+    shown = json.dumps(opened(tmp_path, "mine").snapshot(0, "", time.time()))
+    assert "PLANTED" not in shown
+    assert shown.count("sig=[secret]") > 3, "beside the three of the node there is the event's"
+
+
+def test_no_refusal_has_a_secret() -> None:
+    assert refuse(f"the jobs cannot be listed: {SAS}", 500).body.endswith(b"sig=[secret]")
 
 
 def test_settings_are_the_job_and_its_nodes_without_secrets(tmp_path: Path) -> None:
