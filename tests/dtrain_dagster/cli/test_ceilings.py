@@ -41,4 +41,5 @@ def test_options_of_ceilings_need_the_word(tmp_path: Path):
     done = dtrain(tmp_path, "cost", "--per-month", "5")
     assert done.exit_code == 2
     assert "--per-month is of ceilings" in done.output
-    assert "--refresh is of prices" in dtrain(tmp_path, "cost", "ceilings", "--refresh").output
+    for name in ("ceilings", "latest"):
+        assert "--refresh is of prices: leave out the name" in dtrain(tmp_path, "cost", name, "--refresh").output

@@ -214,6 +214,7 @@ def test_the_server_answers_nobody_else(served: tuple[str, RunDir]):
     (Path(rundir.uri).parent.parent / "job.json").write_text("{}")
     for path in ("jobs/..%2fjobs.json", "jobs/%2e%2e.json", "jobs/newer%2f..%2folder.json", "jobs/nobody.json"):
         assert requests.get(f"{url}/{path}", timeout=10).status_code == 404, path
+    assert requests.get(f"{url}/metrics", headers={"Host": "evil.example"}, timeout=10).status_code == 403
     answer = requests.get(url, headers={"Origin": "http://evil.example"}, timeout=10)
     assert "access-control-allow-origin" not in answer.headers
     policy = answer.headers["content-security-policy"]

@@ -149,8 +149,12 @@ def test_a_dashboard_that_reads_only_has_no_buttons(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_order_is_the_command_that_a_shell_would_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that the cluster does not know: the command refuses it, and the page tells in which words."""
+    """A job that the cluster does not know: the command refuses it, and the page tells in which words. A file of the
+    folder is no module of it."""
     monkeypatch.setenv("DTRAIN_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for name in ("click", "dagster"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(99)")
     write_run(tmp_path / "jobs", "mine", told(2))
     desk = OrderDesk(tmp_path)
     with serving(tmp_path / "jobs", JobServices(desk=desk)) as url:
