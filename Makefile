@@ -38,8 +38,8 @@ help:  ## list what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.ready  ## install what is missing (the others do this by themselves)
-	@test -e "$$DTRAIN_HOME/.dtrain-home" -a "$$DAGSTER_HOME/dagster.yaml" -nt dagster.yaml && \
-	  ! grep -q '^compute_logs' "$$DAGSTER_HOME/dagster.yaml" || python -m dtrain_dagster setup
+	@test -e "$$DTRAIN_HOME/.dtrain-home" -a "$$DAGSTER_HOME/dagster.yaml" -nt dagster.yaml || \
+	  python -m dtrain_dagster setup
 
 LOCKS := requirements.lock requirements-torch.lock requirements-cuda.lock
 # Every package by its hash, none by what an index says it needs; check.py then tells whether one is missing.

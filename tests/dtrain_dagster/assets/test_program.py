@@ -11,8 +11,9 @@ import pytest
 
 from dtrain_dagster.assets.common import MOST_ROWS
 from dtrain_dagster.assets.program import ProgramOptions, program_page
-from dtrain_dagster.clusters.base import JobState, JobStatus
+from dtrain_dagster.clusters.base import OWNER, JobState, JobStatus
 from dtrain_dagster.costs.ceilings import Ceilings, write_ceilings
+from dtrain_dagster.jobs.progress import JOB_TAG
 from dtrain_dagster.jobs.promises import jobs_begun_since
 from dtrain_dagster.pipelines import Cluster, PipelineError, build_program_asset
 from tests.page import Page
@@ -67,6 +68,8 @@ def test_it_runs_with_where_the_launchpad_begins_and_says_what_became_of_it(prog
         assert {"file": "weights.txt", "bytes": 1} in told["largest_files"]
         assert told["cost_usd"] > 0
         assert told["node_hours"] > 0
+        assert RunDir(told["run_dir"]).read_json(OWNER) == {"dagster_run_id": first.run_id}, "Terminate ends the job"
+        assert instance.get_run_by_id(first.run_id).tags[JOB_TAG] == told["job_id"]
         again = metadata_of(run(program, instance, arguments=["--epochs", "4"]))
         assert again["job_id"].rsplit("-", 1)[0] != told["job_id"].rsplit("-", 1)[0], "another program"
 
