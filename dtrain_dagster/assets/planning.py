@@ -179,7 +179,9 @@ def nodes_of(planned: PlannedJob) -> str:
 def read_history(run: ClusterRun, planned: PlannedJob) -> History:
     """Return the records of past runs of this training, or at this pace, in this Dagster instance."""
     is_here = planned.kind.is_this_machine
-    return History.read(run.context.instance, planned.fingerprint, planned.pace, is_here, planned.names)
+    return History.read(
+        run.context.instance, planned.fingerprint, planned.pace, planned.price.sku, is_here, planned.names
+    )
 
 
 def refuse_what_cannot_end(run: ClusterRun, model: ModelBytes | None, keep_checkpoints: int, registers: bool) -> None:

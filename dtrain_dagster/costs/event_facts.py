@@ -65,7 +65,8 @@ def read_facts(events: Iterable[Mapping[str, Any]]) -> EventFacts:
             if event.rank != 0:
                 continue
             if isinstance(event, MembershipEvent):
-                if not event.nodes or event.step is None or not 0 <= event.seconds < LARGEST:
+                is_told = event.step is not None and 0 <= event.step < LARGEST
+                if not event.nodes or not is_told or not 0 <= event.seconds < LARGEST:
                     raise ValueError("no membership")
                 facts.memberships.setdefault(generation, event)
             elif isinstance(event, PhaseEvent):
@@ -79,6 +80,8 @@ def read_facts(events: Iterable[Mapping[str, Any]]) -> EventFacts:
                 facts.windows[generation].append(event)
                 facts.has_timing = True
             elif isinstance(event, StepEvent):
+                if not 0 <= event.step < LARGEST:
+                    raise ValueError("no step")
                 steps[generation].append((time, event.step, _believed(event.step_seconds or 0.0)))
             facts.first_at[generation] = min(time, facts.first_at.get(generation, time))
         except (ValueError, OverflowError):

@@ -282,8 +282,10 @@ def _ask(url: str, query: Mapping[str, str], pause: Callable[[float], None]) -> 
         raise RetailError(f"{url} does not answer with a price list ({error})") from None
     except requests.RequestException as error:
         wait = asked_pause(error)
-        when = f"in {wait:.0f} s, as it says" if wait else "later"
-        raise RetailError(f"{url} cannot be queried: {error}; try again {when}") from None
+        remedy = f"try again in {wait:.0f} s, as it says" if wait else "try again later"
+        if error.response is not None and error.response.status_code in (400, 404):
+            remedy = "its address or the region is wrong"
+        raise RetailError(f"{url} cannot be queried: {error}; {remedy}") from None
 
 
 def _refuse_what_cannot_be(found: Prices, packaged: Prices, url: str) -> None:

@@ -6,6 +6,7 @@ deadline and the budget with the upper ends of their intervals. It is a comparis
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
@@ -167,15 +168,19 @@ def remedies(table: Choices, planned: PlannedJob, forecast: Forecast) -> list[st
 
 
 def _nearest(table: Choices) -> str:
-    """Return the cheapest choice in time and the fastest within the budget; of all, where none keeps that limit."""
+    """Return for each limit that is set the choice that needs least of it while it keeps the other one, or of all
+    where none keeps that; each with limits that are enough for it."""
+    limits, near = table.limits, []
 
     def without(**limit: float) -> Sequence[PlanChoice]:
-        return [row for row in table.rows if is_sure(row, replace(table.limits, **limit))] or table.rows
+        return [row for row in table.rows if is_sure(row, replace(limits, **limit))] or table.rows
 
-    least = min(without(budget_usd=0.0), key=lambda row: row.usd.high)
-    fastest = min(without(deadline_hours=0.0), key=lambda row: row.seconds.high)
-    told = " and ".join(dict.fromkeys(_told(row) for row in (least, fastest)))
-    return f"nearest come {told}: raise budget_usd or deadline_hours to a little more"
+    if limits.budget_usd:
+        near.append(min(without(budget_usd=0.0), key=lambda row: row.usd.high))
+    if limits.deadline_hours:
+        near.append(min(without(deadline_hours=0.0), key=lambda row: row.seconds.high))
+    told = "; ".join(dict.fromkeys(_told(row, limits) for row in near))
+    return f"nearest come {told} (with DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)"
 
 
 def is_sure(choice: PlanChoice, limits: Limits) -> bool:
@@ -278,5 +283,17 @@ def _notes(rows: Sequence[PlanChoice], planned: PlannedJob, basis: str) -> tuple
     return tuple(found)
 
 
-def _told(choice: PlanChoice) -> str:
-    return f"{choice.name}: up to {format_duration(choice.seconds.high)} and {dollars(choice.usd.high)}"
+def _told(choice: PlanChoice, limits: Limits) -> str:
+    """Return a choice and what the limits that it exceeds have to be for it."""
+    usd, hours = choice.usd.high + limits.spent_usd, (choice.seconds.high + limits.spent_seconds) / 3600
+    needs = [f"budget_usd = {_rounded_up(usd)}"] if 0 < limits.budget_usd < usd else []
+    needs += [f"deadline_hours = {_rounded_up(hours)}"] if 0 < limits.deadline_hours < hours else []
+    most = f"up to {format_duration(choice.seconds.high)} and {dollars(choice.usd.high)}"
+    return f"{choice.name}, {most}: {', '.join(needs)}"
+
+
+def _rounded_up(value: float) -> str:
+    """Return the value rounded up to cents, and below 1 to three digits."""
+    value *= 1 + 1e-9  # floats: what is set is multiplied again before it is compared
+    digits = 2 if value >= 1 else 2 - math.floor(math.log10(max(value, 1e-9)))
+    return f"{math.ceil(value * 10**digits) / 10**digits:.{digits}f}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 LOOK_BACK = 60
 """Number of the latest materializations of an asset that are read."""
 MOST_READ = 5
-"""Run directories whose events are read: a long training has many events."""
+"""Run directories of each SKU whose events are read: a long training has many events."""
 _log = logging.getLogger(__name__)
 
 
@@ -85,12 +86,13 @@ class History:
         instance: dg.DagsterInstance,
         fingerprint: str,
         pace: str,
+        sku: str,
         keeps_cache: bool,
         names: GraphNames = STOCK_NAMES,
     ) -> History:
         return cls(
             fingerprint=fingerprint,
-            runs=tuple(past_runs(instance, pace, keeps_cache, names)),
+            runs=tuple(past_runs(instance, pace, sku, keeps_cache, names)),
             scores=tuple(past_scores(instance, names)),
             probes=tuple(past_probes(instance, names)),
         )
@@ -109,20 +111,21 @@ class History:
 
 
 def past_runs(
-    instance: dg.DagsterInstance, pace: str, keeps_cache: bool, names: GraphNames = STOCK_NAMES
+    instance: dg.DagsterInstance, pace: str, sku: str, keeps_cache: bool, names: GraphNames = STOCK_NAMES
 ) -> list[PastRun]:
-    """Return the latest runs of the same pace, the newest first, that lost no node and did not start again."""
+    """Return the latest runs of the same pace, the newest first, that lost no node and did not start again: as many as
+    are wanted on this SKU, and those on others that are newer."""
     made = _materializations(instance, names.key("trained_checkpoint"))
     folders = (RunDir(str(said["run_dir"])) for _, _, said in made if "run_dir" in said)
-    return _usable(folders, keeps_cache, lambda plan: bool(plan) and plan.get("pace") == pace)
+    return _usable(folders, keeps_cache, lambda plan: bool(plan) and plan.get("pace") == pace, sku)
 
 
 class HomeHistory:
     """Past runs of a home, by its latest orders, as evidence for a training that no Dagster asset plans."""
 
     def __init__(self, home: Path, processes_per_node: int, sku: str, shares_machine: bool) -> None:
-        """``sku``: of runs that name none. ``shares_machine``: whether all nodes are this machine, which keeps what was
-        unpacked for the next run."""
+        """``sku``: the wanted one, and that of runs that name none. ``shares_machine``: whether all nodes are this
+        machine, which keeps what was unpacked for the next run."""
         self.processes_per_node, self.sku, self.shares_machine = processes_per_node, sku, shares_machine
         self._orders = [(self._mark(job), job) for job in latest_orders(home, LOOK_BACK)]
         self._runs: dict[str, list[PastRun]] = {}
@@ -152,28 +155,34 @@ class HomeHistory:
 
 
 def _usable(
-    folders: Iterable[RunDir], keeps_cache: bool, is_wanted: Callable[[Mapping[str, Any]], bool], sku: str = ""
+    folders: Iterable[RunDir], keeps_cache: bool, is_wanted: Callable[[Mapping[str, Any]], bool], sku: str
 ) -> list[PastRun]:
-    """Return the first `MOST_READ` runs that can be learned from. ``is_wanted``: by their plan."""
+    """Return the first `MOST_READ` runs on this SKU that can be learned from, and at most as many on each other before
+    them. ``is_wanted``: by their plan."""
     found: list[PastRun] = []
+    read = Counter[str]()
     for rundir in folders:
+        if read[sku] == MOST_READ:
+            break
         try:
             plan, result = rundir.read_json(PLAN) or {}, rundir.read_json(RESULT)
             if not is_wanted(plan) or not result or result["status"] != "succeeded" or JobCourse.read(rundir).disturbed:
                 continue
-            nodes, sku_here = rundir.nodes(), (rundir.read_json(LAUNCH) or {}).get("sku", plan.get("sku", sku))
+            its_sku = hardware_of((rundir.read_json(LAUNCH) or {}).get("sku", plan.get("sku", sku))).sku
+            if read[its_sku] == MOST_READ:
+                continue
+            nodes = rundir.nodes()
             count, batch = len({node.node_id for node in nodes}), rundir.read_job().training.global_batch_size
             run = PastRun(
                 job_id=rundir.uri.rsplit("/", 1)[-1],
-                sku=hardware_of(sku_here).sku,
+                sku=its_sku,
                 measured=read_measured(list(rundir.events()), nodes, count, batch, keeps_cache),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             _log.info("the run directory %s cannot be used: %r", rundir.uri, error)
             continue
         found.append(run)
-        if len(found) == MOST_READ:
-            break
+        read[its_sku] += 1
     return found
 
 

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 COST_TOLD = "cost_alerts.json"
 """The file with the cost alerts that were sent; `training_progress.TOLD` is held in memory by another process."""
+OF_THE_REST = "of what is left, continued from the checkpoint:"
+"""Of what savings are."""
 ENOUGH_STEPS, MOST_FILES = 20, 400
 """The reports of steps that are read from the newest events, and the most files for them. A job whose steps take long
 writes dozens of files, of samples, between two such reports; therefore what was read is kept from look to look."""
@@ -82,7 +84,7 @@ def build_cost_overrun_sensor(names: GraphNames = STOCK_NAMES) -> dg.SensorDefin
                     count += 1
                     context.log.warning(sentence)
                     advice = _advice(context, plan, usage, rundir, projection)
-                    rest = ["of what is left, continued from the checkpoint:"] if advice else []
+                    rest = [OF_THE_REST] if advice else []
                     body = "\n".join([sentence, *rest, *(f"- {change.text}" for change in advice)])
                     try:  # recorded now, not with the result of this tick: later steps may fail or hang
                         check = _check(job_id, item, projection, advice, plan)
@@ -166,7 +168,7 @@ def _check(
 ) -> dg.AssetCheckEvaluation:
     from dtrain_dagster.planning.optimizer import change_table
 
-    words = plan.get("price_words", STAND_IN)
+    words, table = plan.get("price_words", STAND_IN), change_table(advice)
     metadata: dict[str, Any] = {
         "job_id": job_id,
         "kind": item.kind,
@@ -175,7 +177,7 @@ def _check(
         "cost_so_far": f"{dollars(projection.so_far)} ({words})",
         "cost_so_far_usd": projection.so_far,
         "estimated_usd": projection.estimated,
-        "what_to_do": dg.MarkdownMetadataValue(change_table(advice)),
+        "what_to_do": dg.MarkdownMetadataValue(f"{OF_THE_REST}\n\n{table}" if advice else table),
         "or": "let it finish if the result is worth it, or terminate the run: the checkpoint stays",
     }
     if projection.at_end is not None:

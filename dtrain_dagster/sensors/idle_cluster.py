@@ -139,7 +139,7 @@ def build_idle_cluster_sensor(settings: Settings, names: GraphNames = STOCK_NAME
         # One at a tick: it may take half of the minute that a sensor has.
         due = [item for item in watched if item.is_over and item.idling.idle_seconds >= item.idling.next_try_seconds]
         if due:
-            turn = min(due, key=lambda item: item.idling.next_try_seconds)
+            turn = max(due, key=lambda item: item.idling.idle_seconds - item.idling.next_try_seconds)  # due for longest
             result = _scale_down(manager, turn, run_at_work(context.instance, keys, now))
             context.log.warning(describe_idle_pool(result, cluster))
             if result.idling.outcome == "scaled down" or (result.idling.outcome != "in use" and not result.idling.told):

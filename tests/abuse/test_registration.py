@@ -24,7 +24,7 @@ from dtrain_dagster.registry.run_model import RunModelError, load_run_model
 from dtrain_dagster.registry.smoke_test import AnswerError, as_columns, parse_predictions, read_predictions
 from dtrain_dagster.registry.versions import open_client, tracking_run
 from harness.tables import copy_tables
-from tests.abuse.hostile_nodes import Place
+from tests.abuse.hostile_nodes import Marker, Place
 from trainer.rundir import RunDir
 
 
@@ -48,6 +48,13 @@ class TestFiles:
         else:
             with pytest.raises(RunModelError, match=rf"{name}: an? [a-z ]+ is in its place"):
                 load_run_model(RunDir(run_dir), Order(job=RunDir(place.good).read_job()))
+
+    def test_predictions_that_hold_objects_are_not_unpickled(self, tmp_path: Path) -> None:
+        objects = np.array([Marker(tmp_path / "marker")], dtype=object)
+        np.savez(tmp_path / "predictions.npz", row=objects, mu=np.zeros(1))
+        with pytest.raises(AnswerError, match=r"Object arrays cannot be loaded"):
+            read_predictions(RunDir(str(tmp_path)), ("row", "mu"))
+        assert not (tmp_path / "marker").exists()
 
     @pytest.mark.parametrize("said", [[1.0], {"members": "3"}, {"scale_factor": math.nan}])
     def test_a_correction_that_is_no_set_of_numbers_is_refused(self, place: Place, said: Any) -> None:

@@ -14,16 +14,17 @@ from dtrain_dagster.cli.main import main
 
 _PAGE = Path(__file__).parents[2] / "docs" / "json.md"
 _SECTIONS = dict(section.split("\n", 1) for section in _PAGE.read_text().split("\n## ")[1:])
-_TABLES = {
+TABLES = {
     words: {
         table.partition("\n")[0]: re.findall(r"^\| `([^`]+)`", table, re.MULTILINE) for table in section.split("\n### ")
     }
     for words, section in _SECTIONS.items()
 }
-TOLD = {words: [name for names in tables.values() for name in names] for words, tables in _TABLES.items()}
+"""Words of a command → title of a table, "" of the first → the fields that it documents."""
+TOLD = {words: [name for names in tables.values() for name in names] for words, tables in TABLES.items()}
 """Words of a command → the fields that it documents. Items of a list of jobs have those of the first table of a status,
 and fleets those of its table of a fleet."""
-TOLD["dtrain jobs"] = [f"[].{name}" for table in ("", "Of a fleet") for name in _TABLES["dtrain status"][table]]
+TOLD["dtrain jobs"] = [f"[].{name}" for table in ("", "Of a fleet") for name in TABLES["dtrain status"][table]]
 OF_LINES = {"dtrain logs"}
 """Commands that print a document per line."""
 

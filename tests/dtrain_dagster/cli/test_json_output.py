@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 from told_home import JOBS, LONG, write_home
-from told_json import TOLD, fields_in, printed
+from told_json import TABLES, TOLD, fields_in, printed
 
 from dtrain_dagster.cli.common import print_json
 from dtrain_dagster.cli.main import SECTIONS, load_command, main
@@ -53,6 +53,19 @@ def test_each_command_that_lists_or_shows_has_a_document_and_a_test():
 @pytest.mark.parametrize(("words", "arguments"), READS)
 def test_each_field_that_is_printed_is_told(home: Path, words: str, arguments: str):
     assert fields_in(words, [printed(words, arguments)]) - set(TOLD[words]) == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments", "table"),
+    [
+        ("dtrain data", "table.parquet --target price", ""),
+        ("dtrain status", "weekend", "Of a fleet"),
+        ("dtrain cost", "--sku Standard_NC6s_v3", "Of prices: `--sku` or `--region`"),
+        ("dtrain doctor", "", ""),
+    ],
+)
+def test_each_field_that_is_told_of_these_is_printed(home: Path, words: str, arguments: str, table: str):
+    assert set(TABLES[words][table]) - fields_in(words, [printed(words, arguments)]) == set()
 
 
 def test_lines_of_logs_have_node_and_time(home: Path):

@@ -274,6 +274,21 @@ def test_a_node_that_froze_and_came_back_was_lost_time_and_no_slow_network():
     )
 
 
+@pytest.mark.parametrize("kind", ["membership", "step"])
+def test_a_step_that_cannot_be_is_left_out(kind):
+    told = [
+        at("membership", 100.0, nodes=[0], joined=[0], step=0, seconds=0.0),
+        *(at("step", 100.0 + 10 * number, step=10 * number, step_seconds=1.0) for number in range(1, 4)),
+        at("end", 140.0, status="succeeded"),
+    ]
+    usage = CostTracker("local", [stay(0, 90.0, 140.0)], "dedicated").nodes
+    good = ledger(usage, told, False)
+    bad = at(kind, 99.0, nodes=[0], joined=[0], step=10**12, seconds=0.0, step_seconds=1.0)
+    found = ledger(usage, [bad, *told], False)
+    assert seconds_of(found) == seconds_of(good)
+    assert any("1 event" in note for note in found.notes)
+
+
 def test_reports_that_come_sooner_and_later_leave_no_time_without_a_cause():
     """Windows of ten seconds each, reported up to 0.3 s after their last step; then a pause that nothing tells of."""
     late = [0.1, 0.3, 0.1, 0.2, 0.0, 0.3]

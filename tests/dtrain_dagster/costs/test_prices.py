@@ -234,7 +234,7 @@ def test_of_two_figures_the_newer_counts(home):
         ({"first": [(200, {}, b"<html>maintenance</html>")]}, "a price list"),
         ({"first": [(200, {}, b'{"Items": "none"}')]}, "cannot be read"),
         ({"first": [(200, {}, b"[]")]}, "a price list"),
-        ({"first": [(404, {}, b"no such thing")]}, "404"),
+        ({"first": [(404, {}, b"no such thing")]}, "404.*; its address or the region is wrong"),
         ({"first": [(302, {"Location": "http://127.0.0.1:9/"}, b"")]}, "a price list"),
         ({"first": [(500, {}, b"oh")] * 5}, "500.*try again later"),
         ({"first": [(429, {"Retry-After": "3600"}, b"")]}, "3600 s"),

@@ -52,16 +52,19 @@ def table_of(
     planned: Any = PLANNED,
     deadline: float | None = None,
     budget: float | None = None,
+    spent_usd: float = 0.0,
+    spent_seconds: float = 0.0,
     **other: Any,
 ) -> Choices:
     """``deadline``: in seconds."""
+    spent = {"spent_usd": spent_usd, "spent_seconds": spent_seconds}
     given: dict[str, Any] = {
         "prices": PRICES.values(),
         "node_counts": (1, 2, 3),
         "tiers": ("dedicated",),
         "today": date(2026, 3, 1),
     } | other
-    limits = Limits(budget_usd=budget or 0.0, deadline_hours=(deadline or 0.0) / HOUR)
+    limits = Limits(budget_usd=budget or 0.0, deadline_hours=(deadline or 0.0) / HOUR, **spent)
     return compare_choices(planned, forecast or Amdahl(), limits, **given)
 
 
@@ -158,15 +161,28 @@ def test_each_gpu_of_a_node_is_a_rank():
     [
         (
             {"deadline": 8 * HOUR, "budget": 20.0},
-            r"nearest come 1 × NC24ads_A100_v4 \(dedicated\): up to 6 h 42 min and \$24.65 and "
-            r"3 × NC4as_T4_v3 \(dedicated\): up to 8 h 54 min and \$14.17: raise budget_usd or deadline_hours",
+            r"nearest come 1 × NC24ads_A100_v4 \(dedicated\), up to 6 h 42 min and \$24.65: budget_usd = 24.65; "
+            r"3 × NC4as_T4_v3 \(dedicated\), up to 8 h 54 min and \$14.17: deadline_hours = 8.92 \(with DTRAIN_GPU",
         ),
-        ({"deadline": 60.0, "budget": 1.0}, r"nearest come 1 × NC4as.* and 3 × NC96.*: raise"),
+        ({"deadline": 60.0}, r"nearest come 3 × NC96ads_A100_v4 [^;]*: deadline_hours = 0.661 \("),
+        ({"budget": 1.0}, r"nearest come 1 × NC4as_T4_v3 [^;]*: budget_usd = [\d.]+ \("),
+        ({"budget": 1.0, "spent_usd": 4.0}, r"nearest come 1 × NC4as_T4_v3 [^;]*: budget_usd = [\d.]+ \("),
+        ({"deadline": 60.0, "spent_seconds": 1e4}, r"nearest come 3 × NC96ads_A100_v4 [^;]*: deadline_hours = 3.44 \("),
+        (
+            {"deadline": 60.0, "budget": 1.0},
+            r"nearest come 1 × NC4as_T4_v3 [^;]*: budget_usd = [\d.]+, deadline_hours = [\d.]+; "
+            r"3 × NC96ads_A100_v4 [^;]*: budget_usd = [\d.]+, deadline_hours = 0.661 \(",
+        ),
     ],
 )
-def test_where_nothing_fits_the_nearest_are_named(limits: dict[str, float], words: str):
-    said = "; ".join(remedies(table_of(**limits), PLANNED, Amdahl()))  # type: ignore[arg-type]
-    assert re.search(words, said)
+def test_where_nothing_fits_the_nearest_are_named_with_limits_that_are_enough(limits: dict[str, float], words: str):
+    [*_, said] = remedies(table_of(**limits), PLANNED, Amdahl())  # type: ignore[arg-type]
+    assert re.match(words, said), said
+    for choice in said.split("; "):
+        raised = {name: float(value) for name, value in re.findall(r"(\w+) = ([\d.]+)", choice)}
+        more = {"budget": raised.get("budget_usd"), "deadline": raised.get("deadline_hours", 0.0) * HOUR or None}
+        found = cheapest_of(table_of(**limits | {name: value for name, value in more.items() if value}))
+        assert f"{found.name}, up to" in choice
 
 
 ROWS = [replace(price, retired_on=None) for price in price_table().values()]

@@ -28,6 +28,7 @@ from dtrain_dagster.jobs.orders import keep_order
 from dtrain_dagster.jobs.progress import fingerprint
 from dtrain_dagster.planning.build_plan import sizes_of
 from dtrain_dagster.planning.history import (
+    MOST_READ,
     History,
     from_history,
     knows,
@@ -101,8 +102,8 @@ def test_a_past_run_tells_how_long_a_longer_one_takes(finished, instance):
     write_plan(rundir, job)
     materialized(instance, "trained_checkpoint", run_dir=dg.MetadataValue.path("/nowhere/at/all"))
     materialized(instance, "trained_checkpoint", run_dir=dg.MetadataValue.path(rundir.uri))
-    [run] = past_runs(instance, pace_mark(job, 1), keeps_cache=True)
-    assert past_runs(instance, "another", keeps_cache=True) == []
+    [run] = past_runs(instance, pace_mark(job, 1), SKU, keeps_cache=True)
+    assert past_runs(instance, "another", SKU, keeps_cache=True) == []
 
     sizes = sizes_of(job, dataset_of(job).samples, 1, None)
 
@@ -135,7 +136,7 @@ def test_a_past_run_tells_how_long_a_longer_one_takes(finished, instance):
 
     write_plan(rundir, job)
     rundir.write_node(NodePresence(node_id=0, launch=1, incarnation=2, started_at=0.0, ended_at=1.0))
-    assert past_runs(instance, pace_mark(job, 1), keeps_cache=True) == [], "a node was lost: it tells of that"
+    assert past_runs(instance, pace_mark(job, 1), SKU, keeps_cache=True) == [], "a node was lost: it tells of that"
     rundir.storage.delete("nodes/l0001-n000-s002.json")
 
 
@@ -183,6 +184,22 @@ def test_past_runs_on_other_nodes_alone_promise_the_longest_of_them(finished, tm
     assert "data and batch on this SKU; a ceiling counts $0.0" in expected.lines()[1]
     dearer = expected.on(price_of(fast), "dedicated")
     assert dearer.usd / expected.usd == pytest.approx(price_of(fast).usd_per_hour("dedicated") / 3.06)
+
+
+def test_newer_runs_on_another_sku_hide_none_of_its_own(finished, instance):
+    _, rundir, job = finished
+    write_plan(rundir, job)
+    materialized(instance, "trained_checkpoint", run_dir=dg.MetadataValue.path(rundir.uri))
+    other = RunDir(str(Path(rundir.uri).with_name("train-other")))
+    shutil.copytree(rundir.uri, other.uri)
+    write_plan(other, job, sku="Standard_NC4as_T4_v3")
+    for _ in range(MOST_READ + 1):
+        materialized(instance, "trained_checkpoint", run_dir=dg.MetadataValue.path(other.uri))
+    found = past_runs(instance, pace_mark(job, 1), SKU, keeps_cache=True)
+    assert [run.job_id for run in found] == ["train-other"] * MOST_READ + ["train-past"]
+    history = History.read(instance, "mark", pace_mark(job, 1), SKU, keeps_cache=True)
+    assert history.forecast(SIZES, 1, SKU).rests_on == ("train-past",)
+    shutil.rmtree(other.uri)
 
 
 def told(instance: dg.DagsterInstance, mark: str, seconds: float, **fields: Any) -> None:

@@ -7,19 +7,22 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 import pytest
 
-from dtrain_dagster.clusters.base import OWNER, GPUClusterManager, JobSpec, NodePool, Orphan
+from dtrain_dagster.clusters.base import OWNER, ClusterError, GPUClusterManager, JobSpec, NodePool, Orphan
 from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.planning.optimizer import Change
+from dtrain_dagster.planning.projection import Overrun, Projection
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.sensors.cost_overrun import _READ, COST_TOLD, build_cost_overrun_sensor, judge_cost
+from dtrain_dagster.sensors.cost_overrun import _READ, COST_TOLD, _check, build_cost_overrun_sensor, judge_cost
 from dtrain_dagster.sensors.orphans import build_orphan_sensor
 from dtrain_dagster.settings.environment import Settings
 from tests.ticks import Daemon
@@ -79,6 +82,23 @@ def test_an_idle_cluster_is_given_back_and_told_once(manager: GPUClusterManager,
     [after] = daemon.ticks(6, 900.0)
     assert (after["nodes"], after["passed"]) == (0, True)
     assert len(daemon.told) == 1
+
+
+def test_of_several_pools_each_gets_its_turn(daemon: Daemon, monkeypatch: pytest.MonkeyPatch):
+    """One is tried at a tick; the newer one, whose idle time is shorter, fails each time."""
+    tried, pools = list[str](), [NodePool(name="old", sku="Standard_NC6s_v3", states={"idle": 1}, node_count=1)]
+
+    def scale_down(_: Any, pool: NodePool) -> bool:
+        tried.append(pool.name)
+        raise ClusterError("not now")
+
+    monkeypatch.setattr(LocalClusterManager, "pools", lambda _: pools)
+    monkeypatch.setattr(LocalClusterManager, "scale_down", scale_down)
+    daemon.ticks(100, 300.0)
+    pools.append(replace(pools[0], name="new"))
+    tried.clear()
+    daemon.ticks(20, 300.0)
+    assert abs(tried.count("old") - tried.count("new")) < 5, tried
 
 
 def test_what_does_not_change_is_recorded_now_and_then(manager: GPUClusterManager, settings: Settings, daemon: Daemon):
@@ -306,6 +326,18 @@ def test_slow_steps_are_projected_however_many_files_are_between_their_reports(
             told += item.covers
             said.append(f"{item.kind} {item.threshold:.0%}")
     assert said == expected
+
+
+def test_an_overruns_check_says_what_its_savings_are_of():
+    overrun = Overrun(kind="actual", threshold=1.0, fraction=1.5, covers=())
+    projection = Projection(so_far=5.0, estimated=2.0)
+    change = Change(name="Spot", setting="tier", seconds=9.0, usd=1.0, saved_usd=3.0, lost_seconds=0.0, why="")
+    for advice, begins in (
+        ((change,), "of what is left, continued from the checkpoint:\n\n| what"),
+        ((), "These figures"),
+    ):
+        shown: Any = _check("train-1", overrun, projection, advice, {}).metadata["what_to_do"].value
+        assert shown.startswith(begins)
 
 
 @pytest.mark.parametrize("fails", ["the record in the run directory", "the check"])

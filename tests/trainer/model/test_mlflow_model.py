@@ -140,6 +140,15 @@ def test_a_pickle_is_not_run(market: Market, tmp_path: Path) -> None:
     assert not evidence.exists()
 
 
+def test_weights_of_a_shape_that_is_only_claimed_are_not_copied(market: Market) -> None:
+    """The file has a few thousand bytes; it claims terabytes."""
+    weights = torch.load(io.BytesIO(saved_files(market)["weights.pt"]), weights_only=True)
+    buffer = io.BytesIO()
+    torch.save({name: torch.zeros(1).expand(10**12) for name in weights}, buffer)
+    with pytest.raises(SavedModelError, match=r"has the shape \(1000000000000,\), expected"):
+        load(described(market, buffer.getvalue()))
+
+
 def test_an_incomplete_or_foreign_model_is_named(market: Market) -> None:
     files = saved_files(market)
     with pytest.raises(SavedModelError, match=r"weights\.pt is missing"):
