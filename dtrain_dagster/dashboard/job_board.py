@@ -17,11 +17,16 @@ from dtrain_dagster.clusters.base import JobState, JobStatus
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.dashboard.failure import MOST_WORDS, end_in_words
+from dtrain_dagster.dashboard.failure import (
+    MOST_WORDS,
+    changes_to_mark,
+    end_in_words,
+    missing_nodes,
+    tell_losses,
+)
 from dtrain_dagster.dashboard.job_facts import JobAccount, account_of, basis_of, facts_of_page, trackers_of
 from dtrain_dagster.dashboard.job_index import ENDED, JobIndex, Listing
 from dtrain_dagster.dashboard.job_links import Places
-from dtrain_dagster.dashboard.losses import changes_to_mark, missing_nodes, tell_losses
 from dtrain_dagster.dashboard.series import PerformanceDashboard
 from dtrain_dagster.jobs.facts import JobFacts, add_paid, read_course, read_facts, status_here
 from dtrain_dagster.jobs.view import UNREADABLE, JobView

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dtrain_dagster.dashboard.failure import LossNotice, changes_to_mark, losses_of, missing_nodes, tell_losses
 from dtrain_dagster.dashboard.job_board import JobBoard
-from dtrain_dagster.dashboard.losses import LossNotice, changes_to_mark, losses_of, missing_nodes, tell_losses
 from dtrain_dagster.jobs.view import news
 from tests.dtrain_dagster.told_events import START, event, membership, told, write_run
 from trainer.documents.events import MembershipEvent
