@@ -61,6 +61,36 @@ def load_command(name: str) -> click.Command:
     return getattr(import_module(f"dtrain_dagster.cli.{MODULES.get(name, name)}"), name)
 
 
+RETIRED = {
+    "watch": "dtrain status JOB --follow",
+    "summary": "dtrain status [JOB]",
+    "report": "dtrain status JOB --html FILE",
+    "profile": "dtrain status JOB --trace",
+    "nodes": "dtrain status --nodes, and dtrain status --lift HOST",
+    "searches": "dtrain jobs --fleets, or dtrain search --show NAME",
+    "fleet run": "dtrain fleet FILE",
+    "fleet status": "dtrain jobs --fleets, or dtrain status NAME",
+    "fleet cancel": "dtrain cancel NAME",
+    "fleet cost": "dtrain cost NAME",
+    "data rows": "dtrain data SOURCE",
+    "dashboard": "dtrain ui jobs",
+    "mlflow": "dtrain ui mlflow",
+    "tensorboard": "tensorboard --logdir FOLDER, the jobs of the home",
+    "prices": "dtrain cost, with --sku SKU, --region REGION or --refresh",
+    "kubernetes train-job": "DTRAIN_CLUSTER=kubernetes dtrain train",
+    "azure": "dtrain doctor",
+    "slurm": "dtrain doctor",
+    "kubernetes": "dtrain doctor",
+    "ray": "dtrain doctor",
+    "endpoint": "python -m dtrain_dagster.registry.endpoints check",
+    "setup": "python -m dtrain_dagster setup",
+    "work": "python -m dtrain_dagster work COMMAND",
+    "clean": "python -m dtrain_dagster clean",
+    "completion": "_DTRAIN_COMPLETE=bash_source dtrain, or zsh_source or fish_source",
+}
+"""What older versions had → what is typed instead. To be removed with the version after the next release."""
+
+
 class LazyGroup(click.Group):
     """The group of all commands, whose help lists them in `SECTIONS`. Without a command it prints `SHORT_HELP`."""
 
@@ -77,6 +107,15 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command of this name, None where there is none."""
         return load_command(cmd_name) if cmd_name in self.list_commands(ctx) else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command. Raise `click.UsageError` for one of `RETIRED`, with what takes its place."""
+        for words in (" ".join(args[:2]), args[0]):
+            if words in RETIRED:
+                raise click.UsageError(f"`dtrain {words}` is now: {RETIRED[words]}")
+        return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Return the commands that begin with what was typed, or the options."""

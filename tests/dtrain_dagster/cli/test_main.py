@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -21,7 +22,7 @@ from told_events import told, write_run
 
 from dtrain_dagster.cli.facts import format_progress, print_status, read_course
 from dtrain_dagster.cli.job_options import as_begun, dataset_config, plan_job, runnable, total_steps
-from dtrain_dagster.cli.main import SECTIONS, load_command, main
+from dtrain_dagster.cli.main import RETIRED, SECTIONS, load_command, main
 from dtrain_dagster.clusters.base import JobSpec, JobState, JobStatus
 from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.jobs.facts import JobFacts
@@ -357,3 +358,13 @@ def test_help_lists_each_command_in_one_section_with_a_whole_sentence():
         [line] = re.findall(rf"^  {name} +(\S.*)$", shown, re.MULTILINE)
         assert line.endswith("."), line
         assert not line.endswith("..."), f"{name}: shorten the first sentence of its help"
+
+
+@pytest.mark.parametrize("words", RETIRED)
+def test_what_was_typed_before_says_what_to_type_now(words: str):
+    done = CliRunner().invoke(main, [*words.split(), "one", "--json"])
+    assert (done.exit_code, len(done.output.splitlines())) == (2, 1), done.output
+    for instead in re.findall(r"dtrain (\w+)", RETIRED[words]):
+        assert any(instead in names for names in SECTIONS.values()), words
+    for module in re.findall(r"python -m (\S+)", RETIRED[words]):
+        assert importlib.util.find_spec(module), words
