@@ -37,6 +37,7 @@ class Browser:
             self.tags |= {address: tag} if (tag := answer.headers.get("etag")) else {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("jobs", "browsers", "rounds"), [(200, 15, 2), pytest.param(10_000, 100, 20, marks=pytest.mark.long)]
 )

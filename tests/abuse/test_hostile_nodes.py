@@ -157,6 +157,7 @@ def test_checkpoints_of_nodes_are_not_run(place: Place, tmp_path: Path) -> None:
     assert not marker.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*VARIANTS, "texts"])
 def test_what_reads_a_hostile_run_directory_runs_nothing_of_it_and_believes_nothing(place: Place, kind: str) -> None:
     """Texts are believed, and shown without effect. Weights are read in a process of their own, which is costly."""

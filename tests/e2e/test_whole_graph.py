@@ -38,9 +38,9 @@ from .killing import Killer, job_folder, node_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 KILLED = 1
-STEP_OF_KILL = 150
-TWO_EPOCHS = {"ops": {"cost_estimate": {"config": {"epochs": 2}}}}
-"""A third of what `make run` trains: enough for the gate."""
+STEP_OF_KILL = 60
+FEWER_EPOCHS = {"ops": {"cost_estimate": {"config": {"epochs": 3}}}}
+"""Half of what `make run` trains: enough for the gate, and for a lost node to be replaced long before the end."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class WholeGraph:
 def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeGraph]:
     project = make_project(tmp_path_factory.mktemp("whole") / "home", DTRAIN_NODES="3")
     command = [str(BIN / "dagster"), "asset", "materialize", "-m", "dtrain_dagster.definitions"]
-    command += ["--select", "not group:studies", "--config-json", json.dumps(TWO_EPOCHS)]
+    command += ["--select", "not group:studies", "--config-json", json.dumps(FEWER_EPOCHS)]
     server = start_dagster(project)
     with (project.home / "materialize.log").open("wb") as log:
         started = subprocess.Popen(command, cwd=ROOT, env=project.env, stdout=log, stderr=log)

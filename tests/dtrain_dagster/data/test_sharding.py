@@ -67,6 +67,7 @@ def test_every_check_is_evaluated(panel: Panel) -> None:
     assert {name for name, (severity, _) in CHECKS.items() if severity == "error"} == {
         "positive_prices",
         "trading_sessions",
+        "unique_sorted_rows",
     }
 
 

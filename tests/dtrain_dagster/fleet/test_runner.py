@@ -88,6 +88,7 @@ def stage(tmp_path: Path) -> Iterable[Stage]:
     made.manager.cleanup_cluster()
 
 
+@pytest.mark.slow
 def test_jobs_share_the_nodes_and_each_is_paid_to_the_microsecond(stage: Stage):
     jobs = [job_of(stage.home, f"j{number}", 0.4) for number in range(3)]
     jobs.append(job_of(stage.home, "bad", 0.1, ending="fails"))
