@@ -11,9 +11,11 @@ import signal
 import stat
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import dagster as dg
 import psutil
@@ -228,9 +230,15 @@ def test_its_pages_show_curves_and_lineage_and_materialize_at_the_press_of_a_but
 def test_nothing_else_of_the_ui_listens_where_others_reach_it(finished: WholeGraph) -> None:
     url, process = finished.dagster.url, psutil.Process(finished.dagster.processes[0].pid)
     tree = [process, *process.children(recursive=True)]
-    listening = [at for one in tree for at in one.net_connections("inet") if at.status == psutil.CONN_LISTEN]
+
+    def connections(kind: str) -> Iterator[Any]:
+        for one in tree:
+            with suppress(psutil.NoSuchProcess):  # a child that has just ended
+                yield from one.net_connections(kind)
+
+    listening = [at for at in connections("inet") if at.status == psutil.CONN_LISTEN]
     assert [f"http://{at.laddr.ip}:{at.laddr.port}" for at in listening] == [url]
-    sockets = [Path(at.laddr) for one in tree for at in one.net_connections("unix") if str(at.laddr).startswith("/")]
+    sockets = [Path(at.laddr) for at in connections("unix") if str(at.laddr).startswith("/")]
     assert sockets
     for path in sockets:
         assert not path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH), "others may call a code server"

@@ -120,7 +120,7 @@ def test_a_past_run_tells_how_long_a_longer_one_takes(finished, instance):
     # a first evaluation that took longer than the others is part of the warm-up, and so of `parts.steps`
     measured = seconds["training"] + seconds["evaluation"] + seconds["data"]
     beside = parts.startup + parts.checkpoint + parts.finish + measured
-    assert beside == pytest.approx(wall, abs=0.05), "its parts are all of its time"
+    assert beside == pytest.approx(wall, rel=0.1), "its parts are all of its time"
     assert own.seconds_at(1).expected == parts.total
     assert told(steps=3000).seconds_at(1).expected > own.seconds_at(1).expected + 2000 * run.measured.step_seconds
     assert told(totals=(77.0,)).seconds_at(1).expected == 77.0
