@@ -104,7 +104,17 @@ def part_of(wanted: Any, found: Any) -> Any:
         return {name: part_of(value, found.get(name)) for name, value in wanted.items()}
     if isinstance(wanted, list) and isinstance(found, list) and len(wanted) <= len(found):
         return [part_of(one, other) for one, other in zip(wanted, found, strict=False)]
-    return wanted if found is None and not wanted else found
+    return wanted if (found is None and not wanted) or _is_same_quantity(wanted, found) else found
+
+
+def _is_same_quantity(one: Any, other: Any) -> bool:
+    """Whether both are the same amount of a resource, such as 0.1 and 100m."""
+    from kubernetes.utils.quantity import parse_quantity  # not above: every worker would load the client
+
+    try:
+        return bool(parse_quantity(one) == parse_quantity(other))
+    except (TypeError, ValueError):
+        return False
 
 
 def ray_takes(machines: Machines, text: str) -> None:
