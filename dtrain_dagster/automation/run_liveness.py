@@ -1,6 +1,6 @@
 """Which Dagster runs are of a graph of ours. An instance has runs of other code locations, too: they keep nothing
-waiting. A run whose process was killed is marked as failed by the code server that started it. One that died with its
-machine is not, by nobody (`settings/dagster.yaml`): it is silent, and a person has to end it.
+waiting. A run whose process was killed is marked as failed by the code server that started it. Nothing marks a run that
+died with its machine (`settings/dagster.yaml`): it stays silent until a person ends it.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ RETIRED = {
     "data rows": "dtrain data SOURCE",
     "dashboard": "dtrain ui jobs",
     "mlflow": "dtrain ui mlflow",
-    "tensorboard": "tensorboard --logdir FOLDER, the jobs of the home",
+    "tensorboard": "tensorboard --logdir .dtrain/storage/jobs",
     "prices": "dtrain cost, with --sku SKU, --region REGION or --refresh",
     "kubernetes train-job": "DTRAIN_CLUSTER=kubernetes dtrain train",
     "azure": "dtrain doctor",
