@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+
+# Test files, and the libraries that pytest rewrites as it does them, are kept with their assertions rewritten for the
+# next process that needs them: that takes longer than to import them. Only what tests start obeys an image that forbids
+# bytecode.
+forbidden, sys.dont_write_bytecode = sys.dont_write_bytecode, False
+from hypothesis import settings  # noqa: E402
+
+sys.dont_write_bytecode = forbidden
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.outcome and harness, whoever starts pytest
 pytest_plugins = ["tests.outcome"]
@@ -78,21 +85,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=place)
 
 
-ALL_COSTLY = re.compile(r"^pytestmark = .*\b(mark\.(slow|long)|BROWSER_TEST)\b", re.MULTILINE)
+OF_ALL = re.compile(r"^pytestmark = (\[[^]]*|.*)", re.MULTILINE)
+"""The marks that all tests of a file have."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With ``--fast`` a file all of whose tests are marked as costly is not even imported."""
-    if config.option.fast and collection_path.suffix == ".py" and ALL_COSTLY.search(collection_path.read_text()):
-        return True
-    return None
+    """A file is not even imported where all of its tests have a mark that is not asked for (``-m "not long"``), or one
+    of a costly test with ``--fast``."""
+    unwanted = {f"mark.{mark}" for mark in re.findall(r"\bnot (\w+)", config.option.markexpr)}
+    unwanted |= {"mark.slow", "mark.long", "BROWSER_TEST"} if config.option.fast else set()
+    if not unwanted or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    marks = OF_ALL.search(collection_path.read_text())
+    return True if marks and unwanted & set(re.findall(r"\b(?:mark\.)?\w+", marks[1])) else None
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Collecting makes millions of objects that live to the end: Python's garbage collector would look through them
-    again and again. And test files with their assertions rewritten are kept for the next run, which takes longer than
-    to import them; only what tests start obeys an image that forbids bytecode."""
+    again and again."""
     forbidden, sys.dont_write_bytecode = sys.dont_write_bytecode, False
     gc.disable()
     try:

@@ -23,7 +23,6 @@ import dagster as dg
 import pytest
 import yaml
 from dagster._core.definitions.run_request import InstigatorType
-from dagster._core.test_utils import freeze_time
 
 from dtrain_dagster.automation.capacity_queue import TICKET_TAG, WaitingList, new_ticket
 from dtrain_dagster.automation.retraining import CAUSE_TAG
@@ -164,6 +163,8 @@ def test_each_cause_fires_once_however_often_the_daemon_dies(world: World):
     settings = Settings(home=world.project.home, nodes=2)
     manager = build_resources(settings)["cluster"].manager()
     prices = Path(world.project.env["DTRAIN_PRICES"])
+    from dagster._core.test_utils import freeze_time  # which loads a server
+
     with freeze_time(datetime.now(UTC) - timedelta(days=31)):
         record_training(world.instance, settings.shared_uri, sha256(prices), "2020-01-02")
     prices.write_text("date,A\n2020-01-02,1\n2020-01-03,2\n")

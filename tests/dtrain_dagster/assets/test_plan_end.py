@@ -9,7 +9,6 @@ from typing import Any
 
 import dagster as dg
 import pytest
-from mlflow import MlflowClient
 
 from dtrain_dagster.assets.dataset import build_given_dataset
 from dtrain_dagster.assets.pipeline import Pipeline
@@ -30,6 +29,8 @@ def test_a_plan_is_refused_where_its_model_could_not_be_registered(
 ) -> None:
     folder, home = build_table(tmp_path).uri, tmp_path / "home"
     copy_tables(home / "mlflow.db")
+    from mlflow import MlflowClient
+
     client = MlflowClient(f"sqlite:///{home}/mlflow.db")
     client.delete_experiment(client.create_experiment("dtrain"))
     monkeypatch.setattr("dtrain_dagster.assets.planning.measure_pace", lambda *args: pytest.fail("a probe was bought"))

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mlflow import MlflowClient
 
 from dtrain_dagster.cli.common import Refusal, cluster_of
 from dtrain_dagster.cli.tracking import refuse_unregistrable, unregistered_job
@@ -91,6 +90,8 @@ def test_a_script_on_the_cluster_is_registered_at_its_end(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr[-3000:]
     assert "registered: nets version 1, alias challenger" in done.stderr
     uri = f"sqlite:///{tmp_path}/home/mlflow.db"
+    from mlflow import MlflowClient
+
     version = MlflowClient(uri).get_model_version("nets", "1")
     assert version.tags["nodes"] == "2"
     assert float(version.tags["node_hours"]) > 0

@@ -9,7 +9,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import mlflow
 import numpy as np
 import pytest
 import torch
@@ -117,6 +116,8 @@ def test_a_script_is_registered_as_others_are(folder: Path) -> None:
     assert found.decision.reason == "the gate passed, and there is no other champion"
     assert re.search(r"The gate passed: right 0\.\d+, with shuffled targets 0\.\d+ \(t \d", found.card)
     assert re.match(r"right 0\.\d+, with shuffled .* for \$0\.50", worth_line(found.evaluation, 0.5) or "")
+    import mlflow
+
     version = mlflow.MlflowClient(uri).get_model_version("texts", "1")
     job = rundir.read_job()
     expected = {"nodes": "2", "node_hours": "0.250000", "cost_usd": "$0.50", "code_version": "abc", "sku": "NC6"}
@@ -138,6 +139,8 @@ def test_a_script_is_registered_as_others_are(folder: Path) -> None:
 
 def test_a_training_registers_its_model_by_itself(trained: Path) -> None:
     """As `Trainer(…, registry=…)` does where no orchestrator is; without dropout, and with the averages of training."""
+    import mlflow
+
     uri = f"sqlite:///{trained}/mlflow.db"
     mlflow.set_tracking_uri(uri)
     loaded, asked = mlflow.pyfunc.load_model("models:/here@challenger"), np.load(trained / "asked.npz")

@@ -7,7 +7,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from mlflow import MlflowClient
 
 from dtrain_dagster.registry import MLflowRegistry, RegistryError
 from harness.tables import copy_tables
@@ -28,6 +27,8 @@ def refuse_writes(uri: str, table: str) -> None:
 
 
 def test_what_is_tried_leaves_nothing_but_an_experiment_and_an_empty_model(uri: str, tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
     client = MlflowClient(uri)
     for _ in range(2):
         MLflowRegistry(uri).try_out("my model", "mine")
@@ -39,6 +40,8 @@ def test_what_is_tried_leaves_nothing_but_an_experiment_and_an_empty_model(uri: 
 
 
 def test_a_deleted_experiment_is_refused_with_the_command_that_brings_it_back(uri: str) -> None:
+    from mlflow import MlflowClient
+
     client = MlflowClient(uri)
     number = client.create_experiment("mine")
     client.delete_experiment(number)

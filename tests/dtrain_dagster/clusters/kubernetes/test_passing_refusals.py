@@ -6,7 +6,6 @@ import json
 import time
 
 import pytest
-from kubernetes.client.exceptions import ApiException
 
 from dtrain_dagster.clusters.kubernetes.engine import PATIENCE_SECONDS, KubernetesEngine
 from dtrain_dagster.clusters.supervision.engine import EngineError, EngineUnreachableError
@@ -27,6 +26,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> KubernetesEngine:
 
 
 def refused(engine: KubernetesEngine, what: str, status: int = 403, said: str = FORBIDDEN) -> type[Exception]:
+    from kubernetes.client.exceptions import ApiException
+
     error = ApiException(status=status, reason=said)
     error.body = json.dumps({"message": said})
     with pytest.raises((EngineError, EngineUnreachableError)) as told, engine._asking(what):
