@@ -28,7 +28,7 @@ from dtrain_dagster.automation.capacity_queue import (
 )
 from dtrain_dagster.automation.retraining import CAUSE_TAG
 from dtrain_dagster.clusters.base import OWNER, ClusterConfig, GPUClusterManager, NoCapacityError
-from dtrain_dagster.clusters.job_notices import was_told
+from dtrain_dagster.clusters.notices import was_told
 from dtrain_dagster.clusters.resume_advice import how_to_go_on
 from dtrain_dagster.costs.ceilings import CeilingError, describe_stand
 from dtrain_dagster.jobs.progress import JOB_TAG

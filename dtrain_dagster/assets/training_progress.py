@@ -161,7 +161,7 @@ def tell_news(
     notify_urls: Sequence[str],
 ) -> None:
     """Send people unusual events, such as lost nodes and hangs: each once per job, as `tell_of` does. That it has
-    resumed is told by its cluster (`dtrain_dagster.clusters.job_notices`)."""
+    resumed is told by its cluster (`dtrain_dagster.clusters.notices`)."""
     job_id = rundir.uri.rsplit("/", 1)[-1]
     for sentence in news:
         key = f"{NEWS}{sentence}"

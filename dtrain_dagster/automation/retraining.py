@@ -19,7 +19,7 @@ import dagster as dg
 from dtrain_dagster.automation.capacity_queue import WaitingList
 from dtrain_dagster.automation.run_liveness import ALIVE_SECONDS, LIVE, is_silent, planned_assets
 from dtrain_dagster.clusters.base import OWNER, ClusterError
-from dtrain_dagster.clusters.notice_claims import send_once
+from dtrain_dagster.clusters.notices import send_once
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS
 from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
 from dtrain_dagster.support.formatting import dollars, format_duration
@@ -191,7 +191,7 @@ def ask(
             f"died with its machine, and keeps others waiting. Terminate it in Dagster's UI, then launch the job {job}"
         )
         text = f"{said}\n{project.run_url(dead)}"
-        send_once(RunDir(own), lambda: (f"silent-{dead}", lambda: ("dtrain: retraining waits for a silent run", text)))
+        send_once(RunDir(own), lambda: (f"silent-{dead}", "dtrain: retraining waits for a silent run", text))
         return dg.SkipReason(f"{cause.words}; {said}")
     queued = [
         item

@@ -33,7 +33,7 @@ from dtrain_dagster.cli.start import ended_by_signals, say_that_jobs_go_on, this
 from dtrain_dagster.cli.tracking import FLEET_TAG, record_fleet, track
 from dtrain_dagster.cli.train import as_overrides
 from dtrain_dagster.clusters.azure_ml.sku_chain import chain
-from dtrain_dagster.clusters.job_notices import FLEET, PART_OF
+from dtrain_dagster.clusters.notices import FLEET, PART_OF
 from dtrain_dagster.costs.estimate import Forecast
 from dtrain_dagster.costs.money import usd
 from dtrain_dagster.costs.prices import price_of

@@ -19,8 +19,7 @@ from typing import Any
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.hosts import HostRecord
-from dtrain_dagster.clusters.job_notices import tell
-from dtrain_dagster.clusters.notice_claims import RETRIES, notice_addresses
+from dtrain_dagster.clusters.notices import RETRIES, notice_addresses, tell
 from dtrain_dagster.clusters.supervision.local_placer import LocalPlacer
 from dtrain_dagster.clusters.supervision.placer import Placer, say
 from dtrain_dagster.clusters.supervision.reaper import Reaper, run_under_reaper

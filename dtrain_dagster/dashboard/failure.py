@@ -16,7 +16,7 @@ from typing import Any
 
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.exit_policy import describe_exit
-from dtrain_dagster.clusters.job_notices import describe_kept
+from dtrain_dagster.clusters.notices import describe_kept
 from dtrain_dagster.clusters.presence import find_latest_presences
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.events import MembershipEvent

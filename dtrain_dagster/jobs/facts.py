@@ -11,7 +11,7 @@ from typing import Any
 
 from dtrain_dagster.clusters import presence
 from dtrain_dagster.clusters.base import JobState, JobStatus
-from dtrain_dagster.clusters.job_notices import describe_kept
+from dtrain_dagster.clusters.notices import describe_kept
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.jobs.totals import LaunchTotals, launched_usage, sum_launches
 from dtrain_dagster.jobs.view import last_step

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.clusters.base import GPUClusterManager
-from dtrain_dagster.clusters.job_notices import PART_OF
-from dtrain_dagster.clusters.job_notices import SEARCH as SEARCH_PART
-from dtrain_dagster.clusters.notice_claims import RETRIES, send_once
+from dtrain_dagster.clusters.notices import PART_OF, RETRIES, send_once
+from dtrain_dagster.clusters.notices import SEARCH as SEARCH_PART
 from dtrain_dagster.costs.estimate import LearnedCorrection, Parts, Sizes
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits
@@ -209,9 +208,9 @@ class Search:
     def _tell_end(self, result: Mapping[str, Any]) -> None:
         """Tell people once that the search has ended; trials are not told one by one. It never raises."""
         folder = RunDir(str(self.folder))
-        said = f"dtrain: search {result['name']} has ended", "\n".join(summary(result))
+        title, text = f"dtrain: search {result['name']} has ended", "\n".join(summary(result))
         mark = f"end-{len(result['trials'])}"  # it may be given more trials later
-        send_once(folder, lambda: (mark, lambda: said), RETRIES)
+        send_once(folder, lambda: (mark, title, text), RETRIES)
 
     @property
     def budget_usd(self) -> float:

@@ -30,7 +30,7 @@ from dtrain_dagster.automation.retraining import (
     weekly,
 )
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.job_notices import was_told
+from dtrain_dagster.clusters.notices import was_told
 from dtrain_dagster.data.sources import PriceFile, price_source
 from dtrain_dagster.jobs.progress import JOB_TAG
 from dtrain_dagster.resources import ProjectResource, project_resource

@@ -31,7 +31,7 @@ from dtrain_dagster.clusters.azure_ml.states import (
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState, JobStatus, NoCapacityError, Starved
 from dtrain_dagster.clusters.exit_policy import is_failure
 from dtrain_dagster.clusters.job_marks import ActiveJobs
-from dtrain_dagster.clusters.job_notices import WAIT_SECONDS, tell
+from dtrain_dagster.clusters.notices import WAIT_SECONDS, tell
 from dtrain_dagster.clusters.resume_advice import how_to_go_on, memory_advice
 from dtrain_dagster.costs.plan import reprice
 from dtrain_dagster.settings.tiers import tier_of

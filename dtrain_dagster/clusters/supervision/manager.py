@@ -36,7 +36,7 @@ from dtrain_dagster.clusters.base import (
 )
 from dtrain_dagster.clusters.job_code import code_of, factories_in, stage_code, with_code
 from dtrain_dagster.clusters.job_marks import ActiveJobs, ClusterUse
-from dtrain_dagster.clusters.job_notices import describe_kept
+from dtrain_dagster.clusters.notices import describe_kept
 from dtrain_dagster.clusters.submission import DRAWN, Request
 from dtrain_dagster.clusters.supervision.settle import (
     acquire_job_lock,

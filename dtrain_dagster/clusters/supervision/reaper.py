@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Container
 from typing import Any
 
-from dtrain_dagster.clusters.job_notices import Wanted
+from dtrain_dagster.clusters.notices import Wanted
 from trainer.node.processes import descendants, kill_all, marked
 
 LIMIT_SECONDS = 10.0

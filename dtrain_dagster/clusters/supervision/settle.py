@@ -18,7 +18,7 @@ import psutil
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.job_notices import tell
+from dtrain_dagster.clusters.notices import tell
 from dtrain_dagster.support.job_lock import LOCK, acquire, is_held
 from trainer.node.environment import STOP_GRACE
 from trainer.node.line_log import last_lines

@@ -25,7 +25,7 @@ from dtrain_dagster.clusters.exit_policy import (
     exit_code,
     is_failure,
 )
-from dtrain_dagster.clusters.job_notices import WAIT_SECONDS, describe_kept
+from dtrain_dagster.clusters.notices import WAIT_SECONDS, describe_kept
 from dtrain_dagster.clusters.presence import HEARTBEAT_SECONDS
 from dtrain_dagster.clusters.resume_advice import explain_failure, explain_giving_up
 from dtrain_dagster.clusters.supervision.placer import PlacedNode, Placer, say

@@ -30,9 +30,8 @@ from dtrain_dagster.automation.retraining import (
 )
 from dtrain_dagster.automation.run_liveness import ON_NODES, planned_assets
 from dtrain_dagster.clusters.base import OWNER, JobState, JobStatus
-from dtrain_dagster.clusters.job_notices import tell
 from dtrain_dagster.clusters.managers import LocalClusterManager
-from dtrain_dagster.clusters.notice_claims import NOTICES
+from dtrain_dagster.clusters.notices import NOTICES, tell
 from dtrain_dagster.data.sources import PriceFile
 from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.jobs.progress import JOB_TAG

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from dtrain_dagster.clusters.hosts import HostEvent, HostRecord
-from dtrain_dagster.clusters.job_notices import describe_kept
+from dtrain_dagster.clusters.notices import describe_kept
 from dtrain_dagster.clusters.supervision import agent_placer
 from dtrain_dagster.clusters.supervision.agent_placer import AgentPlacer
 from dtrain_dagster.clusters.supervision.engine import EngineJob, name_job
