@@ -1,4 +1,4 @@
-"""The supervisor's process: ``python -m dtrain_dagster.clusters.supervise DIR`` (see `supervision.supervisor`).
+"""The supervisor's process: ``python -m dtrain_dagster.clusters.supervise DIR FD FILE`` (see `supervision.supervisor`).
 
 It chooses the placer by the launch, and stands above the rooms of all kinds of clusters for that.
 
@@ -27,10 +27,8 @@ from dtrain_dagster.clusters.supervision.settle import has_ended, outlives_super
 from dtrain_dagster.clusters.supervision.submit import PrivateFiles
 from dtrain_dagster.clusters.supervision.supervisor import Supervisor, begin_clock
 from dtrain_dagster.settings.cluster_kinds import cluster_key
-from dtrain_dagster.support.job_lock import acquire
 from trainer.comm.descriptors import raise_descriptor_limit
-from trainer.comm.launch_secret import SecretFile, file_by_hand
-from trainer.errors import ConfigError
+from trainer.comm.launch_secret import SecretFile
 from trainer.exit_codes import UNUSABLE
 from trainer.rundir import LAUNCH, RunDir
 from trainer.runtime.clock import SteadyClock
@@ -73,19 +71,10 @@ def supervise(rundir: RunDir, secret: SecretFile, clock: SteadyClock, resumes: b
 def main(arguments: Sequence[str]) -> int:
     """Run the supervisor and return its exit code.
 
-    ``DIR``: the run directory. ``DIR FD FILE``: with the descriptor of its lock, which the submitter already holds, and
-    the file for the secrets of launches. ``--resume`` at the end: go on with the nodes of a supervisor that died.
+    ``DIR FD FILE``: the run directory, the descriptor of its lock, which the submitter holds, and the file for the
+    secrets of launches. ``--resume`` at the end: go on with the nodes of a supervisor that died.
     """
-    rundir = RunDir(arguments[0])
-    lock = int(arguments[1]) if len(arguments) > 1 else acquire(rundir.storage.local_path())
-    if lock is None:
-        say("another supervisor has this job")
-        return 1
-    try:
-        secret = SecretFile(Path(arguments[2])) if len(arguments) > 2 else file_by_hand(os.environ)
-    except ConfigError as error:
-        say(str(error))
-        return UNUSABLE
+    rundir, lock, secret = RunDir(arguments[0]), int(arguments[1]), SecretFile(Path(arguments[2]))
     launch = rundir.read_json(LAUNCH) or {}
     clock = begin_clock(rundir)
     raise_descriptor_limit()

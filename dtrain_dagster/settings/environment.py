@@ -118,7 +118,7 @@ class Settings(EnvironmentSettings):
     preflight: str = Field(
         default="",
         description="Checks of a node before it joins: off, quick or full, and a command of your own after a colon, as "
-        "in 'quick: /opt/check-node'; unset: quick, on the local cluster only what costs nothing",
+        "in 'quick: /opt/check-node'; unset: quick. Only of nodes of SLURM, Kubernetes and Ray",
     )
     gpu_type: str = Field(
         default="Standard_NC6s_v3",

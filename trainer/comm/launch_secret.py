@@ -11,7 +11,6 @@ import logging
 import os
 import secrets
 import stat
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,27 +61,14 @@ class SecretFile:
     """The file from which the ranks of a job's launches read their secret."""
 
     path: Path
-    is_own: bool = True
-    """Whether it is ours to write and remove. One that a person has given holds one secret for all launches."""
 
     def renew(self) -> None:
         """Write a new secret for a launch that begins."""
-        if self.is_own:
-            write_launch_secret(self.path)
+        write_launch_secret(self.path)
 
     def remove(self) -> None:
         """Remove the file after the last launch."""
-        if self.is_own:
-            self.path.unlink(missing_ok=True)
-
-
-def file_by_hand(environment: Mapping[str, str]) -> SecretFile:
-    """Return the secret file of a supervisor that was given no path: the one that the environment names, which is only
-    read, else one in a new folder. Raise `ConfigError` for a file that `read_launch_secret` refuses."""
-    if path := environment.get(SECRET_FILE):
-        read_launch_secret(environment)
-        return SecretFile(Path(path).absolute(), is_own=False)
-    return SecretFile(Path(tempfile.mkdtemp(prefix="dtrain-secret-"), "launch"))
+        self.path.unlink(missing_ok=True)
 
 
 def read_launch_secret(environment: Mapping[str, str]) -> LaunchSecret:

@@ -117,9 +117,6 @@ class Wanted:
     ranks: int = 1
     gpus: int = 0
     """0: as many as there are."""
-    is_room_needed: bool = True
-    """Whether too little memory or space fails it: nobody asked for a pre-flight of a machine that just runs a
-    program."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,15 +192,14 @@ def judge_node(found: Measured, wanted: Wanted) -> Judgement:
     if found.hung:
         fail(f"the check of {found.hung} did not end: the machine or its driver hangs")
     least = FREE_MEMORY_BYTES * wanted.ranks
-    tell_room = fail if wanted.is_room_needed else warn
     if found.memory_bytes is not None and found.memory_bytes < least:
         free, needed = found.memory_bytes // MIB, least // MIB
-        tell_room(f"{free} MiB of memory are free, of {needed} that {wanted.ranks} rank(s) need")
+        fail(f"{free} MiB of memory are free, of {needed} that {wanted.ranks} rank(s) need")
     for disk in found.disks:
         if disk.error:
             fail(f"{disk.path} cannot be written: {disk.error}")
         elif disk.free_bytes is not None and disk.free_bytes < FREE_DISK_BYTES:
-            tell_room(f"{disk.path} has {disk.free_bytes // MIB} MiB free: make room there")
+            fail(f"{disk.path} has {disk.free_bytes // MIB} MiB free: make room there")
         elif disk.free_bytes is not None and disk.free_bytes < LITTLE_DISK_BYTES:
             warn(f"{disk.path} has only {disk.free_bytes // MIB} MiB free")
     if found.skew_seconds is not None and abs(found.skew_seconds) > LITTLE_SKEW_SECONDS:

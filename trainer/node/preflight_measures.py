@@ -135,14 +135,6 @@ def measure(errand: Errand) -> Iterator[dict[str, Any]]:
     yield {"done": True}
 
 
-def look_lightly(run_dir: str) -> Measured:
-    """Return what costs nothing to find out, in this process."""
-    found: dict[str, Any] = {}
-    for line in measure(Errand(run_dir=run_dir, mode="light")):
-        found |= line
-    return Measured.of(found)
-
-
 def folders_of(run_dir: str) -> list[str]:
     """Return the folders that a node writes to."""
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any
 
 from dtrain_dagster.clusters.slurm.commands import COLUMNS, END_SECONDS
 from dtrain_dagster.clusters.supervision.engine import Cause, EngineJob, read_job_name
@@ -16,43 +16,29 @@ from dtrain_dagster.settings.nodes import NODE as N
 
 S = "DTRAIN_SLURM_"
 _WAITING = {
-    "PENDING",
-    "CONFIGURING",
-    "REQUEUED",
-    "REQUEUE_FED",
-    "REQUEUE_HOLD",
-    "RESV_DEL_HOLD",
-    "SPECIAL_EXIT",
-}
-_ENDED = {
-    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
-    "TIMEOUT",
+    "PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT",
 }  # fmt: skip
-_LOST = {
-    "BOOT_FAIL": "its machine did not start",
-    "CANCELLED": "it was cancelled in SLURM",
-    "DEADLINE": "its deadline came",
-    "NODE_FAIL": "its machine failed",
-    "PREEMPTED": "it was preempted by another job",
-    "REVOKED": "another cluster took it",
-    "TIMEOUT": "it reached its time limit",
+_ENDS: Mapping[str, tuple[str, Cause]] = {
+    "COMPLETED": ("", ""),
+    "FAILED": ("", ""),
+    "OUT_OF_MEMORY": (f"it used more memory than it asked for; raise {N}MEMORY_GIB", "program"),
+    "BOOT_FAIL": ("its machine did not start", "machine"),
+    "NODE_FAIL": ("its machine failed", "machine"),
+    "CANCELLED": ("it was cancelled in SLURM", "taken"),
+    "DEADLINE": ("its deadline came", "taken"),
+    "PREEMPTED": ("it was preempted by another job", "taken"),
+    "REVOKED": ("another cluster took it", "taken"),
+    "TIMEOUT": ("it reached its time limit", "taken"),
 }
-"""States in which SLURM has taken a node away, or lost it → in words."""
-_MACHINE = {"BOOT_FAIL", "NODE_FAIL"}
-"""Those in which its machine has failed."""
+"""State of a job that has ended → why, in words, and whose doing that was."""
 REASONS = {
     "AssocGrp": f"the limit of --account in {S}EXTRA is used up: wait, or ask for less",
     "AssocMax": f"the limit of --account in {S}EXTRA is used up: wait, or ask for less",
     "BadConstraints": f"no machine has --constraint in {S}EXTRA: correct it",
-    "Dependency": "it waits for another job",
     "InvalidAccount": f"correct --account in {S}EXTRA",
     "InvalidQOS": f"correct --qos in {S}EXTRA",
-    "JobArrayTaskLimit": "the limit of the array is reached",
     "JobHeldAdmin": "an administrator holds it: ask them",
     "JobHeldUser": "it is held: scontrol release JOB",
-    "JobLaunchFailure": "its machine could not start it: ask an administrator",
-    "Licenses": "it waits for a licence",
-    "NodeDown": "its machine is down",
     "PartitionConfig": f"no node of the partition is large enough: lower {N}CPUS, {N}GPUS or {N}MEMORY_GIB, or "
     f"change {S}PARTITION",
     "PartitionDown": f"the partition is down: wait, or change {S}PARTITION",
@@ -119,40 +105,35 @@ def read_job(row: Mapping[str, str], position: tuple[int, int] | None = None) ->
         return None
     state, host = row["State"].split()[0], row["NodeList"]
     submitted, started, ended = (moment(row[name]) for name in ("SubmitTime", "StartTime", "EndTime"))
-    stage: Literal["pending", "running", "ended"] = "running"
-    reason = ""
-    if state in _WAITING:
-        stage, reason = "pending", explain_waiting(row["Reason"], position, started)
-    elif state in _ENDED:
-        stage, reason = "ended", explain_end(state, row["Reason"])
     limit = limit_seconds(row["TimeLimit"])
-    told = started is not None and ended is not None and limit is not None and ended >= started + limit - END_SECONDS
-    planned = stage == "ended" and (state == "TIMEOUT" or (state == "FAILED" and told))
-    return EngineJob(
-        id=row["JobID"],
-        node_id=own[0],
-        incarnation=own[1],
-        state=stage,
-        reason=reason,
-        host="" if host in ("(null)", "N/A") else host,
-        exit_code=exit_code_of(state, row["exit_code"]) if stage == "ended" else None,
-        lost=stage == "ended" and (state in _LOST or planned),
-        cause=_cause_of(state, planned),
-        is_planned=planned,
-        submitted_at=submitted,
-        started_at=started if stage != "pending" else None,
-        ended_at=ended if stage == "ended" else None,
+    common: dict[str, Any] = {
+        "id": row["JobID"],
+        "node_id": own[0],
+        "incarnation": own[1],
+        "host": "" if host in ("(null)", "N/A") else host,
+        "submitted_at": submitted,
+    }
+    if state in _WAITING:
+        return EngineJob(**common, state="pending", reason=explain_waiting(row["Reason"], position, started))
+    if state not in _ENDS:
         # While a job completes, its end is no limit any more, but the moment at which it came.
-        ends_at=ended if stage == "running" and state != "COMPLETING" and limit is not None else None,
+        ends_at = ended if state != "COMPLETING" and limit is not None else None
+        return EngineJob(**common, state="running", started_at=started, ends_at=ends_at)
+    words, cause = _ENDS[state]
+    is_late = started is not None and ended is not None and limit is not None and ended >= started + limit - END_SECONDS
+    is_planned = state == "TIMEOUT" or (state == "FAILED" and is_late)
+    cause = "taken" if is_planned else cause
+    return EngineJob(
+        **common,
+        state="ended",
+        reason=f"{state}: {words}" if words else "",
+        exit_code=exit_code_of(state, row["exit_code"]),
+        lost=cause in ("taken", "machine"),
+        cause=cause,
+        is_planned=is_planned,
+        started_at=started,
+        ended_at=ended,
     )
-
-
-def _cause_of(state: str, planned: bool) -> Cause:
-    if state == "OUT_OF_MEMORY":
-        return "program"
-    if state in _MACHINE:
-        return "machine"
-    return "taken" if state in _LOST or planned else ""
 
 
 def explain_waiting(reason: str, position: tuple[int, int] | None, starts_at: float | None) -> str:
@@ -163,15 +144,6 @@ def explain_waiting(reason: str, position: tuple[int, int] | None, starts_at: fl
     when = f"expected to start at {datetime.fromtimestamp(starts_at, UTC):%Y-%m-%d %H:%M} UTC" if starts_at else ""
     said = reason if reason not in ("None", "") else "not looked at yet"
     return ", ".join(part for part in (f"{said}: {words}" if words else said, where, when) if part)
-
-
-def explain_end(state: str, reason: str) -> str:
-    """Return why a job ended, in words; "" for one that ended by itself."""
-    if state in _LOST:
-        return f"{state}: {_LOST[state]}"
-    if state == "OUT_OF_MEMORY":
-        return f"{state}: it used more memory than it asked for; raise {N}MEMORY_GIB"
-    return "" if state in ("COMPLETED", "FAILED") else f"{state}: {reason}"
 
 
 def exit_code_of(state: str, raw: str) -> int | None:

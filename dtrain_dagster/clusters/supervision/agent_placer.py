@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
-from dtrain_dagster.clusters.hosts import Exclusion, HostEvent, HostRecord
+from dtrain_dagster.clusters.hosts import Exclusion, HostRecord
 from dtrain_dagster.clusters.supervision.engine import Engine, EngineJob, EngineUnreachableError
 from dtrain_dagster.clusters.supervision.placer import (
     ABANDON_SECONDS,
@@ -247,9 +247,6 @@ class AgentPlacer(Placer):
                 return replace(record, refused=UNUSABLE, reason=str(error), gone_at=now)
         if view_node(record, self._size, self._now()).state == "gone":
             return self._close(record, now)
-        if record.presence is not None and record.job is not None and record.job.host and not record.is_host_noted:
-            self._note(HostEvent(host=record.job.host, at=self._now(), kind="began", job_id=self.launch["job_id"]))
-            record = replace(record, is_host_noted=True)
         return self._drop_exclusions(record) if is_asked else record
 
     def _drop_exclusions(self, record: NodeRecord) -> NodeRecord:
@@ -269,20 +266,6 @@ class AgentPlacer(Placer):
             node_id=record.node_id, incarnation=record.incarnation + 1, made_at=self._now(), is_last_resort=True
         )
         return self._submit(again)
-
-    def _note(self, event: HostEvent) -> None:
-        before = self.exclusions()
-        try:
-            self.hosts.add(event)
-        except OSError as error:  # a full disk must not end the watching
-            warn_once(f"the record of hosts cannot be written: {error}")
-        for found in self.exclusions():
-            if found.host not in {each.host for each in before}:
-                say(f"host {found.host} is excluded: {found.why}; `dtrain status --lift {found.host}` lifts it")
-                try:
-                    self.rundir.append_supervisor_event("host_excluded", **asdict(found))
-                except OSError as error:
-                    warn_once(f"that host {found.host} is excluded cannot be written into the events: {error}")
 
     def _end_record(self, record: NodeRecord, now: float) -> NodeRecord:
         """Tell the engine that a node has to end: in order first, by force once its grace is over."""
@@ -353,10 +336,23 @@ class AgentPlacer(Placer):
             warn_once(f"the successor of node {node_id} is refused: {error}")
 
     def _note_fault(self, record: NodeRecord) -> None:
-        """Record what the end of a node says of its host."""
+        """Record what the end of a node says of its host, and tell whether that excludes it."""
         others = [each for key, each in self.nodes.items() if key != record.node_id]
-        if (fault := find_fault(record, others, self._size, self.launch["job_id"], self._now())) is not None:
-            self._note(fault)
+        fault = find_fault(record, others, self._size, self.launch["job_id"], self._now())
+        if fault is None:
+            return
+        before = {each.host for each in self.exclusions()}
+        try:
+            self.hosts.add(fault)
+        except OSError as error:  # a full disk must not end the watching
+            warn_once(f"the record of hosts cannot be written: {error}")
+        for found in self.exclusions():
+            if found.host not in before:
+                say(f"host {found.host} is excluded: {found.why}; `dtrain status --lift {found.host}` lifts it")
+                try:
+                    self.rundir.append_supervisor_event("host_excluded", **asdict(found))
+                except OSError as error:
+                    warn_once(f"that host {found.host} is excluded cannot be written into the events: {error}")
 
     def _has_settled(self) -> bool:
         """Return whether the last node that was handed over trains again with the others, or has had its time."""

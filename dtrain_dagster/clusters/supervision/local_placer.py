@@ -10,15 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
-from dtrain_dagster.clusters.supervision.placer import PlacedNode, Placer, say
+from dtrain_dagster.clusters.supervision.placer import PlacedNode, Placer
 from dtrain_dagster.clusters.supervision.reaper import reap_orphans
 from trainer.comm.launch_secret import SecretFile
 from trainer.documents.presences import NodePresence
-from trainer.node.environment import LaunchError, Seat, choose_port
+from trainer.node.environment import Seat, choose_port
 from trainer.node.line_log import LineLog
 from trainer.node.node_processes import NodeProcesses, Spawn, header_of, make_node, spawn_process
-from trainer.node.preflight import Wanted, judge_node, read_setting
-from trainer.node.preflight_measures import Errand, Measuring, look_lightly
 from trainer.node.processes import descendants, kill_all, marked
 from trainer.rundir import LOGS, RunDir
 from trainer.runtime.clock import SteadyClock
@@ -47,35 +45,8 @@ class LocalPlacer(Placer):
     def begin_launch(self, launch: Mapping[str, Any]) -> None:
         """Choose the port of rank 0, and write a new secret."""
         self.launch, self.nodes = launch, {}
-        self._check_fitness()
         self.port = choose_port(launch["master_port"])
         self.secret.renew()
-
-    def _check_fitness(self) -> None:
-        """Make the pre-flight of this machine, once for all nodes, which share it. Raise `LaunchError` where it is not
-        fit."""
-        setting = self.launch.get("preflight", "")
-        mode, command = read_setting(setting)
-        if mode == "off":
-            return
-        folder = str(self.rundir.storage.local_path())
-        if not setting:
-            found = look_lightly(folder)
-        else:
-            measuring = Measuring(
-                Errand(run_dir=folder, mode=mode, command=command), {**os.environ, **self.launch["env"]}
-            )
-            while not measuring.is_over():
-                time.sleep(self.poll_seconds)
-            found = measuring.result()
-        judged = judge_node(found, Wanted(is_room_needed=bool(setting)))
-        for words, each in (("failed", judged.failed), ("warning", judged.warned)):
-            for text in each:
-                say(f"pre-flight {words}: {text}")
-        if judged.failed:
-            raise LaunchError(
-                f"this machine failed its pre-flight: {judged.why}. Repair that, or set DTRAIN_PREFLIGHT=off"
-            )
 
     def start(self, node_id: int, incarnation: int) -> None:
         log = LineLog(self.rundir.storage.local_path(f"{LOGS}/node-{node_id}.log"), header_of(self.launch, incarnation))

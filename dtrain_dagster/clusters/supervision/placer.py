@@ -137,8 +137,6 @@ class NodeRecord:
     """The hosts on which it is not placed."""
     is_last_resort: bool = False
     """Whether it is placed wherever there is room, since it found none elsewhere."""
-    is_host_noted: bool = False
-    """Whether its host was recorded."""
     is_cut_off: bool = False
     """Whether it is gone without having said so: its agent was killed, or its machine was."""
     taken_at: float | None = None

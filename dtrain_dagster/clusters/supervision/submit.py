@@ -50,8 +50,8 @@ class LaunchSettings:
     replacement_delay_seconds: float = 1.0
     """Seconds that a node is gone before another takes its place."""
     preflight: str = ""
-    """What is checked of a node before its ranks start (`trainer.node.preflight.read_setting`); "" as the kind of
-    cluster has it: ``quick`` on nodes of an engine, here only what costs nothing."""
+    """What an engine's node is checked for before its ranks start (`trainer.node.preflight.read_setting`); "" for
+    ``quick``."""
     gpus: int = 0
     """GPUs that an engine is asked for with each node."""
 

@@ -13,7 +13,6 @@ from trainer.comm.launch_secret import (
     SECRET_FILE,
     SECRET_URI,
     LaunchSecret,
-    file_by_hand,
     read_launch_secret,
     warn_if_unauthenticated,
     write_launch_secret,
@@ -92,25 +91,6 @@ def test_where_nodes_share_no_disk_it_is_read_from_storage(tmp_path: Path) -> No
     assert read_launch_secret({SECRET_URI: f"{tmp_path}/launch"}) == LaunchSecret(b"\xab" * 32)
     with pytest.raises(ConfigError, match=f"{SECRET_URI}=.*there is no such file"):
         read_launch_secret({SECRET_URI: f"{tmp_path}/other"})
-
-
-def test_a_supervisor_without_a_place_makes_one() -> None:
-    made = file_by_hand({})
-    made.renew()
-    assert stat.S_IMODE(made.path.parent.stat().st_mode) == 0o700
-    made.remove()
-    made.path.parent.rmdir()
-
-
-def test_a_file_that_a_person_has_given_is_only_read(file: Path) -> None:
-    before = file.read_text(), file.stat()
-    given = file_by_hand({SECRET_FILE: str(file)})
-    given.renew()
-    given.remove()
-    assert (file.read_text(), file.stat()) == before
-    file.chmod(0o644)
-    with pytest.raises(ConfigError, match="can be read or changed by others"):
-        file_by_hand({SECRET_FILE: str(file)})
 
 
 def test_what_strangers_can_do_is_said_once_at_rank_0(caplog: pytest.LogCaptureFixture) -> None:

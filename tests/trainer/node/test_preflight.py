@@ -140,11 +140,9 @@ def test_what_is_not_known_fails_no_node() -> None:
     assert "no figure to compare with" in judged.skipped[0]
 
 
-def test_too_little_room_fails_a_node_only_where_a_pre_flight_was_asked_for() -> None:
+def test_too_little_room_fails_a_node() -> None:
     found = replace(HEALTHY, memory_bytes=MIB, disks=(Disk(path="/run", free_bytes=MIB),))
     assert len(judge_node(found, Wanted()).failed) == 2
-    judged = judge_node(found, Wanted(is_room_needed=False))
-    assert (judged.failed, len(judged.warned)) == ([], 2)
 
 
 def test_a_peer_that_is_reached_clears_the_node_of_one_that_is_not() -> None:

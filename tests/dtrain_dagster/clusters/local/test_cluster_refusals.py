@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState
+from dtrain_dagster.clusters.base import ClusterError, JobSpec
 from dtrain_dagster.clusters.managers import LocalClusterManager
-from dtrain_dagster.clusters.supervision.local_placer import LocalPlacer
-from trainer.rundir import RunDir
-from trainer.runtime.clock import SteadyClock
 
 
 def test_no_nodes(cluster):
@@ -31,25 +25,6 @@ def test_more_processes_than_the_machine_can_carry(cluster):
     assert manager.provision_cluster(2, "Standard_NC6s_v3").max_nodes == 2
     with pytest.raises(ClusterError, match=rf"DTRAIN_NODES=3 x DTRAIN_PROCESSES_PER_NODE={per_node} .* fewer"):
         manager.provision_cluster(3, "Standard_NC6s_v3")
-
-
-def test_a_machine_that_fails_its_pre_flight_starts_no_node(cluster):
-    check = "quick: echo the scratch disk is broken; exit 1"
-    cluster.manager.settings = replace(cluster.manager.settings, preflight=check)
-    cluster.submit("unfit", "(OUT / 'began').touch()")
-    status = cluster.wait("unfit")
-    assert status.state is JobState.FAILED
-    assert "failed its pre-flight: the site's own check: the scratch disk is broken" in status.message
-    assert "DTRAIN_PREFLIGHT=off" in status.message
-    assert not (cluster.folder / "began").exists()
-
-
-def test_a_machine_with_little_room_is_warned_of_unless_a_pre_flight_was_asked_for(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("trainer.node.preflight_measures.available_bytes", lambda: 1 << 20)
-    secret: Any = SimpleNamespace(renew=lambda: None)
-    placer = LocalPlacer(RunDir(str(tmp_path)), secret, SteadyClock.begin())
-    placer.begin_launch({"master_port": None})
-    assert capsys.readouterr().out.startswith("pre-flight warning: 1 MiB of memory")
 
 
 def test_a_run_directory_elsewhere(cluster, tmp_path):

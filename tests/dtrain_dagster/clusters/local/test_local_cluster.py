@@ -13,10 +13,8 @@ import pytest
 
 from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState, Orphan
 from dtrain_dagster.clusters.managers import LocalClusterManager
-from dtrain_dagster.clusters.supervision.submit import with_package
 from dtrain_dagster.support.job_lock import acquire, is_held
 from harness.waiting import until
-from trainer.comm.launch_secret import SECRET_FILE
 from trainer.rundir import RunDir
 
 pytestmark = pytest.mark.slow
@@ -50,30 +48,6 @@ LocalClusterManager(Path({str(cluster.manager.home)!r})).submit_job({spec!r})
 {then}
 """
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-
-
-def test_a_supervisor_started_by_hand_only_reads_the_secret_that_it_is_given(cluster, tmp_path):
-    cluster.submit("hand", "(OUT / 'said').write_text(Path(os.environ['DTRAIN_LAUNCH_SECRET_FILE']).read_text())")
-    assert cluster.wait("hand").state is JobState.SUCCEEDED
-    (cluster.folder / "said").unlink()
-    mine, folder = tmp_path / "mine", cluster.run_dir("hand")
-    mine.write_text("ab" * 32)
-    mine.chmod(0o600)
-    before = mine.stat()
-    until(lambda: not is_held(folder), "the supervisor before is about to leave")
-    by_hand = subprocess.run(
-        [sys.executable, "-P", "-m", "dtrain_dagster.clusters.supervise", str(folder)],
-        env={**with_package(os.environ), SECRET_FILE: str(mine)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert mine.read_text() == "ab" * 32
-    after = mine.stat()  # read it was, so its time of access is another
-    assert (after.st_ino, after.st_mode, after.st_mtime_ns) == (before.st_ino, before.st_mode, before.st_mtime_ns)
-    assert by_hand.returncode == 0, by_hand
-    assert (cluster.folder / "said").read_text() == "ab" * 32
 
 
 def test_each_node_is_a_process_group_with_torchruns_variables_and_its_own_log(cluster):

@@ -454,8 +454,7 @@ def test_a_node_that_finds_no_other_place_may_have_one_on_an_excluded_host(
     rundir = RunDir(str(tmp_path / "run"))
     rundir.make()
     clock, engine, hosts = SteadyClock.begin(), FullEngine(), HostRecord(tmp_path / "hosts")
-    for host, kind in (("good", "began"), ("bad", "began"), ("bad", "unfit")):
-        hosts.add(HostEvent(host=host, at=clock.now(), kind=kind, why="the disk is full"))  # type: ignore[arg-type]
+    hosts.add(HostEvent(host="bad", at=clock.now(), kind="unfit", why="the disk is full"))
     placer = AgentPlacer(rundir, engine, SecretFile(tmp_path / "secret"), clock, hosts)
     placer.begin_launch(LAUNCH | {"node_count": 1})
     placer.start(0, 1)
