@@ -16,7 +16,6 @@ import click
 
 from dtrain_dagster.cli.common import EXIT_UNUSABLE, read_settings, refuses
 from dtrain_dagster.cli.start import say_after_work
-from dtrain_dagster.jobs.promises import jobs_begun_since
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.home import HomeError, hold_home, make_home, plan_removal, remove, unwritable
 from dtrain_dagster.web.stored_secrets import refuse_secret_on_command_line
@@ -154,8 +153,9 @@ def work(command: tuple[str, ...], go_on: str | None) -> None:
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         code = process.wait()
     if interrupts:
-        jobs = jobs_begun_since(home, began)
-        say_after_work(read_settings(), jobs, go_on or shlex.join(["python", "-m", "dtrain_dagster", "work", *command]))
+        say_after_work(
+            read_settings(), began, go_on or shlex.join(["python", "-m", "dtrain_dagster", "work", *command])
+        )
     sys.exit(code if code >= 0 else 128 - code)
 
 

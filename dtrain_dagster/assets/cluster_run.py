@@ -32,8 +32,7 @@ from dtrain_dagster.clusters.notices import was_told
 from dtrain_dagster.clusters.resume_advice import how_to_go_on
 from dtrain_dagster.costs.ceilings import CeilingError, describe_stand
 from dtrain_dagster.jobs.progress import JOB_TAG
-from dtrain_dagster.jobs.promises import Wanted, owner_here
-from dtrain_dagster.jobs.spending import Judged, SpendingBook
+from dtrain_dagster.jobs.spending import Judged, SpendingBook, Wanted
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.support.formatting import format_duration
 from dtrain_dagster.support.notify import notify_and_log
@@ -63,8 +62,7 @@ class ClusterRun:
 
     def wanted(self, name: str, usd_per_hour: float, usd: float | None, is_group: bool = False) -> Wanted:
         """Return what this run wants to start. ``usd_per_hour``: of all nodes; ``usd``: what it may cost in all."""
-        owner = owner_here(self.project.experiment, self.context.run.tags)
-        return Wanted(name=name, owner=owner, usd=usd, usd_per_hour=usd_per_hour, is_group=is_group)
+        return Wanted(name=name, usd=usd, usd_per_hour=usd_per_hour, is_group=is_group)
 
     def refuse_excess(self, wanted: Wanted) -> None:
         """Raise `dagster.Failure`, and tell people, where a start would exceed a ceiling, or that cannot be told."""

@@ -16,8 +16,8 @@ from dtrain_dagster.costs.ceilings import (
     KINDS,
     CeilingError,
     Ceilings,
+    describe_most,
     describe_stand,
-    describe_users,
     explain_unknown,
     read_ceilings,
     read_dollars,
@@ -25,8 +25,7 @@ from dtrain_dagster.costs.ceilings import (
 )
 from dtrain_dagster.costs.money import usd
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.jobs.promises import Wanted, owner_here
-from dtrain_dagster.jobs.spending import Judged, SpendingBook
+from dtrain_dagster.jobs.spending import Judged, SpendingBook, Wanted
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.home import make_home
 from dtrain_dagster.settings.tiers import tier_of
@@ -50,8 +49,6 @@ def ceiling_options(command: Callable[..., None]) -> Callable[..., None]:
     whose = {
         "per_hour": "of all that runs at once, in an hour",
         "per_month": "of all jobs in a calendar month (UTC)",
-        "per_person": "of one person's jobs in a month",
-        "per_project": "of one project's jobs in a month",
     }
     command = click.option("--none", "lifts", is_flag=True, help="With ceilings: lift all of them.")(command)
     for name, words in reversed(whose.items()):
@@ -70,13 +67,12 @@ def wanted_start(settings: Settings, name: str, nodes: int, hours: float | None 
     Raise `PriceError` where the nodes have no price."""
     hourly = nodes * price_of(cluster_of(settings)[0].sku).usd_per_hour(settings.tiers[0])
     expected = None if hours is None else hourly * hours
-    return Wanted(name=name, owner=owner_here(settings.experiment), usd=expected, usd_per_hour=hourly)
+    return Wanted(name=name, usd=expected, usd_per_hour=hourly)
 
 
 def wanted_group(settings: Settings, name: str, usd_per_hour: float, budget_usd: float | None) -> Wanted:
     """Return a fleet or a search as a start: its whole budget is promised; None where it is not known yet."""
-    owner = owner_here(settings.experiment)
-    return Wanted(name=name, owner=owner, usd=budget_usd, usd_per_hour=usd_per_hour, is_group=True)
+    return Wanted(name=name, usd=budget_usd, usd_per_hour=usd_per_hour, is_group=True)
 
 
 @contextmanager
@@ -122,7 +118,7 @@ def ceilings_command(settings: Settings, as_json: bool, lifts: bool, given: Mapp
         table.add_column("most by", style="dim")
         for stand in judged.stands:
             amounts = (dollars(usd(units)) for units in (stand.limit, stand.spent, stand.promised))
-            table.add_row(stand.title, *amounts, f"{stand.share:.0%}", describe_users(stand))
+            table.add_row(stand.title, *amounts, f"{stand.share:.0%}", describe_most(stand))
         console().print(table, highlight=False)
         say(f"of {judged.month} (UTC); per hour: of what runs now")
         for sentence in explain_unknown(judged.spending):
@@ -138,7 +134,6 @@ def ceilings_document(judged: Judged) -> dict[str, Any]:
         "stands": [
             {
                 "ceiling": stand.kind,
-                "whose": stand.whose or None,
                 "usd": usd(stand.limit),
                 "spent_usd": usd(stand.spent),
                 "promised_usd": usd(stand.promised),

@@ -33,7 +33,7 @@ from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.base import ClusterError, ClusterHealth, GPUClusterManager, JobSpec
 from dtrain_dagster.clusters.managers import open_engine
 from dtrain_dagster.costs.prices import PriceError
-from dtrain_dagster.jobs.promises import Wanted
+from dtrain_dagster.jobs.spending import Wanted
 from dtrain_dagster.settings.azure import read_azure_options
 from dtrain_dagster.settings.engines import read_engine_options
 from dtrain_dagster.settings.environment import Settings, SettingsError

@@ -39,7 +39,6 @@ from dtrain_dagster.cli.start import (
 from dtrain_dagster.cli.train import size_options
 from dtrain_dagster.jobs.log_follower import follow_logs
 from dtrain_dagster.jobs.program import describe_needs, has_gpus, order_program, processes_of, refuse_program
-from dtrain_dagster.jobs.promises import note_work
 from dtrain_dagster.settings.engines import engine_gpus
 from trainer.frameworks.catalogue import FRAMEWORKS
 
@@ -117,15 +116,11 @@ def launch(
 
         show = partial(print_lines, console())
 
-        def begin() -> None:
-            note_work(manager.home, job_id)
-            manager.submit_job(spec)
-
         status = start_and_follow(
             settings,
             manager,
             job_id,
-            begin,
+            lambda: manager.submit_job(spec),
             lambda: stream_job(show, manager, job_id, follower),
             this_command_again(job_id),
             "run it again",

@@ -13,14 +13,14 @@ from dtrain_dagster.cli.common import cluster_of, ranks_of, say
 from dtrain_dagster.clusters.base import ClusterConfig
 from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_cost, estimate_forecast
 from dtrain_dagster.costs.prices import SkuPrice, hardware_of, price_of, price_words
-from dtrain_dagster.jobs.promises import Wanted, owner_here
+from dtrain_dagster.jobs.spending import Wanted
 from dtrain_dagster.planning.build_plan import sizes_of
 from dtrain_dagster.planning.check_job import data_of
 from dtrain_dagster.planning.history import HomeHistory
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.tiers import Tier, tier_in_words, tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
-from trainer.config import JobConfig, TrackingConfig
+from trainer.config import JobConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,11 +113,8 @@ def promising_training(
 
 
 def wanted_training(settings: Settings, job: JobConfig, expected: Expected) -> Wanted:
-    """Return a training as a start, whose project is the experiment in which it is recorded."""
-    stated = job.tracking.mlflow_experiment
-    experiment = settings.experiment if stated == TrackingConfig().mlflow_experiment else stated
-    owner = owner_here(experiment)
-    return Wanted(name=job.job_id, owner=owner, usd=expected.usd, usd_per_hour=expected.usd_per_hour)
+    """Return a training as a start."""
+    return Wanted(name=job.job_id, usd=expected.usd, usd_per_hour=expected.usd_per_hour)
 
 
 def past_forecasts(settings: Settings) -> Callable[[JobConfig], dict[str, Forecast]]:

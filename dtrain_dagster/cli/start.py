@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from dtrain_dagster.cli.common import EXIT_INTERRUPTED, EXIT_STOPPED, Refusal, cluster_of, run_dir, say
+from dtrain_dagster.cli.common import EXIT_INTERRUPTED, EXIT_STOPPED, TROUBLE, Refusal, cluster_of, run_dir, say
 from dtrain_dagster.cli.facts import JobCourse, facts_of, price_of_cluster, read_course, so_far
 from dtrain_dagster.cli.job_names import LATEST, complete_jobs
 from dtrain_dagster.clusters.base import OWNER, ClusterConfig, ClusterError, GPUClusterManager, JobState, JobStatus
@@ -258,7 +258,7 @@ def say_that_it_runs_on(settings: Settings, job_id: str) -> None:
 def say_how_it_stands(settings: Settings, job_id: str) -> bool:
     """Print how a job stands, and what it took and cost, where that can be read. Return whether it is known to have
     ended."""
-    with suppress(ValueError, RuntimeError, OSError):
+    with suppress(*TROUBLE):
         rundir = run_dir(settings, job_id)
         facts = facts_of(settings, cluster_of(settings)[0].manager().job_status(job_id))
         course = read_course(facts.status, rundir)
@@ -294,10 +294,15 @@ def say_that_jobs_go_on(jobs: str, name: str, again: str) -> None:
     say(f"go on: {again}", err=True)
 
 
-def say_after_work(settings: Settings, jobs: Sequence[str], go_on: str) -> None:
-    """Print how the ``jobs`` ended that an interrupted command had started, and the command that goes on."""
+def say_after_work(settings: Settings, since: float, go_on: str) -> None:
+    """Print how the jobs stand that have begun or ended ``since`` an interrupted command did, and the command that goes
+    on."""
+    jobs: list[str] = []
+    with suppress(*TROUBLE):
+        known = reversed(cluster_of(settings)[0].manager().list_jobs())
+        jobs = [job.job_id for job in known if max(job.started_at or 0.0, job.ended_at or 0.0) >= since]
     for job_id in jobs:
-        say_how_to_go_on(settings, job_id, "")
+        say_how_it_stands(settings, job_id)
     if not jobs:
         say("no job was started", err=True)
     say("what was materialized is kept; only what is missing or has changed is made again", err=True)

@@ -1,4 +1,4 @@
-"""Ceilings on what a home may spend: dollars per hour, per calendar month (UTC), and in it per person and per project.
+"""Ceilings on what a home may spend: dollars per hour, and per calendar month (UTC).
 
 They are in ``ceilings.json`` of the home. A start that would exceed one is refused; nothing that runs is ended. What
 has been spent and promised is gathered in `dtrain_dagster.jobs.spending`; what follows from it is decided here. Pure
@@ -8,7 +8,6 @@ but for the file. Amounts are in the units of `dtrain_dagster.costs.money`.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -27,16 +26,9 @@ CEILINGS = "ceilings.json"
 COMMAND = "dtrain cost ceilings"
 MOST_DOLLARS = 10**9
 MOST_NAMED = 5
-Kind = Literal["per_hour", "per_month", "per_person", "per_project"]
-KINDS: Mapping[Kind, str] = {
-    "per_hour": "per hour",
-    "per_month": "per month",
-    "per_person": "per person and month",
-    "per_project": "per project and month",
-}
+Kind = Literal["per_hour", "per_month"]
+KINDS: Mapping[Kind, str] = {"per_hour": "per hour", "per_month": "per month"}
 """Field of `Ceilings` → its name for people."""
-_WHOSE: Mapping[Kind, str] = {"per_person": "person", "per_project": "project"}
-"""Ceilings that hold for each person or project → the field of `Spending` that names it; others hold for the home."""
 _AMOUNT = optional(matching(r"\d{1,10}(\.\d{1,9})?"))
 _SCHEMA = record(**dict.fromkeys(KINDS, _AMOUNT))
 
@@ -51,8 +43,6 @@ class Ceilings:
 
     per_hour: Decimal | None = None
     per_month: Decimal | None = None
-    per_person: Decimal | None = None
-    per_project: Decimal | None = None
 
     def __bool__(self) -> bool:
         return any(getattr(self, kind) is not None for kind in KINDS)
@@ -84,6 +74,11 @@ def read_ceilings(home: Path) -> Ceilings:
             f"the ceilings on spending cannot be read, so nothing is started: {error}; write them again: {COMMAND} "
             "--per-month AMOUNT, or lift them: --none"
         ) from None
+    if unknown := found.keys() - KINDS.keys():
+        raise CeilingError(
+            f"{CEILINGS} has {', '.join(sorted(unknown))}, which this version does not hold, so nothing is started: "
+            f"lift all ceilings by {COMMAND} --none, and set --per-month AMOUNT or --per-hour AMOUNT"
+        )
     return Ceilings(**{kind: None if found.get(kind) is None else Decimal(found[kind]) for kind in KINDS})
 
 
@@ -102,8 +97,6 @@ class Spending:
     """What one job, or a fleet without its jobs, has spent and may still spend. In units."""
 
     name: str
-    person: str
-    project: str
     month_units: int = 0
     promised_units: int = 0
     """What it may still cost: what is left of its estimate or its hard budget; 0 once it has ended."""
@@ -123,14 +116,12 @@ class Stand:
 
     kind: Kind
     limit: int
-    whose: str = ""
-    """The person or project of which it is told; "" of the whole home."""
     spent: int = 0
     """Paid in the month; of the ceiling per hour, what runs costs in an hour."""
     promised: int = 0
     wanted: int = 0
     by: tuple[tuple[str, int], ...] = ()
-    """Who has spent what, the most first."""
+    """The jobs that cost the most, and how much."""
 
     @property
     def total(self) -> int:
@@ -146,38 +137,31 @@ class Stand:
 
     @property
     def title(self) -> str:
-        return KINDS[self.kind] + (f" ({self.whose})" if self.whose else "")
+        return KINDS[self.kind]
 
 
 def stands_of(ceilings: Ceilings, spending: Sequence[Spending], wanted: Spending | None = None) -> list[Stand]:
-    """Return how much of each ceiling is used, with a ``wanted`` start, or without one, then of each person and
-    project. A job of the name of the wanted one is continued by it: its promise is replaced, and not added. Pure."""
+    """Return how much of each ceiling is used, with a ``wanted`` start, or without one. A job of the name of the wanted
+    one is continued by it: its promise is replaced, and not added. Pure."""
     if wanted is not None:
         spending = [
             replace(item, promised_units=0, hourly_units=0) if item.name == wanted.name else item for item in spending
         ]
     found = list[Stand]()
     for kind, limit in ceilings.limits().items():
-        key, is_hourly = _WHOSE.get(kind, ""), kind == "per_hour"
-        told = [wanted] if wanted else spending
-        for name in sorted({getattr(item, key) if key else "" for item in told}) or [""]:
-            own = [item for item in spending if not key or getattr(item, key) == name]
-            by = Counter[str]()
-            for item in own:
-                who = f"{item.name} of {item.person}" if is_hourly else item.name if key == "person" else item.person
-                by[who] += item.hourly_units if is_hourly else item.units
-            ordered = sorted(by.items(), key=lambda item: (-item[1], item[0]))
-            found.append(
-                Stand(
-                    kind=kind,
-                    limit=limit,
-                    whose=name,
-                    spent=sum(item.hourly_units if is_hourly else item.month_units for item in own),
-                    promised=0 if is_hourly else sum(item.promised_units for item in own),
-                    wanted=0 if wanted is None else wanted.hourly_units if is_hourly else wanted.units,
-                    by=tuple(item for item in ordered if item[1])[:MOST_NAMED],
-                )
+        is_hourly = kind == "per_hour"
+        used = {item.name: item.hourly_units if is_hourly else item.units for item in spending}
+        ordered = sorted(used.items(), key=lambda item: (-item[1], item[0]))
+        found.append(
+            Stand(
+                kind=kind,
+                limit=limit,
+                spent=sum(item.hourly_units if is_hourly else item.month_units for item in spending),
+                promised=0 if is_hourly else sum(item.promised_units for item in spending),
+                wanted=0 if wanted is None else wanted.hourly_units if is_hourly else wanted.units,
+                by=tuple(item for item in ordered if item[1])[:MOST_NAMED],
             )
+        )
     return found
 
 
@@ -193,19 +177,19 @@ def describe_stand(stand: Stand, month: str) -> str:
     )
 
 
-def describe_users(stand: Stand) -> str:
-    """Return who has spent what, the most first; "" where nobody has. Pure."""
+def describe_most(stand: Stand) -> str:
+    """Return the jobs that cost the most, and how much; "" where none does. Pure."""
     return ", ".join(f"{name} {dollars(usd(units))}" for name, units in stand.by)
 
 
 def explain_excess(stands: Sequence[Stand], spending: Sequence[Spending], month: str) -> str | None:
-    """Return which ceilings a start exceeds, who has spent what, and the remedy; None where it exceeds none. Pure."""
+    """Return which ceilings a start exceeds, by which jobs, and the remedy; None where it exceeds none. Pure."""
     over = [stand for stand in stands if stand.is_exceeded]
     if not over:
         return None
     lines = []
     for stand in over:
-        users = describe_users(stand)
+        users = describe_most(stand)
         lines.append(f"the ceiling of {describe_stand(stand, month)}" + (f"; most by {users}" if users else ""))
     options = " ".join(f"--{stand.kind.replace('_', '-')} AMOUNT" for stand in over)
     wait = "wait until a job has ended" if all(stand.kind == "per_hour" for stand in over) else "wait for next month"

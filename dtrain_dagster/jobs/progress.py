@@ -19,7 +19,7 @@ from typing import Any, Literal
 from dtrain_dagster.clusters.base import OWNER, ClusterError, GPUClusterManager, JobSpec, JobState, JobStatus
 from dtrain_dagster.costs.plan import PLAN, is_spent, write_limit
 from dtrain_dagster.jobs.orders import keep_order
-from dtrain_dagster.jobs.promises import note_start, owner_here
+from dtrain_dagster.jobs.spending import note_start
 from dtrain_dagster.jobs.view import JobFollower, JobView, news
 from dtrain_dagster.monitoring.hangs import HangNews
 from dtrain_dagster.support.user_code import digest_sources, digest_user_code, trainer_sources
@@ -211,7 +211,7 @@ def start_job(
             f"job {job.job_id} was paid {spent / 3600:.4g} node-hours, its budget is {limit / 3600:.4g} "
             f"(training.{BUDGET} = {limit:g}): raise it to go on"
         )
-    note_start(manager.home, job.job_id, owner_here(job.tracking.mlflow_experiment), part_of)
+    note_start(manager.home, job.job_id, part_of)
     spec = spec_of(manager, job, node_count, processes_per_node, env, command, keep_failed_seconds)
     manager.submit_job(spec)
 

@@ -1,19 +1,24 @@
 """What the jobs of a home have spent this month and may still spend, held against its ceilings.
 
-What was paid is computed from the presence of nodes, as bills are. It is gathered, judged and promised under one lock:
-of two starts at the same moment, the second sees the promise of the first (`dtrain_dagster.jobs.promises`). What is a
-ceiling, and what it refuses, is decided in `dtrain_dagster.costs.ceilings`.
+``<home>/spending/book.json`` has a `Promise` of each start: what a job, fleet or search is expected to cost, and once
+a job has ended what was paid for it, so that its run directory is not read again. What was paid is computed from
+the presence of nodes, as bills are. It is gathered, judged and promised under one lock: of two starts at the same
+moment, the second sees the promise of the first. What a ceiling refuses is decided in `dtrain_dagster.costs.ceilings`.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.costs.ceilings import (
@@ -31,15 +36,6 @@ from dtrain_dagster.costs.money import HOUR, SECOND, nano_usd, units_of_usd
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import PriceError, price_of
 from dtrain_dagster.costs.tracker import CostTracker, NodeCost
-from dtrain_dagster.jobs.promises import (
-    GROUP,
-    Promise,
-    PromiseFiles,
-    Wanted,
-    name_of,
-    shown_name,
-    this_process,
-)
 from dtrain_dagster.jobs.totals import launched_usage
 from dtrain_dagster.settings.tiers import Tier, tier_of
 from dtrain_dagster.support.job_lock import is_held
@@ -49,8 +45,108 @@ from trainer.errors import DamagedError
 from trainer.rundir import LAUNCH, LIMIT, STATUS, RunDir
 from trainer.storage.open import open_storage
 
-NOBODY = Promise(person="unknown", project="unknown")
-"""The promise of a job that was started without one."""
+FOLDER, BOOK, LOCK = "spending", "book.json", ".lock"
+GROUP = "group~"
+"""The beginning of the names of promises of fleets and searches, which no job's id can have."""
+Units = Annotated[int, Field(ge=0)]
+"""A whole number of the units of `dtrain_dagster.costs.money`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Promise:
+    """What is known of a job's money, besides its run directory."""
+
+    part_of: str = ""
+    """The fleet or search whose promise covers it."""
+    units: Units | None = None
+    """What it may cost in all; None: not known."""
+    hourly: Units = 0
+    """What its nodes cost in an hour; a job of which no estimate is known is promised that."""
+    holder: float | None = None
+    """The start of the process that has begun it, whose number is ``pid``: while it lives, the promise counts."""
+    pid: int = 0
+    before: int = 0
+    """The number of the launch that was there before."""
+    paid: dict[str, Units] | None = None
+    """Month → units that were paid; None as long as that may change."""
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether the process that made it lives."""
+        import psutil  # not above: loading the code location does without
+
+        with suppress(psutil.Error):
+            return self.holder is not None and abs(psutil.Process(self.pid).create_time() - self.holder) < 1.0
+        return False
+
+
+Book = dict[str, Promise]
+"""The promises of a home, by their names."""
+_BOOK = TypeAdapter(Book)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """A start, as far as money is concerned."""
+
+    name: str
+    usd: float | None = None
+    """What it may cost in all: its hard budget, else what is expected; None: not known."""
+    usd_per_hour: float = 0.0
+    """What all of its nodes cost in an hour."""
+    is_group: bool = False
+    """Whether it is a fleet or a search, whose jobs are covered by it."""
+
+    @property
+    def key(self) -> str:
+        """Return the name of its promise."""
+        return f"{GROUP}{self.name}" if self.is_group else self.name
+
+    @property
+    def hourly(self) -> int:
+        """Return what its nodes cost in an hour, in units."""
+        return units_of_usd(self.usd_per_hour)
+
+    @property
+    def units(self) -> int:
+        """Return what it may cost in all, in units; an hour of its nodes where that is not known."""
+        return self.hourly if self.usd is None else units_of_usd(self.usd)
+
+
+@contextmanager
+def open_book(home: Path) -> Iterator[Book]:
+    """Yield the promises of a home, under its one lock; what the block changes in them is written at its end. Raise
+    `CeilingError` where they cannot be read."""
+    folder = Path(home) / FOLDER
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        book = _read(folder)
+        before = dict(book)
+        yield book
+        if book != before:  # in short: there are thousands of jobs
+            open_storage(str(folder)).write(BOOK, _BOOK.dump_json(book, exclude_defaults=True))
+    finally:
+        os.close(descriptor)
+
+
+def _read(folder: Path) -> Book:
+    try:
+        return _BOOK.validate_json((folder / BOOK).read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValidationError) as error:
+        raise CeilingError(
+            f"what was promised to jobs cannot be read in {folder / BOOK}, so nothing is started: "
+            f"{' '.join(str(error).split())}; remove the file, and it is made again from the jobs' own records"
+        ) from None
+
+
+def note_start(home: Path, job_id: str, part_of: str = "") -> None:
+    """Note that a job is about to be launched, so that it is read again. ``part_of``: whose promise covers it."""
+    with open_book(home) as book:
+        book[job_id] = replace(book.get(job_id, Promise()), paid=None, part_of=part_of)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +170,6 @@ class SpendingBook:
     def __init__(self, home: Path, jobs_uri: str, tier: Tier = "dedicated") -> None:
         """``tier``: of launches that do not name theirs."""
         self.home, self.jobs_uri, self.tier = Path(home), jobs_uri, tier
-        self.files = PromiseFiles(self.home)
 
     def judge(self, wanted: Wanted | None = None, now: float | None = None) -> Judged:
         """Return how the ceilings stand, with a start or without one. Without ceilings nothing is read. Raise
@@ -82,64 +177,60 @@ class SpendingBook:
         ceilings = read_ceilings(self.home)
         if not ceilings:
             return Judged(ceilings=ceilings)
-        with self.files.locked():
-            return self._judge(ceilings, wanted, time.time() if now is None else now)
+        with open_book(self.home) as book:
+            return self._judge(book, ceilings, wanted, time.time() if now is None else now)
 
     @contextmanager
     def promised(self, wanted: Wanted) -> Iterator[Judged]:
         """Make the promise of a start, and yield how the ceilings stand with it. Raise `CeilingError`, and promise
         nothing, where one would be exceeded. Where the block raises and no launch of it is there, the promise is taken
         back; that of a fleet or a search is held for the block."""
-        ceilings, now = read_ceilings(self.home), time.time()
-        with self.files.locked():
-            judged = self._judge(ceilings, wanted, now) if ceilings else Judged(ceilings=ceilings)
+        import psutil  # not above: loading the code location does without
+
+        ceilings, me = read_ceilings(self.home), psutil.Process()
+        with open_book(self.home) as book:
+            judged = Judged(ceilings=ceilings)
+            if ceilings:
+                judged = self._judge(book, ceilings, wanted, time.time())
             if refusal := judged.refusal:
                 raise CeilingError(refusal)
-            started_at, pid = this_process()
-            promise = Promise(
-                person=wanted.owner.person,
-                project=wanted.owner.project,
-                units="" if wanted.usd is None else str(wanted.units),
-                hourly=str(wanted.hourly),
-                holder=started_at,
-                pid=pid,
+            before = book.get(wanted.key)
+            promise = book[wanted.key] = Promise(
+                units=None if wanted.usd is None else wanted.units,
+                hourly=wanted.hourly,
+                holder=me.create_time(),
+                pid=me.pid,
                 before=0 if wanted.is_group else self._launch_number(wanted.name),
             )
-            before = self.files.try_to_read(name_of(wanted))
-            self.files.write(name_of(wanted), promise)
         try:
             yield judged
         except BaseException:
-            with self.files.locked():
-                if wanted.is_group or not self._rundir(wanted.name).storage.exists(LAUNCH):
-                    self.files.write(name_of(wanted), before)
+            if wanted.is_group or not self._rundir(wanted.name).storage.exists(LAUNCH):
+                with open_book(self.home) as book:
+                    book.pop(wanted.key, None)
+                    if before is not None:
+                        book[wanted.key] = before
             raise
         if wanted.is_group:
-            with self.files.locked():
-                self.files.write(name_of(wanted), replace(promise, holder=None, pid=0))
+            with open_book(self.home) as book:
+                book[wanted.key] = replace(promise, holder=None, pid=0)
 
     # ---
 
-    def _judge(self, ceilings: Ceilings, wanted: Wanted | None, now: float) -> Judged:
-        month, _ = month_of(now)
-        found = self._gather(now)
-        item = None
+    def _judge(self, book: Book, ceilings: Ceilings, wanted: Wanted | None, now: float) -> Judged:
+        found, month, item = self._gather(book, now), month_of(now)[0], None
         if wanted is not None:
-            paid = 0 if wanted.usd is None else self._paid_before(wanted)
+            paid = 0 if wanted.usd is None else self._paid_before(book, wanted, now)
             item = Spending(
-                name=shown_name(name_of(wanted)),
-                person=wanted.owner.person,
-                project=wanted.owner.project,
-                promised_units=max(0, wanted.units - paid),
-                hourly_units=wanted.hourly,
+                name=_shown(wanted.key), promised_units=max(0, wanted.units - paid), hourly_units=wanted.hourly
             )
         return Judged(
             ceilings=ceilings, stands=tuple(stands_of(ceilings, found, item)), spending=tuple(found), month=month
         )
 
-    def _gather(self, now: float) -> list[Spending]:
-        """Return what each job of the home, and each fleet and search that is run, has spent and may still spend."""
-        promises = self.files.all()
+    def _gather(self, book: Book, now: float) -> list[Spending]:
+        """Return what each job of the home, and each fleet and search that is run, has spent and may still spend. What
+        was paid for jobs that have ended is kept in the book."""
         try:
             jobs = [name for name in open_storage(self.jobs_uri).list() if ID.fullmatch(name)]
         except OSError as error:
@@ -147,69 +238,56 @@ class SpendingBook:
                 f"the jobs in {self.jobs_uri} cannot be listed, so what was spent is not known, and nothing is "
                 f"started: {error}"
             ) from None
-        ended = {name for name, promise in promises.items() if promise.paid is not None}
-        looked = {name: self._look(name, promises.get(name), now) for name in jobs if name not in ended}
-        for name in promises.keys() - looked.keys():  # nothing of it was launched yet, or its folder is gone
-            looked[name] = _Looked(promise=promises[name], is_open=promises[name].is_held)
+        looked: dict[str, _Looked] = {}
+        for name in jobs:
+            promise = book.get(name, Promise())
+            if promise.paid is None:
+                looked[name] = self._look(name, promise, now)
+        # Of the others nothing was launched yet, they have ended, or their folders are gone.
+        looked |= {name: _Looked(promise, promise.is_held) for name, promise in book.items() if name not in looked}
+        book |= {name: item.promise for name, item in looked.items() if item.promise.paid is not None}
         return list(_add_up(looked, month_of(now)[0]))
 
-    def _look(self, job_id: str, promise: Promise | None, now: float) -> _Looked:
+    def _look(self, job_id: str, promise: Promise, now: float) -> _Looked:
         """Return what one job has cost and may still cost. Raise `CeilingError` where its records cannot be read."""
         rundir = self._rundir(job_id)
         try:
             launch = rundir.read_json(LAUNCH)
             if launch is None:
-                held = promise or NOBODY
-                return _Looked(promise=held, is_open=held.is_held)
+                return _Looked(promise, promise.is_held)
             status, plan, limit = rundir.read_json(STATUS), rundir.read_json(PLAN) or {}, rundir.read_json(LIMIT) or {}
             nodes, stale = rundir.nodes(), stale_seconds(rundir.storage)
         except NotADirectoryError:  # something that is no job
-            return _Looked(promise=NOBODY)
+            return _Looked(promise, False)
         except (DamagedError, OSError) as error:
             raise CeilingError(
                 f"what job {job_id} has cost cannot be read, so nothing is started: {error}; repair or remove its "
                 f"folder, or lift the ceilings: {COMMAND} --none"
             ) from None
-        promise = promise or NOBODY
         is_open = _is_open(rundir, launch, status) or (promise.is_held and launch.get("launch", 0) <= promise.before)
         sku, tier = str(launch.get("sku", "")), tier_of(str(launch.get("tier") or plan.get("tier") or self.tier))
         try:
             tracker = CostTracker("", launched_usage(nodes, launch, is_open, now, stale), tier)
-            hourly = nano_usd(price_of(sku).usd_per_hour(tier)) * HOUR * int(launch.get("node_count") or 0)
+            each = nano_usd(price_of(sku).usd_per_hour(tier)) * HOUR
         except PriceError as error:
-            return _Looked(promise=promise, is_open=is_open, unknown=f"{error}")
+            return _Looked(promise, is_open, unknown=f"{error}")
         paid = paid_by_month(tracker.nodes)
         if not is_open and all(node.ended_at is not None for node in nodes):
-            kept = Promise(
-                person=promise.person,
-                project=promise.project,
-                part_of=promise.part_of,
-                paid={month: str(units) for month, units in paid.items()},
-            )
-            self.files.settle(job_id, kept)
-            return _Looked(promise=kept)
-        return _Looked(
-            promise=promise,
-            is_open=is_open,
-            paid=paid,
-            hourly=hourly,
-            units=_promised(
-                promise, limit, plan, nodes, sum(paid.values()), hourly, int(launch.get("node_count") or 1)
-            ),
-        )
+            return _Looked(Promise(part_of=promise.part_of, paid=paid), False)
+        hourly = each * int(launch.get("node_count") or 0)
+        whole = _promised(promise, limit, plan, nodes, sum(paid.values()), each, hourly)
+        return _Looked(promise, is_open, paid, hourly, whole)
 
-    def _paid_before(self, wanted: Wanted) -> int:
+    def _paid_before(self, book: Book, wanted: Wanted, now: float) -> int:
         """Return what a job that is continued has cost so far, or a fleet's jobs have."""
-        now = time.time()
-        if not wanted.is_group:
-            looked = self._look(wanted.name, self.files.read(wanted.name), now)
-            return sum((looked.paid or _units_by_month(looked.promise)).values())
-        total = 0
-        for name, promise in self.files.all().items():
-            if promise.part_of == wanted.name:
-                paid = self._look(name, promise, now).paid if promise.paid is None else {}
-                total += sum((paid or _units_by_month(promise)).values())
-        return total
+        mine = {wanted.name: book.get(wanted.name, Promise())}
+        if wanted.is_group:
+            mine = {name: promise for name, promise in book.items() if promise.part_of == wanted.name}
+        looked = (
+            _Looked(promise, False) if promise.paid is not None else self._look(name, promise, now)
+            for name, promise in mine.items()
+        )
+        return sum(sum(item.by_month.values()) for item in looked)
 
     def _rundir(self, job_id: str) -> RunDir:
         return RunDir(f"{self.jobs_uri}/{job_id}")
@@ -220,50 +298,52 @@ class SpendingBook:
         return 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Looked:
     """One job or group, as it was seen."""
 
     promise: Promise
-    is_open: bool = False
+    is_open: bool
     """Whether it may go on to cost money."""
     paid: Mapping[str, int] = field(default_factory=dict)
     hourly: int = 0
-    units: int | None = None
+    whole: int | None = None
     """What it may cost in all, where its run directory says."""
     unknown: str = ""
+
+    @property
+    def by_month(self) -> Mapping[str, int]:
+        """Return month → units that were paid."""
+        return self.paid or self.promise.paid or {}
+
+
+def _shown(key: str) -> str:
+    """Return the name of a job or a group for people; no job has that of a group."""
+    return f"all of {key.removeprefix(GROUP)}" if key.startswith(GROUP) else key
 
 
 def _add_up(looked: Mapping[str, _Looked], month: str) -> Iterator[Spending]:
     """Yield the spending of each; the jobs of a group that is open are covered by its promise."""
-    paid = {name: dict(item.paid) or _units_by_month(item.promise) for name, item in looked.items()}
-    of_group: dict[str, int] = defaultdict(int)
+    spent = {key: sum(item.by_month.values()) for key, item in looked.items()}
     running: set[str] = set()
-    for name, item in looked.items():
-        if item.promise.part_of:
-            of_group[item.promise.part_of] += sum(paid[name].values())
+    for key, item in looked.items():
+        if group := item.promise.part_of and f"{GROUP}{item.promise.part_of}":
+            if group in spent:
+                spent[group] += spent[key]
             if item.is_open:
-                running.add(item.promise.part_of)
-    for name, item in looked.items():
-        promise, group = item.promise, name.removeprefix(GROUP) if name.startswith(GROUP) else ""
-        is_open = item.is_open or group in running if group else item.is_open
+                running.add(group)
+    for key, item in looked.items():
+        promise = item.promise
         is_covered = bool(promise.part_of) and f"{GROUP}{promise.part_of}" in looked
-        whole = item.units if item.units is not None else int(promise.units or promise.hourly)
-        spent = of_group[group] if group else sum(paid[name].values())
-        counts = is_open and not is_covered
+        counts = (item.is_open or key in running) and not is_covered
+        whole = item.whole if item.whole is not None else promise.hourly if promise.units is None else promise.units
         yield Spending(
-            name=shown_name(name),
-            person=promise.person,
-            project=promise.project,
-            month_units=paid[name].get(month, 0),
-            promised_units=max(0, whole - spent) if counts else 0,
-            hourly_units=(item.hourly or int(promise.hourly)) if counts else 0,
+            name=_shown(key),
+            month_units=item.by_month.get(month, 0),
+            promised_units=max(0, whole - spent[key]) if counts else 0,
+            hourly_units=(item.hourly or promise.hourly) if counts else 0,
             unknown=item.unknown,
         )
-
-
-def _units_by_month(promise: Promise) -> dict[str, int]:
-    return {month: int(units) for month, units in (promise.paid or {}).items()}
 
 
 def _promised(
@@ -272,20 +352,18 @@ def _promised(
     plan: Mapping[str, Any],
     nodes: Sequence[NodePresence],
     paid: int,
+    each: int,
     hourly: int,
-    count: int,
 ) -> int:
-    """Return what a job that runs may cost in all: its budget, its estimate, or an hour more of its nodes. Pure."""
-    most, each = limit.get("max_node_seconds"), hourly // max(1, count)
-    if most is not None:
+    """Return what a job that runs may cost in all: its budget, its estimate, or an hour more of its nodes. ``each``,
+    ``hourly``: units of one node and of all in an hour. Pure."""
+    if (most := limit.get("max_node_seconds")) is not None:
         seconds = sum(node.seconds(node.last_seen_at or node.started_at) for node in nodes)
         return paid + round(max(0.0, float(most) - seconds) * SECOND) * (each // HOUR)
-    if promise.units:
-        return int(promise.units)
+    if promise.units is not None:
+        return promise.units
     expected = ((plan.get("estimate") or {}).get("usd") or {}).get("expected")
-    if expected is not None:
-        return units_of_usd(float(expected))
-    return paid + hourly
+    return paid + hourly if expected is None else units_of_usd(float(expected))
 
 
 def paid_by_month(intervals: tuple[NodeCost, ...]) -> dict[str, int]:

@@ -2,7 +2,6 @@
 bill does. ``ceilings`` tells people when a ceiling on spending is nearly used, and when it is, before the next start is
 refused."""
 
-import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -13,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from dtrain_dagster.assets.checks import COST_CHECK
-from dtrain_dagster.costs.ceilings import COMMAND, CeilingError, Stand, describe_stand, describe_users, explain_unknown
+from dtrain_dagster.costs.ceilings import COMMAND, CeilingError, Stand, describe_most, describe_stand, explain_unknown
 from dtrain_dagster.costs.plan import PLAN, PLANNED_FOR, STOCK_TRAINED
 from dtrain_dagster.costs.prices import STAND_IN, alternatives_to
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.jobs.promises import FOLDER
-from dtrain_dagster.jobs.spending import SpendingBook
+from dtrain_dagster.jobs.spending import FOLDER, SpendingBook
 from dtrain_dagster.jobs.view import JobView, fold
 from dtrain_dagster.monitoring.windows import settled, windows
 from dtrain_dagster.planning.projection import THRESHOLDS, Overrun, Projection, overruns
@@ -255,14 +253,13 @@ def _is_first(notices: Storage, key: str) -> bool:
 
 def keys_due(stand: Stand, month: str) -> Sequence[str]:
     """Return the keys of the notices that the use of a ceiling is worth, the lowest level first. Pure."""
-    whose = hashlib.sha256(stand.whose.encode()).hexdigest()[:12] if stand.whose else "all"
-    return [f"{month}-{stand.kind}-{whose}-{level}" for level in LEVELS if stand.total * 100 >= level * stand.limit]
+    return [f"{month}-{stand.kind}-all-{level}" for level in LEVELS if stand.total * 100 >= level * stand.limit]
 
 
 def describe_use(stand: Stand, month: str) -> tuple[str, str]:
     """Return the title and the text of a notice. Pure."""
-    share, users = f"{stand.share:.0%}", describe_users(stand)
-    by = f"; most by {users}" if users else ""
+    share, jobs = f"{stand.share:.0%}", describe_most(stand)
+    by = f"; most by {jobs}" if jobs else ""
     what = "nothing new is started" if stand.share >= 1 else "a start that would exceed it is refused"
     option = f"--{stand.kind.replace('_', '-')}"
     text = f"{share} of the ceiling of {describe_stand(stand, month)}{by}; {what}; raise it: {COMMAND} {option} AMOUNT"

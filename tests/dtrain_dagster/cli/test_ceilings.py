@@ -19,9 +19,9 @@ def dtrain(home: Path, *words: str) -> Result:
 
 @pytest.mark.parametrize("amount", ["NaN", "-1", "0", "plenty", "inf"])
 def test_what_is_no_amount_is_refused_by_the_name_of_the_option(tmp_path: Path, amount: str):
-    done = dtrain(tmp_path, "cost", "ceilings", "--per-person", amount)
+    done = dtrain(tmp_path, "cost", "ceilings", "--per-month", amount)
     assert done.exit_code == 2
-    assert "--per-person" in done.output
+    assert "--per-month" in done.output
     assert repr(amount) in done.output
     assert not (tmp_path / "ceilings.json").exists()
 
@@ -32,7 +32,7 @@ def test_ceilings_are_set_shown_and_lifted(tmp_path: Path):
     assert "per month" in shown
     assert "$500.00" in shown
     document = json.loads(dtrain(tmp_path, "cost", "ceilings", "--per-month", "400", "--json").output)
-    assert document["ceilings"] == {"per_hour": 12.5, "per_month": 400.0, "per_person": None, "per_project": None}
+    assert document["ceilings"] == {"per_hour": 12.5, "per_month": 400.0}
     assert "lifts all ceilings" in dtrain(tmp_path, "cost", "ceilings", "--none", "--per-hour", "3").output
     assert "no ceiling is set" in dtrain(tmp_path, "cost", "ceilings", "--none").output
 

@@ -25,9 +25,9 @@ from dtrain_dagster.costs.ceilings import (
 from dtrain_dagster.costs.money import USD
 
 
-def spending(name: str, person: str = "anna", project: str = "faces", **amounts: int) -> Spending:
+def spending(name: str, **amounts: int) -> Spending:
     units = {f"{key}_units": value * USD for key, value in amounts.items()}
-    return Spending(name=name, person=person, project=project, **units)
+    return Spending(name=name, **units)
 
 
 def refusal(ceilings: Ceilings, found: list[Spending], wanted: Spending) -> str | None:
@@ -65,39 +65,30 @@ def test_ceilings_that_cannot_be_read_are_not_passed_over(tmp_path: Path, text: 
 
 
 def test_what_fits_to_the_cent_may_start_and_a_cent_more_may_not():
-    found = [spending("a", month=300, promised=50), spending("b", person="bob", month=100)]
+    found = [spending("a", month=300, promised=50), spending("b", month=100)]
     wanted = spending("c", promised=50)
     assert refusal(Ceilings(per_month=Decimal(500)), found, wanted) is None
     said = refusal(Ceilings(per_month=Decimal("499.99")), found, wanted)
     assert said == (
         "the ceiling of $499.99 per month: $400.00 spent in 2026-11, $50.00 promised to running jobs, and this start "
-        "adds $50.00; most by anna $350.00, bob $100.00; start something smaller, wait for next month, or raise it: "
+        "adds $50.00; most by a $350.00, b $100.00; start something smaller, wait for next month, or raise it: "
         "dtrain cost ceilings --per-month AMOUNT"
     )
 
 
-def test_only_the_ceiling_of_the_person_and_of_the_project_counts():
-    found = [spending("a", month=90), spending("b", person="bob", project="voices", month=90)]
-    ceilings = Ceilings(per_person=Decimal(100), per_project=Decimal(1000))
-    assert refusal(ceilings, found, spending("c", person="carl", promised=100)) is None
-    said = refusal(ceilings, found, spending("c", person="bob", promised=11))
-    assert said is not None
-    assert "$100.00 per person and month (bob): $90.00 spent" in said
-    assert "most by b $90.00" in said
-    assert "per project" not in said
-    said = refusal(Ceilings(per_project=Decimal(100)), found, spending("c", project="voices", promised=11))
-    assert said is not None
-    assert "per project and month (voices)" in said
-    assert "most by bob $90.00" in said
+def test_a_ceiling_that_is_not_known_is_not_passed_over(tmp_path: Path):
+    (tmp_path / CEILINGS).write_text('{"per_month": "500", "per_person": "20"}')
+    with pytest.raises(CeilingError, match=r"has per_person, which this version does not hold, .* --none"):
+        read_ceilings(tmp_path)
 
 
 def test_an_hour_costs_what_runs_now_and_the_start():
-    found = [spending("a", hourly=6), spending("b", person="bob", hourly=3), spending("over", month=10_000)]
+    found = [spending("a", hourly=6), spending("b", hourly=3), spending("over", month=10_000)]
     ceilings = Ceilings(per_hour=Decimal(12))
     assert refusal(ceilings, found, spending("c", hourly=3)) is None
     said = refusal(ceilings, found, spending("c", hourly=4))
     assert said is not None
-    assert "running jobs cost $9.00 an hour, and this start adds $4.00; most by a of anna $6.00, b of bob $3.00" in said
+    assert "running jobs cost $9.00 an hour, and this start adds $4.00; most by a $6.00, b $3.00" in said
     assert "wait until a job has ended" in said
 
 
@@ -111,12 +102,12 @@ def test_a_job_that_is_continued_is_promised_once():
 
 
 def test_five_are_named_and_a_job_without_a_price_by_its_name():
-    found = [spending(f"j{number}", person=f"p{number}", month=number) for number in range(1, 8)]
-    found.append(Spending(name="odd", person="anna", project="faces", unknown="no price of Standard_X"))
+    found = [spending(f"j{number}", month=number) for number in range(1, 8)]
+    found.append(Spending(name="odd", unknown="no price of Standard_X"))
     said = refusal(Ceilings(per_month=Decimal(10)), found, spending("c", promised=1))
     assert said is not None
     assert (
-        "most by p7 $7.00, p6 $6.00, p5 $5.00, p4 $4.00, p3 $3.00; not counted is odd: no price of Standard_X" in said
+        "most by j7 $7.00, j6 $6.00, j5 $5.00, j4 $4.00, j3 $3.00; not counted is odd: no price of Standard_X" in said
     )
 
 

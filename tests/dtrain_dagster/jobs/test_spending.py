@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,7 @@ import pytest
 from dtrain_dagster.costs.ceilings import CeilingError, Ceilings, Spending, month_of, write_ceilings
 from dtrain_dagster.costs.money import usd
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.jobs.promises import Owner, PromiseFiles, Wanted, jobs_begun_since, note_start, owner_here
-from dtrain_dagster.jobs.spending import SpendingBook
+from dtrain_dagster.jobs.spending import SpendingBook, Wanted, note_start, open_book
 from trainer.documents.presences import NodePresence
 from trainer.rundir import LAUNCH, LIMIT, STATUS, RunDir
 from trainer.storage.base import Storage
@@ -25,7 +24,6 @@ SKU = "Standard_NC6s_v3"
 HOURLY = price_of(SKU).usd_per_hour("dedicated")
 NOW = 1_795_000_000.0
 """A moment in the middle of a month."""
-ANNA, BOB = Owner(person="anna", project="faces"), Owner(person="bob", project="voices")
 Job = Callable[..., RunDir]
 
 
@@ -63,10 +61,9 @@ def look(book: SpendingBook, wanted: Wanted | None = None) -> dict[str, Spending
 def test_what_was_paid_counts_in_the_month_in_which_it_was(book: SpendingBook, job: Job):
     _, first = month_of(NOW)
     job("over", first - 7200.0, 3 * 3600.0, nodes=2, state="succeeded")
-    note_start(book.home, "over", ANNA)
+    note_start(book.home, "over")
     found = look(book)["over"]
     assert usd(found.month_units) == pytest.approx(2 * HOURLY), "of three hours on two nodes one was in this month"
-    assert (found.person, found.project) == ("anna", "faces")
     assert (found.promised_units, found.hourly_units) == (0, 0)
 
 
@@ -76,27 +73,20 @@ def test_a_job_that_has_ended_is_read_once_and_again_when_it_is_continued(book: 
     rundir.storage.delete(LAUNCH)
     assert look(book)["over"] == before, "nothing of it is read again"
     job("over", NOW - 7200.0, 7000.0, state="failed")
-    note_start(book.home, "over", ANNA)
+    note_start(book.home, "over")
     assert usd(look(book)["over"].month_units) == pytest.approx(HOURLY * 7000 / 3600)
 
 
-def test_jobs_that_have_ended_are_in_one_file(book: SpendingBook, job: Job):
-    for number in range(3):
-        job(f"over-{number}", NOW - 7200.0, 3600.0, state="succeeded")
-        note_start(book.home, f"over-{number}", ANNA)
+def test_a_job_that_is_continued_is_read_again_though_its_launch_fails(book: SpendingBook, job: Job):
+    job("over", NOW - 7200.0, 3600.0, state="succeeded")
     before = look(book)
-    assert [path.name for path in (book.home / "spending").glob("*.json")] == ["~ended.json"]
-    assert jobs_begun_since(book.home, 0.0) == ["over-0", "over-1", "over-2"], "who began them is still told of them"
-    assert jobs_begun_since(book.home, time.time() + 60) == []
-    assert look(book) == before
-    assert {item.person for item in before.values()} == {"anna"}
-    with pytest.raises(RuntimeError), book.promised(Wanted(name="over-1", owner=BOB, usd=1.0, usd_per_hour=1.0)):
+    with pytest.raises(RuntimeError), book.promised(Wanted(name="over", usd=1.0, usd_per_hour=1.0)):
         raise RuntimeError("no nodes for its next launch")
-    assert look(book)["over-1"].month_units == before["over-1"].month_units, "it is read again"
+    assert look(book)["over"].month_units == before["over"].month_units
 
 
 def test_a_running_job_counts_with_what_is_left_of_its_estimate(book: SpendingBook, job: Job):
-    with book.promised(Wanted(name="runs", owner=ANNA, usd=10.0, usd_per_hour=2 * HOURLY)):
+    with book.promised(Wanted(name="runs", usd=10.0, usd_per_hour=2 * HOURLY)):
         job("runs", NOW - 1800.0, None, nodes=2)
     found = look(book)["runs"]
     assert usd(found.month_units) == pytest.approx(HOURLY)
@@ -115,7 +105,7 @@ def test_the_promise_of_a_start_that_fails_is_taken_back(book: SpendingBook):
     seen = []
 
     def start() -> None:
-        with book.promised(Wanted(name="new", owner=ANNA, usd=10.0, usd_per_hour=1.0)):
+        with book.promised(Wanted(name="new", usd=10.0, usd_per_hour=1.0)):
             seen.append(usd(look(book)["new"].promised_units))
             raise RuntimeError("no nodes")
 
@@ -126,20 +116,18 @@ def test_the_promise_of_a_start_that_fails_is_taken_back(book: SpendingBook):
 
 
 def test_a_promise_of_a_process_that_is_gone_counts_no_more(book: SpendingBook):
-    files = PromiseFiles(book.home)
-    with book.promised(Wanted(name="new", owner=ANNA, usd=10.0, usd_per_hour=1.0)):
-        held = files.read("new")
-    assert held is not None
-    assert held.is_held
-    files.write("new", type(held)(person="anna", project="faces", units=held.units, pid=held.pid, holder=1.0))
+    with book.promised(Wanted(name="new", usd=10.0, usd_per_hour=1.0)), open_book(book.home) as promises:
+        held = promises["new"]
+        assert held.is_held
+        promises["new"] = replace(held, holder=1.0)
     assert look(book)["new"].promised_units == 0
 
 
 def test_a_fleet_covers_its_jobs(book: SpendingBook, job: Job):
-    fleet = Wanted(name="night", owner=BOB, usd=50.0, usd_per_hour=3 * HOURLY, is_group=True)
+    fleet = Wanted(name="night", usd=50.0, usd_per_hour=3 * HOURLY, is_group=True)
     with book.promised(fleet):
         job("night-a", NOW - 3600.0, None)
-        note_start(book.home, "night-a", ANNA, part_of="night")
+        note_start(book.home, "night-a", part_of="night")
         found = look(book)
         assert usd(found["all of night"].promised_units) == pytest.approx(50 - HOURLY)
         assert usd(found["all of night"].hourly_units) == pytest.approx(3 * HOURLY)
@@ -179,22 +167,19 @@ def broken(self: Storage, folder: str = "") -> list[str]:
     return sorted(self.names(folder))
 
 
-def test_a_promise_that_cannot_be_read_refuses_and_is_named(book: SpendingBook):
-    PromiseFiles(book.home).storage.write("torn.json", b'{"person": "anna", "project": "p", "units": "-1"}')
-    with pytest.raises(CeilingError, match="what was promised to torn cannot be read"):
+@pytest.mark.parametrize("text", ["{", '{"torn": {"units": -1}}', "[]"])
+def test_a_book_that_cannot_be_read_refuses_and_is_named(book: SpendingBook, text: str):
+    note_start(book.home, "a")
+    (book.home / "spending" / "book.json").write_text(text)
+    with pytest.raises(CeilingError, match=r"book\.json, so nothing is started: .*; remove the file"):
         look(book)
-
-
-def test_a_run_of_dagster_may_name_its_person():
-    assert owner_here("faces", {"dtrain/person": "dora"}).person == "dora"
-    assert owner_here("faces").person not in ("", "dora")
 
 
 def _try_to_start(home: Path, name: str, barrier: Any, answers: Any) -> None:
     book = SpendingBook(home, f"{home}/storage/jobs")
     barrier.wait()
     try:
-        with book.promised(Wanted(name=name, owner=ANNA, usd=60.0, usd_per_hour=1.0)):
+        with book.promised(Wanted(name=name, usd=60.0, usd_per_hour=1.0)):
             answers.put((name, "started"))
             barrier.wait()
     except CeilingError as error:
@@ -219,5 +204,5 @@ def test_of_two_starts_at_the_same_moment_only_one_fits(book: SpendingBook):
 
 
 def test_files_are_this_users_alone(book: SpendingBook):
-    note_start(book.home, "a", ANNA)
+    note_start(book.home, "a")
     assert os.stat(book.home / "spending").st_mode & 0o077 == 0

@@ -13,7 +13,7 @@ import pytest
 from dtrain_dagster.costs.ceilings import CEILINGS, Ceilings, Stand, write_ceilings
 from dtrain_dagster.costs.money import USD
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.jobs.promises import Owner, note_start
+from dtrain_dagster.jobs.spending import note_start
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.sensors.cost_overrun import build_ceilings_sensor, keys_due
 from dtrain_dagster.settings.environment import Settings
@@ -36,7 +36,7 @@ def paid(tmp_path: Path) -> Callable[[str, float], None]:
         began = now - usd / HOURLY * 3600
         rundir.write_node(NodePresence(node_id=0, launch=1, incarnation=1, started_at=began, ended_at=now))
         rundir.write_json(STATUS, {"state": "succeeded", "message": "", "started_at": began, "ended_at": now, "pid": 1})
-        note_start(tmp_path, name, Owner(person="anna", project="faces"))
+        note_start(tmp_path, name)
 
     return make
 
@@ -52,7 +52,7 @@ def test_each_level_is_told_once(tmp_path: Path, paid: Callable[[str, float], No
     with web_hook() as (url, heard):
         settings = Settings(home=tmp_path, notify=url)
         assert look(settings) == "no ceiling is set"
-        write_ceilings(tmp_path, Ceilings(per_month=Decimal("0.10"), per_person=Decimal("1.00")))
+        write_ceilings(tmp_path, Ceilings(per_month=Decimal("0.10"), per_hour=Decimal("1.00")))
         paid("first", 0.079)
         assert look(settings).endswith("0 notice(s)")
         paid("second", 0.011)
@@ -60,7 +60,7 @@ def test_each_level_is_told_once(tmp_path: Path, paid: Callable[[str, float], No
         assert look(settings).endswith("0 notice(s)")
         [told] = heard
         assert told["title"] == "dtrain: 90% of the ceiling per month is used"
-        assert "most by anna $0.0900; a start that would exceed it is refused; raise it: dtrain cost" in told["message"]
+        assert "most by first $0.0790, second $0.0110; a start that would exceed it is refused" in told["message"]
         paid("third", 0.02)
         look(settings)
         look(settings)
@@ -83,15 +83,10 @@ def test_ceilings_that_cannot_be_read_are_said(tmp_path: Path) -> None:
     assert "the ceilings on spending cannot be read" in look(Settings(home=tmp_path))
 
 
-def test_each_month_ceiling_and_person_has_its_own_notices() -> None:
-    stand = Stand(kind="per_person", limit=100 * USD, whose="anna", spent=80 * USD)
+def test_each_month_and_ceiling_has_its_own_notices() -> None:
+    stand = Stand(kind="per_month", limit=100 * USD, spent=80 * USD)
     assert len(keys_due(stand, "2026-11")) == 1
-    keys = {
-        *keys_due(stand, "2026-11"),
-        *keys_due(stand, "2026-12"),
-        *keys_due(Stand(kind="per_person", limit=100 * USD, whose="bob", spent=80 * USD), "2026-11"),
-        *keys_due(Stand(kind="per_project", limit=100 * USD, whose="anna", spent=80 * USD), "2026-11"),
-    }
-    assert len(keys) == 4
+    hourly = Stand(kind="per_hour", limit=100 * USD, spent=80 * USD)
+    assert len({*keys_due(stand, "2026-11"), *keys_due(stand, "2026-12"), *keys_due(hourly, "2026-11")}) == 3
     assert keys_due(Stand(kind="per_month", limit=100 * USD, spent=80 * USD - 1), "2026-11") == []
     assert len(keys_due(Stand(kind="per_month", limit=100 * USD, spent=10 * USD, promised=90 * USD), "2026-11")) == 2
