@@ -3,7 +3,6 @@ of its run directory, what its nodes were paid for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,11 +10,9 @@ import dagster as dg
 
 from dtrain_dagster.assets.training import FinishedJob, read_finished
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan, parse_plan
-from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.resources import cluster_resource, project_resource
-from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.graph_names import GraphNames
 from trainer.rundir import EVALUATION, RESULT, RunDir
 
@@ -64,13 +61,3 @@ class Outcome:
         """Log what could not be done, if there is something."""
         if why:
             self.context.log.warning(why)
-
-
-def cost_of(usage: Sequence[NodeUsage], plan: TrainingPlan) -> tuple[float | None, str]:
-    """Return a training's dollars as a number (None without a known price) and in words. An unknown price raises
-    nothing: the training is already paid for."""
-    try:
-        total = CostTracker("", usage, plan.tier).total_usd
-    except PriceError as error:
-        return None, f"cost not known: {error}"
-    return total, f"{dollars(total)} ({', '.join(sorted({node.sku for node in usage}))}: {plan.price_words})"

@@ -7,17 +7,16 @@ from urllib.parse import quote
 import dagster as dg
 
 from dtrain_dagster.assets.common import head_of_page, links, round_figures, sentences
-from dtrain_dagster.assets.outcome import Outcome, cost_of
+from dtrain_dagster.assets.outcome import Outcome
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.costs.worth import worth_line
-from dtrain_dagster.jobs.progress import code_version
-from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
+from dtrain_dagster.jobs.totals import cost_of
 from dtrain_dagster.settings.notices import run_page
 from dtrain_dagster.support.page_entries import fit_page
 from trainer.evaluation.gate import POINT_RULE, RULE, score_of
 
 if TYPE_CHECKING:
-    from dtrain_dagster.registry import EndpointCheck, Gate, RegisteredModel, TrainingProvenance
+    from dtrain_dagster.registry import EndpointCheck, Gate, RegisteredModel
 
 
 def build_registered_model(pipeline: Pipeline) -> dg.AssetsDefinition:
@@ -66,21 +65,23 @@ def register(outcome: Outcome, is_gated: bool) -> dg.MaterializeResult:
     """Return the version of a finished job, its page and its checks. ``is_gated``: whether the gate is one of them."""
     context, project, job = outcome.context, outcome.project, outcome.job
     # Here, not above: these load MLflow.
-    from dtrain_dagster.registry.registration import register_job
+    from dtrain_dagster.registry.registration import provenance_of, register_job
 
-    provenance = provenance_of(outcome)
+    run_id, cost = context.run.run_id, cost_of(outcome.billed, outcome.plan.tier, outcome.plan.price_words)
+    outcome.warn(cost[1] if cost[0] is None else "")
+    made = provenance_of(outcome.rundir, outcome.billed, job.node_count, cost, run_id, project.run_url(run_id))
     found = register_job(
-        outcome.cluster.registry(project, context.run.run_id),
+        outcome.cluster.registry(project, run_id),
         project.home,
         job.run_dir,
         project.model_name,
-        provenance,
+        made,
         experiment=project.experiment,
         cache_dir=project.cache_dir,
         told=context.log.info,
     )
     model, decision, evaluation = found.model, found.decision, found.evaluation
-    worth, decided = worth_line(evaluation, provenance.cost_usd_total), decision.reason.partition(", because")[0]
+    worth, decided = worth_line(evaluation, made.cost_usd_total), decision.reason.partition(", because")[0]
     results = check_results(found.verdict, evaluation, found.serving)
     return dg.MaterializeResult(
         value={"name": model.name, "version": model.version, "uri": model.uri, "run_dir": job.run_dir},
@@ -120,28 +121,6 @@ def mlflow_pages(mlflow_url: str, model: "RegisteredModel") -> dict[str, str]:
 def _test_score(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     score = score_of(evaluation)
     return {f"test_{score}": round_figures(evaluation["model"][score])} if score else {}
-
-
-def provenance_of(outcome: Outcome) -> "TrainingProvenance":
-    """Return a version's record of its making: nodes, hours, dollars, code, and the Dagster run."""
-    from dtrain_dagster.registry import TrainingProvenance
-
-    job, run_id = outcome.job, outcome.context.run.run_id
-    took, phases = sum_launches(outcome.billed), read_phase_totals(outcome.rundir, outcome.rundir.events())
-    cost_usd, in_words = cost_of(outcome.billed, outcome.plan)
-    outcome.warn(in_words if cost_usd is None else "")
-    return TrainingProvenance(
-        nodes=job.node_count,
-        node_hours=took.node_hours,
-        launches=max(1, took.launches),
-        train_seconds=phases.get("training"),
-        cost_usd=in_words,
-        cost_usd_total=cost_usd,
-        sku=", ".join(sorted({node.sku for node in outcome.billed})),
-        code_version=code_version(),
-        dagster_run_id=run_id,
-        dagster_run_url=outcome.project.run_url(run_id),
-    )
 
 
 def check_results(

@@ -11,7 +11,7 @@ from dtrain_dagster.assets.common import (
     head_of_page,
     links,
 )
-from dtrain_dagster.assets.outcome import Outcome, cost_of
+from dtrain_dagster.assets.outcome import Outcome
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.training import FinishedJob
 from dtrain_dagster.costs.plan import TrainingPlan
@@ -57,7 +57,7 @@ def add_report_to_mlflow(outcome: Outcome, verdict: str) -> None:
     from dtrain_dagster.registry.run_record import add_to_run, note_of
 
     job, project = outcome.job, outcome.project
-    worth = worth_line(outcome.evaluation, cost_of(outcome.billed, outcome.plan)[0])
+    worth = worth_line(outcome.evaluation, sum_launches(outcome.billed, outcome.plan.tier).usd)
     note = note_of(verdict, worth, job.run_dir, project.run_url(outcome.context.run.run_id))
     uri = outcome.cluster.registry(project).tracking_uri
     outcome.warn(add_to_run(uri, outcome.rundir, job.job_id, note=note))

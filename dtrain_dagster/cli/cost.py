@@ -25,7 +25,7 @@ from dtrain_dagster.cli.common import (
     say,
 )
 from dtrain_dagster.cli.job_names import find_job_or_fleet, named_argument
-from dtrain_dagster.cli.screen import Column, plain_table, print_fitted
+from dtrain_dagster.cli.screen import plain_table, print_fitted
 from dtrain_dagster.clusters.azure_ml.bill import Marks, Reconciliation, read_usage, reconcile
 from dtrain_dagster.costs import export
 from dtrain_dagster.costs.ledger import Ledger, Row, ledger
@@ -325,37 +325,27 @@ def _refreshed_document(done: Refreshed, path: str) -> dict[str, Any]:
 
 
 def _print_table(rows: Sequence[SkuPrice]) -> None:
-    """Print a line per SKU and region; behind each price the number of its source, which follows below. What is the
-    same in all lines is said once."""
-    regions = {row.region for row in rows}
-    columns = [
-        *([Column("REGION")] if len(regions) > 1 else []),
-        Column("SKU"),
-        Column("GPUS", rank=2),
-        Column("GIB", right=True, rank=4),
-        *(Column(tier.replace("_", "\n").upper(), right=True) for tier in TIERS),
-        Column("SPEED", right=True, rank=3),
-        Column("RETIRED", rank=1),
-    ]
+    """Print a line per SKU and region; behind each price the number of its source, which follows below."""
     sources: dict[tuple[str, str, str], int] = {}
+    tiers = [tier.replace("_", "\n").upper() for tier in TIERS]
+    titles = ("SKU", "REGION", *tiers, "RETIRED", "GPUS", "SPEED", "GIB")
     cells = [
-        [
-            *([row.region] if len(regions) > 1 else []),
+        (
             row.sku,
-            f"{row.gpus} × {row.gpu}",
-            str(row.gpu_memory_gib),
+            row.region,
             *(_cell(row.figures.get(tier), sources) for tier in TIERS),
-            f"{row.speed:g}",
             row.retired_on or "",
-        ]
+            f"{row.gpus} × {row.gpu}",
+            f"{row.speed:g}",
+            str(row.gpu_memory_gib),
+        )
         for row in rows
     ]
-    where = f" in {next(iter(regions))}" if len(regions) == 1 else ""
-    click.echo(f"US dollars per node and hour{where}; – means not offered or not known")
-    print_fitted(console(), columns, cells)
-    click.echo("where they come from:")
+    say("US dollars per node and hour; – means not offered or not known")
+    print_fitted(console(), titles, cells, right=(*tiers, "SPEED", "GIB"), always=2 + len(tiers))
+    say("where they come from:")
     for (recorded_on, how, source), number in sources.items():
-        click.echo(f"  [{number}] {recorded_on}, {how}: {source}")
+        say(f"  [{number}] {recorded_on}, {how}: {source}")
 
 
 def _cell(figure: Figure | None, sources: dict[tuple[str, str, str], int]) -> str:

@@ -7,13 +7,13 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, print_json, run_dir, say
-from dtrain_dagster.cli.screen import Column, print_fitted, state_text
+from dtrain_dagster.cli.screen import print_fitted, state_text
 from dtrain_dagster.clusters.base import JobState, JobStatus
 from dtrain_dagster.clusters.exit_policy import describe_exit
 from dtrain_dagster.costs.plan import PLAN
@@ -51,41 +51,24 @@ def facts_of(settings: Settings, status: JobStatus) -> JobFacts:
     return JobFacts(status=status, run_dir=rundir.uri)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodeFacts:
-    """One incarnation of a node, as a person or a program reads it."""
-
-    job: str
-    launch: int
-    node: int
-    incarnation: int
-    host: str | None
-    state: str
-    """There, silent, or how it ended."""
-    started_at: float
-    ended_at: float | None
-    exit_codes: tuple[int, ...]
-    seconds: float
-    note: str | None
-
-
-def read_nodes(rundir: RunDir, now: float, skip_damaged: bool = False) -> list[NodeFacts]:
-    """Return the nodes that a job has, and has had."""
+def read_nodes(rundir: RunDir, now: float, skip_damaged: bool = False) -> list[dict[str, Any]]:
+    """Return the incarnations of nodes that a job has, and has had, for JSON. ``state``: there, silent, or how it
+    ended."""
     name, stale = rundir.uri.rpartition("/")[2], stale_seconds(rundir.storage)
     return [
-        NodeFacts(
-            job=name,
-            launch=node.launch,
-            node=node.node_id,
-            incarnation=node.incarnation,
-            host=node.host or None,
-            state=_state_of(node, now, stale),
-            started_at=node.started_at,
-            ended_at=node.ended_at,
-            exit_codes=node.exit_codes,
-            seconds=node.seconds(now - node.clock_jump_seconds),
-            note=_note_of(node),
-        )
+        {
+            "job": name,
+            "launch": node.launch,
+            "node": node.node_id,
+            "incarnation": node.incarnation,
+            "host": node.host or None,
+            "state": _state_of(node, now, stale),
+            "started_at": node.started_at,
+            "ended_at": node.ended_at,
+            "exit_codes": node.exit_codes,
+            "seconds": node.seconds(now - node.clock_jump_seconds),
+            "note": _note_of(node),
+        }
         for node in rundir.nodes(skip_damaged=skip_damaged)
     ]
 
@@ -182,7 +165,7 @@ def status_document(facts: JobFacts, rundir: RunDir, course: JobCourse) -> dict[
         "samples_per_second": None if facts.status.state.is_final else view.samples_per_second,
         "eta_seconds": left.seconds if left else None,
         "eta_has_finish": left.has_finish if left else None,
-        "presences": [asdict(node) for node in presences],
+        "presences": presences,
         "studio_url": None if facts.status.damage else (rundir.read_json(LAUNCH) or {}).get("studio_url"),
     }
 
@@ -283,27 +266,9 @@ def _skill_of_kind(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
     return [*lines, *(("note", note) for note in evaluation["notes"])]
 
 
-JOB_COLUMNS = (
-    Column("JOB"),
-    Column("STATE"),
-    Column("NODES", right=True, rank=5),
-    Column("STARTED", rank=2),
-    Column("TOOK", right=True, rank=1),
-    Column("COST", right=True),
-    Column("STEP", right=True, rank=4),
-    Column("LOSS", right=True, rank=3),
-)
-NODE_COLUMNS = (
-    Column("JOB", rank=5),
-    Column("LAUNCH", right=True, rank=4),
-    Column("NODE"),
-    Column("HOST", rank=1),
-    Column("FROM", rank=3),
-    Column("FOR", right=True),
-    Column("STATE"),
-    Column("NOTE", rank=2),
-)
-HOST_COLUMNS = (Column("EXCLUDED HOST"), Column("UNTIL"), Column("WHY"))
+JOB_COLUMNS = ("JOB", "STATE", "COST", "TOOK", "STARTED", "LOSS", "STEP", "NODES")
+NODE_COLUMNS = ("NODE", "STATE", "FOR", "HOST", "NOTE", "FROM", "LAUNCH", "JOB")
+HOST_COLUMNS = ("EXCLUDED HOST", "UNTIL", "WHY")
 
 
 def print_status(console: Console, facts: JobFacts, rundir: RunDir, now: float, course: JobCourse) -> None:
@@ -326,14 +291,14 @@ def print_status(console: Console, facts: JobFacts, rundir: RunDir, now: float, 
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def print_nodes(console: Console, nodes: Sequence[NodeFacts]) -> None:
+def print_nodes(console: Console, nodes: Sequence[Mapping[str, Any]]) -> None:
     """Print a row for each incarnation of a node: on which host and when it was present, and how it stands or left."""
     rows = []
     for node in nodes:
-        number = f"{node.node}" if node.incarnation == 1 else f"{node.node} (incarnation {node.incarnation})"
-        began, took = time_of(node.started_at), format_duration(node.seconds)
-        rows.append((node.job, str(node.launch), number, node.host or "", began, took, node.state, node.note or ""))
-    print_fitted(console, NODE_COLUMNS, rows)
+        number = f"{node['node']}" + (f" (incarnation {node['incarnation']})" if node["incarnation"] > 1 else "")
+        times = format_duration(node["seconds"]), node["host"] or "", node["note"] or "", time_of(node["started_at"])
+        rows.append((number, node["state"], *times, str(node["launch"]), node["job"]))
+    print_fitted(console, NODE_COLUMNS, rows, right=("FOR", "LAUNCH"), always=3)
 
 
 def show_nodes(settings: Settings, as_json: bool) -> None:
@@ -342,11 +307,11 @@ def show_nodes(settings: Settings, as_json: bool) -> None:
     record = manager.host_record()
     names = [each.job_id for each in manager.active_jobs()]
     found = [node for name in names for node in read_nodes(run_dir(settings, name), now, skip_damaged=True)]
-    nodes = [node for node in found if node.ended_at is None]
+    nodes = [node for node in found if node["ended_at"] is None]
     excluded = [] if record is None else record.excluded(now)
     if as_json:
         hosts = [{"host": each.host, "until": each.until, "why": each.why} for each in excluded]
-        print_json({"nodes": [asdict(node) for node in nodes], "excluded_hosts": hosts})
+        print_json({"nodes": nodes, "excluded_hosts": hosts})
         return
     if nodes:
         print_nodes(console(), nodes)
@@ -354,7 +319,9 @@ def show_nodes(settings: Settings, as_json: bool) -> None:
         say("no job runs")
     if excluded:
         say("")
-        print_fitted(console(), HOST_COLUMNS, [(each.host, time_of(each.until), each.why) for each in excluded])
+        print_fitted(
+            console(), HOST_COLUMNS, [(each.host, time_of(each.until), each.why) for each in excluded], always=3
+        )
         say("`dtrain status --lift HOST` lifts it")
 
 
@@ -371,7 +338,9 @@ def lift_exclusion(settings: Settings, host: str) -> None:
 
 def print_jobs(console: Console, jobs: Sequence[JobFacts]) -> None:
     """Print a row for each job, and below why those that are damaged cannot be read."""
-    print_fitted(console, JOB_COLUMNS, [_job_row(job) for job in jobs])
+    print_fitted(
+        console, JOB_COLUMNS, [_job_row(job) for job in jobs], right=("COST", "TOOK", *JOB_COLUMNS[5:]), always=3
+    )
     for job in jobs:
         if job.status.damage:
             text = f"! {visible(job.status.job_id)} is damaged: {visible(job.status.damage)}"
@@ -382,10 +351,10 @@ def _job_row(job: JobFacts) -> list[Any]:
     return [
         job.status.job_id,
         state_text(job.state),
-        str(job.nodes or ""),
-        time_of(job.began_at, with_seconds=False),
-        "" if job.seconds is None else format_duration(job.seconds),
         "" if job.usd is None else dollars(job.usd),
-        "" if job.step is None else str(job.step),
+        "" if job.seconds is None else format_duration(job.seconds),
+        time_of(job.began_at, with_seconds=False),
         "" if job.loss is None else f"{job.loss:.4f}",
+        "" if job.step is None else str(job.step),
+        str(job.nodes or ""),
     ]

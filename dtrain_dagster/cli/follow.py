@@ -17,7 +17,7 @@ from rich.text import Text
 
 from dtrain_dagster.cli.common import cluster_of, console, print_json, run_dir, say
 from dtrain_dagster.cli.facts import SEPARATOR, format_progress, left_of, read_plan
-from dtrain_dagster.cli.screen import Column, fitted_table, state_text
+from dtrain_dagster.cli.screen import fitted_table, state_text, words_of_left_out
 from dtrain_dagster.clusters.base import GPUClusterManager, JobStatus
 from dtrain_dagster.jobs.log_follower import LogFollower, time_in
 from dtrain_dagster.jobs.progress import follow_job, words_of_kept
@@ -153,19 +153,15 @@ def headline(view: FleetView) -> str:
     return " · ".join(parts)
 
 
-COLUMNS = (
-    *(Column("JOB"), Column("STATE"), Column("PRIORITY", right=True, rank=6), Column("NODES", right=True, rank=2)),
-    *(Column("STEP", right=True, rank=4), Column("LOSS", right=True, rank=5)),
-    *(Column("LEFT", right=True, rank=1), Column("COST", right=True)),
-)
+FLEET_COLUMNS = ("JOB", "STATE", "COST", "LEFT", "NODES", "STEP", "LOSS", "PRIORITY")
 
 
 def fleet_table(view: FleetView, width: int) -> Group:
     """Return a row for each job, in a table that fits into ``width``, and below why jobs are where they are. Pure."""
-    table, left_out = fitted_table(COLUMNS, [job_row(job) for job in view.jobs], width)
+    table, left_out = fitted_table(FLEET_COLUMNS, [job_row(job) for job in view.jobs], width, FLEET_COLUMNS[2:], 3)
     more: list[Text] = []
     if left_out:
-        more.append(Text(f"{width} columns leave out {', '.join(left_out)} (--json has all)", style="dim"))
+        more.append(Text(words_of_left_out(left_out, width), style="dim"))
     whys: dict[str, list[str]] = {}
     for job in view.jobs:
         if job.why:
@@ -183,21 +179,17 @@ def name_some(names: Sequence[str]) -> str:
 
 def job_row(job: FleetRow) -> list[str | Text]:
     """Return the cells of a job. Pure."""
+    loss = job.valid_loss if job.valid_loss is not None else job.loss
     return [
         job.job_id,
         state_text(job.state),
-        str(job.priority),
+        dollars(job.usd) if job.launches else "",
+        "" if job.seconds_left is None else format_duration(job.seconds_left),
         str(job.nodes or ""),
         "" if job.step is None else f"{job.step}" + (f"/{job.total_steps}" if job.total_steps else ""),
-        _loss(job),
-        "" if job.seconds_left is None else format_duration(job.seconds_left),
-        dollars(job.usd) if job.launches else "",
+        "" if loss is None else f"{loss:.4f}",
+        str(job.priority),
     ]
-
-
-def _loss(job: FleetRow) -> str:
-    loss = job.valid_loss if job.valid_loss is not None else job.loss
-    return "" if loss is None else f"{loss:.4f}"
 
 
 @contextmanager

@@ -3,8 +3,7 @@ matters least is left out of them and named, and nothing is cut off within."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from rich.cells import cell_len
@@ -43,54 +42,47 @@ _GAP = 2
 """Blanks between two columns."""
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of a table."""
-
-    title: str
-    """A newline in it makes two lines, for a narrower column."""
-    right: bool = False
-    rank: int = 0
-    """0: always there; of the others, those of the highest rank are left out first where the room is short."""
-
-
-def fitted_table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int) -> tuple[Table, list[str]]:
-    """Return a table that fits into ``width``, and the titles of the columns that are left out. Where even the others
-    do not fit, cells go over several lines. Pure."""
-    shown = [[visible(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
-    widths = [
-        max([_width(column.title), *(_width(row[number]) for row in shown)]) for number, column in enumerate(columns)
-    ]
-    kept = list(range(len(columns)))
-    for number in sorted(kept, key=lambda number: columns[number].rank, reverse=True):
-        if columns[number].rank == 0 or sum(widths[one] for one in kept) + _GAP * (len(kept) - 1) <= width:
-            break
-        kept.remove(number)
-    fits = sum(widths[one] for one in kept) + _GAP * (len(kept) - 1) <= width
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for number in kept:
-        column = columns[number]
-        table.add_column(column.title, justify="right" if column.right else "left", no_wrap=fits, overflow="fold")
-    for row in shown:
-        table.add_row(*(row[number] for number in kept))
-    return table, [column.title.replace("\n", " ") for number, column in enumerate(columns) if number not in kept]
-
-
-def print_fitted(console: Console, columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> None:
-    """Print a table as wide as the console, and say below what is left out of it."""
-    table, left_out = fitted_table(columns, rows, console.width)
-    console.print(table, highlight=False)
-    if left_out:
-        text = f"{console.width} columns leave out {', '.join(left_out)} (--json has all)"
-        console.print(text, style="dim", highlight=False)
-
-
-def plain_table(*titles: str, right: Sequence[str] = ()) -> Table:
+def plain_table(*titles: str, right: Collection[str] = (), no_wrap: bool = False) -> Table:
     """Return a table with these columns, those of ``right`` aligned to the right, and no rows."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in titles:
-        table.add_column(title, justify="right" if title in right else "left")
+        table.add_column(title, justify="right" if title in right else "left", no_wrap=no_wrap, overflow="fold")
     return table
+
+
+def fitted_table(
+    titles: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, right: Collection[str] = (), always: int = 2
+) -> tuple[Table, list[str]]:
+    """Return a table that fits into ``width``, and the titles of the last columns, which are left out where the room is
+    short; the first of them are there ``always``. Where even these do not fit, cells go over several lines. Pure."""
+    cells = [[visible(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    widths = [max(map(_width, column)) for column in zip(titles, *cells, strict=True)]
+    shown = len(titles)
+    while (fits := sum(widths[:shown]) + _GAP * (shown - 1) <= width) is False and shown > always:
+        shown -= 1
+    table = plain_table(*titles[:shown], right=right, no_wrap=fits)
+    for row in cells:
+        table.add_row(*row[:shown])
+    return table, [title.replace("\n", " ") for title in titles[shown:]]
+
+
+def words_of_left_out(titles: Sequence[str], width: int) -> str:
+    """Return what is said below a table that leaves these columns out. Pure."""
+    return f"{width} columns leave out {', '.join(titles)} (--json has all)"
+
+
+def print_fitted(
+    console: Console,
+    titles: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    right: Collection[str] = (),
+    always: int = 2,
+) -> None:
+    """Print a table as wide as the console, and say below what is left out of it."""
+    table, left_out = fitted_table(titles, rows, console.width, right, always)
+    console.print(table, highlight=False)
+    if left_out:
+        console.print(words_of_left_out(left_out, console.width), style="dim", highlight=False)
 
 
 def _width(cell: Cell) -> int:

@@ -1,9 +1,8 @@
 """What the command line writes to MLflow. Of a training: where its nodes write to, what is added once it has ended, and
-its model, where that is to be registered. Of a fleet: a run of its own, and one nested in it for each of its jobs.
+its model, where that is to be registered. Of a fleet: a run of its own, in which the runs of its jobs are nested.
 
 The nodes of a fleet's job write its run while they train, as those of `dtrain train` do. What they do not know is added
-once the fleet is over: the run above it, how the job has ended, and what it has cost. Whoever does that again adds what
-is missing, and makes no second run of a job (`RunGroup`).
+once the fleet is over: the run above it, how the job has ended, and what it has cost.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from dtrain_dagster.dashboard.page import write_report
 from dtrain_dagster.fleet.jobs import FleetLimits, FleetState, Standing
 from dtrain_dagster.jobs.orders import source_tags
 from dtrain_dagster.jobs.progress import REGISTRATION, code_version
-from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
+from dtrain_dagster.jobs.totals import cost_of
 from dtrain_dagster.registry.run_record import (
     RunGroup,
     add_to_run,
@@ -45,7 +44,7 @@ from dtrain_dagster.settings.tiers import Tier, tier_of
 from dtrain_dagster.support.formatting import dollars
 from trainer.config import JOB_ID, JobConfig, TrackingConfig
 from trainer.errors import DamagedError
-from trainer.observability.mlflow_sink import NOTE_TAG, TRACKING, begin_run, figures_of_test
+from trainer.observability.mlflow_sink import NOTE_TAG
 from trainer.observability.mlflow_sqlite import authorised
 from trainer.observability.reporter import OFF, TRACKING_OF_LAUNCH
 from trainer.rundir import EVALUATION, JOB, LAUNCH, RESULT, RunDir
@@ -61,8 +60,6 @@ other homes may have the same name."""
 STATE_TAG, REASON_TAG = "state", "reason"
 """Tags of a job's run, as of a trial's: how it has ended in the fleet, and why."""
 STATUS_OF = {FleetState.SUCCEEDED: "FINISHED", FleetState.FAILED: "FAILED", FleetState.ENDED: "KILLED"}
-MOST_FAILURES = 3
-"""Jobs that could not be written, after which the others are left for who does it again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,28 +222,11 @@ def try_to_register(
     name = job.tracking.registered_model
     if name is None:
         return True
-    from dtrain_dagster.registry.registration import register_job  # not above: MLflow
-    from dtrain_dagster.registry.versions import TrainingProvenance
+    from dtrain_dagster.registry.registration import provenance_of, register_job  # not above: MLflow
 
-    tier = tier_of(settings.tiers[0])
     usage = cluster.manager().node_usage(job.job_id)
-    took, sku = sum_launches(usage), ", ".join(sorted({interval.sku for interval in usage}))
-    try:
-        total: float | None = CostTracker(settings.cluster_name, usage, tier).total_usd
-        in_words = f"{dollars(total or 0.0)} ({sku}: {price_of_cluster(settings)})"
-    except PriceError as error:
-        total, in_words = None, f"cost not known: {error}"
-    made = TrainingProvenance(
-        nodes=int((rundir.read_json(LAUNCH) or {}).get("node_count", 1)),
-        node_hours=took.node_hours,
-        launches=max(1, took.launches),
-        train_seconds=read_phase_totals(rundir, rundir.events()).get("training"),
-        cost_usd=in_words,
-        cost_usd_total=total,
-        sku=sku,
-        code_version=code_version(),
-        dagster_run_id="",
-    )
+    nodes = int((rundir.read_json(LAUNCH) or {}).get("node_count", 1))
+    made = provenance_of(rundir, usage, nodes, cost_of(usage, tier_of(settings.tiers[0]), price_of_cluster(settings)))
     try:
         found = register_job(
             cluster.registry(project),
@@ -277,75 +257,56 @@ def record_fleet(records: FleetRecords, jobs: Sequence[Standing], tier: Tier) ->
             if is_workspace(address):  # which has pages of its own for what is written
                 continue
             mark = hashlib.sha256(records.storage.uri.encode()).hexdigest()[:16]
-            runs = _FleetRuns(RunGroup(address, experiment, records.name, (RECORD_TAG, mark), "job_id"), records.name)
-            problems = runs.write(mine, tier)
-            runs.finish(mine, records.limits(), records.is_cancelled())
+            group = RunGroup(address, experiment, records.name, (RECORD_TAG, mark), "job_id")
+            group.client.set_tag(group.run_id, FLEET_TAG, records.name)
+            written = {name for name, run in group.nested.items() if STATE_TAG in run.data.tags}
+            for item in mine:
+                if not item.state.is_final or item.job_id in written:
+                    continue
+                try:
+                    _write_end(group, item, tier)
+                except DamagedError as error:  # of its run directory, which hides no other job
+                    said.append(f"MLflow does not have all of {item.job_id}: {redact(str(error))}")
+            _end_group(group, mine, records.limits(), records.is_cancelled())
             said.append(f"in MLflow: experiment {experiment}, run {records.name} (`dtrain ui mlflow`)")
         except _errors() as error:
-            problems = [str(error)]
-        said += [f"MLflow does not have all of fleet {records.name}: {redact(problem)}" for problem in problems]
+            said.append(f"MLflow does not have all of fleet {records.name}: {redact(str(error))}")
     return said
 
 
-class _FleetRuns:
-    """The runs of a fleet in one experiment."""
+def _write_end(group: RunGroup, ended: Standing, tier: Tier) -> None:
+    """Write how a job has ended to the run that its nodes began; one without a run had never begun, or did not come as
+    far as MLflow."""
+    rundir, client = ended.job.rundir, group.client
+    run_id = run_of(client, rundir, ended.job_id)
+    if run_id is None:
+        return
+    verdict = f"{ended.state}: {ended.reason}" if ended.reason else str(ended.state)
+    note = note_of(verdict, None, rundir.uri)
+    with suppress(DamagedError):  # nodes write these files, and the end is told without them
+        note = describe_end(rundir, tier, ended.usd, verdict)
+    metrics = cost_metrics({"total_usd": ended.usd, "node_hours": ended.node_seconds / 3600})
+    write_to_run(client, run_id, rundir, metrics=metrics, note=note)
+    status = STATUS_OF[ended.state]
+    if client.get_run(run_id).info.status != status:  # else its nodes have said when it ended
+        client.set_terminated(run_id, status=status)
+    group.nest(run_id, {STATE_TAG: str(ended.state), REASON_TAG: redact(ended.reason)})  # last: then all is there
 
-    def __init__(self, group: RunGroup, fleet: str) -> None:
-        self.group, self.fleet = group, fleet
-        group.client.set_tag(group.run_id, FLEET_TAG, fleet)
-        nested = group.nested.items()
-        self.ended = {name for name, run in nested if STATE_TAG in run.data.tags and run.info.status != "RUNNING"}
-        """Jobs whose end is written."""
 
-    def write(self, jobs: Sequence[Standing], tier: Tier) -> list[str]:
-        """Write how these jobs have ended, and return why that was impossible for some."""
-        problems: list[str] = []
-        for item in jobs:
-            if item.state.is_final and item.job_id not in self.ended and len(problems) < MOST_FAILURES:
-                try:
-                    self._write_end(item, tier)
-                except _errors() as error:
-                    problems.append(f"{item.job_id}: {error}")
-        return problems
-
-    def _write_end(self, ended: Standing, tier: Tier) -> None:
-        """Write how a job has ended. The run's status comes last: by it another process sees that all is there."""
-        rundir, client = ended.job.rundir, self.group.client
-        verdict = f"{ended.state}: {ended.reason}" if ended.reason else str(ended.state)
-        was_begun, note = rundir.storage.exists(JOB), note_of(verdict, None, ended.job.trained.run_dir)
-        metrics: dict[str, float] = {}
-        if was_begun:
-            metrics = cost_metrics({"total_usd": ended.usd, "node_hours": ended.node_seconds / 3600})
-            with suppress(DamagedError):  # nodes write these files, and the end is told without them
-                note = describe_end(rundir, tier, ended.usd, verdict)
-        run_id = run_of(client, rundir, ended.job_id)
-        if run_id is None:  # it was never begun, or its nodes did not come as far as MLflow
-            run_id = begin_run(client, self.group.address, ended.job.trained)
-            if was_begun:
-                rundir.write_json(TRACKING, {"mlflow_run_id": run_id})
-                with suppress(DamagedError):
-                    metrics |= figures_of_test(rundir.read_json(EVALUATION) or {})
-        write_to_run(client, run_id, rundir, metrics=metrics, note=note)
-        why = {REASON_TAG: redact(ended.reason)} if ended.reason else {}
-        self.group.nest(run_id, {FLEET_TAG: self.fleet, STATE_TAG: str(ended.state), **why})
-        status = STATUS_OF[ended.state]
-        if client.get_run(run_id).info.status != status:  # else its nodes have said when it ended
-            client.set_terminated(run_id, status=status)
-
-    def finish(self, jobs: Sequence[Standing], limits: FleetLimits, is_cancelled: bool) -> None:
-        """Write what all jobs have cost and how many have succeeded, and end the run of the fleet."""
-        counts = Counter(item.state for item in jobs)
-        paid = usd(sum(item.paid_units for item in jobs))
-        metrics = {
-            "cost/total_usd": paid,
-            "cost/node_hours": sum(item.node_seconds for item in jobs) / 3600,
-            "cost/budget_usd": limits.budget_usd,
-            **{f"jobs/{state}": float(counts[state]) for state in STATUS_OF},
-        }
-        done = f"{counts[FleetState.SUCCEEDED]} of {len(jobs)} jobs succeeded"
-        note = f"**{done}**, for {dollars(paid)} of {dollars(limits.budget_usd)}"
-        succeeded = counts[FleetState.SUCCEEDED] == len(jobs)
-        self.group.end("FINISHED" if succeeded else "KILLED" if is_cancelled else "FAILED", metrics, {NOTE_TAG: note})
+def _end_group(group: RunGroup, jobs: Sequence[Standing], limits: FleetLimits, is_cancelled: bool) -> None:
+    """Write what all jobs have cost and how many have succeeded, and end the run of the fleet."""
+    counts = Counter(item.state for item in jobs)
+    paid = usd(sum(item.paid_units for item in jobs))
+    metrics = {
+        "cost/total_usd": paid,
+        "cost/node_hours": sum(item.node_seconds for item in jobs) / 3600,
+        "cost/budget_usd": limits.budget_usd,
+        **{f"jobs/{state}": float(counts[state]) for state in STATUS_OF},
+    }
+    done = f"{counts[FleetState.SUCCEEDED]} of {len(jobs)} jobs succeeded"
+    note = f"**{done}**, for {dollars(paid)} of {dollars(limits.budget_usd)}"
+    succeeded = counts[FleetState.SUCCEEDED] == len(jobs)
+    group.end("FINISHED" if succeeded else "KILLED" if is_cancelled else "FAILED", metrics, {NOTE_TAG: note})
 
 
 def _errors() -> tuple[type[Exception], ...]:

@@ -13,7 +13,7 @@ from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker, bill_usage, paid_wall_seconds
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.settings.tiers import Tier
-from dtrain_dagster.support.formatting import format_duration
+from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.events import PhaseEvent, read_events
 from trainer.documents.presences import NodePresence
 from trainer.elastic.generation_record import generations
@@ -70,6 +70,16 @@ def sum_launches(usage: Sequence[NodeUsage], tier: Tier | None = None) -> Launch
         usd=usd,
         last=last,
     )
+
+
+def cost_of(usage: Sequence[NodeUsage], tier: Tier, price_words: str) -> tuple[float | None, str]:
+    """Return a training's dollars as a number (None without a known price) and in words. An unknown price raises
+    nothing: the training is already paid for."""
+    try:
+        total = CostTracker("", usage, tier).total_usd
+    except PriceError as error:
+        return None, f"cost not known: {error}"
+    return total, f"{dollars(total)} ({', '.join(sorted({node.sku for node in usage}))}: {price_words})"
 
 
 def launched_usage(

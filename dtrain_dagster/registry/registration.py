@@ -5,14 +5,16 @@ What each step does belongs to the other modules of this room; what is shown of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.costs.worth import chance_line
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_registration, order_of
-from dtrain_dagster.jobs.progress import REGISTRATION
+from dtrain_dagster.jobs.progress import REGISTRATION, code_version
+from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
 from dtrain_dagster.registry.base import Registry
 from dtrain_dagster.registry.evaluated import judge_again
 from dtrain_dagster.registry.promotion import AliasDecision, choose_alias
@@ -106,6 +108,31 @@ def register_job(
         decision=decision,
         replaced=replaced,
         card=card,
+    )
+
+
+def provenance_of(
+    rundir: RunDir,
+    usage: Sequence[NodeUsage],
+    nodes: int,
+    cost: tuple[float | None, str],
+    run_id: str = "",
+    run_url: str | None = None,
+) -> TrainingProvenance:
+    """Return a version's record of its making. ``usage``: all that was paid for it; ``nodes``: of its last launch;
+    ``cost``: of `jobs.totals.cost_of`; ``run_id``, ``run_url``: of the Dagster run."""
+    took = sum_launches(usage)
+    return TrainingProvenance(
+        nodes=nodes,
+        node_hours=took.node_hours,
+        launches=max(1, took.launches),
+        train_seconds=read_phase_totals(rundir, rundir.events()).get("training"),
+        cost_usd=cost[1],
+        cost_usd_total=cost[0],
+        sku=", ".join(sorted({node.sku for node in usage})),
+        code_version=code_version(),
+        dagster_run_id=run_id,
+        dagster_run_url=run_url,
     )
 
 

@@ -17,7 +17,6 @@ import dagster as dg
 import pytest
 
 from dtrain_dagster.assets.cluster_run import ClusterRun
-from dtrain_dagster.assets.outcome import cost_of
 from dtrain_dagster.assets.pipeline import STOCK
 from dtrain_dagster.assets.training import build_trained_checkpoint, hand_over_budget
 from dtrain_dagster.assets.training_progress import TOLD
@@ -26,6 +25,7 @@ from dtrain_dagster.costs.estimate import Estimate, Interval, Work
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.progress import CLAIM
+from dtrain_dagster.jobs.totals import cost_of
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.job_lock import acquire
@@ -173,6 +173,6 @@ def test_a_run_goes_on_where_people_cannot_be_told(tmp_path: Path, rundir: RunDi
 def test_a_price_that_nobody_knows_fails_no_training_that_is_paid(tmp_path: Path, tier: str, usd: float, said: str):
     sku = "Standard_NC6s_v3" if usd else "Standard_NC40ads_H100_v5"  # what it went on with in the end
     usage = [NodeUsage(node_id=0, sku=sku, tier=tier, started_at=0.0, ended_at=3600.0)]
-    total, words = cost_of(usage, replace(plan_in(tmp_path), price_words="stand-in"))
+    total, words = cost_of(usage, plan_in(tmp_path).tier, "stand-in")
     assert total == usd
     assert words.startswith(said)

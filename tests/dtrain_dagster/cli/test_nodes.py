@@ -45,7 +45,7 @@ def test_nodes_are_shown_with_their_hosts_and_what_became_of_them(shell: Shell, 
         NodePresence(node_id=1, incarnation=3, started_at=now - 40, **here | {"last_seen_at": now - 30}),
     ):  # fmt: skip
         rundir.write_node(node)
-    assert [(row.node, row.incarnation, row.state, row.note) for row in read_nodes(rundir, now)] == [
+    assert [(row["node"], row["incarnation"], row["state"], row["note"]) for row in read_nodes(rundir, now)] == [
         (0, 1, "there", None), (1, 1, "exit code 75, lost its peers or its device", None),
         (1, 2, "exit code 76, failed its pre-flight", "failed its pre-flight: the disk is full"),
         (1, 3, "silent for 30 s", None),
