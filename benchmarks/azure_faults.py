@@ -35,9 +35,10 @@ from benchmarks.azure_faults_judgement import ENDED, GONE, SETTLE_SECONDS, Campa
 from benchmarks.azure_faults_scripts import NODES, SKU, make_script
 from benchmarks.host import note, options_of, tell
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
-from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
+from dtrain_dagster.clusters.azure_ml.sku_chain import DEFAULT_CHAIN
 from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState, JobStatus, NoCapacityError
 from dtrain_dagster.costs.prices import PriceError, price_of
+from dtrain_dagster.settings.azure import AzureMLOptions
 from dtrain_dagster.settings.tiers import tier_of
 from harness.azure.azurite import missing
 from harness.azure.emulator import ENVIRONMENT_OF_OTHERS, Emulator
@@ -66,7 +67,8 @@ class Run:
         self.options = AzureMLOptions(
             **{name: own[name] for name in ("subscription_id", "resource_group", "workspace")},
             storage_uri=emulator.environment["DTRAIN_STORAGE"],
-            cluster_name=f"s{seed % 10**6}", image="emulated/dtrain:1", poll_seconds=0.3, polling_interval_seconds=1,
+            cluster_name=f"s{seed % 10**6}", chain=DEFAULT_CHAIN, image="emulated/dtrain:1",
+            poll_seconds=0.3, polling_interval_seconds=1,
             queue_deadline_seconds=15, allocation_patience_seconds=6, silence_seconds=20, start_seconds=15,
             missing_seconds=12, patience_seconds=20, look_patience_seconds=5, operation_seconds=10, cancel_seconds=30,
             max_resubmissions=4,

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.sku_chain import chain, default_chain
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager
 from dtrain_dagster.clusters.ranks import have_gpus, ranks_per_node
 from dtrain_dagster.costs.prices import PriceError, name_at_site, price_of
-from dtrain_dagster.settings.azure import read_azure_options, refuse_unusable
+from dtrain_dagster.settings.azure import AzureMLOptions, read_azure_options, refuse_unusable
 from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind, cluster_key
 from dtrain_dagster.settings.engines import read_engine_options
 from dtrain_dagster.settings.environment import Settings, SettingsError
@@ -199,8 +198,8 @@ class ClusterConfiguration(BaseModel):
         """Return the checked options. Raise `ClusterError` for unusable ones, `PriceError` for a purchase without a
         known price."""
         sizes = default_chain(self.ranks_per_node, self.azure.get("tiers", ()))
-        options = AzureMLOptions.of(
-            {"chain": sizes, **self.azure},
+        options = AzureMLOptions(
+            **{"chain": sizes, **self.azure},
             cluster_name=self.cluster_name,
             storage_uri=self.shared_uri,
             processes_per_node=self.ranks_per_node,

@@ -29,12 +29,11 @@ from dtrain_dagster.cli.common import (
 )
 from dtrain_dagster.clusters.azure_ml.client import Service
 from dtrain_dagster.clusters.azure_ml.doctor import Doctor, DoctorLine
-from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.base import ClusterError, ClusterHealth, GPUClusterManager, JobSpec
 from dtrain_dagster.clusters.managers import open_engine
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.jobs.spending import Wanted
-from dtrain_dagster.settings.azure import read_azure_options
+from dtrain_dagster.settings.azure import AzureMLOptions, read_azure_options
 from dtrain_dagster.settings.engines import read_engine_options
 from dtrain_dagster.settings.environment import Settings, SettingsError
 from dtrain_dagster.settings.home import HomeError
@@ -112,8 +111,8 @@ def _examine_azure(settings: Settings, writes: bool) -> list[DoctorLine]:
             ranks = ranks_of(settings)
         except PriceError:  # of the size's GPUs nothing is known; the line about its price says so
             ranks = settings.processes_per_node or 1
-        options = AzureMLOptions.of(
-            own, cluster_name=settings.cluster_name, storage_uri=settings.shared_uri, processes_per_node=ranks
+        options = AzureMLOptions(
+            **own, cluster_name=settings.cluster_name, storage_uri=settings.shared_uri, processes_per_node=ranks
         )
     except SettingsError as error:
         return [_of_settings(error)]

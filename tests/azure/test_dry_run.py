@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.clusters.azure_ml import jobs, provision
-from dtrain_dagster.clusters.azure_ml.compute_description import entity_text
+from dtrain_dagster.clusters.azure_ml.provision import entity_text
 from harness.azure.emulator.around import SUBNET_ID
 from harness.small_job import write_dataset
 from tests.azure.shell import JOBS, Shell

@@ -16,8 +16,8 @@ import pytest
 
 from dtrain_dagster.clusters import job_marks
 from dtrain_dagster.clusters.azure_ml.client import ServiceUnreachable
-from dtrain_dagster.clusters.azure_ml.compute_description import CLUSTER_TAG, TAG
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
+from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG, TAG
 from dtrain_dagster.clusters.base import ClusterError, InUseError, JobState, NodePool
 from dtrain_dagster.clusters.job_marks import CLOSING_SECONDS
 from dtrain_dagster.settings.environment import load_settings

@@ -8,8 +8,8 @@ import time
 import pytest
 from azure.core.exceptions import HttpResponseError
 
-from dtrain_dagster.clusters.azure_ml.compute_description import CLUSTER_TAG, TAG
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
+from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG, TAG
 from dtrain_dagster.clusters.base import ClusterError, JobState, NoCapacityError
 from harness.azure.emulator.foreign import foreign_computes
 from harness.waiting import until

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
+from dtrain_dagster.settings.azure import AzureMLOptions
 from harness.azure.emulator import Emulator
 
 

@@ -339,8 +339,9 @@ DOCUMENTS: Mapping[str, Check] = {
         confirmed=flag,
         cancel_asked_at=optional(moment),
         stopping=text,
-        missing_at=many(moment),
+        missing_at=many(moment),  # of an older dtrain, like the next
         missing_cancel=text,
+        missing_since=optional(moment),
         nodes_ready=optional(count),
         excluded=many(record(sku=text, tier=optional(text))),
         retry_at=optional(moment),

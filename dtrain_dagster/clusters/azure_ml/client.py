@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.refusals import (
     SETTINGS,
     Scope,
@@ -24,6 +23,7 @@ from dtrain_dagster.clusters.azure_ml.refusals import (
     names_resource,
 )
 from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.settings.azure import AzureMLOptions
 from dtrain_dagster.support.audit import note_request_id, noted_request_id
 from dtrain_dagster.support.secrets import redact
 from trainer.runtime.network_refusal import NETWORK_REMEDY, is_network_refusal

@@ -19,8 +19,7 @@ from dtrain_dagster.clusters.azure_ml.provision import Provisioned, Provisioner
 from dtrain_dagster.clusters.azure_ml.refusals import read_cluster_trouble, read_service_words
 from dtrain_dagster.clusters.azure_ml.states import (
     CANCEL_NOT_FOUND,
-    CANCEL_TAKEN,
-    Answer,
+    WAS_THERE,
     JobDecision,
     JobFacts,
     ServiceJob,
@@ -61,8 +60,7 @@ class JobController:
         self._looked_at = self._cancelled_at = float("-inf")
         self._last: JobStatus | None = None
         self._owned = False
-        self._told_of_wait: set[int] = set()
-        """Launches of which people were told that they wait, as far as this controller knows."""
+        self._told_of_wait = 0
 
     def submit(self, spec: JobSpec, got: Provisioned) -> None:
         """Start the job on the provisioned nodes, unless it runs or has succeeded."""
@@ -142,11 +140,11 @@ class JobController:
             self._own()
         try:
             job = self.jobs.get(record["job_name"], self.options.look_patience_seconds)
-            record = self._note_look(record, "own" if job is None else "found")
+            record = self._note_look(record, is_missing=job is None)
             facts = gather_facts(record, job, status, self.rundir, self.provisioner)
         except ServiceError as error:
             if isinstance(error, ScopeMissing):
-                record = self._note_look(record, "scope")
+                record = self._note_look(record, is_missing=False)
             return self.records.report_unreachable(record, error)
         decision = decide_job(facts, self.options)
         if job is not None and not record["confirmed"]:
@@ -198,42 +196,40 @@ class JobController:
 
     def _tell_of_wait(self, record: Record, since: float) -> None:
         """Tell people that this launch waits for nodes, where it does so for long."""
-        if record["launch"] not in self._told_of_wait and time.time() - since >= WAIT_SECONDS:
-            self._told_of_wait.add(record["launch"])
+        if record["launch"] != self._told_of_wait and time.time() - since >= WAIT_SECONDS:
+            self._told_of_wait = record["launch"]
             tell(self.rundir, "waits", record["launch"])
 
     def _make_sure(self, facts: JobFacts, decision: JobDecision) -> JobStatus:
         """Cancel a job that seems to be gone, and decide again. If the service takes the cancellation, the job is
         there: it is then waited for, and gone on with elsewhere."""
-        record = facts.record
+        record, answer = facts.record, CANCEL_NOT_FOUND
         try:
             why = "the service does not know it, but it might be running anyway"
             is_known = self.jobs.cancel(record["job_name"], why, self.options.look_patience_seconds)
-            answer = CANCEL_TAKEN if is_known else CANCEL_NOT_FOUND
         except ServiceRefused as error:
-            answer = f"refused: {error}"
-        fields: Record = {"missing_cancel": answer}
-        if answer == CANCEL_TAKEN:
-            reason = record["stopping"] or "the service did not know it for minutes, and then accepted its cancellation"
-            fields |= {"missing_at": [], "stopping": reason}
-        _log.warning("job %s is not known to the service; its cancellation: %s", record["job_name"], answer)
-        current = self.launches.change(record["token"], **fields)
-        if current is None:  # another launch counts by now
+            is_known, answer = False, f"refused: {error}"
+        _log.warning(
+            "job %s is not known to the service; its cancellation: %s",
+            record["job_name"],
+            "taken" if is_known else answer,
+        )
+        if is_known:
+            fields = {"missing_since": None, "confirmed": True, "stopping": record["stopping"] or WAS_THERE}
+            self.launches.change(record["token"], **fields)
             return self.records.repeat(record, decision.message)
-        facts = replace(facts, record=current)
+        facts = replace(facts, cancel_answer=answer)
         decision = decide_job(facts, self.options)
         if decision.action == "next" and not self.tends:
-            return self.records.repeat(current, decision.message)
+            return self.records.repeat(record, decision.message)
         return self._act(facts, decision)
 
-    def _note_look(self, record: Record, answer: Answer) -> Record:
-        """Record what came of a look at this launch, and return its record. Nothing is written where nothing
-        changes."""
-        after = note_look(record["missing_at"], answer, time.time(), record["submitted_at"], self.options)
-        if after == record["missing_at"]:
+    def _note_look(self, record: Record, is_missing: bool) -> Record:
+        """Record since when the service does not know this launch, and return its record."""
+        since = note_look(record["missing_since"], is_missing, time.time(), record["submitted_at"], self.options)
+        if since == record["missing_since"]:
             return record
-        fields = {"missing_at": after} if after else {"missing_at": [], "missing_cancel": ""}
-        return self.launches.change(record["token"], **fields) or record
+        return self.launches.change(record["token"], missing_since=since) or record
 
     def _go_on(self, facts: JobFacts, decision: JobDecision) -> JobStatus:
         """Make the next launch, from the latest checkpoint, with the nodes that are available."""
@@ -264,7 +260,7 @@ class JobController:
         before, current = self.launches.read()
         if current is None or current["token"] != record["token"] or current["cancel_asked_at"]:
             return self.records.report(facts, decision)  # somebody else was faster
-        following = launch_records.next_record(current, self._free_number(current), got, decision.message)
+        following = launch_records.next_record(current, got, decision.message)
         if not self.launches.compare_and_swap(before, following):
             return self.records.report(facts, decision)
         message = f"launch {following['launch']} with {got.node_count} x {got.sku}: {decision.message}"
@@ -276,13 +272,6 @@ class JobController:
             record=following, job=ServiceJob(status="NotStarted"), now=now, phase_since=following["submitted_at"]
         )
         return self.records.report(begun, JobDecision("report", JobState.QUEUED, message))
-
-    def _free_number(self, record: Record) -> int:
-        """Return the number of the next launch whose name no job has: those of another container share the names."""
-        number = record["launch"] + 1
-        while self.jobs.get(launch_records.job_name(record["job_id"], number), self.options.look_patience_seconds):
-            number += 1
-        return number
 
     def _wait_for_nodes(self, facts: JobFacts, decision: JobDecision, why: str, since: float) -> JobStatus:
         status = self.records.report(facts, replace(decision, message=f"{decision.message}; {why}"))

@@ -24,9 +24,8 @@ from dtrain_dagster.clusters.azure_ml.client import (
     ServiceUnreachable,
     own_environment,
 )
-from dtrain_dagster.clusters.azure_ml.compute_description import CLUSTER_TAG, TAG, entity_text
 from dtrain_dagster.clusters.azure_ml.launch_record import Record
-from dtrain_dagster.clusters.azure_ml.options import LONGEST_JOB_SECONDS
+from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG, TAG, entity_text
 from dtrain_dagster.clusters.azure_ml.sku_chain import node_environment_of
 from dtrain_dagster.clusters.azure_ml.states import ServiceJob
 from dtrain_dagster.clusters.base import ClusterError
@@ -47,6 +46,8 @@ JOB_TAG, LAUNCH_TAG, TOKEN_TAG, RUN_DIR_TAG, RUN_TAG = (
     "dtrain_run_dir",
     "dagster_run_id",
 )
+LONGEST_JOB_SECONDS = 7 * 86400
+"""Seconds after which the service ends a job: as many as it lets one run on Spot."""
 OLDEST_SECONDS = 30 * 86400.0
 """Largest age of a job: the service ends them after 21 days."""
 _EXISTS = re.compile(r"(?i)already (exists|been)|existing job")

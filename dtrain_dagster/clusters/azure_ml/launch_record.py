@@ -33,8 +33,7 @@ run_dir, asked_nodes: nodes that were asked for; node_count is what this launch 
 tier, compute, job_name, studio_url: where it runs, and under which name the service knows it.
 first_launch, first_submitted_at: since when its resubmissions are counted.
 confirmed: the service was seen to have it.
-missing_at: the first and the last look at which the service did not know it; missing_cancel: what became of its
-cancellation after that: "" not asked, "taken", "not found", or why it was refused.
+missing_since: the first look since which the service does not know it.
 cancel_asked_at; stopping: why this launch is being ended to go on elsewhere, nodes_ready: nodes that it had then.
 excluded: kinds of nodes that did not come; retry_at, waiting_since: when capacity is asked for again, and since when.
 history: the launches before this one: launch, job_name, sku, tier, node_count, submitted_at, ended_at, reason.
@@ -56,8 +55,9 @@ class Launches:
             return None, None
         name = f"{self.rundir.uri}/{LAUNCH}"
         record: Record = parse_document(data, name, schemas.DOCUMENTS[LAUNCH])
-        if "missing_cancel" not in record:
+        if not {"missing_since", "missing_cancel"} & record.keys():
             raise DamagedError(name, "an older dtrain wrote it", "end its job in the studio, and start another one")
+        record.setdefault("missing_since", None)  # the version before this one counted looks
         return data, record
 
     def compare_and_swap(self, before: bytes | None, record: Record) -> bool:
@@ -113,8 +113,9 @@ def next_launch(
     }
 
 
-def next_record(record: Record, number: int, got: Provisioned, why: str) -> Record:
-    """Return launch ``number`` of a job that has lost this one, on the nodes of ``got``."""
+def next_record(record: Record, got: Provisioned, why: str) -> Record:
+    """Return the next launch of a job that has lost this one, on the nodes of ``got``."""
+    number = record["launch"] + 1
     here = {"sku": got.sku, "tier": got.tier}
     in_vain = record["nodes_ready"] is not None and here not in record["excluded"]
     # One that never ran was not submitted again in the sense of the limit: the chain bounds these by itself.
@@ -147,8 +148,7 @@ def _where(got: Provisioned, now: float) -> Record:
         "studio_url": None,
         "confirmed": False,
         "stopping": "",
-        "missing_at": [],
-        "missing_cancel": "",
+        "missing_since": None,
         "nodes_ready": None,
         "retry_at": None,
         "waiting_since": None,

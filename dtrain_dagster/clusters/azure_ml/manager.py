@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -20,10 +21,17 @@ from dtrain_dagster.clusters.azure_ml.controller import JobController
 from dtrain_dagster.clusters.azure_ml.job_records import judge_job
 from dtrain_dagster.clusters.azure_ml.jobs import Jobs
 from dtrain_dagster.clusters.azure_ml.launch_record import Launches, mark_of, next_launch, read_mark
-from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
-from dtrain_dagster.clusters.azure_ml.pools import ANYWHERE, NOT_PROVISIONED, Pools
-from dtrain_dagster.clusters.azure_ml.provision import Provisioned, Provisioner
-from dtrain_dagster.clusters.azure_ml.sku_chain import Attempt, SkuChoice
+from dtrain_dagster.clusters.azure_ml.provision import (
+    BROKEN,
+    MOVING,
+    NODES_THERE,
+    TIMED_OUT,
+    Provisioned,
+    Provisioner,
+    compute_tier,
+    word_of,
+)
+from dtrain_dagster.clusters.azure_ml.sku_chain import Attempt, SkuChoice, spell_sku
 from dtrain_dagster.clusters.base import (
     ClusterConfig,
     ClusterError,
@@ -33,6 +41,7 @@ from dtrain_dagster.clusters.base import (
     JobSpec,
     JobState,
     JobStatus,
+    NodeHealth,
     NodePool,
     Orphan,
 )
@@ -40,6 +49,7 @@ from dtrain_dagster.clusters.job_code import factories_in
 from dtrain_dagster.clusters.job_marks import ActiveJobs, ClusterUse
 from dtrain_dagster.clusters.submission import Request
 from dtrain_dagster.costs.usage import NodeUsage
+from dtrain_dagster.settings.azure import AzureMLOptions
 from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.support.secrets import redact
 from trainer.documents.reader import read_document
@@ -50,6 +60,10 @@ from trainer.storage.base import Storage
 from trainer.storage.open import open_storage
 
 CLUSTER = "cluster.json"
+ANYWHERE = ""
+"""Compute of a job that waits for its next launch: it may be any."""
+LEAVING_SECONDS = 180.0
+"""Seconds that the service may take to remove nodes whose idle time is over."""
 READERS = 16
 """Run directories that are read at the same time."""
 SUBMITTING_SECONDS = 3600.0
@@ -78,7 +92,6 @@ class AzureMLClusterManager(GPUClusterManager):
         self.service = Service(options)
         self.provisioner = Provisioner(self.service, self.audit)
         self.jobs = Jobs(self.service, self.audit)
-        self.compute_pools = Pools(self.provisioner, self.jobs)
         self.attempts: Sequence[Attempt] = ()
         """The attempts of the last `provision_cluster`, in order; for a refused one, see its `NoCapacityError`."""
         self._controllers: dict[str, JobController] = {}
@@ -120,15 +133,26 @@ class AzureMLClusterManager(GPUClusterManager):
         """Return the health of the nodes as the service sees them, over all computes of this cluster. A cluster at rest
         has none, and is healthy; an unreachable one is not."""
         try:
-            nodes, problem = self.compute_pools.health()
+            computes = self.provisioner.computes()
+            listed = [(name, *node) for name in computes for node in self.provisioner.nodes(name)]
         except ServiceError as error:
             return ClusterHealth(cluster_name=self.cluster_name, healthy=False, nodes=(), message=str(error))
+        states = {name: word_of(compute.provisioning_state) for name, compute in computes.items()}
+        broken = "; ".join(f"{name} is {state}" for name, state in states.items() if state in BROKEN)
+        nodes = tuple(
+            NodeHealth(
+                node_id=index,
+                healthy=state in NODES_THERE | {"leaving"},
+                message=f"{node} of {name}: {state}" + (f", works on {job}" if job else ""),
+            )
+            for index, (name, node, state, job) in enumerate(listed)
+        )
         return ClusterHealth(
             cluster_name=self.cluster_name,
-            healthy=problem in ("", NOT_PROVISIONED) and all(node.healthy for node in nodes),
+            healthy=not broken and all(node.healthy for node in nodes),
             nodes=nodes,
             running_jobs=tuple(status.job_id for status in self.active_jobs()),
-            message=problem,
+            message=broken or ("" if computes else "not provisioned"),
         )
 
     def cleanup_cluster(self) -> None:
@@ -216,20 +240,58 @@ class AzureMLClusterManager(GPUClusterManager):
         return [job for job in found if not job.state.is_final]
 
     def pools(self) -> list[NodePool]:
-        """Return one pool for each compute of this cluster."""
-        return self.compute_pools.look(self._work(), self._use.used_at())
+        """Return one pool for each compute of this cluster. Jobs of others are seen by their nodes."""
+        work, used_at, patience, found = self._work(), self._use.used_at(), self.options.look_patience_seconds, []
+        for name, compute in self.provisioner.computes(patience).items():
+            nodes = self.provisioner.nodes(name, patience)
+            states = Counter(state for _, state, _ in nodes)
+            state, minimum = word_of(compute.provisioning_state), int(compute.min_instances or 0)
+            trouble, grace = why_nodes_stay(state, minimum, self.options.operation_seconds)
+            found.append(
+                NodePool(
+                    name=name,
+                    sku=spell_sku(str(compute.size)),
+                    tier=compute_tier(compute),
+                    states=dict(sorted(states.items())),
+                    node_count=sum(states[state] for state in NODES_THERE),
+                    work=tuple(dict.fromkeys([*work.get(ANYWHERE, ()), *work.get(name, ()), *busy(nodes)])),
+                    used_at=used_at,
+                    trouble=trouble,
+                    grace_seconds=grace,
+                )
+            )
+        return found
 
     def scale_down(self, pool: NodePool) -> bool:
-        """Delete the compute, which the next purchase makes again."""
+        """Delete the compute, which the next purchase makes again. Raise `InUseError` where anybody uses it, of all
+        users: their work would end with it."""
+        name, patience = pool.name, self.options.look_patience_seconds
         with self._use.giving_back(pool.used_at) as check:
             work = self._work()
-            if at_work := [*work.get(ANYWHERE, ()), *work.get(pool.name, ())]:
+            if at_work := [*work.get(ANYWHERE, ()), *work.get(name, ())]:
                 raise InUseError(f"{', '.join(at_work)} is at work already")
-            is_gone = self.compute_pools.give_back(pool.name, check)
+            if self.provisioner.settled(name, 0.0, patience) is None:  # one answer may be wrong: the list decides
+                is_gone = name not in self.provisioner.computes(patience)
+            else:
+                check()
+                nodes = self.provisioner.nodes(name, patience)
+                if at_work := self.jobs.on_compute(name, patience) or busy(nodes, ("running", "preparing")):
+                    raise InUseError(f"compute {name} is at work already: {', '.join(at_work)}")
+                is_gone = self._delete_compute(name, patience)
             got = self._got()
-            if is_gone and got is not None and got.compute == pool.name:
+            if is_gone and got is not None and got.compute == name:
                 self._state.delete(CLUSTER)
         return is_gone
+
+    def _delete_compute(self, name: str, patience: float) -> bool:
+        """Delete a compute with its nodes; return whether it is gone within this patience."""
+        try:
+            self.provisioner.delete(name, patience)
+        except ServiceError as error:
+            if error.code not in (TIMED_OUT, "NotDeleted"):
+                raise
+            return False
+        return True
 
     def _work(self) -> dict[str, list[str]]:
         """Return the jobs that have not ended, by compute."""
@@ -366,3 +428,20 @@ def refuse_secrets(env: Mapping[str, str]) -> None:
                 f"the job's environment has {name}, which looks like a secret, and everybody who sees a job in Azure "
                 "ML sees its environment: let the nodes' identity read it from Key Vault instead"
             )
+
+
+def busy(nodes: Sequence[tuple[str, str, str | None]], states: Collection[str] = ("running",)) -> list[str]:
+    """Return the jobs of nodes that have one, and the nodes in these states. Pure."""
+    return [job or node for node, state, job in nodes if state in states or job]
+
+
+def why_nodes_stay(state: str, minimum: int, operation_seconds: float) -> tuple[str, float]:
+    """Return why idle nodes are not removed automatically, "" where they should be, and the seconds that this may take.
+    Pure."""
+    if state in BROKEN:
+        return f"it is {state}", 0.0
+    if state in MOVING:
+        return f"it is {state}", operation_seconds
+    if minimum > 0:
+        return f"it keeps {minimum} nodes even when there is no work", 0.0
+    return "", LEAVING_SECONDS

@@ -6,7 +6,9 @@ same compute, and a refusal may come only after the compute exists, which is the
 
 from __future__ import annotations
 
+import io
 import logging
+import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,16 +25,9 @@ from dtrain_dagster.clusters.azure_ml.client import (
     ServiceUnreachable,
     request_note,
 )
-from dtrain_dagster.clusters.azure_ml.compute_description import (
-    CLUSTER_TAG,
-    TAG,
-    compute_tier,
-    describe_compute,
-    entity_text,
-    is_own_compute,
-)
 from dtrain_dagster.clusters.azure_ml.refusals import classify_refusal, read_late_refusal
 from dtrain_dagster.clusters.azure_ml.sku_chain import (
+    AML_COMPUTE,
     Attempt,
     Quota,
     Size,
@@ -43,6 +38,7 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import (
     examine,
     explain_retired,
     explain_shared_gpu,
+    fold_name,
     no_capacity,
     quota_of,
     skip_choice,
@@ -50,8 +46,10 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import (
     vm_size_of,
 )
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.clusters.submission import Request
+from dtrain_dagster.clusters.submission import Request, yaml_text
 from dtrain_dagster.costs.prices import region_of
+from dtrain_dagster.settings.azure import AzureMLOptions
+from dtrain_dagster.settings.tiers import OLD_SPOT
 from dtrain_dagster.support.audit import AuditLog, noted_request_id
 from dtrain_dagster.support.secrets import redact
 
@@ -59,6 +57,7 @@ if TYPE_CHECKING:
     from azure.ai.ml.entities import AmlCompute
     from azure.ai.ml.operations import ComputeOperations
 
+TAG, CLUSTER_TAG = "dtrain", "dtrain_cluster"
 MOVING = {"Creating", "Updating", "Deleting"}
 BROKEN = {"Failed", "Canceled"}
 NODES_THERE = {"idle", "running", "preparing"}
@@ -396,3 +395,59 @@ class Provisioner:
 def _most(there: AmlCompute | None, node_count: int) -> int:
     """Return the nodes that a compute may grow to: no fewer than it may already."""
     return max(node_count, (there.max_instances or 0) if there is not None else 0)
+
+
+def describe_compute(options: AzureMLOptions, choice: SkuChoice, name: str, most: int) -> AmlCompute:
+    """Return the whole description of a compute with up to ``most`` nodes, as it is asked for and changed."""
+    from azure.ai.ml.entities import AmlCompute, IdentityConfiguration, ManagedIdentityConfiguration, NetworkSettings
+
+    network = NetworkSettings(subnet=options.subnet) if options.subnet else None
+    if options.identity:
+        user = ManagedIdentityConfiguration(client_id=options.identity_client_id, resource_id=options.identity)
+        identity = IdentityConfiguration(type="user_assigned", user_assigned_identities=[user])
+    else:
+        identity = IdentityConfiguration(type="system_assigned")
+    return AmlCompute(
+        name=name,
+        size=choice.sku,
+        # The spelling that the client passes on: "LowPriority" would go out as a word that the service does not know.
+        tier=OLD_SPOT if choice.tier == "spot" else choice.tier,
+        min_instances=0,
+        max_instances=most,
+        idle_time_before_scale_down=options.idle_seconds,
+        ssh_public_access_enabled=False,
+        enable_node_public_ip=options.public_ip,
+        network_settings=network,
+        identity=identity,
+        tags={TAG: "1", CLUSTER_TAG: options.cluster_name},
+    )
+
+
+def is_own_compute(listed: Any, cluster_name: str) -> bool:
+    """Return whether a compute, as the service lists it, is one of this cluster. Those of others may be of any kind and
+    lack any field, and the client cannot read all of them."""
+    kind = getattr(getattr(listed, "properties", None), "compute_type", None)
+    tags = getattr(listed, "tags", None) or {}
+    return fold_name(str(kind or "")) == fold_name(AML_COMPUTE) and tags.get(CLUSTER_TAG) == cluster_name
+
+
+def word_of(state: Any) -> str:
+    """Return the service's word, which the client gives as an enum, or as text where it does not know the word."""
+    return str(getattr(state, "value", state) or "")
+
+
+def compute_tier(compute: AmlCompute) -> str:
+    """Return the tier of a compute."""
+    return "spot" if re.search("low|spot", str(compute.tier or "").casefold()) else "dedicated"
+
+
+def entity_text(entity: Any) -> str:
+    """Return a compute or a job as its client writes it down."""
+    import yaml  # not above: loading the code location does without
+
+    written = io.StringIO()
+    entity.dump(written)
+    document = yaml.safe_load(written.getvalue())
+    if "component" in document:
+        document["component"]["code"] = "the folder of these files"
+    return yaml_text(document)

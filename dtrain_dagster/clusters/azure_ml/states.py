@@ -6,24 +6,25 @@ where its last node was lost a moment later; and a job that "fails" because its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.refusals import explain_loss, explain_service_loss
 from dtrain_dagster.clusters.base import JobState
+from dtrain_dagster.settings.azure import AzureMLOptions
 
 WAITING = {"NotStarted", "Starting", "Provisioning", "Preparing", "Queued", "Scheduled"}
 WORKING = {"Running", "Finalizing"}
 ENDED = {"Completed", "Failed", "Canceled"}
 
 # The resource manager answers 404 for what exists, for a while: its regions are consistent late (Azure's support in
-# hashicorp/terraform-provider-azurerm#18268; #32535 has it of things made long before). So one answer decides nothing.
-Answer = Literal["found", "own", "scope"]
-"""What came of a look: the thing itself; its own 404; a 404 of what it lies in."""
-CANCEL_TAKEN, CANCEL_NOT_FOUND = "taken", "not found"
-"""What becomes of the cancellation of a job that seems to be gone; else it is refused, in the service's words."""
+# hashicorp/terraform-provider-azurerm#18268; #32535 has it of things made long before). So it takes two looks, minutes
+# apart, and the answer to a cancellation to give a job up.
+CANCEL_NOT_FOUND = "not found"
+"""What becomes of the cancellation of a job that is gone; else it is refused, in the service's words."""
+WAS_THERE = "the service did not know it for minutes, and then accepted its cancellation"
+"""Why such a job is ended after all."""
 
 Phase = Literal["waiting", "working", "silent", "paused", "stopping", "ended", "gone"]
 
@@ -73,6 +74,8 @@ class JobFacts:
     """Reason of the compute for not having more nodes."""
     has_alternative: bool = False
     """Whether there is another kind of node to try."""
+    cancel_answer: str = ""
+    """What became of the cancellation of a job that seems to be gone; "" where it was not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,7 @@ def _ended(facts: JobFacts) -> JobDecision:
     if _says(facts, "failed"):
         return _failed_by_result(facts)
     # One that was cancelled because the service seemed not to know it may have failed before that.
-    if record["stopping"] and not (record["missing_cancel"] == CANCEL_TAKEN and job.status == "Failed"):
+    if record["stopping"] and not (record["stopping"] == WAS_THERE and job.status == "Failed"):
         return _lost(facts, record["stopping"])
     was_lost = explain_service_loss(job.error_code, job.error_message)
     if job.status == "Canceled" and not (was_lost or _says(facts, "stopped")):
@@ -172,14 +175,14 @@ def _failed_by_result(facts: JobFacts) -> JobDecision:
 
 def _gone(facts: JobFacts, options: AzureMLOptions) -> JobDecision:
     """Return the decision where the service says that it knows no such job."""
-    record, misses, cancelled = facts.record, facts.record["missing_at"], facts.record["missing_cancel"]
-    if not (record["confirmed"] or facts.heard_at is not None or cancelled == CANCEL_TAKEN):
+    record = facts.record
+    if not (record["confirmed"] or facts.heard_at is not None):
         return _unseen(facts, options)
-    since = facts.now - misses[0] if misses else 0.0
-    if not is_absent(misses, options):
-        words = f"the service has not known it for {since:.0f} s; such answers may be wrong, so it is checked again"
+    lasted = 0.0 if record["missing_since"] is None else facts.now - record["missing_since"]
+    if lasted < options.missing_seconds:
+        words = f"the service has not known it for {lasted:.0f} s; such answers may be wrong, so it is checked again"
         return JobDecision("cancel" if record["cancel_asked_at"] else "wait", JobState.RUNNING, words)
-    if not cancelled:
+    if not facts.cancel_answer:
         return JobDecision("make_sure", JobState.RUNNING, "is not known to the service")
     if _says(facts, "succeeded"):
         return JobDecision("settle", JobState.SUCCEEDED)
@@ -189,14 +192,14 @@ def _gone(facts: JobFacts, options: AzureMLOptions) -> JobDecision:
         return JobDecision("settle", JobState.CANCELLED, "cancelled")
     if record["stopping"]:
         return _lost(facts, record["stopping"])
-    also = "" if cancelled == CANCEL_NOT_FOUND else f"; its cancellation was {cancelled}"
-    return _failed(f"the job was deleted from the workspace: the service has not known it for {since:.0f} s{also}")
+    also = "" if facts.cancel_answer == CANCEL_NOT_FOUND else f"; its cancellation was {facts.cancel_answer}"
+    return _failed(f"the job was deleted from the workspace: the service has not known it for {lasted:.0f} s{also}")
 
 
 def _unseen(facts: JobFacts, options: AzureMLOptions) -> JobDecision:
     """Return the decision about a job that the service has never shown: most likely it was not submitted yet."""
     if facts.record["cancel_asked_at"]:
-        if not facts.record["missing_cancel"]:
+        if not facts.cancel_answer:
             return JobDecision("make_sure", JobState.QUEUED, "is being cancelled")
         return JobDecision("settle", JobState.CANCELLED, "cancelled before it was submitted")
     if facts.now - facts.record["submitted_at"] < options.start_seconds:
@@ -243,24 +246,11 @@ def _says(facts: JobFacts, status: str) -> bool:
     )
 
 
-LONGEST_GAP_SECONDS = 3600.0
-"""The longest time between two looks that say the same of a job that is missing."""
-
-
 def note_look(
-    misses: Sequence[float], answer: Answer, now: float, asked_at: float, options: AzureMLOptions
-) -> list[float]:
-    """Return the times of the first two looks and of the last at which the service did not know a job, after one more;
-    none right after it was asked for (``asked_at``). A look that finds it, or that finds not even its workspace, takes
-    them back, and so does an hour without looks. Looks that follow each other closely are one. Unix seconds."""
-    if answer != "own":
-        return []
-    since = now - misses[-1] if misses else 0.0
-    if now - asked_at < options.start_seconds or 0 < since < options.missing_seconds / 4:
-        return list(misses)
-    return [*misses[:2], now] if since < LONGEST_GAP_SECONDS else [now]
-
-
-def is_absent(misses: Sequence[float], options: AzureMLOptions) -> bool:
-    """Return whether the service has not known a job for long enough. At least three looks have seen that."""
-    return len(misses) > 2 and misses[-1] - misses[0] >= options.missing_seconds
+    since: float | None, is_missing: bool, now: float, asked_at: float, options: AzureMLOptions
+) -> float | None:
+    """Return since when the service does not know a job, after one more look; None right after it was asked for
+    (``asked_at``). A look that finds it, or that finds not even its workspace, begins anew. Unix seconds."""
+    if not is_missing or now - asked_at < options.start_seconds:
+        return None
+    return now if since is None else since

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain_dagster.clusters.azure_ml.pools import why_nodes_stay
+from dtrain_dagster.clusters.azure_ml.manager import why_nodes_stay
 from dtrain_dagster.clusters.base import NodePool
 from dtrain_dagster.sensors.idle_cluster import (
     Cursor,

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.azure_ml import job_records, launch_record
-from dtrain_dagster.clusters.azure_ml.compute_description import compute_tier, describe_compute
 from dtrain_dagster.clusters.azure_ml.jobs import (
     JOB_TAG,
     LAUNCH_TAG,
@@ -25,9 +24,8 @@ from dtrain_dagster.clusters.azure_ml.jobs import (
     command_line,
     parse_time,
 )
-from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager, refuse_secrets
-from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
-from dtrain_dagster.clusters.azure_ml.pools import busy
+from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager, busy, refuse_secrets
+from dtrain_dagster.clusters.azure_ml.provision import compute_tier, describe_compute
 from dtrain_dagster.clusters.azure_ml.sku_chain import (
     DEFAULT_CHAIN,
     DEFAULT_CHAINS,
@@ -43,14 +41,16 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import (
 )
 from dtrain_dagster.clusters.azure_ml.states import (
     CANCEL_NOT_FOUND,
-    CANCEL_TAKEN,
+    WAS_THERE,
     JobDecision,
     JobFacts,
     ServiceJob,
     decide_job,
+    note_look,
 )
 from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState
 from dtrain_dagster.costs.prices import hardware_of
+from dtrain_dagster.settings.azure import AzureMLOptions
 from dtrain_dagster.settings.environment import BUYABLE_GPU_TYPE
 from dtrain_dagster.support.audit import AuditError, AuditLog, note_request_id, noted_request_id
 from dtrain_dagster.support.user_code import stage_for_nodes
@@ -72,7 +72,7 @@ SIZES = {
 def options(**fields: Any) -> AzureMLOptions:
     required = {
         "subscription_id": "00000000-0000-4000-8000-000000000001", "resource_group": "group", "workspace": "space",
-        "storage_uri": "az://dtrain",
+        "storage_uri": "az://dtrain", "image": "",
     }  # fmt: skip
     return AzureMLOptions(**{**required, **fields})
 
@@ -213,10 +213,10 @@ class TestOptions:
             import sys
             from pathlib import Path
             from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
-            from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
+            from dtrain_dagster.settings.azure import AzureMLOptions
             AzureMLClusterManager(AzureMLOptions(
                 subscription_id="00000000-0000-4000-8000-000000000001", resource_group="g", workspace="w",
-                storage_uri="az://dtrain",
+                storage_uri="az://dtrain", image="",
             ), Path({str(tmp_path)!r}))
             print([name for name in sys.modules if name.split(".")[0] in ("azure", "requests", "torch", "mlflow")])
         """
@@ -238,7 +238,7 @@ PATIENCE = options(
 
 RECORD = {
     **{"job_name": "j-l2", "launch": 2, "node_count": 3, "elastic": True, "submitted_at": 900.0, "confirmed": True},
-    **{"missing_at": [], "missing_cancel": "", "cancel_asked_at": None, "stopping": "", "nodes_ready": None},
+    **{"missing_since": None, "cancel_asked_at": None, "stopping": "", "nodes_ready": None},
 }
 
 
@@ -355,23 +355,17 @@ class TestStates:
     def test_a_job_that_is_not_there(self) -> None:
         assert decided("", confirmed=False, submitted_at=995.0) == ("report", JobState.QUEUED)
         assert decided("", confirmed=False) == ("submit", JobState.QUEUED)
-        assert decided("", confirmed=False, cancel_asked_at=1.0)[0] == "make_sure"
-        sure = {"confirmed": False, "missing_cancel": CANCEL_NOT_FOUND}
-        assert decided("", cancel_asked_at=1.0, **sure) == ("settle", JobState.CANCELLED)
-        assert decided("", cancel_asked_at=1.0, **{**sure, "missing_cancel": CANCEL_TAKEN})[0] == "cancel"
+        unseen: dict[str, Any] = {"confirmed": False, "cancel_asked_at": 1.0}
+        assert decided("", **unseen)[0] == "make_sure"
+        assert decided("", **unseen, cancel_answer=CANCEL_NOT_FOUND) == ("settle", JobState.CANCELLED)
 
     def test_a_job_that_is_not_there_any_more_is_looked_at_again_and_cancelled_before_it_is_given_up(self) -> None:
-        assert (
-            decided("")[0]
-            == decided("", missing_at=(900.0, 940.0, 980.0))[0]
-            == decided("", missing_at=(900.0, 950.0, 1000.0))[0]
-        )
-        assert decided("")[0] == "wait"
+        assert decided("")[0] == decided("", missing_since=820.5)[0] == "wait"
         assert decided("", cancel_asked_at=1.0)[0] == "cancel"
-        gone: dict[str, Any] = {"missing_at": (800.0, 895.0, 990.0)}
+        gone: dict[str, Any] = {"missing_since": 800.0}
         for more in ({}, {"cancel_asked_at": 1.0}, {"stopping": "silent"}, {"result": self.done}, {"elastic": False}):
             assert decided("", **gone, **more)[0] == "make_sure"
-        gone["missing_cancel"] = CANCEL_NOT_FOUND
+        gone["cancel_answer"] = CANCEL_NOT_FOUND
         assert decided("", **gone) == ("settle", JobState.FAILED)
         assert decided("", **gone, cancel_asked_at=1.0) == ("settle", JobState.CANCELLED)
         assert decided("", **gone, result=self.done) == ("settle", JobState.SUCCEEDED)
@@ -379,17 +373,24 @@ class TestStates:
             found = decide_job(facts("", **gone, result=why), PATIENCE)
             assert found == JobDecision("settle", JobState.FAILED, "why")
         assert decided("", **gone, stopping="queued too long") == ("next", JobState.QUEUED)
-        refused = decide_job(facts("", missing_at=(800.0, 895.0, 990.0), missing_cancel="refused: no role"), PATIENCE)
+        refused = decide_job(facts("", missing_since=800.0, cancel_answer="refused: no role"), PATIENCE)
         assert refused.state is JobState.FAILED
         assert "refused: no role" in refused.message
         assert "has not known it for 200 s;" in refused.message
-        taken = {**gone, "missing_cancel": CANCEL_TAKEN, "stopping": "was not known"}
-        assert decided("", **{**taken, "missing_at": ()})[0] == "wait"
-        assert decided("CancelRequested", **{**taken, "missing_at": ()})[0] == "report"
-        assert decided("Canceled", **{**taken, "missing_at": ()}) == ("next", JobState.QUEUED)
-        assert decided("", **taken) == ("next", JobState.QUEUED)
+
+    def test_a_job_whose_cancellation_was_taken_is_waited_for_and_gone_on_with(self) -> None:
+        taken = {"stopping": WAS_THERE}
+        assert decided("", **taken)[0] == "wait"
+        assert decided("CancelRequested", **taken)[0] == "report"
+        assert decided("Canceled", **taken) == ("next", JobState.QUEUED)
         assert decided("Failed", **taken, exit_codes=(1,)) == ("settle", JobState.FAILED), "it had failed before that"
         assert decided("Failed", **taken, exit_codes=(137,)) == ("next", JobState.QUEUED)
+
+    def test_a_job_is_unknown_since_the_first_of_the_looks_that_did_not_find_it(self) -> None:
+        assert note_look(None, True, 500.0, 0.0, PATIENCE) == 500.0
+        assert note_look(500.0, True, 600.0, 0.0, PATIENCE) == 500.0
+        assert note_look(500.0, False, 600.0, 0.0, PATIENCE) is None, "it is there, or its workspace is not"
+        assert note_look(None, True, 500.0, 495.0, PATIENCE) is None, "it was asked for just now"
 
 
 class TestOrphans:

@@ -7,10 +7,10 @@ from uuid import UUID
 
 import pytest
 
-from dtrain_dagster.clusters.azure_ml.options import AzureMLOptions
 from dtrain_dagster.clusters.azure_ml.refusals import explain_loss, read_service_words
 from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, ServiceJob, decide_job
 from dtrain_dagster.clusters.base import JobState
+from dtrain_dagster.settings.azure import AzureMLOptions
 
 EXITED = (
     "Execution failed. User process 'python' exited with status code {code}. Please check log file "
@@ -51,7 +51,9 @@ def test_a_job_that_fails_with_such_words_is_not_submitted_again(words: str) -> 
     job = ServiceJob(status="Failed", error_code="ExecutionFailed", error_message=EXITED.format(code=1, text=words))
     record = {"launch": 1, "elastic": True, "cancel_asked_at": None, "stopping": "", "nodes_ready": None}
     facts = JobFacts(record=record, job=job, now=1000.0, phase_since=990.0, resubmissions_left=3, exit_codes=(1,))
-    options = AzureMLOptions(subscription_id=f"{UUID(int=1)}", resource_group="g", workspace="w", storage_uri="az://d")
+    options = AzureMLOptions(
+        subscription_id=f"{UUID(int=1)}", resource_group="g", workspace="w", storage_uri="az://d", image=""
+    )
     decision: JobDecision = decide_job(facts, options)
     assert (decision.action, decision.state) == ("settle", JobState.FAILED)
     assert words in decision.message, "people read all of it"
