@@ -32,7 +32,7 @@ from dtrain_dagster.assets.program import ProgramOptions
 from dtrain_dagster.assets.search import SearchOptions
 from dtrain_dagster.cli.main import EXIT_CODES, SECTIONS, load_command
 from dtrain_dagster.cli.main import main as dtrain
-from dtrain_dagster.dashboard import server
+from dtrain_dagster.dashboard import metrics
 from dtrain_dagster.definitions import defs
 from dtrain_dagster.settings.azure import AzureSettings
 from dtrain_dagster.settings.environment import Settings, variable_of
@@ -254,8 +254,8 @@ def metrics_page() -> str:
         "| metric | labels | meaning |\n|---|---|---|\n"
         "| `dtrain_job_info` | `job`, `model`, `state` | 1; the labels tell what the job is and how it stands |\n"
     )
-    counters = {name: (about, ()) for name, (about, _) in server.COUNTER_METRICS.items()}
-    gauges = {name: (about, own) for name, (about, own, _) in server.METRICS.items()}
+    counters = {name: (about, ()) for name, (about, _) in metrics.COUNTER_METRICS.items()}
+    gauges = {name: (about, own) for name, (about, own, _) in metrics.METRICS.items()}
     for name, (about, own) in {**gauges, **counters}.items():
         text += f"| `{name}` | {', '.join(f'`{label}`' for label in ('job', *own))} | {about} |\n"
     return text

@@ -169,7 +169,7 @@ def _follow(settings: Settings, job_id: str) -> None:
 
 
 def _save_page(settings: Settings, job_id: str, file: str) -> None:
-    from dtrain_dagster.dashboard.job_links import places_of  # not above: who lists jobs does not wait for them
+    from dtrain_dagster.dashboard.job_facts import places_of  # not above: who lists jobs does not wait for them
     from dtrain_dagster.dashboard.page import report_page
 
     page = report_page(run_dir(settings, job_id), settings.tiers[0], places_of(settings))

@@ -14,14 +14,13 @@ import click
 
 from dtrain_dagster.cli.common import EXIT_INTERRUPTED, Refusal, cluster_of, read_settings, refuses, run_dir
 from dtrain_dagster.dashboard.job_board import JobBoard
-from dtrain_dagster.dashboard.job_links import places_of
-from dtrain_dagster.dashboard.job_routes import JobServices
+from dtrain_dagster.dashboard.job_facts import places_of
 from dtrain_dagster.dashboard.log_pages import ClusterLogs, LogFiles, LogSource
 from dtrain_dagster.dashboard.orders import OrderDesk
-from dtrain_dagster.dashboard.server import build_app
+from dtrain_dagster.dashboard.server import JobServices, build_app
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.home import make_home
-from dtrain_dagster.support.secrets import SecretError, check_reference, is_reference, resolve
+from dtrain_dagster.support.secrets import resolve
 from dtrain_dagster.web.guard import LOOPBACK, Guard, rules_for
 from dtrain_dagster.web.server import address, listener, server
 from dtrain_dagster.web.third_party_uis import (
@@ -40,7 +39,7 @@ ADDRESSES = {"jobs": "DTRAIN_DASHBOARD_URL", "mlflow": "DTRAIN_MLFLOW_URL"}
 """The pages that --all serves as well, and the variables that tell their addresses."""
 OWN = {
     "dagster": {"users", "workspace", "serves_all"},
-    "jobs": {"host", "token", "read_only"},
+    "jobs": {"host", "read_only"},
     "mlflow": {"users"},
 }
 """The options of each page besides those of all."""
@@ -75,11 +74,6 @@ OWN = {
 @click.option(
     "--host", metavar="ADDRESS", help="Address to listen on, of jobs. There is no password.  [default: 127.0.0.1]"
 )
-@click.option(
-    "--token",
-    metavar="env:NAME",
-    help="Take orders (cancel, resume), of jobs, with this token only; where it is found.",
-)
 @click.option("--read-only", is_flag=True, help="Take no orders, of jobs.")
 @refuses
 def ui(page: str, port: int | None, names: tuple[str, ...], **options: Any) -> None:
@@ -89,8 +83,7 @@ def ui(page: str, port: int | None, names: tuple[str, ...], **options: Any) -> N
     between the pages follow their ports; with --all, a port that is taken gives way to a free one.
 
     jobs: the dashboard of all jobs, live. Metrics for Prometheus
-    are under /metrics. The page of a job cancels and resumes it: for you on this machine, or for whoever has
-    the --token.
+    are under /metrics. The page of a job cancels and resumes it, for you on this machine.
 
     mlflow: MLflow's pages over the project's models and runs.
 
@@ -194,10 +187,9 @@ def _serve_jobs(
     port: int,
     names: tuple[str, ...],
     host: str = HOST,
-    token: str | None = None,
     read_only: bool = False,
 ) -> None:
-    services = _services(settings, token, read_only or (host not in LOOPBACK and token is None))
+    services = _services(settings, read_only or host not in LOOPBACK)
     board = JobBoard(settings.jobs_uri, settings.tiers[0])
     app = build_app(board, (host, *names), services)
     with listening(host, port) as bound:
@@ -209,22 +201,15 @@ def _serve_jobs(
         served.run(sockets=[bound])
 
 
-def _services(settings: Settings, token: str | None, read_only: bool) -> JobServices:
-    """Return what the page of a job offers under these settings. Raise `Refusal` for a token that is no reference."""
-    if token is not None:
-        try:
-            if not is_reference(token):
-                raise SecretError("say where the token is (env:NAME, keyvault://VAULT/SECRET), not what it is")
-            check_reference(token)
-        except SecretError as error:
-            raise Refusal(f"--token: {error}") from None
+def _services(settings: Settings, read_only: bool) -> JobServices:
+    """Return what the page of a job offers under these settings."""
     here = settings.kind.shares_home and "://" not in settings.jobs_uri
     logs: LogSource = (
         LogFiles(lambda job_id: Path(run_dir(settings, job_id).storage.local_path(LOGS)))
         if here
         else ClusterLogs(lambda job_id: cluster_of(settings)[0].manager().job_logs(job_id))
     )
-    desk = None if read_only else OrderDesk(settings.home, None if token is None else resolve(token))
+    desk = None if read_only else OrderDesk(settings.home)
     return JobServices(places=places_of(settings), logs=logs, desk=desk)
 
 

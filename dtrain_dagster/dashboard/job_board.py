@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import math
 import threading
 import time
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import JobState, JobStatus
@@ -24,9 +22,8 @@ from dtrain_dagster.dashboard.failure import (
     missing_nodes,
     tell_losses,
 )
-from dtrain_dagster.dashboard.job_facts import JobAccount, account_of, basis_of, facts_of_page, trackers_of
-from dtrain_dagster.dashboard.job_index import ENDED, JobIndex, Listing
-from dtrain_dagster.dashboard.job_links import Places
+from dtrain_dagster.dashboard.job_facts import JobAccount, Places, account_of, basis_of, facts_of_page, trackers_of
+from dtrain_dagster.dashboard.job_index import SETTLED_SECONDS, JobIndex, Listing
 from dtrain_dagster.dashboard.series import PerformanceDashboard
 from dtrain_dagster.jobs.facts import JobFacts, add_paid, read_course, read_facts, status_here
 from dtrain_dagster.jobs.view import UNREADABLE, JobView
@@ -49,7 +46,9 @@ OPEN_JOBS = RECENT_JOBS + 8
 RECENT_SECONDS = 3600.0
 SILENT_SECONDS = 60.0
 """The silence after which a training job counts as silent; it usually writes more often."""
+ENDED = frozenset(state.value for state in JobState if state.is_final)
 CANNOT_READ = (*UNREADABLE, OSError, RecursionError)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,14 +80,10 @@ class OpenJob:
         self._plan: Mapping[str, Any] | None = None
         self._seen = SeenFiles()
         self._read_at = -1e9
-        self._details: tuple[int, dict[str, Any]] = (-1, {})
-        """The details of a version of the dashboard, shared by all readers."""
         self._end: dict[str, Any] | None = None
         """The cluster's record of the end, once everything until then has been read."""
-        self._account: tuple[float, JobAccount] | None = None
-        """The newest account, and when it was made."""
-        self._facts: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-        """The newest facts, and what they were read for."""
+        self._made: dict[str, tuple[object, Any]] = {}
+        """What all readers share: by its name, what it was made for, and it."""
         self.lock = threading.Lock()
         """The lock for reading several of the figures together, and for changing them."""
         self.looked_at = 0.0
@@ -111,16 +106,9 @@ class OpenJob:
             self._training = self._training or (self.rundir.read_json(JOB) or {}).get("training", {})
             self._plan = self._plan or self.rundir.read_json(PLAN)
             self.cost = cost_so_far(self.rundir, self.nodes, self.row.running, self._tier, now, self.dashboard.view)
-            before, self._end = self._end, status if status.get("state") in ENDED and not self._seen.is_behind else None
-            if self._end != before:
-                self._account = None
+            self._end = status if status.get("state") in ENDED and not self._seen.is_behind else None
             self._read_at = time.monotonic()
             return self
-
-    @property
-    def settled(self) -> bool:
-        """Whether the cluster says that the job has ended, and everything was read."""
-        return self._end is not None
 
     @property
     def is_behind(self) -> bool:
@@ -158,13 +146,13 @@ class OpenJob:
             with suppress(*CANNOT_READ):  # then the verdict on its latest steps stays
                 account = self.account(now)
         with self.lock:
-            if self._details[0] != self.dashboard.version:
-                self._details = (self.dashboard.version, self.dashboard.details(self._training))
+            version_now = self.dashboard.version
+            details = self._share("details", version_now, lambda: self.dashboard.details(self._training))
             changes, usd = tuple(self.dashboard.changes_of_nodes), account.lost_usd if account else None
             row, loss = self.row, tell_losses(changes, self.nodes, self.row.state, now, usd, self._excluded)
             return {
                 **self.dashboard.changes(version, token),
-                **self._details[1],
+                **details,
                 **({"verdict": account.verdict} if account else {}),
                 "is_whole": account is not None,
                 "loss": redact(asdict(loss)) if loss else None,
@@ -178,25 +166,29 @@ class OpenJob:
     def account(self, now: float) -> JobAccount:
         """Return what the job's dollars bought, from all events: that of a running job is shared for a while."""
         with self.lock:
-            made = self._account
-            if made is None or not (self.settled or time.monotonic() - made[0] < self._keeps_seconds):
-                found = account_of(self.rundir, self.nodes, self.row.state, self._tier, self._training, now)
-                made = self._account = (time.monotonic(), found)
-            return made[1]
+            return self._share(
+                "account",
+                self._moment(),
+                lambda: account_of(self.rundir, self.nodes, self.row.state, self._tier, self._training, now),
+            )
 
     def facts(self, places: Places) -> dict[str, Any]:
         """Return what the page says besides curves and costs, see `job_facts.facts_of_page`; shared for a while."""
         with self.lock:
-            look = self._read_at if self.settled else time.monotonic() // self._keeps_seconds
-            made_for = (look, self.row.state, places)
-            if self._facts[0] != made_for:
-                usd = self.cost.usd if self.cost else None
-                self._facts = (made_for, facts_of_page(self.rundir, self.row.state, usd, places))
-            return self._facts[1]
+            state, usd = self.row.state, self.cost.usd if self.cost else None
+            made_for = (self._moment(), state, places)
+            return self._share("facts", made_for, lambda: facts_of_page(self.rundir, state, usd, places))
 
-    @property
-    def _keeps_seconds(self) -> float:
-        return 10 * refresh_seconds(self.rundir.storage)
+    def _moment(self) -> object:
+        """Return what changes now and then while the job runs, and once more when its end was read."""
+        return self._end or time.monotonic() // (10 * refresh_seconds(self.rundir.storage))
+
+    def _share(self, name: str, made_for: object, make: Callable[[], T]) -> T:
+        """Return what was made before for the same, or make it."""
+        if name not in self._made or self._made[name][0] != made_for:
+            self._made[name] = (made_for, make())
+        found: T = self._made[name][1]
+        return found
 
 
 class JobBoard:
@@ -209,24 +201,15 @@ class JobBoard:
         self._followed: set[str] = set()
         """Jobs that run, and whose verdict the list shows."""
         self._lock = threading.Lock()
-        self._token = uuid.uuid4().hex
         self._index = JobIndex(self.storage, self._row, 2 * refresh_seconds(self.storage))
 
     def jobs(self) -> Sequence[JobFacts]:
         """Return a row for every training, newest first. Raise OSError where storage cannot be listed."""
         return self.listing().rows
 
-    def listing(self, wait_seconds: float | None = None) -> Listing:
-        """Return all rows, and a version that changes with them. ``wait_seconds``: the longest wait for the rest."""
-        return self._index.listing(wait_seconds)
-
-    def tag(self, job_id: str) -> str:
-        """Return a tag that stays as the cluster's record of a job's end; "" for other jobs."""
-        status: dict[str, Any] = {}
-        with suppress(*CANNOT_READ):  # told where it is opened
-            status = RunDir(f"{self.jobs_uri}/{job_id}").read_json(STATUS) or {} if JOB_ID.fullmatch(job_id) else {}
-        whole = f"{self._token} {json.dumps(status, sort_keys=True)}"
-        return f'"{hashlib.sha256(whole.encode()).hexdigest()[:20]}"' if status.get("state") in ENDED else ""
+    def listing(self, most_seconds: float = math.inf) -> Listing:
+        """Return all rows, and a version that changes with them, as `JobIndex.listing` does."""
+        return self._index.listing(most_seconds)
 
     def open(self, job_id: str, now: float) -> OpenJob | None:
         """Return a job as it stands now; None where there is none. Raise one of `CANNOT_READ` if it is damaged."""
@@ -259,26 +242,32 @@ class JobBoard:
                 found.append(self.open(row.job_id, now))
         return [job for job in found if job is not None]
 
-    def _row(self, name: str) -> JobFacts | None:
-        """Return the list's row of a folder; None where it is no training."""
+    def _row(self, name: str) -> tuple[JobFacts | None, float]:
+        """Return the list's row of a folder, None where it is no training, and for how many seconds it stays as it is
+        while its files keep their marks (see `JobIndex`)."""
         rundir = RunDir(f"{self.jobs_uri}/{name}")
+        settled = math.inf if self.storage.is_local else SETTLED_SECONDS
         try:
             recorded = rundir.read_json(STATUS) or {}
             status = status_here(rundir)
         except FileNotFoundError:
-            return None
+            return None, settled
         except CANNOT_READ as error:
             why = visible(redact(str(error)))
             status = JobStatus(job_id=name, state=JobState.FAILED, damage=why)
-            return JobFacts(status=status, words=why, may_change=not isinstance(error, DamagedError))
-        row, may_change = JobFacts(status=status), recorded.get("state") not in ENDED
+            keeps_seconds = SETTLED_SECONDS if isinstance(error, DamagedError) else 0.0
+            return JobFacts(status=status, words=why), keeps_seconds
+        row = JobFacts(status=status)
         try:
             row = read_course(rundir, status)
             row = add_paid(row, rundir, self.tier)
             row = replace(row, words=self._words_on(rundir, row, recorded))
         except CANNOT_READ as error:
-            row, may_change = replace(row, words=visible(redact(f"not all of it can be read: {error}"))), True
-        return replace(row, may_change=may_change)
+            return replace(row, words=visible(redact(f"not all of it can be read: {error}"))), 0.0
+        # A job with a cluster changes until that has recorded its end: a supervisor that is killed writes nothing.
+        if rundir.storage.exists(LAUNCH) and recorded.get("state") not in ENDED:
+            return row, 0.0
+        return row, settled if self.storage.is_local or not row.running else 0.0
 
     def _words_on(self, rundir: RunDir, row: JobFacts, status: Mapping[str, Any]) -> str:
         """Return what holds a job up, or how it ended."""

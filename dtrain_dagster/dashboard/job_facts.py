@@ -5,6 +5,7 @@ part of the page away."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -21,11 +22,12 @@ from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.verdict import describe_goodput, goodput
 from dtrain_dagster.costs.worth import is_judged, worth_line
 from dtrain_dagster.dashboard.failure import read_failure
-from dtrain_dagster.dashboard.job_links import Places, links_of
 from dtrain_dagster.jobs.totals import launched_usage
 from dtrain_dagster.jobs.view import UNREADABLE
 from dtrain_dagster.monitoring.alerts import advise
 from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose
+from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.settings.notices import MLFLOW_HERE, run_page, studio_url
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.presences import NodePresence, stale_seconds
@@ -36,6 +38,22 @@ from trainer.secrets.redaction import redact
 MOST_NOTES = 20
 TRACKING = "tracking.json"
 T = TypeVar("T")
+_RUN_ID = re.compile(r"[0-9A-Za-z-]{8,64}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Places:
+    """The addresses at which other programs' pages are found, from this orchestrator's own settings; "" for none."""
+
+    dagster_url: str = ""
+    mlflow_url: str = ""
+
+
+def places_of(settings: Settings) -> Places:
+    """Return where a job can be seen besides the dashboard."""
+    is_server = settings.tracking_uri.startswith(("http://", "https://"))
+    served = settings.tracking_uri if is_server else MLFLOW_HERE
+    return Places(dagster_url=settings.dagster_url.rstrip("/"), mlflow_url=served.rstrip("/"))
 
 
 def facts_of_page(rundir: RunDir, state: str, usd: float | None, places: Places) -> dict[str, Any]:
@@ -72,9 +90,36 @@ def facts_of_page(rundir: RunDir, state: str, usd: float | None, places: Places)
         "failure": asdict(failure) if failure else None,
         "settings": read("the settings", lambda: settings_text(document(JOB), document(LAUNCH))),
         "result": read("the result", lambda: result_in_words(document(EVALUATION), usd)),
-        "links": [asdict(item) for item in links or ()],
+        "links": links or [],
         "damaged": damaged,
     }
+
+
+def links_of(
+    places: Places,
+    owner: Mapping[str, Any],
+    job: Mapping[str, Any],
+    tracking: Mapping[str, Any],
+    launch: Mapping[str, Any],
+) -> list[dict[str, str]]:
+    """Return ``label``, ``url`` and ``note`` (what has to run for the page to be there) of each page of another program
+    about a job, from the contents of four files of its run directory, empty where missing. These may hold anything, so
+    no address is taken from them but one of a service that is known by its name. Pure."""
+    tags = (job.get("tracking") or {}).get("tags") or {}
+    dagster_run = _run_id(owner.get("dagster_run_id") or tags.get("dagster_run_id"))
+    is_served_here = places.mlflow_url == MLFLOW_HERE
+    found = [
+        ("Dagster run", places.dagster_url and dagster_run and f"{places.dagster_url}/runs/{dagster_run}",
+         "`dtrain ui` serves it"),
+        ("MLflow run", run_page(places.mlflow_url, _run_id(tracking.get("mlflow_run_id"))),
+         "`dtrain ui mlflow` serves it" if is_served_here else ""),
+        ("Azure ML studio", studio_url(launch.get("studio_url")), ""),
+    ]  # fmt: skip
+    return [{"label": label, "url": url, "note": note} for label, url, note in found if url]
+
+
+def _run_id(value: Any) -> str:
+    return value if isinstance(value, str) and _RUN_ID.fullmatch(value) else ""
 
 
 def settings_text(job: Mapping[str, Any], launch: Mapping[str, Any]) -> str:

@@ -6,21 +6,13 @@ does that in MLflow.
 
 from __future__ import annotations
 
-import hashlib
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
-from functools import cache, lru_cache
+from functools import cache
 from urllib.parse import quote, urlencode
 
 import jinja2
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
-from dtrain_dagster.dashboard.answers import read_number, refuse, respond
-from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.job_index import Listing
 from dtrain_dagster.dashboard.page import static
 from dtrain_dagster.jobs.facts import DAMAGED, JobFacts
@@ -28,10 +20,7 @@ from dtrain_dagster.support.formatting import dollars, format_duration
 
 ROWS = 100
 """The rows of a page, until more are asked for."""
-MOST_TEXT = 200
 STATES = ("running", "queued", "failed", DAMAGED, "cancelled", "succeeded")
-WAIT_SECONDS = 0.4
-"""The longest wait for jobs that were never read; the page shows those that were, and soon asks again."""
 
 
 def jobs_page(dashboard_url: str, text: str) -> str:
@@ -80,29 +69,3 @@ def _template() -> jinja2.Template:
 
 def _moment(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M}"
-
-
-def list_routes(board: JobBoard) -> list[Route]:
-    """Return the routes of the page."""
-    with suppress(OSError):  # who looks first waits less
-        board.listing(wait_seconds=0.0)
-
-    @lru_cache(maxsize=32)
-    def made(version: int, second: int, text: str, state: str, most: int) -> tuple[bytes, str]:
-        """Return the page and its tag, made once for all browsers that ask for the same within a second."""
-        body = list_page(board.listing(0.0), text, state, most).encode(errors="replace")
-        return body, f'"{hashlib.sha256(body).hexdigest()[:20]}"'
-
-    def page(request: Request) -> Response:
-        asked = request.query_params
-        text = request.path_params.get("text", asked.get("q", ""))[:MOST_TEXT]
-        state = asked.get("state", "") if asked.get("state", "") in STATES else ""
-        try:
-            version = board.listing(WAIT_SECONDS).version
-            most = max(ROWS, read_number(asked.get("n", "")))
-            body, tag = made(version, int(time.monotonic()), text, state, most)
-        except OSError as error:
-            return refuse(f"the jobs cannot be listed: {type(error).__name__}: {error}", 500)
-        return respond(request, body, tag, "text/html")
-
-    return [Route("/", page), Route("/find/{text}", page)]

@@ -7,7 +7,6 @@ requests before.
 
 from __future__ import annotations
 
-import hmac
 import os
 import shlex
 import subprocess
@@ -16,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -48,22 +47,35 @@ class OrderState:
     command: str
     """The command as a shell would give it."""
     since: float
-    ended_at: float | None = None
     code: int | None = None
     """The exit code of the command; None while it runs."""
     said: str = ""
-    """The end of what it has printed."""
+    """The end of what it has printed; "" while it runs."""
 
 
-def judge_order(host: str, authorization: str, token: str | None, is_own_user: bool) -> str:
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """An order, and the process of its command."""
+
+    state: OrderState
+    process: subprocess.Popen[bytes]
+    output: IO[bytes]
+
+    def now(self) -> OrderState:
+        """Return the state as it is now."""
+        code = self.process.poll()
+        if code is None:
+            return self.state
+        self.output.seek(max(0, self.output.seek(0, os.SEEK_END) - 4 * MOST_SAID))
+        text = redact(self.output.read().decode(errors="replace").strip())[-MOST_SAID:]
+        return replace(self.state, code=code, said=visible(text.removeprefix("Error: "), keep_lines=True))
+
+
+def judge_order(host: str, is_own_user: bool) -> str:
     """Return why a browser may not give orders; "" where it may. Pure. ``host``: the name in the request's ``Host``;
-    ``token``: the one that is asked for, None for none; ``is_own_user``: whether the kernel says that the other end
-    belongs to the user of this process."""
-    if token is not None:
-        given = authorization.removeprefix("Bearer ").strip()
-        return "" if hmac.compare_digest(given.encode(), token.encode()) else "the token is missing or wrong"
+    ``is_own_user``: whether the kernel says that the other end belongs to the user of this process."""
     if host not in LOOPBACK:
-        return "orders are taken only at 127.0.0.1, unless the dashboard is started with --token env:NAME"
+        return "orders are taken only at 127.0.0.1: reach the dashboard by ssh -L, or use `dtrain cancel`"
     return "" if is_own_user else "orders are taken only from the user who runs the dashboard"
 
 
@@ -118,36 +130,31 @@ def _resume(job_id: str, home: Path, launch: Mapping[str, Any]) -> list[str]:
 class OrderDesk:
     """Takes orders for the jobs of a home, one at a time for each job."""
 
-    def __init__(self, home: Path, token: str | None = None) -> None:
-        """``token``: what a browser has to give with an order; None for none."""
-        self.home, self.token = home, token
-        self._states: dict[str, OrderState] = {}
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self._given: dict[str, _Given] = {}
         self._lock = threading.Lock()
 
     def describe(self, job_id: str, state: str) -> dict[str, Any]:
         """Return what the page needs for its buttons: which orders can be given, and the last one."""
-        ordered = ordered_job(self.home, job_id)
-        is_of_script = ordered is not None and ordered.is_of_script
-        trouble = script_trouble(script_of(self.home, job_id)) if is_of_script else ""
-        found = allowed_orders(state, ordered is not None, trouble)
-        return {"allowed": found, "asks_token": self.token is not None, "last": self._states.get(job_id)}
+        with self._lock:
+            last = self._given[job_id].now() if job_id in self._given else None
+        return {"allowed": self._allowed(job_id, state), "last": last and asdict(last)}
 
     def give(self, rundir: RunDir, job_id: str, state: str, order: str) -> OrderState:
         """Start the command of an order, and return its state. Raise `OrderRefusedError` where it cannot be given, or
         where another order of this job is under way; `AuditError` where it cannot be recorded."""
-        if refused := self.describe(job_id, state)["allowed"].get(order):
+        if refused := self._allowed(job_id, state).get(order):
             raise OrderRefusedError(f"job {job_id} takes no {order}: {refused}")
         arguments = order_command(order, job_id, self.home, rundir.read_json(LAUNCH) or {})
         made = OrderState(order=order, command=redact(shlex.join(["dtrain", *arguments])), since=time.time())
         with self._lock:
-            under_way = [name for name, known in self._states.items() if known.code is None]
+            under_way = {name: given for name, given in self._given.items() if given.process.poll() is None}
             if job_id in under_way or len(under_way) >= MOST_AT_ONCE:
-                which = self._states[job_id].order if job_id in under_way else f"{len(under_way)} orders"
+                which = under_way[job_id].state.order if job_id in under_way else f"{len(under_way)} orders"
                 raise OrderRefusedError(f"{which} is still under way: wait until it is done")
-            self._states[job_id] = made
-        try:
             # A file, and no pipe: what the command says must not end it when the dashboard has ended.
-            output = tempfile.TemporaryFile()  # noqa: SIM115 - `_follow` closes it
+            output = tempfile.TemporaryFile()  # noqa: SIM115 - read as long as the dashboard runs
             with AuditLog(self.home).operation(f"{order} from the dashboard", job_id):
                 process = subprocess.Popen(
                     [sys.executable, "-P", "-c", _DTRAIN, *arguments],  # -P: no file of this folder is a module
@@ -157,22 +164,11 @@ class OrderDesk:
                     start_new_session=True,
                     env=environment_anywhere(os.environ, self.home),
                 )
-        except Exception:
-            with self._lock:
-                del self._states[job_id]
-            raise
-        follower = threading.Thread(target=self._follow, args=(job_id, made, process, output), daemon=True)
-        follower.start()
+            self._given[job_id] = _Given(made, process, output)
         return made
 
-    def _follow(self, job_id: str, made: OrderState, process: subprocess.Popen[bytes], output: IO[bytes]) -> None:
-        code = process.wait()
-        with output:
-            output.seek(max(0, output.seek(0, os.SEEK_END) - 4 * MOST_SAID))
-            said = output.read()
-        text = redact(said.decode(errors="replace").strip())[-MOST_SAID:]
-        ended = replace(
-            made, ended_at=time.time(), code=code, said=visible(text.removeprefix("Error: "), keep_lines=True)
-        )
-        with self._lock:
-            self._states[job_id] = ended
+    def _allowed(self, job_id: str, state: str) -> dict[str, str]:
+        ordered = ordered_job(self.home, job_id)
+        is_of_script = ordered is not None and ordered.is_of_script
+        trouble = script_trouble(script_of(self.home, job_id)) if is_of_script else ""
+        return allowed_orders(state, ordered is not None, trouble)

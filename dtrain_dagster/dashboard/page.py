@@ -6,85 +6,17 @@ import base64
 import hashlib
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from string import Template
 from typing import Any
 
 from dtrain_dagster.dashboard.job_board import OpenJob
-from dtrain_dagster.dashboard.job_links import Places
-from dtrain_dagster.monitoring.windows import SEGMENTS
+from dtrain_dagster.dashboard.job_facts import Places
 from dtrain_dagster.settings.tiers import Tier
 from trainer.rundir import RunDir
-
-EACH_NODE = "node *"
-"""A placeholder for a track's name that stands for every node, each as a line of its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChartLine:
-    """A line of a chart: a column of a track. An empty ``label`` stands for the track's name."""
-
-    track: str
-    column: str
-    label: str = ""
-    marker: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Panel:
-    """A chart. ``kind``: lines, stack (lines that add up), ranks, timeline."""
-
-    key: str
-    title: str
-    unit: str
-    about: str
-    """A sentence on what it shows, for readers who do not know."""
-    kind: str = "lines"
-    x: str = "step"
-    lines: tuple[ChartLine, ...] = ()
-    wide: bool = False
-    section: str
-
-
-PANELS = (
-    Panel(
-        key="loss", section="Training", title="Loss", unit="loss per sample", wide=True,
-        about="Mean over the samples of all ranks since the report before; validation at each evaluation.",
-        lines=(ChartLine("steps", "loss", "training"), ChartLine("evaluations", "loss", "validation", marker=True)),
-    ),
-    Panel(
-        key="throughput", section="Training", title="Throughput", unit="samples/s", x="time",
-        about="All nodes together while they train, and each node.",
-        lines=(ChartLine("steps", "samples_per_second", "all nodes"), ChartLine(EACH_NODE, "samples_per_second")),
-    ),
-    Panel(
-        key="ranks", section="Where the time goes", title="A step, by rank", unit="ms per step", kind="ranks",
-        about="Over the newest reports. The others wait for the rank that waits least.",
-    ),
-    Panel(
-        key="breakdown", section="Where the time goes", title="A step, by what it was spent on", unit="ms per step",
-        kind="stack", wide=True,
-        about="Mean over ranks. Communication: on the network, not hidden by computation. Waiting: for slower ranks.",
-        lines=tuple(ChartLine("timing", name, name) for name in SEGMENTS),
-    ),
-    Panel(
-        key="busy", section="Nodes", title="Utilisation", unit="%", x="time",
-        about="Mean over a node's GPUs; without GPUs, its share of the machine's processors.",
-        lines=(ChartLine(EACH_NODE, "busy"),),
-    ),
-    Panel(
-        key="memory", section="Nodes", title="Memory", unit="%", x="time",
-        about="Share of the GPUs' memory; without GPUs, the ranks' share of the machine's.",
-        lines=(ChartLine(EACH_NODE, "memory"),),
-    ),
-    Panel(
-        key="timeline", section="Nodes", title="When nodes were there", unit="", kind="timeline", x="time",
-        about="A bar for each incarnation of a node; marks are new generations (▼), checkpoints (·) and hangs (✕).",
-    ),
-)  # fmt: skip
-
 
 REPORT = "reports/performance_report.html"
 BASE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
@@ -93,8 +25,6 @@ LIVE_POLICY = (
     BASE_POLICY.replace("style-src", "style-src 'self'").replace("form-action 'none'", "form-action 'self'")
     + "; script-src 'self'; connect-src 'self'; frame-ancestors 'none'"
 )
-
-
 STYLES = ("dashboard.css", "job.css")
 SCRIPTS = ("common.js", "job_charts.js", "job_parts.js")
 """The scripts of a job's page, saved or live."""
@@ -102,18 +32,18 @@ LIVE_SCRIPTS = ("job_logs.js", "job_orders.js")
 """Those that ask the server for more, which a saved page has not."""
 LAST_SCRIPT = "job.js"
 """The one that starts the others."""
+STATIC = Path(__file__).parent / "static"
+
+
+def find_plotly_js() -> Path:
+    """Return the file of plotly.js in the package plotly."""
+    return Path(str(resources.files("plotly"))) / "package_data" / "plotly.min.js"
 
 
 @cache
 def static(name: str) -> str:
     """Return a file of the pages, such as ``job.html``."""
-    return resources.files("dtrain_dagster.dashboard").joinpath("static", name).read_text()
-
-
-@cache
-def plotly_js() -> str:
-    """Return plotly.js from the package plotly."""
-    return resources.files("plotly").joinpath("package_data", "plotly.min.js").read_text()
+    return (STATIC / name).read_text()
 
 
 def live_job_page(gives_orders: bool = False) -> str:
@@ -123,23 +53,21 @@ def live_job_page(gives_orders: bool = False) -> str:
     return Template(static("job.html")).substitute(
         head=styles,
         nav='<nav aria-label="pages"><a href="../">jobs</a></nav>',
-        data=data_block("panels-data", [asdict(panel) for panel in PANELS])
-        + data_block("page-data", {"live": True, "orders": gives_orders}),
+        data=data_block("page-data", {"live": True, "orders": gives_orders}),
         scripts="\n".join(f'<script src="../{name}"></script>' for name in scripts),
     )
 
 
 def saved_page(snapshot: dict[str, Any], facts: dict[str, Any], account: dict[str, Any]) -> str:
     """Return the page with a job's figures, scripts and styles in it. Only its own scripts may run."""
-    scripts = (plotly_js(), *map(static, (*SCRIPTS, LAST_SCRIPT)))
+    scripts = (find_plotly_js().read_text(), *map(static, (*SCRIPTS, LAST_SCRIPT)))
     hashes = " ".join(f"'sha256-{script_hash(script)}'" for script in scripts)
     policy = f'<meta http-equiv="Content-Security-Policy" content="{BASE_POLICY}; script-src {hashes}">'
     styles = "\n".join(map(static, STYLES))
     return Template(static("job.html")).substitute(
         head=f"{policy}\n<style>{styles}</style>",
         nav="",
-        data=data_block("panels-data", [asdict(panel) for panel in PANELS])
-        + data_block("page-data", {"live": False, "orders": False})
+        data=data_block("page-data", {"live": False, "orders": False})
         + data_block("snapshot-data", snapshot)
         + data_block("facts-data", facts)
         + data_block("account-data", account),

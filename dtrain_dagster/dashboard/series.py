@@ -2,21 +2,19 @@
 
 `PerformanceDashboard` is a fold: it takes events as they come and keeps a bounded amount of them, so that a training of
 a week costs no more to look at than one of an hour. It ignores an event that it does not understand (an older or a
-newer trainer wrote it). Where a training was best on its validation split, and whether it overfits since, is decided
-here, too: once for the live and the saved page.
+newer trainer wrote it).
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 import uuid
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from dtrain_dagster.dashboard.job_facts import describe_diagnosis
 from dtrain_dagster.jobs.view import UNREADABLE, JobView, fold, news
@@ -110,65 +108,6 @@ def merged(row: Row, sample: Row, weight: int, x: str) -> Row:
     return {**row, **sample, **mean, x: sample[x]}
 
 
-OVERFIT_SHARE = 0.10
-"""The part of what the validation loss had gained by which it must have risen again for a training to overfit."""
-LOOKS = 2
-"""Evaluations since the best one from which a rise is believed; their mean counts."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Evaluation:
-    """One look at the validation split."""
-
-    step: int
-    loss: float
-    epoch: int = 0
-    """Counted from 1 as people do; 0: not known."""
-    training_loss: float | None = None
-    """The mean of the training loss since the evaluation before; None: not known."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Learning:
-    """The verdict on a curve of validation losses."""
-
-    state: Literal["unknown", "improving", "stalled", "worsening", "overfitting"]
-    """Unknown: of one evaluation. Worsening: the training loss has risen as well."""
-    best: Evaluation
-    words: str
-    """One or two sentences for people."""
-
-
-def judge_learning(evaluations: Sequence[Evaluation]) -> Learning | None:
-    """Return the verdict on evaluations in order of steps; None where there is none."""
-    known = [item for item in evaluations if math.isfinite(item.loss)]
-    if not known:
-        return None
-    best = min(known, key=lambda item: item.loss)
-    where = f"step {best.step:,}" + (f", epoch {best.epoch}" if best.epoch else "")
-    at = f"The validation loss is lowest at {where}: {best.loss:.4f}."
-    if len(known) == 1:
-        return Learning(state="unknown", best=best, words=at)
-    later = known[known.index(best) + 1 :]
-    if not later:
-        return Learning(state="improving", best=best, words=f"{at} It still falls.")
-    limit = OVERFIT_SHARE * (known[0].loss - best.loss)
-    rise = f"{later[-1].loss - best.loss:.4f}"
-    if len(later) < LOOKS or not statistics.fmean(item.loss for item in later[-LOOKS:]) - best.loss > limit:
-        looks = "the evaluation" if len(later) == 1 else f"the {len(later)} evaluations"
-        words = f"{at} It has not been lower in {looks} since; the latest is {rise} above it."
-        return Learning(state="stalled", best=best, words=words)
-    then, now = best.training_loss, later[-1].training_loss
-    if then is not None and now is not None and now > then:
-        words = f"{at} It has risen by {rise} since, and the training loss has risen as well: lower the learning rate."
-        return Learning(state="worsening", best=best, words=words)
-    words = (
-        f"Overfitting: {at[0].lower()}{at[1:]} It has risen by {rise} since, while the training loss fell. The model "
-        "is taken from the best step, so later ones only cost time."
-    )
-    return Learning(state="overfitting", best=best, words=words)
-
-
 class PerformanceDashboard:
     """The fold of one job's events: `take` adds events, all other methods read."""
 
@@ -181,10 +120,6 @@ class PerformanceDashboard:
         self.tracks: dict[str, Track] = {}
         self.nodes: dict[int, dict[str, Any]] = {}
         """The latest ``node`` event of each node."""
-        self.evaluations: list[Evaluation] = []
-        """Those of the validation split, in order of steps: the latest `POINTS`, and the best."""
-        self._loss_sum, self._loss_count = 0.0, 0
-        """Of the training losses since the last of them."""
         self.lost: set[int] = set()
         self.has_gpus = False
         self.windows: deque[TimingEvent] = deque(maxlen=LATEST_WINDOWS)
@@ -220,7 +155,6 @@ class PerformanceDashboard:
             "has_gpus": self.has_gpus,
             "ranks": self.ranks(),
             "verdict": self.verdict(training),
-            "learning": self.learning(),
             "news": list(self.news)[::-1],
             "marks": list(self.marks),
         }
@@ -251,11 +185,6 @@ class PerformanceDashboard:
         except UNREADABLE:
             return None
 
-    def learning(self) -> dict[str, Any] | None:
-        """Return the verdict of `judge_learning`; None before the first evaluation."""
-        found = judge_learning(self.evaluations)
-        return None if found is None else asdict(found)
-
     def _take(self, item: dict[str, Any]) -> None:
         kind, at = item["kind"], float(item["time"])
         self.heard_at = max(at, self.heard_at or at)
@@ -276,22 +205,11 @@ class PerformanceDashboard:
         names = ("step", "time", "loss", "learning_rate", "grad_norm", "samples_per_second", "step_seconds")
         self.throughput = self.throughput.after(told)
         self._add("steps", "step", {name: getattr(told, name) for name in names})
-        if is_number(told.loss):
-            self._loss_sum, self._loss_count = self._loss_sum + float(told.loss or 0.0), self._loss_count + 1
 
     def _take_evaluation(self, item: dict[str, Any]) -> None:
         found = read_event(EvaluationEvent, item)
-        if found.split != "valid":
-            return
-        self._add("evaluations", "step", {"step": found.step, "time": found.time, "loss": found.loss})
-        if found.step is not None and is_number(found.loss):
-            mean = self._loss_sum / self._loss_count if self._loss_count else None
-            self._loss_sum, self._loss_count = 0.0, 0
-            kept = [item for item in self.evaluations if item.step < found.step]  # steps may be done anew
-            made = Evaluation(step=found.step, loss=float(found.loss or 0.0), epoch=self.view.epoch, training_loss=mean)
-            best = min([*kept, made], key=lambda item: item.loss)
-            latest = [*kept, made][-POINTS:]
-            self.evaluations = latest if best.step >= latest[0].step else [best, *latest]
+        if found.split == "valid":
+            self._add("evaluations", "step", {"step": found.step, "time": found.time, "loss": found.loss})
 
     def _take_node(self, item: dict[str, Any]) -> None:
         node = int(item["node_id"])

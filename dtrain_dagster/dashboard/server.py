@@ -1,266 +1,225 @@
-"""The live dashboard's server: its pages, their figures as JSON, and ``/metrics``. It reads, and changes nothing but by
-the orders that a job's page gives (`dashboard.orders`).
+"""The live dashboard's server: the list of jobs, the page of one job (``/jobs/<job id>``) with what it asks for, and
+``/metrics``. It reads, and changes nothing but by the orders that a job's page gives (`dashboard.orders`).
 
 It is meant for this machine: it listens on loopback, answers only to the names it knows (a foreign site that resolves
-its own name to 127.0.0.1 gets nothing), and lets no other site read its answers. Many pages may ask every two seconds:
-a shared answer is made once, and a browser that has it already gets "not modified".
-
-``/metrics`` has figures of the jobs that run or that ended within the last hour, by Prometheus' conventions: base
-units, ratios instead of percents, ``_total`` for counters that only grow. Nothing is kept between two scrapes except
-the figures in `JobBoard`.
+its own name to 127.0.0.1 gets nothing), and lets no other site read its answers.
 """
 
 from __future__ import annotations
 
-import gzip
-import statistics
+import hashlib
+import ipaddress
+import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as METRICS_TYPE
-from prometheus_client.registry import Collector
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from dtrain_dagster.clusters.base import ClusterError
+from dtrain_dagster.clusters.supervision.engine import EngineUnreachableError
 from dtrain_dagster.dashboard import page
-from dtrain_dagster.dashboard.job_board import JobBoard, OpenJob
-from dtrain_dagster.dashboard.job_list import list_routes
-from dtrain_dagster.dashboard.job_routes import JobServices, job_routes
-from dtrain_dagster.dashboard.series import is_number
-from dtrain_dagster.jobs.view import UNREADABLE
+from dtrain_dagster.dashboard.job_board import CANNOT_READ, JobBoard, OpenJob
+from dtrain_dagster.dashboard.job_facts import Places
+from dtrain_dagster.dashboard.job_list import ROWS, STATES, list_page
+from dtrain_dagster.dashboard.log_pages import LogSource
+from dtrain_dagster.dashboard.metrics import exposition
+from dtrain_dagster.dashboard.orders import OrderDesk, OrderRefusedError, judge_order
+from dtrain_dagster.support.audit import AuditError
 from dtrain_dagster.web import guard
 from dtrain_dagster.web.guard import Guard, rules_for
-from trainer.documents.events import TimingEvent
+from dtrain_dagster.web.peer import is_peer_allowed
+from trainer.secrets.redaction import redact
 
-CHUNK_BYTES = 64 * 2**10
 HEADERS = guard.HEADERS | {
     "content-security-policy": page.LIVE_POLICY,
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
 }
-Value = tuple[tuple[str, ...], Any]
-"""Labels besides the job's, and the figure."""
-Read = Callable[[OpenJob], Iterable[Value]]
+COMPRESSED_BYTES = 16 * 2**10
+"""The least size of an answer that is compressed."""
+LIST_SECONDS = 1.0
+"""The time for which a page may read jobs that were never read; it shows what there is, and soon asks again."""
+MOST_TEXT = 200
+NO_LOGS = "the logs of this job are not on this machine: `dtrain logs` asks its cluster for them"
+NO_ORDERS = "this dashboard does not take orders"
 
 
-def _of_job(figure: Callable[[OpenJob], Any]) -> Read:
-    return lambda job: [((), figure(job))]
+@dataclass(frozen=True, kw_only=True)
+class JobServices:
+    """What a job's page offers beside what its run directory says."""
 
-
-def _of_last_step(column: str) -> Read:
-    def figure(job: OpenJob) -> float | None:
-        track = job.dashboard.tracks.get("steps")
-        return track.rows[-1].get(column) if track and track.rows else None
-
-    return _of_job(figure)
-
-
-def _of_nodes(column: str, unit: float = 1.0) -> Read:
-    return lambda job: (((str(node),), _scaled(sample, column, unit)) for node, sample in _samples(job))
-
-
-def _of_gpus(column: str, unit: float = 1.0) -> Read:
-    return lambda job: (
-        ((str(node), str(gpu["index"])), _scaled(gpu, column, unit))
-        for node, sample in _samples(job)
-        for gpu in sample.get("gpus") or ()
-    )
-
-
-def _samples(job: OpenJob) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield the newest sample of each node that was not lost."""
-    board = job.dashboard
-    return ((node, sample) for node, sample in board.nodes.items() if node not in board.lost)
-
-
-def _scaled(sample: Mapping[str, Any], column: str, unit: float) -> float | None:
-    value = sample.get(column)
-    return float(value) * unit if value is not None and is_number(value) else None
-
-
-def _of_window(read: Callable[[TimingEvent], Iterable[Value]]) -> Read:
-    """Read the newest window of timings."""
-    return lambda job: (value for window in list(job.dashboard.windows)[-1:] for value in read(window))
-
-
-def _segments(window: TimingEvent) -> Iterator[Value]:
-    for segment, values in window.segments.items():
-        for rank, (node, seconds) in enumerate(zip(window.nodes, values, strict=True)):
-            yield (str(node), str(rank), segment), seconds
-
-
-def _lateness(window: TimingEvent) -> Iterator[Value]:
-    for rank, (node, late) in enumerate(zip(window.nodes, window.typical.get("late", ()), strict=False)):
-        yield (str(node), str(rank)), late
-
-
-def _collectives(window: TimingEvent) -> Iterator[Value]:
-    for entry in window.collectives:
-        yield (entry.name, "network"), entry.wire_seconds
-        yield (entry.name, "waiting"), statistics.fmean(entry.waiting_seconds or (0.0,))
-        yield (entry.name, "overlapped"), statistics.fmean(entry.overlapped_seconds or (0.0,))
-
-
-def _time_left(job: OpenJob) -> float | None:
-    left = job.time_left(time.time())
-    return left.seconds if left is not None else None
-
-
-METRICS: dict[str, tuple[str, tuple[str, ...], Read]] = {
-    "dtrain_job_running": ("1 while the job has not ended", (), _of_job(lambda job: int(job.row.running))),
-    "dtrain_job_start_timestamp_seconds": ("When it was started", (), _of_job(lambda job: job.row.began_at)),
-    "dtrain_last_event_timestamp_seconds": (
-        "Time of the newest event", (), _of_job(lambda job: job.dashboard.heard_at),
-    ),
-    "dtrain_step": ("Last optimizer step that was reported", (), _of_job(lambda job: job.dashboard.view.step)),
-    "dtrain_planned_steps": ("Planned optimizer steps", (), _of_job(lambda job: job.dashboard.view.total_steps)),
-    "dtrain_epoch": ("Epoch, counted from 1", (), _of_job(lambda job: job.dashboard.view.epoch or None)),
-    "dtrain_loss": ("Training loss per sample", (), _of_job(lambda job: job.dashboard.view.loss)),
-    "dtrain_validation_loss": ("Validation loss per sample", (), _of_job(lambda job: job.dashboard.view.valid_loss)),
-    "dtrain_learning_rate": ("Learning rate", (), _of_last_step("learning_rate")),
-    "dtrain_gradient_norm": ("2-norm of the gradient before clipping", (), _of_last_step("grad_norm")),
-    "dtrain_samples_per_second": ("Over all nodes", (), _of_job(lambda job: job.dashboard.view.samples_per_second)),
-    "dtrain_step_seconds": ("Wall seconds of an optimizer step", (), _of_last_step("step_seconds")),
-    "dtrain_time_left_seconds": ("Estimate of the time until the job ends", (), _of_job(_time_left)),
-    "dtrain_nodes_alive": ("Nodes that are there", (), _of_job(lambda job: job.nodes_alive(time.time()))),
-    "dtrain_cost_dollars": (
-        "Node-hours at the price of the plan, without probes; not a bill", (), _of_job(lambda job: job.row.usd),
-    ),
-    "dtrain_node_samples_per_second": ("Of the node's ranks", ("node",), _of_nodes("samples_per_second")),
-    "dtrain_node_cpu_utilization_ratio": (
-        "The ranks' share of the machine's processors", ("node",), _of_nodes("cpu_percent", 0.01),
-    ),
-    "dtrain_node_memory_used_bytes": ("Resident memory of the ranks", ("node",), _of_nodes("memory_used_bytes")),
-    "dtrain_node_memory_utilization_ratio": (
-        "The same as a share of the machine's", ("node",), _of_nodes("memory_percent", 0.01),
-    ),
-    "dtrain_node_disk_used_ratio": (
-        "Share of the disk that is in use", ("node",), _of_nodes("disk_used_percent", 0.01),
-    ),
-    "dtrain_node_network_transmit_bytes_per_second": ("All interfaces", ("node",), _of_nodes("bytes_sent_per_second")),
-    "dtrain_node_network_receive_bytes_per_second": (
-        "All interfaces", ("node",), _of_nodes("bytes_received_per_second"),
-    ),
-    "dtrain_node_disk_read_bytes_per_second": ("All disks", ("node",), _of_nodes("disk_read_bytes_per_second")),
-    "dtrain_node_disk_written_bytes_per_second": ("All disks", ("node",), _of_nodes("disk_written_bytes_per_second")),
-    "dtrain_gpu_utilization_ratio": ("Utilisation of a GPU", ("node", "gpu"), _of_gpus("utilization", 0.01)),
-    "dtrain_gpu_memory_used_bytes": ("Memory in use", ("node", "gpu"), _of_gpus("memory_used_bytes")),
-    "dtrain_gpu_memory_total_bytes": ("Memory that it has", ("node", "gpu"), _of_gpus("memory_total_bytes")),
-    "dtrain_gpu_temperature_celsius": ("Temperature", ("node", "gpu"), _of_gpus("temperature_celsius")),
-    "dtrain_gpu_power_watts": ("Power", ("node", "gpu"), _of_gpus("power_watts")),
-    "dtrain_step_segment_seconds": (
-        "Where an optimizer step's time goes; segments add up to the step",
-        ("node", "rank", "segment"), _of_window(_segments),
-    ),
-    "dtrain_rank_lateness_seconds": (
-        "How much less a rank waited than the one that waited most, median", ("node", "rank"), _of_window(_lateness),
-    ),
-    "dtrain_collective_seconds": (
-        "Time of a collective per step: network, waiting, hidden by computation",
-        ("collective", "part"), _of_window(_collectives),
-    ),
-    "dtrain_collective_bandwidth_bytes_per_second": (
-        "Bus bandwidth", ("collective",),
-        _of_window(lambda window: [((each.name,), each.bandwidth_bytes_per_second) for each in window.collectives]),
-    ),
-}  # fmt: skip
-"""Gauges: what each means, its labels besides the job's, and what reads it."""
-COUNTER_METRICS = {
-    "dtrain_nodes_lost_total": ("Nodes that were lost while the others went on", "nodes_lost"),
-    "dtrain_hangs_total": ("Times that a rank was found hanging", "hang"),
-    "dtrain_checkpoint_failures_total": ("Tries to save a checkpoint that failed", "checkpoint_failed"),
-    "dtrain_communication_errors_total": ("Failures of communication, as ranks saw them", "communication_error"),
-    "dtrain_out_of_memory_total": ("Times that memory ran out", "out_of_memory"),
-}
+    places: Places = field(default_factory=Places)
+    logs: LogSource | None = None
+    """None: logs are not shown."""
+    desk: OrderDesk | None = None
+    """None: the page gives no orders."""
 
 
 def build_app(
     board: JobBoard,
     hosts: Sequence[str] = (),
-    services: JobServices = JobServices(),  # noqa: B008 - it is frozen
+    services: JobServices = JobServices(),
 ) -> Starlette:
     """Return the web application, with its guard. ``hosts``: names that it answers to, besides loopback's."""
-
-    def script(request: Request) -> Response:
-        return Response(page.static(request.url.path[1:]), media_type="text/javascript")
-
-    def style(request: Request) -> Response:
-        return Response(page.static(request.url.path[1:]), media_type="text/css")
-
-    def plotly(request: Request) -> Response:
-        takes = "gzip" in request.headers.get("accept-encoding", "")
-        headers = {"cache-control": "max-age=86400", "vary": "accept-encoding"}
-        headers |= {"content-encoding": "gzip"} if takes else {}
-        # In pieces, as fast as the browser takes them: whole, it would wait in memory for each slow one.
-        return StreamingResponse(_pieces(_plotly(takes)), media_type="text/javascript", headers=headers)
 
     def metrics(request: Request) -> Response:
         return Response(exposition(board), media_type=METRICS_TYPE)
 
-    scripts = (*page.SCRIPTS, *page.LIVE_SCRIPTS, page.LAST_SCRIPT, "jobs.js")
     rules = rules_for("127.0.0.1", hosts, json_only=True, headers=HEADERS)
+    compression = Middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES, compresslevel=1)
     return Starlette(
-        routes=[
-            *list_routes(board),
-            *(Route(f"/{name}", script) for name in scripts),
-            *(Route(f"/{name}", style) for name in (*page.STYLES, "jobs.css")),
-            Route("/plotly.js", plotly),
-            *job_routes(board, services),
-            Route("/metrics", metrics),
-        ],
-        middleware=[Middleware(Guard, rules=rules)],
+        routes=[*list_routes(board), *_file_routes(), *job_routes(board, services), Route("/metrics", metrics)],
+        middleware=[Middleware(Guard, rules=rules), compression],
     )
 
 
-@cache
-def _plotly(compressed: bool) -> bytes:
-    whole = page.plotly_js().encode()
-    return gzip.compress(whole, 6) if compressed else whole
+def _file_routes() -> list[Route]:
+    """Return the routes of scripts and styles, which are sent as fast as each browser takes them."""
+    files = {path.name: path for path in page.STATIC.iterdir() if path.suffix in (".js", ".css")}
+    files["plotly.js"] = page.find_plotly_js()
+
+    def send(request: Request) -> Response:
+        name = request.url.path[1:]
+        return FileResponse(files[name], headers={"cache-control": "max-age=86400"} if name == "plotly.js" else None)
+
+    return [Route(f"/{name}", send) for name in files]
 
 
-async def _pieces(data: bytes) -> AsyncIterator[bytes]:
-    for at in range(0, len(data), CHUNK_BYTES):
-        yield data[at : at + CHUNK_BYTES]
+def list_routes(board: JobBoard) -> list[Route]:
+    """Return the routes of the list."""
+
+    @lru_cache(maxsize=32)
+    def made(version: int, second: int, text: str, state: str, most: int) -> tuple[bytes, str]:
+        """Return the page and its tag, made once for all browsers that ask for the same within a second."""
+        body = list_page(board.listing(0.0), text, state, most).encode(errors="replace")
+        return body, f'"{hashlib.sha256(body).hexdigest()[:20]}"'
+
+    def answer(request: Request) -> Response:
+        asked = request.query_params
+        text = request.path_params.get("text", asked.get("q", ""))[:MOST_TEXT]
+        state = asked.get("state", "") if asked.get("state", "") in STATES else ""
+        try:
+            version = board.listing(LIST_SECONDS).version
+            most = max(ROWS, _read_number(asked.get("n", "")))
+            body, tag = made(version, int(time.monotonic()), text, state, most)
+        except OSError as error:
+            return _refuse(f"the jobs cannot be listed: {type(error).__name__}: {error}", 500)
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers={"etag": tag})
+        return HTMLResponse(body, headers={"etag": tag})
+
+    return [Route("/", answer), Route("/find/{text}", answer)]
 
 
-def exposition(board: JobBoard) -> bytes:
-    """Return the metrics in Prometheus' text format."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(JobCollector(board))
-    return generate_latest(registry)
+def job_routes(board: JobBoard, services: JobServices) -> list[Route]:
+    """Return the routes of a job's page: figures, facts, costs, logs, orders."""
+
+    def of_job(answer: Callable[[Request, OpenJob], Response]) -> Callable[[Request], Response]:
+        """Return an endpoint that answers from an open job, and in words where it cannot."""
+
+        def endpoint(request: Request) -> Response:
+            try:
+                found = board.open(request.path_params["job_id"], time.time())
+                if found is None:
+                    return _refuse("there is no job of that name", 404)
+                return answer(request, found)
+            except (ClusterError, EngineUnreachableError) as error:
+                return _refuse(str(error), 500)
+            except CANNOT_READ as error:
+                return _refuse(f"its run directory cannot be read: {type(error).__name__}: {error}", 500)
+
+        return endpoint
+
+    def job_page(request: Request) -> Response:
+        return HTMLResponse(page.live_job_page(gives_orders=services.desk is not None))
+
+    def figures(request: Request, found: OpenJob) -> Response:
+        asked = request.query_params
+        return _json(found.snapshot(_read_number(asked.get("since", "")), asked.get("token", ""), time.time()))
+
+    def facts(request: Request, found: OpenJob) -> Response:
+        return _json(found.facts(services.places))
+
+    def account(request: Request, found: OpenJob) -> Response:
+        return _json(asdict(found.account(time.time())))
+
+    def logs(request: Request, found: OpenJob) -> Response:
+        if services.logs is None:
+            return _refuse(NO_LOGS, 404)
+        asked = request.query_params
+        node = _read_number(asked["node"]) if asked.get("node") else None
+        return _json(asdict(services.logs.page(found.row.job_id, node, asked.get("cursor", ""))))
+
+    def orders(request: Request, found: OpenJob) -> Response:
+        if services.desk is None:
+            return _refuse(NO_ORDERS, 404)
+        return _json(services.desk.describe(found.row.job_id, found.row.state))
+
+    async def give_order(request: Request) -> Response:
+        desk = services.desk
+        if desk is None:
+            return _refuse(NO_ORDERS, 404)
+        is_own = is_own_user(request.scope.get("client"), request.scope.get("server"))
+        if refused := judge_order(request.url.hostname or "", is_own):
+            return _refuse(refused, 403)
+        try:
+            asked = json.loads(await request.body())
+        except (ValueError, RecursionError):
+            asked = {}
+        order = str(asked.get("order", "")) if isinstance(asked, dict) else ""
+
+        def answer(request: Request, found: OpenJob) -> Response:
+            try:
+                state = desk.give(found.rundir, found.row.job_id, found.row.state, order)
+            except (OrderRefusedError, AuditError) as error:
+                return _refuse(str(error), 409)
+            return _json(asdict(state), 202)
+
+        return await run_in_threadpool(of_job(answer), request)
+
+    return [
+        Route("/jobs/{job_id}.json", of_job(figures)),
+        Route("/jobs/{job_id}/facts.json", of_job(facts)),
+        Route("/jobs/{job_id}/account.json", of_job(account)),
+        Route("/jobs/{job_id}/logs.json", of_job(logs)),
+        Route("/jobs/{job_id}/orders.json", of_job(orders)),
+        Route("/jobs/{job_id}/orders", give_order, methods=["POST"]),
+        Route("/jobs/{job_id}", job_page),
+    ]
 
 
-class JobCollector(Collector):
-    """A collector that reads the jobs' figures at each scrape."""
+def is_own_user(client: tuple[str, int] | None, server: tuple[str, int | None] | None) -> bool:
+    """Return whether a connection's client is a program of this process's user (or root) on this machine. Where the
+    system does not tell users, whether it is on this machine."""
+    if not client or not server or server[1] is None:
+        return False
+    try:
+        is_here = ipaddress.ip_address(client[0]).is_loopback
+        return is_here and is_peer_allowed((client[0], client[1]), (server[0], server[1]), frozenset())
+    except (ValueError, OSError):  # a socket without an address
+        return False
 
-    def __init__(self, board: JobBoard) -> None:
-        self.board = board
 
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """Yield every metric with a sample for each recent job; unknown or unreadable figures are absent."""
-        jobs = self.board.recent(time.time())
-        info = GaugeMetricFamily("dtrain_job_info", "A job and its state", labels=("job", "model", "state"))
-        for job in jobs:
-            info.add_metric((job.row.job_id, job.row.model, job.row.state), 1.0)
-        yield info
-        for name, (about, labels, read) in METRICS.items():
-            gauge = GaugeMetricFamily(name, about, labels=("job", *labels))
-            for job in jobs:
-                with suppress(*UNREADABLE), job.lock:  # events that come meanwhile change what is read
-                    for key, value in read(job):
-                        if is_number(value):
-                            gauge.add_metric((job.row.job_id, *key), float(value))
-            yield gauge
-        for name, (about, kind) in COUNTER_METRICS.items():
-            counter = CounterMetricFamily(name, about, labels=("job",))
-            for job in jobs:
-                counter.add_metric((job.row.job_id,), float(job.dashboard.counts[kind]))
-            yield counter
+def _json(value: object, status: int = 200) -> Response:
+    """Return JSON in ASCII: a lone surrogate, which a node may have written, has no UTF-8."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return Response(text.encode(), status, media_type="application/json")
+
+
+def _refuse(words: str, status: int) -> Response:
+    """Return the answer that something cannot be done or read, in words, without secrets."""
+    return PlainTextResponse(redact(words).encode(errors="replace"), status)
+
+
+def _read_number(text: str) -> int:
+    """Return a whole number of a query; 0 for anything else."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else 0

@@ -41,9 +41,6 @@ class JobFacts:
     loss: float | None = None
     words: str = ""
     """On the dashboard: what holds it up, why it waits, or how it ended."""
-    may_change: bool = False
-    """On the dashboard: whether it may change though nothing is written to the files at its top: not all could be read,
-    or no cluster recorded its end, so that nodes of it may still be there."""
 
     @property
     def job_id(self) -> str:

@@ -22,9 +22,9 @@ from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.costs.plan import launch_price
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.dashboard.job_board import JobBoard
-from dtrain_dagster.dashboard.job_links import Places
+from dtrain_dagster.dashboard.job_facts import Places
+from dtrain_dagster.dashboard.metrics import exposition
 from dtrain_dagster.dashboard.page import report_page
-from dtrain_dagster.dashboard.server import exposition
 from dtrain_dagster.fleet.jobs import FleetJob, Standing
 from dtrain_dagster.fleet.launches import explain_launch_end
 from dtrain_dagster.jobs.progress import choose_job, known_jobs, ran_out

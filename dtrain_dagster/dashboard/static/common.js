@@ -31,15 +31,11 @@ class Refused extends Error {
   }
 }
 
-// What the server answers, and its tag; null where it is what had the tag that is given.
-async function askTagged(path, tag, signal) {
-  const response = await fetch(path, { cache: "no-store", signal, headers: tag ? { "If-None-Match": tag } : {} });
-  if (response.status === 304) return null;
+async function ask(path, signal) {
+  const response = await fetch(path, { cache: "no-store", signal });
   if (!response.ok) throw new Refused(await response.text(), response.status);
-  return { tag: response.headers.get("ETag") || "", body: await response.json() };
+  return response.json();
 }
-
-const ask = async (path, signal) => (await askTagged(path, "", signal)).body;
 
 function tellAge(error) {
   if (error) console.error(error);

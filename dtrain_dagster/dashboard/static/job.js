@@ -81,7 +81,6 @@ function drawHeadline() {
   }));
   drawLoss(job.look.loss);
   drawVerdict(job.look.verdict, job.look.is_whole);
-  drawLearning(job.look.learning);
   element("news-section").hidden = !news.length;
   element("news").replaceChildren(...news.map(({ time, kind, text }) => {
     const item = make("li", kind);
@@ -144,17 +143,14 @@ async function pollFacts() {
 }
 
 async function poll() {
-  const answer = await askTagged(`${encodeURIComponent(job.id)}.json?since=${job.version}&token=${job.token}`, job.tag);
-  if (answer !== null) {
-    take(answer.body);
-    job.tag = answer.tag;
-  }
+  take(await ask(`${encodeURIComponent(job.id)}.json?since=${job.version}&token=${job.token}`));
   const done = await Promise.allSettled([pollFacts(), pollOrders(), pollLogs()]); // one in trouble stops no other
   const failed = done.find(item => item.status === "rejected");
   if (failed) throw failed.reason;
 }
 
 let polling = false;
+let polledAt = 0;
 let again = false; // somebody asked for something else meanwhile
 
 async function refresh() {
@@ -164,6 +160,7 @@ async function refresh() {
   try {
     do {
       again = false;
+      polledAt = performance.now();
       await poll();
       element("note").textContent = `updated ${clock(Date.now() / 1000)}`;
     } while (again);
@@ -176,6 +173,12 @@ async function refresh() {
   } finally {
     polling = false;
   }
+}
+
+// A job that has ended may be started again, but that needs no look every two seconds.
+function isQuiet() {
+  const runs = !job.look || ["running", "queued"].includes(job.look.job.state) || orders.mine || logs.shown;
+  return !runs && performance.now() - polledAt < FACTS_MILLISECONDS;
 }
 
 dark.addEventListener("change", () => job.look && draw(null));
@@ -193,7 +196,7 @@ if (PAGE.live) {
   buildOrders();
   window.addEventListener("hashchange", readPlace);
   readPlace();
-  setInterval(() => document.hidden || polling || refresh(), POLL_MILLISECONDS);
+  setInterval(() => document.hidden || polling || isQuiet() || refresh(), POLL_MILLISECONDS);
 } else {
   const snapshot = embedded("snapshot-data");
   job.id = snapshot.job.job_id;

@@ -1,4 +1,4 @@
-// Draws the panels (dtrain_dagster/dashboard/page.py) from a job's tracks. Text from events only ever becomes
+// Draws the panels from a job's tracks (dtrain_dagster/dashboard/series.py). Text from events only ever becomes
 // textContent or escaped labels.
 "use strict";
 
@@ -9,10 +9,54 @@ const SEGMENTS = {
 };
 const MARKS = { membership: "triangle-down", checkpoint: "circle", hang: "x" };
 
+// The charts. A line is a column of a track; "node *" stands for the tracks of all nodes, and one without a label has its
+// track's name.
+const PANELS = [
+  {
+    key: "loss", section: "Training", title: "Loss", unit: "loss per sample", kind: "lines", x: "step", wide: true,
+    about: "Mean over the samples of all ranks since the report before; validation at each evaluation.",
+    lines: [
+      { track: "steps", column: "loss", label: "training" },
+      { track: "evaluations", column: "loss", label: "validation", marker: true },
+    ],
+  },
+  {
+    key: "throughput", section: "Training", title: "Throughput", unit: "samples/s", kind: "lines", x: "time",
+    about: "All nodes together while they train, and each node.",
+    lines: [
+      { track: "steps", column: "samples_per_second", label: "all nodes" },
+      { track: "node *", column: "samples_per_second" },
+    ],
+  },
+  {
+    key: "ranks", section: "Where the time goes", title: "A step, by rank", unit: "ms per step", kind: "ranks", x: "step",
+    about: "Over the newest reports. The others wait for the rank that waits least.", lines: [],
+  },
+  {
+    key: "breakdown", section: "Where the time goes", title: "A step, by what it was spent on", unit: "ms per step",
+    kind: "stack", x: "step", wide: true,
+    about: "Mean over ranks. Communication: on the network, not hidden by computation. Waiting: for slower ranks.",
+    lines: Object.keys(SEGMENTS).map(name => ({ track: "timing", column: name, label: name })),
+  },
+  {
+    key: "busy", section: "Nodes", title: "Utilisation", unit: "%", kind: "lines", x: "time",
+    about: "Mean over a node's GPUs; without GPUs, its share of the machine's processors.",
+    lines: [{ track: "node *", column: "busy" }],
+  },
+  {
+    key: "memory", section: "Nodes", title: "Memory", unit: "%", kind: "lines", x: "time",
+    about: "Share of the GPUs' memory; without GPUs, the ranks' share of the machine's.",
+    lines: [{ track: "node *", column: "memory" }],
+  },
+  {
+    key: "timeline", section: "Nodes", title: "When nodes were there", unit: "", kind: "timeline", x: "time",
+    about: "A bar for each incarnation of a node; marks are new generations (▼), checkpoints (·) and hangs (✕).", lines: [],
+  },
+];
+
 const embedded = id => element(id) && JSON.parse(element(id).textContent);
-const PANELS = embedded("panels-data");
 const PAGE = embedded("page-data"); // whether a server answers, and whether it takes orders
-const job = { id: null, token: "", version: 0, tracks: {}, look: null, tag: "" };
+const job = { id: null, token: "", version: 0, tracks: {}, look: null };
 
 // ---- what the charts are made of
 
@@ -127,26 +171,10 @@ function layoutOf(panel, traces) {
       ? { x: 1.01, y: 0.5, yanchor: "middle", traceorder: "reversed", font: { size: 11 } }
       : { orientation: "h", x: 0, y: 1, yanchor: "bottom", font: { size: 11 } },
     barmode: panel.kind === "ranks" ? "stack" : "overlay", bargap: 0.35, xaxis, yaxis,
-    shapes: shapesOf(panel, traces),
     annotations: traces.length ? [] : [
       { text: waiting, showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5, font: { size: 13 } },
     ],
   };
-}
-
-// The best evaluation, and the part of the curve in which the training overfits.
-function bestTraces(panel) {
-  const learning = panel.key === "loss" ? job.look.learning : null;
-  if (!learning || learning.state === "unknown") return [];
-  const { step, loss, epoch } = learning.best;
-  const text = epoch ? `best: epoch ${epoch}` : "best";
-  const share = step / (job.look.job.step || step);
-  const side = share > 0.75 ? "left" : share < 0.25 ? "right" : "center"; // the chart would cut the words off
-  return [{
-    type: "scatter", mode: "markers+text", name: "best", x: [step], y: [loss], showlegend: false, text: [text], textposition: `top ${side}`,
-    textfont: { color: css("--ink"), size: 11 }, marker: { symbol: "star", size: 13, color: css("--good"), line: { width: 1, color: css("--card") } },
-    hovertemplate: `${text}, step ${step}: %{y:.4~g}<extra></extra>`, cliponaxis: false,
-  }];
 }
 
 // Where nodes were lost and came back, on the curve of the loss.
@@ -164,13 +192,6 @@ function changeTraces(panel) {
   });
 }
 
-function shapesOf(panel, traces) {
-  const learning = panel.key === "loss" ? job.look.learning : null;
-  if (!learning || learning.state !== "overfitting") return [];
-  const last = Math.max(...traces.flatMap(trace => trace.x.slice(-1)));
-  return [{ type: "rect", xref: "x", yref: "paper", x0: learning.best.step, x1: last, y0: 0, y1: 1, layer: "below", line: { width: 0 }, fillcolor: css("--wait"), opacity: 0.14 }];
-}
-
 // What a chart shows, for those who do not see it.
 function describe(panel, traces) {
   const figure = value => typeof value === "number" ? String(Number(value.toPrecision(4))) : value;
@@ -185,7 +206,7 @@ function uses(panel, changed) {
 
 function draw(changed) {
   for (const panel of PANELS) {
-    const traces = [...TRACES[panel.kind](panel), ...bestTraces(panel), ...changeTraces(panel)];
+    const traces = [...TRACES[panel.kind](panel), ...changeTraces(panel)];
     const box = element(`panel-${panel.key}`);
     if (changed && !uses(panel, changed)) continue;
     if (panel.key === "busy" || panel.key === "memory") {

@@ -1,8 +1,7 @@
-// Orders: cancel, resume. The server says which can be given; a token, where it asks for one, is kept in this
-// page only, as long as it is open.
+// Orders: cancel, resume. The server says which can be given.
 "use strict";
 
-const orders = { token: "", asksToken: false, allowed: {}, last: null };
+const orders = { allowed: {}, last: null };
 const ORDERS = {
   cancel: {
     button: "Cancel…", title: "Cancel this job?", does: "Cancel the job",
@@ -37,20 +36,12 @@ function confirmOrder(order) {
   title.id = "dialog-title";
   dialog.setAttribute("aria-labelledby", "dialog-title");
   dialog.append(title, make("p", "name", job.id), make("p", "", words.text));
-  const token = make("input");
-  if (orders.asksToken) {
-    const label = make("label", "", "token ");
-    Object.assign(token, { type: "password", value: orders.token, autocomplete: "off" });
-    label.append(token);
-    dialog.append(label);
-  }
   const bar = make("div", "bar");
   const no = make("button", "", "Leave it");
   const yes = make("button", order === "cancel" ? "danger" : "", words.does);
   no.type = yes.type = "button";
   no.addEventListener("click", () => dialog.close());
   yes.addEventListener("click", () => {
-    orders.token = token.value;
     dialog.close();
     giveOrder(order);
   });
@@ -59,7 +50,7 @@ function confirmOrder(order) {
   dialog.append(bar);
   document.body.append(dialog);
   dialog.showModal();
-  (orders.asksToken && !orders.token ? token : no).focus();
+  no.focus();
 }
 
 function tellOrder(text, command) {
@@ -71,11 +62,10 @@ function tellOrder(text, command) {
 
 async function giveOrder(order) {
   tellOrder(`${ORDERS[order].does}: asked…`);
-  const headers = { "Content-Type": "application/json", ...(orders.token ? { Authorization: `Bearer ${orders.token}` } : {}) };
+  const headers = { "Content-Type": "application/json" };
   try {
     const response = await fetch(`${encodeURIComponent(job.id)}/orders`, { method: "POST", headers, body: JSON.stringify({ order }) });
     if (!response.ok) {
-      if (response.status === 401) orders.token = "";
       tellOrder(`${ORDERS[order].does}: ${(await response.text()).trim()}.`);
       return;
     }
@@ -89,7 +79,7 @@ async function giveOrder(order) {
 async function pollOrders() {
   if (!PAGE.orders) return;
   const body = await ask(`${encodeURIComponent(job.id)}/orders.json`);
-  Object.assign(orders, { allowed: body.allowed, asksToken: body.asks_token });
+  orders.allowed = body.allowed;
   const busy = body.last !== null && body.last.code === null;
   for (const [order, reason] of Object.entries(body.allowed)) {
     const button = element(`order-${order}`);

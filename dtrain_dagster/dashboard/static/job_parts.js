@@ -129,11 +129,3 @@ function drawFacts(facts) {
   empty.hidden = !facts.damaged.length;
   empty.textContent = facts.damaged.join("\n");
 }
-
-function drawLearning(learning) {
-  const box = element("learning");
-  box.hidden = !learning || learning.state === "unknown";
-  if (box.hidden) return;
-  box.dataset.state = learning.state;
-  box.textContent = learning.words;
-}

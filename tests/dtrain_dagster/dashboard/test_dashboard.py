@@ -23,10 +23,11 @@ from told_events import HOSTILE, START, event, hang, membership, timing, told, w
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.dashboard import page
 from dtrain_dagster.dashboard.job_board import RECENT_JOBS, JobBoard, OpenJob, headline
-from dtrain_dagster.dashboard.page import PANELS
+from dtrain_dagster.dashboard.metrics import COUNTER_METRICS, METRICS, exposition
 from dtrain_dagster.dashboard.series import MOST_NODES, POINTS, PerformanceDashboard
-from dtrain_dagster.dashboard.server import COUNTER_METRICS, METRICS, build_app, exposition
+from dtrain_dagster.dashboard.server import build_app
 from dtrain_dagster.jobs.facts import state_of
+from dtrain_dagster.monitoring.windows import SEGMENTS
 from tests.abuse import websites
 from trainer.documents.presences import NodePresence
 from trainer.rundir import RunDir
@@ -117,14 +118,14 @@ def test_what_cannot_be_understood_takes_nothing_else_away():
     assert not board.windows
 
 
-def test_every_column_that_a_panel_names_is_recorded():
+def test_every_column_that_a_chart_names_is_recorded():
     board = folded([*told(3, gpus=True), event("evaluation", START + 9, split="valid", loss=1.0, step=9)])
     names = {name: set().union(*(row.keys() for row in track.rows)) for name, track in board.tracks.items()}
-    for panel in PANELS:
-        for line in panel.lines:
-            track = line.track.replace("*", "0")
-            assert line.column in names[track], f"{panel.key}: {line.track}.{line.column}"
-            assert panel.x in names[track]
+    lines = re.findall(r'track: "([^"]+)", column: "(\w+)"', page.static("job_charts.js"))
+    assert len(lines) == 6
+    for track, column in lines:
+        assert column in names[track.replace("*", "0")], f"{track}.{column}"
+    assert set(SEGMENTS) <= names["timing"]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import requests
 from dtrain_dagster.clusters.base import JobState, JobStatus
 from dtrain_dagster.dashboard import job_board, job_index
 from dtrain_dagster.dashboard.job_board import JobBoard
-from dtrain_dagster.dashboard.job_index import JobIndex, Listing, keeps_seconds
+from dtrain_dagster.dashboard.job_index import JobIndex, Listing
 from dtrain_dagster.dashboard.server import build_app
 from dtrain_dagster.jobs.facts import DAMAGED, JobFacts
 from tests.abuse.dashboard_load import write_jobs
@@ -28,15 +28,6 @@ from trainer.storage.base import StorageError
 from trainer.storage.open import open_storage
 
 
-def test_what_nobody_has_settled_is_looked_at_again():
-    running, ended = (JobFacts(status=JobStatus(job_id="a", state=JobState(state))) for state in ("running", "failed"))
-    damaged = JobFacts(status=replace(ended.status, damage="cut"))
-    for changing in (running, replace(ended, may_change=True), replace(damaged, may_change=True)):
-        assert keeps_seconds(changing, True) == keeps_seconds(changing, False) == 0.0
-    assert keeps_seconds(ended, True) == keeps_seconds(None, True) == math.inf
-    assert keeps_seconds(ended, False) == keeps_seconds(damaged, True) == job_index.SETTLED_SECONDS
-
-
 class Counted:
     """Reads run directories as the board does, and notes which."""
 
@@ -44,7 +35,7 @@ class Counted:
         self.board, self.names = JobBoard(str(jobs), "dedicated"), list[str]()
         self.index = JobIndex(open_storage(str(jobs)), self.read, every_seconds=0.0)
 
-    def read(self, name: str) -> JobFacts | None:
+    def read(self, name: str) -> tuple[JobFacts | None, float]:
         self.names.append(name)
         return self.board._row(name)
 
@@ -81,7 +72,9 @@ def test_only_what_has_changed_is_read_again(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "stray.txt").write_text("no job")
     index = Counted(tmp_path)
     assert index.round()[0] == {"a": "succeeded", "b": "succeeded", "live": "running", "stray.txt": DAMAGED}
-    assert set(index.round()[1]) <= {"live", "stray.txt"}
+    assert set(index.round()[1]) <= {"stray.txt"}, "no cluster runs any of them, and nothing was written"
+    RunDir(f"{tmp_path}/live").append_events(1, 0, 9, told(1, first=1))
+    assert "live" in index.round()[1]
     tell(tmp_path, "live", "succeeded")
     states, read = index.round()
     assert (states["live"], "live" in read, "a" in read) == ("succeeded", True, False)
@@ -112,11 +105,11 @@ def test_what_storage_kept_back_and_an_end_that_nobody_recorded_are_read_in_the_
     for node in orphan.nodes():
         orphan.write_node(replace(node, last_seen_at=time.time() + 3600))
     before = {row.job_id: row.usd for row in index.index._listing.rows}
-    assert index.round()[1] == ["live", "orphan"]
+    assert index.round()[1] == ["orphan"]
     assert {row.job_id: row.usd for row in index.index._listing.rows}["orphan"] > before["orphan"] + 1
     tell(tmp_path, "orphan", "failed")
     index.round()
-    assert index.round()[1] == ["live"]
+    assert index.round()[1] == []
 
 
 def test_the_list_is_in_the_order_of_the_times_that_it_shows(tmp_path: Path):
@@ -159,12 +152,12 @@ def test_a_write_in_the_same_tick_of_the_clock_is_not_missed(tmp_path: Path):
     assert index.round()[0] == {"a": "cancelled"}
 
 
-def test_a_hundred_who_ask_cause_one_round(tmp_path: Path):
+def test_a_hundred_who_ask_cause_one_look(tmp_path: Path):
     write_jobs(tmp_path, 20, time.time())
     index, listings = Counted(tmp_path), list[Listing]()
     slow, index.index._every = threading.Event(), 3600.0
     read = index.index._read
-    index.index._read = lambda name: slow.wait(30) and read(name)  # type: ignore[assignment,return-value]
+    index.index._read = lambda name: read(name) if slow.wait(30) else (None, 0.0)
     asking = [threading.Thread(target=lambda: listings.append(index.index.listing())) for _ in range(100)]
     for thread in asking:
         thread.start()
@@ -174,26 +167,22 @@ def test_a_hundred_who_ask_cause_one_round(tmp_path: Path):
     assert (len(index.names), {len(listing.rows) for listing in listings}) == (20, {20})
 
 
-def test_the_first_jobs_are_shown_while_others_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(job_index, "PUBLISH_SECONDS", 0.0)
+def test_a_look_reads_for_its_time_and_the_next_one_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    settle(monkeypatch)
     write_jobs(tmp_path, 20, time.time())
-    index, go_on, held = Counted(tmp_path), threading.Event(), threading.Event()
-    read = index.index._read
+    index, read = Counted(tmp_path), list[str]()
 
-    def halting(name: str) -> JobFacts | None:
-        if len(index.names) == 10:
-            held.set()
-            go_on.wait(30)
-        return read(name)
+    def slow(name: str) -> tuple[JobFacts | None, float]:
+        time.sleep(0.05)
+        read.append(name)
+        return index.read(name)
 
-    index.index._read = halting  # type: ignore[method-assign]
-    index.index.listing(wait_seconds=0.0)
-    held.wait(30)
-    first = index.index.listing(wait_seconds=0.2)
+    index.index._read = slow
+    first = index.index.listing(0.12)
+    assert 0 < len(first.rows) < 20
     assert len(first.rows) + first.unread == 20
-    assert first.unread
-    go_on.set()
-    assert (len(index.index.listing().rows), index.index.listing().unread) == (20, 0)
+    whole = index.index.listing()
+    assert (len(whole.rows), whole.unread, len(set(read)), len(read)) == (20, 0, 20, 20)
 
 
 def test_storage_that_cannot_be_listed_is_told_and_tried_again(tmp_path: Path):
@@ -208,19 +197,6 @@ def test_storage_that_cannot_be_listed_is_told_and_tried_again(tmp_path: Path):
 
 def ask(url: str, **headers: str) -> requests.Response:
     return requests.get(url, headers=headers, timeout=30)
-
-
-def test_who_has_a_job_that_ended_already_is_told_so_until_it_is_started_again(tmp_path: Path):
-    write_run(tmp_path, "live", told(3))
-    with served(build_app(JobBoard(str(tmp_path), "dedicated"))) as port:
-        url = f"http://127.0.0.1:{port}/jobs/live.json"
-        assert "etag" not in ask(url).headers
-        tell(tmp_path, "live", "failed")
-        while not (tag := ask(url).headers.get("etag")):  # until it was read
-            time.sleep(0.2)
-        assert ask(url, **{"If-None-Match": tag}).status_code == 304
-        tell(tmp_path, "live", "running")
-        assert ask(url, **{"If-None-Match": tag}).status_code == 200
 
 
 def test_large_answers_are_compressed_and_one_strange_job_is_a_row(tmp_path: Path):

@@ -13,12 +13,12 @@ import pytest
 from told_events import HOSTILE, START, event, hang, membership, told, write_run
 
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.dashboard.answers import refuse
 from dtrain_dagster.dashboard.failure import Failure, describe_failure
 from dtrain_dagster.dashboard.job_board import CANNOT_READ, JobBoard, OpenJob
-from dtrain_dagster.dashboard.job_facts import result_in_words, settings_text
-from dtrain_dagster.dashboard.job_links import Places, links_of, studio_url
+from dtrain_dagster.dashboard.job_facts import Places, links_of, result_in_words, settings_text
+from dtrain_dagster.dashboard.server import _refuse
 from dtrain_dagster.reports.performance import summarise_performance
+from dtrain_dagster.settings.notices import studio_url
 from trainer.documents.presences import NodePresence
 from trainer.rundir import RunDir
 
@@ -131,7 +131,7 @@ def test_what_nodes_say_is_shown_without_secrets(tmp_path: Path, kind: str, fiel
 
 
 def test_no_refusal_has_a_secret() -> None:
-    assert refuse(f"the jobs cannot be listed: {SAS}", 500).body.endswith(b"sig=[secret]")
+    assert _refuse(f"the jobs cannot be listed: {SAS}", 500).body.endswith(b"sig=[secret]")
 
 
 def test_settings_are_the_job_and_its_nodes_without_secrets(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_the_pages_of_other_programs_are_named_exactly() -> None:
     run = "b41d1ccc-7629-4b3c-86dc-27b31d506b42"
     job = {"tracking": {"tags": {"dagster_run_id": run}}}
     found = links_of(places, {}, job, {"mlflow_run_id": "4f8cc1451615405e9b796dd5823459c1"}, {})
-    assert [link.url for link in found] == [
+    assert [link["url"] for link in found] == [
         f"http://127.0.0.1:3000/runs/{run}",
         "http://127.0.0.1:5000/#/runs/4f8cc1451615405e9b796dd5823459c1",
     ]
@@ -219,19 +219,6 @@ def test_the_ledger_of_the_page_sums_to_the_headlines_cost(tmp_path: Path) -> No
 def opened_without_price(jobs: Path) -> Any:
     write_run(jobs, "unpriced", told(20), state="succeeded")
     return opened(jobs, "unpriced").account(time.time())
-
-
-def test_the_best_epoch_is_that_of_the_steps_before_it(tmp_path: Path) -> None:
-    events = []
-    for epoch, loss in enumerate((2.0, 1.0, 1.3, 1.4)):
-        at = START + 10 * epoch
-        events += [
-            event("step", at, step=10 * epoch + 9, epoch=epoch, loss=1.0 - 0.1 * epoch, step_seconds=0.1),
-            event("evaluation", at + 1, step=10 * epoch + 10, split="valid", loss=loss),
-        ]
-    write_run(tmp_path, "overfits", events)
-    learning = opened(tmp_path, "overfits").snapshot(0, "", time.time())["learning"]
-    assert (learning["state"], learning["best"]["step"], learning["best"]["epoch"]) == ("overfitting", 20, 2)
 
 
 def test_facts_of_a_damaged_file_take_only_their_own_part_away(tmp_path: Path) -> None:
