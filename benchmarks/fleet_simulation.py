@@ -30,7 +30,7 @@ class SimulatedJob:
     job: FleetJob
     arrives_at: float = 0.0
     node_seconds: float
-    """The work that it really takes, as on one node."""
+    """The paid seconds of all its nodes that it really takes."""
     fails_at: float | None = None
     """Share of its work after which it fails; None: it does not."""
     losses_per_node_hour: float = 0.0
@@ -67,7 +67,7 @@ class _Run:
     grant_units: int = 0
     paid_seconds: float = 0.0
     done: float = 0.0
-    """Work done, as node-seconds on one node."""
+    """Work done, in node-seconds."""
     limit: float = math.inf
     """Node-seconds at which its nodes stop."""
     works_from: float = math.inf
@@ -84,9 +84,8 @@ class _Run:
 
     @property
     def rate(self) -> float:
-        """Return the work done in a second."""
-        job = self.spec.job
-        return 1 / (job.serial_share + (1 - job.serial_share) / self.nodes)
+        """Return the node-seconds of work done in a second."""
+        return float(self.nodes)
 
     @property
     def work(self) -> float:
@@ -234,7 +233,7 @@ class _Play:
         )
 
     def _start(self, run: _Run, start: Start) -> None:
-        run.state, run.nodes, run.grant_units = FleetState.RUNNING, start.nodes, start.grant_units
+        run.state, run.nodes, run.grant_units = FleetState.RUNNING, run.spec.job.nodes, start.grant_units
         run.launched_at, run.launches = self.now, run.launches + 1
         run.works_from = self.now + run.spec.job.startup_seconds * self.random.uniform(*self.around.startup_shares)
         run.leaves_at = math.inf

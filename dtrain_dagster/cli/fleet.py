@@ -43,6 +43,7 @@ from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.runner import FleetRunner
 from dtrain_dagster.fleet.source import FleetFile, JobEntry, JobSource, ListedJobs, parse_fleet
 from dtrain_dagster.fleet.view import FleetWatch
+from dtrain_dagster.planning.projection import count_nodes
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.user_sources import ensure_importable
@@ -69,7 +70,7 @@ def fleet(file: str, check: bool) -> None:
     """Train many models under one budget.
 
     FILE names the jobs, the dollars that all of them together may cost, and when they must have ended. Jobs of higher
-    priority come first; each gets as many nodes as pay. It is YAML or JSON, see docs/many-trainings.md. The exit
+    priority come first. It is YAML or JSON, see docs/many-trainings.md. The exit
     code is 1 where a job has not succeeded.
 
     Ctrl-C leaves the jobs running, each up to the dollars that it was promised; the same command goes on with them,
@@ -184,25 +185,23 @@ def jobs_of(fleet: FleetFile, settings: Settings, limits: FleetLimits, began_at:
     return found
 
 
-def expect_like_past_runs(forecast: Forecast, serial_share: float) -> dict[str, Any]:
-    """Return what past runs tell, of a job with this serial share (`FleetJob.serial_share`), as fields of a
-    `FleetJob`."""
-    nodes = forecast.measured[0].node_count
+def expect_like_past_runs(forecast: Forecast, nodes: int) -> dict[str, Any]:
+    """Return what past runs tell, of a job on this many nodes, as fields of a `FleetJob`."""
     parts, seconds = forecast.parts(nodes), forecast.seconds_at(nodes)
     return {
-        "node_seconds": (parts.total - parts.startup) / (serial_share + (1 - serial_share) / nodes),
+        "node_seconds": nodes * (parts.total - parts.startup),
         "spread": math.log(seconds.high / seconds.expected),
         "startup_seconds": parts.startup,
         "facts": {BASIS: forecast.basis_words},
     }
 
 
-def guess(limits: FleetLimits, jobs: int, least_nodes: int) -> dict[str, Any]:
+def guess(limits: FleetLimits, jobs: int, nodes: int) -> dict[str, Any]:
     """Return a first guess of a job of which nothing is known, one of so many in its fleet, as fields of a `FleetJob`:
     a slice, or less where the budget has less for each job. So it begins, and tells its speed."""
-    share = limits.seconds_of(limits.budget_units) / jobs / least_nodes - STARTUP_SECONDS - limits.margin_seconds
+    share = limits.seconds_of(limits.budget_units) / jobs / nodes - STARTUP_SECONDS - limits.margin_seconds
     return {
-        "node_seconds": min(limits.slice_seconds, max(LEAST_WORK_SECONDS, share / (1 + GUESSED_SPREAD))),
+        "node_seconds": nodes * min(limits.slice_seconds, max(LEAST_WORK_SECONDS, share / (1 + GUESSED_SPREAD))),
         "spread": GUESSED_SPREAD,
         "startup_seconds": STARTUP_SECONDS,
         "facts": {BASIS: "a first guess: no past run of the same model, data and batch on this SKU is known here"},
@@ -218,34 +217,31 @@ def _job_of(
     rehearsed: set[str],
     past: Callable[[JobConfig], Forecast | None],
 ) -> FleetJob:
-    if entry.least_nodes > limits.nodes:
-        raise FleetError(f"least_nodes is {entry.least_nodes}, but the fleet has {limits.nodes} nodes")
-    most = min(entry.most_nodes or limits.nodes, limits.nodes)
+    if entry.nodes > limits.nodes:
+        raise FleetError(f"nodes is {entry.nodes}, but the fleet has {limits.nodes}")
     job_id = f"{fleet.name}-{entry.name}"
-    config, command = _order_of(entry, settings, job_id, most, rehearsed)
+    config, command = _order_of(entry, settings, job_id, rehearsed)
     if config.training.max_node_seconds is not None:
         raise FleetError("set.training.max_node_seconds: the fleet's budget_usd takes its place")
     ranks = config.training.micro_batches
-    if ranks < most * ranks_of(settings):
+    if ranks < entry.nodes * ranks_of(settings):
         raise FleetError(
-            f"most_nodes is {most}, and its global batch is {ranks} micro-batches, fewer than there would be ranks: "
+            f"nodes is {entry.nodes}, and its global batch is {ranks} micro-batches, fewer than there would be ranks: "
             "plan it for more (training.world_size)"
         )
     if entry.expected_node_minutes is not None:
         work = 60 * entry.expected_node_minutes
         takes: dict[str, Any] = {"node_seconds": work, "startup_seconds": STARTUP_SECONDS, "facts": {BASIS: "given"}}
     elif entry.script is None and (known := past(config)) is not None:
-        takes = expect_like_past_runs(known, entry.serial_share)
+        takes = expect_like_past_runs(known, entry.nodes)
     else:
-        takes = guess(limits, len(fleet.jobs), entry.least_nodes)
+        takes = guess(limits, len(fleet.jobs), entry.nodes)
     if entry.startup_seconds is not None:
         takes["startup_seconds"] = entry.startup_seconds
     return FleetJob(
         job_id=job_id,
         priority=entry.priority,
-        least_nodes=entry.least_nodes,
-        most_nodes=most,
-        serial_share=entry.serial_share,
+        nodes=entry.nodes,
         deadline=began_at + 3600 * entry.deadline_hours if entry.deadline_hours else None,
         config=config,
         command=command,
@@ -254,21 +250,21 @@ def _job_of(
 
 
 def _order_of(
-    entry: JobEntry, settings: Settings, job_id: str, nodes: int, rehearsed: set[str]
+    entry: JobEntry, settings: Settings, job_id: str, rehearsed: set[str]
 ) -> tuple[JobConfig, tuple[str, ...] | None]:
-    """Return a job whose batches are planned for this many nodes, and the command of its script."""
+    """Return a job whose batches are planned for its nodes, and the command of its script."""
     own = [f"{key}={json.dumps(value)}" for key, value in entry.set.items()]
     if entry.script is not None:
         overrides = [*as_overrides(None, None, entry.epochs), *own]
-        ordered = order_script(settings, entry.script, entry.arguments, overrides, nodes, job_id)
+        ordered = order_script(settings, entry.script, entry.arguments, overrides, entry.nodes, job_id)
         return ordered.job, ordered.command
     overrides = [*as_overrides(entry.model, entry.loss, entry.epochs), *own]
     try:
-        job, _ = job_of_options(settings, entry.config, entry.dataset, overrides, nodes, job_id)
+        job, _ = job_of_options(settings, entry.config, entry.dataset, overrides, entry.nodes, job_id)
     except ConfigError as error:
         raise ConfigError(str(error).replace("the command line: ", "").replace("--", "")) from None
     parts = _parts_of(job)
-    say_what_is_wrong(job, nodes, settings, rehearses=parts not in rehearsed)
+    say_what_is_wrong(job, entry.nodes, settings, rehearses=parts not in rehearsed)
     rehearsed.add(parts)  # the same model and loss on the same data build each time
     return replace(with_reachable_data(job, settings), run_dir=job.run_dir), None
 
@@ -303,10 +299,11 @@ def tell_what_is_asked(expected: Sequence[FleetJob], given: Mapping[str, FleetJo
     alike: dict[str, list[str]] = {}
     for job in jobs:
         basis = "as it was when the fleet was given it" if job.job_id in given else job.facts[BASIS]
-        alike.setdefault(f"{format_duration(job.node_seconds)} on one node: {basis}", []).append(job.job_id)
+        takes = f"{format_duration(job.node_seconds / job.nodes)} on {count_nodes(job.nodes)}"
+        alike.setdefault(f"{takes}: {basis}", []).append(job.job_id)
     for figure, names in alike.items():
         say(f"{name_some(names)}: {figure}", err=True)
-    needed = usd(sum(limits.units_of(job.paid_seconds_on(job.least_nodes)) for job in jobs))
+    needed = usd(sum(limits.units_of(job.paid_seconds) for job in jobs))
     words = f"{len(jobs)} job{'s' if len(jobs) > 1 else ''}, expected to need {dollars(needed)}"
     say(f"{words}; the budget is {dollars(limits.budget_usd)}", err=True)
     if needed > limits.budget_usd:

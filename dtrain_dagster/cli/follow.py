@@ -143,8 +143,7 @@ def headline(view: FleetView) -> str:
         f"{dollars(view.used_usd)} of {dollars(view.budget_usd)}",
     ]
     if view.ends_in_seconds is not None:
-        of = " of the jobs that are known" if view.may_grow else ""
-        parts.append(f"ETA{of} {format_duration(view.ends_in_seconds)}")
+        parts.append(f"ETA of these {format_duration(view.ends_in_seconds)}")
     is_over = view.over == len(view.jobs)
     if view.deadline is not None and not is_over:
         parts.append(f"deadline in {format_duration(max(0.0, view.deadline - view.at))}")

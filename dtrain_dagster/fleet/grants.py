@@ -44,18 +44,19 @@ def margin_units(nodes: int, limits: FleetLimits) -> int:
     return limits.units_of(nodes * limits.margin_seconds)
 
 
-def units_to_end(standing: Standing, nodes: int, limits: FleetLimits) -> int:
-    """Return what a job still costs, to its end on this many nodes, if its work takes a standard deviation more than
-    expected; with the margin."""
-    return limits.units_of(nodes * standing.seconds_left(nodes, deviations=1.0)) + margin_units(nodes, limits)
+def units_to_end(standing: Standing, limits: FleetLimits) -> int:
+    """Return what a job still costs to its end, if its work takes a standard deviation more than expected; with the
+    margin."""
+    nodes = standing.job.nodes
+    return limits.units_of(nodes * standing.seconds_left(deviations=1.0)) + margin_units(nodes, limits)
 
 
-def first_grant(standing: Standing, nodes: int, free_units: int, limits: FleetLimits) -> int | None:
-    """Return the grant with which a job is started on this many nodes: a slice, or less where that is enough or no more
-    is free. None where too little is free for a start that gets anything done."""
-    whole = standing.seconds_left(nodes, SURE)
+def first_grant(standing: Standing, free_units: int, limits: FleetLimits) -> int | None:
+    """Return the grant with which a job is started: a slice, or less where that is enough or no more is free. None
+    where too little is free for a start that gets anything done."""
+    whole, nodes = standing.seconds_left(SURE), standing.job.nodes
     start = standing.job.startup_seconds
-    least = min(start + LEAST_WORK_SECONDS, standing.seconds_left(nodes))
+    least = min(start + LEAST_WORK_SECONDS, standing.seconds_left())
     wanted = max(least, min(whole, start + limits.slice_seconds))
     free_seconds = limits.seconds_of(max(0, free_units)) / nodes - limits.margin_seconds
     if free_seconds < least:
@@ -75,8 +76,7 @@ class Raise(NamedTuple):
 def next_grant(standing: Standing, free_units: int, limits: FleetLimits) -> Raise:
     """Return the raise of a running job, as soon as half of a slice is used, or half of what it still needs."""
     ahead = seconds_ahead(standing, limits)
-    needed = standing.seconds_left(standing.nodes, SURE)
-    whole = standing.job.startup_seconds + standing.job.seconds_on(standing.nodes)
+    needed, whole = standing.seconds_left(SURE), standing.job.paid_seconds / standing.job.nodes
     unforeseen = max(LEAST_WORK_SECONDS, UNFORESEEN_SHARE * min(limits.slice_seconds, whole))
     wanted = min(limits.slice_seconds, max(needed, unforeseen))
     if ahead >= wanted / 2:

@@ -56,16 +56,12 @@ class FleetJob:
 
     job_id: str
     priority: int = 0
-    """Of two jobs, the higher one comes first, and takes its nodes from a lower one."""
-    least_nodes: int = 1
-    most_nodes: int = 1
+    """Of two jobs that wait, the higher one comes first."""
+    nodes: int = 1
     node_seconds: float
-    """Paid seconds expected on one node, from the first step to the end, without starts."""
+    """Paid seconds expected on all its nodes, from the first step to the end, without starts."""
     spread: float = 0.3
     """Standard deviation of `node_seconds` as a fraction of it."""
-    serial_share: float = 0.1
-    """Share of the work that more nodes do not speed up: on n nodes it takes ``node_seconds * (serial_share + (1 -
-    serial_share) / n)`` seconds (Amdahl's law)."""
     startup_seconds: float = 20.0
     """Seconds from the start of a launch to its first step, on each node; paid again at each continuation."""
     deadline: float | None = None
@@ -84,14 +80,12 @@ class FleetJob:
         problem = ""
         if not JOB_ID.fullmatch(self.job_id):
             problem = "job_id has letters, digits, dots, dashes and underscores, at most 200, a letter or digit first"
-        elif not 1 <= self.least_nodes <= self.most_nodes:
-            problem = f"least_nodes is {self.least_nodes}, most_nodes {self.most_nodes}: 1 <= least <= most is needed"
+        elif self.nodes < 1:
+            problem = f"nodes is {self.nodes}, not 1 or more"
         elif not 0 < self.node_seconds < math.inf:
             problem = f"node_seconds is {self.node_seconds}, not above 0"
         elif not 0 <= self.spread <= 10:
             problem = f"spread is {self.spread}, not between 0 and 10"
-        elif not 0 <= self.serial_share <= 1:
-            problem = f"serial_share is {self.serial_share}, not between 0 and 1"
         elif not 0 <= self.startup_seconds < math.inf:
             problem = f"startup_seconds is {self.startup_seconds}, not 0 or more"
         elif self.config is not None and self.config.job_id != self.job_id:
@@ -111,15 +105,10 @@ class FleetJob:
         """Return the run directory of the job."""
         return RunDir(self.trained.run_dir)
 
-    def seconds_on(self, nodes: int, node_seconds: float | None = None) -> float:
-        """Return the seconds that work takes on this many nodes, without a start. ``node_seconds``: what is left of it,
-        as on one node; None: all of it."""
-        work = self.node_seconds if node_seconds is None else node_seconds
-        return work * (self.serial_share + (1 - self.serial_share) / nodes)
-
-    def paid_seconds_on(self, nodes: int) -> float:
+    @property
+    def paid_seconds(self) -> float:
         """Return the node-seconds that are paid for the whole work, with a start."""
-        return nodes * (self.startup_seconds + self.seconds_on(nodes))
+        return self.nodes * self.startup_seconds + self.node_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,7 +183,7 @@ class Standing:
     failures: int = 0
     """Launches in a row that ended without a result of their own."""
     left_node_seconds: float | None = None
-    """Work that is left, as on one node; None: all of it."""
+    """Paid seconds of all its nodes that are expected until its end; None: all of them."""
     left_spread: float | None = None
     """Standard deviation of that as a fraction of it; None: as the source said."""
     is_training: bool = False
@@ -212,7 +201,7 @@ class Standing:
 
     @property
     def left(self) -> float:
-        """Return the expected work that is left, as node-seconds on one node."""
+        """Return the expected work that is left, as paid seconds of all its nodes."""
         return self.job.node_seconds if self.left_node_seconds is None else self.left_node_seconds
 
     @property
@@ -234,9 +223,8 @@ class Standing:
         """Return the Unix time by which it must have ended."""
         return min((at for at in (self.job.deadline, limits.deadline) if at is not None), default=math.inf)
 
-    def seconds_left(self, nodes: int, deviations: float = 0.0) -> float:
-        """Return the seconds to its end on this many nodes, with a start unless it trains on them already.
-        ``deviations``: standard deviations of the work that are added."""
+    def seconds_left(self, deviations: float = 0.0) -> float:
+        """Return the seconds to its end on its nodes, with a start unless it trains on them already. ``deviations``:
+        standard deviations of the work that are added."""
         work = self.left * max(0.0, 1 + deviations * self.spread)
-        start = 0.0 if self.is_training and nodes == self.nodes else self.job.startup_seconds
-        return start + self.job.seconds_on(nodes, work)
+        return (0.0 if self.is_training else self.job.startup_seconds) + work / self.job.nodes

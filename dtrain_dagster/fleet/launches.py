@@ -50,7 +50,7 @@ class Followed(JobFollower):
         if not reports or launched_at is None or reports[-1][0] < launched_at:
             return standing
         if (left := time_left(self.view, None, now)) is not None:
-            work = left.seconds / standing.job.seconds_on(standing.nodes, 1.0)
+            work = left.seconds * standing.job.nodes
             standing = replace(standing, left_node_seconds=work, left_spread=MEASURED_SPREAD)
         return replace(standing, is_training=True)
 

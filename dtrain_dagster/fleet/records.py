@@ -3,7 +3,6 @@
     fleet.json              its limits
     jobs/<job_id>.json      a job as its source gave it, and its order; written before anything of it is bought
     states/<job_id>.json    how it stands: its state, nodes, grant and bill
-    look.json               for people: why jobs wait, and whether the source may give more of them
     cancel.json             somebody wants the fleet to end
     orchestrator.lock       held by the one process that may decide
 
@@ -36,7 +35,7 @@ from trainer.storage.open import open_storage
 
 FOLDER = "fleets"
 FLEET, JOBS, STATES = "fleet.json", "jobs", "states"
-LOOK, CANCEL = "look.json", "cancel.json"
+CANCEL = "cancel.json"
 LOCK = "orchestrator.lock"
 LOCK_SECONDS = 2.0
 """Seconds that a second orchestrator waits before it is refused."""
@@ -120,7 +119,7 @@ class FleetRecords:
             name = f"{JOBS}/{file}"
             data = self._read(name)
             assert data is not None
-            job = self._valid(FleetJob, data.get("job"), name)
+            job = self._valid(FleetJob, _with_nodes(data.get("job")), name)
             if order := data.get("order"):
                 text, place = json.dumps(order["job"]), f"{self.storage.uri}/{name}"
                 config, command = parse_job(text, source=place, is_stored=True), order["command"]
@@ -135,16 +134,6 @@ class FleetRecords:
     def keep(self, standing: Standing) -> None:
         """Remember how a job stands now."""
         self._write(f"{STATES}/{standing.job_id}.json", {name: getattr(standing, name) for name in OWN})
-
-    def note_look(self, waits: Mapping[str, str], may_give_more: bool) -> None:
-        """Remember for people by job why it waits, and whether the source may give more jobs."""
-        if (waits, may_give_more) != self.last_look():
-            self._write(LOOK, {"waits": waits, "may_give_more": may_give_more})
-
-    def last_look(self) -> tuple[dict[str, str], bool]:
-        """Return by job why it waited, and whether the source might give more, when it was looked at last."""
-        found = self._read(LOOK) or {}
-        return found.get("waits", {}), found.get("may_give_more", False)
 
     def ask_to_cancel(self) -> None:
         """Request the end of the fleet from whoever runs it."""
@@ -187,6 +176,15 @@ def fleet_names(home: Path) -> list[str]:
     """Return the names of the fleets of this home."""
     storage = open_storage(str(Path(home) / FOLDER))
     return [name for name in storage.list() if storage.exists(f"{name}/{FLEET}")]
+
+
+def _with_nodes(job: Any) -> Any:
+    """Return the fields of a job; of one that an older version wrote, which chose its nodes, with the fewest of them,
+    and the time that they take by its share of serial work."""
+    if not isinstance(job, dict) or "least_nodes" not in job:
+        return job
+    nodes, share = job["least_nodes"], job["serial_share"]
+    return job | {"nodes": nodes, "node_seconds": job["node_seconds"] * (share * nodes + 1 - share)}
 
 
 @cache

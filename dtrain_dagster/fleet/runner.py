@@ -24,9 +24,10 @@ from dtrain_dagster.fleet.grants import margin_units, node_limit
 from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, FleetState, Standing
 from dtrain_dagster.fleet.launches import Followed, explain_launch_end, judge_launch_end
 from dtrain_dagster.fleet.records import FleetRecords
-from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Look, Pause, RaiseGrant, Start
+from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Pause, RaiseGrant, Start, decide
 from dtrain_dagster.fleet.source import JobSource
 from dtrain_dagster.jobs.progress import start_job
+from dtrain_dagster.planning.projection import count_nodes
 from dtrain_dagster.settings.tiers import Tier
 from trainer.documents.events import EvaluationEvent
 from trainer.errors import ConfigError, DamagedError
@@ -107,9 +108,7 @@ class FleetRunner:
         else:
             self._judge()
             self._ask_source()
-            look = Look(FleetFacts(self.limits, tuple(self.jobs.values()), not self.source_is_dry), now)
-            decisions = look.decisions
-            self.records.note_look(look.waits, not self.source_is_dry)
+            decisions = decide(FleetFacts(self.limits, tuple(self.jobs.values()), not self.source_is_dry), now)
         self._act(decisions, now)
         return self.source_is_dry and all(item.state.is_final for item in self.jobs.values())
 
@@ -232,15 +231,14 @@ class FleetRunner:
             self._keep(
                 standing,
                 state=FleetState.RUNNING,
-                nodes=start.nodes,
+                nodes=standing.job.nodes,
                 grant_units=start.grant_units,
                 reason="",
                 launches=standing.launches + 1,
                 before=launch_mark(standing.job),
                 launched_at=now,
             )
-            nodes = f"{start.nodes} node{'s' if start.nodes > 1 else ''}"
-            self.told(f"{start.job_id}: {start.reason} on {nodes}")
+            self.told(f"{start.job_id}: {start.reason} on {count_nodes(standing.job.nodes)}")
         leaving = [standing for standing in self.jobs.values() if standing.state in RESTS]
         with ThreadPoolExecutor(AT_ONCE) as pool:
             started = [(start.job_id, pool.submit(self._start, self.jobs[start.job_id])) for start in starts]

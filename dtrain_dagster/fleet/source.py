@@ -94,16 +94,12 @@ class JobEntry(BaseModel):
     set: dict[str, Any] = Field(default_factory=dict)
     """Any field, as ``--set``: ``training.learning_rate: 0.001``."""
     expected_node_minutes: float | None = Field(default=None, gt=0)
-    """Minutes that one node is expected to need; None: what past runs tell, or a guess. The job corrects it as it
-    runs."""
-    serial_share: float = Field(default=0.1, ge=0, le=1)
-    """Share of its work that more nodes do not speed up."""
+    """Minutes that its nodes are expected to need, added up; None: what past runs tell, or a guess. The job corrects it
+    as it runs."""
     startup_seconds: float | None = Field(default=None, ge=0)
     """None: what past runs took, where the job's work is expected by them, else 20."""
     priority: int = 0
-    least_nodes: int = Field(default=1, ge=1)
-    most_nodes: int | None = Field(default=None, ge=1)
-    """None: all nodes of the fleet."""
+    nodes: int = Field(default=1, ge=1)
     deadline_hours: float | None = Field(default=None, gt=0)
     """Hours from the beginning of the fleet."""
 
@@ -121,8 +117,6 @@ class JobEntry(BaseModel):
         own = [name for name in ("model", "loss") if getattr(self, name) is not None]
         if self.script is not None and own:
             raise ValueError(f"{own[0]} cannot be combined with script: the script has its own")
-        if self.most_nodes is not None and self.most_nodes < self.least_nodes:
-            raise ValueError(f"most_nodes is {self.most_nodes}, and least_nodes {self.least_nodes}")
         return self
 
 

@@ -18,6 +18,7 @@ from dtrain_dagster.costs.plan import launch_price
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.fleet.jobs import FleetLimits, FleetState, Standing
 from dtrain_dagster.fleet.records import FleetRecords
+from dtrain_dagster.fleet.scheduling import FleetFacts, Look
 from dtrain_dagster.jobs.view import JobFollower
 from dtrain_dagster.planning.projection import time_left
 from trainer.documents.presences import stale_seconds
@@ -37,7 +38,7 @@ class FleetRow:
     loss: float | None = None
     valid_loss: float | None = None
     seconds_left: float | None = None
-    """Seconds to the end of its training, while it trains; of a job without nodes, on as few as it may have."""
+    """Seconds to the end of its training; of a job with nodes while it trains."""
     usd: float = 0.0
     promised_usd: float = 0.0
     """What it may have cost when its nodes stop by themselves."""
@@ -60,11 +61,9 @@ class FleetView:
     is_run: bool
     """Whether an orchestrator is there."""
     is_cancelled: bool
-    may_grow: bool
-    """Whether its source may give more jobs, which nothing here knows of."""
     ends_in_seconds: float | None
-    """Seconds until all jobs that are known now are over, if each takes what is expected of it; None while that is not
-    known of one of them."""
+    """Seconds until all these jobs are over, if each takes what is expected of it; None while that is not known of one
+    of them. A search may begin more."""
     jobs: tuple[FleetRow, ...]
 
     @property
@@ -104,7 +103,8 @@ class FleetWatch:
     def view(self, now: float | None = None) -> FleetView:
         """Return the fleet as it is now. Raise `FleetError` where there is none of that name."""
         now = time.time() if now is None else now
-        limits, standings, (waits, may_grow) = self.records.limits(), self.records.standings(), self.records.last_look()
+        limits, standings = self.records.limits(), self.records.standings()
+        waits = Look(FleetFacts(limits, tuple(standings), more_may_come=True), now).waits
         rows = [self._row(standing, limits, waits.get(standing.job_id, ""), now) for standing in standings]
         return FleetView(
             name=self.records.name,
@@ -116,7 +116,6 @@ class FleetWatch:
             usd_per_node_hour=limits.usd_per_node_hour,
             is_run=self.records.is_run(),
             is_cancelled=self.records.is_cancelled(),
-            may_grow=may_grow,
             ends_in_seconds=_seconds_to_end(standings, rows, limits.nodes),
             jobs=tuple(rows),
         )
@@ -131,7 +130,7 @@ class FleetWatch:
             state=state,
             priority=standing.job.priority,
             nodes=standing.nodes,
-            seconds_left=standing.seconds_left(standing.job.least_nodes) if rests else None,
+            seconds_left=standing.seconds_left() if rests else None,
             usd=standing.usd,
             promised_usd=usd(standing.grant_units),
             launches=standing.launches,
@@ -168,7 +167,7 @@ class FleetWatch:
 def _seconds_to_end(standings: list[Standing], rows: list[FleetRow], nodes: int) -> float | None:
     """Return the seconds until all are over, as if the nodes were always busy: at least what the longest takes."""
     each = [
-        (row.nodes or standing.job.least_nodes, row.seconds_left)
+        (standing.job.nodes, row.seconds_left)
         for standing, row in zip(standings, rows, strict=True)
         if not standing.state.is_final
     ]

@@ -197,10 +197,9 @@ class Search:
             return FleetJob(job_id=job_id, node_seconds=1.0, problem=f"no training: {error}"), 1
         return FleetJob(
             job_id=job_id,
-            least_nodes=request.nodes_per_trial,
-            most_nodes=request.nodes_per_trial,
+            nodes=request.nodes_per_trial,
             node_seconds=max(1.0, usual.evaluation * of + usual.finish),
-            startup_seconds=usual.startup,
+            startup_seconds=usual.startup / request.nodes_per_trial,
             config=job,
             command=command,
         ), of

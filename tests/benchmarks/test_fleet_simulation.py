@@ -16,9 +16,9 @@ def jobs_of(seed: int, count: int) -> list[SimulatedJob]:
     chance = random.Random(seed)
     found = []
     for number in range(count):
-        least, expected = chance.choice((1, 1, 2)), chance.uniform(60, 4000)
+        expected = chance.uniform(60, 4000)
         job = FleetJob(
-            job_id=f"j{number}", priority=chance.randrange(3), least_nodes=least, most_nodes=least * 2,
+            job_id=f"j{number}", priority=chance.randrange(3), nodes=chance.choice((1, 1, 2)),
             node_seconds=expected, startup_seconds=chance.uniform(5, 60),
         )  # fmt: skip
         found.append(

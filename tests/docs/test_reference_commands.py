@@ -49,7 +49,7 @@ name: night
 budget_usd: 20
 nodes: 2
 defaults: {dataset: latest, epochs: 1}
-jobs: [{name: one, most_nodes: 1}, {name: two, most_nodes: 1}]
+jobs: [{name: one}, {name: two}]
 EOF
 echo '{"training.learning_rate": {"low": 1e-4, "high": 1e-1, "log": true}}' > space.json
 echo Date,MeterCategory,CostInBillingCurrency,BillingCurrency,ResourceId > export.csv; gzip export.csv

@@ -1,5 +1,5 @@
-"""A fleet of real trainings by `dtrain fleet`, told once for every kind of cluster: a job is paused for one of higher
-priority, the orchestrator is killed twice, nodes stop by themselves at what they were promised, and all jobs end."""
+"""A fleet of real trainings by `dtrain fleet`, told once for every kind of cluster: the orchestrator is killed twice,
+nodes stop by themselves at what they were promised, one of higher priority comes first, and all jobs end."""
 
 from __future__ import annotations
 
@@ -100,7 +100,6 @@ class FleetShell:
             "slice_seconds": slice_seconds,
             "defaults": {
                 "dataset": str(self.folder / "dataset"),
-                "most_nodes": 1,
                 "expected_node_minutes": 0.5,
                 "set": {"training.threads_per_rank": 1, "training.log_frequency": 5, **settings},
             },
@@ -129,7 +128,7 @@ def tell(shell: FleetShell) -> dict[str, list[NodePresence]]:
     write_dataset(shell.folder / "dataset")
     budget = 1_500 * PRICE
     pace = {"model": "paced:tcn", "startup_seconds": 5}
-    both = {"least_nodes": 2, "most_nodes": 2, **pace}
+    both = {"nodes": 2, **pace}
     low = {"name": "low", **both, "set": _steps(260, 0.1)}
     high = {"name": "high", "priority": 1, **both, "set": _steps(220, 0.1)}
     side = {"name": "side", **pace, "set": _steps(10, 0.0)}
@@ -137,15 +136,10 @@ def tell(shell: FleetShell) -> dict[str, list[NodePresence]]:
 
     shell.write(budget, [low], few_seconds)
     shell.run_until(lambda: list(shell.rundir("low").events("step")))
+    _wait_for_budget(shell, "low")
     shell.write(budget, [low, high, side], few_seconds)
     shell.run_until(lambda: list(shell.rundir("high").events("step")))
-
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not shell.rundir("high").read_json("result.json"):
-        assert time.monotonic() < deadline, "nobody told its nodes to stop"
-        time.sleep(0.3)
-    assert (shell.rundir("high").read_json("result.json") or {})["status"] == "budget"
-    assert shell.rundir("high").latest_checkpoint()
+    _wait_for_budget(shell, "high")
     stopped = [node.seconds(node.last_seen_at or node.started_at) for node in shell.rundir("high").nodes()]
     promised = {name: shell.kept(name)["grant_units"] / 3.6e18 for name in ("low", "high")}
     assert sum(stopped) * shell.price("high") <= promised["high"]
@@ -175,6 +169,16 @@ def tell(shell: FleetShell) -> dict[str, list[NodePresence]]:
     assert cost["usd"] == pytest.approx(seen["used_usd"], abs=1e-9), "what the fleet counts is what the ledgers sum to"
     assert seen["used_usd"] == seen["promised_usd"] <= budget, "what was not used has come back"
     return nodes
+
+
+def _wait_for_budget(shell: FleetShell, name: str) -> None:
+    """Wait until the nodes of a job have stopped by themselves."""
+    deadline, rundir = time.monotonic() + WAIT_SECONDS, shell.rundir(name)
+    while not rundir.read_json("result.json"):
+        assert time.monotonic() < deadline, "nobody told its nodes to stop"
+        time.sleep(0.3)
+    assert (rundir.read_json("result.json") or {})["status"] == "budget"
+    assert rundir.latest_checkpoint()
 
 
 def _steps(steps: int, pause_seconds: float) -> dict[str, Any]:

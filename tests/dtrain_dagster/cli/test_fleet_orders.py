@@ -14,7 +14,7 @@ LIMITS = FleetLimits(budget_usd=10.0, nodes=2, usd_per_node_hour=3.6, slice_seco
 
 @pytest.mark.parametrize("jobs", [1, 10, 60])
 def test_a_first_guess_lets_every_job_begin_within_the_budget(jobs: int):
-    known = guess(LIMITS, jobs, least_nodes=1)
+    known = guess(LIMITS, jobs, nodes=1)
     assert known["facts"]["basis"].endswith("data and batch on this SKU is known here")
     assert 30 <= known["node_seconds"] <= LIMITS.slice_seconds
     standings = tuple(Standing(job=FleetJob(job_id=f"j{number}", **known), number=number) for number in range(jobs))
@@ -23,17 +23,14 @@ def test_a_first_guess_lets_every_job_begin_within_the_budget(jobs: int):
     assert all(isinstance(item, Start) for item in decisions)
 
 
-def test_a_past_run_on_two_nodes_gives_the_work_that_takes_as_long_on_two():
+def test_a_past_run_on_two_nodes_tells_what_two_take():
     sizes = Sizes(
         train_samples=6400, valid_samples=64, test_samples=64, batch_size_per_rank=32, micro_batches_per_rank=1,
         processes_per_node=1, epochs=3, max_steps=None, eval_frequency=None, checkpoint_frequency=1000, stated_ranks=2,
     )  # fmt: skip
     run = Measured(node_count=2, startup_seconds=7.0, step_seconds=0.5, evaluation_seconds=2.0, finish_seconds=4.0)
     forecast = Forecast(measured=(run,), sizes=sizes, basis="history", basis_words="run a")
-    known = expect_like_past_runs(forecast, serial_share=0.2)
-    job = FleetJob(job_id="a", serial_share=0.2, **known)
+    job = FleetJob(job_id="a", nodes=2, **expect_like_past_runs(forecast, 2))
     assert (job.startup_seconds, job.facts) == (7.0, {"basis": "run a"})
     assert 0.1 < job.spread < 1.0
-    took = job.seconds_on(2)
-    assert took == pytest.approx(300 * 0.5 + 3 * 2.0 + 4.0, rel=1e-6)
-    assert job.node_seconds > took, "one node needs longer"
+    assert job.node_seconds == pytest.approx(2 * (300 * 0.5 + 3 * 2.0 + 4.0), rel=1e-6)

@@ -33,7 +33,7 @@ def manager(tmp_path: Path) -> Iterator[LocalClusterManager]:
     made.cleanup_cluster()
 
 
-def job_of(home: Path, name: str, tracking_uri: str | None, ending: str = "succeeds", least_nodes: int = 1) -> FleetJob:
+def job_of(home: Path, name: str, tracking_uri: str | None, ending: str = "succeeds", nodes: int = 1) -> FleetJob:
     job = JobConfig(
         job_id=name,
         run_dir=str(home / "storage" / "jobs" / name),
@@ -42,8 +42,7 @@ def job_of(home: Path, name: str, tracking_uri: str | None, ending: str = "succe
         tracking=TrackingConfig(tensorboard=False, mlflow_tracking_uri=tracking_uri, mlflow_experiment="e"),
     )
     command = (sys.executable, str(WORK), "0.2", ending)
-    nodes = {"least_nodes": least_nodes, "most_nodes": least_nodes}
-    return FleetJob(job_id=name, node_seconds=0.2, startup_seconds=2.0, config=job, command=command, **nodes)
+    return FleetJob(job_id=name, nodes=nodes, node_seconds=0.2, startup_seconds=2.0, config=job, command=command)
 
 
 def test_a_trial_whose_values_do_not_go_together_is_in_no_run(tmp_path: Path) -> None:
@@ -66,7 +65,7 @@ def test_every_tracked_job_has_one_run_whoever_writes_it(manager: LocalClusterMa
     records.write_limits(LIMITS, time.time())
     client = MlflowClient(uri)
     jobs = [job_of(home, "good", uri), job_of(home, "bad", uri, ending="fails"), job_of(home, "out", None)]
-    jobs.append(job_of(home, "wide", uri, least_nodes=3))
+    jobs.append(job_of(home, "wide", uri, nodes=3))
     FleetRunner(manager, records, ListedJobs(jobs), env={"PYTHONPATH": str(ROOT)}).run()
     for job in jobs[:2]:  # as their nodes do
         job.rundir.write_json(TRACKING, {"mlflow_run_id": begin_run(client, uri, job.trained)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,7 @@ from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, FleetState, Standing
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.runner import FleetRunner
+from dtrain_dagster.fleet.scheduling import Pause
 from dtrain_dagster.fleet.source import JobSource, ListedJobs
 from dtrain_dagster.fleet.view import FleetWatch
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
@@ -92,7 +94,7 @@ def stage(tmp_path: Path) -> Iterable[Stage]:
 def test_jobs_share_the_nodes_and_each_is_paid_to_the_microsecond(stage: Stage):
     jobs = [job_of(stage.home, f"j{number}", 0.4) for number in range(3)]
     jobs.append(job_of(stage.home, "bad", 0.1, ending="fails"))
-    jobs.append(job_of(stage.home, "wide", 0.1, least_nodes=3, most_nodes=3))
+    jobs.append(job_of(stage.home, "wide", 0.1, nodes=3))
     stage.runner(ListedJobs(jobs)).run()
     assert stage.states() == {"j0": "succeeded", "j1": "succeeded", "j2": "succeeded", "bad": "failed", "wide": "ended"}
     view = FleetWatch(stage.records).view()
@@ -135,27 +137,37 @@ class LaterSource(JobSource):
 
 
 @pytest.mark.slow
-def test_a_higher_priority_pauses_a_lower_one_which_goes_on_where_it_was(stage: Stage):
-    both = {"least_nodes": 2, "most_nodes": 2, "serial_share": 1.0}
-    low = job_of(stage.home, "low", 20.0, node_seconds=60.0, **both)
-    source = LaterSource(low, job_of(stage.home, "high", 0.2, priority=1, **both))
-    runner = stage.runner(source)
-    look_until(runner, lambda: stage.states().get("high") == "succeeded")
-    done = (stage.manager.rundir("low").read_json("progress.json") or {})["done"]
-    assert 0 < done < 20
-    look_until(runner, lambda: runner.jobs["low"].launches == 2)
+def test_a_job_that_is_paused_goes_on_where_it_was(stage: Stage, monkeypatch: pytest.MonkeyPatch):
+    runner = stage.runner(ListedJobs([job_of(stage.home, "low", 20.0, node_seconds=60.0, nodes=2)]))
     rundir = stage.manager.rundir("low")
+    look_until(runner, lambda: list(rundir.events("step")))
+    pause = Pause(job_id="low", reason="the budget is running short")
+    monkeypatch.setattr("dtrain_dagster.fleet.runner.decide", lambda facts, now: (pause,))
+    runner.look(time.time())
+    monkeypatch.undo()
+    look_until(runner, lambda: runner.jobs["low"].launches == 2)
+    done = (rundir.read_json("progress.json") or {})["done"]
+    assert 0 < done < 20
     while len(list(rundir.events("step"))) < 2:
         time.sleep(0.1)
     stage.manager.cancel_job("low")  # it need not take its time; a person's own cancellation is not undone
     runner.run()
-    assert source.told == [("high", "succeeded"), ("low", "ended")]
-    assert stage.launches() == {"low": 2, "high": 1}
+    assert stage.states() == {"low": "ended"}
+    assert stage.launches() == {"low": 2}
     assert stage.most_nodes() == 2, "never four at once"
     steps = [item["step"] for item in rundir.events("step")]
-    assert steps[0] == 1
-    assert steps[1] == 1 + int(10 * done), "its second launch goes on where the first was"
-    assert any("of higher priority, needs its nodes" in sentence for sentence in stage.told)
+    assert steps == [1, 1 + int(10 * done)], "its second launch goes on where the first was"
+
+
+def test_a_fleet_of_an_older_version_has_the_fewest_nodes_that_its_jobs_might_have(stage: Stage):
+    stage.records.add(job_of(stage.home, "old", 10.0), 0)
+    path = stage.home / "fleets" / "small" / "jobs" / "old.json"
+    document = json.loads(path.read_text())
+    del document["job"]["nodes"]
+    document["job"] |= {"least_nodes": 2, "most_nodes": 4, "serial_share": 0.2, "node_seconds": 100.0}
+    path.write_text(json.dumps(document))
+    [standing] = stage.records.standings()
+    assert (standing.job.nodes, standing.job.node_seconds) == (2, pytest.approx(2 * (20.0 + 80.0 / 2)))
 
 
 class _KilledError(BaseException):

@@ -41,7 +41,7 @@ def waiting(job_id: str, number: int = 0, **fields: object) -> Standing:
 
 def running(job_id: str, nodes: int = 1, number: int = 0, grant: int = 100 * CENT, **fields: object) -> Standing:
     return replace(
-        waiting(job_id, number, most_nodes=max(nodes, 1), **fields), state=FleetState.RUNNING, nodes=nodes,
+        waiting(job_id, number, nodes=nodes, **fields), state=FleetState.RUNNING, nodes=nodes,
         grant_units=grant, launched_at=0.0, is_training=True, left_node_seconds=600.0,
     )  # fmt: skip
 
@@ -52,8 +52,8 @@ def decided(
     return decide(FleetFacts(limits=limits, jobs=jobs, more_may_come=more), now)
 
 
-def starts(decisions: tuple[Decision, ...]) -> dict[str, int]:
-    return {item.job_id: item.nodes for item in decisions if isinstance(item, Start)}
+def starts(decisions: tuple[Decision, ...]) -> set[str]:
+    return {item.job_id for item in decisions if isinstance(item, Start)}
 
 
 @st.composite
@@ -62,23 +62,19 @@ def standings(draw: st.DrawFn, limits: FleetLimits) -> list[Standing]:
     free_nodes, free_units = limits.nodes, limits.budget_units
     found = []
     for number in range(draw(st.integers(0, 8))):
-        least = draw(st.integers(1, limits.nodes + 1))
         job = FleetJob(
             job_id=f"j{number}",
             priority=draw(st.integers(0, 3)),
-            least_nodes=least,
-            most_nodes=draw(st.integers(least, limits.nodes + 2)),
+            nodes=draw(st.integers(1, limits.nodes + 1)),
             node_seconds=draw(st.floats(1, 1e5)),
             spread=draw(st.floats(0, 2)),
-            serial_share=draw(st.floats(0, 1)),
             startup_seconds=draw(st.floats(0, 100)),
             deadline=draw(st.none() | st.floats(1, 1e5)),
         )
         state = draw(st.sampled_from([item for item in FleetState if not item.is_final]))
         paid = draw(st.integers(0, free_units // 4))
-        if state.has_nodes and job.least_nodes <= free_nodes:
-            grant = draw(st.integers(paid, max(paid, free_units // 2)))
-            nodes = draw(st.integers(job.least_nodes, min(free_nodes, job.most_nodes)))
+        if state.has_nodes and job.nodes <= free_nodes:
+            grant, nodes = draw(st.integers(paid, max(paid, free_units // 2))), job.nodes
         else:
             state, grant, nodes = FleetState.PAUSED if paid else FleetState.WAITING, paid, 0
         free_nodes, free_units = free_nodes - nodes, free_units - grant
@@ -113,10 +109,9 @@ def test_no_decision_promises_more_dollars_or_nodes_than_there_are_or_forgets_a_
         before = after[item.job_id]
         if isinstance(item, Start):
             assert before.state in (FleetState.WAITING, FleetState.PAUSED)
-            assert before.job.least_nodes <= item.nodes <= before.job.most_nodes
             assert before.not_before <= now
             after[item.job_id] = replace(
-                before, state=FleetState.RUNNING, nodes=item.nodes, grant_units=item.grant_units
+                before, state=FleetState.RUNNING, nodes=before.job.nodes, grant_units=item.grant_units
             )
         elif isinstance(item, RaiseGrant):
             assert before.state is FleetState.RUNNING
@@ -146,59 +141,15 @@ def test_a_limit_leaves_each_node_its_margin():
 def test_the_higher_priority_comes_first_and_then_the_shorter():
     jobs = [waiting("long"), waiting("short", 1, node_seconds=60.0), waiting("first", 2, priority=1)]
     limits = replace(LIMITS, nodes=2)
-    assert starts(decided(*jobs, limits=limits)) == {"first": 1, "short": 1}
+    assert starts(decided(*jobs, limits=limits)) == {"first", "short"}
 
 
-def test_few_nodes_each_for_many_and_more_for_few():
-    many = [waiting(f"j{number}", number, most_nodes=4, serial_share=0.05) for number in range(4)]
-    assert starts(decided(*many)) == {"j0": 1, "j1": 1, "j2": 1, "j3": 1}
-    assert starts(decided(*many[:2])) == {"j0": 2, "j1": 2}
-    assert starts(decided(many[0], more=True)) == {"j0": 1}, "others may come"
-    serial = waiting("serial", most_nodes=4, serial_share=0.9)
-    assert starts(decided(serial)) == {"serial": 1}, "more nodes would not pay"
-
-
-def test_a_job_that_runs_is_continued_on_more_nodes_where_it_then_ends_much_sooner():
-    job = running("a", grant=50 * CENT, serial_share=0.05)
-    wide = replace(job, job=replace(job.job, most_nodes=4), left_node_seconds=3000.0)
-    [pause] = [item for item in decided(wide) if isinstance(item, Pause)]
-    assert "on 4 nodes" in pause.reason
-    nearly_done = replace(wide, left_node_seconds=20.0)
-    assert not [item for item in decided(nearly_done) if isinstance(item, Pause)]
-    others = [waiting(f"j{number}", number) for number in range(1, 4)]
-    assert not [item for item in decided(wide, *others) if isinstance(item, Pause)], "others need the nodes"
-
-
-def test_a_higher_priority_takes_the_nodes_of_the_lowest_and_of_none_that_is_about_to_end():
-    low, middle = running("low", nodes=2), running("middle", nodes=2, number=1, priority=1)
-    wants = waiting("high", 2, priority=2, least_nodes=2, most_nodes=2)
-    decisions = decided(low, middle, wants)
-    assert [(item.job_id, "high" in item.reason) for item in decisions if isinstance(item, Pause)] == [("low", True)]
-    assert not starts(decisions), "its nodes are not free yet"
-    ending = replace(low, left_node_seconds=10.0)
-    paused = [item.job_id for item in decided(ending, middle, wants) if isinstance(item, Pause)]
-    assert paused == ["middle"]
-    leaving = replace(low, state=FleetState.PAUSING)
-    assert not decided(leaving, middle, wants), "two nodes are coming already"
-    one_free = replace(leaving, nodes=1, job=replace(leaving.job, most_nodes=1))
-    assert not decided(one_free, middle, wants), "one is free, and one is coming"
-    same = waiting("same", 2, least_nodes=2, most_nodes=2)
-    assert not [item for item in decided(low, replace(middle), same) if isinstance(item, Pause)]
-
-
-def test_a_small_job_passes_a_wide_one_only_where_it_does_not_hold_it_up():
-    busy = replace(running("busy", nodes=3, grant=500 * CENT), left_node_seconds=3000.0)
-    wide = waiting("wide", 1, least_nodes=4, most_nodes=4, node_seconds=100.0)
-    short, long = waiting("short", 2, node_seconds=500.0), waiting("long", 3, node_seconds=5000.0)
-    assert starts(decided(busy, wide, short, long)) == {"short": 1}
-
-
-def test_as_many_long_jobs_pass_a_wide_one_as_nodes_are_to_spare_once_it_begins():
-    busy = replace(running("busy", nodes=2, grant=500 * CENT), left_node_seconds=1000.0)
-    wide = waiting("wide", 1, least_nodes=3, most_nodes=3, node_seconds=100.0)
-    long = [waiting(f"long{number}", number, node_seconds=2000.0) for number in (2, 3)]
-    rich = replace(LIMITS, budget_usd=100.0)
-    assert starts(decided(busy, wide, *long, limits=rich)) == {"long2": 1}, "of four nodes one"
+def test_nobody_passes_the_first_that_waits_for_nodes_and_none_that_runs_gives_its_own_up():
+    busy = replace(running("busy", nodes=2, grant=500 * CENT), left_node_seconds=2000.0)
+    wide = waiting("wide", 1, priority=1, nodes=3, node_seconds=100.0)
+    short = waiting("short", 2, node_seconds=50.0)
+    assert not decided(busy, wide, short)
+    assert starts(decided(busy, replace(wide, job=replace(wide.job, nodes=2)), short)) == {"wide"}
 
 
 def test_what_cannot_end_in_time_is_not_begun_and_is_told_why():
@@ -208,8 +159,6 @@ def test_what_cannot_end_in_time_is_not_begun_and_is_told_why():
     assert "not begun: it would take 10 min 10 s on 1 node, and its deadline is in 8 min 20 s" in end.reason
     [end] = decided(late, now=100.0)
     assert "its deadline is in 6 min 40 s" in getattr(end, "reason", "")
-    wide = waiting("wide", most_nodes=4, serial_share=0.0, deadline=250.0, spread=0.1)
-    assert starts(decided(wide, more=True)) == {"wide": 3}, "as few as end in time"
     runs = running("runs", deadline=500.0)
     assert not decided(runs, now=100.0), "it may still end in time"
     [end] = decided(runs, now=300.0)
@@ -223,7 +172,7 @@ def test_what_cannot_end_within_the_budget_is_not_begun_and_is_told_why():
     [end] = decided(dear)
     assert isinstance(end, End)
     assert "not begun: it would cost $26.02 to its end, and $10.00 of the budget is left" in end.reason
-    assert starts(decided(dear, waiting("cheap", 1))) == {"cheap": 1}
+    assert starts(decided(dear, waiting("cheap", 1))) == {"cheap"}
     rest = replace(dear, paid_units=100 * CENT, grant_units=100 * CENT, launched_at=0.0, state=FleetState.PAUSED)
     [end] = decided(rest)
     assert isinstance(end, End)
@@ -233,7 +182,7 @@ def test_what_cannot_end_within_the_budget_is_not_begun_and_is_told_why():
 def test_no_job_begins_with_dollars_that_those_before_it_need():
     runs = replace(running("runs", grant=100 * CENT), left_node_seconds=7000.0, left_spread=0.1)
     assert not starts(decided(runs, waiting("b", 1, node_seconds=3000.0))), "7.7 of 10 dollars are needed to its end"
-    assert starts(decided(runs, waiting("b", 1, node_seconds=900.0))) == {"b": 1}
+    assert starts(decided(runs, waiting("b", 1, node_seconds=900.0))) == {"b"}
 
 
 def test_grants_are_slices_and_are_raised_while_there_is_room():
@@ -248,11 +197,11 @@ def test_grants_are_slices_and_are_raised_while_there_is_room():
 
 
 def test_a_start_gets_at_least_its_start_and_some_work_or_nothing():
-    job = waiting("a", node_seconds=5000.0)
+    job = waiting("a", nodes=2, node_seconds=5000.0)
     start, work, margin = 10.0, LEAST_WORK_SECONDS, 10.0
     least = LIMITS.units_of(2 * (start + work + margin))
-    assert first_grant(job, 2, least, LIMITS) == least
-    assert first_grant(job, 2, least - CENT, LIMITS) is None
+    assert first_grant(job, least, LIMITS) == least
+    assert first_grant(job, least - CENT, LIMITS) is None
 
 
 def test_a_job_that_is_expected_to_end_is_promised_a_share_of_its_whole_for_what_nobody_foresaw():
@@ -282,20 +231,12 @@ def test_each_job_that_waits_says_for_what():
     def told(*jobs: Standing, limits: FleetLimits = LIMITS, now: float = 0.0) -> dict[str, str]:
         return Look(FleetFacts(limits=limits, jobs=jobs), now).waits
 
-    wide, after = (
-        waiting("wide", 1, least_nodes=2, most_nodes=2),
-        waiting("after", 2, node_seconds=700.0, least_nodes=2, most_nodes=2),
-    )
+    wide, after = waiting("wide", 1, nodes=2), waiting("after", 2, node_seconds=700.0)
     assert told(running("all", nodes=3), wide, after) == {
         "wide": "it needs 2 nodes, and 1 is free",
         "after": "nodes are kept for wide, which comes before it",
     }
-    assert told(running("all", nodes=4), waiting("one", 1)) == {
-        "one": "no node is free, and no running job has a lower priority"
-    }
-    assert told(running("all", nodes=3), waiting("hurry", 1, most_nodes=4, deadline=450.0)) == {
-        "hurry": "it needs 2 nodes to end by its deadline, and 1 is free"
-    }
+    assert told(running("all", nodes=4), waiting("one", 1)) == {"one": "no node is free"}
     poor = replace(LIMITS, budget_usd=1.1)
     assert told(running("runs"), waiting("poor", 1, node_seconds=700.0), limits=poor) == {
         "poor": "the rest of the budget is needed by jobs ahead of it"
