@@ -2,7 +2,7 @@
 
 Run `python -m benchmarks.fleet`. Nothing is trained: `benchmarks.fleet_simulation` moves the jobs in virtual time,
 and `dtrain_dagster.fleet.scheduling.decide` decides as it does for real ones. Jobs come over 24 hours, of random sizes,
-priorities and numbers of nodes; what was expected of them is wrong by a factor (log-normal, sigma 0.5), one in twelve fails,
+priorities and nodes; what was expected of them is wrong by a factor (log-normal, sigma 0.5), one in twelve fails,
 nodes are lost, and the orchestrator is dead twice for an hour. The budget pays for 60 % of the work.
 
 First-come-first-served gives each job its nodes in order of arrival. It promises no dollars; instead all its nodes stop
