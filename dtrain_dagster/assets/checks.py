@@ -15,7 +15,7 @@ from typing import Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.common import round_figures, sentences, strategy_table
+from dtrain_dagster.assets.common import round_figures, sentences
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.training_progress import communication_shares
 from dtrain_dagster.automation.retraining import CHAMPION_CHECK, prices_of, registrations
@@ -323,6 +323,7 @@ def _cost_check(usage: Sequence[NodeUsage], plan: TrainingPlan) -> dg.AssetCheck
 def communication_check(events: Sequence[dict[str, Any]], training: Mapping[str, Any]) -> dg.AssetCheckResult:
     """Return the check of the whole job's communication against its limit, with the changes that would help."""
     from dtrain_dagster.monitoring.alerts import communication_alert
+    from dtrain_dagster.monitoring.strategies import change_table
 
     found = settled(windows(events))
     alert = communication_alert(found, training)
@@ -332,7 +333,7 @@ def communication_check(events: Sequence[dict[str, Any]], training: Mapping[str,
         communication_shares(shares(found)) if found else {"communication_percent": "not known: no timing was recorded"}
     )
     if alert:
-        metadata["strategies"] = dg.MarkdownMetadataValue(strategy_table(alert.strategies))
+        metadata["strategies"] = dg.MarkdownMetadataValue(change_table(alert.changes))
     return dg.AssetCheckResult(
         check_name="communication_within_limits",
         passed=alert is None,

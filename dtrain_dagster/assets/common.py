@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dagster as dg
 from pydantic import ConfigDict, ValidationError
@@ -32,9 +32,6 @@ from trainer.config import ConfigError
 from trainer.data.manifest import DatasetError
 from trainer.setting_errors import describe_errors
 from trainer.storage.open import open_storage
-
-if TYPE_CHECKING:
-    from dtrain_dagster.monitoring.strategies import Strategy
 
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 """Pydantic's names of a number's bounds, and their words."""
@@ -98,19 +95,6 @@ def hardware_mark(cluster: GPUClusterResource, gpu_type: str) -> str:
 def round_figures(value: Any) -> Any:
     """Return a figure as metadata shows it, and anything else unchanged."""
     return round(value, 6) if isinstance(value, float) else value
-
-
-def strategy_table(strategies: Iterable[Strategy]) -> str:
-    """Return the strategies as a Markdown table, in the order given, with the gain that each is expected to bring."""
-    rows = [
-        "| what | change | samples/s | per dollar | step | network then | note |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for item in strategies:
-        speed = f"{item.gain:+.0%} ({item.samples_per_second:,.0f})"
-        step = f"{1000 * item.step_seconds:.3g} ms | {item.communication_share:.0%}"
-        rows.append(f"| **{item.name}** | {item.change} | {speed} | {item.cost_gain:+.0%} | {step} | {item.note} |")
-    return "\n".join(rows) if len(rows) > 2 else "These figures do not suggest any change."
 
 
 def table_schema(rows: list[dg.TableRecord]) -> dg.TableSchema:

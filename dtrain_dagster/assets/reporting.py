@@ -66,7 +66,6 @@ def add_report_to_mlflow(outcome: Outcome, verdict: str) -> None:
 def report_performance(outcome: Outcome) -> dg.MaterializeResult:
     """Return a finished training's figures, after its reports were written."""
     from dtrain_dagster.dashboard.page import write_report
-    from dtrain_dagster.monitoring.alerts import describe_strategy
     from dtrain_dagster.planning.optimizer import ResourceOptimizer
     from dtrain_dagster.reports.performance import summarise_performance
 
@@ -95,7 +94,7 @@ def report_performance(outcome: Outcome) -> dg.MaterializeResult:
         ),
         **({"by_rank": best_rows(rows, RANK_COLUMNS)} if rows else {}),
         "recommendations": dg.MarkdownMetadataValue(
-            "\n".join(f"- {describe_strategy(item)}" for item in performance.recommendations)
+            "\n".join(f"- {item.text}" for item in performance.recommendations)
             or "These figures do not suggest any change."
         ),
         "next_run": dg.MarkdownMetadataValue(advice.markdown()),

@@ -11,7 +11,7 @@ from typing import Any
 import dagster as dg
 
 from dtrain_dagster.assets.cluster_run import ClusterRun
-from dtrain_dagster.assets.common import round_figures, strategy_table
+from dtrain_dagster.assets.common import round_figures
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobState, JobStatus
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.tracker import CostTracker
@@ -185,6 +185,7 @@ def tell_of(
     """Tell people of a bottleneck, if there is one: once per job, however many runs follow it. ``told`` is the content
     of `TOLD`; it is extended."""
     from dtrain_dagster.monitoring.alerts import COMMUNICATION, alerts
+    from dtrain_dagster.monitoring.strategies import change_table
 
     job_id = rundir.uri.rsplit("/", 1)[-1]
     for alert in alerts(recent, told, training):
@@ -198,7 +199,7 @@ def tell_of(
                 passed=False,
                 severity=dg.AssetCheckSeverity.WARN,
                 metadata=communication_shares(alert.figures)
-                | {"strategies": dg.MarkdownMetadataValue(strategy_table(alert.strategies))},
+                | {"strategies": dg.MarkdownMetadataValue(change_table(alert.changes))},
             )
             context.log_event(check)
         notify_and_log(notify_urls, f"dtrain: {job_id}: {alert.title}", text, context.log)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dtrain_dagster.monitoring.diagnosis import SlowdownCause, diagnose
 from dtrain_dagster.monitoring.stragglers import FEWEST_WINDOWS, LEAST_SECONDS
 from dtrain_dagster.monitoring.strategies import (
-    Strategy,
+    Change,
+    best,
     communication_strategies,
     strategies,
     waiting_strategies,
@@ -27,26 +28,26 @@ from dtrain_dagster.monitoring.windows import (
 )
 from trainer.documents.events import TimingEvent
 
-MOST_STRATEGIES = 5
+MOST_CHANGES = 5
 COMMUNICATION = "communication"
 STRAGGLERS = (SlowdownCause.SLOW_COMPUTE, SlowdownCause.SLOW_INPUT, SlowdownCause.SLOW_RANK)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alert:
-    """A message about a job's speed, with strategies against the cause."""
+    """A message about a job's speed, with changes against the cause."""
 
     key: str
     """The subject of the alert: nobody is told of the same one twice."""
     title: str
     sentence: str
     figures: dict[str, float]
-    strategies: tuple[Strategy, ...]
+    changes: tuple[Change, ...]
 
     @property
     def text(self) -> str:
         """Return the message: the problem, and what would help, the best first."""
-        return "\n".join([self.sentence, *(f"- {describe_strategy(item)}" for item in self.strategies)])
+        return "\n".join([self.sentence, *(f"- {item.text}" for item in self.changes)])
 
 
 def alerts(
@@ -60,69 +61,47 @@ def alerts(
     if communication and COMMUNICATION not in told_before and seconds_of(latest) >= LEAST_SECONDS:
         due.append(communication)
     diagnosis = diagnose(recent)
-    groups = worlds(found)  # a straggler is judged in the world that trained longest of those in which it is one
+    against = [waiting_strategies(world) for world in worlds(found)]  # the world that trained longest first
     for item in (diagnosis, *diagnosis.also):
         key = f"{item.cause} {item.node_id}"
         if item.cause in STRAGGLERS and key not in told_before:
-            due.append(
-                Alert(
-                    key=key,
-                    title=item.where,
-                    sentence=f"{item.where}, {item.share:.0%} of training time: {item.evidence}",
-                    figures={"share": item.share},
-                    strategies=best(
-                        next(filter(None, (waiting_strategies(world, item.node_id) for world in groups)), [])
-                    ),
-                )
-            )
+            sentence = f"{item.where}, {item.share:.0%} of training time: {item.evidence}"
+            mine = next((rows for rows in against if rows and rows[0].name == f"replace node {item.node_id}"), [])
+            figures = {"share": item.share}
+            due.append(Alert(key=key, title=item.where, sentence=sentence, figures=figures, changes=best(mine)))
     return due
 
 
 def communication_alert(found: Sequence[TimingEvent], training: Mapping[str, Any] | None = None) -> Alert | None:
     """Return an alert where communication takes more than its limit of these windows' time: the network, and waiting at
-    collectives for ranks that come later. Its strategies are those against the larger of the two parts, then those
-    against the other one if that is above the limit by itself. Windows in which ranks share cores are not judged."""
+    collectives for ranks that come later. Its changes are those against the larger of the two parts, then those against
+    the other one if that is above the limit by itself. Windows in which ranks share cores are not judged."""
     found = with_own_cores(found)
     if len(found) < FEWEST_WINDOWS or not exceeds_limit(found):
         return None
     world, part = worlds(found)[0], shares(found)
     wire, waiting = part["communication"], part["waiting"]
-    total, mostly_waiting = wire + waiting, waiting > wire
-    against_waiting, against_wire = waiting_strategies(world), communication_strategies(world, training or {})
-    larger, other = (against_waiting, against_wire) if mostly_waiting else (against_wire, against_waiting)
-    is_other_large = min(wire, waiting) > COMMUNICATION_LIMIT
-    first, last = found[0], found[-1]
-    hint = ""
-    if mostly_waiting:
+    against_waiting = best(waiting_strategies(world), MOST_CHANGES)
+    against_wire = best(communication_strategies(world, training or {}), MOST_CHANGES)
+    larger, other, hint = against_wire, against_waiting, ""
+    if waiting > wire:
+        larger, other = against_waiting, against_wire
         hint = "; a faster network or compression does not end this waiting"
         hint += "" if against_waiting else ", and no rank is persistently late: they take turns"
+    first, last = found[0], found[-1]
     return Alert(
         key=COMMUNICATION,
-        title=f"communication takes {total:.0%} of training time",
+        title=f"communication takes {wire + waiting:.0%} of training time",
         sentence=(
-            f"communication takes {total:.0%} of training time in steps {first.step - first.steps + 1} to "
+            f"communication takes {wire + waiting:.0%} of training time in steps {first.step - first.steps + 1} to "
             f"{last.step} (limit {COMMUNICATION_LIMIT:.0%}): {wire:.0%} on the network, "
             f"{waiting:.0%} waiting at collectives for slower ranks{hint}"
         ),
         figures={"communication": wire, "waiting": waiting},
-        strategies=(*best(larger), *(best(other) if is_other_large else ())),
+        changes=(*larger, *(other if min(wire, waiting) > COMMUNICATION_LIMIT else ())),
     )
-
-
-def best(ranked: Iterable[Strategy]) -> tuple[Strategy, ...]:
-    """Return the `MOST_STRATEGIES` strategies that are expected to gain most, the largest gain first."""
-    useful = [item for item in ranked if item.is_worth_it]
-    return tuple(sorted(useful, key=lambda item: item.sort_key, reverse=True)[:MOST_STRATEGIES])
 
 
 def advise(events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]) -> list[str]:
     """Return what would help most against what these events tell, in a line each. ``training``: the configuration."""
-    return [describe_strategy(item) for item in best(strategies(settled(windows(events)), events, training))]
-
-
-def describe_strategy(item: Strategy) -> str:
-    """Return a strategy in a line: ``more accumulation (…): +35 % samples/s, communication then 14 % of the step``."""
-    gain = f"{item.gain:+.0%} samples/s" if item.gain >= 0.005 else f"{item.cost_gain:+.0%} samples per dollar"
-    if item.gain < -0.005:
-        gain += f", {item.gain:+.0%} samples/s"
-    return f"{item.name}: {item.change}: {gain}, communication then {item.communication_share:.0%} of the step"
+    return [item.text for item in strategies(settled(windows(events)), events, training)[:MOST_CHANGES]]

@@ -1,8 +1,7 @@
 """The GPU memory that a sample takes, and the samples that fit, from what the nodes measured. Pure.
 
-A process holds weights, gradients and the two moments of Adam, which do not grow with the batch, and activations, which
-do. Where it has told what it holds between steps, data on the GPU among it, that does not grow either. What else it
-holds (the driver's context, the allocator's reserve, what ranks that share a model gather of it) is counted with the
+A process holds weights, gradients and the two moments of Adam, and data on the GPU, which do not grow with the batch,
+and activations, which do. What else it holds (the driver's context, the allocator's reserve) is counted with the
 activations, so a sample seems larger than it is, and a recommended batch is rather too small than too large.
 """
 
@@ -28,16 +27,12 @@ class GPUMemory:
 
     used: int
     total: int
-    state: float
-    """Bytes of weights, gradients and moments."""
+    held: float
+    """Bytes that do not grow with the batch."""
     batch: int
     """Samples of a micro-batch."""
     ranks: int
     """Ranks that share the GPU."""
-    sharing: int = 1
-    """Ranks that hold one copy of the model together."""
-    fixed: float = 0.0
-    """Bytes beside ``state`` that were measured between steps, such as data on the GPU."""
 
     @property
     def fraction(self) -> float:
@@ -45,16 +40,12 @@ class GPUMemory:
 
     @property
     def bytes_per_sample(self) -> float:
-        return (self.used - self.state - self.fixed) / (self.batch * self.ranks)
+        return (self.used - self.held) / (self.batch * self.ranks)
 
     def batch_at(self, target: float = MEMORY_TARGET) -> int:
         """Return the batch that fills this share of the memory; never smaller than now."""
-        room = (target * self.total - self.state - self.fixed) / (self.bytes_per_sample * self.ranks)
+        room = (target * self.total - self.held) / (self.bytes_per_sample * self.ranks)
         return max(self.batch, int(min(room, MOST * self.batch)) // MULTIPLE * MULTIPLE)
-
-    def used_with(self, sharing: int) -> float:
-        """Return the bytes that would be in use if so many ranks held one copy of the model together."""
-        return self.used + self.state * (self.sharing / sharing - 1)
 
 
 def gpu_memory(
@@ -76,26 +67,11 @@ def gpu_memory(
     item, gpu = max(looks, key=lambda look: look[1]["memory_used_bytes"] / look[1]["memory_total_bytes"])
     here = {other.node_id for other in samples if other.machine == item.machine}
     ranks = max(1, math.ceil(sum(node in here for node in world[-1].nodes) / len(item.gpus)))
-    used = int(gpu["memory_used_bytes"])
-    parameters = int(world[-1].facts.get("parameters_bytes") or 0)
-    sharing = sharing_of(world[-1], str(training.get("strategy") or "ddp"))
-    state = ranks * rank_bytes(ModelBytes(parameters=parameters, trained=parameters), sharing).held
-    most = 0.9 * used
-    held = min(most, ranks * int(world[-1].facts.get("held_bytes") or 0))
+    used, facts, size = int(gpu["memory_used_bytes"]), world[-1].facts, world[-1].world_size
+    parameters = int(facts.get("parameters_bytes") or 0)
+    sharing = count_sharing(str(training.get("strategy") or "ddp"), size, max(1, size // len(set(world[-1].nodes))))
+    state = rank_bytes(ModelBytes(parameters=parameters, trained=parameters), sharing).held
+    held = ranks * max(state, int(facts.get("held_bytes") or 0))
     return GPUMemory(
-        used=used,
-        total=int(gpu["memory_total_bytes"]),
-        state=min(state, most),
-        fixed=max(0.0, held - state),
-        batch=int(batch),
-        ranks=ranks,
-        sharing=sharing,
+        used=used, total=int(gpu["memory_total_bytes"]), held=min(held, 0.9 * used), batch=int(batch), ranks=ranks
     )
-
-
-def sharing_of(item: TimingEvent, strategy: str, nodes: int | None = None) -> int:
-    """Return how many ranks hold one copy of the model together, in the world of an event or on other ``nodes`` of its
-    kind."""
-    count = len(set(item.nodes)) or 1
-    each = max(1, item.world_size // count)
-    return count_sharing(strategy, (nodes or count) * each, each)

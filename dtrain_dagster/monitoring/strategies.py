@@ -1,15 +1,15 @@
-"""Strategies against a slow training, ranked by the gain that this run's own figures predict. Pure.
+"""Changes of a training that would make it faster or cheaper, ranked by what its own figures predict. Pure.
 
 Every figure is a prediction from a simple model of a step: its segments, and latency + bytes / bandwidth for the
-network. It holds as long as the rest stays as it is; what it leaves out is said in the strategy's note. What changes do
-to the dollars of a job is in `planning.optimizer`.
+network. It holds as long as the rest stays as it is; what it leaves out is said in the change's ``why``. What changes
+of the nodes do to the dollars of a job is in `planning.optimizer`.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from dtrain_dagster.monitoring.windows import (
     typical_collectives,
     worlds,
 )
+from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.events import CheckpointEvent, TimingEvent, read_events
 from trainer.performance.link import Link, bytes_carried, ring_messages
 
@@ -38,32 +39,89 @@ WORTH_IT = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Strategy:
-    """A change of the training, with its expected gain."""
+class Change:
+    """A change of a training, with the time and the dollars that the same work takes with it."""
 
     name: str
-    change: str
+    setting: str
     """What to do, with the setting if there is one."""
-    gain: float
-    """Expected change of samples per second as a fraction: 0.25 is a quarter more."""
-    step_seconds: float
-    samples_per_second: float
-    communication_share: float
-    cost_gain: float
-    """Expected change of samples per node-second, that is, per dollar."""
-    note: str = ""
+    time: float
+    """Its time as a multiple of the present one: 0.8 takes a fifth less."""
+    cost: float
+    """Its dollars, likewise."""
+    why: str = ""
     noise: float = 0.0
     """The gain that chance alone shows in the measurements that this one is predicted from."""
+    run_seconds: float = 0.0
+    run_usd: float = 0.0
+    """The time and the dollars of the run as it is; 0 where they are not known."""
+
+    @property
+    def gain(self) -> float:
+        """The change of samples per second as a fraction: 0.25 is a quarter more."""
+        return 1 / self.time - 1
+
+    @property
+    def cost_gain(self) -> float:
+        """The change of samples per dollar, likewise."""
+        return 1 / self.cost - 1
+
+    @property
+    def saved_usd(self) -> float:
+        """Dollars saved; negative where it is dearer."""
+        return self.run_usd * (1 - self.cost)
+
+    @property
+    def lost_seconds(self) -> float:
+        """Seconds lost; negative where it is quicker."""
+        return self.run_seconds * (self.time - 1)
 
     @property
     def sort_key(self) -> tuple[bool, float]:
-        """The key to sort by: strategies that are faster, by how much; then those that are cheaper."""
+        """The key to sort by: changes that are faster, by how much; then those that are cheaper."""
         return (True, self.gain) if self.gain >= WORTH_IT else (False, self.cost_gain)
 
     @property
     def is_worth_it(self) -> bool:
         """Whether it is faster or cheaper by `WORTH_IT` at least, and by more than noise."""
         return max(self.gain, self.cost_gain) >= max(WORTH_IT, self.noise)
+
+    @property
+    def text(self) -> str:
+        """Return the change in a line: ``more accumulation: … = 4 (now 2): +35% samples/s``, or what it saves."""
+        if self.run_usd:
+            said = f"saves {dollars(self.saved_usd)}"
+        elif self.gain >= 0.005:
+            said = f"{self.gain:+.0%} samples/s"
+        else:
+            said = f"{self.cost_gain:+.0%} samples per dollar"
+            said += f", {self.gain:+.0%} samples/s" if self.gain < -0.005 else ""
+        return f"{self.name}: {self.setting}: {said}" + (f" ({self.why})" if self.why else "")
+
+    def document(self) -> dict[str, Any]:
+        """Return it for JSON: seconds and dollars of the run with it, and the difference to now."""
+        return {
+            "name": self.name,
+            "setting": self.setting,
+            "seconds": self.run_seconds * self.time,
+            "usd": self.run_usd * self.cost,
+            "saved_usd": self.saved_usd,
+            "lost_seconds": self.lost_seconds,
+            "why": self.why,
+        }
+
+
+def change_table(found: Iterable[Change]) -> str:
+    """Return the changes as a Markdown table, in the order given: in dollars and time where those of the run are known,
+    else in percent."""
+    rows = ["| what | change | dollars | time | why |", "|---|---|---|---|---|"]
+    for item in found:
+        cost, time = f"{item.cost - 1:+.0%}", f"{item.time - 1:+.0%}"
+        if item.run_usd:
+            cost = f"saves {dollars(item.saved_usd)}"
+            time = f"{format_duration(abs(item.lost_seconds))} {'more' if item.lost_seconds >= 0 else 'less'}"
+        rows.append(f"| **{item.name}** | {item.setting} | {cost} | {time} | {item.why} |")
+    return "\n".join(rows) if len(rows) > 2 else "These figures do not suggest any change."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,19 +159,10 @@ class StepModel:
         """Return the step with ``factor`` times the samples, and as much more work."""
         return replace(self.with_work(factor), samples=factor * self.samples)
 
-    def to(self, other: StepModel, name: str, change: str, note: str = "") -> Strategy:
-        gain = other.samples_per_second / self.samples_per_second
-        return Strategy(
-            name=name,
-            change=change,
-            gain=gain - 1,
-            step_seconds=other.seconds,
-            samples_per_second=other.samples_per_second,
-            communication_share=other.communication / other.seconds,
-            cost_gain=gain * self.nodes / other.nodes - 1,
-            note=note,
-            noise=self.noise,
-        )
+    def to(self, other: StepModel, name: str, setting: str, why: str = "") -> Change:
+        time = self.samples_per_second / other.samples_per_second
+        cost = time * other.nodes / self.nodes
+        return Change(name=name, setting=setting, time=time, cost=cost, why=why, noise=self.noise)
 
 
 def longest_world(found: Sequence[TimingEvent]) -> list[TimingEvent]:
@@ -141,33 +190,36 @@ def step_model(world: Sequence[TimingEvent]) -> StepModel:
     )
 
 
+def best(ranked: Iterable[Change], most: int | None = None) -> tuple[Change, ...]:
+    """Return the changes that are worth it, at most so many, the largest gain first."""
+    return tuple(sorted((item for item in ranked if item.is_worth_it), key=lambda item: item.sort_key, reverse=True))[
+        :most
+    ]
+
+
 def strategies(
     found: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]] = (), training: Mapping[str, Any] | None = None
-) -> list[Strategy]:
-    """Return what would help the world that trained longest in these windows, the largest gain first; strategies
-    without a gain come last. ``training``: the trainer's configuration, for the present values of settings."""
+) -> tuple[Change, ...]:
+    """Return what would help the world that trained longest in these windows, the largest gain first. ``training``: the
+    trainer's configuration, for the present values of settings."""
     world, training = longest_world(found), training or {}
     if not world:
-        return []
+        return ()
     ranked = [*waiting_strategies(world), *_input(world), *_checkpoint(world, events, training)]
     if exceeds_limit(world, ("communication",)) and not ranks_that_share_cores(world[-1]):
         ranked += communication_strategies(world, training)
-    return sorted(ranked, key=lambda item: item.sort_key, reverse=True)
+    return best(ranked)
 
 
-def communication_strategies(world: Sequence[TimingEvent], training: Mapping[str, Any]) -> list[Strategy]:
-    """Return strategies against communication time; none of them helps against waiting for a slow rank."""
+def communication_strategies(world: Sequence[TimingEvent], training: Mapping[str, Any]) -> list[Change]:
+    """Return changes against communication time; none of them helps against waiting for a slow rank."""
     now = step_model(world)
     if not now.samples:
         return []
-    fit = collective_link(typical_collectives(world))
-    ranked = [*_more_work(now, training), *_fewer_nodes(now, world)]
-    if fit:
-        ranked += _compression(now, world, fit, training) + _hierarchy(now, world, fit, training)
-    return ranked
+    return [*_more_work(now, training), *_fewer_nodes(now, world), *_less_traffic(now, world, training)]
 
 
-def _more_work(now: StepModel, training: Mapping[str, Any]) -> list[Strategy]:
+def _more_work(now: StepModel, training: Mapping[str, Any]) -> list[Change]:
     """Return fewer all-reduces for each sample: the smallest factor that brings communication below the limit."""
     for factor in (2, 4, 8):
         then = now.with_batch(factor)
@@ -182,49 +234,39 @@ def _more_work(now: StepModel, training: Mapping[str, Any]) -> list[Strategy]:
     ]
 
 
-def _compression(
-    now: StepModel, world: Sequence[TimingEvent], fit: Link, training: Mapping[str, Any]
-) -> list[Strategy]:
-    """Return fewer bytes: it gains on the part that bandwidth decides, and only on what the backward pass does not
-    hide. Modes that the run has already are left out, and all where gradients go through one host, or ranks share the
-    model: neither compresses."""
-    if training.get("strategy", "ddp") != "ddp":
+def _less_traffic(now: StepModel, world: Sequence[TimingEvent], training: Mapping[str, Any]) -> list[Change]:
+    """Return fewer bytes, or sums within nodes first. Compression gains on the part that bandwidth decides. Nothing for
+    a training that does so already, whose gradients go through one host, or whose ranks share the model."""
+    fit, present = collective_link(typical_collectives(world)), training.get("communication", "allreduce")
+    is_plain = present in ("allreduce", "hierarchical") and training.get("strategy", "ddp") == "ddp"
+    if fit is None or not is_plain or world[-1].facts.get("topology") == "star":
         return []
-    present = training.get("communication", "allreduce")
-    if world[-1].facts.get("topology") == "star" or present not in ("allreduce", "hierarchical"):
-        return []
-    takes_topk = training.get("precision") != "fp16"  # see `trainer.strategies.explain_strategy`
     size, kept = world[-1].world_size, float(training.get("topk_fraction", KEPT))
+    buckets = [item for item in typical_collectives(world) if "bucket" in item.name]
     found = []
-    for name, setting, left, note in (
-        ("fp16 compression", "fp16", 0.5, "rounds gradients to 11 bits"),
-        (
-            "top-k compression",
-            "topk",
-            min(1.0, kept * size),
-            f"sends the largest {kept:.2g} of each gradient, the rest later: check the loss curve; choosing them "
-            "takes time that is not counted here (`dtrain tune` measures it)",
-        ),
-    ):
-        if setting == "topk" and not takes_topk:
-            continue
-        saved = sum((1 - left) * item.bytes * fit.seconds_per_byte for item in _buckets_of(world))
-        change = f"training.communication = {setting} (now {present})"
-        found.append(now.to(_less_communication(now, world, saved), name, change, note))
+
+    def add(name: str, mode: str, why: str, saved: float) -> None:
+        """``saved``: seconds of exposed communication; a last bucket stays exposed."""
+        network = sum(item.wire_seconds for item in buckets)
+        last = (1 - saved / network) * buckets[-1].wire_seconds if network else 0.0
+        floor = min(now.communication, max(0.0, last))
+        then = replace(now, communication=max(floor, now.communication - saved))
+        found.append(now.to(then, name, f"training.communication = {mode} (now {present})", why))
+
+    moving = sum(item.bytes * fit.seconds_per_byte for item in buckets)
+    add("fp16 compression", "fp16", "rounds gradients to 11 bits", 0.5 * moving)
+    if training.get("precision") != "fp16":  # see `trainer.strategies.explain_strategy`
+        why = (
+            f"sends the largest {kept:.2g} of each gradient, the rest later: check the loss curve; choosing them takes "
+        )
+        why += "time that is not counted here (`dtrain tune` measures it)"
+        add("top-k compression", "topk", why, max(0.0, 1 - kept * size) * moving)
+    if now.nodes not in (1, size) and present == "allreduce":
+        between = fit.message_of_ring(size).over_ring(now.nodes)
+        why = f"sums within each of the {now.nodes} nodes, then between them; at best: sums within a node are free"
+        saved = sum(fit.seconds(item.bytes) - between.seconds(item.bytes) for item in buckets)
+        add("hierarchical all-reduce", "hierarchical", why, saved)
     return found
-
-
-def _hierarchy(now: StepModel, world: Sequence[TimingEvent], fit: Link, training: Mapping[str, Any]) -> list[Strategy]:
-    """Return the sum within nodes first: only one rank of each node then talks to other nodes."""
-    size, nodes = world[-1].world_size, now.nodes
-    present = training.get("communication", "allreduce")
-    if nodes in (1, size) or present != "allreduce" or world[-1].facts.get("topology") == "star":
-        return []
-    between = fit.message_of_ring(size).over_ring(nodes)
-    saved = sum(fit.seconds(item.bytes) - between.seconds(item.bytes) for item in _buckets_of(world))
-    change = f"training.communication = hierarchical (now {present})"
-    note = f"sums within each of the {nodes} nodes, then between them; at best: sums within a node are free"
-    return [now.to(_less_communication(now, world, saved), "hierarchical all-reduce", change, note)]
 
 
 def on_fewer_nodes(world: Sequence[TimingEvent]) -> list[StepModel]:
@@ -236,20 +278,14 @@ def on_fewer_nodes(world: Sequence[TimingEvent]) -> list[StepModel]:
     return [_with_ranks(now, world, fit, count * per_node, count) for count in range(1, now.nodes)]
 
 
-def _fewer_nodes(now: StepModel, world: Sequence[TimingEvent]) -> list[Strategy]:
-    """Return the best smaller number of nodes."""
-    options = on_fewer_nodes(world)
-    if not options:
-        return []
-    best = max(options, key=lambda model: (model.samples_per_second, -model.nodes))
-    cheapest = max(options, key=lambda model: model.samples_per_second / model.nodes)
-    note = "the global batch stays: planned micro-batches are divided among the nodes that are there"
-    found = [now.to(best, "fewer nodes", f"{best.nodes} node(s) instead of {now.nodes} (DTRAIN_NODES)", note)]
-    if found[0].gain < WORTH_IT:  # not faster: then as cheap as possible
-        found = [
-            now.to(cheapest, "fewer nodes", f"{cheapest.nodes} node(s) instead of {now.nodes} (DTRAIN_NODES)", note)
-        ]
-    return found
+def _fewer_nodes(now: StepModel, world: Sequence[TimingEvent]) -> list[Change]:
+    """Return the best smaller number of nodes: the fastest, or where none is faster, the cheapest."""
+    why = "the global batch stays: planned micro-batches are divided among the nodes that are there"
+    options = [
+        now.to(then, "fewer nodes", f"{then.nodes} node(s) instead of {now.nodes} (DTRAIN_NODES)", why)
+        for then in on_fewer_nodes(world)
+    ]
+    return [max(options, key=lambda item: item.sort_key)] if options else []
 
 
 def _with_ranks(now: StepModel, world: Sequence[TimingEvent], fit: Link | None, ranks: int, nodes: int) -> StepModel:
@@ -263,31 +299,20 @@ def _with_ranks(now: StepModel, world: Sequence[TimingEvent], fit: Link | None, 
     return replace(then, waiting=0.0) if ranks == 1 else then
 
 
-def waiting_strategies(world: Sequence[TimingEvent], node_id: int | None = None) -> list[Strategy]:
-    """Return strategies against the costliest straggler, or that of ``node_id``."""
-    ranked, now = stragglers(world), step_model(world)
-    late = [item for item in ranked if node_id in (None, item.node_id)]
+def waiting_strategies(world: Sequence[TimingEvent]) -> list[Change]:
+    """Return changes against the costliest straggler: while it is there, those against others gain nothing."""
+    late, now = stragglers(world), step_model(world)
     if not late or not now.samples:
         return []
-    item, costliest, besides = late[0], ranked[0], ""
-    size = world[-1].world_size
-    per_step = now.seconds / seconds_of(world)
-    if costliest.node_id != item.node_id:  # who is later still holds the step up: the gain is that on top of its end
-        now = _on_time(now, costliest, (costliest.lost_seconds - item.lost_seconds) * per_step, size)
-        besides = f", besides that of node {costliest.node_id}"
-    ready = _on_time(now, item, item.lost_seconds * per_step, size)
+    item, size = late[0], world[-1].world_size
+    ready = _on_time(now, item, item.lost_seconds * now.seconds / seconds_of(world), size)
     what = {"input": "check its disk and what else runs there, or "}.get(item.why, "")
-    found = [
-        now.to(
-            ready,
-            f"replace node {item.node_id}",
-            f"{what}let another node take the place of node {item.node_id}{besides}",
-            f"rank {item.rank} would be as fast as the others",
-        )
-    ]
+    change = f"{what}let another node take the place of node {item.node_id}"
+    why = f"rank {item.rank} would be as fast as the others"
+    found = [now.to(ready, f"replace node {item.node_id}", change, why)]
     if size > 2:
         without = replace(ready.with_work(size / (size - 1)), nodes=max(1, now.nodes - 1))
-        found.append(now.to(without, f"go on without node {item.node_id}", f"its work goes to the others{besides}"))
+        found.append(now.to(without, f"go on without node {item.node_id}", "its work goes to the others"))
     return found
 
 
@@ -301,7 +326,7 @@ def _on_time(now: StepModel, item: Straggler, saved: float, size: int) -> StepMo
     return replace(now, computing=max(0.0, now.computing - own))
 
 
-def _input(world: Sequence[TimingEvent]) -> list[Strategy]:
+def _input(world: Sequence[TimingEvent]) -> list[Change]:
     now = step_model(world)
     common = statistics.median(min(window.segments.get("input") or (0.0,)) for window in world)
     if common / now.seconds < INPUT_SHARE:  # what one rank waits for beyond that is this rank's matter
@@ -313,7 +338,7 @@ def _input(world: Sequence[TimingEvent]) -> list[Strategy]:
 
 def _checkpoint(
     world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
-) -> list[Strategy]:
+) -> list[Change]:
     """Return the checkpoint interval at which saves cost just less than the budget. Their cost and number are those of
     these windows: a job has saves in other worlds as well."""
     stalled = sum(max(window.segments.get("checkpoint") or (0.0,)) * window.steps for window in world)
@@ -334,19 +359,6 @@ def _checkpoint(
     change = f"training.checkpoint_frequency = {steps} (now {every})"
     note = f"a save holds up for {stalled / count:.2g} s; a lost node then costs up to {steps * step:.0f} s of work"
     return [now.to(then, "checkpoints less often", change, note)]
-
-
-def _less_communication(now: StepModel, world: Sequence[TimingEvent], saved: float) -> StepModel:
-    """Return the step with ``saved`` seconds less of exposed communication; a last bucket stays exposed."""
-    buckets = _buckets_of(world)
-    network = sum(item.wire_seconds for item in buckets)
-    last = (1 - saved / network) * buckets[-1].wire_seconds if network else 0.0
-    floor = min(now.communication, max(0.0, last))
-    return replace(now, communication=max(floor, now.communication - saved))
-
-
-def _buckets_of(world: Sequence[TimingEvent]) -> list[Any]:
-    return [item for item in typical_collectives(world) if "bucket" in item.name]
 
 
 def _setting(name: str, training: Mapping[str, Any], factor: int) -> str:

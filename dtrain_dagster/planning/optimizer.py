@@ -21,13 +21,21 @@ from dtrain_dagster.costs.prices import SkuPrice
 from dtrain_dagster.costs.tracker import CostTracker, paid_wall_seconds
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.view import JobView
-from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, GPUMemory, gpu_memory, sharing_of
-from dtrain_dagster.monitoring.strategies import WORTH_IT, StepModel, longest_world, on_fewer_nodes, step_model
+from dtrain_dagster.monitoring.gpu_memory import MEMORY_LOW, GPUMemory, gpu_memory
+from dtrain_dagster.monitoring.strategies import (
+    WORTH_IT,
+    Change,
+    StepModel,
+    change_table,
+    longest_world,
+    on_fewer_nodes,
+    step_model,
+)
 from dtrain_dagster.monitoring.windows import seconds_of, settled, windows
 from dtrain_dagster.planning.choices import explain_unavailable
 from dtrain_dagster.planning.projection import Projection, pauses_left
 from dtrain_dagster.settings.tiers import Tier, tier_of
-from dtrain_dagster.support.formatting import dollars, format_duration
+from dtrain_dagster.support.formatting import format_duration
 from trainer.documents.events import EvaluationEvent, NodeEvent, OutOfMemoryEvent, TimingEvent, read_events
 
 LOW_UTILIZATION = 0.5
@@ -35,39 +43,8 @@ OTHER_NODES = ("fewer nodes", "other SKU", "spot")
 """Changes of the nodes alone."""
 STILL_THERE_SECONDS = 60.0
 """Nodes whose intervals end within so long of the last end count as there: their clocks and looks differ."""
-
-
 FITS = 0.9
 """Share of another GPU's memory that a training may need to fit there."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
-    """A change of a training, and its time and dollars with it."""
-
-    name: str
-    setting: str
-    """The action, with the setting."""
-    seconds: float
-    usd: float
-    saved_usd: float
-    """Dollars saved against the run as it is; negative where the change is dearer."""
-    lost_seconds: float
-    """Seconds lost; negative where it is quicker."""
-    why: str
-
-    @property
-    def text(self) -> str:
-        saved = dollars(self.saved_usd)
-        return f"{self.name}: {self.setting}: saves {saved}" + (f" ({self.why})" if self.why else "")
-
-
-def change_table(found: Iterable[Change]) -> str:
-    rows = ["| what | change | saves | takes | why |", "|---|---|---|---|---|"]
-    for item in found:
-        took = f"{format_duration(abs(item.lost_seconds))} {'more' if item.lost_seconds >= 0 else 'less'}"
-        rows.append(f"| **{item.name}** | {item.setting} | {dollars(item.saved_usd)} | {took} | {item.why} |")
-    return "\n".join(rows) if len(rows) > 2 else "These figures do not suggest any change."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,21 +66,12 @@ class BaseRun:
     restart_seconds: float = 0.0
     """What a change of nodes costs besides: the start-up, and the steps since the last checkpoint once more."""
 
-    def usd_of(self, seconds: float, node_count: int, price: SkuPrice, tier: Tier) -> float:
-        """Return the dollars of these nodes for that long, if they are there for the same share of the time."""
-        whole = self.node_count * self.seconds * self.price.usd_per_hour(self.tier) / 3600
-        share = self.usd / whole if whole else 1.0
-        return seconds * node_count / 3600 * price.usd_per_hour(tier) * share
-
     def seconds_with(self, now: StepModel, then: StepModel) -> float:
         """Return the seconds of the run with another step, see the fields."""
         longer = now.samples_per_second / then.samples_per_second - 1
         before, after = (item.computing / item.samples for item in (now, then))
-        return (
-            self.seconds
-            + self.step_seconds * longer
-            + self.evaluation_seconds * (after / before - 1 if before else 0.0)
-        )
+        of_evaluations = self.evaluation_seconds * (after / before - 1 if before else 0.0)
+        return self.seconds + self.step_seconds * longer + of_evaluations
 
     def changed(
         self,
@@ -122,15 +90,17 @@ class BaseRun:
         if self.restart_seconds and (price.sku, tier, count) != (self.price.sku, self.tier, self.node_count):
             seconds += self.restart_seconds
             again = f"{format_duration(self.restart_seconds)} for starting again from the checkpoint are in it"
-        usd = self.usd_of(seconds, count, price, tier)
+        time = seconds / self.seconds
+        dearer = count * price.usd_per_hour(tier) / (self.node_count * self.price.usd_per_hour(self.tier))
+        said = "; ".join(filter(None, [why, again, price.tell_spot(tier)]))
         return Change(
             name=name,
             setting=setting,
-            seconds=seconds,
-            usd=usd,
-            saved_usd=self.usd - usd,
-            lost_seconds=seconds - self.seconds,
-            why="; ".join(filter(None, [why, again, price.tell_spot(tier)])),
+            time=time,
+            cost=time * dearer,
+            why=said,
+            run_seconds=self.seconds,
+            run_usd=self.usd,
         )
 
 
@@ -151,31 +121,22 @@ def build_options(
         found.append(base.changed("spot", "DTRAIN_TIER = spot", base.seconds, tier="spot"))
     if now is None:
         return found
-    note = "planned micro-batches are divided among the nodes that are there"
-    for model in on_fewer_nodes(world):
-        if model.nodes < base.node_count and _fits_on(model.nodes, world, memory, training):
-            setting, seconds = _nodes_setting(model.nodes, now, world, training), base.seconds_with(now, model)
-            found.append(base.changed("fewer nodes", setting, seconds, note, node_count=model.nodes))
+    why = "planned micro-batches are divided among the nodes that are there"
+    is_shared = training.get("strategy") in ("fsdp", "deepspeed")  # then each rank holds more on fewer nodes
+    for then in on_fewer_nodes(world):
+        fits = not is_shared or not isinstance(memory, GPUMemory) or memory.fraction * now.nodes / then.nodes <= FITS
+        if then.nodes < base.node_count and fits:
+            setting, seconds = _nodes_setting(then.nodes, now, world, training), base.seconds_with(now, then)
+            found.append(base.changed("fewer nodes", setting, seconds, why, node_count=then.nodes))
     return [*found, *_larger_batch(base, now, memory, training)]
 
 
-def best_of(options: Iterable[Change], name: str) -> Change | None:
-    """Return the change of that name that saves most; None where there is none."""
-    return max((item for item in options if item.name == name), key=lambda item: item.saved_usd, default=None)
-
-
-def worthwhile(rows: Sequence[Change], kinds: Iterable[str], usd: float) -> list[Change]:
-    """Return the best row of each kind that saves at least `WORTH_IT` of a run of ``usd``."""
-    best = (best_of(rows, name) for name in kinds)
-    return [item for item in best if item and 0 < item.saved_usd >= WORTH_IT * usd]
-
-
-def _fits_on(nodes: int, world: Sequence[TimingEvent], memory: GPUMemory | str, training: Mapping[str, Any]) -> bool:
-    """Return whether a model that ranks share fits on so many nodes, as far as that is known."""
-    if not isinstance(memory, GPUMemory):
-        return True
-    sharing = sharing_of(world[-1], str(training.get("strategy") or "ddp"), nodes)
-    return memory.used_with(sharing) <= FITS * memory.total
+def worthwhile(rows: Sequence[Change], kinds: Iterable[str]) -> list[Change]:
+    """Return of each kind the row that saves most, if that is at least `WORTH_IT`; the largest saving first."""
+    cheapest = (
+        min((row for row in rows if row.name == kind), key=lambda row: row.cost, default=None) for kind in kinds
+    )
+    return sorted((row for row in cheapest if row and row.cost <= 1 - WORTH_IT), key=lambda row: row.cost)
 
 
 def _nodes_setting(count: int, now: StepModel, world: Sequence[TimingEvent], training: Mapping[str, Any]) -> str:
@@ -188,27 +149,20 @@ def _nodes_setting(count: int, now: StepModel, world: Sequence[TimingEvent], tra
 def _other_skus(
     base: BaseRun, now: StepModel | None, memory: GPUMemory | str, prices: Iterable[SkuPrice], today: date
 ) -> list[Change]:
-    """Return changes to SKUs with as many GPUs in each node. All of forward and backward pass is taken to be as much
-    slower as the GPU is. That is an upper bound of the loss, since the time in which a GPU idles does not grow."""
+    """Return changes to SKUs with as many GPUs in each node, which hold the same ranks by what was measured or by their
+    size. All of forward and backward pass is taken to be as much slower as the GPU is. That is an upper bound of the
+    loss, since the time in which a GPU idles does not grow."""
+    needed = memory.used / FITS / 2**30 if isinstance(memory, GPUMemory) else base.price.gpu_memory_gib
     found = []
     for price in prices:
-        if price.sku == base.price.sku or not _is_offered(price, base, memory, today):
+        is_alike = price.gpus == base.price.gpus and price.gpu_memory_gib >= needed
+        if price.sku == base.price.sku or not is_alike or explain_unavailable(price, base.tier, today):
             continue
         ratio = base.price.speed / price.speed
-        slower = replace(now, computing=now.computing * ratio) if now else None
-        seconds = base.seconds_with(now, slower) if now and slower else base.seconds * ratio
-        note = f"{price.gpu} instead of {base.price.gpu}, {1 / ratio:.2g} times as fast by a rough guess"
-        found.append(base.changed("other SKU", f"DTRAIN_GPU_TYPE = {price.sku}", seconds, note, price=price))
+        seconds = base.seconds_with(now, replace(now, computing=now.computing * ratio)) if now else base.seconds * ratio
+        why = f"{price.gpu} instead of {base.price.gpu}, {1 / ratio:.2g} times as fast by a rough guess"
+        found.append(base.changed("other SKU", f"DTRAIN_GPU_TYPE = {price.sku}", seconds, why, price=price))
     return found
-
-
-def _is_offered(price: SkuPrice, base: BaseRun, memory: GPUMemory | str, today: date) -> bool:
-    """Return whether such nodes can be bought and hold the same ranks, by what was measured or by their size."""
-    if explain_unavailable(price, base.tier, today) or price.gpus != base.price.gpus:
-        return False
-    if isinstance(memory, GPUMemory):
-        return memory.used <= FITS * price.gpu_memory_gib * 2**30
-    return price.gpu_memory_gib >= base.price.gpu_memory_gib
 
 
 def _larger_batch(base: BaseRun, now: StepModel, memory: GPUMemory | str, training: Mapping[str, Any]) -> list[Change]:
@@ -221,20 +175,13 @@ def _larger_batch(base: BaseRun, now: StepModel, memory: GPUMemory | str, traini
         return []
     ranks, steps = int(training.get("world_size") or 1), int(training.get("gradient_accumulation_steps") or 1)
     before, then = (size * steps * ranks for size in (memory.batch, batch))
-    words = (
+    why = (
         f"GPU memory is {memory.fraction:.0%} full at most, with {memory.bytes_per_sample / 2**20:.3g} MiB for each of "
         f"{memory.batch} samples. The global batch grows from {before} to {then} samples, there are "
         f"{then / before:.3g} times fewer steps: check the learning rate (training.lr_scaling)"
     )
-    fitting = [part for part in range(2, steps + 1) if steps % part == 0 and part * memory.batch <= batch]
-    if fitting:
-        part = max(fitting)
-        words += (
-            f". With batch_size_per_gpu = {part * memory.batch} and gradient_accumulation_steps = {steps // part} both "
-            "stay as they are"
-        )
     setting = f"training.batch_size_per_gpu = {batch} (now {memory.batch})"
-    return [base.changed("larger batch", setting, base.seconds_with(now, now.with_batch(batch / memory.batch)), words)]
+    return [base.changed("larger batch", setting, base.seconds_with(now, now.with_batch(batch / memory.batch)), why)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -313,8 +260,8 @@ class ResourceOptimizer:
         slower = [item for item in self._prices if has_gpus and item.speed < self.price.speed]
         rows = build_options(base, self._world, self.memory, self.training, slower, self._today)
         kinds = OTHER_NODES if self.utilization and self.utilization.fraction < LOW_UTILIZATION else ()
-        found = [*worthwhile(rows, kinds, base.usd), *filter(None, [best_of(rows, "larger batch")])]
-        return tuple(sorted(found, key=lambda item: item.saved_usd, reverse=True))
+        larger = [row for row in rows if row.name == "larger batch"]
+        return tuple(sorted([*worthwhile(rows, kinds), *larger], key=lambda row: row.cost))
 
     def not_known(self) -> tuple[str, ...]:
         """Return sentences on what nothing is recommended about, and why."""
@@ -332,7 +279,7 @@ class ResourceOptimizer:
         return tuple(said)
 
     def document(self) -> dict[str, Any]:
-        used, advice = self.utilization, [asdict(item) for item in self.recommendations()]
+        used, advice = self.utilization, [item.document() for item in self.recommendations()]
         return {"utilization": used and asdict(used), "recommendations": advice, "not_known": self.not_known()}
 
     def markdown(self) -> str:
@@ -389,9 +336,8 @@ def savings(
     """Return the best change of the nodes of each kind that is worth it on the rest of a job, the largest saving first.
     ``found``, ``events``: how the latest steps went; without any, only prices count. ``today``: for SKUs that are
     retired by then."""
-    if not rest.usd:
+    if not rest.usd or not rest.seconds:
         return ()
     world = longest_world(found)
     memory = gpu_memory(world, events, training) if world else ""
-    rows = build_options(rest, world, memory, training, table.values(), today)
-    return tuple(sorted(worthwhile(rows, OTHER_NODES, rest.usd), key=lambda item: -item.saved_usd))
+    return tuple(worthwhile(build_options(rest, world, memory, training, table.values(), today), OTHER_NODES))

@@ -12,7 +12,7 @@ from dtrain_dagster.costs.tracker import bill_usage
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.costs.verdict import Goodput, describe_performance, goodput
 from dtrain_dagster.monitoring.diagnosis import Diagnosis, diagnose
-from dtrain_dagster.monitoring.strategies import Strategy, strategies
+from dtrain_dagster.monitoring.strategies import Change, strategies
 from dtrain_dagster.monitoring.windows import (
     SEGMENTS,
     seconds_of,
@@ -50,7 +50,7 @@ class Performance:
     segment_shares: dict[str, float]
     """Each segment's share of training time, mean over ranks; empty where the trainer recorded no timing."""
     goodput: Goodput
-    recommendations: tuple[Strategy, ...]
+    recommendations: tuple[Change, ...]
     """Changes that would gain more than noise, the largest gain first."""
     ranks: tuple[RankPerformance, ...]
 
@@ -81,7 +81,7 @@ def summarise_performance(
         step_milliseconds_p95=milliseconds[min(len(milliseconds) - 1, int(0.95 * len(milliseconds)))],
         segment_shares=shares(found),
         goodput=good,
-        recommendations=tuple(item for item in strategies(found, events, training) if item.is_worth_it),
+        recommendations=strategies(found, events, training),
         ranks=_ranks(timed),
     )
 

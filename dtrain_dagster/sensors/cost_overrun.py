@@ -33,7 +33,7 @@ from trainer.storage.base import Storage
 from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
-    from dtrain_dagster.planning.optimizer import Change
+    from dtrain_dagster.monitoring.strategies import Change
 
 COST_TOLD = "cost_alerts.json"
 """The file with the cost alerts that were sent; `training_progress.TOLD` is held in memory by another process."""
@@ -164,7 +164,7 @@ def _sentence(job_id: str, item: Overrun, projection: Projection) -> str:
 def _check(
     job_id: str, item: Overrun, projection: Projection, advice: "tuple[Change, ...]", plan: Mapping[str, Any]
 ) -> dg.AssetCheckEvaluation:
-    from dtrain_dagster.planning.optimizer import change_table
+    from dtrain_dagster.monitoring.strategies import change_table
 
     words, table = plan.get("price_words", STAND_IN), change_table(advice)
     metadata: dict[str, Any] = {

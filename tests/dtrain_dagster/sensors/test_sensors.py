@@ -19,7 +19,7 @@ from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.planning.optimizer import Change
+from dtrain_dagster.monitoring.strategies import Change
 from dtrain_dagster.planning.projection import Overrun, Projection
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.sensors.cost_overrun import _READ, COST_TOLD, _check, build_cost_overrun_sensor, judge_cost
@@ -331,7 +331,7 @@ def test_slow_steps_are_projected_however_many_files_are_between_their_reports(
 def test_an_overruns_check_says_what_its_savings_are_of():
     overrun = Overrun(kind="actual", threshold=1.0, fraction=1.5, covers=())
     projection = Projection(so_far=5.0, estimated=2.0)
-    change = Change(name="Spot", setting="tier", seconds=9.0, usd=1.0, saved_usd=3.0, lost_seconds=0.0, why="")
+    change = Change(name="Spot", setting="tier", time=1.0, cost=0.25, run_seconds=9.0, run_usd=4.0)
     for advice, begins in (
         ((change,), "of what is left, continued from the checkpoint:\n\n| what"),
         ((), "These figures"),
