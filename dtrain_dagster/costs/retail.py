@@ -1,9 +1,8 @@
 """Fresh prices from Azure's public retail price API, which needs no account. ``dtrain cost --refresh`` asks it.
 
 Azure lists one size many times: Windows beside Linux, several tiers, reservations, prices for developers, meters of
-several regions, prices that are no more or not yet, and zeros where it does not sell. `choose_meter` says which row
-wins, and why. What the API does not list stays as it was, and is said. A price that cannot be true refuses the whole
-table.
+several regions, prices that are no more or not yet, and zeros where it does not sell. `rank_meter` says which row wins,
+and why. What the API does not list stays as it was, and is said. A price that cannot be true refuses the whole table.
 
 Read: learn.microsoft.com/rest/api/cost-management/retail-prices/azure-retail-prices (2023-01-01-preview).
 """
@@ -39,7 +38,6 @@ SECONDS = (10, 60)
 """Patience with a connection and with an answer."""
 LARGEST_RATIO = 10.0
 """A price that differs by a larger factor from the packaged one is taken for an error."""
-_BEGINNING = datetime.min.replace(tzinfo=UTC)
 _NO_LINUX_VM = ("windows", "cloud services", "cloudservices", "dedicated host")
 """Words in the names of products that are not a Linux machine by the hour."""
 _RETIRED_METER = "low priority"
@@ -53,7 +51,7 @@ class RetailError(PriceError):
         super().__init__(f"{problem}. Nothing was changed")
 
 
-class Change(NamedTuple):
+class PriceChange(NamedTuple):
     """A requested figure. ``before``: the previous figure; None: nothing was known."""
 
     region: str
@@ -66,18 +64,8 @@ class Change(NamedTuple):
 class Refreshed(NamedTuple):
     """The result of a refresh: what was written, and what stays as it was."""
 
-    changes: tuple[Change, ...]
+    changes: tuple[PriceChange, ...]
     notes: tuple[str, ...]
-
-
-class Meter(NamedTuple):
-    """One listed price of a size on a tier, for a Linux machine by the hour."""
-
-    usd_per_hour: float
-    since: datetime
-    is_primary: bool
-    """Whether the row is that of the meter's own region. Sizes that share a meter with another have no such row."""
-    product: str
 
 
 def refresh_price_table(
@@ -90,34 +78,28 @@ def refresh_price_table(
 ) -> Refreshed:
     """Request these prices and write them into the table at ``path``; others stay in it. Raise `RetailError`, and leave
     the table as it was, where they cannot be had."""
-    now = now or datetime.now(UTC)
-    packaged = packaged_prices()
-    notes = []
+    now, packaged, notes = now or datetime.now(UTC), packaged_prices(), []
     try:
         known = refreshed_prices(path)
     except PriceError as error:
         known = {}
         notes.append(f"started again, without the previous table: {error}")
-    before = merge([packaged, known])
+    before: Prices = merge([packaged, known])
     found: Prices = {}
     for region in regions:
-        items = [
-            item
-            for first in range(0, len(skus), SKUS_PER_QUERY)
-            for item in fetch(url, region, skus[first : first + SKUS_PER_QUERY], pause)
-        ]
-        source = f"Azure's retail price API, {url}?api-version={API_VERSION}&$filter={_filter(region)}"
-        prices, doubts = choose_prices(items, region, skus, now)
+        queries = (skus[first : first + SKUS_PER_QUERY] for first in range(0, len(skus), SKUS_PER_QUERY))
+        prices = choose_prices(
+            (item for some in queries for item in fetch(url, region, some, pause)), region, skus, now
+        )
         if not prices:
             raise RetailError(
                 f"{url} lists no price of {', '.join(skus)} in region {region!r}: is the name right? Names look like "
                 "eastus (`az account list-locations`)"
             )
-        notes += [f"{region}: {line}" for line in doubts]
+        source = f"Azure's retail price API, {url}?api-version={API_VERSION}&$filter={_filter(region)}"
         for (sku, tier), usd in prices.items():
-            found[region, sku, tier] = Figure(
-                usd_per_hour=usd, recorded_on=f"{now:%Y-%m-%d}", how="asked", source=source
-            )
+            figure = Figure(usd_per_hour=usd, recorded_on=f"{now:%Y-%m-%d}", how="asked", source=source)
+            found[region, sku, tier] = figure
         for sku in skus:
             if (sku, "dedicated") not in prices:
                 old = before.get((region, sku, "dedicated"))
@@ -125,11 +107,7 @@ def refresh_price_table(
                 notes.append(f"{sku} in {region}: no dedicated price is listed; it {rest}")
     _refuse_what_cannot_be(found, packaged, url)
     _write(path, as_document({**known, **found}))
-    changes = tuple(
-        Change(region=region, sku=sku, tier=tier, before=before.get((region, sku, tier)), after=after)
-        for (region, sku, tier), after in found.items()
-    )
-    return Refreshed(changes=changes, notes=tuple(notes))
+    return Refreshed(tuple(PriceChange(*key, before.get(key), after) for key, after in found.items()), tuple(notes))
 
 
 def fetch(
@@ -137,12 +115,8 @@ def fetch(
 ) -> Iterator[dict[str, Any]]:
     """Yield all items of a query, page after page. Links in the answers are not followed."""
     names = " or ".join(f"armSkuName eq '{sku}'" for sku in skus)
-    query = {
-        "api-version": API_VERSION,
-        "currencyCode": "'USD'",
-        "$filter": f"{_filter(region)} and ({names})",
-    }
-    seen = 0
+    filter_ = f"{_filter(region)} and ({names})"
+    query, seen = {"api-version": API_VERSION, "currencyCode": "'USD'", "$filter": filter_}, 0
     for _ in range(MAX_PAGES):
         page = _ask(url, {**query, "$skip": str(seen)} if seen else query, pause)
         try:
@@ -156,58 +130,38 @@ def fetch(
     raise RetailError(f"{url} does not end: {MAX_PAGES} pages for one query")
 
 
-def choose_meter(meters: Sequence[Meter]) -> tuple[float | None, str]:
-    """Return the price that counts among the meters of one size on one tier, at least one; and in words the prices that
-    are listed beside it with equal right, "" where there are none. None where only zeros are listed. In this order:
-
-    1. a zero is no price: Azure lists it for sizes that it does not sell;
-    2. the meter's own region before others, which stay where there is no other (sizes such as E16-4s v3 have no
-       primary row: they are billed on the meter of E16 v3);
-    3. the newest price: an older row is what it was before;
-    4. a product that is called ``Virtual Machines …`` before special ones;
-    5. the lowest: a doubled row was seen to carry the price of Windows, which is that of Linux and a licence.
-    """
-    left = [meter for meter in meters if meter.usd_per_hour != 0]
-    if not left:
-        return None, ""
-    left = [meter for meter in left if meter.is_primary] or left
-    newest = max(meter.since for meter in left)
-    left = [meter for meter in left if meter.since == newest]
-    left = [meter for meter in left if meter.product.casefold().startswith("virtual machines")] or left
-    prices = sorted({meter.usd_per_hour for meter in left})
-    doubt = "" if len(prices) == 1 else f"listed at {' and at '.join(map(str, prices))}: the lowest is taken"
-    return prices[0], doubt
-
-
 def choose_prices(
     items: Iterable[Mapping[str, Any]], region: str, skus: Sequence[str], now: datetime
-) -> tuple[dict[tuple[str, Tier], float], list[str]]:
-    """Return (SKU, tier) → US dollars per hour now, and the doubts in words. Raise `RetailError` for other items."""
+) -> dict[tuple[str, Tier], float]:
+    """Return (SKU, tier) → US dollars per hour now. Raise `RetailError` for items that are no prices. Pure."""
     names = {sku.casefold(): sku for sku in skus}
-    meters: dict[tuple[str, Tier], list[Meter]] = {}
+    best: dict[tuple[str, Tier], tuple[Any, float]] = {}
     for item in items:
         try:
             sku = names.get(str(item.get("armSkuName", "")).casefold())
             if sku is None or not is_linux_by_the_hour(item, region):
                 continue
-            since, until = (_time(item.get(f"effective{end}Date")) for end in ("Start", "End"))
-            if (since or _BEGINNING) <= now and (until is None or until > now):
-                is_primary = item.get("isPrimaryMeterRegion") is not False
-                product, usd = str(item.get("productName", "")), float(item["retailPrice"])
-                meter = Meter(usd, since or _BEGINNING, is_primary, product)
-                meters.setdefault((sku, tier_of_meter(item)), []).append(meter)
+            usd, since, until = float(item["retailPrice"]), _time(item, "Start"), _time(item, "End")
+            if usd and (since or now) <= now and (until is None or until > now):  # a zero: Azure does not sell it there
+                key, row = (sku, tier_of_meter(item)), (rank_meter(item, since, usd), usd)
+                best[key] = min(best.get(key, row), row)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             said = f"{type(error).__name__}: {error}"
             raise RetailError(f"the price list has an item that cannot be read ({said}): {item!r:.300}") from None
-    chosen: dict[tuple[str, Tier], float] = {}
-    doubts = []
-    for (sku, tier), listed in meters.items():
-        counts, doubt = choose_meter(listed)
-        if counts is not None:
-            chosen[sku, tier] = counts
-        if doubt:
-            doubts.append(f"{sku}, {tier}: {doubt}")
-    return chosen, doubts
+    return {key: usd for key, (_, usd) in best.items()}
+
+
+def rank_meter(item: Mapping[str, Any], since: datetime | None, usd: float) -> tuple[Any, ...]:
+    """Return the rank of a listed price among those of one size on one tier; the lowest rank counts. In this order:
+
+    1. the meter's own region before others, which stay where there is no other (sizes such as E16-4s v3 have no
+       primary row: they are billed on the meter of E16 v3);
+    2. the newest price: an older row is what it was before;
+    3. a product that is called ``Virtual Machines …`` before special ones;
+    4. the lowest: a doubled row was seen to carry the price of Windows, which is that of Linux and a licence.
+    """
+    is_special = not str(item.get("productName", "")).casefold().startswith("virtual machines")
+    return item.get("isPrimaryMeterRegion") is False, -since.timestamp() if since else math.inf, is_special, usd
 
 
 def is_linux_by_the_hour(item: Mapping[str, Any], region: str) -> bool:
@@ -237,11 +191,10 @@ def tier_of_meter(item: Mapping[str, Any]) -> Tier:
     return "spot" if _RETIRED_METER in names or "spot" in names.split() else "dedicated"
 
 
-def _time(text: str | None) -> datetime | None:
-    if not text:
-        return None
-    found = datetime.fromisoformat(text)
-    return found if found.tzinfo else found.replace(tzinfo=UTC)
+def _time(item: Mapping[str, Any], end: str) -> datetime | None:
+    text = item.get(f"effective{end}Date")
+    found = datetime.fromisoformat(text) if text else None
+    return found.replace(tzinfo=UTC) if found and not found.tzinfo else found
 
 
 def as_document(prices: Prices) -> dict[str, Any]:
