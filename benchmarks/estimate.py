@@ -42,9 +42,9 @@ from dtrain_dagster.data.prices import write_prices
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset
 from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.data.validation import validate_prices
-from dtrain_dagster.planning import probe
+from dtrain_dagster.planning import evidence
 from dtrain_dagster.planning.build_plan import pace_mark, sizes_of
-from dtrain_dagster.planning.measured import read_measured
+from dtrain_dagster.planning.evidence import read_measured
 from dtrain_dagster.planning.scoring import Score, learn
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.documents.events import EvaluationEvent, MembershipEvent, read_events
@@ -127,7 +127,7 @@ class Course:
         forecast = self._probe(job, sizes, count, learned)
         expected = forecast.seconds_at(count)
         unlearned = replace(forecast, learned=LearnedCorrection())
-        probe.run_probe(self.manager, job, count, 1, self.env)
+        evidence.run_probe(self.manager, job, count, 1, self.env)
         rundir = RunDir(job.run_dir)
         events, nodes = list(rundir.events()), rundir.nodes()
         actual = max(node.ended_at or 0.0 for node in nodes) - min(node.started_at for node in nodes)
@@ -175,8 +175,8 @@ class Course:
         return job, replace(sizes, epochs=epochs)
 
     def _probe(self, job: JobConfig, sizes: Sizes, count: int, learned: LearnedCorrection) -> Forecast:
-        counts = probe.probe_counts(count, has_limits=False)
-        return probe.run_probes(self.manager, job, sizes, counts, pace_mark(job, 1), self.env, learned)
+        counts = evidence.probe_counts(count, has_limits=False)
+        return evidence.run_probes(self.manager, job, sizes, counts, pace_mark(job, 1), self.env, learned)
 
     def _learn(
         self, job_id: str, expected: Interval, actual: float, nodes: Sequence[Any], learned: LearnedCorrection

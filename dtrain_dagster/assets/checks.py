@@ -27,7 +27,7 @@ from dtrain_dagster.data.build_once import BuiltDataset
 from dtrain_dagster.jobs.orders import order_of
 from dtrain_dagster.jobs.progress import code_version
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows, with_own_cores
-from dtrain_dagster.planning.history import latest_score, past_scores
+from dtrain_dagster.planning.evidence import latest_score, past_scores
 from dtrain_dagster.planning.projection import THRESHOLDS
 from dtrain_dagster.planning.scoring import Score, learn
 from dtrain_dagster.resources import ProjectResource, project_resource

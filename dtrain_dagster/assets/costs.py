@@ -21,7 +21,7 @@ from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.costs.tracker import CostMetrics, CostTracker, bill_usage, overrun
 from dtrain_dagster.costs.verdict import Reason, explain_variance, reasons
 from dtrain_dagster.jobs.totals import LaunchTotals, sum_launches
-from dtrain_dagster.planning.history import JobCourse
+from dtrain_dagster.planning.evidence import JobCourse
 from dtrain_dagster.reports.small_pictures import small_bar
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.page_entries import fit_page

@@ -13,10 +13,9 @@ from dtrain_dagster.clusters.base import GPUClusterManager
 from dtrain_dagster.costs.estimate import Forecast
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.costs.tracker import paid_wall_seconds
-from dtrain_dagster.planning import probe
+from dtrain_dagster.costs.tracker import CostTracker, paid_wall_seconds
 from dtrain_dagster.planning.choices import Choices, PlanChoice, explain_choice, name_nodes
-from dtrain_dagster.planning.probe import Pace
+from dtrain_dagster.planning.evidence import Pace, PastProbe, bill_charges
 from dtrain_dagster.settings.tiers import tier_in_words
 from dtrain_dagster.support.formatting import dollars, format_duration
 
@@ -142,11 +141,10 @@ def probe_metadata(pace: Pace, manager: GPUClusterManager) -> dict[str, Any]:
     plans; nothing where the plan rests on none."""
     if pace.forecast.basis != "probe":
         return {}
-    planned = pace.planned
-    words = describe_probes(pace)
+    planned, bill = pace.planned, bill_charges(pace.charges, pace.planned.tier)
     counts = [item.node_count for item in pace.forecast.measured]
     probes = [
-        probe.PastProbe(
+        PastProbe(
             job_id=job_id,
             sku=planned.price.sku,
             node_count=count,
@@ -156,21 +154,19 @@ def probe_metadata(pace: Pace, manager: GPUClusterManager) -> dict[str, Any]:
         for count, job_id in zip(counts, pace.forecast.rests_on, strict=True)
     ]
     return {
-        "probe": words,
-        "probe_usd": round(probe.charge_usd(pace.charges, planned.tier), 6),
-        "probe_node_seconds": round(probe.charge_node_seconds(pace.charges), 1),
+        "probe": describe_probes(pace, bill),
+        "probe_usd": round(bill.total_usd, 6),
+        "probe_node_seconds": round(3600 * bill.node_hours, 1),
         "probes": dg.JsonMetadataValue([asdict(item) for item in probes]),
     }
 
 
-def describe_probes(pace: Pace) -> str:
+def describe_probes(pace: Pace, bill: CostTracker) -> str:
     """Return in words what the plan's probes cost, what had been expected, and who pays. Pure."""
-    charges = pace.charges
-    if not charges:
+    if not pace.charges:
         return "measured before, and paid for by another training"
-    usd = probe.charge_usd(charges, pace.planned.tier)
     said = (
-        f"{dollars(usd)} for {probe.charge_node_seconds(charges):.1f} node-seconds in "
-        f"{format_duration(probe.charge_seconds(charges))}, billed with this training"
+        f"{dollars(bill.total_usd)} for {3600 * bill.node_hours:.1f} node-seconds in "
+        f"{format_duration(bill.wall_seconds)}, billed with this training"
     )
     return f"{said}; expected were {pace.expected}" if pace.expected else f"{said}; measured before"

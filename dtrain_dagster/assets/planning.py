@@ -28,7 +28,7 @@ from dtrain_dagster.costs.estimate import estimate_forecast
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.data.build_once import BuiltDataset
 from dtrain_dagster.jobs.progress import BudgetSpentError
-from dtrain_dagster.planning import probe
+from dtrain_dagster.planning import evidence
 from dtrain_dagster.planning.build_plan import (
     Limits,
     PlannedJob,
@@ -39,8 +39,7 @@ from dtrain_dagster.planning.build_plan import (
     warnings_of,
 )
 from dtrain_dagster.planning.choices import compare_choices, explain_choice, in_words, remedies
-from dtrain_dagster.planning.history import History, knows
-from dtrain_dagster.planning.probe import Pace
+from dtrain_dagster.planning.evidence import History, Pace, knows
 from dtrain_dagster.resources import cluster_resource, project_resource
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
@@ -121,7 +120,7 @@ def plan_training(request: Request, registers: bool) -> dg.MaterializeResult:
     else:
         pace = measure_pace(request, planned, history, limits)
     planned, forecast = pace.planned, pace.forecast
-    spent = probe.charge_usd(pace.charges, planned.tier)
+    spent = evidence.bill_charges(pace.charges, planned.tier).total_usd
     limits = replace(limits, spent_usd=spent, spent_seconds=pace.seconds)
     table = compare_choices(planned, forecast, limits, too_small)
     if config.choose_nodes and (cheapest := table.cheapest_here(planned.price.sku, planned.tier, count)):
@@ -179,9 +178,7 @@ def nodes_of(planned: PlannedJob) -> str:
 def read_history(run: ClusterRun, planned: PlannedJob) -> History:
     """Return the records of past runs of this training, or at this pace, in this Dagster instance."""
     is_here = planned.kind.is_this_machine
-    return History.read(
-        run.context.instance, planned.fingerprint, planned.pace, planned.price.sku, is_here, planned.names
-    )
+    return History.read(run.context.instance, planned.pace, planned.price.sku, is_here, planned.names)
 
 
 def refuse_what_cannot_end(run: ClusterRun, model: ModelBytes | None, keep_checkpoints: int, registers: bool) -> None:
@@ -219,16 +216,16 @@ def measure_pace(request: Request, planned: PlannedJob, history: History, limits
                 allow_retries=False,
             )
         return Pace(planned=planned, forecast=forecast)
-    counts = probe.probe_counts(planned.node_count, bool(limits) or config.choose_nodes)
+    counts = evidence.probe_counts(planned.node_count, bool(limits) or config.choose_nodes)
     mark = planned.pace + hardware_mark(cluster, planned.price.sku)
-    due = probe.probes_to_run(jobs_uri, mark, counts)
-    expected = probe.expect_probes(history.probes, due, sizes, planned.price, planned.tier)
+    due = evidence.probes_to_run(jobs_uri, mark, counts)
+    expected = evidence.expect_probes(history.probes, due, sizes, planned.price, planned.tier)
     if expected:
         tell(
             f"a probe is run first, expected to cost {expected}; it counts against budget_usd and stop_at_usd and is "
             "billed with the training"
         )
-        if said := probe.explain_dear_probe(expected, limits, config.stop_at_usd):
+        if said := evidence.explain_dear_probe(expected, limits, config.stop_at_usd):
             raise run.refuse_plan(nodes_of(planned), said)
     got = run.provision(cluster.sku, planned.node_count)
     price, tier = price_of(got.gpu_type), tier_of(got.tier or cluster.first_tier)
@@ -238,25 +235,25 @@ def measure_pace(request: Request, planned: PlannedJob, history: History, limits
     if forecast is not None and knows(forecast, planned.node_count):
         return Pace(planned=planned, forecast=forecast)
     mark = planned.pace + hardware_mark(cluster, price.sku)
-    due = probe.probes_to_run(jobs_uri, mark, counts)
-    ids = [probe.probe_id(mark, count) for count in counts]
+    due = evidence.probes_to_run(jobs_uri, mark, counts)
+    ids = [evidence.probe_id(mark, count) for count in counts]
     limit_usd = min((limit for limit in (limits.budget_usd, config.stop_at_usd) if limit), default=0.0)
 
     def left() -> float | None:
-        paid = probe.unpaid_charges(manager, jobs_uri, ids)
-        return probe.left_node_seconds(limit_usd, paid, price, tier)
+        paid = evidence.unpaid_charges(manager, jobs_uri, ids)
+        return evidence.left_node_seconds(limit_usd, paid, price, tier)
 
     learned, command = history.learned("probe", price.sku), planned.script.command if planned.script else None
     env = cluster.node_env(run.project)
     try:
         with run.queueing():
-            forecast = probe.run_probes(manager, planned.job, sizes, counts, mark, env, learned, tell, left, command)
+            forecast = evidence.run_probes(manager, planned.job, sizes, counts, mark, env, learned, tell, left, command)
     except BudgetSpentError as error:
         said = f"the probe reached the limit of {dollars(limit_usd)}: {error}"
         raise run.refuse_plan(nodes_of(planned), said) from error
     if due:
         run.leave_queue(got)
-    charges = probe.unpaid_charges(manager, jobs_uri, forecast.rests_on)
-    now = [charge for charge in charges if charge.job_id in {probe.probe_id(mark, count) for count in due}]
-    seconds = probe.charge_seconds(now)
+    charges = evidence.unpaid_charges(manager, jobs_uri, forecast.rests_on)
+    now = [charge for charge in charges if charge.job_id in {evidence.probe_id(mark, count) for count in due}]
+    seconds = evidence.bill_charges(now, tier).wall_seconds
     return Pace(planned=planned, forecast=forecast, expected=expected, charges=charges, seconds=seconds)

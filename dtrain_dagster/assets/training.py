@@ -35,7 +35,7 @@ from dtrain_dagster.jobs.progress import (
 from dtrain_dagster.jobs.spending import Wanted
 from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
 from dtrain_dagster.planning.build_plan import explain_on_other_nodes
-from dtrain_dagster.planning.probe import take_charges
+from dtrain_dagster.planning.evidence import take_charges
 from dtrain_dagster.reports.small_pictures import small_curves
 from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
 from dtrain_dagster.settings.notices import studio_url

@@ -17,7 +17,6 @@ other; that of the measured steps; and more for a node count or GPU that was not
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
@@ -231,18 +230,12 @@ class Forecast:
     basis_words: str
     learned: LearnedCorrection = field(default_factory=LearnedCorrection)
     rests_on: tuple[str, ...] = ()
-    totals: tuple[float, ...] = ()
-    """Wall seconds of past runs of exactly this training, on the nodes of the first of ``measured``."""
     run_spread: float = 0.0
     """Standard deviation of the logarithm of time between past runs alike; 0 where there are not two."""
 
     def seconds_at(self, node_count: int, speed: float = 1.0) -> Interval:
         """Return the wall seconds of the whole training. ``speed``: of its GPUs relative to those measured."""
-        known = speed == 1 and node_count == self.measured[0].node_count
-        if self.totals and known:
-            expected = self.learned.factor * statistics.median(self.totals)
-        else:
-            expected = self.learned.factor * self.parts(node_count, speed).total
+        expected = self.learned.factor * self.parts(node_count, speed).total
         factor = math.exp(interval_margin(self._spread(node_count, speed)))
         low = expected
         if self.sizes.early_stopping_patience is not None:

@@ -286,7 +286,7 @@ def most_epochs(forecast: Forecast, limits: Limits, price: SkuPrice, tier: Tier,
     fits, too_many = 0, forecast.sizes.epochs
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
-        fewer = replace(forecast, sizes=replace(forecast.sizes, epochs=middle), totals=())
+        fewer = replace(forecast, sizes=replace(forecast.sizes, epochs=middle))
         estimate = estimate_forecast(fewer, price, tier, node_count)
         if explain_excess(estimate, limits) is None:
             fits = middle

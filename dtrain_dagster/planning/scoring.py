@@ -1,17 +1,16 @@
 """The errors of past estimates, and the correction that the next one learns from them. Pure.
 
 An error is ``log(actual / estimated)``: twice too much and half as much are equally wrong. Two things are learned. The
-typical error corrects the next estimate, as far as it stands out from how much errors vary, and only if corrections
-made in this way would have improved the past ones. The size of what remains makes the interval, and each past run that
-its interval would have missed makes it wider, each that it would have held a little narrower: so it follows a machine
-whose load changes. Late runs count more than early ones.
+typical error corrects the next estimate, as far as it stands out from how much errors vary. The size of what remains
+makes the interval, and each past run that its interval would have missed makes it wider, each that it would have held a
+little narrower: so it follows a machine whose load changes. Late runs count more than early ones.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dtrain_dagster.costs.estimate import PRIOR_SPREAD, Basis, Interval, LearnedCorrection, interval_margin
 
@@ -25,8 +24,6 @@ LEAST_TAUGHT = 3
 CERTAINTY = 2.0
 """Times its standard error that a typical error must be to correct anything; beyond that it is corrected by a growing
 share."""
-LEAST_IMPROVEMENT = 0.05
-"""Share by which corrections would have lowered past errors, for the next one to be made."""
 WIDER_PER_MISS, MOST_NARROW, MOST_WIDE = 0.5, -0.7, 1.2
 """Logarithms: by how much a run outside its interval widens the next one, and the limits of all together. A run inside
 narrows it by a ninth of the first, so that nine of ten inside leave it as it is."""
@@ -44,8 +41,6 @@ class Score:
     at: float
     """The time at which it was scored; Unix seconds."""
     job_id: str
-    fingerprint: str = ""
-    """Of the training, see `dtrain_dagster.jobs.progress.fingerprint`."""
     basis: Basis
     sku: str
     """SKU on which it ran, as planned."""
@@ -89,63 +84,32 @@ def learn(scores: Sequence[Score], basis: Basis, sku: str) -> LearnedCorrection:
 
 def learn_errors(errors: Sequence[float]) -> LearnedCorrection:
     """Return the correction that these errors of estimates before any correction teach; the oldest first."""
-    if not errors:
-        return LearnedCorrection()
-    typical = [_typical_error(errors[:count]) for count in range(len(errors) + 1)]
     wider = 0.0
     for count, error in enumerate(errors):
-        bias = _supported_correction(errors[:count], typical)
-        is_missed = abs(error - bias) > interval_margin(_remaining_spread(errors[:count], bias) * math.exp(wider))
+        before = _corrected(errors[:count])
+        margin = interval_margin(before.spread * math.exp(wider))
+        is_missed = abs(error - math.log(before.factor)) > margin
         change = WIDER_PER_MISS if is_missed else -WIDER_PER_MISS * MISSES / (1 - MISSES)
         wider = max(MOST_NARROW, min(MOST_WIDE, wider + change))
-    bias = _supported_correction(errors, typical)
-    spread = _remaining_spread(errors, bias) * math.exp(wider)
-    return LearnedCorrection(factor=math.exp(bias), spread=spread, runs=len(errors))
+    found = _corrected(errors)
+    return replace(found, spread=found.spread * math.exp(wider))
 
 
-def _weights(count: int) -> list[float]:
-    """Return the weight of each of so many runs, the oldest first."""
-    return [0.5 ** ((count - 1 - place) / HALF_LIFE) for place in range(count)]
-
-
-def _effective_runs(weights: Sequence[float]) -> float:
-    """Return the number of runs with equal weights whose mean is as certain."""
-    return sum(weights) ** 2 / sum(weight**2 for weight in weights)
-
-
-def _typical_error(errors: Sequence[float]) -> float:
-    """Return the weighted mean, as far as it is larger than its own uncertainty."""
-    if len(errors) < LEAST_TAUGHT:
-        return 0.0
-    weights = _weights(len(errors))
-    mean = sum(weight * error for weight, error in zip(weights, errors, strict=True)) / sum(weights)
-    if not mean:
-        return 0.0
-    variance = _remaining_variance(errors, mean) / _effective_runs(weights)
-    return mean * max(0.0, 1 - CERTAINTY**2 * variance / mean**2)
-
-
-def _supported_correction(errors: Sequence[float], typical: Sequence[float]) -> float:
-    """Return the last typical error if the ones before it, each learned from earlier runs alone, would have lowered the
-    errors that came after them; else 0. ``typical``: by the number of runs that each rests on."""
-    weights = _weights(len(errors))
-    without = sum(weight * abs(error) for weight, error in zip(weights, errors, strict=True))
-    corrected = sum(weight * abs(error - bias) for weight, error, bias in zip(weights, errors, typical, strict=False))
-    return typical[len(errors)] if corrected < (1 - LEAST_IMPROVEMENT) * without else 0.0
-
-
-def _remaining_variance(errors: Sequence[float], bias: float) -> float:
-    """Return the variance around a bias, shrunk towards that without experience."""
-    weights = _weights(len(errors))
-    runs = _effective_runs(weights) if weights else 0.0
-    squares = sum(weight * (error - bias) ** 2 for weight, error in zip(weights, errors, strict=True))
-    found = runs * squares / sum(weights) if weights else 0.0
-    return (PRIOR_RUNS * PRIOR_SPREAD**2 + found) / (PRIOR_RUNS + runs)
-
-
-def _remaining_spread(errors: Sequence[float], bias: float) -> float:
-    """Return the standard deviation of the next error: that of the past ones, and the uncertainty of their mean."""
+def _corrected(errors: Sequence[float]) -> LearnedCorrection:
+    """Return the weighted mean as far as it is larger than its own uncertainty, and the standard deviation of the next
+    error after that correction."""
     if not errors:
-        return PRIOR_SPREAD
-    runs = _effective_runs(_weights(len(errors)))
-    return math.sqrt(_remaining_variance(errors, bias) * (1 + 1 / (PRIOR_RUNS + runs)))
+        return LearnedCorrection()
+    weights = [0.5 ** (age / HALF_LIFE) for age in reversed(range(len(errors)))]
+    whole = sum(weights)
+    runs = whole**2 / sum(weight**2 for weight in weights)  # with equal weights, whose mean would be as certain
+
+    def variance(bias: float) -> float:
+        squares = sum(weight * (error - bias) ** 2 for weight, error in zip(weights, errors, strict=True)) / whole
+        return (PRIOR_RUNS * PRIOR_SPREAD**2 + runs * squares) / (PRIOR_RUNS + runs)
+
+    mean, bias = sum(weight * error for weight, error in zip(weights, errors, strict=True)) / whole, 0.0
+    if len(errors) >= LEAST_TAUGHT and mean:
+        bias = mean * max(0.0, 1 - CERTAINTY**2 * variance(mean) / runs / mean**2)
+    spread = math.sqrt(variance(bias) * (1 + 1 / (PRIOR_RUNS + runs)))
+    return LearnedCorrection(factor=math.exp(bias), spread=spread, runs=len(errors))

@@ -23,7 +23,7 @@ from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.runner import FleetRunner
 from dtrain_dagster.planning.build_plan import pace_mark, sizes_of
-from dtrain_dagster.planning.probe import run_probes
+from dtrain_dagster.planning.evidence import run_probes
 from dtrain_dagster.search.check_space import job_of_trial
 from dtrain_dagster.search.results import (
     BEST,
@@ -358,7 +358,7 @@ def measure_trial(
     told: Callable[[str], object] = lambda sentence: None,
 ) -> Measured:
     """Return what a trial takes, by a probe, as a plan runs one, on the least nodes of a trial. Raise as
-    `dtrain_dagster.planning.probe.run_probe` does."""
+    `dtrain_dagster.planning.evidence.run_probe` does."""
     nodes, ranks = request.nodes_per_trial, request.processes_per_node
     sizes = trial_sizes(request, request.base, os.cpu_count() if is_this_machine else None)
     digest, command = ("", None) if request.script is None else (request.script.digest, request.script.command(()))

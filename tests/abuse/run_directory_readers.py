@@ -29,8 +29,7 @@ from dtrain_dagster.fleet.jobs import FleetJob, Standing
 from dtrain_dagster.fleet.launches import explain_launch_end
 from dtrain_dagster.jobs.progress import choose_job, known_jobs, ran_out
 from dtrain_dagster.jobs.view import last_step
-from dtrain_dagster.planning.history import HomeHistory, JobCourse
-from dtrain_dagster.planning.probe import payer_of
+from dtrain_dagster.planning.evidence import HomeHistory, JobCourse, payer_of
 from dtrain_dagster.sensors.cost_overrun import recent_events
 from dtrain_dagster.settings.environment import Settings
 from trainer.checkpoint.manager import CheckpointError, CheckpointManager

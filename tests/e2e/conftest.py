@@ -22,7 +22,7 @@ import requests
 from playwright.sync_api import Browser
 
 from dtrain_dagster.definitions import build_defs
-from dtrain_dagster.planning.probe import has_succeeded
+from dtrain_dagster.planning.evidence import has_succeeded
 from dtrain_dagster.settings.environment import load_settings
 from harness.tables import copy_tables
 from harness.waiting import until

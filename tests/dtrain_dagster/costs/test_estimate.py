@@ -27,8 +27,7 @@ from dtrain_dagster.costs.estimate import (
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.planning.build_plan import Limits, explain_excess, most_epochs, sure_objection
 from dtrain_dagster.planning.choices import compare_choices, remedies
-from dtrain_dagster.planning.measured import read_measured
-from dtrain_dagster.planning.probe import probe_counts
+from dtrain_dagster.planning.evidence import probe_counts, read_measured
 from dtrain_dagster.planning.scoring import Score, learn
 from tests.dtrain_dagster.planning.planned_nodes import planned_on
 from trainer.documents.presences import NodePresence
@@ -121,12 +120,6 @@ def test_early_stopping_only_widens_the_interval_downwards():
     assert (may_stop.expected, may_stop.high) == (usual.expected, usual.high)
     assert may_stop.low < usual.low
     assert replace(patient, epochs=1).least_work(1).steps == 20
-
-
-def test_past_totals_count_where_they_were_measured():
-    known = forecast(TWO, totals=(50.0, 52.0, 90.0))
-    assert known.seconds_at(2).expected == 52.0
-    assert known.seconds_at(1).expected == pytest.approx(forecast(TWO).seconds_at(1).expected)
 
 
 positive = st.floats(1e-3, 1e4)

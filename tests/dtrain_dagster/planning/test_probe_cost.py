@@ -17,7 +17,7 @@ from dtrain_dagster.costs.timeline import CostCause
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.planning.build_plan import Limits, explain_excess
-from dtrain_dagster.planning.probe import (
+from dtrain_dagster.planning.evidence import (
     ExpectedProbe,
     PastProbe,
     expect_probes,
@@ -52,15 +52,15 @@ def expected(counts: tuple[int, ...], *probes: PastProbe) -> ExpectedProbe:
 
 
 def test_an_expected_probe_rests_on_probes_of_other_trainings_or_says_that_it_is_a_guess():
-    guess, known = expected((3,)), expected((3,), past(3, 20.0), past(3, 24.0), past(3, 90.0), past(1, 8.0))
+    guess, known = expected((3,)), expected((3,), past(3, 20.0), past(3, 24.0), past(1, 60.0))
     assert "a guess" in guess.basis
     assert known.seconds.expected == 24.0
     assert known.usd.expected == pytest.approx(24.0 * 3 / 3600 * 3.06)
     assert guess.usd.high / guess.usd.low > known.usd.high / known.usd.low > 2
     assert expected((1,), past(3, 30.0)).seconds.expected == pytest.approx(20.0), "three ranks shared two cores"
     assert "a guess" in expected((3,), past(3, 20.0, "Standard_NC4as_T4_v3")).basis, "of another SKU"
-    both = expected((1, 3), past(3, 30.0), past(1, 10.0))
-    assert both.usd.expected == pytest.approx((10.0 + 3 * 30.0) / 3600 * 3.06)
+    both = expected((1, 3), past(3, 30.0))
+    assert both.usd.expected == pytest.approx((20.0 + 3 * 30.0) / 3600 * 3.06)
     assert expect_probes([past(3, 20.0)], (), SIZES, V100, "dedicated") is None, "nothing is to be run"
 
 
