@@ -14,7 +14,7 @@ from dtrain_dagster.costs.estimate import Forecast
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.tracker import CostTracker, paid_wall_seconds
-from dtrain_dagster.planning.choices import Choices, PlanChoice, explain_choice, name_nodes
+from dtrain_dagster.planning.build_plan import Choices, PlanChoice, explain_choice, name_nodes
 from dtrain_dagster.planning.evidence import Pace, PastProbe, bill_charges
 from dtrain_dagster.settings.tiers import tier_in_words
 from dtrain_dagster.support.formatting import dollars, format_duration
@@ -98,12 +98,12 @@ def choices_metadata(table: Choices, fingerprint: str, storage_uri: str) -> dict
     metadata: dict[str, Any] = {}
     if table.rows:
         metadata["choice"] = explain_choice(table)
-        first = [choice for choice in table.rows[:MOST_ROWS] if not choice.is_planned]
-        planned = [choice for choice in table.rows if choice.is_planned]
+        first = [choice for choice in table.rows[:MOST_ROWS] if choice is not table.planned]
+        planned = [table.planned] if table.planned else []
         best = sorted([*first[: MOST_ROWS - len(planned)], *planned], key=lambda choice: choice.usd.expected)
-        shown = [_row(choice) | {"choice": choice.name} for choice in best]
+        shown = [_row(choice, table) | {"choice": choice.name} for choice in best]
         metadata["choices"] = best_rows(shown, SHOWN)
-        rows = [_row(choice) for choice in table.rows]
+        rows = [_row(choice, table) for choice in table.rows]
         metadata["choices_file"] = table_file(f"{storage_uri}/plans/{fingerprint}", "choices.csv", rows)
     metadata["choices_rest_on"] = dg.MarkdownMetadataValue("\n".join(f"- {line}" for line in table.notes))
     if table.not_available:
@@ -115,12 +115,12 @@ def choices_metadata(table: Choices, fingerprint: str, storage_uri: str) -> dict
     return metadata
 
 
-def _row(choice: PlanChoice) -> dict[str, str | int | float]:
-    told = (("this plan", choice.is_planned), ("cheapest", choice.is_cheapest))
-    marks = [word for word, holds in told if holds]
+def _row(choice: PlanChoice, table: Choices) -> dict[str, str | int | float]:
+    marks = ["➜ this plan"] if choice is table.planned else []
+    marks += ["cheapest"] if choice is table.cheapest else []
     seconds, usd = choice.seconds, choice.usd
     return {
-        "mark": ("➜ " if choice.is_planned else "") + ", ".join(marks),
+        "mark": ", ".join(marks),
         "nodes": choice.node_count,
         "sku": choice.sku,
         "gpus": f"{choice.node_count * choice.gpus} × {choice.gpu}",

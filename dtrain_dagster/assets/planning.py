@@ -33,12 +33,15 @@ from dtrain_dagster.planning.build_plan import (
     Limits,
     PlannedJob,
     assemble_plan,
+    compare_choices,
+    explain_choice,
     explain_excess,
+    in_words,
+    remedies,
     size_up_job,
     sure_objection,
     warnings_of,
 )
-from dtrain_dagster.planning.choices import compare_choices, explain_choice, in_words, remedies
 from dtrain_dagster.planning.evidence import History, Pace, knows
 from dtrain_dagster.resources import cluster_resource, project_resource
 from dtrain_dagster.settings.tiers import tier_of
@@ -124,7 +127,7 @@ def plan_training(request: Request, registers: bool) -> dg.MaterializeResult:
     limits = replace(limits, spent_usd=spent, spent_seconds=pace.seconds)
     table = compare_choices(planned, forecast, limits, too_small)
     if config.choose_nodes and (cheapest := table.cheapest_here(planned.price.sku, planned.tier, count)):
-        table = table.with_planned(cheapest)
+        table = replace(table, planned=cheapest)
         log.info(f"of 1 to {count} nodes, this choice costs least: {in_words(cheapest)}")
         planned = planned.on_nodes(request.on_nodes(cheapest.node_count).job, cheapest.node_count)
         history = read_history(run, planned)

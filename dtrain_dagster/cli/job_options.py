@@ -33,8 +33,7 @@ from dtrain_dagster.jobs.orders import (
 )
 from dtrain_dagster.jobs.program import describe_needs
 from dtrain_dagster.jobs.script_job import ScriptJob, describe_script, steps_of
-from dtrain_dagster.planning.check_job import Checked, check_job, check_memory, check_strategy, data_of
-from dtrain_dagster.planning.memory_fit import room_of
+from dtrain_dagster.planning.check_job import Checked, check_job, check_memory, check_strategy, data_of, room_of
 from dtrain_dagster.planning.tuned_settings import read_tuned
 from dtrain_dagster.settings.engines import engine_gpus
 from dtrain_dagster.settings.environment import Settings

@@ -32,7 +32,7 @@ from dtrain_dagster.monitoring.strategies import (
     step_model,
 )
 from dtrain_dagster.monitoring.windows import seconds_of, settled, windows
-from dtrain_dagster.planning.choices import explain_unavailable
+from dtrain_dagster.planning.build_plan import explain_unavailable
 from dtrain_dagster.planning.projection import Projection, pauses_left
 from dtrain_dagster.settings.tiers import Tier, tier_of
 from dtrain_dagster.support.formatting import format_duration

@@ -21,8 +21,7 @@ from dtrain_dagster.costs.estimate import Forecast, Interval, Measured, Sizes, e
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.jobs.spending import open_book
-from dtrain_dagster.planning.build_plan import Limits
-from dtrain_dagster.planning.choices import Choices, compare_choices
+from dtrain_dagster.planning.build_plan import Choices, Limits, compare_choices
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
 from tests.dtrain_dagster.planning.planned_nodes import planned_on

@@ -25,8 +25,14 @@ from dtrain_dagster.costs.estimate import (
     interpolated,
 )
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.planning.build_plan import Limits, explain_excess, most_epochs, sure_objection
-from dtrain_dagster.planning.choices import compare_choices, remedies
+from dtrain_dagster.planning.build_plan import (
+    Limits,
+    compare_choices,
+    explain_excess,
+    most_epochs,
+    remedies,
+    sure_objection,
+)
 from dtrain_dagster.planning.evidence import probe_counts, read_measured
 from dtrain_dagster.planning.scoring import Score, learn
 from tests.dtrain_dagster.planning.planned_nodes import planned_on

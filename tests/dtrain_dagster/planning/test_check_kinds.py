@@ -11,8 +11,7 @@ import pytest
 
 from dtrain_dagster.cli.job_options import total_steps
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.planning.check_job import check_job, check_memory, data_of
-from dtrain_dagster.planning.memory_fit import room_of_sku
+from dtrain_dagster.planning.check_job import check_job, check_memory, data_of, room_of_sku
 from tests.kinds import build_table
 from trainer.config import ConfigError, JobConfig, OptimizerConfig, parse_job
 

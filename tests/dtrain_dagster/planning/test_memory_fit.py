@@ -11,10 +11,17 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.costs.prices import SkuPrice, price_of, price_table
-from dtrain_dagster.planning.build_plan import Limits
-from dtrain_dagster.planning.check_job import Checked, check_job, memory_of
-from dtrain_dagster.planning.choices import Choices, compare_choices
-from dtrain_dagster.planning.memory_fit import MemoryRoom, judge_memory, room_of, room_of_sku, why_too_small
+from dtrain_dagster.planning.build_plan import Choices, Limits, compare_choices
+from dtrain_dagster.planning.check_job import (
+    Checked,
+    MemoryRoom,
+    check_job,
+    judge_memory,
+    memory_of,
+    room_of,
+    room_of_sku,
+    why_too_small,
+)
 from dtrain_dagster.settings.cluster_kinds import KINDS
 from harness.small_job import write_dataset
 from tests.dtrain_dagster.planning.planned_nodes import planned_on
@@ -112,7 +119,7 @@ def test_with_offloading_a_gpu_has_to_hold_what_is_gathered_alone() -> None:
 
 
 def test_ranks_of_one_machine_divide_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dtrain_dagster.planning.memory_fit.machine_bytes", lambda: 32 * GIB)
+    monkeypatch.setattr("dtrain_dagster.planning.check_job.machine_bytes", lambda: 32 * GIB)
     monkeypatch.setattr("trainer.node.gpus._gpu_count", lambda: 0)
     found = room_of(KINDS["local"], price_of(T4), 4, 1)
     assert found is not None
