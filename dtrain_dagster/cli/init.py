@@ -16,18 +16,12 @@ from typing import Any
 
 import click
 
-from dtrain_dagster.cli.common import Refusal, console, refuses, say
+from dtrain_dagster.cli.common import Refusal, refuses, say
 from dtrain_dagster.cli.job_names import complete_files
-from dtrain_dagster.cli.screen import plain_table
-from dtrain_dagster.data.errors import refuse
-from dtrain_dagster.data.learned_table import LearnedTable
-from dtrain_dagster.data.row_splits import RowParams
-from dtrain_dagster.data.rows import examine_rows
 from dtrain_dagster.data.table_file import files_of as files_of_table
 from dtrain_dagster.data.table_file import open_table
 from dtrain_dagster.settings.home import DEFAULT, make_home
 from dtrain_dagster.support.graph_names import checked_names
-from trainer.printable import visible
 from trainer.runtime.scratch import scratch_folder
 
 EXAMPLE = "example"
@@ -58,9 +52,8 @@ def init(
 ) -> None:
     """Make a project of your own in FOLDER, by default in this one.
 
-    It has a graph that runs as it is, a workflow for CI, and a README. Nothing is overwritten. A table of your own is
-    looked through first: the types of its columns, missing values, identifiers, classes. Identifiers are left out, and
-    missing numbers count as the mean, with an input that says so; the definitions have both.
+    It has a graph that runs as it is, a workflow for CI, and a README. Nothing is overwritten. Of a table of your own,
+    missing numbers count as the mean, with an input that says so; the definitions have that.
 
     \b
     Examples:
@@ -93,52 +86,24 @@ def init(
         say("\ndtrain was installed from a file: CI and other machines need its wheel, too (README.md says where)")
 
 
-def _table_of(folder: Path, table: str | None, target: str | None, drop: tuple[str, ...]) -> Table | None:
-    """Return the table that the options name, of which a dataset can be built, and print what it holds. Identifiers are
-    left out, too. Raise `Refusal` for one that has no such column, and `DataError` for what cannot be used."""
-    if table is None or table == EXAMPLE:
-        for option, given in (("--target", target), ("--drop", drop)):
-            if given:
+def _table_of(folder: Path, given: str | None, target: str | None, drop: tuple[str, ...]) -> Table | None:
+    """Return the table that the options name. Raise `Refusal` for one that has no such columns, and `DataError` for
+    what is no table."""
+    if given is None or given == EXAMPLE:
+        for option, value in (("--target", target), ("--drop", drop)):
+            if value:
                 raise click.UsageError(f"{option} needs --table FILE", click.get_current_context())
-        return Table(path=Path(EXAMPLE_TABLE), target=EXAMPLE_TARGET) if table else None
+        return Table(path=Path(EXAMPLE_TABLE), target=EXAMPLE_TARGET) if given else None
     if target is None:
         raise click.UsageError("--table FILE needs --target COLUMN", click.get_current_context())
-    path = Path(table).expanduser().absolute()
+    path = Path(given).expanduser().absolute()
     with scratch_folder("table") as scratch:
-        columns = list(open_table(files_of_table(path), scratch).kinds)
-    if target not in columns:
-        raise Refusal(f"--target {target}: {path} has no such column; it has {', '.join(columns)}")
-    report = examine_rows(str(path), RowParams(target=target, drop=drop, missing="mean"))
-    if like_id := tuple(column.name for column in report.columns() if column.is_like_id):
-        drop = *drop, *like_id
-        report = examine_rows(str(path), RowParams(target=target, drop=drop, missing="mean"))
-    refuse(report.problems, str(path))
-    say_report(report, like_id)
-    has_gaps = any(column.missing for column in report.columns() if column.type not in ("string", ""))
-    return Table(
-        path=path.relative_to(folder) if path.is_relative_to(folder) else path,
-        target=target,
-        drop=drop,
-        missing="mean" if has_gaps else "refuse",
-        rows=report.table.rows,
-    )
-
-
-def say_report(report: LearnedTable, like_id: tuple[str, ...]) -> None:
-    """Print a line for each column of a table, its target, and what is to be noted."""
-    from rich.text import Text
-
-    table = plain_table("COLUMN", "TYPE", "MISSING", "", right=("MISSING",))
-    for column in report.columns():
-        why = "an identifier, another value in nearly every row" if column.name in like_id else column.remark
-        told = why if why in ("", "target") else f"left out: {why}"
-        gaps = f"{column.missing:,}" if column.missing else "–"
-        table.add_row(Text(visible(column.name)), column.type or "empty", gaps, told)
-    console().print(table, highlight=False)
-    counts = ", ".join(f"{name} {count:,}" for name, count in report.class_counts().items())
-    say(f"{report.table.rows:,} rows; {report.task}" + (f", in the training split {counts}" if counts else ""))
-    for note in report.notes:
-        say(f"note: {note}", err=True)
+        found = open_table(files_of_table(path), scratch)
+    for option, names in {"--target": (target,), "--drop": drop}.items():
+        if missing := [name for name in names if name not in found.kinds]:
+            raise Refusal(f"{option} {missing[0]}: {path} has no such column; it has {', '.join(found.kinds)}")
+    where = path.relative_to(folder) if path.is_relative_to(folder) else path
+    return Table(path=where, target=target, drop=drop, missing="mean", rows=found.rows)
 
 
 def _write_project(folder: Path, files: dict[str, str], shipped: str) -> None:
@@ -169,16 +134,12 @@ def _write_example(path: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """A table to train on."""
+    """A table to train on: its path, from the project's folder if it lies there, and `RowParams` of it."""
 
     path: PurePath
-    """Of a Parquet file, or of a folder of them: seen from the project's folder if it lies there, absolute if not."""
     target: str
-    """The column to predict."""
     drop: tuple[str, ...] = ()
-    """Columns that are left out."""
     missing: str = "refuse"
-    """As `RowParams` has it."""
     rows: int = 0
     """0: not known; few."""
 

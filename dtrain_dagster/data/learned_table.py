@@ -30,7 +30,7 @@ from dtrain_dagster.data.table_columns import (
     numbers_of,
 )
 from dtrain_dagster.data.table_file import Table
-from dtrain_dagster.data.target_column import TargetColumn, TargetCopy, class_name
+from dtrain_dagster.data.target_column import TargetColumn, TargetCopy
 from trainer.data.manifest import SPLITS
 from trainer.spec import DATE_CATEGORIES, DATE_NUMBERS
 
@@ -41,21 +41,6 @@ if TYPE_CHECKING:
 
 LEAST_ROWS, FEW_ROWS = 2, 30
 """The rows of a split below which it is refused, and below which its size is told."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ColumnReport:
-    """What a column of a table holds."""
-
-    name: str
-    type: str
-    """One of `trainer.spec.RAW_TYPES`; "" for one without any value."""
-    missing: int
-    """Rows without a value."""
-    remark: str
-    """What it is for, or why it is left out."""
-    is_like_id: bool
-    """Whether it has another value in nearly every row."""
 
 
 @dataclass(slots=True)
@@ -105,28 +90,6 @@ class LearnedTable:
         if not found:
             raise DataError(f"no column varies over the training split: {', '.join(self.excluded)}")
         return found
-
-    def class_counts(self) -> dict[str, int]:
-        """Return the rows of the training split of each class."""
-        return {class_name(value): self.target.counts[value] for value in self.classes}
-
-    def columns(self) -> list[ColumnReport]:
-        """Return what each column of the table holds."""
-        return [self._report(name) for name in self.table.kinds]
-
-    def _report(self, name: str) -> ColumnReport:
-        params, found = self.params, self.numbers.get(name) or self.categories.get(name)
-        remark = self.excluded.get(name, "")
-        for role, given in (("target", (params.target,)), ("--split-by", (params.split_by,)), ("--drop", params.drop)):
-            remark = role if name in given else remark
-        is_whole = isinstance(found, CategoryColumn) or self.table.types.get(name) == "integer"
-        return ColumnReport(
-            name=name,
-            type=self.table.types[name],
-            missing=found.missing if found else 0,
-            remark=remark,
-            is_like_id=found is not None and not remark and is_whole and found.is_like_id,
-        )
 
     def _choose_columns(self) -> None:
         """Find out what the columns are for. Raise `DataError` where the target is not there, since nothing else can be

@@ -21,7 +21,6 @@ from dtrain_dagster.data.table_columns import numbers_of
 from dtrain_dagster.data.table_file import files_of, open_table
 from dtrain_dagster.data.target_column import class_name
 from trainer.data.manifest import SPLITS, STANDARDISED
-from trainer.runtime.scratch import scratch_folder
 from trainer.spec import REGRESSION, ROWS
 
 if TYPE_CHECKING:
@@ -46,19 +45,6 @@ def build_rows(source: str, storage_uri: str, params: RowParams) -> BuiltDataset
         return manifest | {"source": {"title": Path(source).name, "sha256": digests[0], "files": len(files)}}
 
     return build_once(storage_uri, dataset_id, write)
-
-
-def examine_rows(source: str, params: RowParams) -> LearnedTable:
-    """Return what a table holds, of which nothing is built, and its problems. Raise `DataError` for one that cannot be
-    read, or has no such columns as are named."""
-    with scratch_folder("table") as scratch:
-        learned = LearnedTable(open_table(files_of(Path(source)), scratch), params)
-        learned.learn()
-    try:
-        learned.judge_splits(learned.counts)
-    except DataError as error:
-        learned.problems.append(str(error))
-    return learned
 
 
 def _build(learned: LearnedTable, folder: Path, dataset_id: str) -> dict[str, Any]:

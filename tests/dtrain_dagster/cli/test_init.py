@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -100,77 +99,18 @@ def test_a_table_of_a_user_is_named_as_seen_from_the_project(tmp_path: Path) -> 
     rows = pd.DataFrame({"rooms": random.integers(1, 90, 99) / 2, 'the "price"': random.normal(size=99)})
     (tmp_path / "houses").mkdir()
     rows.to_parquet(tmp_path / "houses" / "inside.parquet")
-    rows.to_parquet(tmp_path / "outside.parquet")
+    rows.assign(listing=range(99)).to_parquet(tmp_path / "outside.parquet")
     init(tmp_path, "houses", "--table", "houses/inside.parquet", "--target", 'the "price"')
     text = (tmp_path / "houses/houses/definitions.py").read_text()
     assert 'Path(__file__).parents[1] / "inside.parquet"' in text
     assert 'TARGET = "the \\"price\\""' in text
     ast.parse(text)
-    init(tmp_path, "flats", "--table", "outside.parquet", "--target", "rooms")
-    assert f'TABLE = Path("{tmp_path}/outside.parquet")' in (tmp_path / "flats/flats/definitions.py").read_text()
+    init(tmp_path, "flats", "--table", "outside.parquet", "--target", "rooms", "--drop", "listing")
+    text = (tmp_path / "flats/flats/definitions.py").read_text()
+    assert f'TABLE = Path("{tmp_path}/outside.parquet")' in text
+    assert 'PARAMS = RowParams(target=TARGET, drop=("listing",), missing="mean")' in text
     assert "CI needs it at the same path" in (tmp_path / "flats/README.md").read_text()
     assert not (tmp_path / "flats" / "data").exists()
-
-
-def houses() -> pd.DataFrame:
-    """Rows with all that tables have: dates, categories, booleans, gaps, an identifier, columns without use."""
-    random = np.random.default_rng(0)
-    rows = 200
-    return pd.DataFrame({
-        "listing": [f"L-{row:05d}" for row in range(rows)],
-        "sold": pd.Timestamp("2020-01-01") + pd.to_timedelta(random.integers(0, 900, rows), unit="D"),
-        "rooms": pd.Series(random.integers(1, 9, rows)).where(random.random(rows) > 0.2).astype("Int64"),
-        "garden": random.random(rows) > 0.5,
-        "[bold]town": random.choice(["Aa", "Bb", "Cc"], rows),
-        "country": "DE",
-        "agent": random.choice(["x", "y"], rows),
-        "fast": random.choice(["no", "yes"], rows),
-    })  # fmt: skip
-
-
-def test_a_table_is_looked_through_before_a_project_is_made(tmp_path: Path) -> None:
-    houses().to_csv(tmp_path / "houses.csv", index=False)
-    said = init(tmp_path, "homes", "--table", "houses.csv", "--target", "fast", "--drop", "agent")
-    lines = {line.split()[0]: line.strip().split(maxsplit=3)[1:] for line in said.splitlines() if len(line.split()) > 2}
-    assert lines["listing"] == ["string", "–", "left out: an identifier, another value in nearly every row"]
-    assert lines["sold"][:2] == ["datetime", "–"]
-    assert lines["rooms"][:2] == ["integer", f"{houses()['rooms'].isna().sum()}"]
-    assert lines["garden"][0] == "boolean"
-    assert lines["[bold]town"][0] == "string"
-    assert lines["country"][2] == "left out: does not vary over the training split"
-    assert lines["agent"][2] == "left out: --drop"
-    assert lines["fast"][2] == "target"
-    assert "200 rows; binary, in the training split no " in said
-    text = (tmp_path / "homes/homes/definitions.py").read_text()
-    assert 'PARAMS = RowParams(target=TARGET, drop=("agent", "listing"), missing="mean")' in text
-    ast.parse(text)
-
-
-def test_a_table_without_gaps_has_no_rule_for_them_and_one_column_is_a_tuple(tmp_path: Path) -> None:
-    houses().drop(columns="rooms").to_parquet(tmp_path / "houses.parquet")
-    init(tmp_path, "homes", "--table", "houses.parquet", "--target", "fast")
-    text = (tmp_path / "homes/homes/definitions.py").read_text()
-    assert 'PARAMS = RowParams(target=TARGET, drop=("listing",))' in text
-
-
-@pytest.mark.parametrize(
-    ("change", "arguments", "says"),
-    [
-        (
-            {"again": lambda rows: rows["fast"]},
-            (),
-            "'again' is the target 'fast' in each row: leave it out (--drop again)",
-        ),
-        ({}, ("--drop", "gone"), "--drop gone: the table has no such column"),
-    ],
-)
-def test_a_table_that_cannot_be_trained_on_makes_no_project(
-    change: dict[str, Any], arguments: tuple[str, ...], says: str, tmp_path: Path
-) -> None:
-    houses().assign(**change).to_csv(tmp_path / "houses.csv", index=False)
-    said = init(tmp_path, "homes", "--table", "houses.csv", "--target", "fast", *arguments, code=2)
-    assert says in said
-    assert not (tmp_path / "homes").exists()
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
@@ -195,6 +135,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         (("x", "--table", "nowhere.parquet", "--target", "y"), "there is no Parquet or CSV file"),
         (("x", "--table", "text.csv", "--target", "y"), "no such column; it has "),
         (("x", "--table", "rows.parquet", "--target", "y"), "no such column; it has a, b"),
+        (("x", "--table", "rows.parquet", "--target", "a", "--drop", "c"), "--drop c: "),
     ],
 )
 def test_what_is_refused(arguments: tuple[str, ...], says: str, tmp_path: Path) -> None:

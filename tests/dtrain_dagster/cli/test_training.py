@@ -141,7 +141,7 @@ def test_every_total_is_of_both_launches(trained: Trained):
     assert f" {format_duration(first + second)} " in row
     losses = [event["loss"] for event in job.events("step")]
     usd = trained.shell.read("jobs")[0]["usd"]
-    assert row.split()[-3:] == [f"${usd:.4f}", "12", f"{losses[-1]:.4f}"]
+    assert (row.split()[2], row.split()[-3:]) == (f"${usd:.4f}", [f"{losses[-1]:.4f}", "12", "1"])
     cost = trained.shell.read("cost", "halted")
     assert cost["metrics"]["training_duration_hours"] == pytest.approx((first + second) / 3600, rel=1e-4)
     assert cost["launches"]["last"]["usd"] == pytest.approx(cost["total_usd"] * second / (first + second), abs=2e-6)
