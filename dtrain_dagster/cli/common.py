@@ -24,6 +24,7 @@ from trainer.printable import visible
 from trainer.rundir import RunDir
 
 if TYPE_CHECKING:
+    from dtrain_dagster.clusters.base import GPUClusterManager
     from dtrain_dagster.configuration import ClusterConfiguration, ProjectConfiguration
 
 EXIT_UNUSABLE, EXIT_INTERRUPTED, EXIT_STOPPED = 2, 130, 143
@@ -97,6 +98,11 @@ def cluster_of(settings: Settings) -> tuple[ClusterConfiguration, ProjectConfigu
     from dtrain_dagster.configuration import read_configuration  # not above: completion needs no cluster
 
     return read_configuration(settings)
+
+
+def manager_of(settings: Settings) -> GPUClusterManager:
+    """Return the manager of the settings' cluster, for who only looks at jobs or ends them."""
+    return cluster_of(settings)[0].manager()
 
 
 def run_dir(settings: Settings, job_id: str) -> RunDir:

@@ -18,6 +18,7 @@ from dtrain_dagster.cli.common import (
     cluster_of,
     console,
     json_option,
+    manager_of,
     print_json,
     read_settings,
     refuses,
@@ -42,7 +43,7 @@ from dtrain_dagster.costs.prices import (
     region_of,
 )
 from dtrain_dagster.costs.prices import skus as known_skus
-from dtrain_dagster.costs.retail import RETAIL_URL, Refreshed, refresh_price_table
+from dtrain_dagster.costs.retail import RETAIL_URL, refresh_price_table
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.view import add_ledgers
@@ -51,7 +52,7 @@ from dtrain_dagster.search.results import kept_search
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.tiers import TIERS, tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
-from trainer.rundir import JOB, LAUNCH, RESULT, RunDir
+from trainer.rundir import JOB, LAUNCH, RESULT
 
 OF_JOBS, OF_PRICES = ("usage_export",), ("skus", "regions", "refresh")
 """The options that need a name, and those that go without one."""
@@ -118,7 +119,7 @@ def cost(name: str | None, as_json: bool, **options: Any) -> None:
         ceilings_command(settings, as_json, options.pop("lifts"), options)
         return
     if name is None:
-        _show_prices(settings, as_json, **options)
+        (_refresh if options.pop("refresh") else _show_prices)(settings, as_json, **options)
         return
     name, is_fleet = find_job_or_fleet(settings, name)
     if is_fleet:
@@ -139,7 +140,7 @@ class Bill(NamedTuple):
 
 def bill_of(settings: Settings, job_id: str, is_probe: bool = False) -> Bill:
     """Return the bill of a job. ``is_probe``: as the probe of others. Raise `PriceError` where no price is known."""
-    manager, rundir = cluster_of(settings)[0].manager(), run_dir(settings, job_id)
+    manager, rundir = manager_of(settings), run_dir(settings, job_id)
     running, plan = not manager.job_status(job_id).state.is_final, rundir.read_json(PLAN) or {}
     usage = [*(replace(item, is_probe=is_probe) for item in manager.node_usage(job_id)), *probe_usage_of(plan)]
     tier = tier_of(plan.get("tier", settings.tiers[0]))
@@ -178,8 +179,12 @@ def _show_job(settings: Settings, job_id: str, as_json: bool, usage_export: Path
     cluster, rundir = cluster_of(settings)[0], run_dir(settings, job_id)
     bill = bill_of(settings, job_id)
     words = bill.plan.get("price_words", price_words(cluster.sku, settings.kind.buys_nodes))
-    where = cluster.azure_options().workspace_id if usage_export and settings.cluster == "azure_ml" else ""
-    reconciled = _reconciled(usage_export, bill.tracker, job_id, rundir, where) if usage_export else None
+    reconciled = None
+    if usage_export is not None:
+        where = cluster.azure_options().workspace_id if settings.cluster == "azure_ml" else ""
+        marks = Marks(job_id, rundir.read_json(LAUNCH) or {}, where)
+        rows = read_usage(usage_export.read_bytes(), str(usage_export))
+        reconciled = reconcile(bill.tracker, rows, marks, datetime.now(UTC).date())
     expected = ((bill.plan.get("estimate") or {}).get("usd") or {}).get("expected")
     if as_json:
         epochs = (rundir.read_json(RESULT) or {}).get("epochs") or 0.0
@@ -192,11 +197,6 @@ def _show_job(settings: Settings, job_id: str, as_json: bool, usage_export: Path
         _print(bill, words, expected)
         if reconciled is not None:
             _print_reconciled(reconciled)
-
-
-def _reconciled(path: Path, tracker: CostTracker, job_id: str, rundir: RunDir, workspace_id: str) -> Reconciliation:
-    rows, marks = read_usage(path.read_bytes(), str(path)), Marks(job_id, rundir.read_json(LAUNCH) or {}, workspace_id)
-    return reconcile(tracker, rows, marks, datetime.now(UTC).date())
 
 
 def _causes(found: Ledger) -> list[tuple[str, Ledger | Row, str]]:
@@ -246,16 +246,7 @@ def _print_reconciled(result: Reconciliation) -> None:
     say(*result.summary)
 
 
-def _show_prices(
-    settings: Settings,
-    as_json: bool,
-    skus: tuple[str, ...],
-    regions: tuple[str, ...],
-    refresh: bool,
-) -> None:
-    if refresh:
-        _refresh(settings, as_json, skus, regions)
-        return
+def _show_prices(settings: Settings, as_json: bool, skus: tuple[str, ...], regions: tuple[str, ...]) -> None:
     asked = known_regions() if skus and not regions else regions or (settings.region,)
     if skus:
         known = [
@@ -270,19 +261,10 @@ def _show_prices(
     if as_json:
         print_json([price_document(row) for row in rows])
         return
-    for row in {row.sku: row for row in reversed(rows)}.values() if skus else ():
-        host = f"{row.vcpus} vCPUs, {row.memory_gib} GiB"
-        say(f"{row.sku}: {row.gpus} × {row.gpu} of {row.gpu_memory_gib} GiB; host: {host}")
-        say(f"speed: {row.speed:g} × Standard_NC6s_v3 ({row.speed_note})")
     _print_table(rows)
 
 
-def _refresh(
-    settings: Settings,
-    as_json: bool,
-    skus: tuple[str, ...],
-    regions: tuple[str, ...],
-) -> None:
+def _refresh(settings: Settings, as_json: bool, skus: tuple[str, ...], regions: tuple[str, ...]) -> None:
     """Ask for newer prices, keep them in the home, and print what has changed."""
     by_name = {sku.casefold(): sku for sku in known_skus()}
     unknown = [sku for sku in skus if sku.casefold() not in by_name]
@@ -296,13 +278,24 @@ def _refresh(
     for region in where:
         if not region.isalnum():
             raise Refusal(f"{region!r} is not an Azure region; names look like eastus")
-    path = refreshed_path()
-    done = refresh_price_table(path, where, asked, RETAIL_URL)
+    done = refresh_price_table(refreshed_path(), where, asked, RETAIL_URL)
     if as_json:
-        print_json(_refreshed_document(done, str(path)))
+        changes = [
+            {
+                **{"region": item.region, "sku": item.sku, "tier": item.tier},
+                "before_usd_per_hour": item.before.usd_per_hour if item.before else None,
+                "usd_per_hour": item.after.usd_per_hour,
+            }
+            for item in done.changes
+        ]
+        print_json({"file": str(refreshed_path()), "changes": changes, "notes": list(done.notes)})
         return
-    _print_refreshed(done)
-    click.echo(f"written to {path}")
+    changed = [item for item in done.changes if not item.before or item.before.usd_per_hour != item.after.usd_per_hour]
+    say(f"{len(done.changes)} prices were found, {len(changed)} of them new or changed")
+    for item in changed:
+        before = f", before {item.before.usd_per_hour:.4g} ({item.before.recorded_on})" if item.before else ""
+        say(f"{item.region} {item.sku} {item.tier}: {item.after.usd_per_hour:.4g}{before}")
+    say(*done.notes, f"written to {refreshed_path()}")
 
 
 def price_document(row: SkuPrice) -> dict[str, Any]:
@@ -310,18 +303,6 @@ def price_document(row: SkuPrice) -> dict[str, Any]:
     document = asdict(replace(row, figures=dict(row.figures)))
     document["usd_per_hour"] = document.pop("figures")
     return document
-
-
-def _refreshed_document(done: Refreshed, path: str) -> dict[str, Any]:
-    changes = [
-        {
-            **{"region": item.region, "sku": item.sku, "tier": item.tier},
-            "before_usd_per_hour": item.before.usd_per_hour if item.before else None,
-            "usd_per_hour": item.after.usd_per_hour,
-        }
-        for item in done.changes
-    ]
-    return {"file": path, "changes": changes, "notes": list(done.notes)}
 
 
 def _print_table(rows: Sequence[SkuPrice]) -> None:
@@ -353,13 +334,3 @@ def _cell(figure: Figure | None, sources: dict[tuple[str, str, str], int]) -> st
         return "–"
     number = sources.setdefault((figure.recorded_on, figure.how, figure.source), len(sources) + 1)
     return f"{figure.usd_per_hour:.4g} [{number}]"
-
-
-def _print_refreshed(done: Refreshed) -> None:
-    changed = [item for item in done.changes if not item.before or item.before.usd_per_hour != item.after.usd_per_hour]
-    click.echo(f"{len(done.changes)} prices were found, {len(changed)} of them new or changed")
-    for item in changed:
-        before = f", before {item.before.usd_per_hour:.4g} ({item.before.recorded_on})" if item.before else ""
-        click.echo(f"{item.region} {item.sku} {item.tier}: {item.after.usd_per_hour:.4g}{before}")
-    for note in done.notes:
-        click.echo(note)

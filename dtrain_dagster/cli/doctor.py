@@ -19,8 +19,8 @@ from dtrain_dagster.cli.ceilings import book_of, ceiling_lines
 from dtrain_dagster.cli.common import (
     EXIT_UNUSABLE,
     TROUBLE,
-    cluster_of,
     json_option,
+    manager_of,
     print_json,
     ranks_of,
     read_settings,
@@ -71,7 +71,7 @@ def doctor(nodes: int | None, as_json: bool) -> None:
     missing = {line.check for line in lines if line.verdict == "missing"}
     if settings and not missing & {settings.cluster, "settings", "identity", "workspace"}:
         try:
-            lines = [*lines, line_of_health(cluster_of(settings)[0].manager().monitor_health())]
+            lines = [*lines, line_of_health(manager_of(settings).monitor_health())]
         except TROUBLE as error:
             lines = [*lines, DoctorLine("nodes", "warning", str(error), "`dtrain status --nodes` asks again")]
     if as_json:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from dtrain_dagster.cli.common import Refusal, cluster_of, console, print_json, run_dir, say
+from dtrain_dagster.cli.common import Refusal, cluster_of, console, manager_of, print_json, run_dir, say
 from dtrain_dagster.cli.screen import print_fitted, state_text
 from dtrain_dagster.clusters.base import JobState, JobStatus
 from dtrain_dagster.clusters.exit_policy import describe_exit
@@ -303,7 +303,7 @@ def print_nodes(console: Console, nodes: Sequence[Mapping[str, Any]]) -> None:
 
 def show_nodes(settings: Settings, as_json: bool) -> None:
     """Print the nodes that are there, of all jobs that run, and the excluded hosts."""
-    manager, now = cluster_of(settings)[0].manager(), time.time()
+    manager, now = manager_of(settings), time.time()
     record = manager.host_record()
     names = [each.job_id for each in manager.active_jobs()]
     found = [node for name in names for node in read_nodes(run_dir(settings, name), now, skip_damaged=True)]
@@ -327,7 +327,7 @@ def show_nodes(settings: Settings, as_json: bool) -> None:
 
 def lift_exclusion(settings: Settings, host: str) -> None:
     """Let nodes be placed on a host again. Raise `Refusal` for one that is not excluded."""
-    record, now = cluster_of(settings)[0].manager().host_record(), time.time()
+    record, now = manager_of(settings).host_record(), time.time()
     known = [] if record is None else record.excluded(now)
     if record is None or host not in {each.host for each in known}:
         others = f"; excluded are {', '.join(each.host for each in known)}" if known else "; none is"

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from rich.text import Text
 
-from dtrain_dagster.cli.common import cluster_of, console, print_json, run_dir, say
+from dtrain_dagster.cli.common import console, manager_of, print_json, run_dir, say
 from dtrain_dagster.cli.facts import SEPARATOR, format_progress, left_of, read_plan
 from dtrain_dagster.cli.screen import fitted_table, state_text, words_of_left_out
 from dtrain_dagster.clusters.base import GPUClusterManager, JobStatus
@@ -105,7 +105,7 @@ def stream_job(
 
 def follow_training(settings: Settings, job_id: str, total_steps: int | None = None) -> JobStatus:
     """Show a training's progress on the standard output until it has ended, and return how."""
-    return watch_training(console(), cluster_of(settings)[0].manager(), run_dir(settings, job_id), job_id, total_steps)
+    return watch_training(console(), manager_of(settings), run_dir(settings, job_id), job_id, total_steps)
 
 
 def watch_training(

@@ -15,7 +15,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from dtrain_dagster.cli.common import Refusal, cluster_of, run_dir
+from dtrain_dagster.cli.common import Refusal, manager_of, run_dir
 from dtrain_dagster.fleet.records import fleet_names
 from dtrain_dagster.jobs.orders import ordered_jobs
 from dtrain_dagster.search.results import search_names
@@ -63,7 +63,7 @@ def find_job(settings: Settings, given: str, fleets: Sequence[str] = ()) -> str:
     if _is_job(settings, given):
         return given
     if given == LATEST:
-        jobs = cluster_of(settings)[0].manager().list_jobs()
+        jobs = manager_of(settings).list_jobs()
         if not jobs:
             raise Refusal(f"{LATEST}: there are no jobs in {settings.jobs_uri} yet")
         return jobs[0].job_id

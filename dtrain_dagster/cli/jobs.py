@@ -12,9 +12,9 @@ import click
 from dtrain_dagster.cli.common import (
     EXIT_INTERRUPTED,
     Refusal,
-    cluster_of,
     console,
     json_option,
+    manager_of,
     print_json,
     read_settings,
     refuses,
@@ -72,7 +72,7 @@ def jobs(of_fleets: bool, as_json: bool) -> None:
         _list_fleets(settings, as_json)
         return
 
-    rows = list_facts(settings, cluster_of(settings)[0].manager().list_jobs())
+    rows = list_facts(settings, manager_of(settings).list_jobs())
     if as_json:
         print_json([row.document() for row in rows])
     elif rows:
@@ -182,7 +182,7 @@ def _save_page(settings: Settings, job_id: str, file: str) -> None:
 
 def _ask_for_trace(settings: Settings, job_id: str) -> None:
     rundir = run_dir(settings, job_id)
-    if (state := cluster_of(settings)[0].manager().job_status(job_id).state).is_final:
+    if (state := manager_of(settings).job_status(job_id).state).is_final:
         raise Refusal(f"job {job_id} has {state}: only a running job can be traced; `dtrain jobs` lists them")
     try:
         rundir.request_trace()
@@ -203,7 +203,7 @@ def _show_fleet(settings: Settings, name: str, as_json: bool) -> None:
 
 def _show_job(settings: Settings, job_id: str, as_json: bool) -> None:
     rundir = run_dir(settings, job_id)
-    facts = facts_of(settings, cluster_of(settings)[0].manager().job_status(job_id))
+    facts = facts_of(settings, manager_of(settings).job_status(job_id))
     if facts.status.damage and not as_json:
         raise Refusal(facts.status.damage)
     course = read_course(facts.status, rundir)
@@ -237,7 +237,7 @@ def logs(job_id: str, node: int | None, follow: bool, tail: int | None, as_json:
       dtrain logs latest --json | jq -r 'select(.node == 1).text'
     """
     settings = read_settings()
-    manager = cluster_of(settings)[0].manager()
+    manager = manager_of(settings)
     job_id = find_job(settings, job_id)
     if not follow and not as_json:
         say(manager.job_logs(job_id, node_id=node, tail=tail))
@@ -284,7 +284,7 @@ def cancel(name: str) -> None:
 
         cancel_fleet(settings, name)
         return
-    manager = cluster_of(settings)[0].manager()
+    manager = manager_of(settings)
     before = manager.job_status(name).state
     manager.cancel_job(name)
     after = manager.job_status(name).state

@@ -42,18 +42,6 @@ EXIT_CODES = {
 }
 """Code → meaning, the same for every command. `train` and `launch` end with the code of the process that failed
 first."""
-SHORT_HELP = """\
-dtrain trains PyTorch models on GPU clusters, and says what they cost.
-
-  dtrain train --dataset latest --nodes 3   train, and follow it; Ctrl-C cancels
-  dtrain jobs                               list the jobs, newest first
-  dtrain status latest --follow             follow the newest job
-  dtrain cost latest                        what it cost, and what for
-  dtrain ui jobs                            see all jobs live in a browser
-
-Where a job is asked for, the beginning of its name is enough, or `latest`.
-`dtrain --help` lists all commands, `dtrain COMMAND --help` explains one.
-"""
 
 
 def load_command(name: str) -> click.Command:
@@ -92,7 +80,7 @@ RETIRED = {
 
 
 class LazyGroup(click.Group):
-    """The group of all commands, whose help lists them in `SECTIONS`. Without a command it prints `SHORT_HELP`."""
+    """The group of all commands, whose help lists them in `SECTIONS`."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -156,4 +144,4 @@ def main(context: click.Context) -> None:
     JOB is the name of a job, the beginning of it that no other job shares, or `latest`, the job that was started last.
     """
     if context.invoked_subcommand is None:
-        click.echo(SHORT_HELP, nl=False)
+        click.echo(context.get_help())

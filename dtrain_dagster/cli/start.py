@@ -19,7 +19,15 @@ from typing import Any
 
 import click
 
-from dtrain_dagster.cli.common import EXIT_INTERRUPTED, EXIT_STOPPED, TROUBLE, Refusal, cluster_of, run_dir, say
+from dtrain_dagster.cli.common import (
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    TROUBLE,
+    Refusal,
+    manager_of,
+    run_dir,
+    say,
+)
 from dtrain_dagster.cli.facts import JobCourse, facts_of, price_of_cluster, read_course, so_far
 from dtrain_dagster.cli.job_names import LATEST, complete_jobs
 from dtrain_dagster.clusters.base import OWNER, ClusterConfig, ClusterError, GPUClusterManager, JobState, JobStatus
@@ -260,7 +268,7 @@ def say_how_it_stands(settings: Settings, job_id: str) -> bool:
     ended."""
     with suppress(*TROUBLE):
         rundir = run_dir(settings, job_id)
-        facts = facts_of(settings, cluster_of(settings)[0].manager().job_status(job_id))
+        facts = facts_of(settings, manager_of(settings).job_status(job_id))
         course = read_course(facts.status, rundir)
         say(*describe_end(facts, course, rundir.latest_checkpoint(), price_of_cluster(settings)), err=True)
         return facts.status.state.is_final
@@ -299,7 +307,7 @@ def say_after_work(settings: Settings, since: float, go_on: str) -> None:
     on."""
     jobs: list[str] = []
     with suppress(*TROUBLE):
-        known = reversed(cluster_of(settings)[0].manager().list_jobs())
+        known = reversed(manager_of(settings).list_jobs())
         jobs = [job.job_id for job in known if max(job.started_at or 0.0, job.ended_at or 0.0) >= since]
     for job_id in jobs:
         say_how_it_stands(settings, job_id)

@@ -16,7 +16,17 @@ from typing import Any, NamedTuple
 
 import click
 
-from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
+from dtrain_dagster.cli.common import (
+    Refusal,
+    cluster_of,
+    console,
+    manager_of,
+    ranks_of,
+    read_settings,
+    refuses,
+    run_dir,
+    say,
+)
 from dtrain_dagster.cli.doctor import show_dry_run
 from dtrain_dagster.cli.facts import priced_summary
 from dtrain_dagster.cli.follow import follow_training
@@ -251,7 +261,7 @@ def train(
         asked.refuse_beside_script(settings=settings_file)
         found = order_script(settings, script, arguments, [*own, *changes], asked.nodes, name)
         job_id, nodes = found.job.job_id, asked.nodes or settings.nodes
-        runs = runs_already(cluster_of(settings)[0].manager(), job_id)
+        runs = runs_already(manager_of(settings), job_id)
         planned = Planned(found.job, nodes, found.total_steps, runs, this_command_again(job_id), found.command)
     elif arguments:
         raise click.UsageError(f"arguments belong to a --script: {arguments[0]}", click.get_current_context())
@@ -282,7 +292,7 @@ def _plan(settings: Settings, asked: Asked, own: Sequence[str], settings_file: s
     with asked.in_its_words():
         job, nodes = asked.job(settings, own, job_id, settings_file)
         rundir = run_dir(settings, new_job_id(job.job_id, "train"))
-        runs, steps = runs_already(cluster_of(settings)[0].manager(), job.job_id), total_steps(job)
+        runs, steps = runs_already(manager_of(settings), job.job_id), total_steps(job)
         if not runs:
             say_what_is_wrong(job, nodes, settings, rehearses=not rundir.storage.exists("job.json"))
     again = this_command_again("" if asked.config and not name else job.job_id, dataset_name(job))

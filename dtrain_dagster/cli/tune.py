@@ -173,8 +173,6 @@ def _percent(gain: Mapping[str, float]) -> str:
 def _interval(row: Mapping[str, Any]) -> str:
     """``+27 % (95 % interval +20 to +33 %, 25 rounds)``: the gain of a row of the last comparison."""
     low, middle, high = (row["gain_interval"][name] for name in ("low", "middle", "high"))
-    if not low or high is None:
-        return f"{100 * (middle - 1):+.1f} % in {row['rounds']} rounds, {UNTOLD}"
     ends = f"{100 * (low - 1):+.1f} to {100 * (high - 1):+.1f} %"
     return f"{100 * (middle - 1):+.1f} % ({100 * CONFIDENCE:.0f} % interval {ends}, {row['rounds']} rounds)"
 
@@ -211,22 +209,14 @@ def summary(document: Mapping[str, Any], out: Path) -> list[str]:
     if short := sum(row["verdict"] in (UNTOLD, NO_TIME) for row in evidence["candidates"]):
         lines.append(f"{short} candidate(s) had too little time: a larger --seconds compares more of them")
     baseline, chosen = (evidence[name]["samples_per_second"] for name in ("baseline", "chosen"))
-    last = [row for row in evidence["candidates"] if row["group"] == "confirmation" and row.get("gain_interval")]
     if not training:
         pace = f" ({baseline['median']:,.0f} samples/s)" if baseline else ""
-        fastest = max(last, key=lambda row: row["gain"]["median"], default=None)
-        if fastest is None:
-            return [*lines, f"keep the settings as configured: no measured change pays{pace}"]
-        lines.append(
-            f"keep the settings as configured{pace}: in measurements apart from the search, the fastest found, "
-            f"{', '.join(_changes(fastest['change']))}, was not faster beyond noise: {_interval(fastest)}"
-        )
-        return lines
+        return [*lines, f"keep the settings as configured{pace}: no change was faster beyond noise"]
     found = ", ".join(_changes(training))
     if baseline and chosen:
         found += f": {chosen['median']:,.0f} samples/s instead of {baseline['median']:,.0f}"
-    confirmed = next((row for row in last if row["verdict"] == "confirmed"), None)
-    if confirmed is not None:
+    confirmed = next((row for row in evidence["candidates"] if row["verdict"] == "confirmed"), None)
+    if confirmed is not None and confirmed.get("gain_interval"):
         found += f", {_interval(confirmed)}, measured apart from the search"
     elif evidence["gain"]:
         found += f", {_percent(evidence['gain'])}"

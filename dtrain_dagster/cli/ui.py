@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from dtrain_dagster.cli.common import EXIT_INTERRUPTED, Refusal, cluster_of, read_settings, refuses, run_dir
+from dtrain_dagster.cli.common import EXIT_INTERRUPTED, Refusal, manager_of, read_settings, refuses, run_dir
 from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.job_facts import places_of
 from dtrain_dagster.dashboard.log_pages import ClusterLogs, LogFiles, LogSource
@@ -207,7 +207,7 @@ def _services(settings: Settings, read_only: bool) -> JobServices:
     logs: LogSource = (
         LogFiles(lambda job_id: Path(run_dir(settings, job_id).storage.local_path(LOGS)))
         if here
-        else ClusterLogs(lambda job_id: cluster_of(settings)[0].manager().job_logs(job_id))
+        else ClusterLogs(lambda job_id: manager_of(settings).job_logs(job_id))
     )
     desk = None if read_only else OrderDesk(settings.home)
     return JobServices(places=places_of(settings), logs=logs, desk=desk)

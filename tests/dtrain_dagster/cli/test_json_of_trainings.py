@@ -19,14 +19,8 @@ from dtrain_dagster.cli.main import main
 from harness.small_job import write_dataset
 from harness.tables import copy_tables
 
-SMALL = (
-    "--set",
-    "model.args.channels=4",
-    "--set",
-    "training.warmup_steps=1",
-    "--set",
-    "training.checkpoint_frequency=4",
-)
+FIELDS = ("model.args.channels=4", "training.warmup_steps=1", "training.checkpoint_frequency=4")
+SMALL = tuple(word for field in FIELDS for word in ("--set", field))
 SPACE = {"training.learning_rate": {"low": 1e-4, "high": 1e-1, "log": True}}
 NOT_HERE = {
     "dtrain cost": ("reconciliation",),
@@ -51,10 +45,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, li
     (folder / "space.json").write_text(json.dumps(SPACE))
     fleet = {
         "name": "few", "budget_usd": 5.0, "nodes": 1, "defaults": {"dataset": "walks", "model": "tcn"},
-        "jobs": [
-            {"name": name, "set": {"model.args.channels": 4, "training.max_steps": 6, "training.warmup_steps": 1}}
-            for name in ("a",)
-        ],
+        "jobs": [{"name": "a", "set": {"model.args.channels": 4, "training.max_steps": 6, "training.warmup_steps": 1}}],
     }  # fmt: skip
     (folder / "few.yaml").write_text(yaml.safe_dump(fleet))
     found: dict[str, list[Any]] = defaultdict(list)
@@ -64,18 +55,8 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, li
         for name, value in {"HOME": str(folder / "home"), "NODES": "1", "THREADS_PER_RANK": "1"}.items():
             patch.setenv(f"DTRAIN_{name}", value)
         patch.chdir(folder)
-        asked = (
-            "train",
-            "--dataset",
-            "walks",
-            "--model",
-            "tcn",
-            "--name",
-            "one",
-            *SMALL,
-            "--set",
-            "training.max_steps=9",
-        )
+        words = "train --dataset walks --model tcn --name one --set training.max_steps=9"
+        asked = (*words.split(), *SMALL)
         run(*asked, "--set", "training.max_node_seconds=0.01", code=77)
         run(*asked)
 

@@ -18,7 +18,6 @@ from dtrain_dagster.clusters.base import JobState, JobStatus
 from dtrain_dagster.clusters.notices import describe_kept
 from dtrain_dagster.jobs.progress import follow_job, words_of_kept
 from dtrain_dagster.settings.environment import load_settings
-from dtrain_dagster.support.formatting import seconds_of
 from trainer.rundir import RunDir
 
 
@@ -28,18 +27,18 @@ def command(how: How) -> None:
     click.echo(how.keep_failed_seconds)
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90s", 90.0), ("30m", 1800.0), ("1.5h", 5400.0), (" 2h ", 7200.0)])
-def test_durations(text: str, seconds: float) -> None:
-    assert seconds_of(text) == seconds
-    assert CliRunner().invoke(command, ["--keep-failed", text]).output == f"{seconds}\n"
-
-
-@pytest.mark.parametrize("text", ["30", "m", "0m", "-5m", "1d", "30 minutes", "", "nan", "25h"])
-def test_a_bad_duration_is_refused_by_name(text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        *(("90s", "90.0\n"), ("30m", "1800.0\n"), ("1.5h", "5400.0\n"), (" 2h ", "7200.0\n")),
+        *((text, "as 90s, 30m or 2h") for text in ("30", "m", "0m", "-5m", "1d", "30 minutes", "", "nan")),
+        ("25h", "give less"),
+    ],
+)
+def test_durations(text: str, said: str) -> None:
     found = CliRunner().invoke(command, ["--keep-failed", text])
-    assert found.exit_code == 2
-    assert "--keep-failed" in found.output
-    assert "give less" in found.output if text == "25h" else "as 90s, 30m or 2h" in found.output
+    assert said in found.output
+    assert (found.exit_code, "--keep-failed" in found.output) == ((0, False) if said.endswith("\n") else (2, True))
 
 
 def test_a_cluster_that_cannot_keep_a_node_refuses(
@@ -62,8 +61,6 @@ def test_people_are_told_how_to_enter_a_node_that_is_kept() -> None:
 
 class FailedManager:
     """Answers of a cluster on one job: it runs, has failed with a node kept, and has ended."""
-
-    poll_seconds = 0.0
 
     def __init__(self) -> None:
         kept = ("node 1 is kept until 01:00 UTC: enter it",)
@@ -99,6 +96,5 @@ def test_the_duration_comes_into_the_launch(tmp_path: Path, monkeypatch: pytest.
     words = ["launch", "--nodes", "1", "--procs-per-node", "1", "--name", "one", "--keep-failed", "90s", "--", "true"]
     done = CliRunner().invoke(main, words)
     assert done.exit_code == 0, done.output
-    launch = RunDir(str(tmp_path / "storage/jobs/one")).read_json("launch.json")
-    assert launch is not None
+    launch = RunDir(str(tmp_path / "storage/jobs/one")).read_json("launch.json") or {}
     assert launch["keep_failed_seconds"] == 90.0

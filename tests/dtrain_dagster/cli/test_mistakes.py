@@ -11,9 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 from dtrain_dagster.__main__ import main as home
+from dtrain_dagster.cli.job_options import say_what_is_wrong
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.registry.endpoints import endpoint
+from dtrain_dagster.settings.environment import load_settings
 from harness.small_job import write_dataset
+from trainer.config import DatasetRef, JobConfig
 
 TRAIN = ("train", "--dataset", "walks", "--nodes", "1")
 MISTAKES: list[tuple[tuple[str, ...], str]] = [
@@ -130,3 +133,18 @@ def test_each_setting_that_cannot_be_is_named(folder: Path):
         assert words in said, (name, said)
         assert "default, None" not in said
     assert not list((folder / "home").glob("storage/jobs/*/launch.json"))
+
+
+def test_a_size_that_cannot_be_bought_any_more_is_named(folder: Path, monkeypatch, capsys):
+    size = {"DTRAIN_GPU_TYPE": "Standard_NC6s_v3"}
+    on_azure = {"DTRAIN_CLUSTER": "azure_ml", "DTRAIN_STORAGE": "az://dtrain"}
+    job = JobConfig(job_id="j", run_dir=str(folder / "j"), dataset=DatasetRef(uri=str(folder / "walks")))
+    job.training.world_size = 2
+    for variables, is_told in ((size | on_azure, True), (on_azure, False), (size, False)):  # here it is a stand-in
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            say_what_is_wrong(job, 2, load_settings(), rehearses=False)
+        told = capsys.readouterr().err
+        assert ("Azure retired Standard_NC6s_v3 on 2025-09-30" in told) == is_told
+        assert ("DTRAIN_GPU_TYPE=Standard_NC24ads_A100_v4" in told) == is_told

@@ -89,12 +89,7 @@ def test_exit_codes_are_told():
         assert f"| {code} | {meaning} |" in made.describe_commands()
 
 
-def test_dtrain_alone_prints_the_short_help_and_its_version():
-    short = CliRunner().invoke(main, [], prog_name="dtrain")
-    assert short.exit_code == 0
-    assert len(short.output.splitlines()) <= 12
-    assert all(len(line) <= 80 for line in short.output.splitlines())
-    for line in re.findall(r"^  dtrain (\w+)", short.output, re.MULTILINE):
-        assert line in TOLD
+def test_dtrain_alone_prints_the_help_and_its_version():
+    assert CliRunner().invoke(main, [], prog_name="dtrain", terminal_width=80).output == shown_help("dtrain")
     said = CliRunner().invoke(main, ["--version"], prog_name="dtrain")
     assert said.output == f"dtrain {version('dtrain')}\n"
