@@ -34,17 +34,14 @@ from dtrain_dagster.clusters.supervision.engine import (
 )
 from dtrain_dagster.clusters.supervision.supervisor import Supervisor, begin_clock
 from trainer.comm.launch_secret import SecretFile
-from trainer.node.environment import LaunchError
 from trainer.rundir import RunDir
 
 
 class ProcessEngine:
-    """Jobs as processes. Files of ``folder`` steer it: ``down``: it does not answer; ``full``: jobs wait; ``refuse``:
-    submissions are refused; ``NAME.ends_at``: a time limit of a job, in Unix seconds; ``NAME.lost``: its machine
-    cannot be reached, is taken for lost, and runs on; ``hosts``: names of machines, one per line, each of which has
-    room for one job, the first ones first; ``metadata``: the address of `harness.metadata_service`, of which each
-    job's machine has the job's name; ``hold``: the seconds of the agents' ``--hold``; ``HOST.flaky``: jobs on this
-    machine are killed as soon as they are seen."""
+    """Jobs as processes. Files of ``folder`` steer it: ``down``: it does not answer; ``full``: jobs wait;
+    ``NAME.lost``: the machine of a job cannot be reached, is taken for lost, and runs on; ``metadata``: the address of
+    `harness.metadata_service`, of which each job's machine has the job's name; ``hold``: the seconds of the agents'
+    ``--hold``."""
 
     poll_seconds = 0.3
 
@@ -54,18 +51,13 @@ class ProcessEngine:
 
     def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int, excluded: Sequence[str] = ()) -> str:
         self._answer()
-        if (self.folder / "refuse").exists():
-            raise LaunchError("the engine refuses it: set another partition")
         name = name_job(launch, node_id, incarnation)
         with contextlib.suppress(FileExistsError):
             (self.folder / name).mkdir()
             hold = self.folder / "hold"
             seconds = float(hold.read_text()) if hold.exists() else 0.0
             command = agent_command(launch, self.run_dir, self.secret, node_id, incarnation, hold_seconds=seconds)
-            about = {
-                "node": node_id, "incarnation": incarnation, "at": time.time(), "command": command,
-                "excluded": list(excluded),
-            }  # fmt: skip
+            about = {"node": node_id, "incarnation": incarnation, "at": time.time(), "command": command}
             (self.folder / name / "job.json").write_text(json.dumps(about))
         self._start(name)
         return name
@@ -114,13 +106,7 @@ class ProcessEngine:
         place = self.folder / name
         if (place / "pid").exists() or (place / "cancelled").exists() or (self.folder / "full").exists():
             return
-        about = json.loads((place / "job.json").read_text())
-        command = about["command"]
-        if (hosts := self.folder / "hosts").exists():
-            free = [host for host in hosts.read_text().split() if host not in {*about["excluded"], *self._used()}]
-            if not free:
-                return
-            (place / "host").write_text(free[0])
+        command = json.loads((place / "job.json").read_text())["command"]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("DTRAIN_JOB")}
         if (metadata := self.folder / "metadata").exists():
             environment["DTRAIN_METADATA_URL"] = f"{metadata.read_text()}/{name}"
@@ -129,11 +115,6 @@ class ProcessEngine:
         )
         process = subprocess.Popen(["/bin/sh", "-c", shell], start_new_session=True, env=environment)
         (place / "pid").write_text(f"{process.pid} {psutil.Process(process.pid).create_time()}")
-
-    def _used(self) -> set[str]:
-        """The machines on which something runs."""
-        places = [path.parent for path in self.folder.glob("*/host") if not (path.parent / "code").exists()]
-        return {(place / "host").read_text() for place in places if self._process(place.name) is not None}
 
     def _process(self, name: str) -> psutil.Process | None:
         with contextlib.suppress(OSError, psutil.Error, ValueError):
@@ -146,17 +127,8 @@ class ProcessEngine:
     def _look(self, name: str) -> EngineJob:
         place = self.folder / name
         about = json.loads((place / "job.json").read_text())
-        limit = self.folder / f"{name}.ends_at"
-        ends_at = float(limit.read_text()) if limit.exists() else None
-        is_late = ends_at is not None and time.time() > ends_at
         code, process = place / "code", self._process(name)
-        if process is not None and is_late:
-            self.cancel([name], force=True)
         began = (place / "pid").exists()
-        host = (place / "host").read_text() if (place / "host").exists() else ""
-        if process is not None and host and (self.folder / f"{host}.flaky").exists():
-            for child in process.children(recursive=True):
-                child.kill()
         lost = self.folder / f"{name}.lost"
         is_lost = lost.exists()
         ended = (
@@ -167,15 +139,12 @@ class ProcessEngine:
             node_id=about["node"],
             incarnation=about["incarnation"],
             state="ended" if ended else "running" if began else "pending",
-            reason="time limit" if ended and is_late else "" if began else "(Resources)",
+            reason="" if began else "(Resources)",
             exit_code=int(code.read_text()) if code.exists() else None,
-            lost=ended and (is_lost or is_late or not code.exists()),
-            is_planned=ended and is_late,
+            lost=ended and (is_lost or not code.exists()),
             submitted_at=about["at"],
             started_at=(place / "pid").stat().st_mtime if began else None,
             ended_at=next((one.stat().st_mtime for one in (lost, code) if one.exists()), None),
-            ends_at=ends_at,
-            host=host,
         )
 
 

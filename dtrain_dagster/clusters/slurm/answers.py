@@ -6,7 +6,7 @@ Pure: what is asked, and what is done about it, belongs in `engine`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -98,9 +98,8 @@ def read_rows(text: str) -> list[dict[str, str]]:
     return rows
 
 
-def read_job(row: Mapping[str, str], position: tuple[int, int] | None = None) -> EngineJob | None:
-    """Return the state of a node from its row; None for a job that is no node of ours. ``position``: its place among
-    the waiting jobs of its partition, and their number."""
+def read_job(row: Mapping[str, str]) -> EngineJob | None:
+    """Return the state of a node from its row; None for a job that is no node of ours."""
     if (own := read_job_name(row["Name"])) is None:
         return None
     state, host = row["State"].split()[0], row["NodeList"]
@@ -114,7 +113,7 @@ def read_job(row: Mapping[str, str], position: tuple[int, int] | None = None) ->
         "submitted_at": submitted,
     }
     if state in _WAITING:
-        return EngineJob(**common, state="pending", reason=explain_waiting(row["Reason"], position, started))
+        return EngineJob(**common, state="pending", reason=explain_waiting(row["Reason"], started))
     if state not in _ENDS:
         # While a job completes, its end is no limit any more, but the moment at which it came.
         ends_at = ended if state != "COMPLETING" and limit is not None else None
@@ -136,14 +135,13 @@ def read_job(row: Mapping[str, str], position: tuple[int, int] | None = None) ->
     )
 
 
-def explain_waiting(reason: str, position: tuple[int, int] | None, starts_at: float | None) -> str:
-    """Return why a job waits, in SLURM's word and in ours, with its place in the queue and when SLURM expects it to
-    start (Unix seconds; None where it does not say)."""
+def explain_waiting(reason: str, starts_at: float | None) -> str:
+    """Return why a job waits, in SLURM's word and in ours, and when SLURM expects it to start (Unix seconds; None where
+    it does not say)."""
     words = next((words for name, words in REASONS.items() if reason.startswith(name)), "")
-    where = f"place {position[0]} of {position[1]} in the queue" if position else ""
     when = f"expected to start at {datetime.fromtimestamp(starts_at, UTC):%Y-%m-%d %H:%M} UTC" if starts_at else ""
     said = reason if reason not in ("None", "") else "not looked at yet"
-    return ", ".join(part for part in (f"{said}: {words}" if words else said, where, when) if part)
+    return ", ".join(filter(None, [f"{said}: {words}" if words else said, when]))
 
 
 def exit_code_of(state: str, raw: str) -> int | None:
@@ -169,11 +167,6 @@ def limit_seconds(text: str) -> float | None:
         return None
     parts = {name: int(value or 0) for name, value in match.groupdict().items()}
     return 86400 * parts["days"] + 3600 * parts["hours"] + 60.0 * parts["minutes"] + parts["seconds"]
-
-
-def place_in(ids: Sequence[str], job_id: str) -> tuple[int, int] | None:
-    """Return the place of a job among the waiting ones, from 1, and their number; None where it is not among them."""
-    return (ids.index(job_id) + 1, len(ids)) if job_id in ids else None
 
 
 def is_unreachable(said: str) -> bool:

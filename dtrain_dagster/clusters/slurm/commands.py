@@ -14,7 +14,7 @@ from dtrain_dagster.settings.slurm import SlurmSettings
 
 COLUMNS = {
     "JobID": 20, "Name": 70, "State": 20, "exit_code": 12, "Reason": 80, "NodeList": 80, "SubmitTime": 24,
-    "StartTime": 24, "EndTime": 24, "TimeLimit": 20, "Partition": 40,
+    "StartTime": 24, "EndTime": 24, "TimeLimit": 20,
 }  # fmt: skip
 """The fields that squeue is asked for, with their widths. Text with explicit widths is what all versions agree on."""
 TIMES = {"SLURM_TIME_FORMAT": "%s"}
@@ -68,12 +68,6 @@ def list_all(name: str | None = None) -> list[str]:
     """Return the command that lists this user's jobs in all states; with ``name``, those of that name."""
     fields = ",".join(f"{field}:{width}" for field, width in COLUMNS.items())
     return ["squeue", "--me", "--noheader", "--states=all", f"--Format={fields}", *([f"--name={name}"] if name else [])]
-
-
-def list_waiting(partition: str) -> list[str]:
-    """Return the command that lists the ids of a partition's waiting jobs, of all users, in the order of priority."""
-    states = "--states=PENDING"
-    return ["squeue", "--noheader", states, f"--partition={partition}", "--sort=-p,i", "--Format=JobID:20"]
 
 
 def end(ids: Sequence[str], force: bool) -> list[list[str]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters.slurm import commands
-from dtrain_dagster.clusters.slurm.answers import is_full, is_unreachable, place_in, read_job, read_rows, remedy_of
+from dtrain_dagster.clusters.slurm.answers import is_full, is_unreachable, read_job, read_rows, remedy_of
 from dtrain_dagster.clusters.submission import Request, others_like_first, process_lines, shell_line
 from dtrain_dagster.clusters.supervision.engine import (
     Command,
@@ -77,12 +77,8 @@ class SlurmEngine(Engine):
     def list_jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
         prefix = f"{name_launch(launch)}-"
         rows = [row for row in read_rows(self.run(commands.list_all())) if row["Name"].startswith(prefix)]
-        queues = {row["Partition"] for row in rows if row["State"] == "PENDING"}
-        waiting = {queue: self.run(commands.list_waiting(queue)).split() for queue in queues}
-        jobs = (read_job(row, place_in(waiting.get(row["Partition"], ()), row["JobID"])) for row in rows)
-        found = [job for job in jobs if job is not None]
         self._known |= {row["JobID"]: row["Name"] for row in rows}
-        return found
+        return [job for job in map(read_job, rows) if job is not None]
 
     def cancel(self, ids: Sequence[str], force: bool) -> None:
         """End these jobs: in order, or at once with ``force``. An id that SLURM has given to another job since is left

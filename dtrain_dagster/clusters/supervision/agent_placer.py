@@ -128,11 +128,8 @@ class AgentPlacer(Placer):
         ending = set(node_ids)
         for records, record in self._all():
             if record.node_id in ending and record.gone_at is None:
-                first = record.force_at is None
                 force_at = min(now + grace, record.force_at or float("inf"))
-                records[record.node_id] = replace(
-                    record, force_at=force_at, is_end_told=record.is_end_told and not first
-                )
+                records[record.node_id] = replace(record, force_at=force_at)
 
     def sweep(self, seconds: float) -> None:
         """End all jobs that the engine still has of this launch, and wait for at most that long for their end. Those of
@@ -183,8 +180,8 @@ class AgentPlacer(Placer):
         else:
             self.nodes[node_id] = record
 
-    def _submit(self, record: NodeRecord) -> NodeRecord:
-        excluded = () if record.is_last_resort else tuple(each.host for each in self.exclusions())
+    def _submit(self, record: NodeRecord, anywhere: bool = False) -> NodeRecord:
+        excluded = () if anywhere else tuple(each.host for each in self.exclusions())
         record = replace(record, excluded=excluded)
         try:
             job_id = self.engine.submit(self.launch, record.node_id, record.incarnation, excluded)
@@ -223,8 +220,8 @@ class AgentPlacer(Placer):
         for records, record in self._all():
             if (job := jobs.get((record.node_id, record.incarnation))) is not None:
                 records[record.node_id] = replace(record, job=job, job_id=job.id)
-            elif (seen := _last_seen(record, self._now())) is not None and not self._is_heard(record):
-                records[record.node_id] = replace(record, job=_forgotten(seen, self._now()))
+            elif not self._is_heard(record):
+                records[record.node_id] = replace(record, job=_forgotten_job(record, self._now()))
         return True
 
     def _is_heard(self, record: NodeRecord) -> bool:
@@ -262,27 +259,23 @@ class AgentPlacer(Placer):
         except EngineUnreachableError as error:
             warn_once(f"node {record.node_id} cannot be submitted again: {error}")
             return record
-        again = NodeRecord(
-            node_id=record.node_id, incarnation=record.incarnation + 1, made_at=self._now(), is_last_resort=True
-        )
-        return self._submit(again)
+        again = NodeRecord(node_id=record.node_id, incarnation=record.incarnation + 1, made_at=self._now())
+        return self._submit(again, anywhere=True)
 
     def _end_record(self, record: NodeRecord, now: float) -> NodeRecord:
         """Tell the engine that a node has to end: in order first, by force once its grace is over."""
         assert record.force_at is not None
         force = now >= record.force_at
         if record.job_id is None:  # it may have been submitted, with the answer lost
-            if force:
-                return replace(record, is_abandoned=True, forced_at=now)
-            return record
-        if (force and record.forced_at is None) or not record.is_end_told:
+            return replace(record, is_abandoned=force)
+        if (force and not record.is_end_forced) or not record.is_end_told:
             try:
                 self.engine.cancel([record.job_id], force)
             except EngineUnreachableError as error:
                 warn_once(f"node {record.node_id} cannot be ended through its engine: {error}")
             else:
                 self._asks_now = True
-                return replace(record, is_end_told=True, forced_at=now if force else record.forced_at)
+                return replace(record, is_end_told=True, is_end_forced=force)
         if force and now - record.force_at > ABANDON_SECONDS:
             return replace(record, is_abandoned=True)
         return record
@@ -381,32 +374,24 @@ class AgentPlacer(Placer):
             warn_once(f"could not write the log of node {node_id}: {error}")
 
 
-def _last_seen(record: NodeRecord, now: float) -> EngineJob | None:
-    """Return the job as the engine last showed it. One that ended while no supervisor looked may have been forgotten
-    before this one could see it."""
-    presence = record.presence
-    is_new = presence is None and now - (record.taken_at or now) < LISTED_SECONDS
-    if record.job is not None or record.job_id is None or is_new:
-        return record.job
-    return EngineJob(
-        id=record.job_id,
-        node_id=record.node_id,
-        incarnation=record.incarnation,
-        state="running",
-        host=presence.host if presence else "",
-        started_at=presence.started_at if presence else None,
-        ended_at=presence.last_seen_at if presence else None,
-    )
-
-
-def _forgotten(job: EngineJob, now: float) -> EngineJob:
-    """Return the job that the engine has shown and knows no longer: somebody has deleted it."""
-    if job.state == "ended":
+def _forgotten_job(record: NodeRecord, now: float) -> EngineJob | None:
+    """Return the job that the engine knows no longer, as one that has ended: somebody has deleted it, or it ended while
+    no supervisor looked. None for one that may just not be listed yet."""
+    job, presence = record.job, record.presence
+    if job is not None and job.state == "ended":
         return job
-    return replace(
-        job,
-        state="ended",
-        lost=True,
-        reason=job.reason or "the engine no longer knows it",
-        ended_at=job.ended_at or now,
-    )
+    if job is None:
+        is_new = presence is None and now - (record.taken_at or now) < LISTED_SECONDS
+        if record.job_id is None or is_new:
+            return None
+        job = EngineJob(
+            id=record.job_id,
+            node_id=record.node_id,
+            incarnation=record.incarnation,
+            state="running",
+            host=presence.host if presence else "",
+            started_at=presence.started_at if presence else None,
+            ended_at=presence.last_seen_at if presence else None,
+        )
+    reason = job.reason or "the engine no longer knows it"
+    return replace(job, state="ended", lost=True, reason=reason, ended_at=job.ended_at or now)

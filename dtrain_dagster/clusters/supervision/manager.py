@@ -10,7 +10,6 @@ import contextlib
 import json
 import math
 import os
-import signal
 import time
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
@@ -45,7 +44,6 @@ from dtrain_dagster.clusters.supervision.settle import (
     observe,
     outlives_supervisor,
     settle_status,
-    signal_supervisor,
     sweep,
 )
 from dtrain_dagster.clusters.supervision.submit import (
@@ -187,18 +185,16 @@ class SupervisedClusterManager(GPUClusterManager):
         """Forget the cluster: it has no nodes without a job. Every run directory is opened before, whatever the marks
         say."""
         with self.use.giving_back(pool.used_at):
-            running = self.running()
-            for job_id in running:
-                self.active.enter(job_id)
-            if running:
+            if running := self._mark_running():
                 raise InUseError(f"{', '.join(running)} runs by now")
             self.state.delete(CLUSTER)
         return True
 
     def cleanup_cluster(self) -> None:
-        running = self.running()
+        running = self._mark_running()
         for job_id in running:
-            self._ask_to_end(job_id)  # all at once, then wait for each
+            with contextlib.suppress(DamagedError):
+                self._end(job_id, 0.0)  # all are asked at once, then each is waited for
         for job_id in running:
             self.cancel_job(job_id)
         self.state.delete(CLUSTER)
@@ -282,9 +278,7 @@ class SupervisedClusterManager(GPUClusterManager):
 
     def active_jobs(self) -> list[JobStatus]:
         if (marks := self.active.marks()) is None:
-            marks = self.running()
-            for job_id in marks:
-                self.active.enter(job_id)
+            marks = self._mark_running()
             self.active.complete()
         jobs = []
         for job_id in marks:
@@ -351,10 +345,6 @@ class SupervisedClusterManager(GPUClusterManager):
         orphan.refuse_new_owner(self.rundir(orphan.name))
         return self._end(orphan.name, END_SECONDS)
 
-    def running(self) -> list[str]:
-        """Return the ids of the jobs that have not ended; every run directory is opened, whatever the marks say."""
-        return [job.job_id for job in self.list_jobs() if not job.state.is_final]
-
     def rundir(self, job_id: str) -> RunDir:
         """Return the run directory of a job. Raise `ClusterError` for an id that cannot be one."""
         try:
@@ -396,6 +386,13 @@ class SupervisedClusterManager(GPUClusterManager):
         if launch is not None:
             start_supervisor(launch, rundir, lock, self._files(launch["job_id"]).secret, resumes=True)
 
+    def _mark_running(self) -> list[str]:
+        """Return the ids of the jobs that have not ended, and mark them; every run directory is opened."""
+        found = [job.job_id for job in self.list_jobs() if not job.state.is_final]
+        for job_id in found:
+            self.active.enter(job_id)
+        return found
+
     def _files(self, job_id: str) -> PrivateFiles:
         return PrivateFiles(self.home / "secrets" / job_id)
 
@@ -425,11 +422,6 @@ class SupervisedClusterManager(GPUClusterManager):
                 if ended_at is not None:
                     self.use.note_end(ended_at, job_id)
                 self.active.leave(job_id)
-
-    def _ask_to_end(self, job_id: str) -> None:
-        """Request the end of a job, and do not wait for it."""
-        with contextlib.suppress(DamagedError):  # it is ended by `end`, otherwise
-            signal_supervisor(self.rundir(job_id), signal.SIGTERM)
 
     def _end(self, job_id: str, patience_seconds: float) -> bool:
         """Request the end of a job and wait at most that long for it; return whether it has ended."""

@@ -135,8 +135,6 @@ class NodeRecord:
     """The time at which it was decided on, in Unix seconds."""
     excluded: tuple[str, ...] = ()
     """The hosts on which it is not placed."""
-    is_last_resort: bool = False
-    """Whether it is placed wherever there is room, since it found none elsewhere."""
     is_cut_off: bool = False
     """Whether it is gone without having said so: its agent was killed, or its machine was."""
     taken_at: float | None = None
@@ -154,7 +152,7 @@ class NodeRecord:
     force_at: float | None = None
     """When it is ended by force; None where it is not to end."""
     is_end_told: bool = False
-    forced_at: float | None = None
+    is_end_forced: bool = False
     is_abandoned: bool = False
     is_handing_over: bool = False
     """Whether it ends in favour of its successor."""

@@ -132,10 +132,10 @@ def end_supervised(rundir: RunDir, patience_seconds: float, revive: Revive | Non
     asked_at = time.monotonic()
     while is_held(folder):
         waited = time.monotonic() - asked_at
-        if waited > patience_seconds:
-            return False
         late = waited > grace + FORCE_SECONDS  # its reaper then kills what it leaves
         signal_supervisor(rundir, signal.SIGKILL if late else signal.SIGTERM)
+        if waited > patience_seconds:
+            return False
         time.sleep(POLL_SECONDS)
     status, runs = observe(rundir, revive)  # settles it, had the supervisor to be killed
     if runs and status is not None:  # its nodes went on without one: the new one is asked

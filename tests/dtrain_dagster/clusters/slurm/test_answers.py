@@ -9,7 +9,6 @@ from dtrain_dagster.clusters.slurm.answers import (
     is_full,
     is_unreachable,
     limit_seconds,
-    place_in,
     read_job,
     read_rows,
     remedy_of,
@@ -25,14 +24,13 @@ def line(**changes: str) -> str:
     values = {
         "JobID": "7", "Name": NAME, "State": "RUNNING", "exit_code": "0", "Reason": "None", "NodeList": "n2",
         "SubmitTime": "1795521094", "StartTime": "1795521095", "EndTime": "1795521395", "TimeLimit": "5:00",
-        "Partition": "main",
     } | changes  # fmt: skip
     return "".join(values[name].ljust(width) for name, width in COLUMNS.items())
 
 
-def job(position: tuple[int, int] | None = None, **changes: str):
+def job(**changes: str):
     (row,) = read_rows(line(**changes) + "\n")
-    found = read_job(row, position)
+    found = read_job(row)
     assert found is not None
     return found
 
@@ -47,14 +45,13 @@ def test_a_running_node_has_its_machine_and_its_limit():
     assert job(State="COMPLETING").ends_at is None, "it needs no successor"
 
 
-def test_a_waiting_node_says_why_what_helps_and_its_place():
-    found = job((2, 5), State="PENDING", Reason="PartitionConfig", NodeList="", StartTime="N/A", EndTime="N/A")
+def test_a_waiting_node_says_why_and_what_helps():
+    found = job(State="PENDING", Reason="PartitionConfig", NodeList="", StartTime="N/A", EndTime="N/A")
     assert found.state == "pending"
     assert "lower DTRAIN_NODE_CPUS" in found.reason
     assert found.reason.startswith("PartitionConfig: ")
-    assert found.reason.endswith("place 2 of 5 in the queue")
     assert found.started_at is None, "the expected start is none"
-    told = job((1, 1), State="PENDING", Reason="Resources", StartTime="1795521600", EndTime="N/A", NodeList="")
+    told = job(State="PENDING", Reason="Resources", StartTime="1795521600", EndTime="N/A", NodeList="")
     assert told.reason.endswith("expected to start at 2026-11-24 12:00 UTC")
     assert told.started_at is None
     rare = "Nodes required for job are DOWN, DRAINED or reserved for jobs"
@@ -98,13 +95,11 @@ def test_jobs_of_others_are_none_of_ours():
     assert read_rows("\n") == []
 
 
-def test_limits_and_codes_and_places():
+def test_limits_and_codes():
     assert limit_seconds("2-03:00:00") == 2 * 86400 + 3 * 3600
     assert limit_seconds("5:00") == 300.0
     assert limit_seconds("UNLIMITED") is None
     assert exit_code_of("FAILED", "N/A") is None
-    assert place_in(["4", "9"], "9") == (2, 2)
-    assert place_in(["4"], "9") is None
 
 
 def test_what_sbatch_says_is_told_with_the_setting():

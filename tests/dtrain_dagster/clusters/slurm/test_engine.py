@@ -47,7 +47,6 @@ def row(**changes: str) -> str:
     values = {
         "JobID": "41", "Name": NAME, "State": "RUNNING", "exit_code": "0", "Reason": "None", "NodeList": "n2",
         "SubmitTime": "1795521094", "StartTime": "1795521095", "EndTime": "N/A", "TimeLimit": "5:00",
-        "Partition": "main",
     } | changes  # fmt: skip
     return "".join(values[name].ljust(width) for name, width in COLUMNS.items())
 

@@ -1,298 +1,377 @@
-"""Nodes that an engine runs: they are placed, followed, replaced and ended by agents and their presences."""
+"""Nodes that an engine runs are placed, followed, handed over and ended: on an engine and presences of the test's own,
+and a clock that it moves. Real agents are in `test_agents`."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
-import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from dtrain_dagster.clusters.hosts import HostEvent, HostRecord
-from dtrain_dagster.clusters.notices import describe_kept
-from dtrain_dagster.clusters.supervision import agent_placer
-from dtrain_dagster.clusters.supervision.agent_placer import AgentPlacer
-from dtrain_dagster.clusters.supervision.engine import EngineJob, name_job
-from dtrain_dagster.clusters.supervision.placer import NodeRecord, is_successor_due, view_node
-from harness.engines.process_engine import ProcessEngine
-from harness.metadata_service import metadata_service
-from harness.waiting import until
+from dtrain_dagster.clusters.supervision.agent_placer import (
+    EXCLUSION_PATIENCE_SECONDS,
+    LEAVE_SECONDS,
+    LISTED_SECONDS,
+    MOST_SUCCESSORS,
+    AgentPlacer,
+)
+from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError, name_job
+from dtrain_dagster.clusters.supervision.placer import (
+    ABANDON_SECONDS,
+    HANDOVER_SECONDS,
+    NodeRecord,
+    is_successor_due,
+    view_node,
+)
 from trainer.comm.launch_secret import SecretFile
 from trainer.documents.presences import NodePresence
-from trainer.node.__main__ import is_worth_keeping
+from trainer.exit_codes import EVICTED, UNFIT, UNUSABLE
+from trainer.node.environment import LaunchError
 from trainer.rundir import RunDir
-from trainer.runtime.clock import SteadyClock
-from trainer.runtime.machine_warnings import LEAVE_SECONDS
 
-HEAD = """
-import os, signal, sys, time
-from pathlib import Path
-OUT, RANK = Path({out!r}), int(os.environ["RANK"])
-INCARNATION = int(os.environ.get("DTRAIN_INCARNATION", "1"))
-"""
+LAUNCH = {"token": "ab" * 24, "launch": 1, "node_count": 2, "processes_per_node": 1, "elastic": True, "job_id": "one"}
+NOW = 1_800_000_000.0
+
+
+class Engine:
+    """Its jobs are what the test makes of them. ``hosts``: free machines, the first ones first; without any, jobs
+    wait."""
+
+    poll_seconds = 1.0
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.jobs: dict[tuple[int, int], EngineJob] = {}
+        self.hosts = [f"h{number}" for number in range(9)]
+        self.cancelled: list[tuple[str, bool]] = []
+        self.is_down = self.is_stubborn = self.refuses = False
+
+    def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int, excluded: Sequence[str] = ()) -> str:
+        self._answer()
+        if self.refuses:
+            raise LaunchError("the engine refuses it: set another partition")
+        name, key = name_job(launch, node_id, incarnation), (node_id, incarnation)
+        if key not in self.jobs:
+            free = [host for host in self.hosts if host not in excluded]
+            found: dict[str, Any] = {"state": "pending", "reason": "(Resources)"}
+            if free:
+                self.hosts.remove(free[0])
+                found = {"state": "running", "host": free[0], "started_at": self.clock.now()}
+            self.jobs[key] = EngineJob(id=name, node_id=node_id, incarnation=incarnation, **found)
+        return name
+
+    def list_jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
+        self._answer()
+        return list(self.jobs.values())
+
+    def cancel(self, ids: Sequence[str], force: bool) -> None:
+        self._answer()
+        self.cancelled += [(name, force) for name in ids]
+        for key, job in self.jobs.items():
+            if job.id in ids and (force or job.state == "pending") and not self.is_stubborn:
+                self.change(*key, state="ended", ended_at=self.clock.now())
+
+    def read_log(self, job_id: str) -> str | None:
+        return "python3: No module named trainer"
+
+    def change(self, node_id: int, incarnation: int = 1, **fields: Any) -> None:
+        self.jobs[node_id, incarnation] = replace(self.jobs[node_id, incarnation], **fields)
+
+    def _answer(self) -> None:
+        if self.is_down:
+            raise EngineUnreachableError("the engine does not answer")
+
+
+class Clock:
+    """The clock of the supervisor, and of `time`."""
+
+    at = 1000.0
+
+    def now(self) -> float:
+        return NOW + self.at
 
 
 class Job:
-    """A job of a few scripts, and its supervisor."""
+    """A placer, its engine, and the presences that its agents write."""
 
-    def __init__(self, folder: Path, script: str, nodes: int = 2, processes: int = 1, **fields: Any) -> None:
-        self.folder = folder
-        self.rundir = RunDir(str(folder / "run"))
+    def __init__(self, folder: Path, clock: Clock) -> None:
+        self.rundir, self.clock, self.engine = RunDir(str(folder / "run")), clock, Engine(clock)
         self.rundir.make()
-        path = folder / "script.py"
-        path.write_text(HEAD.format(out=str(folder)) + textwrap.dedent(script))
-        self.launch: dict[str, Any] = {
-            "job_id": "one", "token": os.urandom(24).hex(), "launch": 1, "node_count": nodes, "elastic": True,
-            "env": {"DTRAIN_STOP_GRACE_SECONDS": "3", "DTRAIN_PEER_GRACE_SECONDS": "1"},
-            "processes_per_node": processes, "threads_per_rank": 1,
-            "command": [sys.executable, str(path)], "master_port": None, "engine": "ray",
-            "max_replacements": 3, "replacement_delay_seconds": 0.0, "preflight": "off", **fields,
-        }  # fmt: skip
-        self.rundir.write_json("launch.json", self.launch)
-        self.engine = ProcessEngine(folder / "engine", self.rundir.uri, "")
-        self.supervisors: list[subprocess.Popen[bytes]] = []
+        self.hosts = HostRecord(folder / "hosts")
+        self.placer = self.another()
 
-    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        program = (sys.executable, "-m", "harness.engines.process_engine")
-        command = [*program, self.rundir.uri, str(self.folder), *arguments]
-        with open(self.folder / "supervisor.log", "ab") as log:
-            self.supervisors.append(subprocess.Popen(command, stdout=log, stderr=log, cwd=Path(__file__).parents[4]))
-        return self.supervisors[-1]
+    def another(self) -> AgentPlacer:
+        """The placer of the next supervisor."""
+        secret: Any = SecretFile(Path(self.rundir.uri).parent / "secret")
+        engine: Any = self.engine
+        clock: Any = self.clock
+        return AgentPlacer(self.rundir, engine, secret, clock, self.hosts)
 
-    def ends(self) -> dict[str, Any]:
-        """The final status."""
-        return self.wait(lambda: self.status() if self.status().get("ended_at") else None, "the end of the job")
+    def start(self, *nodes: int) -> None:
+        self.placer.begin_launch(LAUNCH)
+        for node_id in nodes:
+            self.placer.start(node_id, 1)
+            if (node_id, 1) in self.engine.jobs and self.engine.jobs[node_id, 1].state == "running":
+                self.say(node_id)
 
-    def status(self) -> dict[str, Any]:
-        return self.rundir.read_json("status.json") or {}
+    def say(self, node_id: int, incarnation: int = 1, **fields: Any) -> None:
+        """An agent writes its presence."""
+        now = self.clock.now()
+        known = self.rundir.read_node(1, node_id, incarnation) or NodePresence(
+            node_id=node_id, launch=1, incarnation=incarnation, started_at=now, host=f"10.0.0.{node_id}"
+        )
+        self.rundir.write_node(replace(known, **{"last_seen_at": now, **fields}))
 
-    def wait(self, condition: Callable[[], Any], what: str) -> Any:
-        return until(condition, lambda: f"{what}\n{self.said()}")
-
-    def said(self) -> str:
-        logs = [*self.folder.glob("*.log"), *self.folder.glob("run/logs/*"), *self.folder.glob("engine/*/out")]
-        return "\n".join(f"--- {path}\n{path.read_text()}" for path in logs)
-
-    def file(self, name: str) -> Path:
-        self.wait((self.folder / name).exists, name)
-        return self.folder / name
-
-    def presences(self) -> list[NodePresence]:
-        return self.rundir.nodes()
-
-    def name(self, node: int, incarnation: int = 1) -> str:
-        return name_job(self.launch, node, incarnation)
-
-    def processes(self) -> list[psutil.Process]:
-        found = psutil.process_iter(["cmdline", "status"])
-        mine = [one for one in found if any(str(self.folder) in word for word in one.info["cmdline"] or [])]
-        return [one for one in mine if one.info["status"] != psutil.STATUS_ZOMBIE]
+    def look(self, seconds: float = 2.0) -> dict[int, tuple[int, str, tuple[int | None, ...]]]:
+        """Incarnation, state and codes of each node, after a time in which the nodes that are there are heard."""
+        self.clock.at += seconds
+        for node in self.rundir.nodes():
+            job = self.engine.jobs.get((node.node_id, node.incarnation))
+            if node.ended_at is None and job is not None and job.state == "running":
+                self.say(node.node_id, node.incarnation)
+        seen = self.placer.look()
+        return {node_id: (node.incarnation, node.state, node.codes) for node_id, node in seen.items()}
 
 
 @pytest.fixture
-def make_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    made: list[Job] = []
-
-    def make(*given: Any, **named: Any) -> Job:
-        made.append(Job(tmp_path, *given, **named))
-        return made[-1]
-
-    yield make
-    for job in made:
-        for process in job.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):  # it may end by itself meanwhile
-                process.kill()
-        for supervisor in job.supervisors:
-            supervisor.kill()
-            supervisor.wait()
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", lambda: clock.at)
+    monkeypatch.setattr(time, "sleep", lambda seconds: setattr(clock, "at", clock.at + seconds))
+    return Job(tmp_path, clock)
 
 
-WAITS = """
-(OUT / f"began-{RANK}-{INCARNATION}").touch()
-print("rank", RANK, "waits", flush=True)
-while not (OUT / "go").exists():
-    time.sleep(0.02)
-"""
-SUCCEEDS = (
-    WAITS
-    + """
-(Path(sys.argv[0]).parent / "run" / "result.json").write_text('{"status": "succeeded"}')
-"""
-)
+def test_a_node_is_what_its_presence_says_at_once_and_the_engine_where_it_can_say_nothing(job: Job) -> None:
+    job.start(0, 1, 2)
+    assert job.look() == {node: (1, "running", (None,)) for node in range(3)}
+    job.say(0, ended_at=job.clock.now(), exit_codes=(3,))
+    assert job.look(0.0)[0] == (1, "gone", (3,)), "before the engine is asked"
+    job.engine.change(1, state="ended", exit_code=137, ended_at=job.clock.now() + 1)
+    job.engine.change(2, state="ended", lost=True, ended_at=job.clock.now())
+    seen = job.look(3.0)
+    assert (seen[1], seen[2]) == ((1, "gone", (-9,)), (1, "gone", (-9,)))
+    closed = job.rundir.read_node(1, 1, 1)
+    assert closed is not None
+    assert closed.exit_codes == (-9,)
+    assert closed.ended_at == job.engine.jobs[1, 1].ended_at, "it is paid for as long as its engine says"
 
 
-def test_nodes_run_as_jobs_of_the_engine_and_are_paid_by_their_presence(make_job: Callable[..., Job]) -> None:
-    job = make_job("assert os.environ['DTRAIN_HOST']\n" + SUCCEEDS, nodes=2, processes=2)
-    job.start()
-    for rank in range(4):
-        job.file(f"began-{rank}-1")
-    job.wait(lambda: job.status()["state"] == "running", "word of it")
-    (job.folder / "go").touch()
-    assert job.ends()["state"] == "succeeded", job.said()
-    assert [(one.node_id, one.exit_codes, bool(one.host)) for one in job.presences()] == [
-        (0, (0, 0), True), (1, (0, 0), True),
-    ]  # fmt: skip
-    assert all(one.ended_at and one.ended_at >= one.started_at for one in job.presences())
-    assert "rank 2 waits" in (job.folder / "run" / "logs" / "node-1.log").read_text()
-    job.wait(lambda: not job.processes(), "the end of all processes")
+def test_a_node_that_waits_says_why_and_one_that_is_refused_has_failed(job: Job) -> None:
+    job.engine.hosts = []
+    job.start(0)
+    assert job.look() == {0: (1, "pending", (None,))}
+    assert job.placer.look()[0].reason == "(Resources)"
+    job.placer.end([0], 60.0)
+    job.look()
+    assert job.look()[0][1] == "gone"
+    assert job.rundir.nodes() == [], "it costs nothing"
+    job.engine.is_down = True
+    job.placer.start(1, 1)
+    assert job.placer.look()[1].reason == "the engine does not answer"
+    job.engine.is_down, job.engine.refuses = False, True
+    assert job.look()[1] == (1, "gone", (UNUSABLE,))
+    assert "set another partition" in job.placer.look()[1].reason
+    with pytest.raises(LaunchError, match="set another partition"):
+        job.placer.start(2, 1)
 
 
-def test_a_killed_agent_takes_its_ranks_with_it_and_is_replaced(make_job: Callable[..., Job]) -> None:
-    job = make_job(SUCCEEDS)
-    job.start()
-    job.file("began-1-1")
-    agent = job.engine.agent(job.name(1))
-    ranks = agent.children()
-    agent.kill()
-    job.file("began-1-2")
-    assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
-    (job.folder / "go").touch()
-    assert job.ends()["state"] == "succeeded", job.said()
-    assert job.status()["replacements"] == 1
-    ends = {(one.node_id, one.incarnation): one.exit_codes for one in job.presences()}
-    assert ends == {(0, 1): (0,), (1, 1): (-9,), (1, 2): (0,)}
+def test_an_engine_that_does_not_answer_costs_no_node(job: Job) -> None:
+    job.engine.is_down = True
+    job.start(0)
+    assert job.look()[0][1] == "pending"
+    job.engine.is_down = False
+    assert job.look()[0][1] == "pending", "submitted now"
+    job.say(0)
+    job.engine.is_down = True
+    for _ in range(9):
+        assert job.look(30.0)[0][1] == "running"
+    job.placer.end([0], 5.0)
+    assert job.look(5.0)[0][1] == "running", "its agent reads that it is to end"
+    job.say(0, ended_at=job.clock.now(), exit_codes=(143,))
+    assert job.look()[0] == (1, "gone", (143,))
+    job.placer.start(1, 1)
+    job.placer.end([1], 5.0)
+    assert job.look(4.0)[1][1] == "pending", "it may have been submitted, with the answer lost"
+    assert job.look(1.0)[1] == (1, "gone", (-9,))
 
 
-def test_a_machine_that_is_cut_off_but_reaches_the_storage_makes_way(make_job: Callable[..., Job]) -> None:
-    """Its agent goes on writing that it is there, and no engine can end it: it reads that it was given up."""
-    job = make_job(SUCCEEDS)
-    job.start()
-    job.file("began-1-1")
-    (job.folder / "engine" / f"{job.name(1)}.lost").touch()
-    job.file("began-1-2")
-    words = "--node 1 --incarnation 1"
-
-    def lives(process: psutil.Process) -> bool:
-        try:
-            return words in " ".join(process.cmdline())
-        except psutil.Error:  # it has just ended
-            return False
-
-    job.wait(lambda: not any(map(lives, job.processes())), "the end of what is cut off")
-    assert "was given up as lost" in (job.engine.read_log(job.name(1)) or "")
-    (job.folder / "go").touch()
-    assert job.ends()["state"] == "succeeded"
-    first, lost, second = sorted(job.presences(), key=lambda one: (one.node_id, one.incarnation))
-    assert (first.exit_codes, lost.exit_codes, second.exit_codes) == ((0,), (-9,), (0,))
-    assert lost.ended_at is not None
-    assert lost.ended_at <= second.started_at
+def test_an_end_is_told_in_order_then_forced_then_no_longer_waited_for(job: Job) -> None:
+    job.start(0)
+    job.look()
+    job.engine.is_stubborn = True
+    name = job.engine.jobs[0, 1].id
+    job.placer.end([0], 10.0)
+    job.look()
+    assert job.engine.cancelled == [(name, False)]
+    job.placer.end([0], 3.0)
+    assert job.look(4.0)[0][1] == "running"
+    assert job.engine.cancelled == [(name, False), (name, True)]
+    assert job.look(ABANDON_SECONDS)[0] == (1, "gone", (-9,)), "its machine may not answer"
+    assert len(job.engine.cancelled) == 2
 
 
-@pytest.mark.slow
-def test_a_host_that_loses_node_after_node_gets_no_more_of_them(make_job: Callable[..., Job]) -> None:
-    job = make_job(SUCCEEDS, nodes=2, max_replacements=2)
-    (job.engine.folder / "hosts").write_text("bad good better")
-    (job.engine.folder / "bad.flaky").touch()
-    job.start()
-    job.file("began-0-3"), job.file("began-1-1")
-    job.wait(lambda: job.status().get("excluded_hosts"), "word of it")
-    (job.folder / "go").touch()
-    status = job.ends()
-    assert (status["state"], status["replacements"]) == ("succeeded", 2), job.said()
-    assert [each["host"] for each in status["excluded_hosts"]] == ["bad"]
-    assert "host bad is excluded: 2 nodes were lost there soon after they began" in job.said()
-    [event] = RunDir(str(job.folder / "run")).events("host_excluded")
-    assert (event["host"], event["why"]) == ("bad", status["excluded_hosts"][0]["why"])
+def test_another_supervisor_finds_nodes_successors_and_what_was_never_submitted(job: Job) -> None:
+    job.start(0, 1)
+    job.engine.change(1, ends_at=job.clock.now() + 3600)
+    job.look()
+    job.engine.change(1, ends_at=job.clock.now() + 60)
+    job.clock.at += 3000
+    job.look()
+    assert set(job.engine.jobs) == {(0, 1), (1, 1), (1, 2)}
+    job.placer = job.another()
+    assert job.placer.resume_launch(LAUNCH) == {0, 1}
+    assert job.look() == {0: (1, "running", (None,)), 1: (1, "running", (None,))}
+    assert job.placer.successors.keys() == {1}
+    assert set(job.engine.jobs) == {(0, 1), (1, 1), (1, 2)}, "nothing is bought twice"
 
 
-@pytest.mark.slow
-def test_a_node_that_fails_its_pre_flight_is_replaced_before_it_has_ranks(make_job: Callable[..., Job]) -> None:
-    job = make_job(
-        """
-        (OUT / f"began-{RANK}-{INCARNATION}").touch()
-        while not (OUT / "began-1-2").exists():
-            time.sleep(0.02)
-        """,
-        preflight="quick: test $NODE_RANK.$DTRAIN_INCARNATION != 1.1 || { echo its link is down; exit 3; }",
-    )
-    job.start()
-    assert job.ends()["replacements"] == 1
-    assert not (job.folder / "began-1-1").exists()
-    good, bad, better = sorted(job.presences(), key=lambda one: (one.node_id, one.incarnation))
-    assert (bad.preflight, bad.exit_codes) == ("the site's own check: its link is down", (76,))
-    assert (good.preflight, good.exit_codes, better.preflight, better.exit_codes) == ("", (0,), "", (0,))
-    assert bad.ended_at is not None
-    assert bad.preflight_seconds == pytest.approx(bad.ended_at - bad.started_at, abs=1.0)
-    assert 0 < good.preflight_seconds < 30
-    log = (job.folder / "run/logs/node-1.log").read_text()
-    assert "pre-flight failed: the site's own check: its link is down" in log
-    assert "pre-flight: passed in" in log
+def test_a_node_that_the_engine_forgot_while_nobody_looked_is_lost_unless_it_is_heard(job: Job) -> None:
+    job.start(0, 1)
+    job.look()
+    last_seen = job.clock.now()
+    job.placer = job.another()
+    job.placer.resume_launch(LAUNCH)
+    job.engine.jobs.clear()
+    job.clock.at += 3600
+    job.say(1)
+    seen = {node_id: node.state for node_id, node in job.placer.look().items()}
+    assert seen == {0: "gone", 1: "running"}
+    job.clock.at += 9
+    job.say(1)
+    assert job.placer.look()[1].state == "running", "an engine that has lost its memory proves nothing"
+    closed = job.rundir.read_node(1, 0, 1)
+    assert closed is not None
+    assert closed.ended_at == last_seen, "it is paid until it was seen last, and not until it was missed"
+    job.placer.start(0, 2)
+    job.engine.jobs.clear()
+    assert job.look()[0][:2] == (2, "pending"), "it may not be listed yet"
+    assert job.look(LISTED_SECONDS)[0][:2] == (2, "gone")
+    assert job.placer.look()[0].is_lost
+    said = job.rundir.storage.local_path("logs/node-0.log").read_text()
+    assert said == "python3: No module named trainer\n", "what it printed is brought, where it wrote nothing itself"
 
 
-FAILS_ON_NODE_1 = """
-    (OUT / f"began-{RANK}").touch()
-    while not (OUT / f"began-{1 - RANK}").exists():
-        time.sleep(0.02)
-    if RANK == 1:
-        sys.exit("the model is not there")
-    time.sleep(600)
-"""
+def test_a_job_whose_agent_has_ended_leaves_by_itself_and_is_not_cancelled(job: Job) -> None:
+    job.start(0, 1)
+    job.look()
+    job.say(0, ended_at=job.clock.now(), exit_codes=(0,))
+    job.look()
+    job.placer.sweep(LEAVE_SECONDS / 2)
+    names = [job.engine.jobs[node, 1].id for node in (0, 1)]
+    assert {name for name, _ in job.engine.cancelled} == {names[1]}, "the one whose agent runs"
+    job.placer.sweep(LEAVE_SECONDS + 1)
+    assert (names[0], True) in job.engine.cancelled
+    assert all(each.state == "ended" for each in job.engine.jobs.values())
 
 
-def test_a_node_that_failed_is_kept_until_the_job_is_cancelled(make_job: Callable[..., Job]) -> None:
-    job = make_job(FAILS_ON_NODE_1, keep_failed_seconds=600.0)
-    supervisor = job.start()
-    status = job.wait(lambda: job.status() if job.status().get("kept") else None, "a node that is kept")
-    assert status["state"] == "running"
-    assert status["message"].startswith("failed: rank 1 on node 1 failed first")
-    other, kept = job.wait(lambda: job.presences() if job.presences()[0].ended_at else None, "the other node to end")
-    assert (kept.node_id, kept.ended_at, kept.exit_codes) == (1, None, (1,))
-    assert kept.kept_until - kept.kept_since == pytest.approx(600.0)
-    assert other.kept_since is None
-    (line,) = describe_kept(status["kept"])
-    assert line.startswith("node 1 is kept until ")
-    assert line.endswith(f" UTC: enter {job.name(1)}")
-    supervisor.kill()  # the node outlives its supervisor, and the next one finds it kept
-    supervisor.wait()
-    job.start("--resume")
-    again = job.wait(lambda: job.status() if job.status()["pid"] != status["pid"] else None, "another supervisor")
-    job.wait(lambda: job.status().get("kept"), "the node to be found again")
-    os.kill(again["pid"], signal.SIGTERM)
-    status = job.ends()
-    assert (status["state"], status["exit_code"], status["kept"]) == ("failed", 1, [])
-    assert status["message"].startswith("rank 1 on node 1 failed first")
-    kept = job.presences()[1]
-    assert kept.ended_at is not None
-    assert kept.exit_codes == (1,)
-    job.wait(lambda: not job.processes(), "the end of all processes")
+def test_a_host_that_loses_node_after_node_gets_no_more_of_them(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    job.start(0, 1)
+    for incarnation in (1, 2):
+        bad = job.engine.jobs[1, incarnation].host
+        job.look()
+        job.engine.change(1, incarnation, state="ended", exit_code=-9, ended_at=job.clock.now())
+        job.look(3.0)
+        job.engine.hosts.insert(0, bad)
+        job.placer.start(1, incarnation + 1)
+        job.say(1, incarnation + 1)
+    assert (bad, job.engine.jobs[1, 3].host) == ("h1", "h2")
+    assert [each.host for each in job.placer.exclusions()] == ["h1"]
+    assert "host h1 is excluded: 2 nodes were lost there soon after they began" in capsys.readouterr().out
+    [event] = job.rundir.events("host_excluded")
+    assert (event["host"], event["why"]) == ("h1", job.placer.exclusions()[0].why)
 
 
-def test_a_node_is_kept_for_its_time(make_job: Callable[..., Job]) -> None:
-    job = make_job("sys.exit(3)", nodes=1, keep_failed_seconds=1.0)
-    job.start()
-    assert job.ends()["exit_code"] == 3
-    (kept,) = job.presences()
-    assert 1.0 <= kept.ended_at - kept.kept_since < 20.0
+def test_a_node_that_finds_no_other_place_may_have_one_on_an_excluded_host(job: Job) -> None:
+    job.hosts.add(HostEvent(host="h0", at=job.clock.now(), kind="unfit", why="the disk is full"))
+    job.engine.hosts = ["h0"]
+    job.start(0)
+    assert job.look()[0][:2] == (1, "pending")
+    job.look(EXCLUSION_PATIENCE_SECONDS)
+    assert job.engine.jobs[0, 1].state == "ended"
+    assert job.engine.jobs[0, 2].host == "h0"
 
 
-def test_a_node_that_is_asked_to_end_during_its_pre_flight_starts_no_ranks(make_job: Callable[..., Job]) -> None:
-    job = make_job('(OUT / "began").touch()', nodes=1, preflight="quick: touch $DTRAIN_TEST_MARK; sleep 60")
-    job.launch["env"]["DTRAIN_TEST_MARK"] = str(job.folder / "checks")
-    job.rundir.write_json("launch.json", job.launch)
-    job.start()
-    job.file("checks")
-    job.engine.agent(job.name(0)).send_signal(signal.SIGTERM)
-    job.wait(lambda: job.presences()[0].ended_at, "its end")
-    assert job.presences()[0].exit_codes == (143,)
-    assert not (job.folder / "began").exists()
+def warn(job: Job) -> None:
+    """Node 1 is told that its machine will be taken away."""
+    job.say(1, leaves_at=job.clock.now() + 300, leaves_because="Preempt")
 
 
-def test_a_node_is_not_kept_beyond_the_budget_of_its_job(make_job: Callable[..., Job]) -> None:
-    job = make_job("sys.exit(3)", nodes=1, keep_failed_seconds=600.0)
-    job.rundir.write_json("budget.json", {"max_node_seconds": 0.1})
-    job.start()
-    assert job.ends()["exit_code"] == 3
-    assert "the budget of the job is spent" in job.said()
+def near_limit(job: Job, node_id: int = 1) -> None:
+    job.engine.change(node_id, ends_at=job.clock.now() + 100)
+
+
+@pytest.mark.parametrize("tell", [warn, near_limit])
+def test_a_node_that_will_leave_stays_until_another_is_fit_to_take_its_place(
+    job: Job, tell: Callable[[Job], None]
+) -> None:
+    job.start(0, 1)
+    job.look(3600.0)
+    tell(job)
+    job.look()
+    name = job.engine.jobs[1, 1].id
+    job.say(1, 2, ended_at=job.clock.now(), exit_codes=(UNFIT,), preflight="its link is down")
+    job.look()
+    assert (1, 3) in job.engine.jobs, "an unfit successor is followed by another"
+    job.say(1, 3)
+    job.look()
+    assert job.look()[1] == (1, "running", (None,))
+    assert job.engine.cancelled == [], "not before it is ready"
+    job.say(1, 3, ready_at=job.clock.now())
+    job.look(), job.look()
+    assert job.engine.cancelled == [(name, False)]
+    job.say(1, ended_at=job.clock.now(), exit_codes=(EVICTED,))
+    assert job.look()[1][:2] == (3, "running")
+
+
+def test_nodes_make_way_one_after_the_other_so_that_the_others_hold_the_state_of_the_training(job: Job) -> None:
+    job.start(0, 1)
+    job.look(3600.0)
+    for node_id in (0, 1):
+        near_limit(job, node_id)
+    job.look()
+    for node_id in (0, 1):
+        job.say(node_id, 2, ready_at=job.clock.now())
+    for _ in range(3):
+        job.look()
+    assert len(job.engine.cancelled) == 1
+    job.look(HANDOVER_SECONDS)
+    job.look()
+    assert len({name for name, _ in job.engine.cancelled}) == 2, "the first one has had its time"
+
+
+def test_a_node_without_a_successor_is_taken_away_and_counts_as_no_failure(job: Job) -> None:
+    job.start(0, 1)
+    job.look()
+    job.engine.hosts = []
+    warn(job)
+    job.look()
+    for incarnation in range(2, 9):  # whatever becomes of them
+        if (1, incarnation) in job.engine.jobs:
+            job.engine.change(1, incarnation, state="ended", lost=True, cause="taken", ended_at=job.clock.now())
+        job.look()
+    assert max(incarnation for node, incarnation in job.engine.jobs if node == 1) == 1 + MOST_SUCCESSORS
+    job.say(1, ended_at=job.clock.now(), exit_codes=(EVICTED,))
+    job.look()
+    left = job.placer.look()[1]
+    assert (left.is_lost, left.is_taken) == (True, True)
+
+
+def test_where_all_are_ended_no_successor_takes_over(job: Job) -> None:
+    job.start(0, 1)
+    job.look()
+    warn(job)
+    job.look()
+    job.say(1, 2)
+    job.placer.end([0, 1], 60.0)
+    job.look()
+    assert {name for name, _ in job.engine.cancelled} == {each.id for each in job.engine.jobs.values()}
+    for key in [(0, 1), (1, 1), (1, 2)]:
+        job.say(*key, ended_at=job.clock.now(), exit_codes=(EVICTED,))
+    assert job.look() == {0: (1, "gone", (EVICTED,)), 1: (1, "gone", (EVICTED,))}
 
 
 def test_a_node_that_is_kept_is_neither_at_work_nor_gone_and_gets_no_successor() -> None:
@@ -305,344 +384,3 @@ def test_a_node_that_is_kept_is_neither_at_work_nor_gone_and_gets_no_successor()
     assert is_successor_due(replace(record, presence=replace(there, kept_since=None)), 1000.0)
     ended = replace(record, job=replace(job, state="ended", ended_at=990.0))  # its machine has gone meanwhile
     assert view_node(ended, 2, 1000.0).state == "gone"
-
-
-@pytest.mark.parametrize(
-    ("codes", "is_elastic", "is_kept"),
-    [
-        ((0, 1), True, True),
-        ((2,), True, True),
-        ((0,), True, False),
-        ((-9,), True, False),  # another node takes its place
-        ((-9,), False, True),
-        ((-15, 1), True, True),
-        ((143, -15), False, False),
-        ((75, 77), False, False),
-        ((76,), False, False),
-    ],
-)
-def test_nodes_are_kept_for_failures_alone(codes: tuple[int, ...], is_elastic: bool, is_kept: bool) -> None:
-    assert is_worth_keeping(codes, is_elastic) is is_kept
-
-
-def test_the_supervisor_is_killed_and_another_goes_on_with_the_same_nodes(make_job: Callable[..., Job]) -> None:
-    job = make_job(SUCCEEDS)
-    first = job.start()
-    job.file("began-0-1"), job.file("began-1-1")
-    job.wait(lambda: job.status().get("state") == "running", "the first status")
-    first.kill()
-    first.wait()
-    agents = [job.engine.agent(job.name(node)).pid for node in range(2)]
-    job.start("--resume")
-    job.wait(lambda: job.status().get("pid") != first.pid, "another supervisor")
-    assert [job.engine.agent(job.name(node)).pid for node in range(2)] == agents
-    (job.folder / "go").touch()
-    assert job.ends()["state"] == "succeeded", job.said()
-    assert len(job.presences()) == 2
-
-
-LAUNCH = {"token": "ab" * 24, "launch": 1, "node_count": 2, "processes_per_node": 1, "elastic": True, "job_id": "one"}
-
-
-class ForgetfulEngine:
-    """It has a job of every name, and shows none of them."""
-
-    poll_seconds = 0.0
-
-    def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int, excluded: Sequence[str] = ()) -> str:
-        return name_job(launch, node_id, incarnation)
-
-    def list_jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
-        return []
-
-    def cancel(self, ids: Sequence[str], force: bool) -> None:
-        raise AssertionError("nothing is there to be cancelled")
-
-    def read_log(self, job_id: str) -> str | None:
-        return "python3: No module named trainer"
-
-
-def test_a_node_that_the_engine_forgot_while_nobody_looked_is_lost_unless_it_is_heard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rundir = RunDir(str(tmp_path / "run"))
-    rundir.make()
-    clock = SteadyClock.begin()
-    now = clock.now()
-    for node_id, silence in ((0, 3600.0), (1, 0.0)):
-        rundir.begin_presence(
-            NodePresence(node_id=node_id, launch=1, started_at=now - 7200, last_seen_at=now - silence, host="n1")
-        )
-    placer = AgentPlacer(rundir, ForgetfulEngine(), SecretFile(tmp_path / "secret"), clock, HostRecord(tmp_path / "h"))
-    assert placer.resume_launch(LAUNCH) == {0, 1}
-    until(lambda: placer.look()[0].state == "gone", "the loss")
-    assert [node.state for node in placer.look().values()] == ["gone", "running"]
-    closed = rundir.read_node(1, 0, 1)
-    assert closed is not None
-    assert closed.ended_at == now - 3600, "it is paid until it was seen last, and not until it was missed"
-    placer.start(0, 2)
-    assert placer.look()[0].state == "pending"
-    monkeypatch.setattr("dtrain_dagster.clusters.supervision.agent_placer.LISTED_SECONDS", 0.0)
-    until(lambda: placer.look()[0].state == "gone", "the loss of one that never spoke")
-    assert placer.look()[0].is_lost
-    said = (tmp_path / "run/logs/node-0.log").read_text()
-    assert said == "python3: No module named trainer\n", "what it printed is brought, where it wrote nothing itself"
-
-
-class SlowEngine(ForgetfulEngine):
-    """Its jobs of both nodes run for a second after the first look at them, unless they are cancelled."""
-
-    def __init__(self) -> None:
-        self.ends_at = float("inf")
-        self.cancelled: list[int] = []
-
-    def list_jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
-        self.ends_at = min(self.ends_at, time.monotonic() + 1.0)
-        return [
-            EngineJob(
-                id=str(node), node_id=node, incarnation=1,
-                state="ended" if node in self.cancelled or time.monotonic() > self.ends_at else "running",
-            )
-            for node in range(2)
-        ]  # fmt: skip
-
-    def cancel(self, ids: Sequence[str], force: bool) -> None:
-        self.cancelled += [int(each) for each in ids]
-
-
-def test_a_job_whose_agent_has_ended_leaves_by_itself_and_is_not_cancelled(tmp_path: Path) -> None:
-    rundir = RunDir(str(tmp_path / "run"))
-    rundir.make()
-    clock, engine = SteadyClock.begin(), SlowEngine()
-    now = clock.now()
-    for node_id, end in ((0, {"ended_at": now, "exit_codes": (0,)}), (1, {})):
-        rundir.begin_presence(
-            NodePresence(node_id=node_id, launch=1, started_at=now - 60, last_seen_at=now, host="n1", **end)
-        )
-    placer = AgentPlacer(rundir, engine, SecretFile(tmp_path / "secret"), clock, HostRecord(tmp_path / "hosts"))
-    placer.resume_launch(LAUNCH)
-    placer.look()
-    engine.ends_at = float("inf")
-    placer.sweep(5.0)
-    assert engine.cancelled == [1], "the one whose agent runs"
-    assert all(job.state == "ended" for job in engine.list_jobs(LAUNCH)), "the sweep has waited for both"
-
-
-class FullEngine(ForgetfulEngine):
-    """Its jobs wait for a machine unless they may be placed on the bad one."""
-
-    def __init__(self) -> None:
-        self.excluded: dict[int, Sequence[str]] = {}
-        self.cancelled: list[str] = []
-
-    def submit(self, launch: Mapping[str, Any], node_id: int, incarnation: int, excluded: Sequence[str] = ()) -> str:
-        self.excluded[incarnation] = excluded
-        return str(incarnation)
-
-    def list_jobs(self, launch: Mapping[str, Any]) -> list[EngineJob]:
-        newest = max(self.excluded)
-        state: Any = "pending" if self.excluded[newest] else "running"
-        return [EngineJob(id=str(newest), node_id=0, incarnation=newest, state=state)]
-
-    def cancel(self, ids: Sequence[str], force: bool) -> None:
-        self.cancelled += ids
-
-
-def test_a_node_that_finds_no_other_place_may_have_one_on_an_excluded_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rundir = RunDir(str(tmp_path / "run"))
-    rundir.make()
-    clock, engine, hosts = SteadyClock.begin(), FullEngine(), HostRecord(tmp_path / "hosts")
-    hosts.add(HostEvent(host="bad", at=clock.now(), kind="unfit", why="the disk is full"))
-    placer = AgentPlacer(rundir, engine, SecretFile(tmp_path / "secret"), clock, hosts)
-    placer.begin_launch(LAUNCH | {"node_count": 1})
-    placer.start(0, 1)
-    until(lambda: placer.look()[0].state == "pending", "its place in the queue")
-    assert engine.excluded == {1: ("bad",)}
-    monkeypatch.setattr(agent_placer, "EXCLUSION_PATIENCE_SECONDS", 0.0)
-    until(lambda: placer.look()[0].state == "running", "a place")
-    assert engine.excluded == {1: ("bad",), 2: ()}
-    assert engine.cancelled == ["1"]
-
-
-def test_an_engine_that_does_not_answer_costs_no_node(make_job: Callable[..., Job]) -> None:
-    job = make_job(SUCCEEDS)
-    (job.folder / "engine" / "down").touch()
-    job.start("--hasty")
-    job.wait(lambda: job.status().get("state") == "queued", "a job that waits")
-    job.wait(lambda: "does not answer" in job.status()["message"], "the reason")
-    (job.folder / "engine" / "down").unlink()
-    job.file("began-0-1"), job.file("began-1-1")
-    (job.folder / "engine" / "down").touch()
-    time.sleep(3 * ProcessEngine.poll_seconds)
-    (job.folder / "go").touch()  # presences are enough to see the end
-    assert job.ends()["state"] == "succeeded", job.said()
-    assert job.status()["replacements"] == 0
-
-
-def test_a_cancelled_job_ends_in_order_though_the_engine_does_not_answer(make_job: Callable[..., Job]) -> None:
-    job = make_job(
-        "signal.signal(signal.SIGTERM, lambda *_: ((OUT / f'saved-{RANK}').touch(), sys.exit(143)))\n" + WAITS
-    )
-    supervisor = job.start("--hasty")
-    job.file("began-0-1"), job.file("began-1-1")
-    (job.folder / "engine" / "down").touch()
-    supervisor.send_signal(signal.SIGTERM)
-    assert job.ends()["state"] == "cancelled"
-    job.wait(lambda: not job.processes(), "the end of all processes")
-    assert (job.folder / "saved-0").exists()
-    assert (job.folder / "saved-1").exists()
-
-
-def test_what_waits_in_the_queue_is_told_and_cancelled_with_the_job(make_job: Callable[..., Job]) -> None:
-    job = make_job(WAITS)
-    (job.folder / "engine" / "full").touch()
-    supervisor = job.start()
-    job.wait(lambda: "(Resources)" in job.status().get("message", ""), "the reason")
-    assert job.status()["state"] == "queued"
-    supervisor.send_signal(signal.SIGTERM)
-    assert job.ends()["state"] == "cancelled"
-    (job.folder / "engine" / "full").unlink()
-    assert [one.state for one in job.engine.list_jobs(job.launch)] == ["ended", "ended"]
-    assert job.presences() == []
-
-
-def test_a_refusal_is_told_before_anything_runs(make_job: Callable[..., Job]) -> None:
-    job = make_job(WAITS)
-    (job.folder / "engine" / "refuse").touch()
-    job.start()
-    assert job.ends()["state"] == "failed"
-    assert "set another partition" in job.status()["message"]
-
-
-def test_a_time_limit_is_met_by_a_successor_that_was_submitted_before(
-    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = make_job("signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n" + SUCCEEDS, max_replacements=0)
-    job.start()
-    job.file("began-0-1"), job.file("began-1-1")
-    os.utime(job.folder / "engine" / job.name(1) / "pid", (time.time() - 3600,) * 2)  # it runs for an hour already
-    (job.folder / "engine" / f"{job.name(1)}.ends_at").write_text(str(time.time() + 500))
-    job.file("began-1-2")
-    (job.folder / "go").touch()
-    assert job.ends()["state"] == "succeeded", job.said()
-    ends = {(one.node_id, one.incarnation): one for one in job.presences()}
-    assert ends[1, 1].exit_codes == (143,)
-    assert ends[1, 2].exit_codes == (0,)
-    assert job.status()["replacements"] == 0
-
-
-LEAVES = (
-    """
-def leave(*_):
-    (OUT / f"left-{RANK}-{INCARNATION}").touch()
-    sys.exit(143)
-signal.signal(signal.SIGTERM, leave)
-"""
-    + SUCCEEDS
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("has_room", [True, False], ids=["room", "no room"])
-def test_a_node_that_is_warned_makes_way_for_another_or_leaves_in_time(
-    make_job: Callable[..., Job], has_room: bool
-) -> None:
-    with metadata_service() as service:
-        job = make_job(LEAVES)
-        (job.engine.folder / "metadata").write_text(service.url)
-        job.start("--hasty")
-        job.file("began-0-1"), job.file("began-1-1")
-        if not has_room:
-            (job.engine.folder / "full").touch()
-        service.announce(job.name(1), seconds=LEAVE_SECONDS + (60 if has_room else 3))
-        job.wait(lambda: any(one.leaves_at for one in job.presences()), "word of it")
-        job.file("left-1-1")
-        (before,) = [one for one in job.presences() if (one.node_id, one.incarnation) == (1, 1)]
-        if has_room:
-            job.file("began-1-2")
-            begun = next(one for one in job.presences() if one.incarnation == 2).started_at
-            assert begun < job.wait(lambda: _ended_at(job, 1), "its end"), "the other one was there first"
-        else:
-            assert before.leaves_at is not None
-            assert time.time() >= before.leaves_at, "not before it had to"
-            (job.engine.folder / "full").unlink()
-            job.file("began-1-2")
-        (job.folder / "go").touch()
-        status = job.ends()
-        assert (status["state"], status["replacements"], status["preemptions"]) == ("succeeded", 0, 0), job.said()
-        assert before.leaves_because.startswith("Preempt")
-
-
-@pytest.mark.slow
-def test_a_node_stays_until_another_is_fit_to_take_its_place(make_job: Callable[..., Job]) -> None:
-    with metadata_service() as service:
-        job = make_job(LEAVES, preflight='quick: test "$DTRAIN_INCARNATION" != 2')
-        (job.engine.folder / "metadata").write_text(service.url)
-        job.start("--hasty")
-        job.file("began-0-1"), job.file("began-1-1")
-        service.announce(job.name(1), "Redeploy", 600.0)
-        job.file("began-1-3")
-        (unfit,) = [one for one in job.presences() if (one.node_id, one.incarnation) == (1, 2)]
-        ended_at = _ended_at(job, 1)
-        assert ended_at is not None
-        assert unfit.ended_at is not None
-        assert unfit.preflight
-        assert unfit.ended_at < ended_at
-        (job.folder / "go").touch()
-        status = job.ends()
-        assert (status["state"], status["replacements"], status["preemptions"]) == ("succeeded", 0, 0), job.said()
-
-
-def _ended_at(job: Job, node: int) -> float | None:
-    return next(one for one in job.presences() if (one.node_id, one.incarnation) == (node, 1)).ended_at
-
-
-@pytest.mark.slow
-def test_a_node_that_its_engine_ends_trains_on_until_another_is_there_and_not_where_all_are_ended(
-    make_job: Callable[..., Job],
-) -> None:
-    job = make_job(LEAVES)
-    (job.engine.folder / "hold").write_text("60")
-    supervisor = job.start("--hasty")
-    job.file("began-0-1"), job.file("began-1-1")
-    (job.engine.folder / "full").touch()
-    job.engine.agent(job.name(1)).send_signal(signal.SIGTERM)
-    job.wait(lambda: any(one.leaves_at for one in job.presences()), "word of it")
-    time.sleep(1.0)
-    assert not (job.folder / "left-1-1").exists()
-    (job.engine.folder / "full").unlink()
-    job.file("left-1-1"), job.file("began-1-2")
-    assert job.status()["preemptions"] == 0
-    supervisor.send_signal(signal.SIGTERM)
-    assert job.ends()["state"] == "cancelled"
-    assert {one.exit_codes for one in job.presences()} == {(143,)}, "in order, and at once"
-
-
-def test_ranks_of_a_fixed_world_find_rank_0_where_it_has_come(make_job: Callable[..., Job]) -> None:
-    job = make_job(
-        "(OUT / f'at-{RANK}').write_text(os.environ['MASTER_ADDR'] + ' ' + os.environ['MASTER_PORT'])", elastic=False
-    )
-    job.start()
-    assert job.ends()["state"] == "succeeded", job.said()
-    assert job.file("at-0").read_text() == job.file("at-1").read_text()
-    place = json.loads((job.folder / "run" / "rendezvous" / "l0001.json").read_text())
-    assert job.file("at-1").read_text() == f"{place['host']} {place['port']}"
-
-
-def test_a_second_agent_of_an_incarnation_starts_nothing(make_job: Callable[..., Job]) -> None:
-    job = make_job(SUCCEEDS, nodes=1)
-    job.start()
-    began = job.file("began-0-1")
-    began.unlink()
-    command = json.loads((job.folder / "engine" / job.name(0) / "job.json").read_text())["command"]
-    second = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert second.returncode == 75
-    assert "another agent has begun" in second.stdout
-    (job.folder / "go").touch()
-    assert job.ends()["state"] == "succeeded", job.said()
-    assert not began.exists()
-    late = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert late.returncode == 75
-    assert "is over" in late.stdout
