@@ -9,8 +9,6 @@ import json
 import os
 import signal
 import textwrap
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -89,32 +87,16 @@ def test_a_lost_node_is_replaced_by_one_like_it(cluster, elastic):
     status = cluster.wait("grows")
     assert status.state is JobState.SUCCEEDED, status.message
     assert stays(cluster, "grows") == [(1, 0, 1, (0,)), (1, 1, 1, (143,)), (1, 1, 2, (0,))]
+    _, lost, there = nodes = nodes_of(cluster, "grows")
+    assert lost.started_at < lost.ended_at < there.started_at < there.ended_at, "no second is paid twice"
+    usage = cluster.manager.node_usage("grows")
+    assert [(use.started_at, use.ended_at) for use in usage] == [(node.started_at, node.ended_at) for node in nodes]
     assert cluster.status_file("grows")["replacements"] == 1
     log = cluster.manager.job_logs("grows", node_id=1).splitlines()
     assert [line.split(", 2")[0] for line in log if line.startswith("---")] == [
         "--- launch 1",
         "--- launch 1, incarnation 2",
     ]
-
-
-def test_node_time_is_process_time_without_gap_or_overlap(cluster, elastic):
-    elastic("paid", "print(time.time(), flush=True)\nwork()", nodes=2)
-    for stay in (1, 2):
-        victim = psutil.Process(started(cluster, 1, 1, stay)["pid"])
-        os.kill(victim.pid, 9)
-        until(lambda victim=victim: not victim.is_running(), "it to die")
-    started(cluster, 1, 1, 3)
-    (cluster.folder / "go").touch()
-    assert cluster.wait("paid").state is JobState.SUCCEEDED
-    seen = nodes_of(cluster, "paid")
-    said = [float(line) for line in cluster.manager.job_logs("paid", node_id=1).splitlines() if "---" not in line]
-    own = [node for node in seen if node.node_id == 1]
-    for node, at in zip(own, said, strict=True):
-        assert node.ended_at is not None
-        assert node.started_at <= at <= node.ended_at
-    assert own[0].ended_at < own[1].started_at < own[1].ended_at < own[2].started_at
-    usage = cluster.manager.node_usage("paid")
-    assert [(use.started_at, use.ended_at) for use in usage] == [(node.started_at, node.ended_at) for node in seen]
 
 
 def test_a_node_is_lost_as_a_whole(cluster, elastic):
@@ -129,36 +111,6 @@ def test_a_node_is_lost_as_a_whole(cluster, elastic):
     assert stays(cluster, "whole") == [(1, 0, 1, (0, 0)), (1, 1, 1, (143, -9)), (1, 1, 2, (0, 0))]
 
 
-def test_what_cannot_regroup_starts_again_with_the_nodes_that_remain(cluster, elastic):
-    script = "if LAUNCH == 1: os.kill(os.getpid(), 9) if RANK == 1 else sys.exit(75)\nwork()"
-    manager = cluster.manager
-    manager.settings = replace(manager.settings, replacement_delay_seconds=60.0)
-    elastic("again", script, nodes=3)
-    for rank in range(2):
-        env = started(cluster, 2, rank, 1)["env"]
-        assert (env["RANK"], env["WORLD_SIZE"], env["DTRAIN_LAUNCH"]) == (str(rank), "2", "2")
-    assert manager.job_status("again").state is JobState.RUNNING
-    assert manager.job_status("again").nodes_alive == 2
-    (cluster.folder / "go").touch()
-    assert cluster.wait("again").state is JobState.SUCCEEDED
-    assert stays(cluster, "again") == [
-        *((1, 0, 1, (75,)), (1, 1, 1, (-9,)), (1, 2, 1, (75,))),
-        *((2, 0, 1, (0,)), (2, 1, 1, (0,))),
-    ]
-    assert json.loads((cluster.run_dir("again") / "launch.json").read_text())["node_count"] == 2
-
-
-def test_a_cancel_replaces_nobody(cluster, elastic):
-    elastic("cancelled", "work()")
-    for rank in range(2):
-        started(cluster, 1, rank, 1)
-    cluster.manager.cancel_job("cancelled")
-    assert cluster.processes() == []
-    status = cluster.manager.job_status("cancelled")
-    assert (status.state, status.message) == (JobState.CANCELLED, "cancelled")
-    assert stays(cluster, "cancelled") == [(1, 0, 1, (143,)), (1, 1, 1, (143,))]
-
-
 def test_a_frozen_node_does_not_keep_a_job_that_is_done(cluster, elastic):
     grace = {"DTRAIN_PEER_GRACE_SECONDS": "0.1", "DTRAIN_STOP_GRACE_SECONDS": "0.1"}
     elastic("frozen", "work()", env=grace)
@@ -170,20 +122,3 @@ def test_a_frozen_node_does_not_keep_a_job_that_is_done(cluster, elastic):
     assert status.state is JobState.SUCCEEDED, status.message
     until(lambda: cluster.processes() == [], "all to be gone")
     assert [node.exit_codes for node in nodes_of(cluster, "frozen")] == [(0,), (-9,)]
-
-
-def test_a_replacement_that_cannot_be_started_is_as_one_that_is_lost(cluster, elastic, tmp_path: Path):
-    program = tmp_path / "program.py"
-    spec = cluster.spec("broken", WORK + "work()", elastic=True)
-    program.write_text(f"#!{spec.command[0]}\n" + Path(spec.command[1]).read_text().replace("__file__", "'broken.py'"))
-    program.chmod(0o755)
-    cluster.manager.submit_job(replace(spec, command=(str(program),)))
-    victim = started(cluster, 1, 1, 1)["pid"]
-    started(cluster, 1, 0, 1)
-    program.unlink()
-    os.kill(victim, 9)
-    until(lambda: len([n for n in nodes_of(cluster, "broken") if n.ended_at]) == 3, "both attempts")
-    assert cluster.manager.job_status("broken").state is JobState.RUNNING
-    (cluster.folder / "go").touch()
-    status = cluster.wait("broken")
-    assert status.state is JobState.SUCCEEDED, status.message

@@ -88,15 +88,21 @@ def check_gone(cluster, found: list[tuple[psutil.Process, int]]) -> None:
 def test_of_a_killed_supervisor(cluster, daemons):
     found = daemons("time.sleep(300)")
     os.kill(cluster.status_file("job")["pid"], signal.SIGKILL)
-    assert cluster.wait("job").state is JobState.FAILED
+    status = cluster.wait("job")
     check_gone(cluster, found)
-    for node in RunDir(str(cluster.run_dir("job"))).nodes():
-        assert node.ended_at is not None
+    assert (status.state, "the supervisor died" in status.message) == (JobState.FAILED, True)
+    nodes = RunDir(str(cluster.run_dir("job"))).nodes()
+    assert all(node.ended_at > node.last_seen_at for node in nodes), "its reaper saw their end"
+    cluster.submit("job", "print('second life')")
+    assert cluster.wait("job").state is JobState.SUCCEEDED
 
 
 def test_of_a_killed_reaper(cluster, daemons):
     found = daemons("while not (OUT / 'go').exists(): time.sleep(0.02)")
-    psutil.Process(cluster.status_file("job")["pid"]).parent().kill()
+    supervisor = psutil.Process(cluster.status_file("job")["pid"])
+    reaper = supervisor.parent()
+    assert reaper.cmdline() == supervisor.cmdline()
+    reaper.kill()
     (cluster.folder / "go").touch()
     assert cluster.wait("job").state is JobState.SUCCEEDED
     check_gone(cluster, found)
@@ -133,12 +139,7 @@ def test_of_one_node_while_the_others_go_on(cluster):
     assert is_free(port)
     assert runs(kept)
     assert runs(new)
-    first = next(
-        node for node in RunDir(str(cluster.run_dir("job"))).nodes() if (node.node_id, node.incarnation) == (1, 1)
-    )
-    second = next(
-        node for node in RunDir(str(cluster.run_dir("job"))).nodes() if (node.node_id, node.incarnation) == (1, 2)
-    )
+    _, first, second = RunDir(str(cluster.run_dir("job"))).nodes()
     assert first.ended_at < second.started_at
     cluster.manager.cancel_job("job")
     check_gone(cluster, [(lost, port), (kept, port), (new, port)])

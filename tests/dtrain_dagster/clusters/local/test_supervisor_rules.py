@@ -65,6 +65,9 @@ def test_lines_of_other_systems_and_progress_bars_are_lines(tmp_path: Path):
     assert lines[:2] == ["first", "second"]
     assert lines[-2:] == ["5000 of 5000", "done"]
     assert "\r" not in text_of(log)
+    log.write_text(f"{'x' * 300_000}\nno newline")
+    assert "bytes more" in text_of(log), "a line that no terminal could show is cut, in words"
+    assert text_of(log).endswith("no newline")
 
 
 def test_last_lines_are_read_from_the_end_of_any_log(tmp_path: Path):

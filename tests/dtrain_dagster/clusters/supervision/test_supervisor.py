@@ -14,9 +14,11 @@ from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.supervision.placer import PlacedNode, Placer
 from dtrain_dagster.clusters.supervision.supervisor import Supervisor
 from trainer.documents.presences import NodePresence
+from trainer.node.environment import LaunchError
 from trainer.rundir import LAUNCH, RESULT, STATUS, RunDir
 from trainer.runtime.clock import SteadyClock
 
+DONE = {"status": "succeeded"}
 Look = Callable[[int, int, int, int], "tuple[str, int | None]"]
 """State and exit code of a node: by launch, node, incarnation, and how often it was looked at."""
 
@@ -33,6 +35,7 @@ class Scripted(Placer):
         self.looks: dict[int, int] = {}
         self.incarnations: dict[int, int] = {}
         self.ended: set[int] = set()
+        self.unstartable: set[int] = set()
 
     def begin_launch(self, launch: Mapping[str, Any]) -> None:
         self.launch, self.incarnations = launch, {}
@@ -40,6 +43,8 @@ class Scripted(Placer):
 
     def start(self, node_id: int, incarnation: int) -> None:
         self.started.append((self.launch["launch"], node_id, incarnation))
+        if incarnation in self.unstartable:
+            raise LaunchError("there is no such program")
         self.incarnations[node_id], self.looks[node_id] = incarnation, 0
 
     def look(self) -> Mapping[int, PlacedNode]:
@@ -154,9 +159,33 @@ def test_when_no_replacement_is_left_the_others_go_on(make: Callable[..., Job]) 
             return "gone", -9
         return ("gone", 0) if looks > 9 else ("running", None)
 
-    job = make(look, 2, {"status": "succeeded"})
+    job = make(look, 2, DONE)
     assert job.run()["replacements"] == 2
     assert job.placer.started == [(1, 0, 1), (1, 1, 1), (1, 1, 2), (1, 1, 3)]
+
+
+def test_a_replacement_that_cannot_be_started_is_as_one_that_is_lost(make: Callable[..., Job]) -> None:
+    job = make(lambda *place: ("gone", -9) if place[1] else ("gone", 0) if place[3] > 9 else ("running", None), 2, DONE)
+    job.placer.unstartable = {2}
+    status = job.run()
+    assert (status["state"], status["replacements"]) == (JobState.SUCCEEDED, 2)
+    assert job.placer.started == [(1, 0, 1), (1, 1, 1), (1, 1, 2), (1, 1, 2)]
+
+
+def test_what_cannot_regroup_starts_again_with_the_nodes_that_remain(make: Callable[..., Job]) -> None:
+    codes = {0: 75, 1: -9, 2: 75}
+    job = make(lambda launch, node, *_: ("gone", codes[node] if launch == 1 else 0), 3, {"status": "failed"})
+    job.run()
+    assert job.placer.started == [(1, 0, 1), (1, 1, 1), (1, 2, 1), (2, 0, 1), (2, 1, 1)]
+    assert (job.rundir.read_json(LAUNCH) or {})["node_count"] == 2
+
+
+@pytest.mark.parametrize("grace", ["soon", "-1"])
+def test_a_bad_grace_is_named_before_a_node_starts(make: Callable[..., Job], grace: str) -> None:
+    job = make(ended(0), 1)
+    job.supervisor.launch["env"]["DTRAIN_STOP_GRACE_SECONDS"] = grace
+    assert f"DTRAIN_STOP_GRACE_SECONDS='{grace}' must be a number of seconds" in job.run()["message"]
+    assert job.placer.started == []
 
 
 def test_a_job_of_which_no_node_passes_its_pre_flight_says_what_failed(make: Callable[..., Job]) -> None:
@@ -178,7 +207,7 @@ def test_that_nodes_wait_is_told_once_of_a_launch(make: Callable[..., Job], monk
             said.append((job.rundir.read_json(STATUS) or {})["state"])
         return ("pending", None) if looks < 9 else ("gone", 0)
 
-    job = make(look, 1, {"status": "succeeded"})
+    job = make(look, 1, DONE)
     assert job.run()["state"] == JobState.SUCCEEDED
     assert job.news == [("waits", 1)]
     assert said[0] == "queued"

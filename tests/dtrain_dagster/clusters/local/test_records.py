@@ -1,0 +1,116 @@
+"""What the manager says of its cluster and jobs, from records that the test writes; no process runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dtrain_dagster.clusters.base import ClusterError, JobState
+from dtrain_dagster.clusters.managers import LocalClusterManager
+from dtrain_dagster.support.job_lock import acquire
+from trainer.documents.presences import NodePresence
+from trainer.rundir import LAUNCH, STATUS, RunDir
+
+Plant = Callable[..., RunDir]
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> LocalClusterManager:
+    return LocalClusterManager(tmp_path / "home")
+
+
+@pytest.fixture
+def plant(manager: LocalClusterManager) -> Iterator[Plant]:
+    """Write the records of a job; one that runs has its lock held, as by its supervisor."""
+    locks: list[int] = []
+
+    def write(job_id: str, state: JobState = JobState.RUNNING, has_mark: bool = True) -> RunDir:
+        rundir, ended_at = manager.rundir(job_id), None if state is JobState.RUNNING else 2.0
+        rundir.make()
+        rundir.write_json(LAUNCH, {"job_id": job_id, "launch": 1, "submitted_at": 1.0})
+        rundir.write_json(
+            STATUS, {"job_id": job_id, "state": state, "message": "", "started_at": 1.0, "ended_at": ended_at, "pid": 1}
+        )
+        if ended_at is None:
+            locks.append(acquire(rundir.storage.local_path()) or -1)
+        if has_mark:
+            manager.active.enter(job_id)
+        return rundir
+
+    yield write
+    for lock in locks:
+        os.close(lock)
+
+
+def test_scaling_is_remembered_within_its_limits(manager: LocalClusterManager) -> None:
+    with pytest.raises(ClusterError, match="not provisioned"):
+        manager.scale_cluster(2)
+    config = manager.provision_cluster(2, "Standard_NC6s_v3")
+    assert manager.scale_cluster(3)
+    assert not manager.scale_cluster(3)
+    assert len(LocalClusterManager(manager.home).monitor_health().nodes) == 3
+    with pytest.raises(ClusterError, match=f"0 to {config.max_nodes}"):
+        manager.scale_cluster(config.max_nodes + 1)
+
+
+def test_health_says_which_node_works_on_what_and_which_left(manager: LocalClusterManager, plant: Plant) -> None:
+    assert manager.monitor_health().message == "not provisioned"
+    manager.provision_cluster(3, "Standard_NC6s_v3")
+    assert [node.message for node in manager.monitor_health().nodes] == ["ready"] * 3
+    rundir, now = plant("work"), time.time()
+    rundir.write_node(NodePresence(node_id=0, launch=1, started_at=now, last_seen_at=now))
+    rundir.write_node(NodePresence(node_id=1, launch=1, started_at=now, ended_at=now, exit_codes=(5,)))
+    health = manager.monitor_health()
+    assert (health.healthy, health.running_jobs) == (False, ("work",))
+    assert [node.message for node in health.nodes] == ["works on work", "left work with exit codes 5", "ready"]
+    assert [node.healthy for node in health.nodes] == [True, False, True]
+    assert manager.job_status("work").nodes_alive == 1
+
+
+def test_a_submitter_that_dies_before_the_start_leaves_a_job_that_never_started(manager: LocalClusterManager) -> None:
+    rundir = manager.rundir("unborn")
+    rundir.make()
+    rundir.write_json(LAUNCH, {"submitted_at": 1.0})
+    lock = acquire(rundir.storage.local_path())
+    assert lock is not None
+    assert manager.job_status("unborn").state is JobState.QUEUED
+    os.close(lock)
+    status = manager.job_status("unborn")
+    assert (status.state, "never started" in status.message) == (JobState.FAILED, True)
+
+
+def test_the_mark_of_a_job_goes_when_somebody_sees_its_end(manager: LocalClusterManager, plant: Plant) -> None:
+    assert manager.active_jobs() == []
+    plant("long")
+    plant("short", JobState.SUCCEEDED)
+    manager.active.enter("of-a-folder-that-was-removed")
+    assert [job.job_id for job in manager.active_jobs()] == ["long"]
+    assert manager.active.marks() == ["long"]
+    assert manager.use.used_at() == 2.0
+
+
+def test_a_job_that_is_started_again_keeps_its_mark_whoever_sees_the_last_end_late(
+    manager: LocalClusterManager, plant: Plant
+) -> None:
+    assert manager.active_jobs() == []
+    rundir = plant("job", JobState.FAILED)
+    lock = acquire(rundir.storage.local_path())  # of who starts it
+    assert lock is not None
+    assert manager.active_jobs() == []
+    assert manager.active.marks() == ["job"]
+    os.close(lock)
+    assert manager.active_jobs() == []
+    assert manager.active.marks() == []
+
+
+def test_jobs_from_before_there_were_marks_are_found(manager: LocalClusterManager, plant: Plant) -> None:
+    plant("long", has_mark=False)
+    plant("short", JobState.SUCCEEDED, has_mark=False)
+    assert [job.job_id for job in manager.active_jobs()] == ["long"]
+    assert manager.active.marks() == ["long"]
+    assert json.loads(manager.active.storage.read("long"))["at"] > 0
