@@ -70,7 +70,7 @@ def build_leakage_checks(pipeline: Pipeline) -> dg.AssetChecksDefinition:
     def leakage_checks(
         context: dg.AssetCheckExecutionContext, sharded_dataset: BuiltDataset
     ) -> Iterable[dg.AssetCheckResult]:
-        """Run the leakage checks: three short trainings (about 10 s), once per dataset and version of the trainer."""
+        """Run the leakage checks: three regressions (some seconds), once per dataset and version of the trainer."""
         project = project_resource(context, names)
         kind = sharded_dataset.manifest().get("kind", "windows")
         if kind != "windows":
