@@ -192,7 +192,7 @@ def refuse_what_cannot_end(run: ClusterRun, model: ModelBytes | None, keep_check
     project, run_id = run.project, run.context.run.run_id
     problems = try_places(project.shared_uri, project.home, room_needed(model, keep_checkpoints))
     if registers:
-        from dtrain_dagster.registry import RegistryError  # not above: loads MLflow
+        from dtrain_dagster.registry.versions import RegistryError  # not above: loads MLflow
 
         try:
             run.cluster.registry(project, run_id).try_out(project.model_name, project.experiment)

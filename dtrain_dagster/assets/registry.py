@@ -16,7 +16,9 @@ from dtrain_dagster.support.page_entries import fit_page
 from trainer.evaluation.gate import POINT_RULE, RULE, score_of
 
 if TYPE_CHECKING:
-    from dtrain_dagster.registry import EndpointCheck, Gate, RegisteredModel
+    from dtrain_dagster.registry.endpoint import EndpointCheck
+    from dtrain_dagster.registry.versions import RegisteredModel
+    from trainer.evaluation.gate import Gate
 
 
 def build_registered_model(pipeline: Pipeline) -> dg.AssetsDefinition:

@@ -27,7 +27,6 @@ from dtrain_dagster.registry.endpoint import (
     scoring_server,
 )
 from dtrain_dagster.registry.promotion import AliasDecision, Comparison, compare
-from dtrain_dagster.registry.run_model import ScriptModel
 from dtrain_dagster.registry.smoke_test import SAME_WEIGHTS_TOLERANCE, AnswerError, Candidate
 from dtrain_dagster.registry.versions import (
     CARD,
@@ -170,7 +169,7 @@ def save_pyfunc(trained: Candidate, folder: Path, scratch: Path, run_id: str) ->
     own, files = trained.own, scratch / "files"
     files.mkdir()
     own.write(files)
-    if isinstance(own, ScriptModel):
+    if own.found is not None:
         from trainer.observability.program_registry import pack_program, program_metadata
 
         pack_program(files, folder, scratch, own.found, program_metadata(own.job), run_id)

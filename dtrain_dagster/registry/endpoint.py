@@ -338,16 +338,11 @@ def _port_of(process: subprocess.Popen[bytes], log_path: Path, deadline: float) 
 
 
 def listens(pid: int, port: int) -> bool:
-    """Return whether a process, or one below it, listens on a port."""
+    """Return whether a process listens on a port."""
     with contextlib.suppress(psutil.Error):
-        above = psutil.Process(pid)
-        for each in (above, *above.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                if any(
-                    found.status == psutil.CONN_LISTEN and found.laddr.port == port
-                    for found in each.net_connections("tcp")
-                ):
-                    return True
+        for found in psutil.Process(pid).net_connections("tcp"):
+            if found.status == psutil.CONN_LISTEN and found.laddr.port == port:
+                return True
     return False
 
 

@@ -27,7 +27,6 @@ from trainer.isolation.runner import Isolated, IsolationError
 from trainer.model.allowed_factories import STOCK, modules_of_settings, refuse_foreign_factories
 from trainer.rundir import RunDir
 from trainer.runtime.scratch import scratch_folder
-from trainer.spec import DataSpec, RowSpec
 from trainer.storage.base import Storage
 from trainer.storage.open import open_storage
 from trainer.storage.regular_files import too_large
@@ -88,80 +87,54 @@ class KeptFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunModel:
-    """A model that was read once, and checked."""
+    """A model, of a dataset or of a script, that was read once and checked."""
 
     job: JobConfig
     """The job as it was ordered; for a run directory that was never ordered here, its own record."""
-    spec: DataSpec | RowSpec
-    description: bytes
-    weights: KeptFile
+    spec: Any
+    """A `trainer.spec.DataSpec` or `RowSpec`; None of a script's model, which is a program: nothing of the script is
+    imported (`trainer.model.program`)."""
+    files: Mapping[str, bytes | KeptFile]
+    """Its files by their names; of a dataset's, with the list of modules for its factories."""
     digests: Mapping[str, str]
-    """The digests of the files in `MODEL_DIGESTS`."""
+    """The digests of those files by which it is known again."""
+    found: ProgramFiles | None = None
+    """Of a script: what its program is, and some samples with its answers."""
 
     def factories(self) -> tuple[str, str]:
         """Return the factories of the model and of the loss."""
         return self.job.model.factory, self.job.loss.factory
 
     def write(self, folder: Path) -> None:
-        """Write its files, and the list of modules for its factories, into a folder."""
-        (folder / DESCRIPTION).write_bytes(self.description)
-        self.weights.write(folder / WEIGHTS)
-        (folder / FACTORIES).write_text(json.dumps({"modules": list(self.modules())}))
-
-    def unpack(self, scratch: Path) -> tuple[Path, Path]:
-        """Return the folder of its files, and the folder of its own code's modules, both made in this empty one."""
-        folder, code = scratch / "model", scratch / "code"
-        folder.mkdir()
-        code.mkdir()
-        self.write(folder)
-        if is_own(self.job):
-            stage_for_serving(self.factories(), code)
-        return folder, code
-
-    def modules(self) -> tuple[str, ...]:
-        """Return the modules that may be imported for a model or loss of the user's own; none for stock parts."""
-        return modules_of_settings() if is_own(self.job) else ()
-
-    def predict(self, windows: NDArray[Any], seconds: float = ASK_SECONDS) -> dict[str, NDArray[np.float64]]:
-        """Return named columns (n,) for windows (n, window, features) or rows (n, columns), from a process of its own.
-        Raise `RunModelError` where it does not answer, or not with just that."""
-        with scratch_folder("model") as scratch:
-            folder, code = self.unpack(scratch)
-            model = Isolated(folder=folder, modules=self.modules(), path=(code,), seconds=seconds)
-            try:
-                return model.predict(windows)
-            except IsolationError as error:
-                raise RunModelError(f"{self.job.run_dir}: {error}") from error
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScriptModel:
-    """A script's model that was read once, and checked. Its class is in the script, so nothing of it is imported: the
-    program is run in a process of its own (`trainer.model.program`)."""
-
-    job: JobConfig
-    """The job as it was ordered."""
-    description: bytes
-    program: KeptFile
-    example: bytes
-    found: ProgramFiles
-    digests: Mapping[str, str]
-
-    def write(self, folder: Path) -> None:
         """Write its files into a folder."""
-        (folder / FACTS).write_bytes(self.description)
-        (folder / EXAMPLE).write_bytes(self.example)
-        self.program.write(folder / PROGRAM)
+        for name, content in self.files.items():
+            if isinstance(content, bytes):
+                (folder / name).write_bytes(content)
+            else:
+                content.write(folder / name)
 
-    def predict(self, samples: NDArray[Any]) -> dict[str, NDArray[np.float64]]:
-        """Return named columns (n,) for samples (n, …), from a process of its own. Raise `RunModelError` where it does
-        not answer, or not with just that."""
-        with scratch_folder("program") as folder:
+    def predict(self, samples: NDArray[Any], seconds: float = ASK_SECONDS) -> dict[str, NDArray[np.float64]]:
+        """Return named columns (n,) for windows (n, window, features), rows (n, columns), or samples of a script, from
+        a process of its own. Raise `RunModelError` where it does not answer, or not with just that."""
+        with scratch_folder("model") as scratch:
+            folder, code = scratch / "model", scratch / "code"
+            folder.mkdir()
+            code.mkdir()
             self.write(folder)
+            model = Isolated(folder=folder, kind="program", seconds=seconds)
+            if self.spec is not None:
+                if is_own(self.job):
+                    stage_for_serving(self.factories(), code)
+                model = Isolated(folder=folder, modules=_modules(self.job), path=(code,), seconds=seconds)
             try:
-                return Isolated(folder=folder, kind="program").predict(samples)
+                return model.predict(samples)
             except IsolationError as error:
                 raise RunModelError(f"{self.job.run_dir}: {error}") from error
+
+
+def _modules(job: JobConfig) -> tuple[str, ...]:
+    """Return the modules that may be imported for a model or loss of the user's own; none for stock parts."""
+    return modules_of_settings() if is_own(job) else ()
 
 
 def is_own(job: JobConfig) -> bool:
@@ -184,17 +157,12 @@ def ordered_job(rundir: RunDir, order: Order | None) -> JobConfig:
     return job
 
 
-def load_model(rundir: RunDir, order: Order | None) -> RunModel | ScriptModel:
-    """Return the model of a run directory, of a dataset or of a script, checked."""
-    return (
-        load_script_model(rundir, order) if ordered_job(rundir, order).is_of_script else load_run_model(rundir, order)
-    )
-
-
 def load_run_model(rundir: RunDir, order: Order | None = None) -> RunModel:
     """Return the model of a run directory, checked: of the ordered factories, arguments and data, undamaged, and
     unchanged since it was registered. Nothing of it is imported or unpickled. Raise `RunModelError` for a model that
-    fails a check."""
+    fails a check, and for a script's that there is none of, with the reason that the nodes gave."""
+    if ordered_job(rundir, order).is_of_script:
+        return _load_program(rundir, order)
     job = ordered_job(rundir, order)
     text, weights = read(rundir.storage, DESCRIPTION), keep(rundir.storage, WEIGHTS)
     description = _parsed(text, rundir, DESCRIPTION)
@@ -232,12 +200,12 @@ def load_run_model(rundir: RunDir, order: Order | None = None) -> RunModel:
             f"{str(description.get('file_sha256'))[:12]}…: it is damaged or was changed; do not use it, train again"
         )
     refuse_change(rundir.uri, found, order.digests() if order else {})
-    return RunModel(job=job, spec=spec, description=text, weights=weights, digests=found)
+    modules = json.dumps({"modules": list(_modules(job))}).encode()
+    files: dict[str, bytes | KeptFile] = {DESCRIPTION: text, WEIGHTS: weights, FACTORIES: modules}
+    return RunModel(job=job, spec=spec, files=files, digests=found)
 
 
-def load_script_model(rundir: RunDir, order: Order | None) -> ScriptModel:
-    """Return the model of a script's run directory, undamaged and unchanged since it was registered. Nothing of it is
-    loaded. Raise `RunModelError` where there is none, with the reason that the nodes gave."""
+def _load_program(rundir: RunDir, order: Order | None) -> RunModel:
     from trainer.observability.program_registry import ProgramFiles  # not above: MLflow
 
     if order is None:
@@ -266,13 +234,12 @@ def load_script_model(rundir: RunDir, order: Order | None) -> ScriptModel:
     fits = outputs.ndim == 2 and len(inputs) == len(outputs) > 0
     if not fits or [*inputs.shape[1:]] != description["shape"] or str(inputs.dtype) != description.get("dtype"):
         raise RunModelError(f"{rundir.uri}/model/{EXAMPLE} is not of the shape that {FACTS} says: train again")
-    return ScriptModel(
+    return RunModel(
         job=order.job,
-        description=text,
-        program=program,
-        example=example,
-        found=ProgramFiles(description, inputs, outputs),
+        spec=None,
+        files={FACTS: text, EXAMPLE: example, PROGRAM: program},
         digests=found,
+        found=ProgramFiles(description, inputs, outputs),
     )
 
 

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.jobs.orders import Order
-from dtrain_dagster.registry.run_model import ASK_SECONDS, ScriptModel, load_model, ordered_job
+from dtrain_dagster.registry.run_model import ASK_SECONDS, RunModel, load_run_model, ordered_job
 from trainer.config import JobConfig
 from trainer.data.sampler import spread_positions
 from trainer.documents.arrays import ArraysError, read_arrays
@@ -81,7 +81,7 @@ class Agreement:
 class Candidate:
     """The model of a finished job: read once, checked, and asked once for the answers that a server of it must give.
 
-    ``order``: see `run_model.load_model`, which raises `RunModelError` where it is first needed; ``cache_dir``: the
+    ``order``: see `run_model.load_run_model`, which raises `RunModelError` where it is first needed; ``cache_dir``: the
     node-local cache of shards. Raise `AnswerError` where the run directory's predictions are of another dataset, or
     unreadable, and `DatasetError` where the data cannot be read.
     """
@@ -101,9 +101,9 @@ class Candidate:
         return ordered_job(self.rundir, self.order)
 
     @cached_property
-    def own(self) -> Any:
-        """The `RunModel`, or the `ScriptModel`."""
-        return load_model(self.rundir, self.order)
+    def own(self) -> RunModel:
+        """The model itself."""
+        return load_run_model(self.rundir, self.order)
 
     @cached_property
     def data(self) -> Any:
@@ -126,9 +126,8 @@ class Candidate:
         """`ROWS` samples at most, of a script all that lie beside its program, with their answers."""
         import numpy as np
 
-        own = self.own
-        if isinstance(own, ScriptModel):
-            found = own.found
+        own, found = self.own, self.own.found
+        if found is not None:
             trained = dict(zip(found.columns, found.outputs.T, strict=True))
             known = {name: values for name, values in trained.items() if np.isfinite(values).all()}
             return Sample(windows=found.inputs, expected=own.predict(found.inputs), trained=known, takes_infinite=True)

@@ -24,9 +24,10 @@ from unittest import mock
 import numpy as np
 import torch
 
-from dtrain_dagster import registry
 from dtrain_dagster.jobs.orders import keep_order, order_of
-from dtrain_dagster.registry.smoke_test import read_predictions
+from dtrain_dagster.registry.run_model import ordered_job
+from dtrain_dagster.registry.smoke_test import Candidate, read_predictions
+from dtrain_dagster.registry.versions import TrainingProvenance, model_card
 from harness import small_job
 from tests.abuse.killed import in_fork
 from trainer.evaluation.gate import gate
@@ -251,15 +252,13 @@ def _read_as_registration(place: Place, run_dir: str, asks_model: bool) -> dict[
     try:
         ordered = order_of(place.home, rundir)
         evaluation, result = rundir.read_json(EVALUATION), rundir.read_json(RESULT)
-        job, verdict = registry.ordered_job(rundir, ordered), gate(evaluation)
+        job, verdict = ordered_job(rundir, ordered), gate(evaluation)
         manifest = json.loads((Path(job.dataset.uri) / "manifest.json").read_text())
-        provenance = registry.TrainingProvenance(
-            nodes=1, node_hours=1.0, cost_usd="$1", code_version="x", dagster_run_id="y"
-        )
-        card = registry.model_card("m", job, result, evaluation, manifest, provenance, verdict)
+        provenance = TrainingProvenance(nodes=1, node_hours=1.0, cost_usd="$1", code_version="x", dagster_run_id="y")
+        card = model_card("m", job, result, evaluation, manifest, provenance, verdict)
         read_predictions(rundir, ("row", "mu"))
         if asks_model:
-            _ = registry.Candidate(run_dir, ordered, place.cache).sample
+            _ = Candidate(run_dir, ordered, place.cache).sample
     except (ValueError, OSError) as problem:
         error = f"{type(problem).__name__}: {problem}"
     return {"error": error[-2000:], "card": card, "done": done}

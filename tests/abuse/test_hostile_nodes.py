@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from dtrain_dagster.jobs.orders import Order, OrderError, keep_order, keep_registration, order_of
-from dtrain_dagster.registry import Candidate, EvaluationError, judge_again
+from dtrain_dagster.registry.evaluated import EvaluationError, judge_again
 from dtrain_dagster.registry.run_model import RunModelError, load_run_model
-from dtrain_dagster.registry.smoke_test import AnswerError
+from dtrain_dagster.registry.smoke_test import AnswerError, Candidate
 from tests.abuse import hostile_nodes
 from tests.abuse.hostile_nodes import TARGETS, VARIANTS, Place, edit_json
 from trainer.checkpoint.manager import CheckpointError, CheckpointManager

@@ -20,8 +20,10 @@ import pytest
 
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_order, keep_registration, order_of
 from dtrain_dagster.jobs.progress import REGISTRATION
-from dtrain_dagster.registry import PACKED_TAG, AliasDecision, Candidate, MLflowRegistry
-from dtrain_dagster.registry.versions import open_client
+from dtrain_dagster.registry.local import MLflowRegistry
+from dtrain_dagster.registry.promotion import AliasDecision
+from dtrain_dagster.registry.smoke_test import Candidate
+from dtrain_dagster.registry.versions import PACKED_TAG, open_client
 from harness import small_job
 from harness.tables import copy_tables
 from tests.abuse.killed import in_fork

@@ -13,9 +13,9 @@ import pytest
 from requests.structures import CaseInsensitiveDict
 from werkzeug import Request, Response
 
-from dtrain_dagster import registry
+from dtrain_dagster.registry.endpoint import ScoringEndpoint, check_endpoint
 from dtrain_dagster.registry.run_model import RunModel
-from dtrain_dagster.registry.smoke_test import AnswerError, as_columns, parse_predictions
+from dtrain_dagster.registry.smoke_test import AnswerError, Candidate, as_columns, parse_predictions
 from harness import small_job
 from tests.loopback import LoopbackServer
 from trainer.model.saved_model import load_saved_model
@@ -125,10 +125,8 @@ def rows_of(run_dir: str) -> Iterator[Callable[[np.ndarray], list[dict[str, floa
         yield rows
 
 
-def with_token(url: str, **options: Any) -> registry.ScoringEndpoint:
-    return registry.ScoringEndpoint(
-        url=url, dialect="azureml", headers=lambda: {"Authorization": "Bearer good"}, **options
-    )
+def with_token(url: str, **options: Any) -> ScoringEndpoint:
+    return ScoringEndpoint(url=url, dialect="azureml", headers=lambda: {"Authorization": "Bearer good"}, **options)
 
 
 @pytest.mark.slow
@@ -140,7 +138,7 @@ def test_an_endpoint_that_answers_as_azure_ml_passes(
         return (200, rows_of(windows)) if headers.get("Authorization") == "Bearer good" else (401, {"message": "who?"})
 
     endpoint = with_token(azure_like(answer), public_headers={"azureml-model-deployment": "version-7"})
-    check = registry.check_endpoint(endpoint, registry.Candidate(run_dir))
+    check = check_endpoint(endpoint, Candidate(run_dir))
     assert check.passed, check.message
     names = ["answers", "schema", "equality", "refusal", "authorisation"]
     assert [item.name for item in check.findings] == names
@@ -188,7 +186,7 @@ def test_an_endpoint_with_a_fault_does_not_pass(
             rows = [{name: value for name, value in row.items() if name != "nu"} for row in rows]
         return 200, {"hello": 1} if fault == "a page" else rows
 
-    check = registry.check_endpoint(with_token(azure_like(answer)), registry.Candidate(run_dir))
+    check = check_endpoint(with_token(azure_like(answer)), Candidate(run_dir))
     failed = {item.name: item.message for item in check.findings if not item.passed}
     assert list(failed) == [finding], failed
     assert says in failed[finding]
@@ -198,9 +196,7 @@ def test_an_endpoint_with_a_fault_does_not_pass(
 
 @pytest.mark.slow
 def test_nobody_there_is_a_finding(run_dir: str) -> None:
-    check = registry.check_endpoint(
-        registry.ScoringEndpoint(url="http://127.0.0.1:9/invocations"), registry.Candidate(run_dir)
-    )
+    check = check_endpoint(ScoringEndpoint(url="http://127.0.0.1:9/invocations"), Candidate(run_dir))
     assert [item.name for item in check.findings] == ["answers"]
     assert "cannot be reached" in check.message
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster import registry
 from dtrain_dagster.registry.azure import AzureMLRegistry, fit_tags
-from dtrain_dagster.registry.versions import RegisteredModel, open_client
+from dtrain_dagster.registry.promotion import AliasDecision, choose_alias
+from dtrain_dagster.registry.smoke_test import Candidate
+from dtrain_dagster.registry.versions import RegisteredModel, RegistryError, TrainingProvenance, open_client
 from dtrain_dagster.support.audit import AuditLog
 from harness import small_job
 from harness.azure.emulator import Emulator
@@ -24,7 +25,7 @@ from trainer.rundir import RunDir
 from trainer.secrets import azure_token
 
 WORKSPACE_ID = "/subscriptions/s/resourceGroups/g/providers/Microsoft.MachineLearningServices/workspaces/w"
-PROVENANCE = registry.TrainingProvenance(
+PROVENANCE = TrainingProvenance(
     nodes=3,
     node_hours=0.0123,
     cost_usd="$0.0377",
@@ -44,7 +45,7 @@ def test_tags_keep_within_what_azure_takes() -> None:
 
 @pytest.mark.parametrize("tags", [{f"t{number}": "x" for number in range(51)}, {"n" * 101: "x"}])
 def test_tags_that_would_vanish_are_refused(tags: dict[str, str]) -> None:
-    with pytest.raises(registry.RegistryError, match="Azure ML takes 50"):
+    with pytest.raises(RegistryError, match="Azure ML takes 50"):
         fit_tags(tags)
 
 
@@ -95,7 +96,7 @@ class Workspace:
         return self.runs[job_id]
 
     def register(self, run_dir: str, name: str, card: str = "# card") -> RegisteredModel:
-        return self.registry.register_model(registry.Candidate(run_dir), name, PROVENANCE.tags(), card)
+        return self.registry.register_model(Candidate(run_dir), name, PROVENANCE.tags(), card)
 
 
 @pytest.fixture(scope="module")
@@ -179,11 +180,11 @@ def test_a_version_carries_how_it_was_trained(workspace: Workspace, run_dir: str
 def test_what_registration_needs_is_tried_without_a_version(workspace: Workspace) -> None:
     workspace.registry.try_out("new-one", "dtrain")
     assert not list(workspace.client.models.list(name="new-one"))
-    with pytest.raises(registry.RegistryError, match=r"DTRAIN_MODEL_NAME='new one': models of Azure ML have letters"):
+    with pytest.raises(RegistryError, match=r"DTRAIN_MODEL_NAME='new one': models of Azure ML have letters"):
         workspace.registry.try_out("new one", "dtrain")
     client = open_client(azure_token.tracking_address(workspace.registry.tracking_uri))
     client.delete_experiment(client.create_experiment("gone"))
-    with pytest.raises(registry.RegistryError, match="experiment 'gone' was deleted"):
+    with pytest.raises(RegistryError, match="experiment 'gone' was deleted"):
         workspace.registry.try_out("new-one", "gone")
 
 
@@ -231,7 +232,7 @@ def test_what_passes_is_borne_and_what_does_not_is_explained(workspace: Workspac
     assert workspace.register(run_dir, "weathered").version == "1"
     assert [item.version for item in workspace.client.models.list(name="weathered")] == ["1"]
     workspace.emulator.control("fault", fault="error", operation="model*", status=403, code="AuthorizationFailed")
-    with pytest.raises(registry.RegistryError, match=r"looking for versions of .*403.*deploy/azure/README"):
+    with pytest.raises(RegistryError, match=r"looking for versions of .*403.*deploy/azure/README"):
         workspace.register(run_dir, "forbidden")
 
 
@@ -240,18 +241,18 @@ def test_what_passes_is_borne_and_what_does_not_is_explained(workspace: Workspac
 def test_a_champion_is_beaten_on_the_same_windows_and_keeps_its_tag_until_then(workspace: Workspace) -> None:
     first, second = workspace.train("job-first", steps=5), workspace.train("job-second", steps=12)
     one = workspace.register(first, "rivals")
-    assert workspace.registry.judge_champion(registry.Candidate(first), one) is None
-    chosen = registry.choose_alias(Gate(True, ()), None)
+    assert workspace.registry.judge_champion(Candidate(first), one) is None
+    chosen = choose_alias(Gate(True, ()), None)
     assert workspace.registry.promote(one, chosen) is None
     assert workspace.registry.champion_version("rivals") == one.version
     two = workspace.register(second, "rivals")
-    comparison = workspace.registry.judge_champion(registry.Candidate(second), two)
+    comparison = workspace.registry.judge_champion(Candidate(second), two)
     assert comparison is not None
     assert (comparison.champion_version, comparison.metric) == (one.version, "NLL")
-    challenger = registry.AliasDecision(alias="challenger", reason="not better")
+    challenger = AliasDecision(alias="challenger", reason="not better")
     assert workspace.registry.promote(two, challenger) is None
     assert workspace.registry.champion_version("rivals") == one.version
-    assert workspace.registry.promote(two, registry.AliasDecision(alias="champion", reason="better")) == one.version
+    assert workspace.registry.promote(two, AliasDecision(alias="champion", reason="better")) == one.version
     assert workspace.registry.champion_version("rivals") == two.version
     tags = {item.version: item.tags for item in workspace.client.models.list(name="rivals")}
     assert tags[one.version]["alias"] == "former champion"

@@ -17,7 +17,9 @@ import pytest
 import trustme
 from werkzeug import Request, Response
 
-from dtrain_dagster import registry
+from dtrain_dagster.registry.endpoint import ScoringEndpoint
+from dtrain_dagster.registry.local import MLflowRegistry
+from dtrain_dagster.registry.smoke_test import Candidate
 from harness import small_job
 from harness.tables import copy_tables
 from tests.azure.planted import ENVIRONMENT, leaks, planted
@@ -229,11 +231,9 @@ def test_planted_secrets_are_nowhere_in_what_a_training_and_its_registration_lea
     copy_tables(tmp_path / "mlflow.db")
     run_dir = small_job.train(tmp_path, small_job.write_dataset(tmp_path / "data"), "job-a", steps=5, tracking_uri=uri)
     tags = {"asked_by": f"https://robot:{token}@example.org"}
-    model = registry.MLflowRegistry(uri).register_model(
-        registry.Candidate(run_dir), "forecaster", tags, f"# card\n\n{token}"
-    )
+    model = MLflowRegistry(uri).register_model(Candidate(run_dir), "forecaster", tags, f"# card\n\n{token}")
     assert redaction.STRUCK in model.tags["asked_by"]
-    endpoint = registry.ScoringEndpoint(url=f"http://host/?sig={token}", headers=lambda: {"Authorization": token})
+    endpoint = ScoringEndpoint(url=f"http://host/?sig={token}", headers=lambda: {"Authorization": token})
     (tmp_path / "metadata.json").write_text(json.dumps([dict(model.tags), repr(endpoint)]))
     printed = capfd.readouterr()
     (tmp_path / "printed.txt").write_text(caplog.text + printed.out + printed.err)

@@ -15,16 +15,29 @@ import numpy as np
 import psutil
 import pytest
 
-from dtrain_dagster import registry
 from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry import promotion
-from dtrain_dagster.registry.endpoint import scoring_server
+from dtrain_dagster.registry.endpoint import ScoringEndpoint, ServingError, check_endpoint, scoring_server
+from dtrain_dagster.registry.local import MLflowRegistry
+from dtrain_dagster.registry.promotion import Comparison, choose_alias
 from dtrain_dagster.registry.registration import register_job
-from dtrain_dagster.registry.smoke_test import SAME_WEIGHTS_TOLERANCE, Sample, compare_answers
-from dtrain_dagster.registry.versions import PACKED_TAG, RUN_TAGS, folder_digest, open_client
+from dtrain_dagster.registry.run_model import RunModelError
+from dtrain_dagster.registry.smoke_test import SAME_WEIGHTS_TOLERANCE, Candidate, Sample, compare_answers
+from dtrain_dagster.registry.versions import (
+    PACKED_TAG,
+    RUN_TAGS,
+    PackedError,
+    RegisteredModel,
+    RegistryError,
+    TrainingProvenance,
+    folder_digest,
+    model_card,
+    open_client,
+)
 from dtrain_dagster.support.formatting import in_markdown
 from dtrain_dagster.support.user_code import stage_for_serving
+from dtrain_dagster.support.user_sources import StagingError
 from harness import small_job
 from harness.tables import copy_tables
 from harness.waiting import until
@@ -33,7 +46,7 @@ from trainer.evaluation.gate import RULE, Gate, gate
 from trainer.rundir import RunDir
 
 PASSED, REFUSED = Gate(True, ()), Gate(False, ("NLL 1.0 is not below ewma's 0.9",))
-PROVENANCE = registry.TrainingProvenance(
+PROVENANCE = TrainingProvenance(
     nodes=3,
     node_hours=0.0123,
     cost_usd="$0.0377 (stand-in price, nothing was billed)",
@@ -42,8 +55,8 @@ PROVENANCE = registry.TrainingProvenance(
 )
 
 
-def comparison(candidate: float | None, champion: float | None, note: str = "") -> registry.Comparison:
-    return registry.Comparison(
+def comparison(candidate: float | None, champion: float | None, note: str = "") -> Comparison:
+    return Comparison(
         champion_version="4", metric="NLL", candidate=candidate, champion=champion, windows=100, note=note
     )
 
@@ -76,9 +89,9 @@ def test_two_that_open_a_new_sqlite_file_at_once_get_the_same_one(tmp_path: Path
     ],
 )
 def test_only_a_better_model_that_passed_becomes_champion(
-    verdict: Gate, champion: registry.Comparison | None, alias: str, says: str
+    verdict: Gate, champion: Comparison | None, alias: str, says: str
 ) -> None:
-    decision = registry.choose_alias(verdict, champion)
+    decision = choose_alias(verdict, champion)
     assert decision.alias == alias
     assert says in decision.reason
 
@@ -139,11 +152,11 @@ def test_what_a_module_imports_travels_with_it(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_module_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(registry.StagingError, match="set DTRAIN_FACTORY_MODULES=not_there"):
+    with pytest.raises(StagingError, match="set DTRAIN_FACTORY_MODULES=not_there"):
         stage_for_serving(["not_there:make"], tmp_path / "code")
     shutil.rmtree(tmp_path / "code", ignore_errors=True)
     monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "not_there")
-    with pytest.raises(registry.StagingError, match="no module 'not_there'"):
+    with pytest.raises(StagingError, match="no module 'not_there'"):
         stage_for_serving(["not_there:make"], tmp_path / "code")
 
 
@@ -154,15 +167,15 @@ class Home:
     tracking_uri: str
 
     @property
-    def models(self) -> registry.MLflowRegistry:
-        return registry.MLflowRegistry(self.tracking_uri)
+    def models(self) -> MLflowRegistry:
+        return MLflowRegistry(self.tracking_uri)
 
     def train(self, job_id: str, **options: Any) -> str:
         return small_job.train(self.path, options.pop("dataset", self.dataset), job_id, **options)
 
-    def register(self, trained: registry.Candidate | str, name: str, card: str = "# card") -> registry.RegisteredModel:
+    def register(self, trained: Candidate | str, name: str, card: str = "# card") -> RegisteredModel:
         if isinstance(trained, str):
-            trained = registry.Candidate(trained)
+            trained = Candidate(trained)
         return self.models.register_model(trained, name, PROVENANCE.tags(), card)
 
 
@@ -183,9 +196,9 @@ def run_dir(home: Home) -> str:
 
 
 @pytest.fixture(scope="module")
-def trained(run_dir: str) -> registry.Candidate:
+def trained(run_dir: str) -> Candidate:
     """Its model, which is asked once for all tests."""
-    return registry.Candidate(run_dir)
+    return Candidate(run_dir)
 
 
 @pytest.fixture(scope="module")
@@ -193,17 +206,17 @@ def card(run_dir: str) -> str:
     return card_of(run_dir, PROVENANCE)
 
 
-def card_of(run_dir: str, provenance: registry.TrainingProvenance) -> str:
+def card_of(run_dir: str, provenance: TrainingProvenance) -> str:
     rundir = RunDir(run_dir)
     job = rundir.read_job()
     result, evaluation = rundir.read_json("result.json"), rundir.read_json("evaluation.json")
     manifest = json.loads((Path(job.dataset.uri) / "manifest.json").read_text())
     verdict = gate(evaluation)
-    return registry.model_card("forecaster", job, result, evaluation, manifest, provenance, verdict)
+    return model_card("forecaster", job, result, evaluation, manifest, provenance, verdict)
 
 
 @pytest.fixture(scope="module")
-def model(home: Home, trained: registry.Candidate, card: str) -> registry.RegisteredModel:
+def model(home: Home, trained: Candidate, card: str) -> RegisteredModel:
     return home.register(trained, "forecaster", card)
 
 
@@ -211,8 +224,8 @@ def model(home: Home, trained: registry.Candidate, card: str) -> registry.Regist
 class Own:
     """A job with a model of one's own, and its version."""
 
-    trained: registry.Candidate
-    model: registry.RegisteredModel
+    trained: Candidate
+    model: RegisteredModel
 
 
 @pytest.fixture(scope="module")
@@ -230,19 +243,19 @@ def own(home: Home) -> Iterator[Own]:
         patch.setenv("PYTHONPATH", str(source))
         patch.setenv("DTRAIN_FACTORY_MODULES", "mine")
         run_dir = home.train("job-own", model="mine.net:make")
-        trained = registry.Candidate(run_dir, Order(job=RunDir(run_dir).read_job()))
+        trained = Candidate(run_dir, Order(job=RunDir(run_dir).read_job()))
         yield Own(trained, home.register(trained, "own"))
 
 
 @pytest.fixture(scope="module")
-def server(home: Home, own: Own) -> Iterator[registry.ScoringEndpoint]:
+def server(home: Home, own: Own) -> Iterator[ScoringEndpoint]:
     """It runs elsewhere and without PYTHONPATH: code that did not travel is missed."""
     with home.models.served(own.model) as running:
         yield running
 
 
 @pytest.mark.slow
-def test_a_version_tells_where_it_comes_from(home: Home, run_dir: str, model: registry.RegisteredModel) -> None:
+def test_a_version_tells_where_it_comes_from(home: Home, run_dir: str, model: RegisteredModel) -> None:
     client = open_client(home.tracking_uri)
     version = client.get_model_version("forecaster", model.version)
     result = RunDir(run_dir).read_json("result.json")
@@ -273,7 +286,7 @@ def test_a_version_tells_where_it_comes_from(home: Home, run_dir: str, model: re
 
 
 @pytest.mark.slow
-def test_the_saved_model_has_signature_example_and_no_pickle(home: Home, model: registry.RegisteredModel) -> None:
+def test_the_saved_model_has_signature_example_and_no_pickle(home: Home, model: RegisteredModel) -> None:
     from mlflow.models import Model
 
     with home.models.files(model.name, model.version) as folder:
@@ -291,7 +304,7 @@ def test_the_saved_model_has_signature_example_and_no_pickle(home: Home, model: 
 
 @pytest.mark.slow
 def test_the_same_job_is_registered_once_and_other_weights_of_it_beside(
-    home: Home, run_dir: str, trained: registry.Candidate, model: registry.RegisteredModel
+    home: Home, run_dir: str, trained: Candidate, model: RegisteredModel
 ) -> None:
     """Each version has files of its own in the run that it was registered from, and knows their digest."""
     again = home.register(run_dir, "forecaster")
@@ -300,7 +313,7 @@ def test_the_same_job_is_registered_once_and_other_weights_of_it_beside(
     before = len(client.search_model_versions("name = 'forecaster'"))
     copy = RunDir(str(shutil.copytree(run_dir, home.path / "again" / "job-a")))
     copy.write_json("result.json", (copy.read_json("result.json") or {}) | {"weights_sha256": "0" * 64})
-    same = registry.Candidate(copy.uri)
+    same = Candidate(copy.uri)
     same.sample = trained.sample  # so that it is not asked again
     other, repeated = home.register(same, "forecaster"), home.register(copy.uri, "forecaster")
     assert (other.created, repeated.created, repeated.version) == (True, False, other.version)
@@ -311,7 +324,7 @@ def test_the_same_job_is_registered_once_and_other_weights_of_it_beside(
     assert_as_registered(home, model, other)
 
 
-def assert_as_registered(home: Home, *models: registry.RegisteredModel) -> None:
+def assert_as_registered(home: Home, *models: RegisteredModel) -> None:
     for model in models:
         with home.models.files(model.name, model.version) as folder:
             assert folder_digest(folder) == model.tags[PACKED_TAG]
@@ -319,7 +332,7 @@ def assert_as_registered(home: Home, *models: registry.RegisteredModel) -> None:
 
 @pytest.mark.slow
 def test_the_card_says_what_it_is_and_what_it_is_not(
-    home: Home, run_dir: str, card: str, model: registry.RegisteredModel
+    home: Home, run_dir: str, card: str, model: RegisteredModel
 ) -> None:
     evaluation = RunDir(run_dir).read_json("evaluation.json")
     for baseline, row in evaluation["baselines"].items():
@@ -357,18 +370,18 @@ def test_a_training_that_did_not_succeed_is_refused(home: Home, run_dir: str, tm
     job.job_id = "stopped"
     stopped.write_job(job)
     stopped.write_json("result.json", {"status": "stopped"})
-    with pytest.raises(registry.RegistryError, match="status 'stopped'"):
+    with pytest.raises(RegistryError, match="status 'stopped'"):
         home.register(stopped.uri, "forecaster")
 
 
 @pytest.mark.slow
 def test_a_model_of_ones_own_is_served_without_its_folder(
-    home: Home, server: registry.ScoringEndpoint, own: Own, monkeypatch: pytest.MonkeyPatch
+    home: Home, server: ScoringEndpoint, own: Own, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "mine")
-    with pytest.raises(registry.RunModelError, match="nothing of it is imported; train it from here"):
+    with pytest.raises(RunModelError, match="nothing of it is imported; train it from here"):
         home.register(own.trained.run_dir, "unordered")
-    check = registry.check_endpoint(server, own.trained, SAME_WEIGHTS_TOLERANCE)
+    check = check_endpoint(server, own.trained, SAME_WEIGHTS_TOLERANCE)
     assert check.passed, check.message
     assert check.rows == 32
     assert [item.name for item in check.findings] == ["answers", "schema", "equality", "refusal"]
@@ -377,12 +390,10 @@ def test_a_model_of_ones_own_is_served_without_its_folder(
 
 
 @pytest.mark.slow
-def test_a_server_of_another_model_does_not_pass(
-    server: registry.ScoringEndpoint, trained: registry.Candidate, own: Own
-) -> None:
-    other = registry.Candidate(trained.run_dir)
+def test_a_server_of_another_model_does_not_pass(server: ScoringEndpoint, trained: Candidate, own: Own) -> None:
+    other = Candidate(trained.run_dir)
     other.sample = replace(trained.sample, trained=own.trained.sample.trained)  # the weights alone give it away
-    check = registry.check_endpoint(server, other, SAME_WEIGHTS_TOLERANCE)
+    check = check_endpoint(server, other, SAME_WEIGHTS_TOLERANCE)
     assert not check.passed
     figures = check.figures()
     assert figures["max_relative_difference_to_training"] < 1e-5 < 1e-3 < figures["max_relative_difference"]
@@ -406,27 +417,23 @@ def test_predictions_of_another_training_do_not_pass() -> None:
         (np.full((2, 12, 8), np.nan), "window 0 holds a value that is not finite"),
     ],
 )
-def test_the_server_says_what_is_wrong_with_a_request(
-    server: registry.ScoringEndpoint, windows: np.ndarray, says: str
-) -> None:
-    with pytest.raises(registry.ServingError, match=says):
+def test_the_server_says_what_is_wrong_with_a_request(server: ScoringEndpoint, windows: np.ndarray, says: str) -> None:
+    with pytest.raises(ServingError, match=says):
         server.predict(windows)
 
 
 @pytest.mark.slow
-def test_a_server_that_cannot_start_says_why(
-    home: Home, run_dir: str, model: registry.RegisteredModel, tmp_path: Path
-) -> None:
-    check = home.models.check_serving(registry.Candidate(run_dir), replace(model, version="99"))
+def test_a_server_that_cannot_start_says_why(home: Home, run_dir: str, model: RegisteredModel, tmp_path: Path) -> None:
+    check = home.models.check_serving(Candidate(run_dir), replace(model, version="99"))
     assert not check.passed
     assert "version=99" in check.message
-    with pytest.raises(registry.ServingError, match="ended with exit code"), scoring_server(tmp_path):
+    with pytest.raises(ServingError, match="ended with exit code"), scoring_server(tmp_path):
         pass
 
 
 @pytest.mark.slow
 def test_the_server_is_one_process_and_dies_with_whoever_started_it(
-    home: Home, server: registry.ScoringEndpoint, own: Own
+    home: Home, server: ScoringEndpoint, own: Own
 ) -> None:
     """The second one loses its parent while it starts, when all that ends it has been set."""
     children = psutil.Process().children(recursive=True)
@@ -468,29 +475,29 @@ def start_server(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_champion_and_challenger_are_judged_on_the_same_windows(
-    home: Home, run_dir: str, model: registry.RegisteredModel
+    home: Home, run_dir: str, model: RegisteredModel
 ) -> None:
     worse_dir = home.train("job-worse", steps=1, learning_rate=1e-6)
     worse = home.register(worse_dir, "forecaster")
-    assert home.models.judge_champion(registry.Candidate(run_dir), model) is None
-    home.models.promote(worse, registry.choose_alias(PASSED, None))
+    assert home.models.judge_champion(Candidate(run_dir), model) is None
+    home.models.promote(worse, choose_alias(PASSED, None))
 
     with pytest.MonkeyPatch.context() as patch:  # a champion of days further ahead forecasts something else
         read = promotion._metadata
         horizons = iter((1, 10))
         patch.setattr(promotion, "_metadata", lambda folder: {**read(folder), "horizon": next(horizons)})
-        other = home.models.judge_champion(registry.Candidate(run_dir), model)
+        other = home.models.judge_champion(Candidate(run_dir), model)
     assert other is not None
     assert (other.champion, other.note) == (None, "its horizon is 10, not 1")
 
-    compared = home.models.judge_champion(registry.Candidate(run_dir), model)
+    compared = home.models.judge_champion(Candidate(run_dir), model)
 
     assert compared is not None
     assert (compared.champion_version, compared.metric, compared.note) == (worse.version, "NLL", "")
     better_nll, worse_nll = (RunDir(each).read_json("result.json")["test"]["nll"] for each in (run_dir, worse_dir))
     assert compared.candidate == pytest.approx(better_nll, rel=1e-6)
     assert compared.champion == pytest.approx(worse_nll, rel=1e-5)
-    decision = registry.choose_alias(PASSED, compared)
+    decision = choose_alias(PASSED, compared)
     assert decision.alias == "champion"
     assert home.models.promote(model, decision) == worse.version
     assert home.models.champion_version("forecaster") == model.version
@@ -505,35 +512,33 @@ def test_changed_files_of_a_version_are_not_used(home: Home, own: Own) -> None:
     before = weights.read_bytes()
     weights.write_bytes(before + b" ")
     try:
-        with pytest.raises(registry.PackedError), home.models.files(own.model.name, own.model.version):
+        with pytest.raises(PackedError), home.models.files(own.model.name, own.model.version):
             pass
     finally:
         weights.write_bytes(before)
 
 
 @pytest.mark.slow
-def test_a_version_of_other_weights_gets_no_alias_by_these(
-    home: Home, run_dir: str, model: registry.RegisteredModel
-) -> None:
+def test_a_version_of_other_weights_gets_no_alias_by_these(home: Home, run_dir: str, model: RegisteredModel) -> None:
     """As where a job was removed and trained anew, and the registry has its version from before."""
 
-    class Found(registry.MLflowRegistry):
-        def register_model(self, *_: Any) -> registry.RegisteredModel:
+    class Found(MLflowRegistry):
+        def register_model(self, *_: Any) -> RegisteredModel:
             return replace(model, tags={**model.tags, "weights_file_sha256": "0" * 64})
 
     before = home.models.champion_version("forecaster")
-    with pytest.raises(registry.RunModelError, match=r"weights_file_sha256 .* 000000000000… was registered"):
+    with pytest.raises(RunModelError, match=r"weights_file_sha256 .* 000000000000… was registered"):
         register_job(Found(home.tracking_uri), str(home.path), run_dir, "forecaster", PROVENANCE, experiment="anew")
     assert home.models.champion_version("forecaster") == before
 
 
 @pytest.mark.slow
-def test_an_alias_moves_and_no_version_has_two(home: Home, model: registry.RegisteredModel) -> None:
+def test_an_alias_moves_and_no_version_has_two(home: Home, model: RegisteredModel) -> None:
     client = open_client(home.tracking_uri)
     for decision, expected in (
-        (registry.choose_alias(PASSED, None), ["champion"]),
-        (registry.choose_alias(REFUSED, None), ["challenger"]),
-        (registry.choose_alias(PASSED, None), ["champion"]),
+        (choose_alias(PASSED, None), ["champion"]),
+        (choose_alias(REFUSED, None), ["challenger"]),
+        (choose_alias(PASSED, None), ["champion"]),
     ):
         home.models.promote(model, decision)
         assert client.get_model_version(model.name, model.version).aliases == expected

@@ -14,9 +14,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from dtrain_dagster import registry
 from dtrain_dagster.registry.endpoint import _payload, _text_of_date, listens
-from dtrain_dagster.registry.smoke_test import compare_answers
+from dtrain_dagster.registry.evaluated import EvaluationError, judge_again
+from dtrain_dagster.registry.smoke_test import Candidate, compare_answers
 from dtrain_dagster.registry.versions import scores_table
 from tests.kinds import build_table, table
 from trainer.config import parse_job
@@ -77,8 +77,8 @@ def assert_judged_by_its_weights(given: Trained, score: str) -> None:
     assert said is not None
     forged = copy.deepcopy(said)
     forged["baselines"]["linear"]["model_gain"], forged["canaries"] = 9.0, {}
-    candidate = registry.Candidate(run.uri, None, given.cache)
-    found = registry.judge_again(candidate, forged)
+    candidate = Candidate(run.uri, None, given.cache)
+    found = judge_again(candidate, forged)
     assert found["baselines"].keys() == said["baselines"].keys()
     for name, row in said["baselines"].items():
         assert found["baselines"][name] == pytest.approx(row, rel=1e-3, abs=1e-4)
@@ -86,8 +86,8 @@ def assert_judged_by_its_weights(given: Trained, score: str) -> None:
     assert found["gate"]["passed"] == said["gate"]["passed"]
     assert gate(found).passed == said["gate"]["passed"]
     forged["model"] = {**said["model"], score: 0.5 * said["model"][score]}
-    with pytest.raises(registry.EvaluationError, match=rf"says model\.{score} = .* was changed after the training"):
-        registry.judge_again(candidate, forged)
+    with pytest.raises(EvaluationError, match=rf"says model\.{score} = .* was changed after the training"):
+        judge_again(candidate, forged)
 
 
 @pytest.mark.slow
@@ -106,8 +106,8 @@ def test_a_target_far_from_zero_is_judged_and_answered_by_its_digits(
         near, far = ((reports[name]["baselines"] | reports[name])[part] for name in runs)
         assert far == pytest.approx(near, rel=1e-3)
     assert reports["far"]["model"]["rmse"] < 100
-    far = registry.Candidate(runs["far"], None, str(tmp_path / "cache"))
-    judged = registry.judge_again(far, reports["far"])
+    far = Candidate(runs["far"], None, str(tmp_path / "cache"))
+    judged = judge_again(far, reports["far"])
     assert judged["gate"] == reports["far"]["gate"]
     sample = far.sample
     assert compare_answers(sample, sample.expected).passed

@@ -17,10 +17,12 @@ from torch.utils.data import TensorDataset
 
 from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.orders import keep_order, order_of
-from dtrain_dagster.registry import Candidate, MLflowRegistry, RunModelError, TrainingProvenance
+from dtrain_dagster.registry.local import MLflowRegistry
 from dtrain_dagster.registry.promotion import choose_alias, compare_measures
 from dtrain_dagster.registry.registration import register_job
-from dtrain_dagster.registry.run_model import load_script_model
+from dtrain_dagster.registry.run_model import RunModelError, load_run_model
+from dtrain_dagster.registry.smoke_test import Candidate
+from dtrain_dagster.registry.versions import TrainingProvenance
 from harness.accuracy import Accuracy
 from harness.tables import copy_tables
 from trainer import Trainer
@@ -182,10 +184,10 @@ def test_what_nodes_have_changed_is_not_used(folder: Path, change: Any, message:
     change(folder / "job" / "model")
     rundir = RunDir(str(folder / "job"))
     with pytest.raises(RunModelError, match=message):
-        load_script_model(rundir, order_of(folder / "home", rundir))
+        load_run_model(rundir, order_of(folder / "home", rundir))
 
 
 def test_a_job_of_another_home_is_not_run(folder: Path) -> None:
     rundir = RunDir(str(folder / "job"))
     with pytest.raises(RunModelError, match="no such job was ordered from this DTRAIN_HOME"):
-        load_script_model(rundir, order_of(folder / "elsewhere", rundir))
+        load_run_model(rundir, order_of(folder / "elsewhere", rundir))

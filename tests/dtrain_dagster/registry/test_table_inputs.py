@@ -10,12 +10,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dtrain_dagster import registry
 from dtrain_dagster.data.rows import RowParams, build_rows
-from dtrain_dagster.registry.promotion import input_difference
+from dtrain_dagster.registry.endpoint import ScoringEndpoint, check_endpoint
+from dtrain_dagster.registry.local import MLflowRegistry
+from dtrain_dagster.registry.promotion import choose_alias, input_difference
+from dtrain_dagster.registry.smoke_test import Candidate
 from harness.tables import copy_tables
 from tests.abuse.websites import served
 from tests.dtrain_dagster.registry.test_rows import trained
+from trainer.evaluation.gate import Gate
 from trainer.rundir import RunDir
 
 ROWS = 600
@@ -54,8 +57,8 @@ def test_a_registered_model_takes_the_rows_of_the_file(tmp_path: Path, monkeypat
     run = trained(tmp_path, made.uri, "mlp", "logistic", epochs=4, learning_rate=3e-3)
     copy_tables(tmp_path / "mlflow.db")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    models = registry.MLflowRegistry(uri)
-    first = registry.Candidate(run)
+    models = MLflowRegistry(uri)
+    first = Candidate(run)
     version = models.register_model(first, "visits", {}, "# card")
     mlflow.set_tracking_uri(uri)
     loaded = mlflow.pyfunc.load_model(version.uri)
@@ -96,16 +99,16 @@ def test_a_registered_model_takes_the_rows_of_the_file(tmp_path: Path, monkeypat
         loaded.predict(rows.assign(income=np.nan))
 
     with served(scoring_server.init(loaded)) as port:
-        endpoint = registry.ScoringEndpoint(url=f"http://127.0.0.1:{port}/invocations", is_local=True)
-        checked = registry.check_endpoint(endpoint, first)
+        endpoint = ScoringEndpoint(url=f"http://127.0.0.1:{port}/invocations", is_local=True)
+        checked = check_endpoint(endpoint, first)
     assert checked.passed, checked.message
     assert f"{checked.rows} rows of prediction, probability_0, probability_1" in str(checked.figures()["schema"])
     assert "compared: prediction" in str(checked.figures()["equality"])
     assert checked.max_relative_difference_to_training == 0
     assert loaded.metadata.metadata["categories"]["region"] == ["north", "south"]
     assert loaded.metadata.metadata["classes"] == ["no", "yes"]
-    models.promote(version, registry.choose_alias(registry.Gate(True, ()), None))
-    again = registry.Candidate(trained(tmp_path, made.uri, "linear", "logistic", "again"))
+    models.promote(version, choose_alias(Gate(True, ()), None))
+    again = Candidate(trained(tmp_path, made.uri, "linear", "logistic", "again"))
     second = models.register_model(again, "visits", {}, "# card")
     compared = models.judge_champion(again, second)
     assert compared is not None

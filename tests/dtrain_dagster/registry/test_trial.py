@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dtrain_dagster.registry import MLflowRegistry, RegistryError
+from dtrain_dagster.registry.local import MLflowRegistry
+from dtrain_dagster.registry.versions import RegistryError
 from harness.tables import copy_tables
 
 
