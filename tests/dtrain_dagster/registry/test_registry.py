@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from dtrain_dagster.costs.worth import worth_line
-from dtrain_dagster.jobs.orders import Order
+from dtrain_dagster.jobs.orders import Order, keep_order
 from dtrain_dagster.registry import promotion
 from dtrain_dagster.registry.endpoint import ScoringEndpoint, ServingError, check_endpoint, scoring_server
 from dtrain_dagster.registry.local import MLflowRegistry
@@ -152,12 +152,18 @@ def test_what_a_module_imports_travels_with_it(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_module_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DTRAIN_FACTORY_MODULES")
     with pytest.raises(StagingError, match="set DTRAIN_FACTORY_MODULES=not_there"):
         stage_for_serving(["not_there:make"], tmp_path / "code")
     shutil.rmtree(tmp_path / "code", ignore_errors=True)
     monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "not_there")
     with pytest.raises(StagingError, match="no module 'not_there'"):
         stage_for_serving(["not_there:make"], tmp_path / "code")
+
+
+@pytest.fixture(autouse=True)
+def _own_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "mine")
 
 
 @dataclass
@@ -173,9 +179,7 @@ class Home:
     def train(self, job_id: str, **options: Any) -> str:
         return small_job.train(self.path, options.pop("dataset", self.dataset), job_id, **options)
 
-    def register(self, trained: Candidate | str, name: str, card: str = "# card") -> RegisteredModel:
-        if isinstance(trained, str):
-            trained = Candidate(trained)
+    def register(self, trained: Candidate, name: str, card: str = "# card") -> RegisteredModel:
         return self.models.register_model(trained, name, PROVENANCE.tags(), card)
 
 
@@ -190,15 +194,31 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
 
 
 @pytest.fixture(scope="module")
-def run_dir(home: Home) -> str:
-    """A job that reported to MLflow while it trained."""
-    return home.train("job-a", tracking_uri=home.tracking_uri)
+def run_dir(home: Home) -> Iterator[str]:
+    """A job with a model of one's own that reported to MLflow while it trained."""
+    source = home.path / "source"
+    (source / "mine").mkdir(parents=True)
+    (source / "mine" / "net.py").write_text(
+        "from torch import nn\nfrom mine.size import HIDDEN\n\n\ndef make(spec, outputs):\n"
+        "    size = spec.window * len(spec.features)\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(size, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, outputs))\n"
+    )
+    (source / "mine" / "size.py").write_text("HIDDEN = 4\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(source))
+        patch.setenv("PYTHONPATH", str(source))
+        patch.setenv("DTRAIN_FACTORY_MODULES", "mine")
+        yield home.train("job-a", model="mine.net:make", tracking_uri=home.tracking_uri)
+
+
+def ordered(run_dir: str) -> Candidate:
+    return Candidate(run_dir, Order(job=RunDir(run_dir).read_job()))
 
 
 @pytest.fixture(scope="module")
 def trained(run_dir: str) -> Candidate:
     """Its model, which is asked once for all tests."""
-    return Candidate(run_dir)
+    return ordered(run_dir)
 
 
 @pytest.fixture(scope="module")
@@ -220,37 +240,10 @@ def model(home: Home, trained: Candidate, card: str) -> RegisteredModel:
     return home.register(trained, "forecaster", card)
 
 
-@dataclass
-class Own:
-    """A job with a model of one's own, and its version."""
-
-    trained: Candidate
-    model: RegisteredModel
-
-
 @pytest.fixture(scope="module")
-def own(home: Home) -> Iterator[Own]:
-    source = home.path / "source"
-    (source / "mine").mkdir(parents=True)
-    (source / "mine" / "net.py").write_text(
-        "from torch import nn\nfrom mine.size import HIDDEN\n\n\ndef make(spec, outputs):\n"
-        "    size = spec.window * len(spec.features)\n"
-        "    return nn.Sequential(nn.Flatten(), nn.Linear(size, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, outputs))\n"
-    )
-    (source / "mine" / "size.py").write_text("HIDDEN = 4\n")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(source))
-        patch.setenv("PYTHONPATH", str(source))
-        patch.setenv("DTRAIN_FACTORY_MODULES", "mine")
-        run_dir = home.train("job-own", model="mine.net:make")
-        trained = Candidate(run_dir, Order(job=RunDir(run_dir).read_job()))
-        yield Own(trained, home.register(trained, "own"))
-
-
-@pytest.fixture(scope="module")
-def server(home: Home, own: Own) -> Iterator[ScoringEndpoint]:
+def server(home: Home, model: RegisteredModel) -> Iterator[ScoringEndpoint]:
     """It runs elsewhere and without PYTHONPATH: code that did not travel is missed."""
-    with home.models.served(own.model) as running:
+    with home.models.served(model) as running:
         yield running
 
 
@@ -307,27 +300,23 @@ def test_the_same_job_is_registered_once_and_other_weights_of_it_beside(
     home: Home, run_dir: str, trained: Candidate, model: RegisteredModel
 ) -> None:
     """Each version has files of its own in the run that it was registered from, and knows their digest."""
-    again = home.register(run_dir, "forecaster")
+    again = home.register(ordered(run_dir), "forecaster")
     assert (again.version, again.created, model.created) == (model.version, False, True)
     client = open_client(home.tracking_uri)
     before = len(client.search_model_versions("name = 'forecaster'"))
     copy = RunDir(str(shutil.copytree(run_dir, home.path / "again" / "job-a")))
     copy.write_json("result.json", (copy.read_json("result.json") or {}) | {"weights_sha256": "0" * 64})
-    same = Candidate(copy.uri)
+    same = ordered(copy.uri)
     same.sample = trained.sample  # so that it is not asked again
-    other, repeated = home.register(same, "forecaster"), home.register(copy.uri, "forecaster")
+    other, repeated = home.register(same, "forecaster"), home.register(ordered(copy.uri), "forecaster")
     assert (other.created, repeated.created, repeated.version) == (True, False, other.version)
     assert len(client.search_model_versions("name = 'forecaster'")) == before + 1
     assert other.run_id == model.run_id
     sources = {client.get_model_version("forecaster", version).source for version in (model.version, other.version)}
     assert len(sources) == 2
-    assert_as_registered(home, model, other)
-
-
-def assert_as_registered(home: Home, *models: RegisteredModel) -> None:
-    for model in models:
-        with home.models.files(model.name, model.version) as folder:
-            assert folder_digest(folder) == model.tags[PACKED_TAG]
+    for each in (model, other):
+        with home.models.files(each.name, each.version) as folder:
+            assert folder_digest(folder) == each.tags[PACKED_TAG]
 
 
 @pytest.mark.slow
@@ -371,17 +360,16 @@ def test_a_training_that_did_not_succeed_is_refused(home: Home, run_dir: str, tm
     stopped.write_job(job)
     stopped.write_json("result.json", {"status": "stopped"})
     with pytest.raises(RegistryError, match="status 'stopped'"):
-        home.register(stopped.uri, "forecaster")
+        home.register(ordered(stopped.uri), "forecaster")
 
 
 @pytest.mark.slow
 def test_a_model_of_ones_own_is_served_without_its_folder(
-    home: Home, server: ScoringEndpoint, own: Own, monkeypatch: pytest.MonkeyPatch
+    home: Home, server: ScoringEndpoint, trained: Candidate
 ) -> None:
-    monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "mine")
     with pytest.raises(RunModelError, match="nothing of it is imported; train it from here"):
-        home.register(own.trained.run_dir, "unordered")
-    check = check_endpoint(server, own.trained, SAME_WEIGHTS_TOLERANCE)
+        home.register(Candidate(trained.run_dir), "unordered")
+    check = check_endpoint(server, trained, SAME_WEIGHTS_TOLERANCE)
     assert check.passed, check.message
     assert check.rows == 32
     assert [item.name for item in check.findings] == ["answers", "schema", "equality", "refusal"]
@@ -390,9 +378,10 @@ def test_a_model_of_ones_own_is_served_without_its_folder(
 
 
 @pytest.mark.slow
-def test_a_server_of_another_model_does_not_pass(server: ScoringEndpoint, trained: Candidate, own: Own) -> None:
-    other = Candidate(trained.run_dir)
-    other.sample = replace(trained.sample, trained=own.trained.sample.trained)  # the weights alone give it away
+def test_a_server_of_another_model_does_not_pass(server: ScoringEndpoint, trained: Candidate) -> None:
+    other = ordered(trained.run_dir)
+    own = trained.sample.expected
+    other.sample = replace(trained.sample, expected=own | {"sigma": 1.01 * own["sigma"]})  # the weights alone
     check = check_endpoint(server, other, SAME_WEIGHTS_TOLERANCE)
     assert not check.passed
     figures = check.figures()
@@ -423,8 +412,10 @@ def test_the_server_says_what_is_wrong_with_a_request(server: ScoringEndpoint, w
 
 
 @pytest.mark.slow
-def test_a_server_that_cannot_start_says_why(home: Home, run_dir: str, model: RegisteredModel, tmp_path: Path) -> None:
-    check = home.models.check_serving(Candidate(run_dir), replace(model, version="99"))
+def test_a_server_that_cannot_start_says_why(
+    home: Home, trained: Candidate, model: RegisteredModel, tmp_path: Path
+) -> None:
+    check = home.models.check_serving(trained, replace(model, version="99"))
     assert not check.passed
     assert "version=99" in check.message
     with pytest.raises(ServingError, match="ended with exit code"), scoring_server(tmp_path):
@@ -433,13 +424,13 @@ def test_a_server_that_cannot_start_says_why(home: Home, run_dir: str, model: Re
 
 @pytest.mark.slow
 def test_the_server_is_one_process_and_dies_with_whoever_started_it(
-    home: Home, server: ScoringEndpoint, own: Own
+    home: Home, server: ScoringEndpoint, model: RegisteredModel
 ) -> None:
     """The second one loses its parent while it starts, when all that ends it has been set."""
     children = psutil.Process().children(recursive=True)
     [ready] = [each for each in children if each.status() != psutil.STATUS_ZOMBIE and "uvicorn" in each.cmdline()]
     assert ready.children() == []
-    with home.models.files(own.model.name, own.model.version) as folder:
+    with home.models.files(model.name, model.version) as folder:
         starting = multiprocessing.get_context("fork").Process(target=start_server, args=(folder,))
         starting.start()
         try:
@@ -475,26 +466,30 @@ def start_server(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_champion_and_challenger_are_judged_on_the_same_windows(
-    home: Home, run_dir: str, model: RegisteredModel
+    home: Home, trained: Candidate, model: RegisteredModel
 ) -> None:
-    worse_dir = home.train("job-worse", steps=1, learning_rate=1e-6)
-    worse = home.register(worse_dir, "forecaster")
-    assert home.models.judge_champion(Candidate(run_dir), model) is None
+    worse_dir = home.train("job-worse", model="mine.net:make", steps=1, learning_rate=1e-6)
+    worst = ordered(worse_dir)
+    worst.sample = trained.sample  # so that it is not asked
+    worse = home.register(worst, "forecaster")
+    assert home.models.judge_champion(trained, model) is None
     home.models.promote(worse, choose_alias(PASSED, None))
 
     with pytest.MonkeyPatch.context() as patch:  # a champion of days further ahead forecasts something else
         read = promotion._metadata
         horizons = iter((1, 10))
         patch.setattr(promotion, "_metadata", lambda folder: {**read(folder), "horizon": next(horizons)})
-        other = home.models.judge_champion(Candidate(run_dir), model)
+        other = home.models.judge_champion(trained, model)
     assert other is not None
     assert (other.champion, other.note) == (None, "its horizon is 10, not 1")
 
-    compared = home.models.judge_champion(Candidate(run_dir), model)
+    compared = home.models.judge_champion(trained, model)
 
     assert compared is not None
     assert (compared.champion_version, compared.metric, compared.note) == (worse.version, "NLL", "")
-    better_nll, worse_nll = (RunDir(each).read_json("result.json")["test"]["nll"] for each in (run_dir, worse_dir))
+    better_nll, worse_nll = (
+        RunDir(each).read_json("result.json")["test"]["nll"] for each in (trained.run_dir, worse_dir)
+    )
     assert compared.candidate == pytest.approx(better_nll, rel=1e-6)
     assert compared.champion == pytest.approx(worse_nll, rel=1e-5)
     decision = choose_alias(PASSED, compared)
@@ -506,13 +501,13 @@ def test_champion_and_challenger_are_judged_on_the_same_windows(
 
 
 @pytest.mark.slow
-def test_changed_files_of_a_version_are_not_used(home: Home, own: Own) -> None:
-    version = open_client(home.tracking_uri).get_model_version(own.model.name, own.model.version)
+def test_changed_files_of_a_version_are_not_used(home: Home, model: RegisteredModel) -> None:
+    version = open_client(home.tracking_uri).get_model_version(model.name, model.version)
     [weights] = Path(version.source.removeprefix("file://")).rglob("weights.pt")
     before = weights.read_bytes()
     weights.write_bytes(before + b" ")
     try:
-        with pytest.raises(PackedError), home.models.files(own.model.name, own.model.version):
+        with pytest.raises(PackedError), home.models.files(model.name, model.version):
             pass
     finally:
         weights.write_bytes(before)
@@ -526,6 +521,7 @@ def test_a_version_of_other_weights_gets_no_alias_by_these(home: Home, run_dir: 
         def register_model(self, *_: Any) -> RegisteredModel:
             return replace(model, tags={**model.tags, "weights_file_sha256": "0" * 64})
 
+    keep_order(home.path, RunDir(run_dir).read_job(), None)
     before = home.models.champion_version("forecaster")
     with pytest.raises(RunModelError, match=r"weights_file_sha256 .* 000000000000… was registered"):
         register_job(Found(home.tracking_uri), str(home.path), run_dir, "forecaster", PROVENANCE, experiment="anew")

@@ -107,8 +107,6 @@ def test_a_target_far_from_zero_is_judged_and_answered_by_its_digits(
         assert far == pytest.approx(near, rel=1e-3)
     assert reports["far"]["model"]["rmse"] < 100
     far = Candidate(runs["far"], None, str(tmp_path / "cache"))
-    judged = judge_again(far, reports["far"])
-    assert judged["gate"] == reports["far"]["gate"]
     sample = far.sample
     assert compare_answers(sample, sample.expected).passed
     off = {"prediction": sample.expected["prediction"] + 0.01}
