@@ -9,16 +9,26 @@ is left out and counted, and nothing here raises.
 from __future__ import annotations
 
 import itertools
+import statistics
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from dtrain_dagster.costs.event_facts import EventFacts, read_facts
 from dtrain_dagster.costs.money import SECOND, microseconds
-from trainer.documents.events import TimingEvent
+from trainer.documents.events import (
+    EndEvent,
+    Event,
+    HangEvent,
+    LinkEvent,
+    MembershipEvent,
+    PhaseEvent,
+    StepEvent,
+    TimingEvent,
+    read_event,
+)
 
 
 class CostCause(StrEnum):
@@ -73,8 +83,14 @@ PHASE_CAUSES = {
 IN_STEPS = ("training", "checkpoint")
 """Phases whose time the windows divide: the time that a save holds up is a segment of theirs."""
 NEVER = 1 << 62
-MOST_WINDOWS = 1500
-"""Windows of a generation that are kept; neighbours beyond are merged."""
+MOST_SPANS = 1500
+"""Spans of a generation's windows; of more windows, neighbours are taken together."""
+LARGEST = 10**12
+"""Largest number of steps or seconds that is believed."""
+_UNKNOWN: Any = {"samples": (), "segments": {}, "typical": {}}
+KINDS: Mapping[str, type[Event]] = {
+    kind.kind: kind for kind in (MembershipEvent, PhaseEvent, TimingEvent, StepEvent, LinkEvent, HangEvent, EndEvent)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +108,31 @@ class Span:
 
 @dataclass(slots=True)
 class Term:
-    """A generation at work."""
+    """A generation at work: its readable events, of rank 0 except for hangs and ends, and what its members did."""
 
     number: int
-    formed: int
-    """In microseconds; ``until`` as well: when the next one began to form."""
-    until: int
-    nodes: frozenset[int] | None
+    first_at: int = NEVER
+    """Time of its first event in microseconds, as all times here."""
+    membership: MembershipEvent | None = None
+    phases: list[tuple[int, str]] = field(default_factory=list)
+    """(time, what rank 0 had done until then)"""
+    windows: list[TimingEvent] = field(default_factory=list)
+    has_timing: bool = False
+    reports: list[tuple[int, int, float]] = field(default_factory=list)
+    """(time, step, seconds of a step)"""
+    links: list[int] = field(default_factory=list)
+    """Ends of link probes, which follow a window."""
+    hangs: list[tuple[int, int]] = field(default_factory=list)
+    """(time, how long nothing had moved)"""
+    ends: list[tuple[int, str]] = field(default_factory=list)
+    formed: int = 0
+    until: int = NEVER
+    """When the next one began to form."""
+    nodes: frozenset[int] | None = None
     """Nodes of the generation; None: not known, so all."""
-    is_fresh: bool
+    is_fresh: bool = True
     """Whether no member was in the generation before: a launch begins."""
-    step: int
+    step: int = 0
     spans: list[Span] = field(default_factory=list)
 
     def has(self, node: int) -> bool:
@@ -124,154 +154,202 @@ class Timeline:
 
 def timeline(events: Iterable[Mapping[str, Any]], running: bool = False) -> Timeline:
     """Return the timeline of a job's events. ``running``: the time after its last report counts like that before."""
-    facts = read_facts(events)
-    terms = _terms(facts)
-    last = max((time for generation, time, _ in facts.ends if terms and generation == terms[-1].number), default=NEVER)
-    kept = _kept_steps(terms, facts.windows)
-    for place, term in enumerate(terms):
-        after = terms[place + 1] if place + 1 < len(terms) else None
-        _fill(term, after, facts, kept, last, running)
+    terms, left_out = _read_terms(events)
+    for before, term in zip([None, *terms], terms, strict=False):
+        _begin(term, before)
+    ended = max((time for time, _ in terms[-1].ends), default=NEVER) if terms else NEVER
+    kept = _kept_steps(terms)
+    for term, after in itertools.zip_longest(terms, terms[1:]):
+        _fill(term, after, kept, ended, running)
     notes = []
-    if facts.left_out:
-        notes.append(f"{facts.left_out} event(s) could not be read and were left out")
-    if terms and not facts.has_timing:
+    if left_out:
+        notes.append(f"{left_out} event(s) could not be read and were left out")
+    if terms and not any(term.has_timing for term in terms):
         notes.append(
             "the trainer recorded no timing (training.timing): input, communication, waiting and saving are within "
             f"'{CostCause.PRODUCTIVE}'"
         )
-    return Timeline(tuple(terms), last, tuple(notes), facts.left_out)
+    return Timeline(tuple(terms), ended, tuple(notes), left_out)
 
 
-def _terms(facts: EventFacts) -> list[Term]:
-    terms: list[Term] = []
-    for number in sorted(facts.first_at):
-        told = facts.memberships.get(number)
-        found = facts.windows.get(number) or []
-        if told is not None:
-            nodes: frozenset[int] | None = frozenset(told.nodes)
-            fresh, formed, step = {*told.nodes} <= {*told.joined}, microseconds(told.time), told.step or 0
-            began = formed - microseconds(told.seconds)
-        else:  # a world of fixed ranks, or one whose end came before it could say who is in it
-            nodes = frozenset(found[0].nodes) if found and found[0].nodes else None
-            first = microseconds(found[0].time - found[0].total_seconds) if found else NEVER
-            formed = began = min(facts.first_at[number], first)
-            fresh, step = True, found[0].step - found[0].steps if found else 0
-        if terms:
-            terms[-1].until = max(terms[-1].formed, formed if fresh else began)
-        terms.append(Term(number, formed, NEVER, nodes, fresh, step))
-    return terms
+def _read_terms(events: Iterable[Mapping[str, Any]]) -> tuple[list[Term], int]:
+    """Return the generations that rank 0 tells of, in their order, and how many events cannot be read."""
+    terms: dict[int, Term] = {}
+    left_out = 0
+    for item in events:
+        if (kind := KINDS.get(str(item.get("kind")))) is None:
+            continue
+        try:
+            event = read_event(kind, item)
+            term = terms.setdefault(event.generation, Term(event.generation))
+            _add(term, event, microseconds(event.time))
+        except (ValueError, OverflowError):
+            left_out += 1
+    found = [terms[number] for number in sorted(terms) if terms[number].first_at < NEVER]
+    for term in found:
+        if not term.has_timing:
+            term.windows = _windows_of_steps(term)
+        term.windows.sort(key=lambda window: window.time)
+        term.phases.sort()
+    return found, left_out
 
 
-def _fill(
-    term: Term, after: Term | None, facts: EventFacts, kept: Mapping[int, int], ended: int, running: bool
-) -> None:
+def _add(term: Term, event: Event, time: int) -> None:
+    """Add an event to its generation. Raise ValueError or OverflowError for one that cannot be."""
+    if isinstance(event, EndEvent):
+        term.ends.append((time, event.status))
+    elif isinstance(event, HangEvent):
+        term.hangs.append((time, microseconds(_believed(event.waited_seconds))))
+    if event.rank != 0:
+        return
+    if isinstance(event, MembershipEvent):
+        is_told = event.step is not None and 0 <= event.step < LARGEST
+        if not event.nodes or not is_told or not 0 <= event.seconds < LARGEST:
+            raise ValueError("no membership")
+        term.membership = term.membership or event
+    elif isinstance(event, PhaseEvent):
+        term.phases.append((time, event.name))
+    elif isinstance(event, LinkEvent):
+        term.links.append(time)
+    elif isinstance(event, TimingEvent):
+        _believed(event.seconds)
+        if not event.steps <= event.step < LARGEST or any(min(row) < 0 for row in event.segments.values()):
+            raise ValueError("no window")
+        term.windows.append(event)
+        term.has_timing = True
+    elif isinstance(event, StepEvent):
+        if not 0 <= event.step < LARGEST:
+            raise ValueError("no step")
+        term.reports.append((time, event.step, _believed(event.step_seconds or 0.0)))
+    term.first_at = min(time, term.first_at)
+
+
+def _believed(seconds: float) -> float:
+    """Seconds. Less than a microsecond is none."""
+    if not 1e-6 <= seconds < LARGEST:
+        raise ValueError("not a duration")
+    return seconds
+
+
+def _windows_of_steps(term: Term) -> list[TimingEvent]:
+    """Windows without segments, of a trainer that does not time them."""
+    found: list[TimingEvent] = []
+    told = term.membership
+    before, nodes = (told.step, tuple(sorted(told.nodes))) if told else (None, ())
+    typical = statistics.median_low([b[1] - a[1] for a, b in itertools.pairwise(term.reports)] or [1])
+    for time, step, seconds in sorted(term.reports):
+        steps = step - before if before is not None else typical
+        before = step
+        if steps > 0:
+            known = TimingEvent(time=time / SECOND, step=step, steps=steps, seconds=seconds, nodes=nodes, **_UNKNOWN)
+            found.append(known)
+    return found
+
+
+def _begin(term: Term, before: Term | None) -> None:
+    """Find out when a term began and with whom, which ends the one before."""
+    told, first = term.membership, term.windows[0] if term.windows else None
+    if told is not None:
+        term.nodes, term.is_fresh = frozenset(told.nodes), {*told.nodes} <= {*told.joined}
+        term.formed, term.step = microseconds(told.time), told.step or 0
+        began = term.formed - microseconds(told.seconds)
+    else:  # a world of fixed ranks, or one whose end came before it could say who is in it
+        term.nodes = frozenset(first.nodes) if first and first.nodes else None
+        term.formed = began = min(term.first_at, _began(first)) if first else term.first_at
+        term.step = first.step - first.steps if first else 0
+    if before is not None:
+        before.until = max(before.formed, term.formed if term.is_fresh else began)
+
+
+def _began(window: TimingEvent) -> int:
+    return microseconds(window.time - window.total_seconds)
+
+
+def _fill(term: Term, after: Term | None, kept: Mapping[int, int], ended: int, running: bool) -> None:
     """Put what the members of a term did into its spans."""
-    found = facts.windows.get(term.number) or []
     if after is not None and not after.is_fresh:
         after.spans.append(Span(term.until, after.formed, {CostCause.LOST: 1.0}, is_regroup=True))
     in_steps: list[tuple[int, int, str]] = []
-    for began, until, name in _phases(term, after, facts, ended, running):
-        if name in IN_STEPS:
+    for began, until, name in _phases(term, after, ended, running):
+        if name in IN_STEPS and (name == "training" or term.has_timing):
             in_steps.append((began, until, name))
         else:
-            term.spans.append(Span(began, until, {PHASE_CAUSES.get(name, CostCause.UNEXPLAINED): 1.0}))
+            cause = CostCause.CHECKPOINT if name in IN_STEPS else PHASE_CAUSES.get(name, CostCause.UNEXPLAINED)
+            term.spans.append(Span(began, until, {cause: 1.0}))
     before, balance = -NEVER, 0.0
-    for together in _batches(found):
-        window, counted = merge_spans(together), sum(kept[id(item)] for item in together)
-        end = microseconds(window.time)
+    for together in _batches(term.windows):
+        end = microseconds(together[-1].time)
         pieces = _clip(in_steps, before, end)
+        measured = sum(microseconds(window.total_seconds) for window in together)
         # A window is reported a little after its last step, now sooner, now later: what one has too much of, another
         # lacks. Only what no window of the term has measured is without an explanation.
-        balance += sum(ended - began for began, ended, _ in pieces) - microseconds(window.total_seconds)
-        more, balance = max(0.0, balance), min(0.0, balance)
-        hung = max((waited for time, waited in facts.hangs.get(term.number, ()) if before < time <= end), default=0)
-        _divide(term, window, pieces, counted, hung, more)
+        balance += sum(until - began for began, until, _ in pieces) - measured
+        more, balance = max(0.0, balance) if term.has_timing else 0.0, min(0.0, balance)
+        hung = max((waited for time, waited in term.hangs if before < time <= end), default=0)
+        common, by_node = _mixes(together, kept, hung / max(1, measured))
+        if more:
+            for mix in (common, *by_node.values()):
+                mix[CostCause.UNEXPLAINED] += more / SECOND
+        term.spans += [Span(began, until, common, by_node) for began, until, _ in pieces]
         before = max(before, end)
-    _rest(term, after, found, _clip(in_steps, before, NEVER))
+    _rest(term, after, _clip(in_steps, before, NEVER))
     term.spans.sort(key=lambda span: (span.began, span.ended))
 
 
-def _phases(term: Term, after: Term | None, facts: EventFacts, ended: int, running: bool) -> list[tuple[int, int, str]]:
+def _phases(term: Term, after: Term | None, ended: int, running: bool) -> list[tuple[int, int, str]]:
     """(began, ended, name) of what rank 0 did from the term's start to its end, without gaps."""
-    found, at = [], term.formed
-    phases = list(facts.phases.get(term.number, ()))
-    windows = facts.windows.get(term.number) or []
-    for time in facts.links.get(term.number, ()):
+    found, at, windows = [], term.formed, term.windows
+    phases = list(term.phases)
+    for time in term.links:
         place = bisect_right(windows, time / SECOND, key=lambda window: window.time)
-        began = microseconds(windows[place - 1].time) if place else time
-        phases += [(began, "training"), (time, "links")]
+        phases += [(microseconds(windows[place - 1].time) if place else time, "training"), (time, "links")]
+    if not any(term.formed < time <= term.until for time, _ in phases) and windows:
+        # No phases are known: steps, and what is between them.
+        phases += [(_began(windows[0]), "startup"), (microseconds(windows[-1].time), "training")]
     for time, name in sorted(phases):
         if at < time <= term.until:
             found.append((at, time, name))
             at = time
-    if not found and windows:  # no phases are known: steps, and what is between them
-        first, last = microseconds(windows[0].time - windows[0].total_seconds), microseconds(windows[-1].time)
-        for time, name in ((first, "startup"), (last, "training")):
-            if time > at:
-                found.append((at, time, name))
-                at = time
+    name = "regroup"
     if after is not None or (running and ended == NEVER):
         name = "training"
-    elif ended < NEVER or (found and found[-1][2] == "finalise"):
-        failed = any(status == "failed" for number, _, status in facts.ends if number == term.number)
-        name = "regroup" if failed else "finalise"
-    else:
-        name = "finalise" if windows and not facts.phases.get(term.number) else "regroup"
+    elif ended < NEVER or (found and found[-1][2] == "finalise") or (windows and not term.phases):
+        name = "regroup" if any(status == "failed" for _, status in term.ends) else "finalise"
     until = min(term.until, ended)
     return [*found, (at, until, name)] if until > at else found
 
 
-def _divide(
-    term: Term, window: TimingEvent, pieces: Sequence[tuple[int, int, str]], kept: int, hung: int, more: float
-) -> None:
-    """The training time that a window measured, by what its ranks did. ``more``: microseconds beyond its steps, which
-    are not explained. Steps that were done again later are lost, and so is the time in which nothing moved."""
-    timed = bool(window.segments)
-    for began, ended, name in pieces:
-        if not timed and name == "checkpoint":
-            term.spans.append(Span(began, ended, {CostCause.CHECKPOINT: 1.0}))
-    pieces = [piece for piece in pieces if timed or piece[2] != "checkpoint"]
-    share = min(window.steps, max(0, kept)) / window.steps
-    if not timed:
-        more = 0.0
-    idle = min(1.0, hung / max(1, microseconds(window.total_seconds)))
-    mixes = {
-        node: _counted(_hung(mix, idle), share, more, window.total_seconds) for node, mix in node_mixes(window).items()
-    }
-    common = _counted(_hung({CostCause.PRODUCTIVE: 1.0}, idle), share, more, window.total_seconds)
-    for began, ended, _ in pieces:
-        term.spans.append(Span(began, ended, common, mixes))
+Sums = defaultdict[CostCause, float]
 
 
-def _counted(mix: Mix, share: float, more: float, seconds: float) -> Mix:
-    """A mix of which only a share counts; ``more``: microseconds beside the window's own."""
-    total = sum(mix.values())
-    scale = microseconds(seconds) / total
-    result = {cause: value * scale * share for cause, value in mix.items() if value > 0 and share > 0}
-    if share < 1:
-        result[CostCause.LOST] = result.get(CostCause.LOST, 0.0) + scale * total * (1 - share)
-    if more > 0:
-        result[CostCause.UNEXPLAINED] = result.get(CostCause.UNEXPLAINED, 0.0) + more
-    return result
+def _mixes(together: Sequence[TimingEvent], kept: Mapping[int, int], hung: float) -> tuple[Sums, dict[int, Sums]]:
+    """Return the seconds of these windows by cause: of any node, and of those whose ranks were timed. Steps that were
+    done again later are lost, and so is the share of the time in which nothing moved: of what took longest, for that is
+    where a rank was."""
+    common, by_node = Sums(float), dict[int, Sums]()
+    for window in together:
+        share = min(window.steps, max(0, kept[id(window)])) / window.steps
+        for mix, sums in [({CostCause.PRODUCTIVE: 1.0}, common)] + [
+            (mix, by_node.setdefault(node, Sums(float))) for node, mix in node_mixes(window).items()
+        ]:
+            scale = window.total_seconds / sum(mix.values())
+            for cause, value in mix.items():
+                sums[cause] += scale * share * value
+            sums[CostCause.LOST] += scale * (1 - share) * sum(mix.values())
+    for sums in (common, *by_node.values()) if hung else ():
+        left = min(1.0, hung) * sum(sums.values())
+        for cause in sorted(sums, key=lambda cause: -sums[cause]):
+            part = min(left, sums[cause])
+            sums[cause] -= part
+            sums[CostCause.LOST] += part
+            left -= part
+    return common, by_node
 
 
-def _hung(mix: Mix, share: float) -> Mix:
-    """A mix of which this share is lost: of what took longest, for that is where a rank was when nothing moved."""
-    if not share:
-        return mix
-    left = whole = share * sum(mix.values())
-    result = dict(mix)
-    for cause in sorted(mix, key=lambda cause: -mix[cause]):
-        part = min(left, result[cause])
-        result[cause] -= part
-        left -= part
-    result[CostCause.LOST] = whole - left
-    return result
-
-
-def _rest(term: Term, after: Term | None, found: Sequence[TimingEvent], pieces: Sequence[tuple[int, int, str]]) -> None:
+def _rest(term: Term, after: Term | None, pieces: Sequence[tuple[int, int, str]]) -> None:
     """Training time after the last window of a term. Steps that count though no window tells of them took as long as
     those before; the rest went into noticing that a node was lost, or is lost itself."""
+    found = term.windows
     mixes = node_mixes(found[-1]) if found else {}
     left = NEVER
     if after is not None:
@@ -291,28 +369,8 @@ def _rest(term: Term, after: Term | None, found: Sequence[TimingEvent], pieces: 
             term.spans.append(Span(middle, ended, {CostCause.LOST: 1.0}))
 
 
-def merge_spans(together: Sequence[TimingEvent]) -> TimingEvent:
-    """Return consecutive windows of one world as one: seconds are means over all their steps."""
-    if len(together) == 1:
-        return together[0]
-    last, steps = together[-1], sum(window.steps for window in together)
-
-    def mean(values: Iterable[float]) -> float:
-        return sum(value * window.steps for value, window in zip(values, together, strict=True)) / steps
-
-    nothing = (0.0,) * last.world_size
-    names = {name for window in together for name in window.segments}
-    segments = {
-        name: tuple(
-            mean(column) for column in zip(*(window.segments.get(name, nothing) for window in together), strict=True)
-        )
-        for name in names
-    }
-    return replace(last, steps=steps, seconds=mean(window.seconds for window in together), segments=segments)
-
-
 def _batches(found: Sequence[TimingEvent]) -> Iterator[Sequence[TimingEvent]]:
-    size = -(-len(found) // MOST_WINDOWS)
+    size = -(-len(found) // MOST_SPANS)
     for _, world in itertools.groupby(found, key=lambda window: window.nodes):
         mine = list(world)
         yield from (mine[place : place + size] for place in range(0, len(mine), size))
@@ -335,11 +393,11 @@ def node_mixes(window: TimingEvent) -> dict[int, Mix]:
     return {node: mix for node, mix in by_node.items() if sum(mix.values()) > 0}
 
 
-def _kept_steps(terms: Sequence[Term], found: Mapping[int, Sequence[TimingEvent]]) -> dict[int, int]:
+def _kept_steps(terms: Sequence[Term]) -> dict[int, int]:
     """Return for each window, by its identity, the steps that were not done again later."""
     kept, earliest = {}, None
     for term in reversed(terms):
-        for window in reversed(found.get(term.number) or []):
+        for window in reversed(term.windows):
             first = window.step - window.steps
             kept[id(window)] = window.steps if earliest is None else max(0, min(window.steps, earliest - first))
             earliest = first if earliest is None else min(earliest, first)

@@ -340,10 +340,10 @@ def test_a_launch_that_never_trained_was_starting_up():
 def test_neighbouring_windows_of_a_long_training_are_taken_together(monkeypatch):
     told = [at("membership", 0.0, nodes=[0, 1], joined=[0, 1], step=0, seconds=0.0)]
     told += [window(10.0 * place, 10 * place, [0, 1], forward=[0.5, 0.9], waiting=[0.5, 0.1]) for place in range(1, 8)]
-    told += [window(60.0, 60, [0], 2, forward=[1.0]), at("end", 90.0, 2, status="succeeded")]
+    told += [window(80.0, 60, [0], 2, forward=[1.0]), at("end", 90.0, 2, status="succeeded")]
     nodes = CostTracker("local", [stay(0, 0.0, 90.0), stay(1, 0.0, 90.0)], "dedicated").nodes
     whole = ledger(nodes, told)
-    monkeypatch.setattr("dtrain_dagster.costs.timeline.MOST_WINDOWS", 3)
+    monkeypatch.setattr("dtrain_dagster.costs.timeline.MOST_SPANS", 3)
     assert seconds_of(ledger(nodes, told)) == pytest.approx(seconds_of(whole), rel=1e-5)
     assert seconds_of(whole)["waiting for a straggler"] == pytest.approx(5 * 5 + 5 * 1)
 
