@@ -11,22 +11,19 @@ from dtrain_dagster.assets.common import best_rows, head_of_page, with_rest
 from dtrain_dagster.assets.outcome import Outcome
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.training import FinishedJob
-from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager
 from dtrain_dagster.costs import export
 from dtrain_dagster.costs.ledger import Ledger, ledger
 from dtrain_dagster.costs.money import SECOND, digits_of, total_shown
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.timeline import CostCause
-from dtrain_dagster.costs.tracker import CostMetrics, CostTracker, bill_usage, overrun
+from dtrain_dagster.costs.tracker import CostMetrics, CostTracker, overrun
 from dtrain_dagster.costs.verdict import Reason, explain_variance, reasons
 from dtrain_dagster.jobs.totals import LaunchTotals, sum_launches
 from dtrain_dagster.planning.evidence import JobCourse
 from dtrain_dagster.reports.small_pictures import small_bar
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.page_entries import fit_page
-from trainer.errors import DamagedError
-from trainer.rundir import RESULT, RunDir
 
 COST_REPORT = "reports/cost_breakdown.json"
 
@@ -110,8 +107,7 @@ def bill_training(outcome: Outcome) -> Bill:
     """Return a finished training's bill."""
     plan, tracker = outcome.plan, outcome.tracker
     found = ledger(tracker.nodes, list(outcome.rundir.events(strict=True)))
-    steps, probe = outcome.result["steps"], _probe(outcome.manager, plan, outcome.rundir)
-    told = reasons(plan, tracker.training_nodes, found, steps, probe)
+    told = reasons(plan, tracker.training_nodes, found, outcome.result["steps"])
     took = sum_launches(outcome.usage, plan.tier)
     return Bill(outcome=outcome, tracker=tracker, took=took, found=found, told=told)
 
@@ -174,21 +170,6 @@ def _page(bill: Bill) -> dict[str, Any]:
         "learned_factor": bill.plan.learned_factor,
         **asdict(JobCourse.read(rundir)),
     }
-
-
-def _probe(manager: GPUClusterManager, plan: TrainingPlan, rundir: RunDir) -> Ledger | None:
-    """Return the ledger of the probe that the estimate rests on; None where it is gone or there was none."""
-    if plan.basis_kind != "probe" or not plan.rests_on:
-        return None
-    job_id = next((name for name in plan.rests_on if name.endswith(f"-{plan.node_count}n")), plan.rests_on[0])
-    short = RunDir(f"{rundir.uri.rsplit('/', 1)[0]}/{job_id}")
-    if not short.storage.exists(RESULT):
-        return None
-    try:
-        usage, events = manager.node_usage(job_id), list(short.events(strict=True))
-    except (ClusterError, DamagedError):  # the cluster has another name by now, or the record is damaged: it only
-        return None  # serves to explain a difference
-    return ledger(bill_usage(usage)[0], events)
 
 
 def _ledger_check(tracker: CostTracker, found: Ledger) -> dg.AssetCheckResult:

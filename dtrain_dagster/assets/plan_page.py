@@ -93,8 +93,7 @@ def plan_table(plan: TrainingPlan, place: str) -> str:
 
 def choices_metadata(table: Choices, fingerprint: str, storage_uri: str) -> dict[str, Any]:
     """Return ``choice`` (`explain_choice`), ``choices`` (the cheapest ones and the planned one), ``choices_file`` (all
-    of them, as CSV), ``choices_rest_on`` and ``choices_not_available``, each only where it is not
-    empty."""
+    of them, as CSV); nothing where there is no choice."""
     metadata: dict[str, Any] = {}
     if table.rows:
         metadata["choice"] = explain_choice(table)
@@ -105,13 +104,6 @@ def choices_metadata(table: Choices, fingerprint: str, storage_uri: str) -> dict
         metadata["choices"] = best_rows(shown, SHOWN)
         rows = [_row(choice, table) for choice in table.rows]
         metadata["choices_file"] = table_file(f"{storage_uri}/plans/{fingerprint}", "choices.csv", rows)
-    metadata["choices_rest_on"] = dg.MarkdownMetadataValue("\n".join(f"- {line}" for line in table.notes))
-    if table.not_available:
-        missing = [
-            {"sku": item.sku.removeprefix("Standard_"), "tier": tier_in_words(item.tier), "why": item.why}
-            for item in table.not_available
-        ]
-        metadata["choices_not_available"] = best_rows(missing)
     return metadata
 
 

@@ -76,9 +76,7 @@ class Reason:
     words: str
 
 
-def reasons(
-    plan: TrainingPlan, nodes: Sequence[NodeCost], found: Ledger, steps: int, probe: Ledger | None
-) -> list[Reason]:
+def reasons(plan: TrainingPlan, nodes: Sequence[NodeCost], found: Ledger, steps: int) -> list[Reason]:
     """Return the reasons, the largest first; they add up to paid minus expected dollars."""
     rate, count = plan.estimate.usd_per_node_hour / 3600, plan.node_count
     paid, usd = sum(node.hours for node in nodes) * 3600, sum(node.usd for node in nodes)
@@ -100,19 +98,15 @@ def reasons(
         in_steps = sum(causes.get(cause, 0.0) for cause in IN_STEPS) / steps * (steps - plan.work.steps)
         words = f"{steps:,} steps were trained, instead of the planned {plan.work.steps:,}"
         told.append(Reason(usd=in_steps * rate, words=words))
-    if probe is not None:
-        before = {cause: row.seconds for cause, row in probe.causes().items()}
-        probed = max(1, len({entry.node_id for entry in probe.entries}))
-        for name, which in (("start-up", STARTING), ("the finish", (CostCause.FINISH,))):
-            mine = sum(causes.get(cause, 0.0) for cause in which)
-            more = mine - count * sum(before.get(cause, 0.0) for cause in which) / probed
-            words = f"{name} took {_more(more / count)} than the probe's, on each node"
+    for name, phase, which in (("start-up", "startup", STARTING), ("the finish", "finish", (CostCause.FINISH,))):
+        if phase in plan.phases:
+            more = sum(causes.get(cause, 0.0) for cause in which) - count * plan.phases[phase] * plan.learned_factor
+            words = f"{name} took {_more(more / count)} than expected, on each node"
             told.append(Reason(usd=more * rate, words=words))
     expected = plan.estimate.usd.expected
     large = [item for item in told if abs(item.usd) >= NEGLIGIBLE * expected]
     rest = usd - expected - sum(item.usd for item in large)
-    what = "steps, evaluations and saves" if probe is not None else "all that remains"
-    words = f"{what} took {_more(rest / rate / count)} than estimated, on each node"
+    words = f"all that remains took {_more(rest / rate / count)} than estimated, on each node"
     return sorted([*large, Reason(usd=rest, words=words)], key=lambda item: -abs(item.usd))
 
 

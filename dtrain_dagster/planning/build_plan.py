@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, date, datetime
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from dtrain_dagster.clusters.ranks import explain_idle_gpus
 from dtrain_dagster.costs.estimate import (
@@ -341,22 +341,12 @@ class PlanChoice:
         return name_nodes(self.node_count, self.sku, self.tier)
 
 
-class NotAvailable(NamedTuple):
-    """A SKU on a tier that cannot be bought, and why."""
-
-    sku: str
-    tier: Tier
-    why: str
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choices:
     """The table of choices, sorted by cost."""
 
     rows: tuple[PlanChoice, ...]
-    not_available: tuple[NotAvailable, ...]
     limits: Limits
-    notes: tuple[str, ...]
     planned: PlanChoice | None
     """The choice that will run: that of the settings, unless the plan takes another number of nodes. None where its
     nodes cannot be bought, or are not compared."""
@@ -388,7 +378,7 @@ def compare_choices(
     tiers: Iterable[Tier] | None = None,
     today: date | None = None,
 ) -> Choices:
-    """Return every choice.
+    """Return every choice that is on offer, has a price and is large enough.
 
     ``too_small``: why so many nodes of a SKU have too little memory, "" if they have enough. None: every SKU and tier
     of the planned one's table, of a site's price no other; one node to twice as many as planned, where nobody has
@@ -400,23 +390,17 @@ def compare_choices(
         tiers = (planned.tier,) if is_of_site(price.sku) else TIERS
     counts, tiers, today = sorted(set(node_counts)), tuple(tiers), today or datetime.now(UTC).date()
     rows: list[PlanChoice] = []
-    missing: list[NotAvailable] = []
     for other in alternatives_to(price.sku).values() if prices is None else prices:
         is_stand_in = other.sku == price.sku and not planned.kind.buys_nodes
         small = {each: too_small(other, each) for each in counts}
         for tier in tiers:
-            why = explain_unavailable(other, tier, None if is_stand_in else today)
-            if why := why or (min(small.values(), default="") and small[counts[-1]]):
-                missing.append(NotAvailable(other.sku, tier, why))
-            else:
+            if not explain_unavailable(other, tier, None if is_stand_in else today):
                 rows += [_choice(planned, forecast, other, each, tier) for each in counts if not small[each]]
     rows.sort(key=lambda row: (row.usd.expected, row.seconds.expected))
     mine = (price.sku, planned.tier, count)
     return Choices(
         rows=tuple(rows),
-        not_available=tuple(missing),
         limits=limits,
-        notes=_notes(rows, planned, forecast.basis_words),
         planned=next((row for row in rows if (row.sku, row.tier, row.node_count) == mine), None),
         place=planned.place,
     )
@@ -504,7 +488,7 @@ def explain_choice(table: Choices) -> str:
     """Return what runs, what fewer such nodes would save, and the cheapest of all choices. Pure."""
     planned, cheapest, least = table.planned, table.cheapest, None
     if planned is None:
-        said = ["The planned nodes are not among the choices (see choices_not_available)."]
+        said = ["The planned nodes are not among the choices, which are on offer, have a price, and are large enough."]
     else:
         said = [f"This plan runs on {in_words(planned, table.place)}."]
         least = table.cheapest_here(planned.sku, planned.tier, planned.node_count)
@@ -555,18 +539,3 @@ def _choice(planned: PlannedJob, forecast: Forecast, price: SkuPrice, node_count
         time_from=time_from,
         price_from="; ".join(filter(None, [f"{told}{figure.source}", price.tell_spot(tier)])),
     )
-
-
-def _notes(rows: Sequence[PlanChoice], planned: PlannedJob, basis: str) -> tuple[str, ...]:
-    """Return sentences on what the figures of the choices rest on and leave out."""
-    found = [
-        f"Times rest on {basis}. How fast other SKUs compute is {planned.price.speed_note}.",
-        f"Dollars are time × nodes × price: {price_words(planned.price.sku, planned.kind.buys_nodes)}.",
-        f"Each rank keeps its {planned.sizes.batch_size_per_rank} samples of a step: with more GPUs the global batch "
-        "grows, and its effect on the model is not judged here (training.lr_scaling, gradient_accumulation_steps).",
-    ]
-    if planned.kind.is_this_machine:
-        found.append("On separate machines several nodes take less time: here they share the cores of one machine.")
-    if any(row.tier == "spot" for row in rows):
-        found.append("The price of Spot nodes varies. What evictions cost is not in its figures.")
-    return tuple(found)

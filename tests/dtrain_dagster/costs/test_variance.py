@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,10 +41,6 @@ def test_the_difference_from_the_estimate_is_the_sum_of_its_reasons():
         for node in range(2)
     ]
     bill = CostTracker("gpu", usage, "dedicated")
-    probe = [formed(10.0, 1, 0), window(20.0, 10), at("end", 25.0, status="succeeded")]
-    short = CostTracker(
-        "gpu", [NodeUsage(node_id=node, sku=SKU, started_at=0.0, ended_at=25.0) for node in range(2)], "dedicated"
-    )
     usd = 2 * 50 / 3600 * 3.06
     span = Interval(low=usd, expected=usd, high=usd)
     plan = TrainingPlan(
@@ -51,8 +48,8 @@ def test_the_difference_from_the_estimate_is_the_sum_of_its_reasons():
         work=Work(steps=40, evaluations=1, checkpoints=1), basis="", price_note="",
         estimate=Estimate(seconds=span, usd=span, usd_per_node_hour=3.06, node_count=2),
     )  # fmt: skip
-    for before in (None, ledger(short.nodes, probe)):
-        found = reasons(plan, bill.nodes, ledger(bill.nodes, told), steps=30, probe=before)
+    for phases in ({}, {"startup": 10.0, "finish": 5.0}):
+        found = reasons(replace(plan, phases=phases), bill.nodes, ledger(bill.nodes, told), steps=30)
         assert sum(item.usd for item in found) == pytest.approx(bill.total_usd - usd)
         assert [abs(item.usd) for item in found] == sorted([abs(item.usd) for item in found], reverse=True)
     said = explain_variance(found, bill.total_usd, usd)
@@ -61,4 +58,4 @@ def test_the_difference_from_the_estimate_is_the_sum_of_its_reasons():
     )
     assert "20 s of nodes were lost to failures" in said
     assert "30 steps were trained, instead of the planned 40" in said
-    assert "start-up took 24.0 s longer than the probe's, on each node" in said
+    assert "start-up took 24.0 s longer than expected, on each node" in said

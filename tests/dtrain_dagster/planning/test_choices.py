@@ -22,6 +22,7 @@ from dtrain_dagster.planning.build_plan import (
     PlanChoice,
     compare_choices,
     explain_choice,
+    explain_unavailable,
     is_sure,
     remedies,
 )
@@ -121,17 +122,15 @@ def test_a_choice_of_spot_may_cost_as_much_as_pay_as_you_go_and_says_what_is_lef
     assert "from $0.3978 to the pay-as-you-go price of $3.06 an hour" in spot.price_from
     assert "evicted at any time, and the start-ups of their replacements are not in these figures" in spot.price_from
     assert "read 2024-09" in spot.price_from
-    assert any("Spot nodes varies" in line for line in table_of(tiers=BOTH).notes)
-    assert not any("Spot" in line for line in table_of().notes)
 
 
-def test_what_cannot_be_had_is_listed_with_why_and_never_taken():
+def test_what_cannot_be_had_is_never_taken():
     table = table_of(prices=price_table().values(), tiers=BOTH)
-    missing = {(item.sku, item.tier): item.why for item in table.not_available}
-    assert missing[V100, "dedicated"] == "retired on 2025-09-30"
-    assert "not offered as Spot nodes of Azure ML in eastus" in missing["Standard_NC64as_T4_v3", "spot"]
-    assert "at most the pay-as-you-go price of $6.98" in missing["Standard_NC40ads_H100_v5", "spot"]
-    assert not {(row.sku, row.tier) for row in table.rows} & set(missing)
+    retired = explain_unavailable(price_of(V100), "dedicated", date(2026, 3, 1))
+    assert retired == "retired on 2025-09-30"
+    assert not {(row.sku, row.tier) for row in table.rows} & {
+        (V100, "dedicated"), ("Standard_NC64as_T4_v3", "spot"), ("Standard_NC40ads_H100_v5", "spot"),
+    }  # fmt: skip
     for day, there in ((29, True), (30, False)):
         assert (V100 in {row.sku for row in table_of(prices=[price_of(V100)], today=date(2025, 9, day)).rows}) is there
     assert V100 in {
@@ -229,7 +228,7 @@ def test_more_to_choose_from_never_costs_more(forecast: Amdahl, given: dict[str,
 def test_metadata_shows_the_planned_and_the_cheapest_row_and_is_json(tmp_path: Path):
     whole = table_of(tiers=BOTH, deadline=5 * HOUR, budget=100.0)
     metadata = choices_metadata(whole, "abc", str(tmp_path))
-    assert set(metadata) == {"choices_rest_on", "choice", "choices", "choices_file"}
+    assert set(metadata) == {"choice", "choices", "choices_file"}
     file = Path(metadata["choices_file"].path)
     assert file == tmp_path / "plans" / "abc" / "choices.csv"
     assert len(file.read_text().splitlines()) == 1 + len(whole.rows), "all of them, below a head"
@@ -240,7 +239,7 @@ def test_metadata_shows_the_planned_and_the_cheapest_row_and_is_json(tmp_path: P
     assert f"Of all choices the cheapest is {cheapest['choice']}: " in metadata["choice"]
     assert [row["usd"] for row in rows] == sorted(row["usd"] for row in rows)
     none = choices_metadata(table_of(prices=[price_of(V100)]), "abd", str(tmp_path))
-    assert set(none) == {"choices_rest_on", "choices_not_available"}
+    assert not none
     assert asdict(table_of())["rows"][0]["sku"] == T4
 
 

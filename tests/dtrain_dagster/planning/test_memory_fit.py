@@ -148,8 +148,7 @@ def test_a_plan_compares_no_nodes_that_are_too_small() -> None:
 
     table = table_of([T4, A100], [1, 2, 3])
     assert {(row.sku, row.node_count) for row in table.rows} == {(T4, 2), (T4, 3), (A100, 1), (A100, 2), (A100, 3)}
-    alone = table_of([T4], [1])
-    assert [item.why.startswith("does not fit: 20 GiB") for item in alone.not_available] == [True]
+    assert not table_of([T4], [1]).rows
     with pytest.raises(ConfigError, match="the model does not fit"):
         memory_of(planned, Checked((), replace(MODEL, parameters=40 * GIB, trained=40 * GIB)))
     known, _ = memory_of(planned, Checked())
