@@ -37,7 +37,6 @@ from dtrain_dagster.settings.tiers import SPOT_QUOTA, tier_of
 from dtrain_dagster.support.audit import AuditLog
 from trainer.errors import ConfigError
 from trainer.runtime.network_refusal import NETWORK_REMEDY, is_network_refusal
-from trainer.secrets.redaction import redact
 from trainer.storage.open import open_storage
 
 NEEDED_OPERATIONS = tuple(
@@ -59,19 +58,9 @@ SIZES_REMEDY = (
 )
 SIGN_IN_REMEDY = "`az login`; on a machine of Azure's a managed identity, with AZURE_CLIENT_ID set to its client id"
 ANSWER_SECONDS = 20.0
-MANIFEST_TYPES = (
-    "application/vnd.docker.distribution.manifest.v2+json, application/vnd.docker.distribution.manifest.list.v2+json, "
-    "application/vnd.oci.image.manifest.v1+json, application/vnd.oci.image.index.v1+json"
-)
-_IMAGE = re.compile(r"(?P<host>[^/]*[.:][^/]*)/(?P<name>[^:@]+)(:(?P<tag>[^@]+))?(@(?P<digest>.+))?")
+PUBLIC_CLOUD = "https://management.azure.com"
 _NAMED_BY = {"identity": "DTRAIN_AZURE_IDENTITY", "network": "DTRAIN_AZURE_SUBNET", "images": "DTRAIN_AZURE_IMAGE"}
 """What is looked at → the setting that names it."""
-_ROLES = {
-    "identity": "Managed Identity Operator",
-    "sizes": "dtrain reads locations (<prefix>)",
-    "network": "dtrain joins its subnet (<prefix>)",
-}
-"""Check → the role of deploy/azure that the orchestrator has on what it looks at, where that is not the workspace's."""
 
 Document = Mapping[str, Any]
 Verdict = Literal["ok", "warning", "missing"]
@@ -132,17 +121,6 @@ def judge_price(choice: SkuChoice, region: str) -> DoctorLine:
     return DoctorLine("prices", "ok", seen)
 
 
-def judge_image(image: str, status: int, said: str) -> DoctorLine:
-    """Return what a registry's answer to a question for an image means. ``status``: of HTTP, 0 where there was none;
-    ``said``: its words, or why there is no answer."""
-    seen, is_closed = f"{image}: the registry answers {status}: {said}", is_network_refusal("", said)
-    if status in (401, 403) and not is_closed:
-        remedy = "the nodes' identity needs AcrPull on it; give it to this one too, and the image can be looked for"
-        return DoctorLine("images", "warning", seen, remedy)
-    remedy = NETWORK_REMEDY if is_closed else "build and push it, or correct DTRAIN_AZURE_IMAGE"
-    return judged("images", status == 200, f"{image} is there" if status == 200 else seen, remedy)
-
-
 class Doctor:
     """One walk over everything. ``region``: that of ``DTRAIN_REGION``; ``wanted``: the size that is asked for first;
     ``writes``: whether storage is tried by a blob, which is deleted."""
@@ -187,18 +165,19 @@ class Doctor:
         return DoctorLine(check, "missing", f"{error.code}: {reason}", remedy)
 
     def _assignment(self, check: str) -> str:
-        places = {"identity": self.options.identity, "network": self.options.subnet}
-        places["sizes"] = f"/subscriptions/{self.options.subscription_id}"
-        role, scope = (
-            _ROLES.get(check, "dtrain orchestrates (<prefix>)"),
-            places.get(check) or self.options.workspace_id,
-        )
+        """Return the command that gives the orchestrator its role of deploy/azure on what is looked at."""
+        elsewhere = {
+            "identity": ("Managed Identity Operator", self.options.identity),
+            "sizes": ("dtrain reads locations (<prefix>)", f"/subscriptions/{self.options.subscription_id}"),
+            "network": ("dtrain joins its subnet (<prefix>)", self.options.subnet),
+        }
+        role, scope = elsewhere.get(check, ("dtrain orchestrates (<prefix>)", self.options.workspace_id))
         command = f'az role assignment create --assignee {self.principal} --role "{role}" --scope {scope}'
         return f"`{command}`; it takes effect after some minutes"
 
     def _sign_in(self) -> DoctorLine:
         try:
-            token = str(self.service.credential.get_token(f"{self._cloud[0]}/.default").token)
+            token = str(self.service.credential.get_token(f"{self._cloud}/.default").token)
         except Exception as error:  # whatever a credential of the chain raises
             return DoctorLine("identity", "missing", f"no token for Azure: {words(error)}", SIGN_IN_REMEDY)
         try:  # unchecked: it is our own
@@ -224,7 +203,7 @@ class Doctor:
             while page:
                 document = self._document(page, query)
                 found += document.get("value") or []
-                page, query = str(document.get("nextLink") or "").removeprefix(self._cloud[0]), ""
+                page, query = str(document.get("nextLink") or "").removeprefix(self._cloud), ""
         except (NotFound, ScopeMissing):  # of a workspace that is not there, as its line says
             return
         except ServiceError as error:
@@ -279,20 +258,9 @@ class Doctor:
             path = text.removeprefix("azureml:").removesuffix("@latest").replace(":", "/versions/")
             self._document(f"{self.options.workspace_id}/environments/{path}", "2024-04-01")
             yield DoctorLine("images", "ok", f"{text} is in the workspace")
-        elif (image := _IMAGE.fullmatch(text)) is None:
-            remedy = "name an image with its registry (registry.azurecr.io/dtrain-nodes:1), or azureml:<name>:<version>"
-            seen = f"DTRAIN_AZURE_IMAGE={text!r} names no registry and no environment"
-            yield DoctorLine("images", "missing", seen, remedy)
-        elif not image["host"].partition(":")[0].endswith(self._cloud[1]):
-            seen = f"{text} is not in a registry of Azure's, and was not looked for"
-            yield DoctorLine("images", "warning", seen, "see that nodes can pull it")
         else:
-            try:
-                answer = self._ask_registry(**image.groupdict())
-                status, said = answer.status_code, answer.text[:300]
-            except (requests.RequestException, ValueError, KeyError) as error:
-                status, said = 0, f"{type(error).__name__}: {error}"[:300]
-            yield judge_image(text, status, redact(said))
+            remedy = f"see that nodes can pull it: `az acr manifest show {text}`; their identity needs AcrPull"
+            yield DoctorLine("images", "warning", f"{text}: its registry was not asked", remedy)
 
     def _network(self) -> Iterator[DoctorLine]:
         if self.options.subnet is None:
@@ -307,15 +275,14 @@ class Doctor:
         yield DoctorLine("network", "ok", f"subnet {found.get('name')} is there")
 
     @cached_property
-    def _cloud(self) -> tuple[str, str]:
-        """The address of the Resource Manager, and the end of names of Azure's registries, which alone are shown a
-        token: of the public cloud, or of the one that `ARM_CLOUD_METADATA_URL` describes."""
-        url, registries = "https://management.azure.com", ".azurecr.io"
+    def _cloud(self) -> str:
+        """The address of the Resource Manager: of the public cloud, or of the one that `ARM_CLOUD_METADATA_URL`
+        describes."""
         if metadata := os.environ.get("ARM_CLOUD_METADATA_URL"):
-            for cloud in requests.get(metadata, timeout=ANSWER_SECONDS).json():
-                if (here := cloud["resourceManager"].rstrip("/")) in metadata:
-                    url, registries = here, f".{cloud['suffixes']['acrLoginServer']}"
-        return url, registries
+            clouds = requests.get(metadata, timeout=ANSWER_SECONDS).json()
+            addresses = (cloud["resourceManager"].rstrip("/") for cloud in clouds)
+            return next((address for address in addresses if address in metadata), PUBLIC_CLOUD)
+        return PUBLIC_CLOUD
 
     def _document(self, path: str, version: str) -> Any:
         """Return a document of the Resource Manager by its path. Raise `ServiceError`."""
@@ -323,32 +290,13 @@ class Doctor:
         from azure.core.pipeline.policies import BearerTokenCredentialPolicy
         from azure.core.rest import HttpRequest
 
-        policy = BearerTokenCredentialPolicy(self.service.credential, f"{self._cloud[0]}/.default")
-        request = HttpRequest("GET", f"{self._cloud[0]}{path}", params={"api-version": version} if version else None)
+        policy = BearerTokenCredentialPolicy(self.service.credential, f"{self._cloud}/.default")
+        request = HttpRequest("GET", f"{self._cloud}{path}", params={"api-version": version} if version else None)
 
         def ask() -> Any:
-            with PipelineClient[Any, Any](self._cloud[0], policies=[policy]) as client:
+            with PipelineClient[Any, Any](self._cloud, policies=[policy]) as client:
                 answer = client.send_request(request, connection_timeout=10, read_timeout=ANSWER_SECONDS)
                 answer.raise_for_status()
                 return answer.json()
 
         return self.service.call(f"read {path}", ask, self.options.look_patience_seconds)
-
-    def _ask_registry(self, host: str, name: str, tag: str | None, digest: str | None) -> requests.Response:
-        """Return the answer of a registry of Azure's to a question for an image, with its own token where it gives one.
-        The question is GET, not HEAD: a refusal's words tell a firewall from a missing role."""
-
-        def post(path: str, **form: str) -> requests.Response:
-            address, form = f"https://{host}/oauth2/{path}", {"service": host, **form}
-            return requests.post(address, data=form, timeout=ANSWER_SECONDS, allow_redirects=False)
-
-        mine = self.service.credential.get_token(f"{self._cloud[0]}/.default")
-        given = post("exchange", grant_type="access_token", access_token=mine.token)
-        if given.ok:
-            scope, token = f"repository:{name}:pull", given.json()["refresh_token"]
-            given = post("token", grant_type="refresh_token", scope=scope, refresh_token=token)
-        if not given.ok:
-            return given
-        headers = {"Accept": MANIFEST_TYPES, "Authorization": f"Bearer {given.json()['access_token']}"}
-        address = f"https://{host}/v2/{name}/manifests/{digest or tag or 'latest'}"
-        return requests.get(address, headers=headers, timeout=ANSWER_SECONDS, allow_redirects=False)

@@ -26,7 +26,6 @@ from harness.azure.emulator.permissions import action_of, refuse_unless_granted
 from harness.azure.emulator.state import RESOURCE_GROUP, SUBSCRIPTION, WORKSPACE, Cloud, Request
 
 WITHOUT_TOKEN = ("metadata.get", "discovery.get")
-WITHOUT_TOKEN += ("registry.manifest", "registry.exchange", "registry.token")  # they have tokens of their own
 _Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 

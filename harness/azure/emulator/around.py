@@ -1,26 +1,20 @@
-"""What lies around the workspace and only the doctor reads: granted permissions, the subnet, the nodes' identity, a
-registry of images. The control verb ``around`` changes it, and what the workspace says: its fields are those of
+"""What lies around the workspace and only the doctor reads: granted permissions, the subnet, the nodes' identity. The
+control verb ``around`` changes it, and what the workspace says: its fields are those of
 `Around`.
 
-Shapes: permissions as in Azure's REST reference (authorization, permissions/listForResource); the registry's tokens as
-azure-sdk-for-python asks for them (azure-containerregistry, _exchange_client.py). The rest is assumed."""
+Shapes: permissions as in Azure's REST reference (authorization, permissions/listForResource). The rest is assumed."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from typing import Any
-from urllib.parse import parse_qs
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
 
 from harness.azure.emulator.answers import WS, Refusal
-from harness.azure.emulator.identity import Identity
 from harness.azure.emulator.state import RESOURCE_GROUP, SUBSCRIPTION, Cloud
 
-REGISTRY = "registry.azurecr.localhost"
-SUFFIX = REGISTRY.partition(".")[2]
 GROUP = "/subscriptions/{subscription}/resourceGroups/{group}/providers"
 SUBNET = GROUP + "/Microsoft.Network/virtualNetworks/{network}/subnets/{name}"
 IDENTITY = GROUP + "/Microsoft.ManagedIdentity/userAssignedIdentities/{name}"
@@ -36,15 +30,12 @@ class Around:
 
     actions: list[str] = dataclasses.field(default_factory=lambda: ["*"])
     not_actions: list[str] = dataclasses.field(default_factory=list)
-    images: list[str] = dataclasses.field(default_factory=lambda: ["dtrain-nodes:1"])
-    pulls: bool = True
-    """Whether the identity may read the registry."""
     prefix: str = "10.40.0.0/20"
     workspace: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Properties of the workspace that are other than usual."""
 
 
-def around_routes(cloud: Cloud, around: Around, identity: Identity, arm: APIRouter) -> APIRouter:
+def around_routes(cloud: Cloud, around: Around, arm: APIRouter) -> APIRouter:
     """Before ``arm`` among the surface's routes, whose answers it changes."""
     router = APIRouter()
     usual = {getattr(route, "name", ""): getattr(route, "endpoint", None) for route in arm.routes}
@@ -72,29 +63,6 @@ def around_routes(cloud: Cloud, around: Around, identity: Identity, arm: APIRout
     async def nodes_identity(name: str) -> dict[str, Any]:
         return {"id": IDENTITY_ID, "name": name, "properties": {"clientId": CLIENT_ID, "principalId": CLIENT_ID}}
 
-    @router.get("/v2/{repository:path}/manifests/{reference}", name="registry.manifest")
-    async def manifest(repository: str, reference: str, request: Request) -> JSONResponse:
-        scope = f"repository:{repository}:pull"
-        if request.headers.get("authorization") != f"Bearer {identity.secret}:{scope}":
-            challenge = f'Bearer realm="https://{REGISTRY}/oauth2/token",service="{REGISTRY}",scope="{scope}"'
-            return JSONResponse(_denied("UNAUTHORIZED"), 401, {"WWW-Authenticate": challenge})
-        if f"{repository}:{reference}" not in around.images:
-            return JSONResponse(_denied("MANIFEST_UNKNOWN"), 404)
-        return JSONResponse({"schemaVersion": 2})
-
-    @router.post("/oauth2/exchange", name="registry.exchange")
-    async def exchange(request: Request) -> JSONResponse:
-        form = parse_qs((await request.body()).decode())
-        identity.check(f"Bearer {form['access_token'][0]}", cloud.addresses.base)
-        return JSONResponse({"refresh_token": identity.secret})
-
-    @router.post("/oauth2/token", name="registry.token")
-    async def token(request: Request) -> JSONResponse:
-        form = parse_qs((await request.body()).decode())
-        if form["refresh_token"][0] != identity.secret or not around.pulls:
-            return JSONResponse(_denied("DENIED"), 401)
-        return JSONResponse({"access_token": f"{identity.secret}:{form['scope'][0]}"})
-
     return router
 
 
@@ -117,7 +85,3 @@ def around_control(around: Around) -> APIRouter:
 
 def _permission(actions: list[str], not_actions: list[str]) -> dict[str, list[str]]:
     return {"actions": actions, "notActions": not_actions, "dataActions": [], "notDataActions": []}
-
-
-def _denied(code: str) -> dict[str, Any]:
-    return {"errors": [{"code": code, "message": code.lower()}]}

@@ -10,7 +10,6 @@ import trustme
 ACCOUNT = "devstoreaccount1"
 """The storage account that Azurite has."""
 HOSTS = ("localhost", "127.0.0.1", f"{ACCOUNT}.blob.core.localhost", f"{ACCOUNT}.dfs.core.localhost", "ml.localhost")
-HOSTS += ("registry.azurecr.localhost",)
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ class Workspace:
         self._tracking = Tracking(cloud)
         surface, around, resources = new_app(), Around(), arm_routes(cloud)
         for routes in (
-            around_routes(cloud, around, self.identity, resources),
+            around_routes(cloud, around, resources),
             resources,
             compute_routes(cloud),
             asset_routes(cloud, self.blobs),

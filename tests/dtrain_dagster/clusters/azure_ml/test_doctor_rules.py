@@ -56,26 +56,3 @@ def test_choices(sku: str, tier: str, nodes: int, verdict: str, seen: str) -> No
     assert line.verdict == verdict
     assert seen in line.seen
     assert bool(line.remedy) is (verdict != "ok")
-
-
-def test_a_registry_behind_a_firewall_is_explained_as_network() -> None:
-    said = '{"errors":[{"code":"DENIED","message":"client with IP \'203.0.113.7\' is not allowed doctor."}]}'
-    line = doctor.judge_image("team.azurecr.io/a:1", 403, said)
-    assert line.verdict == "missing"
-    assert "not a missing role" in line.remedy
-
-
-@pytest.mark.parametrize(
-    ("image", "parts"),
-    [
-        ("r.azurecr.io/nodes:1", ("r.azurecr.io", "nodes", "1", None)),
-        ("r.azurecr.io/team/nodes", ("r.azurecr.io", "team/nodes", None, None)),
-        ("localhost:5000/nodes@sha256:ab", ("localhost:5000", "nodes", None, "sha256:ab")),
-        ("r.azurecr.io/nodes:1@sha256:ab", ("r.azurecr.io", "nodes", "1", "sha256:ab")),
-        ("nodes:1", None),
-        ("team/nodes", None),
-    ],
-)
-def test_an_image_has_a_registry_and_is_named_by_tag_and_digest(image: str, parts: tuple[str, ...] | None) -> None:
-    found = doctor._IMAGE.fullmatch(image)
-    assert (found and tuple(found[part] for part in ("host", "name", "tag", "digest"))) == parts
