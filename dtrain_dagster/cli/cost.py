@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -184,7 +183,7 @@ def _show_job(settings: Settings, job_id: str, as_json: bool, usage_export: Path
         where = cluster.azure_options().workspace_id if settings.cluster == "azure_ml" else ""
         marks = Marks(job_id, rundir.read_json(LAUNCH) or {}, where)
         rows = read_usage(usage_export.read_bytes(), str(usage_export))
-        reconciled = reconcile(bill.tracker, rows, marks, datetime.now(UTC).date())
+        reconciled = reconcile(bill.tracker, rows, marks)
     expected = ((bill.plan.get("estimate") or {}).get("usd") or {}).get("expected")
     if as_json:
         epochs = (rundir.read_json(RESULT) or {}).get("epochs") or 0.0

@@ -17,7 +17,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, date, datetime
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -46,8 +46,6 @@ NODE_METERS = (MACHINES, "azure machine learning", "")  # categories of meters o
 NOT_YET = "not in the export: usage appears a day or two later; or the nodes belong to another subscription"
 NOT_OURS = "not node-time of this job's SKU and tier: not in our figures"
 DAY = 24 * HOUR
-COMPLETE_AFTER_DAYS = 2
-"""Days until a day's usage is taken for complete. Azure documents 8 to 24 hours, and up to 72 for some services."""
 Key = tuple[date, str, str]  # UTC day, SKU in small letters, tier
 
 
@@ -160,11 +158,8 @@ def fields_of(text: str) -> dict[str, str]:
     return {str(key).casefold().removeprefix("x_"): str(value) for key, value in found.items() if value is not None}
 
 
-def reconcile(
-    tracker: CostTracker, usage: Iterable[BilledUsage], marks: Marks, today: date | None = None
-) -> Reconciliation:
-    """Return what was billed for the job on the days when it had nodes, beside our figures for them. ``today``: UTC day
-    by which a day is complete or not; None: all are."""
+def reconcile(tracker: CostTracker, usage: Iterable[BilledUsage], marks: Marks) -> Reconciliation:
+    """Return what was billed for the job on the days when it had nodes, beside our figures for them."""
     ours = _by_day(tracker)
     days = {day for day, _, _ in ours}
     billed: dict[tuple[date, bool, str, str], list[BilledUsage]] = defaultdict(list)
@@ -187,11 +182,10 @@ def reconcile(
 
     digits = digits_of(max(sum(line[2] for line in lines), sum(line[3] or 0 for line in lines)))
     paid, own = shown([line[2] for line in lines], digits), shown([line[3] or 0 for line in lines], digits)
-    rows, waiting = [], timedelta(days=COMPLETE_AFTER_DAYS)
-    for (day, meter, _, mine, why), usd, counted in zip(lines, paid, own, strict=True):
-        early = f"this day is not complete before {day + waiting}; " if today and today <= day + waiting else ""
-        known = None if mine is None else counted
-        rows.append(BillLine(str(day), meter, usd, known, usd - counted, early + why))
+    rows = tuple(
+        BillLine(str(day), meter, usd, None if mine is None else counted, usd - counted, why)
+        for (day, meter, _, mine, why), usd, counted in zip(lines, paid, own, strict=True)
+    )
     whole, whole_own = sum(paid, Decimal(0)), sum(own, Decimal(0))
     summary = [f"billed ${whole:,}, ours ${whole_own:,}: a difference of ${whole - whole_own:+,}"]
     if not billed:
@@ -202,7 +196,7 @@ def reconcile(
         for usd, what in sorted(zip(amounts, others, strict=True), reverse=True)
     ]
     summary += [f"not compared: {item['rows']} row(s), ${item['billed_usd']:,}: {item['what']}" for item in left]
-    return Reconciliation(tuple(rows), whole, whole_own, tuple(summary), tuple(left))
+    return Reconciliation(rows, whole, whole_own, tuple(summary), tuple(left))
 
 
 def _is_of(rows: Sequence[BilledUsage], key: Key) -> bool:
