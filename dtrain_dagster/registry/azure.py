@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain_dagster.clusters.azure_ml.client import request_id_of, request_note, status_of, words
+from dtrain_dagster.clusters.azure_ml.client import explain_refusal
 from dtrain_dagster.registry.base import Registry
 from dtrain_dagster.registry.promotion import AliasDecision
 from dtrain_dagster.registry.versions import (
@@ -34,7 +34,6 @@ from dtrain_dagster.registry.versions import (
 from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.support.secrets import redact
 from trainer.observability.mlflow_sink import ensure_experiment, figures_of_test, metric_name, verdict_tags
-from trainer.runtime.network_refusal import NETWORK_REMEDY, is_network_refusal
 from trainer.runtime.retry import RetryPolicy
 from trainer.runtime.scratch import scratch_folder
 from trainer.secrets.azure_token import tracking_address
@@ -222,12 +221,7 @@ def _explained(what: str) -> Iterator[None]:
     try:
         yield
     except (AzureError, MlException) as error:
-        status, said = status_of(error), words(error, 1000)
-        remedy = "; this identity needs the roles in deploy/azure/README.md" if status in (401, 403) else ""
-        if is_network_refusal("", said):
-            remedy = f"; {NETWORK_REMEDY}"
-        note = request_note(request_id_of(error))
-        raise RegistryError(f"{what} failed ({status or type(error).__name__}): {said}{remedy}{note}") from error
+        raise RegistryError(str(explain_refusal(what, error))) from error
 
 
 def fit_tags(tags: Mapping[str, Any]) -> dict[str, str]:

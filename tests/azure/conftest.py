@@ -68,11 +68,9 @@ def container(azurite: Azurite, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
 
 @pytest.fixture(scope="session")
 def cloud(azurite_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulator]:
-    """The processes of an emulator, which take seconds to start; whoever uses them renews the workspace first."""
-    with Emulator(tmp_path_factory.mktemp("emulator")) as started:
-        assert started.process is not None
-        with shared(started.process.pid):
-            yield started
+    """An emulator, which takes seconds to start; whoever uses them renews the workspace first."""
+    with Emulator(tmp_path_factory.mktemp("emulator")) as started, shared(started.storage_pid):
+        yield started
 
 
 @pytest.fixture(scope="module")

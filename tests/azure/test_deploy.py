@@ -117,24 +117,6 @@ def words_of(value: Any) -> Any:
     return value
 
 
-def test_they_are_there() -> None:
-    assert {file.name for file in FILES} == {
-        *("main.bicep", "budget.bicep", "identities.bicep", "images.bicep", "insights.bicep", "location_role.bicep"),
-        *("network.bicep", "private_endpoints.bicep", "roles.bicep", "storage.bicep", "vault.bicep"),
-        "workspace.bicep",
-    }
-
-
-@parsed
-def test_both_parsers_see_the_same_resources(templates: dict[str, dict[str, Any]]) -> None:
-    """So that nothing is hidden from the tests below by a parser that skips what it does not understand."""
-    for name, template in templates.items():
-        text = (AZURE / name).read_text()
-        declared = set(re.findall(r"^resource (\w+) ", text, re.M))
-        assert declared == set(template.get("resources", {})), name
-        assert set(re.findall(r"^module (\w+) ", text, re.M)) == set(template.get("modules", {})), name
-
-
 @parsed
 def test_whatever_can_be_open_is_closed(templates: dict[str, dict[str, Any]]) -> None:
     seen = set()
@@ -321,22 +303,6 @@ def test_modules_get_the_parameters_that_they_have(templates: dict[str, dict[str
     for match in re.finditer(r"(\w+)\.outputs\.(\w+)", (AZURE / "main.bicep").read_text()):
         module = templates["main.bicep"]["modules"][match[1]]
         assert match[2] in templates[module["detail"]["path"]]["outputs"], match[0]
-
-
-@parsed
-def test_names_are_short_enough(templates: dict[str, dict[str, Any]]) -> None:
-    decorators = templates["main.bicep"]["parameters"]["prefix"]["decorators"]
-    [longest] = [item["argument"] for item in decorators if item["type"] == "max_length"]
-    for symbol, module in templates["main.bicep"]["modules"].items():
-        name = str(module["config"]["params"].get("name", ""))
-        limits = templates[module["detail"]["path"]]["parameters"].get("name", {}).get("decorators", [])
-        for item in limits:
-            if item["type"] == "max_length":
-                filled = name.replace("${prefix}", "p" * longest).replace(
-                    "${uniqueString(resourceGroup().id)}", "u" * 13
-                )
-                assert "$" not in filled
-                assert len(filled) <= item["argument"], f"{symbol}: {filled}"
 
 
 def test_there_is_no_compute_no_secret_and_no_key_in_them() -> None:

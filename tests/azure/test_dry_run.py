@@ -6,6 +6,7 @@ And ceilings: what is bought counts, and not what was asked for.
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from click.testing import CliRunner
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.clusters.azure_ml import jobs, provision
 from dtrain_dagster.clusters.azure_ml.provision import entity_text
+from dtrain_dagster.planning import check_job
+from dtrain_dagster.support.user_code import stage_for_nodes
 from harness.azure.emulator.around import SUBNET_ID
 from harness.small_job import write_dataset
 from tests.azure.shell import JOBS, Shell
@@ -27,6 +30,20 @@ A100, H100 = "Standard_NC24ads_A100_v4", "Standard_NC40ads_H100_v5"
 def test_the_compute_and_the_job_are_shown_as_the_service_gets_them(shell: Shell, tmp_path: Path, monkeypatch: Any):
     monkeypatch.setenv("DTRAIN_AZURE_SUBNET", SUBNET_ID)
     monkeypatch.setenv("DTRAIN_COMMAND_TRACKING", "off")
+
+    def stage_without_trainer(folder: Path, *of_the_job: Any) -> list[str]:
+        files = stage_for_nodes(folder, *of_the_job)
+        shutil.rmtree(folder / "trainer")  # hundreds of files, which nothing runs here
+        return files
+
+    monkeypatch.setattr(jobs, "stage_for_nodes", stage_without_trainer)
+    rehearse, known = check_job.rehearse, list[Any]()
+
+    def rehearse_once(*of_the_job: Any) -> Any:  # each time in a process of its own, which loads torch
+        known[:] = known or [rehearse(*of_the_job)]
+        return known[0]
+
+    monkeypatch.setattr(check_job, "rehearse", rehearse_once)
     write_dataset(tmp_path / "home" / "storage" / "datasets" / "walks")
     words = (*WORDS, "--set", "training.max_steps=4")
     dry = CliRunner().invoke(main, [*words, "--dry-run"])

@@ -8,33 +8,6 @@ from pathlib import Path
 import pytest
 
 from harness.azure.emulator.contract import schemas_folder, violations
-from harness.azure.emulator.faults import Faults
-
-
-def test_faults_strike_as_often_as_they_were_told() -> None:
-    faults = Faults()
-    faults.add({"fault": "throttle", "operation": "job.*", "count": 2}, now=0)
-    struck = [faults.of_request(name) is not None for name in ("compute.get", "job.get", "job.put", "job.get")]
-    assert struck == [False, True, True, False]
-    faults.add({"fault": "capacity", "vm_size": "Standard_NC*", "count": 1}, now=0)
-    assert faults.capacity("Standard_NC6s_v3", "dedicated", "gpu", now=1) == 0
-    assert faults.capacity("Standard_NC6s_v3", "dedicated", "gpu", now=1) > 100
-    faults.add({"fault": "capacity", "until": 60, "nodes": 1}, now=100)
-    assert [min(faults.capacity("any", "dedicated", "gpu", now), 9) for now in (101, 159, 160)] == [1, 1, 9]
-
-
-@pytest.mark.parametrize(
-    ("spec", "says"),
-    [
-        ({"fault": "flood"}, "there are: throttle"),
-        ({"fault": "slow", "job": "x"}, "slow has no job"),
-        ({"fault": "drop", "moment": "never"}, "before, after"),
-    ],
-)
-def test_a_fault_that_cannot_be_says_what_there_is(spec: dict[str, str], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        Faults().add(spec, now=0)
-
 
 SCHEMAS = schemas_folder()
 COMPUTE = {

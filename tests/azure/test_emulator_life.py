@@ -2,59 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
-from harness.azure.emulator import ROOT, Emulator
+from harness.azure.emulator import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("azurite_installed")]
-
-
-def submit_endless_job() -> None:
-    from azure.ai.ml import MLClient, command
-    from azure.ai.ml.entities import AmlCompute, Environment
-    from azure.identity import DefaultAzureCredential
-
-    where = [os.environ[f"DTRAIN_AZURE_{name}"] for name in ("SUBSCRIPTION_ID", "RESOURCE_GROUP", "WORKSPACE")]
-    client = MLClient(DefaultAzureCredential(), *where)
-    client.compute.begin_create_or_update(AmlCompute(name="cpu", size="Standard_DS3_v2", max_instances=2)).result()
-    client.jobs.create_or_update(
-        command(
-            name="endless",
-            command="setsid sleep 1000 & sleep 1000",
-            environment=Environment(name="image", version="1", image="registry.example/image:1"),
-            compute="cpu",
-            instance_count=2,
-        )
-    )
-
-
-def wait(condition: Callable[[], object]) -> None:
-    while not condition():
-        time.sleep(0.05)
-
-
-def test_nothing_is_left_of_its_jobs_if_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Emulator(tmp_path / "azure") as emulator:
-        emulator.use(monkeypatch)
-        submit_endless_job()
-        wait(lambda: emulator.control("state")["jobs"]["endless"]["status"] == "Running")
-        assert emulator.process is not None
-        root = psutil.Process(emulator.process.pid)
-        wait(lambda: sum(child.name() == "sleep" for child in root.children(recursive=True)) == 4)
-        below = root.children(recursive=True)
-        assert any("node" in child.name() for child in below), "Azurite"
-        emulator.process.send_signal(signal.SIGKILL)
-        emulator.process.wait()
-        psutil.wait_procs(below)
 
 
 def test_one_command_for_a_person(tmp_path: Path) -> None:

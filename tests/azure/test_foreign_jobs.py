@@ -51,24 +51,6 @@ def test_jobs_of_every_kind_are_listed_beside_ours_and_a_copy_of_ours_is_not_our
     manager.service.ml.jobs.begin_cancel(copied).wait()
 
 
-@pytest.mark.long
-def test_idle_nodes_go_although_the_workspace_has_jobs_of_an_unknown_kind(stage: Stage) -> None:
-    manager, spec = stage.run()
-    until(lambda: manager.job_status(spec.job_id).state is JobState.SUCCEEDED, "the end")
-    [compute] = stage.computes()
-    until(lambda: [node["state"] for node in stage.computes()[compute]["nodes"]] == ["idle"] * 2, "idle nodes")
-    until(lambda: manager.active_jobs() == [] and manager._active.marks() == [], "the end, noted")
-    [pool] = manager.pools()
-    assert manager.scale_down(pool), "after a look through all users' jobs"
-    assert compute not in stage.computes()
-    touched = [
-        seen["path"]
-        for seen in stage.control("requests")
-        if seen["method"] in ("PUT", "POST", "PATCH", "DELETE") and f"/jobs/{FOREIGN}" in seen["path"]
-    ]
-    assert touched == []
-
-
 @pytest.mark.parametrize("properties", [None, "absent"])
 def test_a_job_without_properties_is_read_as_empty(properties: Any) -> None:
     class Bare:

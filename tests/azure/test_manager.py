@@ -104,17 +104,6 @@ def test_one_that_was_cancelled_or_failed_is_submitted_again_as_its_next_launch(
     assert "launch 2" in log
 
 
-def test_words_of_a_training_that_fails_by_itself_are_no_lost_nodes(stage: Stage) -> None:
-    """Azure repeats the end of its output in its own message."""
-    words = "RuntimeError: cannot evict: the node was lost, its peer unreachable, preempted"
-    manager, spec = stage.run(({"say": words}, *FAILS))
-    status = end(manager, spec)
-    assert status.state is JobState.FAILED
-    assert "for error details. Error: " in status.message
-    assert "cannot evict" in status.message
-    assert len(stage.jobs()) == 1
-
-
 def test_people_are_told_once_of_each_launch_and_end(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """By whichever manager sees it, one that only looks included."""
     with web_hook() as (url, heard):
@@ -183,16 +172,6 @@ def test_passes_through_throttling_and_faults_of_the_service(stage: Stage) -> No
     assert set(quiet) <= {"compute.nodes", "history.details"}, "whether these are asked depends on the job's pace"
 
 
-def test_a_service_that_is_away_is_a_message_and_no_error(stage: Stage) -> None:
-    manager, spec = stage.run(FOREVER, look_patience_seconds=0.3)
-    until(lambda: manager.job_status(spec.job_id).state is JobState.RUNNING, "the job to run")
-    stage.control("fault", fault="error", operation="job.get", count=None)
-    away = until(lambda: _if("has been unreachable for", manager.job_status(spec.job_id)), "the message")
-    assert away.state is JobState.RUNNING
-    stage.control("clear")
-    until(lambda: not manager.job_status(spec.job_id).message, "the service to be back")
-
-
 def test_waits_no_longer_than_its_deadline_and_goes_on_with_nodes_that_there_are(stage: Stage) -> None:
     stage.control("fault", fault="capacity", vm_size=V100, nodes=0, count=None)
     manager, spec = stage.run(allocation_patience_seconds=0.5)
@@ -215,16 +194,6 @@ def test_goes_on_with_fewer_nodes_where_there_are_no_others(stage: Stage) -> Non
     assert end(manager, spec).state is JobState.SUCCEEDED
     assert RunDir(spec.run_dir).read_json(LAUNCH)["node_count"] == 1
     assert "rank 0 of 1 in launch 2" in manager.job_logs(spec.job_id)
-
-
-def test_a_job_of_a_shell_fails_in_words_where_there_is_not_one_node(stage: Stage) -> None:
-    stage.control("fault", fault="capacity", nodes=0, count=None)
-    manager, spec = stage.run(run=None, chain=(), queue_deadline_seconds=1.0)
-    status = end(manager, spec)
-    assert status.state is JobState.FAILED
-    assert "waiting for nodes" in status.message
-    assert "no capacity" in status.message
-    assert len(stage.jobs()) == 1
 
 
 def test_a_process_that_dies_while_it_ends_a_waiting_job_is_replaced(stage: Stage) -> None:
@@ -262,23 +231,6 @@ def test_only_who_tends_a_job_goes_on_with_it(stage: Stage) -> None:
     assert watcher.list_jobs()[0].state is JobState.QUEUED
     assert len(stage.jobs()) == 1
     assert end(manager, spec).state is JobState.SUCCEEDED
-
-
-def test_a_lost_job_that_is_cancelled_is_not_gone_on_with(stage: Stage) -> None:
-    stage.control("fault", fault="lose", job=f"{stage.name}-job-l1", node=0, log="in launch 1")
-    manager, spec = stage.run(LAST_ONE_DONE)
-    until(lambda: stage.jobs()[f"{spec.job_id}-l1"]["status"] == "Failed", "the nodes to be lost")
-    stage.manager().cancel_job(spec.job_id)
-    assert manager.job_status(spec.job_id).state is JobState.CANCELLED
-    assert len(stage.jobs()) == 1
-
-
-def test_a_job_that_does_not_respond_is_ended_and_gone_on_with(stage: Stage) -> None:
-    stage.control("fault", fault="status", job=f"{stage.name}-job-l1", status="NotResponding")
-    manager, spec = stage.run(LAST_ONE_DONE, silence_seconds=1.0)
-    assert end(manager, spec).state is JobState.SUCCEEDED
-    assert "NotResponding" in RunDir(spec.run_dir).read_json(LAUNCH)["history"][0]["reason"]
-    assert stage.jobs()[f"{spec.job_id}-l1"]["status"] == "Canceled"
 
 
 @pytest.mark.long
@@ -330,10 +282,6 @@ def test_orphans_are_found_and_ended(stage: Stage) -> None:
     assert manager.scale_down(pool)
     assert not stage.computes()
     assert stage.manager().monitor_health().message == "not provisioned"
-
-
-def _if(word: str, status: JobStatus) -> JobStatus | None:
-    return status if word in status.message else None
 
 
 def _stopping(status: JobStatus, run_dir: str) -> dict[str, Any] | None:

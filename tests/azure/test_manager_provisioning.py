@@ -84,13 +84,6 @@ def test_no_capacity_says_what_was_tried_and_when_to_ask_again(stage: Stage) -> 
     assert not stage.computes()
 
 
-def test_what_no_other_size_changes_ends_the_search(stage: Stage) -> None:
-    stage.control("fault", fault="error", operation="compute.put", status=403, code="AuthorizationFailed", count=None)
-    with pytest.raises(ClusterError, match="AuthorizationFailed"):
-        stage.manager().provision_cluster(3, V100)
-    assert len(stage.asked("compute.put")) == 1
-
-
 def test_an_operation_that_hangs_is_given_up_and_cleaned_away(stage: Stage) -> None:
     stage.control("fault", fault="stuck", operation="compute.create")
     manager = stage.manager(operation_seconds=2.0)

@@ -3,44 +3,15 @@ and what is left behind. With the real clients, against the emulator."""
 
 from __future__ import annotations
 
-import time
-
 import pytest
-from azure.core.exceptions import HttpResponseError
 
-from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
-from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG, TAG
-from dtrain_dagster.clusters.base import ClusterError, JobState, NoCapacityError
+from dtrain_dagster.clusters.base import ClusterError, JobState
 from harness.azure.emulator.foreign import foreign_computes
-from harness.waiting import until
-from tests.azure.stage import A100, H100, LAST_ONE_DONE, T4, V100, Stage, end
+from tests.azure.stage import A100, H100, LAST_ONE_DONE, T4, Stage, end
 
 pytestmark = pytest.mark.slow
 A10 = "Standard_NV36ads_A10_v5"
 NEVER = "UnsupportedVMSizeForLowPriority"
-
-
-def keep_nodes(stage: Stage, manager: AzureMLClusterManager, size: str, count: int) -> None:
-    """Let the service keep nodes of this size."""
-    from azure.ai.ml.entities import AmlCompute
-
-    name, tags = f"{stage.name}-kept", {TAG: "1", CLUSTER_TAG: stage.name}
-    kept = AmlCompute(name=name, size=size, min_instances=count, max_instances=count, tags=tags)
-    manager.service.ml.compute.begin_create_or_update(kept).result()
-    until(lambda: len(manager.provisioner.nodes(name)) == count, "the nodes")
-
-
-@pytest.mark.parametrize(("nesting", "how"), [("details", "sync"), ("text", "async"), ("info", "async")])
-def test_the_truth_under_a_general_sentence_leads_on(stage: Stage, nesting: str, how: str) -> None:
-    code = "ClusterMinNodesExceedCoreQuota"
-    stage.control("fault", fault="refuse", vm_size=A100, how=how, status=400, nesting=nesting, code=code)
-    manager = stage.manager(chain=(A100, H100))
-    assert manager.provision_cluster(2, A100).gpu_type == H100
-    assert [(tried.sku, tried.code, tried.decision) for tried in manager.attempts] == [
-        (A100, code, "next"),
-        (H100, "Succeeded", "created"),
-    ]
-    assert len(stage.computes()) == 1
 
 
 def test_what_no_size_changes_ends_the_chain_though_it_comes_late_and_wrapped(stage: Stage) -> None:
@@ -82,52 +53,6 @@ def test_a_job_whose_compute_never_gets_nodes_goes_on_elsewhere(stage: Stage) ->
     assert (history["sku"], history["tier"]) == (T4, "spot")
 
 
-def test_a_job_whose_compute_fails_before_it_starts_goes_on_with_another(stage: Stage) -> None:
-    manager = stage.manager(chain=(A100,))
-    manager.provision_cluster(2, A100)
-    spec = stage.spec(manager, LAST_ONE_DONE)
-    stage.control("fault", fault="queue", job=f"{spec.job_id}-l1")
-    manager.submit_job(spec)
-    [compute] = manager.provisioner.computes().values()
-    compute.max_instances, compute.network_settings = 4, None
-    stage.control("fault", fault="fail", operation="compute.update")
-    with pytest.raises(HttpResponseError):
-        manager.service.ml.compute.begin_create_or_update(compute).result()
-    stage.control("clear")
-    assert end(manager, spec).state is JobState.SUCCEEDED
-    record = manager._record(spec.job_id)
-    assert record is not None
-    assert [launch["reason"] for launch in record["history"]] == ["UserError: cluster is in failed state"]
-
-
-def test_a_size_for_endpoints_alone_is_not_asked_for(stage: Stage) -> None:
-    manager = stage.manager(chain=(A10, A100))
-    assert manager.provision_cluster(2, A10).gpu_type == A100
-    assert [tried.code for tried in manager.attempts] == ["NotForClusters", "Succeeded"]
-    assert "MIR" in manager.attempts[0].message
-    assert [request["path"].rpartition("-")[2] for request in stage.asked("compute.put")] == ["nc24adsa100v4"]
-
-
-def test_a_quota_for_ever_too_small_is_told_before_one_in_use(stage: Stage) -> None:
-    manager = stage.manager(chain=(V100,))
-    keep_nodes(stage, manager, T4, 3)  # 12 cores
-    stage.control("quota", family="dedicated", cores=20)
-    stage.control("quota", family="standardNCSv3Family", cores=6)
-    with pytest.raises(NoCapacityError, match="standardNCSv3Family is 6") as refused:
-        manager.provision_cluster(2, V100)
-    [tried] = refused.value.attempts
-    assert tried["code"] == "QuotaTooSmall"
-    assert refused.value.retry_at > time.time() + 3000, "a person has to raise it"
-
-
-def test_the_low_priority_cores_of_a_family_do_not_count_on_dedicated_nodes(stage: Stage) -> None:
-    stage.control("quota", family="low_priority:StandardNCADSA100v4Family", cores=0)
-    manager = stage.manager(chain=(A100,))
-    assert manager.provision_cluster(2, A100).tier == "dedicated"
-    with pytest.raises(NoCapacityError, match="is 0"):
-        stage.manager(tiers=("low_priority",), chain=(A100,)).provision_cluster(2, A100)
-
-
 def test_computes_of_others_of_every_kind_neither_hinder_nor_are_touched(stage: Stage) -> None:
     manager = stage.manager()
     config = manager.provision_cluster(2, A100)
@@ -139,13 +64,6 @@ def test_computes_of_others_of_every_kind_neither_hinder_nor_are_touched(stage: 
     stage.manager().cleanup_cluster()
     touched = [request for request in stage.control("requests", operation="compute.*") if request["method"] != "GET"]
     assert not [one for one in touched if one["path"].rpartition("/")[2] in foreign_computes()]
-
-
-def test_a_retired_size_is_still_asked_for_and_what_to_take_instead_is_told(stage: Stage) -> None:
-    stage.control("fault", fault="refuse", vm_size=V100, how="async", code="SkuNotAvailable")
-    manager = stage.manager(chain=(A100,))
-    assert manager.provision_cluster(2, V100).gpu_type == A100
-    assert "retired Standard_NC6s_v3 on 2025-09-30" in manager.attempts[0].message
 
 
 def test_a_compute_of_somebody_else_with_our_name_is_not_changed(stage: Stage) -> None:

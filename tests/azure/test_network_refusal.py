@@ -104,8 +104,8 @@ def test_the_registry_of_models_says_which_it_is(code: str, message: str) -> Non
     error.status_code = 403
     with pytest.raises(RegistryError) as caught, _explained("read the model"):
         raise error
-    assert ("a network restriction, not a missing role" in str(caught.value)) is (code == "UserError")
-    assert ("needs the roles" in str(caught.value)) is (code != "UserError")
+    assert ("network restriction, not a missing role" in str(caught.value)) is (code == "UserError")
+    assert ("lacks a role" in str(caught.value)) is (code != "UserError")
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,7 @@ def test_what_passes_is_borne_and_what_does_not_is_explained(workspace: Workspac
     assert workspace.register(run_dir, "weathered").version == "1"
     assert [item.version for item in workspace.client.models.list(name="weathered")] == ["1"]
     workspace.emulator.control("fault", fault="error", operation="model*", status=403, code="AuthorizationFailed")
-    with pytest.raises(RegistryError, match=r"looking for versions of .*403.*deploy/azure/README"):
+    with pytest.raises(RegistryError, match=r"looking for versions of .*lacks a role: deploy/azure"):
         workspace.register(run_dir, "forbidden")
 
 

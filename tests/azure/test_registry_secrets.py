@@ -17,12 +17,7 @@ import pytest
 import trustme
 from werkzeug import Request, Response
 
-from dtrain_dagster.registry.endpoint import ScoringEndpoint
-from dtrain_dagster.registry.local import MLflowRegistry
-from dtrain_dagster.registry.smoke_test import Candidate
-from harness import small_job
-from harness.tables import copy_tables
-from tests.azure.planted import ENVIRONMENT, leaks, planted
+from tests.azure.planted import leaks, planted
 from tests.loopback import LoopbackServer
 from trainer.secrets import azure_token, redaction
 from trainer.secrets import resolve as secrets
@@ -216,25 +211,3 @@ def test_leaks_are_found_in_every_guise(tmp_path: Path) -> None:
     (tmp_path / "clean.txt").write_text("nothing")
     found = {Path(line.split(": ")[0]).name for line in leaks([tmp_path], [value])}
     assert found == {path.name for path in tmp_path.iterdir()} - {"clean.txt"}
-
-
-@pytest.mark.slow
-def test_planted_secrets_are_nowhere_in_what_a_training_and_its_registration_leave(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
-    caplog.set_level(logging.DEBUG)
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    token = secrets.resolve("env:DTRAIN_SOMEBODYS_TOKEN")
-    monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    copy_tables(tmp_path / "mlflow.db")
-    run_dir = small_job.train(tmp_path, small_job.write_dataset(tmp_path / "data"), "job-a", steps=5, tracking_uri=uri)
-    tags = {"asked_by": f"https://robot:{token}@example.org"}
-    model = MLflowRegistry(uri).register_model(Candidate(run_dir), "forecaster", tags, f"# card\n\n{token}")
-    assert redaction.STRUCK in model.tags["asked_by"]
-    endpoint = ScoringEndpoint(url=f"http://host/?sig={token}", headers=lambda: {"Authorization": token})
-    (tmp_path / "metadata.json").write_text(json.dumps([dict(model.tags), repr(endpoint)]))
-    printed = capfd.readouterr()
-    (tmp_path / "printed.txt").write_text(caplog.text + printed.out + printed.err)
-    assert leaks([tmp_path], ENVIRONMENT.values()) == []

@@ -99,6 +99,11 @@ class JobController:
         self._looked_at = time.monotonic()
         return self._last
 
+    def logs(self) -> dict[int, str]:
+        """Return the output of the job, by node. Raise `ServiceError` if it cannot be read."""
+        record = self.launches.read()[1]
+        return self.records.logs(record) if record is not None else {}
+
     def has_ended(self, launch: int) -> bool:
         """Return whether the job has ended with this launch or a later one."""
         record = self.launches.read()[1]
@@ -265,7 +270,6 @@ class JobController:
             return self.records.report(facts, decision)
         message = f"launch {following['launch']} with {got.node_count} x {got.sku}: {decision.message}"
         _log.warning("job %s: continues as %s, %s", record["job_name"], following["job_name"], message)
-        self.records.keep_logs(record)
         self.jobs.forget_secret(record)
         self._put(following)
         begun = JobFacts(
@@ -329,16 +333,15 @@ class JobController:
             self._cancelled_at = time.monotonic()
 
     def _settle(self, facts: JobFacts, decision: JobDecision, starved: Starved | None = None) -> JobStatus:
-        """Settle the job after its end: write the end of nodes that could not, keep the logs, and say why it ended."""
+        """Settle the job after its end: write the end of nodes that could not, and say why it ended."""
         record, ended_at = facts.record, min(facts.job.ended_at or facts.now, facts.now)
         self.records.end_stays(facts.job.ended_at)
-        self.records.keep_logs(record)
         self.jobs.forget_secret(record)
         message = decision.message
         if decision.state is JobState.FAILED:
             message = f"{message}. {how_to_go_on(self.rundir, record['job_id'])}"
             message += f"; in the studio: {record['studio_url']}" if record["studio_url"] else ""
-            message += self.records.said()
+            message += self.records.said(record)
         codes = {JobState.SUCCEEDED: 0, JobState.CANCELLED: 143}
         failure = next((code for code in facts.exit_codes if is_failure(code)), 1)
         decision, code = replace(decision, message=message), codes.get(decision.state, failure)

@@ -1,5 +1,5 @@
-"""What a job of Azure ML is, and the records that the orchestrator adds to its run directory: ``status.json``, ends of
-nodes, logs, attempts to get nodes. Decisions about a job, and their execution, belong in the controller.
+"""What a job of Azure ML is, and the records that the orchestrator adds to its run directory: ``status.json`` and ends
+of nodes. Decisions about a job, and their execution, belong in the controller.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import re
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
@@ -15,7 +14,7 @@ from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.azure_ml import launch_record as launch_records
-from dtrain_dagster.clusters.azure_ml.client import ServiceError
+from dtrain_dagster.clusters.azure_ml.client import NotFound, ServiceError
 from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, LAUNCH_TAG, RUN_DIR_TAG, RUN_TAG, Jobs
 from dtrain_dagster.clusters.azure_ml.launch_record import Record, job_name, launch_durations
 from dtrain_dagster.clusters.azure_ml.provision import NODES_THERE, Provisioner
@@ -25,9 +24,9 @@ from dtrain_dagster.clusters.base import OWNER, JobState, JobStatus, Orphan, Sta
 from dtrain_dagster.clusters.exit_policy import is_failure
 from dtrain_dagster.costs.usage import NodeUsage
 from trainer.documents.presences import stale_seconds
-from trainer.documents.reader import LOG_BYTES, warn_once
+from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
-from trainer.rundir import LOGS, RESULT, STATUS, RunDir
+from trainer.rundir import RESULT, STATUS, RunDir
 
 
 def gather_facts(
@@ -73,7 +72,6 @@ SLACK_SECONDS = 300.0
 """Seconds that a node's record may have beyond the time between the order of its launch and its end, as seen from
 here."""
 _log = logging.getLogger(__name__)
-_LOG = re.compile(r"node-(\d{1,9})\.log")
 
 
 class JobRecords:
@@ -166,40 +164,27 @@ class JobRecords:
                 seen = presences.end_of(node)
                 self.rundir.write_node(replace(node, ended_at=end if 0 <= end - seen < self.stale else seen))
 
-    def keep_logs(self, record: Record) -> None:
-        """Copy the logs of the processes into the run directory, once for each launch. A failure is no error."""
-        with contextlib.suppress(ServiceError, OSError):
-            before = self.kept_logs()
-            for node_id, text in self.with_logs_of(record, before).items():
-                if text != before.get(node_id):
-                    self.rundir.storage.write(f"{LOGS}/node-{node_id}.log", f"{text.rstrip()}\n".encode())
-
-    def with_logs_of(self, record: Record, kept: Mapping[int, str]) -> dict[int, str]:
-        """Return the kept output with that of a launch so far, by node, from the service. Raise `ServiceError` if it
-        cannot be read."""
-        header, found = f"--- launch {record['launch']}, {record['job_name']} ---", dict(kept)
-        texts = self.jobs.logs(record["job_name"], self.jobs.options.look_patience_seconds)
-        for node_id, text in by_node(texts, record["processes_per_node"]).items():
-            before = kept.get(node_id, "")
-            if header not in before:
-                found[node_id] = f"{before}{header}\n{text}"
-        return found
-
-    def kept_logs(self) -> dict[int, str]:
-        """Return the kept output of ended launches, by node."""
-        found = {}
-        for name in self.rundir.storage.list(LOGS):
-            if match := _LOG.fullmatch(name):
-                try:
-                    data = self.rundir.storage.read_bounded(f"{LOGS}/{name}", LOG_BYTES)
-                    found[int(match[1])] = data.decode(errors="replace")
-                except DamagedError as error:
-                    found[int(match[1])] = f"{error}\n"
+    def logs(self, record: Record) -> dict[int, str]:
+        """Return the output of all launches, by node, from the service. Raise `ServiceError` if it cannot be read."""
+        found: dict[int, str] = {}
+        for launch in [*record["history"], record]:
+            for node_id, text in self._logs_of(launch["job_name"], record["processes_per_node"]).items():
+                header = f"--- launch {launch['launch']}, {launch['job_name']} ---"
+                found[node_id] = f"{found.get(node_id, '')}{header}\n{text}"
         return dict(sorted(found.items()))
 
-    def said(self) -> str:
-        """Return the end of the log that most likely says why a job failed, for its message."""
-        texts = self.kept_logs()
+    def _logs_of(self, job_name: str, processes_per_node: int) -> dict[int, str]:
+        try:
+            return by_node(self.jobs.logs(job_name, self.jobs.options.look_patience_seconds), processes_per_node)
+        except NotFound:  # it was never submitted, or somebody has deleted it
+            return {}
+
+    def said(self, record: Record) -> str:
+        """Return the end of the log that most likely says why a launch failed, for its message; "" where there is none,
+        or the service does not answer."""
+        texts: dict[int, str] = {}
+        with contextlib.suppress(ServiceError, OSError):
+            texts = self._logs_of(record["job_name"], record["processes_per_node"])
         failed = [node.node_id for node in self.rundir.nodes(True) if any(map(is_failure, node.exit_codes))]
         node_id = next((node_id for node_id in [*failed, *texts] if _has_words(texts.get(node_id, ""))), None)
         if node_id is None:

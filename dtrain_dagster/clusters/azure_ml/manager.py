@@ -305,11 +305,7 @@ class AzureMLClusterManager(GPUClusterManager):
         self._known(job_id).cancel()
 
     def job_logs(self, job_id: str, node_id: int | None = None, tail: int | None = None) -> str:
-        controller = self._known(job_id)
-        texts = controller.records.kept_logs()
-        _, record = controller.launches.read()
-        if record is not None and not controller.look().state.is_final:
-            texts = controller.records.with_logs_of(record, texts)
+        texts = self._known(job_id).logs()
         if node_id is not None and node_id not in texts:
             raise ClusterError(f"job {job_id!r} has no log of a node {node_id}; nodes count from 0")
         parts = []

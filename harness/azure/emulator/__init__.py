@@ -21,19 +21,15 @@ but assumed here:
 from __future__ import annotations
 
 import json
-import os
 import runpy
 import socket
-import subprocess
-import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
-
-from harness.azure.ending import end
 
 if TYPE_CHECKING:
     import pytest
@@ -47,7 +43,8 @@ STOP_SECONDS = 30.0
 
 
 class Emulator:
-    """The emulator as a process of its own, as a context manager. It ends with this process, however that ends.
+    """The emulator in a thread of this process, as a context manager. What it starts ends with this process, however
+    that ends.
 
     ``folder``: where its files go. ``faults``: its script. ``environment``: the variables that lead clients to it;
     `ENVIRONMENT_OF_OTHERS` has to be absent beside them (see `use`).
@@ -56,32 +53,32 @@ class Emulator:
     def __init__(self, folder: Path, faults: list[dict[str, Any]] | None = None) -> None:
         self.folder, self._faults = folder, faults or []
         self.environment: dict[str, str] = {}
-        self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Emulator:
+        from harness.azure.emulator.faults import Faults
+        from harness.azure.emulator.serving import Serving
+
         self.folder.mkdir(parents=True, exist_ok=True)
-        script, ready = self.folder / "faults.json", self.folder / "ready.json"
-        script.write_text(json.dumps(self._faults))
-        ready.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "harness.azure.emulator", "--folder", str(self.folder), "--leave-with-stdin"]
-        log = self.folder / "emulator.log"
-        with log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [*command, "--faults", str(script)],
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        deadline = time.monotonic() + START_SECONDS
-        while not ready.exists():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.stop()
-                raise RuntimeError(f"the emulator did not start:\n{log.read_text()[-4000:]}")
-            time.sleep(0.02)
-        self.environment = json.loads(ready.read_text())
+        faults, answers = Faults(), threading.Event()
+        for spec in self._faults:
+            faults.add(spec, time.time())
+        self._serving = Serving(self.folder, faults)
+
+        def announce(variables: dict[str, str]) -> None:
+            self.environment = variables
+            answers.set()
+
+        def run() -> None:
+            try:
+                self._serving.run(announce)
+            finally:
+                answers.set()
+
+        self._thread = threading.Thread(target=run, name="azure-emulator", daemon=True)
+        self._thread.start()
+        if not answers.wait(START_SECONDS) or not self.environment:
+            self.stop()
+            raise RuntimeError("the emulator did not start")
         return self
 
     def __exit__(
@@ -89,11 +86,15 @@ class Emulator:
     ) -> None:
         self.stop()
 
+    @property
+    def storage_pid(self) -> int:
+        """The process of its storage account."""
+        return self._serving.storage_pid
+
     def stop(self) -> None:
         """End it and all it started; again without harm."""
-        process, self.process = self.process, None
-        if process is not None:
-            end(process, STOP_SECONDS)
+        self._serving.stop()
+        self._thread.join(STOP_SECONDS)
 
     def control(self, verb: str, **asked: Any) -> Any:
         """Tell it something, or ask: see `harness.azure.emulator.control`. Its refusal is a ValueError."""
