@@ -192,16 +192,6 @@ def test_all_places_show_the_same_figures(finished: WholeGraph, monkeypatch: pyt
     assert disagreements(found) == []
 
 
-def test_an_unknown_field_of_the_launchpad_is_named(finished: WholeGraph) -> None:
-    config = json.dumps({"ops": {"cost_estimate": {"config": {"more": {"epoch": 3}}}}})
-    jobs = sorted(finished.project.jobs.iterdir())
-    command = ("dagster", "asset", "materialize", "-m", "dtrain_dagster.definitions", "--select", "cost_estimate")
-    done = finished.project.cli(*command, "--config-json", config)
-    assert done.returncode == 1
-    assert "launchpad: training.epoch is not a setting: did you mean training.epochs?" in done.stdout
-    assert sorted(finished.project.jobs.iterdir()) == jobs
-
-
 @in_a_browser
 def test_its_pages_show_curves_and_lineage_and_materialize_at_the_press_of_a_button(
     finished: WholeGraph, page: BrowserPage

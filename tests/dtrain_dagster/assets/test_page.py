@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import dagster as dg
 import pytest
 
 from dtrain_dagster.assets.common import MOST_ROWS, best_rows, head_of_page, links, sentences, with_rest
-from dtrain_dagster.assets.plan_options import NodeTier, TrainingOptions, with_nodes_of_run
+from dtrain_dagster.assets.plan_options import NodeTier, TrainingOptions, job_config, with_nodes_of_run
 from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.resources import GPUClusterResource
+from trainer.config import ConfigError
 
 
 def test_a_page_begins_with_the_verdict_the_picture_and_the_figures_that_are_known() -> None:
@@ -82,3 +85,11 @@ def test_bounds_are_told_once_also_of_inherited_fields() -> None:
         description = TrainingOptions.model_fields[name].description or ""
         assert description.endswith(f" {bounds}"), description
         assert description.count("at least") == 1
+
+
+def test_an_unknown_field_of_the_launchpad_is_named(tmp_path: Path) -> None:
+    fields = {"job_id": "plan", "run_dir": str(tmp_path), "dataset": {"uri": str(tmp_path)}}
+    with pytest.raises(
+        ConfigError, match=r"launchpad: training.epoch is not a setting: did you mean training.epochs\?"
+    ):
+        job_config({"training": {"epoch": 3}}, **fields)
