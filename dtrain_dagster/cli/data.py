@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 from dtrain_dagster.cli.common import json_option, print_json, read_settings, refuses, say
-from dtrain_dagster.cli.job_names import complete_files
 from dtrain_dagster.data.rows import RowParams, build_rows
 
 VALID, TEST = "Share of the validation split.", "Share of the test split."
@@ -18,7 +17,7 @@ SEED = "The same seed divides in the same way."
 
 
 @click.command()
-@click.argument("source", metavar="SOURCE", shell_complete=complete_files)
+@click.argument("source", metavar="SOURCE", type=click.Path())
 @click.option("--target", required=True, metavar="COLUMN", help="The column to predict.")
 @click.option(
     "--task",

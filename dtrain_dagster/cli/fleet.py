@@ -20,7 +20,6 @@ import click
 from dtrain_dagster.cli.ceilings import promising, tell_ceilings, wanted_group
 from dtrain_dagster.cli.common import cluster_of, console, ranks_of, read_settings, refuses, say
 from dtrain_dagster.cli.follow import fleet_screen, fleet_table, headline, name_some, warn
-from dtrain_dagster.cli.job_names import complete_files
 from dtrain_dagster.cli.job_options import (
     job_of_options,
     order_script,
@@ -63,7 +62,7 @@ EXIT_INCOMPLETE = 1
 
 
 @click.command()
-@click.argument("file", metavar="FILE", shell_complete=complete_files)
+@click.argument("file", metavar="FILE", type=click.Path())
 @click.option("--check", is_flag=True, help="Check the file and its jobs, and start nothing.")
 @refuses
 def fleet(file: str, check: bool) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import click
 
 from dtrain_dagster.cli.common import Refusal, refuses, say
-from dtrain_dagster.cli.job_names import complete_files
 from dtrain_dagster.data.table_file import files_of as files_of_table
 from dtrain_dagster.data.table_file import open_table
 from dtrain_dagster.settings.home import DEFAULT, make_home
@@ -40,7 +39,7 @@ OURS = ("trainer", "dtrain_dagster", "dagster", "dtrain")
 @click.option(
     "--table",
     metavar="FILE|example",
-    shell_complete=complete_files,
+    type=click.Path(),
     help="Train on a Parquet or CSV file (or a folder of them) with a column to predict; example: on a small one that "
     "comes with the project.  [default: the bundled stock prices]",
 )

@@ -1,7 +1,7 @@
 """How a job is named on the command line: by its name, by the beginning of it that no other job shares, or as
 ``latest``; and the completion of such names in a shell.
 
-Names of fleets and searches are found in the same way; files and datasets are completed here as well.
+Names of fleets and searches are found in the same way; datasets are completed here as well.
 """
 
 from __future__ import annotations
@@ -106,11 +106,6 @@ def named_argument(required: bool = True) -> Callable[..., Any]:
     )
 
 
-def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return what makes a shell complete the names of files by itself."""
-    return [CompletionItem(incomplete, type="file")]
-
-
 def completes(
     list_names: Callable[[Settings], Sequence[str]], or_files: bool = False
 ) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
@@ -122,7 +117,7 @@ def completes(
         with suppress(SettingsError, OSError):
             names = list_names(load_settings())
         found = [CompletionItem(name) for name in names if name.startswith(incomplete)]
-        return found or (complete_files(ctx, param, incomplete) if or_files else [])
+        return found or ([CompletionItem(incomplete, type="file")] if or_files else [])
 
     return complete
 

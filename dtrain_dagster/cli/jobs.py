@@ -37,7 +37,6 @@ from dtrain_dagster.cli.facts import (
 from dtrain_dagster.cli.follow import fleet_table, follow_training, headline, print_json_lines, print_lines, stream_job
 from dtrain_dagster.cli.job_names import (
     LATEST,
-    complete_files,
     find_job,
     find_job_or_fleet,
     find_training,
@@ -99,7 +98,7 @@ def _list_fleets(settings: Settings, as_json: bool) -> None:
 @click.option(
     "--html",
     metavar="FILE",
-    shell_complete=complete_files,
+    type=click.Path(),
     help="Save the page of a training as one file, which needs no network and takes about 5 MB.",
 )
 @click.option("--trace", is_flag=True, help="Have the next steps of a training's rank 0 traced.")

@@ -11,19 +11,9 @@ from functools import partial
 import click
 
 from dtrain_dagster.cli.ceilings import promising, wanted_start
-from dtrain_dagster.cli.common import (
-    Refusal,
-    cluster_of,
-    console,
-    ranks_of,
-    read_settings,
-    refuses,
-    run_dir,
-    say,
-)
+from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
 from dtrain_dagster.cli.doctor import show_dry_run
 from dtrain_dagster.cli.follow import print_lines, stream_job
-from dtrain_dagster.cli.job_names import complete_files
 from dtrain_dagster.cli.job_options import runnable
 from dtrain_dagster.cli.plan_lines import expect_nodes
 from dtrain_dagster.cli.start import (
@@ -56,7 +46,7 @@ from trainer.frameworks.catalogue import FRAMEWORKS
     "--master-port", type=click.IntRange(1, 65535), metavar="PORT", help="Port of rank 0.  [default: a free one]"
 )
 @start_options
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=complete_files)
+@click.argument("command", nargs=-1, required=True, type=click.Path())
 @refuses
 def launch(
     nodes: int | None,

@@ -27,7 +27,7 @@ from dtrain_dagster.cli.common import (
 )
 from dtrain_dagster.cli.facts import price_of_cluster
 from dtrain_dagster.cli.follow import fleet_screen
-from dtrain_dagster.cli.job_names import LATEST, complete_files, complete_searches, resolve_name
+from dtrain_dagster.cli.job_names import LATEST, complete_searches, resolve_name
 from dtrain_dagster.cli.job_options import order_script, read_file, say_what_is_wrong, with_reachable_data
 from dtrain_dagster.cli.screen import plain_table
 from dtrain_dagster.cli.start import (
@@ -65,15 +65,10 @@ if TYPE_CHECKING:
 @click.option(
     "--script",
     metavar="FILE.PY",
-    shell_complete=complete_files,
+    type=click.Path(),
     help="A script that calls Trainer(…).fit(…), instead of --dataset; its arguments come after --.",
 )
-@click.option(
-    "--space",
-    metavar="FILE",
-    shell_complete=complete_files,
-    help="The space: a file of JSON, or JSON itself, as above.",
-)
+@click.option("--space", metavar="FILE", type=click.Path(), help="The space: a file of JSON, or JSON itself, as above.")
 @click.option(
     "--show",
     metavar="SEARCH",

@@ -19,15 +19,7 @@ from typing import Any
 
 import click
 
-from dtrain_dagster.cli.common import (
-    EXIT_INTERRUPTED,
-    EXIT_STOPPED,
-    TROUBLE,
-    Refusal,
-    manager_of,
-    run_dir,
-    say,
-)
+from dtrain_dagster.cli.common import EXIT_INTERRUPTED, EXIT_STOPPED, TROUBLE, Refusal, manager_of, run_dir, say
 from dtrain_dagster.cli.facts import JobCourse, facts_of, price_of_cluster, read_course, so_far
 from dtrain_dagster.cli.job_names import LATEST, complete_jobs
 from dtrain_dagster.clusters.base import OWNER, ClusterConfig, ClusterError, GPUClusterManager, JobState, JobStatus

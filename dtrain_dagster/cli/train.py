@@ -30,7 +30,7 @@ from dtrain_dagster.cli.common import (
 from dtrain_dagster.cli.doctor import show_dry_run
 from dtrain_dagster.cli.facts import priced_summary
 from dtrain_dagster.cli.follow import follow_training
-from dtrain_dagster.cli.job_names import complete_datasets, complete_files
+from dtrain_dagster.cli.job_names import complete_datasets
 from dtrain_dagster.cli.job_options import (
     as_begun,
     job_of_options,
@@ -145,9 +145,7 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
         command(asked=asked, **options)
 
     options = (
-        click.option(
-            "--config", metavar="JOB.JSON", shell_complete=complete_files, help="A job.json, with any field of a job."
-        ),
+        click.option("--config", metavar="JOB.JSON", type=click.Path(), help="A job.json, with any field of a job."),
         click.option(
             "--dataset",
             metavar="FOLDER|ID|latest|FUNCTION",
@@ -180,7 +178,7 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option(
     "--script",
     metavar="FILE.PY",
-    shell_complete=complete_files,
+    type=click.Path(),
     help="A script that calls Trainer(…).fit(…); its arguments come after --.",
 )
 @click.option("--backend", metavar="NAME", help="pytorch-ddp, pytorch-fsdp, horovod or deepspeed; or gloo or nccl.")
@@ -188,7 +186,7 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
     "--settings",
     "settings_file",
     metavar="FILE",
-    shell_complete=complete_files,
+    type=click.Path(),
     help="What `dtrain tune` or `dtrain search` has written; other options win.",
 )
 @click.option(

@@ -23,13 +23,7 @@ from dtrain_dagster.settings.home import make_home
 from dtrain_dagster.support.secrets import resolve
 from dtrain_dagster.web.guard import LOOPBACK, Guard, rules_for
 from dtrain_dagster.web.server import address, listener, server
-from dtrain_dagster.web.third_party_uis import (
-    LEAVE_WITH_PARENT,
-    mlflow_app,
-    run_ui,
-    running,
-    runs_page,
-)
+from dtrain_dagster.web.third_party_uis import LEAVE_WITH_PARENT, mlflow_app, run_ui, running, runs_page
 from trainer.rundir import LOGS
 
 HOST = "127.0.0.1"
