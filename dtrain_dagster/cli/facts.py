@@ -120,19 +120,22 @@ class JobCourse:
     """How far a job has come, as one look at its events tells it."""
 
     view: JobView
-    left: TimeLeft | None
-    has_events: bool
+    left: TimeLeft | None = None
+
+    @property
+    def has_events(self) -> bool:
+        """Return whether there was anything to tell it by."""
+        return self.view != JobView(nodes_alive=self.view.nodes_alive)
 
 
 def read_course(status: JobStatus, rundir: RunDir) -> JobCourse:
     """Return how far a job of this status has come. Of one that is damaged nothing is known."""
-    follower, heard = JobFollower(rundir, JobView(nodes_alive=status.nodes_alive)), 0
+    follower = JobFollower(rundir, JobView(nodes_alive=status.nodes_alive))
     if status.damage:
-        return JobCourse(view=follower.view, left=None, has_events=False)
-    for events in follower.read():
-        heard += len(events)
-    left = left_of(status, follower.view, read_plan(rundir))
-    return JobCourse(view=follower.view, left=left, has_events=heard > 0)
+        return JobCourse(view=follower.view)
+    for _ in follower.read():
+        continue
+    return JobCourse(view=follower.view, left=left_of(status, follower.view, read_plan(rundir)))
 
 
 def format_progress(

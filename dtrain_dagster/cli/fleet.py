@@ -262,15 +262,11 @@ def _order_of(
         job, _ = job_of_options(settings, entry.config, entry.dataset, overrides, entry.nodes, job_id)
     except ConfigError as error:
         raise ConfigError(str(error).replace("the command line: ", "").replace("--", "")) from None
-    parts = _parts_of(job)
+    whole = asdict(job)
+    parts = json.dumps([job.dataset.uri, *(whole[part] for part in PARTS)])
     say_what_is_wrong(job, entry.nodes, settings, rehearses=parts not in rehearsed)
     rehearsed.add(parts)  # the same model and loss on the same data build each time
     return replace(with_reachable_data(job, settings), run_dir=job.run_dir), None
-
-
-def _parts_of(job: JobConfig) -> str:
-    whole = asdict(job)
-    return json.dumps([job.dataset.uri, *(whole[part] for part in PARTS)])
 
 
 def tracked_jobs(

@@ -299,9 +299,9 @@ def _run(found: Search, settings: Settings, as_json: bool, tracker: SearchTracke
 def _print_result(result: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(result)
-        return
-    console().print(trials_table(result["trials"], result["metric"]), highlight=False)
-    say(*summary(result))
+    else:
+        console().print(trials_table(result["trials"], result["metric"]), highlight=False)
+        say(*summary(result))
 
 
 def trials_table(rows: Sequence[Mapping[str, Any]], metric: str) -> Table:

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtrain_dagster.cli.common import Refusal, run_dir, say
+from dtrain_dagster.cli.common import TROUBLE, Refusal, run_dir, say
 from dtrain_dagster.cli.facts import price_of_cluster
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.money import usd
@@ -90,18 +90,14 @@ def track(
     goes on is in the run in which it began. ``asked``: the overrides, which may switch it off, as the settings do;
     ``entry``: what MLflow names as its source; ``more``: tags of its run besides those that say where it comes from."""
     is_new = not run_dir(settings, job.job_id).storage.exists("job.json")
-    is_off = job.tracking.mlflow_tracking_uri is None and (is_stated(asked) or settings.command_tracking == OFF)
+    is_stated = any(item.startswith(("tracking=", "tracking.mlflow_tracking_uri=")) for item in asked)
+    is_off = job.tracking.mlflow_tracking_uri is None and (is_stated or settings.command_tracking == OFF)
     if not is_new:
         job = as_tracked_before(job, run_dir(settings, job.job_id))
     elif job.tracking.mlflow_tracking_uri is None and not is_off:
         source = {} if project.tracks_in_workspace else _source(entry, Path.cwd())
         job = with_tracking(job, cluster, project, {**source, **(more or {})})
     return Tracked(job=job, is_on=not is_off and job.tracking.mlflow_tracking_uri is not None)
-
-
-def is_stated(asked: Collection[str]) -> bool:
-    """Return whether overrides say where a training is tracked. Pure."""
-    return any(item.startswith(("tracking=", "tracking.mlflow_tracking_uri=")) for item in asked)
 
 
 def with_tracking(
@@ -142,34 +138,27 @@ def as_tracked_before(job: JobConfig, rundir: RunDir) -> JobConfig:
 def try_to_record_end(
     settings: Settings, cluster: ClusterConfiguration, project: ProjectConfiguration, tracked: Tracked, rundir: RunDir
 ) -> None:
-    """Add to the run of a training that has ended what its nodes do not know, and say where the run is, or why that was
-    impossible: the job's own end is what counts."""
-    if not tracked.is_on:
+    """Add dollars, report and description to the run of a training that has ended, and say where the run is, or why
+    that was impossible: the job's own end is what counts."""
+    job, tier, metrics, paid_usd = tracked.job, tier_of(settings.tiers[0]), dict[str, float](), None
+    if not tracked.is_on or job.tracking.mlflow_tracking_uri is None:
         return
     try:
-        record_end(settings, cluster, project, tracked.job, rundir)
-    except (ValueError, RuntimeError, OSError) as error:
-        say(f"MLflow does not have all of {tracked.job.job_id}: {redact(str(error))}", err=True)
-
-
-def record_end(
-    settings: Settings, cluster: ClusterConfiguration, project: ProjectConfiguration, job: JobConfig, rundir: RunDir
-) -> None:
-    """Add dollars, report and description to the run of a training that has ended, and say where it is. Raise
-    ValueError, RuntimeError or OSError where the cluster or the run directory cannot be read."""
-    assert job.tracking.mlflow_tracking_uri is not None
-    tier, metrics, paid_usd = tier_of(settings.tiers[0]), dict[str, float](), None
-    try:
-        tracker = CostTracker(settings.cluster_name, cluster.manager().node_usage(job.job_id), tier)
-        lost, paid_usd = ledger(tracker.nodes, rundir.events()).causes().get(CostCause.LOST), tracker.total_usd
-        metrics = cost_metrics({"total_usd": paid_usd, "node_hours": tracker.node_hours})
-        metrics |= lost_metric(lost.seconds if lost else 0.0)
-    except PriceError as error:
-        say(f"the cost of {job.job_id} is not known: {error}", err=True)
-    note = describe_end(rundir, tier, paid_usd, (rundir.read_json(RESULT) or {}).get("status", ""))
-    why = add_to_run(job.tracking.mlflow_tracking_uri, rundir, job.job_id, metrics=metrics, note=note)
-    where = f"in MLflow: experiment {job.tracking.mlflow_experiment}, run {job.job_id} (`dtrain ui mlflow`)"
-    say(why or where, err=True)
+        try:
+            tracker = CostTracker(settings.cluster_name, cluster.manager().node_usage(job.job_id), tier)
+            lost, paid_usd = ledger(tracker.nodes, rundir.events()).causes().get(CostCause.LOST), tracker.total_usd
+            metrics = cost_metrics({"total_usd": paid_usd, "node_hours": tracker.node_hours})
+            metrics |= lost_metric(lost.seconds if lost else 0.0)
+        except PriceError as error:
+            say(f"the cost of {job.job_id} is not known: {error}", err=True)
+        note = describe_end(rundir, tier, paid_usd, (rundir.read_json(RESULT) or {}).get("status", ""))
+        why = add_to_run(job.tracking.mlflow_tracking_uri, rundir, job.job_id, metrics=metrics, note=note)
+    except TROUBLE as error:
+        why = f"MLflow does not have all of {job.job_id}: {redact(str(error))}"
+    say(
+        why or f"in MLflow: experiment {job.tracking.mlflow_experiment}, run {job.job_id} (`dtrain ui mlflow`)",
+        err=True,
+    )
 
 
 def describe_end(rundir: RunDir, tier: Tier, paid_usd: float | None, verdict: str) -> str:
@@ -237,7 +226,7 @@ def try_to_register(
             experiment=job.tracking.mlflow_experiment,
             cache_dir=project.cache_dir,
         )
-    except (ValueError, RuntimeError, OSError) as error:
+    except TROUBLE as error:
         say(f"the model is not registered: {redact(str(error))}", err=True)
         say(f"once that is mended: dtrain train --name {job.job_id}", err=True)
         return False
