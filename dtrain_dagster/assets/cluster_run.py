@@ -60,10 +60,6 @@ class ClusterRun:
 
     # Spending
 
-    def wanted(self, name: str, usd_per_hour: float, usd: float | None, is_group: bool = False) -> Wanted:
-        """Return what this run wants to start. ``usd_per_hour``: of all nodes; ``usd``: what it may cost in all."""
-        return Wanted(name=name, usd=usd, usd_per_hour=usd_per_hour, is_group=is_group)
-
     def refuse_excess(self, wanted: Wanted) -> None:
         """Raise `dagster.Failure`, and tell people, where a start would exceed a ceiling, or that cannot be told."""
         with self._telling_refusals():

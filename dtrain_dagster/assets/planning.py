@@ -28,6 +28,7 @@ from dtrain_dagster.costs.estimate import estimate_forecast
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.data.build_once import BuiltDataset
 from dtrain_dagster.jobs.progress import BudgetSpentError
+from dtrain_dagster.jobs.spending import Wanted
 from dtrain_dagster.planning import evidence
 from dtrain_dagster.planning.build_plan import (
     Limits,
@@ -115,7 +116,7 @@ def plan_training(request: Request, registers: bool) -> dg.MaterializeResult:
 
     def refuse_ceilings(usd: float) -> None:
         hourly = planned.node_count * planned.price.usd_per_hour(planned.tier)
-        run.refuse_excess(run.wanted(f"the training {planned.fingerprint}", hourly, usd))
+        run.refuse_excess(Wanted(f"the training {planned.fingerprint}", usd, hourly))
 
     refuse_ceilings(0.0)  # before a probe, which costs money as well
     if past is not None and knows(past, count):

@@ -33,6 +33,7 @@ from dtrain_dagster.clusters.base import GPUClusterManager
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.jobs.program import has_gpus, order_program, processes_of, refuse_program
 from dtrain_dagster.jobs.progress import describe_wait
+from dtrain_dagster.jobs.spending import Wanted
 from dtrain_dagster.planning.projection import count_nodes
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.settings.tiers import tier_of
@@ -114,7 +115,7 @@ def run_program(
     got = run.provision(cluster.sku, nodes)
     tier = tier_of(got.tier or cluster.first_tier)
     with run.owning(rundir, job_id):
-        wanted = run.wanted(job_id, nodes * price_of(got.gpu_type).usd_per_hour(tier), None)
+        wanted = Wanted(job_id, usd_per_hour=nodes * price_of(got.gpu_type).usd_per_hour(tier))
         runs = job_id in {status.job_id for status in manager.active_jobs()}
         with run.queueing():
             with refusing_mistakes(), nullcontext() if runs else run.promising(wanted):

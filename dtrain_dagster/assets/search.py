@@ -30,6 +30,7 @@ from dtrain_dagster.costs.estimate import Parts
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.data.build_once import BuiltDataset
+from dtrain_dagster.jobs.spending import Wanted
 from dtrain_dagster.reports.small_pictures import small_curves
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.search.space import parse_space
@@ -139,7 +140,7 @@ def search_space(
         search = open_search(Path(project.home), request, run.manager, env, lambda: Measured(expected), log)
         log(f"search {request.name}: {'; '.join(search.plan.lines)}")
         hourly = request.at_once * request.usd_per_node_hour
-        with run.promising(run.wanted(request.name, hourly, search.budget_usd, is_group=True)):
+        with run.promising(Wanted(request.name, search.budget_usd, hourly, is_group=True)):
             if not project.tracks_in_workspace:
                 uri, settings = project.tracking_uri, request.settings
                 tracker = SearchTracker(uri, project.experiment, request.name, settings.metric, settings.sign)

@@ -156,15 +156,15 @@ def start_planned(run: ClusterRun, plan: TrainingPlan, job: JobConfig, got: Clus
     planned_for = {PLANNED_FOR: run.context.asset_key.to_user_string()}
     RunDir(job.run_dir).write_json(PLAN, asdict(plan) | planned_for)
     env, size = run.cluster.node_env(run.project), (plan.node_count, plan.processes_per_node)
-    with run.promising(wanted_by_plan(run, plan, got, job.job_id)):
+    with run.promising(wanted_by_plan(plan, got, job.job_id)):
         start_job(run.manager, job, *size, env, plan.stop_at_usd, plan.command)
 
 
-def wanted_by_plan(run: ClusterRun, plan: TrainingPlan, got: ClusterConfig, job_id: str) -> Wanted:
+def wanted_by_plan(plan: TrainingPlan, got: ClusterConfig, job_id: str) -> Wanted:
     """Return the start of a plan on the nodes that were got. It may cost what is expected, or less where it stops at a
     number of dollars."""
     hourly = plan.node_count * price_of(got.gpu_type).usd_per_hour(tier_of(got.tier or plan.tier))
-    return run.wanted(job_id, hourly, min(plan.estimate.usd.expected, plan.stop_at_usd or math.inf))
+    return Wanted(job_id, min(plan.estimate.usd.expected, plan.stop_at_usd or math.inf), hourly)
 
 
 def of_plan(cluster: GPUClusterResource, plan: TrainingPlan) -> GPUClusterResource:

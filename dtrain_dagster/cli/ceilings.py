@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from dtrain_dagster.cli.common import cluster_of, console, print_json, say
+from dtrain_dagster.cli.common import console, print_json, say
 from dtrain_dagster.cli.screen import plain_table
 from dtrain_dagster.costs.ceilings import (
     KINDS,
@@ -24,7 +24,6 @@ from dtrain_dagster.costs.ceilings import (
     write_ceilings,
 )
 from dtrain_dagster.costs.money import usd
-from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.jobs.spending import Judged, SpendingBook, Wanted
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.home import make_home
@@ -60,19 +59,6 @@ def ceiling_options(command: Callable[..., None]) -> Callable[..., None]:
 def book_of(settings: Settings) -> SpendingBook:
     """Return what the jobs of the settings' home have spent."""
     return SpendingBook(settings.home, settings.jobs_uri, tier_of(settings.tiers[0]))
-
-
-def wanted_start(settings: Settings, name: str, nodes: int, hours: float | None = None) -> Wanted:
-    """Return a start of ``nodes`` nodes of the settings' cluster, for so many ``hours``; None where that is not known.
-    Raise `PriceError` where the nodes have no price."""
-    hourly = nodes * price_of(cluster_of(settings)[0].sku).usd_per_hour(settings.tiers[0])
-    expected = None if hours is None else hourly * hours
-    return Wanted(name=name, usd=expected, usd_per_hour=hourly)
-
-
-def wanted_group(settings: Settings, name: str, usd_per_hour: float, budget_usd: float | None) -> Wanted:
-    """Return a fleet or a search as a start: its whole budget is promised; None where it is not known yet."""
-    return Wanted(name=name, usd=budget_usd, usd_per_hour=usd_per_hour, is_group=True)
 
 
 @contextmanager

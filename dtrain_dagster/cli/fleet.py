@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dtrain_dagster.cli.ceilings import promising, tell_ceilings, wanted_group
+from dtrain_dagster.cli.ceilings import promising, tell_ceilings
 from dtrain_dagster.cli.common import cluster_of, console, ranks_of, read_settings, refuses, say
 from dtrain_dagster.cli.follow import fleet_screen, fleet_table, headline, name_some, warn
 from dtrain_dagster.cli.job_options import (
@@ -42,6 +42,7 @@ from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.runner import FleetRunner
 from dtrain_dagster.fleet.source import FleetFile, JobEntry, JobSource, ListedJobs, parse_fleet
 from dtrain_dagster.fleet.view import FleetWatch
+from dtrain_dagster.jobs.spending import Wanted
 from dtrain_dagster.planning.projection import count_nodes
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
@@ -95,7 +96,8 @@ def fleet(file: str, check: bool) -> None:
     expected = jobs_of(wanted, settings, limits, began_at)
     given = {standing.job_id: standing.job for standing in records.standings()}
     tell_what_is_asked(expected, given, limits)
-    start = wanted_group(settings, wanted.name, limits.nodes * limits.usd_per_node_hour, limits.budget_usd)
+    hourly = limits.nodes * limits.usd_per_node_hour
+    start = Wanted(name=wanted.name, usd=limits.budget_usd, usd_per_hour=hourly, is_group=True)
     if check:
         tell_ceilings(settings, start)
         return

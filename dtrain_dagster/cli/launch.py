@@ -10,7 +10,7 @@ from functools import partial
 
 import click
 
-from dtrain_dagster.cli.ceilings import promising, wanted_start
+from dtrain_dagster.cli.ceilings import promising
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, read_settings, refuses, run_dir, say
 from dtrain_dagster.cli.doctor import show_dry_run
 from dtrain_dagster.cli.follow import print_lines, stream_job
@@ -94,10 +94,11 @@ def launch(
     for note in (FRAMEWORKS[engine].open_ports, describe_needs(kind)):
         if note:
             say(f"note: {note}", err=True)
+    expected = expect_nodes(settings, node_count)
     if how.is_dry:
-        say(expect_nodes(settings, node_count).price_line, err=True)
-        show_dry_run(settings, manager, spec, cluster.sku, wanted_start(settings, job_id, node_count))
-    with promising(settings, wanted_start(settings, job_id, node_count)):
+        say(expected.price_line, err=True)
+        show_dry_run(settings, manager, spec, cluster.sku, expected.wanted(job_id))
+    with promising(settings, expected.wanted(job_id)):
         manager.provision_cluster(node_count, cluster.sku)
         follower = follow_logs(manager, rundir, kind.shares_home)
         if kind.shares_home:  # of launches before this one; what the cluster says is of this one alone

@@ -64,6 +64,10 @@ class Expected:
         """Return the dollars of ``elsewhere_seconds``."""
         return None if self.elsewhere_seconds is None else self.elsewhere_seconds / 3600 * self.usd_per_hour
 
+    def wanted(self, name: str) -> Wanted:
+        """Return the job of this name as a start."""
+        return Wanted(name=name, usd=self.usd, usd_per_hour=self.usd_per_hour)
+
     def on(self, price: SkuPrice, tier: Tier) -> Expected:
         """Return the same on other nodes, whose speed is that of the price table: a rough guess."""
         told, elsewhere, slower = None, self.elsewhere_seconds, self.price.speed / price.speed
@@ -108,13 +112,8 @@ def promising_training(
     if got is not None:
         expected = expected.on(price_of(got.gpu_type), tier_of(got.tier or settings.tiers[0]))
     say(*expected.lines(), err=True)
-    with promising(settings, wanted_training(settings, job, expected)):
+    with promising(settings, expected.wanted(job.job_id)):
         yield
-
-
-def wanted_training(settings: Settings, job: JobConfig, expected: Expected) -> Wanted:
-    """Return a training as a start."""
-    return Wanted(name=job.job_id, usd=expected.usd, usd_per_hour=expected.usd_per_hour)
 
 
 def past_forecasts(settings: Settings) -> Callable[[JobConfig], dict[str, Forecast]]:

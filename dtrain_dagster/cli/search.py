@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dtrain_dagster.cli.ceilings import promising, wanted_group
+from dtrain_dagster.cli.ceilings import promising
 from dtrain_dagster.cli.common import (
     Refusal,
     cluster_of,
@@ -42,6 +42,7 @@ from dtrain_dagster.cli.train import Asked, training_options
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.view import FleetWatch
+from dtrain_dagster.jobs.spending import Wanted
 from dtrain_dagster.planning.check_job import check_job, data_of
 from dtrain_dagster.search.check_space import check_space, shown_values
 from dtrain_dagster.search.results import kept_result, search_names, summary
@@ -220,7 +221,8 @@ def _search(
     tracker = None
     if tracking.mlflow_tracking_uri is not None and not only_plan:
         tracker = _open_tracker(tracking, search_name, wanted)  # before anything is bought
-    start = wanted_group(settings, search_name, request.at_once * request.usd_per_node_hour, budget)
+    hourly = request.at_once * request.usd_per_node_hour
+    start = Wanted(name=search_name, usd=budget, usd_per_hour=hourly, is_group=True)
     with promising(settings, start):
         say_what_was_got(manager.provision_cluster(nodes_per_trial, cluster.sku), cluster.sku)
         env = cluster.node_env(project)

@@ -41,7 +41,7 @@ from dtrain_dagster.cli.job_options import (
     try_to_keep_script,
     with_reachable_data,
 )
-from dtrain_dagster.cli.plan_lines import expect, promising_training, wanted_training
+from dtrain_dagster.cli.plan_lines import expect, promising_training
 from dtrain_dagster.cli.screen import pairs_table
 from dtrain_dagster.cli.start import (
     How,
@@ -313,7 +313,7 @@ def _train(settings: Settings, planned: Planned, own: Sequence[str], changes: Se
     if how.is_dry and not runs:
         spec, expected = spec_of(manager, job, nodes, ranks, env, command, keep), expect(settings, job, nodes)
         say(*expected.lines(), err=True)
-        show_dry_run(settings, manager, spec, cluster.sku, wanted_training(settings, job, expected), job)
+        show_dry_run(settings, manager, spec, cluster.sku, expected.wanted(job_id), job)
     with ExitStack() as stack:
         if runs:
             say(f"job {job_id} is already running, so no new one is started", err=True)

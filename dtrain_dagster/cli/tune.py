@@ -17,10 +17,11 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from dtrain_dagster.cli.ceilings import promising, wanted_start
+from dtrain_dagster.cli.ceilings import promising
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, refuses, run_dir, say
 from dtrain_dagster.cli.follow import Bar, in_place
 from dtrain_dagster.cli.job_options import say_what_is_wrong, total_steps, with_reachable_data
+from dtrain_dagster.cli.plan_lines import expect_nodes
 from dtrain_dagster.cli.screen import plain_table
 from dtrain_dagster.cli.start import (
     dataset_name,
@@ -35,6 +36,7 @@ from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobSpe
 from dtrain_dagster.costs.prices import PriceError, price_words
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.jobs.progress import follow_job
+from dtrain_dagster.jobs.spending import Wanted
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars
@@ -97,7 +99,8 @@ def tune(asked: Asked, seconds: float, out: Path, name: str | None) -> None:
     total_steps(job)  # refuses data that cannot feed the ranks
     job = with_reachable_data(job, settings)
     ensure_importable()
-    with promising(settings, wanted_start(settings, job_id, node_count, seconds / 3600)):
+    hourly = expect_nodes(settings, node_count).usd_per_hour
+    with promising(settings, Wanted(name=job_id, usd=hourly * seconds / 3600, usd_per_hour=hourly)):
         say_what_was_got(manager.provision_cluster(node_count, cluster.sku), cluster.sku)
         rundir.write_job(job)
         spec = JobSpec(

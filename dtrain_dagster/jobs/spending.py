@@ -85,7 +85,7 @@ Book = dict[str, Promise]
 _BOOK = TypeAdapter(Book)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Wanted:
     """A start, as far as money is concerned."""
 

@@ -129,7 +129,7 @@ def test_a_training_is_promised_at_the_price_of_the_nodes_that_were_got(
 ):
     write_ceilings(tmp_path, ceilings)
     run = run_in(tmp_path)
-    wanted = wanted_by_plan(run, plan(stop_at_usd=stop_at_usd), nodes("Standard_NC40ads_H100_v5"), "job")
+    wanted = wanted_by_plan(plan(stop_at_usd=stop_at_usd), nodes("Standard_NC40ads_H100_v5"), "job")
     with pytest.raises(dg.Failure, match=re.escape(refused)) if refused else nullcontext(), run.promising(wanted):
         (tmp_path / "started").touch()
     assert (tmp_path / "started").exists() is (not refused)

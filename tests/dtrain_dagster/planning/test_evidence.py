@@ -17,7 +17,7 @@ import pytest
 from dtrain_dagster.assets.checks import judged
 from dtrain_dagster.assets.pipeline import STOCK
 from dtrain_dagster.assets.planning import build_cost_estimate
-from dtrain_dagster.cli.plan_lines import expect, wanted_training
+from dtrain_dagster.cli.plan_lines import expect
 from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.costs.ceilings import Ceilings, write_ceilings
 from dtrain_dagster.costs.estimate import LearnedCorrection, Sizes
@@ -175,7 +175,7 @@ def test_past_runs_on_other_nodes_alone_promise_the_longest_of_them(finished, tm
     assert expected.estimate is None
     assert own.estimate is not None
     assert expected.usd > own.estimate.seconds.expected / 3600 * 3.06, "the fast nodes' run takes longer here"
-    assert wanted_training(settings, job, expected).usd == expected.usd
+    assert expected.wanted(job.job_id).usd == expected.usd
     assert "data and batch on this SKU; a ceiling counts $0.0" in expected.lines()[1]
     dearer = expected.on(price_of(fast), "dedicated")
     assert dearer.usd / expected.usd == pytest.approx(price_of(fast).usd_per_hour("dedicated") / 3.06)
