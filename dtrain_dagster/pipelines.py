@@ -262,7 +262,6 @@ def build_graph(
     asset_checks: list[dg.AssetChecksDefinition] = [checks.build_estimate_scored(names)]
     if of_prices:
         assets += [dataset.build_stock_prices(pipeline), dataset.build_sharded_dataset(pipeline)]
-        asset_checks.append(checks.build_champion_holds(names))
     elif not of_script:
         assets.append(dataset.build_given_dataset(pipeline))
     assets += [planning.build_cost_estimate(pipeline), training.build_trained_checkpoint(pipeline)]

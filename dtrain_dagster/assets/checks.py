@@ -1,5 +1,5 @@
-"""The checks of a trained checkpoint, and those that run beside the assets: a dataset for leakage, each estimate by
-what its run took, and the champion by the days after its own data.
+"""The checks of a trained checkpoint, and those that run beside the assets: a dataset for leakage, and each estimate by
+what its run took.
 
 Checks that an asset makes as it is made are with it: of prices in `dataset`, of the bill in `costs`, of a version in
 `registry`.
@@ -18,13 +18,11 @@ import dagster as dg
 from dtrain_dagster.assets.common import round_figures, sentences
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.training_progress import communication_shares
-from dtrain_dagster.automation.retraining import CHAMPION_CHECK, prices_of, registrations
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker, overrun
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.data.build_once import BuiltDataset
-from dtrain_dagster.jobs.orders import order_of
 from dtrain_dagster.jobs.progress import code_version
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows, with_own_cores
 from dtrain_dagster.planning.evidence import latest_score, past_scores
@@ -33,10 +31,8 @@ from dtrain_dagster.planning.scoring import Score, learn
 from dtrain_dagster.resources import ProjectResource, project_resource
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.graph_names import GraphNames
-from dtrain_dagster.support.secrets import redact
 from trainer.data.manifest import load_manifest
 from trainer.evaluation.gate import BEYOND_CHANCE, better_baselines, gain_of, score_of
-from trainer.rundir import RunDir
 from trainer.storage.open import open_storage
 
 LEAKAGE_CHECK_SECONDS = 300
@@ -162,82 +158,6 @@ def _told(interval: Any, write: Any) -> str:
 
 def _percent(share: float) -> float:
     return round(100 * share, 1)
-
-
-REASSESS_SECONDS = 300
-"""The seconds that the champion has for its forecasts of the new days."""
-DAYS_ENOUGH = 20
-"""The number of new days below which chance decides."""
-
-
-def build_champion_holds(names: GraphNames) -> dg.AssetChecksDefinition:
-    """Return the check `champion_holds` of a graph's `sharded_dataset`."""
-
-    @dg.asset_check(
-        asset=names.key("sharded_dataset"),
-        name=CHAMPION_CHECK,
-        required_resource_keys={names.project},
-        description=(
-            f"On the days since the champion's own data, {DAYS_ENOUGH} at least, no baseline's likelihood is better "
-            f"than the champion's {BEYOND_CHANCE}. The sensor `staleness` retrains where one is."
-        ),
-    )
-    def champion_holds(context: dg.AssetCheckExecutionContext, sharded_dataset: BuiltDataset) -> dg.AssetCheckResult:
-        """Compare the champion with the baselines on the days since its own data; pass where there is nothing to judge
-        by."""
-        champion, _ = registrations(context.instance, names)
-        project = project_resource(context, names)
-        # Here, not above: the registry's package loads what the code location does not need.
-        import numpy as np
-
-        from dtrain_dagster.registry.promotion import judge_later_days
-        from dtrain_dagster.registry.run_model import load_run_model, refuse_change
-        from trainer.data.shards import DataShardManager
-
-        if champion is None or not champion.run_dir:
-            return _not_judged("no champion was registered yet")
-        known = prices_of(project.shared_uri, champion.dataset_id)
-        if known is None:
-            return _not_judged(f"dataset {champion.dataset_id} of the champion no longer exists")
-        facts: dict[str, Any] = {
-            "champion": champion.version,
-            "dataset_id": sharded_dataset.dataset_id,
-            "after": known.last_date,
-        }
-        if sharded_dataset.manifest()["source"]["last_date"] <= known.last_date:
-            return _not_judged("there are no new days since", **facts)
-        rundir = RunDir(champion.run_dir)
-        try:
-            model = load_run_model(rundir, order_of(project.home, rundir))
-            refuse_change(rundir.uri, model.digests, champion.digests)
-            shards = DataShardManager(sharded_dataset.uri, project.cache_dir)
-            report = judge_later_days(model, shards, np.datetime64(known.last_date), REASSESS_SECONDS)
-        except (ValueError, OSError) as error:  # its files are gone, or are not what was ordered and registered
-            return _not_judged(redact(str(error))[-1000:], **facts)
-        if report["days"] < DAYS_ENOUGH:
-            return _not_judged(f"{report['days']} of its days came since, {DAYS_ENOUGH} are enough", **facts)
-        if report["nll"] is None:
-            return _not_judged("the champion does not forecast a distribution", **facts)
-        better = better_baselines(report)
-        return dg.AssetCheckResult(
-            passed=not better,
-            severity=dg.AssetCheckSeverity.WARN,
-            metadata={
-                **facts,
-                "better": sentences(better),
-                "nll": report["nll"],
-                "days": report["days"],
-                "windows": report["windows"],
-                "baselines": dg.JsonMetadataValue(report["baselines"]),
-            },
-        )
-
-    return champion_holds
-
-
-def _not_judged(why: str, **facts: Any) -> dg.AssetCheckResult:
-    """Return a passed check with the reason why the champion was not judged."""
-    return dg.AssetCheckResult(passed=True, metadata={**facts, "not_judged": why})
 
 
 def training_checks(key: dg.AssetKey) -> list[dg.AssetCheckSpec]:

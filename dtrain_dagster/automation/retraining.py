@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from typing import Any
 
@@ -20,7 +20,6 @@ from dtrain_dagster.automation.capacity_queue import WaitingList
 from dtrain_dagster.automation.run_liveness import ALIVE_SECONDS, LIVE, is_silent, planned_assets
 from dtrain_dagster.clusters.base import OWNER, ClusterError
 from dtrain_dagster.clusters.notices import send_once
-from dtrain_dagster.jobs.orders import MODEL_DIGESTS
 from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
@@ -38,8 +37,6 @@ TRAIN_JOB = "train"
 """The job of a graph that a person, the schedule and the sensors start: all but the studies."""
 CAUSE_TAG = "dtrain/cause"
 TRAINED = "trained_checkpoint"
-CHAMPION_CHECK = "champion_holds"
-"""The name of the check of ``sharded_dataset`` in `assets.checks`."""
 _REGISTRATIONS = 200
 """The number of materializations of ``registered_model`` that are searched for the champion."""
 DAY = 86400.0
@@ -64,21 +61,6 @@ class Registered:
     version: str
     alias: str
     dataset_id: str
-    at: float
-    run_dir: str = ""
-    digests: Mapping[str, str] = field(default_factory=dict)
-    """The sha256 of its model's files at registration (`orders.MODEL_DIGESTS`); empty for models of older versions."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Judgement:
-    """The latest evaluation of `CHAMPION_CHECK`."""
-
-    champion: str
-    dataset_id: str
-    passed: bool
-    better: tuple[str, ...]
-    """The baselines that were better than the champion."""
     at: float
 
 
@@ -132,7 +114,6 @@ def staleness(
     latest: Registered | None,
     trained_on: Prices | None,
     newest: Prices | None,
-    judged: Judgement | None,
     now: float,
     max_age_days: float,
 ) -> list[RetrainingCause] | str:
@@ -140,14 +121,11 @@ def staleness(
 
     ``latest`` is the model that was registered last, under any alias, and ``trained_on`` its prices: a challenger shows
     that retraining was tried, and a further try with the same data ends alike. ``newest``: the prices that were read
-    last. ``judged``: the champion's evaluation on days that came after it.
+    last.
     """
     if champion is None or latest is None:
         return "no champion was registered yet: nothing can be stale"
     name, found = f"the champion, version {champion.version},", []
-    if judged and not judged.passed and judged.champion == champion.version and judged.at > latest.at:
-        words = f"{name} forecasts the days since its training worse than {', '.join(judged.better)}, beyond chance"
-        found.append(RetrainingCause(f"accuracy-v{champion.version}-{judged.dataset_id}", words))
     if trained_on and newest and trained_on.sha256 != newest.sha256:
         lag = (date.fromisoformat(newest.last_date) - date.fromisoformat(trained_on.last_date)).days
         if lag >= max_age_days:
@@ -277,8 +255,6 @@ def registrations(
             alias=str(values.get("alias")),
             dataset_id=tags.get("dataset_id", ""),
             at=record.timestamp,
-            run_dir=tags.get("run_dir", ""),
-            digests={name: str(values[name]) for name in MODEL_DIGESTS if name in values},
         )
         latest = latest or found
         if found.alias == "champion":
@@ -293,23 +269,6 @@ def _records(instance: dg.DagsterInstance, asset: dg.AssetKey) -> Iterator[dg.Ev
     while page.has_more:
         page = instance.fetch_materializations(asset, limit=10, cursor=page.cursor)
         yield from page.records
-
-
-def judgement(instance: dg.DagsterInstance, names: GraphNames = STOCK_NAMES) -> Judgement | None:
-    """Return the latest evaluation of `CHAMPION_CHECK`; None where there is none."""
-    key = dg.AssetCheckKey(names.key("sharded_dataset"), CHAMPION_CHECK)
-    record = instance.event_log_storage.get_latest_asset_check_execution_by_key([key]).get(key)
-    evaluation = record.event.asset_check_evaluation if record and record.event else None
-    if record is None or record.event is None or evaluation is None:
-        return None
-    values = _metadata(evaluation)
-    return Judgement(
-        champion=str(values.get("champion")),
-        dataset_id=str(values.get("dataset_id")),
-        passed=evaluation.passed,
-        better=tuple(values.get("better") or ()),
-        at=record.event.timestamp,
-    )
 
 
 def newest_prices(instance: dg.DagsterInstance, names: GraphNames = STOCK_NAMES) -> Prices | None:
@@ -339,5 +298,5 @@ def _latest(instance: dg.DagsterInstance, asset: dg.AssetKey) -> dict[str, Any]:
     return _metadata(event.asset_materialization if event else None)
 
 
-def _metadata(event: dg.AssetMaterialization | dg.AssetCheckEvaluation | None) -> dict[str, Any]:
+def _metadata(event: dg.AssetMaterialization | None) -> dict[str, Any]:
     return read_entries(event.metadata) if event else {}

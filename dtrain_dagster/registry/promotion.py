@@ -1,4 +1,4 @@
-"""The choice of the champion: decisions, the comparison on the same windows that they rest on, and later days."""
+"""The choice of the champion: decisions, and the comparison on the same windows that they rest on."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ from trainer.rundir import EVALUATION
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-    from dtrain_dagster.registry.run_model import RunModel
-    from trainer.data.shards import DataShardManager
 
 
 Alias = Literal["champion", "challenger"]
@@ -222,13 +219,7 @@ def _metadata(folder: Path) -> dict[str, Any]:
 
 
 def _nll(columns: Mapping[str, NDArray], target: NDArray) -> float | None:
-    each = _nll_of_each(columns, target)
-    return None if each is None else float(each.mean())
-
-
-def _nll_of_each(columns: Mapping[str, NDArray], target: NDArray) -> NDArray[np.float64] | None:
-    """Return the NLL of each window; None for columns without a distribution. A missing ``nu`` means a normal
-    distribution."""
+    """Return the mean NLL; None for columns without a distribution. A missing ``nu`` means a normal distribution."""
     import numpy as np
     import torch
 
@@ -240,7 +231,7 @@ def _nll_of_each(columns: Mapping[str, NDArray], target: NDArray) -> NDArray[np.
     mu, sigma, shape, y = (
         torch.from_numpy(np.asarray(each, dtype=np.float64)) for each in (columns["mu"], columns["sigma"], nu, target)
     )
-    return student_t_nll(mu, sigma, shape, y).numpy()
+    return float(student_t_nll(mu, sigma, shape, y).mean())
 
 
 def _squared_error(columns: Mapping[str, NDArray], target: NDArray) -> float | None:
@@ -248,41 +239,3 @@ def _squared_error(columns: Mapping[str, NDArray], target: NDArray) -> float | N
 
     point = columns.get("prediction", columns.get("mu"))
     return None if point is None or not np.isfinite(point).all() else float(np.mean((point - target) ** 2))
-
-
-ALIKE = ("window", "features", "target", "horizon")
-
-
-def judge_later_days(model: RunModel, shards: DataShardManager, after: np.datetime64, seconds: float) -> dict[str, Any]:
-    """Return the model's NLL on the windows of the test split that end after this day, and by how much it is lower than
-    each baseline's. ``seconds``: what its forecasts may take.
-
-    ``nll`` is None if there is no such window, or the model forecasts no distribution. Raise ValueError if the model
-    takes other windows than these, and `run_model.RunModelError` if it does not answer.
-    """
-    import numpy as np
-
-    from trainer.evaluation.window_report import gain, judge_baselines
-
-    for name in ALIKE:
-        own, its = getattr(model.spec, name), getattr(shards.spec, name)
-        if own != its:
-            raise ValueError(
-                f"the model's {name} is {own!r}, the dataset's {its!r}: it cannot be evaluated on this dataset"
-            )
-    rows = shards.end_rows("test", spread_positions(shards.count("test")))
-    later = np.flatnonzero(shards.dates(rows) > after)
-    days = shards.dates(rows[later])
-    report: dict[str, Any] = {"windows": len(later), "days": len(np.unique(days)), "nll": None, "baselines": {}}
-    if not len(later):
-        return report
-    windows, _ = shards.gather(rows[later])
-    columns = model.predict(windows.numpy(), seconds)
-    nll = _nll_of_each(columns, shards.column(shards.spec.target, rows[later]))
-    if nll is None:
-        return report
-    for name, item in judge_baselines(shards, "test").items():
-        if item.nll is not None:
-            other = item.nll[later]
-            report["baselines"][name] = {"nll": float(other.mean()), **gain(nll, other, days, shards.spec.horizon)}
-    return {**report, "nll": float(nll.mean()), "first_date": str(days.min()), "last_date": str(days.max())}

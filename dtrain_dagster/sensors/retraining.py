@@ -13,11 +13,9 @@ import dagster as dg
 from dtrain_dagster.automation.capacity_queue import WaitingList
 from dtrain_dagster.automation.retraining import (
     CAUSE_TAG,
-    CHAMPION_CHECK,
     TRAIN_JOB,
     ask,
     budget_words,
-    judgement,
     new_data,
     newest_prices,
     prices_of,
@@ -145,9 +143,7 @@ def build_staleness_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) 
         default_status=dg.DefaultSensorStatus.STOPPED,  # retraining spends money: a person switches it on
         description=(
             f"Retrains when nothing was trained for {days:g} days, or when the newest prices end {days:g} days after "
-            "those of the latest training (DTRAIN_RETRAIN_MAX_AGE_DAYS), or when a baseline forecasts the days since "
-            f"better than the champion, beyond chance (check {CHAMPION_CHECK} of sharded_dataset). "
-            + budget_words(settings.retrain_budget_usd)
+            "those of the latest training (DTRAIN_RETRAIN_MAX_AGE_DAYS). " + budget_words(settings.retrain_budget_usd)
         ),
     )
     def staleness_sensor(context: dg.SensorEvaluationContext) -> dg.RunRequest | dg.SkipReason:
@@ -158,7 +154,6 @@ def build_staleness_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) 
             latest,
             prices_of(project.shared_uri, latest.dataset_id) if latest and latest.dataset_id else None,
             newest_prices(context.instance, names),
-            judgement(context.instance, names),
             time.time(),
             days,
         )

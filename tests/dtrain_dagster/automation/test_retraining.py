@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,8 @@ from werkzeug import Request, Response
 from dtrain_dagster.automation.capacity_queue import WaitingList, new_ticket
 from dtrain_dagster.automation.retraining import (
     CAUSE_TAG,
-    Judgement,
     Prices,
     Registered,
-    RetrainingCause,
     claim_retraining,
     staleness,
 )
@@ -321,33 +318,10 @@ def test_what_is_stale(
         model("1" if latest_days == champion_days else "2", latest_days),
         trained_on and Prices(sha256=trained_on[0], last_date=trained_on[1]),
         newest and Prices(sha256=newest[0], last_date=newest[1]),
-        None,
         now,
         30,
     )
     assert expected in (decided if isinstance(decided, str) else "".join(cause.key for cause in decided))
-
-
-@pytest.mark.parametrize(
-    ("passed", "of", "latest_at", "is_cause"),
-    [
-        (False, "1", 0.0, True),
-        (True, "1", 0.0, False),
-        (False, "0", 0.0, False),  # of a champion that is no longer the one
-        (False, "1", 200.0, False),  # it was trained again since
-    ],
-)
-def test_a_champion_that_a_baseline_beats_is_trained_again_once(
-    passed: bool, of: str, latest_at: float, is_cause: bool
-):
-    judged = Judgement(champion=of, dataset_id="d", passed=passed, better=("har_x",), at=100.0)
-    champion = Registered(version="1", alias="champion", dataset_id="c", at=0.0)
-    decided = staleness(champion, replace(champion, at=latest_at), None, None, judged, 300.0, 30)
-    if is_cause:
-        words = "the champion, version 1, forecasts the days since its training worse than har_x, beyond chance"
-        assert decided == [RetrainingCause("accuracy-v1-d", words)]
-    else:
-        assert isinstance(decided, str)
 
 
 @dg.op
