@@ -126,6 +126,8 @@ class ClusterRun:
 
     def leave_queue(self, config: ClusterConfig) -> None:
         """Give the run's ticket back, now that its nodes are there, and tell people that it starts; once."""
+        if TICKET_TAG not in self.context.run.tags:
+            return
         waiting = WaitingList(self.project.shared_uri)
         mine = self._ticket(waiting)
         if mine is None:
@@ -169,7 +171,7 @@ class ClusterRun:
             ticket = refused_again(mine, run.run_id, str(error), now, error.retry_at)
         position = waiting.put(ticket)
         pause = format_duration(ticket.retry_at - now)
-        # Later places are in the queue's table.
+        # Later places are told by the sensor's ticks.
         job = run.tags.get(JOB_TAG)
         is_told = job is not None and was_told(RunDir(f"{self.project.jobs_uri}/{job}"), "waits")  # by its cluster
         if mine is None and error.since is not None and not is_told:

@@ -21,7 +21,6 @@ from pydantic import ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from dtrain_dagster.clusters.base import ClusterError
-from dtrain_dagster.costs.export import to_csv
 from dtrain_dagster.costs.prices import PriceError, hardware_of
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.resources import GPUClusterResource
@@ -31,7 +30,6 @@ from dtrain_dagster.support.secrets import SecretError
 from trainer.config import ConfigError
 from trainer.data.manifest import DatasetError
 from trainer.setting_errors import describe_errors
-from trainer.storage.open import open_storage
 
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 """Pydantic's names of a number's bounds, and their words."""
@@ -142,12 +140,6 @@ def with_rest(rows: Sequence[Mapping[str, Any]], name: str, sums: Sequence[str])
 def sentences(lines: Sequence[str]) -> dg.MarkdownMetadataValue:
     """Return lines as a list that the UI shows in place, "none" for no lines. It hides lists as JSON behind a link."""
     return dg.MarkdownMetadataValue("\n".join(f"- {in_markdown(line)}" for line in lines) or "none")
-
-
-def table_file(folder: str, name: str, rows: Sequence[Mapping[str, Any]]) -> dg.PathMetadataValue:
-    """Write all rows and columns as CSV, and return the file's address. ``folder``: a path or an address of storage."""
-    open_storage(folder).write(name, to_csv(rows).encode())
-    return dg.MetadataValue.path(f"{folder}/{name}")
 
 
 def links(**addresses: str) -> dict[str, dg.MetadataValue]:

@@ -8,7 +8,7 @@ from typing import Any
 import dagster as dg
 
 from dtrain_dagster.assets.cluster_run import ClusterRun
-from dtrain_dagster.assets.common import MOST_ROWS, best_rows, head_of_page, table_file
+from dtrain_dagster.assets.common import MOST_ROWS, best_rows, head_of_page
 from dtrain_dagster.clusters.base import GPUClusterManager
 from dtrain_dagster.costs.estimate import Forecast
 from dtrain_dagster.costs.plan import TrainingPlan
@@ -16,18 +16,17 @@ from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.tracker import CostTracker, paid_wall_seconds
 from dtrain_dagster.planning.build_plan import Choices, PlanChoice, explain_choice, name_nodes
 from dtrain_dagster.planning.evidence import Pace, PastProbe, bill_charges
-from dtrain_dagster.settings.tiers import tier_in_words
 from dtrain_dagster.support.formatting import dollars, format_duration
 
 SHOWN = ("choice", "usd", "mark", "seconds")
-"""The columns of the table on the page; the file has all."""
+"""The columns of the table on the page; ``all_choices`` has more."""
 
 
 def plan_page(run: ClusterRun, plan: TrainingPlan, table: Choices, forecast: Forecast, pace: Pace) -> dict[str, Any]:
-    """Return the page of a plan, and write the file of all choices."""
+    """Return the page of a plan."""
     return {
         **plan_head(plan, table),
-        **choices_metadata(table, plan.fingerprint, run.project.storage_uri),
+        **choices_metadata(table),
         **plan_metadata(plan, forecast, table.place),
         **probe_metadata(pace, run.manager),
         **run.attempts(),
@@ -91,37 +90,33 @@ def plan_table(plan: TrainingPlan, place: str) -> str:
     return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows)
 
 
-def choices_metadata(table: Choices, fingerprint: str, storage_uri: str) -> dict[str, Any]:
-    """Return ``choice`` (`explain_choice`), ``choices`` (the cheapest ones and the planned one), ``choices_file`` (all
-    of them, as CSV); nothing where there is no choice."""
+def choices_metadata(table: Choices) -> dict[str, Any]:
+    """Return ``choice`` (`explain_choice`), ``choices`` (the cheapest ones and the planned one) and ``all_choices``;
+    nothing where there is no choice."""
     metadata: dict[str, Any] = {}
     if table.rows:
         metadata["choice"] = explain_choice(table)
         first = [choice for choice in table.rows[:MOST_ROWS] if choice is not table.planned]
         planned = [table.planned] if table.planned else []
         best = sorted([*first[: MOST_ROWS - len(planned)], *planned], key=lambda choice: choice.usd.expected)
-        shown = [_row(choice, table) | {"choice": choice.name} for choice in best]
-        metadata["choices"] = best_rows(shown, SHOWN)
-        rows = [_row(choice, table) for choice in table.rows]
-        metadata["choices_file"] = table_file(f"{storage_uri}/plans/{fingerprint}", "choices.csv", rows)
+        metadata["choices"] = best_rows([_row(choice, table) for choice in best], SHOWN)
+        metadata["all_choices"] = dg.JsonMetadataValue([_row(choice, table) for choice in table.rows])
     return metadata
 
 
-def _row(choice: PlanChoice, table: Choices) -> dict[str, str | int | float]:
+def _row(choice: PlanChoice, table: Choices) -> dict[str, Any]:
     marks = ["➜ this plan"] if choice is table.planned else []
     marks += ["cheapest"] if choice is table.cheapest else []
-    seconds, usd = choice.seconds, choice.usd
     return {
+        "choice": choice.name,
+        "usd": round(choice.usd.expected, 6),
         "mark": ", ".join(marks),
-        "nodes": choice.node_count,
+        "seconds": round(choice.seconds.expected, 1),
         "sku": choice.sku,
-        "gpus": f"{choice.node_count * choice.gpus} × {choice.gpu}",
-        "tier": tier_in_words(choice.tier),
-        "usd": round(usd.expected, 6),
-        "usd_range": usd.range_in(dollars),
-        "seconds": round(seconds.expected, 1),
-        "time": format_duration(seconds.expected),
-        "time_range": seconds.range_in(format_duration),
+        "tier": choice.tier,
+        "nodes": choice.node_count,
+        "usd_range": choice.usd.range_in(dollars),
+        "time_range": choice.seconds.range_in(format_duration),
         "global_batch": choice.global_batch,
         "time_from": choice.time_from,
         "price_from": choice.price_from,

@@ -36,7 +36,6 @@ from dtrain_dagster.search.results import (
     summary,
     trial_line,
 )
-from dtrain_dagster.search.sampling import MOST_COUNTED
 from dtrain_dagster.search.script import SearchedScript
 from dtrain_dagster.search.source import TrialSource
 from dtrain_dagster.search.space import SpaceError, parse_space
@@ -100,8 +99,7 @@ class SearchRequest:
 
     def count_trials(self) -> int:
         """Return the most trials that it can have: no more than there are combinations of values."""
-        combinations = parse_space(self.space).combinations(MOST_COUNTED)
-        return min(self.settings.trials, len(combinations)) if combinations is not None else self.settings.trials
+        return int(min(self.settings.trials, parse_space(self.space).size))
 
     def described(self) -> dict[str, Any]:
         """Return all that decides which trials the search has."""

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 RANDOM_FIRST = 5
 """Trials that the Gaussian process draws at random before it learns from results."""
 MOST_DRAWS = 1000
-"""Random draws of values that were tried before, after which none are left, of a space whose trials are not counted."""
-MOST_COUNTED = 2000
-"""The most trials of a space that are counted, and of which none is left out."""
+"""Random draws of values that were tried before, after which none are left."""
 
 
 def draw_values(
@@ -50,9 +48,8 @@ def draw_values(
     tried = [trial.values for trial in (*known, *running)]
     if drawn not in tried:
         return drawn
-    if (each := space.combinations(MOST_COUNTED)) is not None:
-        left = [values for values in each if values not in tried]
-        return left[own_seed % len(left)] if left else None
+    if len(tried) >= space.size:
+        return None
     others = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=own_seed))
     for _ in range(MOST_DRAWS):
         drawn = others.ask(space.domains).params

@@ -92,7 +92,7 @@ class TrialSource(JobSource):
         if values is None:
             self._is_exhausted = True
             return None
-        job, of = self._make_job(number, values, self._expected.learned_from(known))
+        job, of = self._make_job(number, values, self._expected)
         job = replace(job, facts={"values": dict(values), "of": of})
         self._add(job)
         return job

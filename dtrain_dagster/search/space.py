@@ -13,7 +13,6 @@ real. Ranges are Optuna's. Whether the fields are there, and accept what the spa
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 
 Value = Any
 """A value of a parameter: None, a truth value, a number, a text, or a list or map of them."""
-MOST_VALUES = 10_000
-"""The most values of a range that are counted."""
 
 
 class SpaceError(ConfigError):
@@ -52,14 +49,12 @@ class Parameter:
         return getattr(self.domain, "choices", None)
 
     @property
-    def values(self) -> Sequence[Value] | None:
-        """Return all its values; None for a range of real numbers without steps, or with a great many."""
-        if self.choices is not None:
-            return self.choices
+    def count(self) -> float:
+        """Return the number of its values; infinity for a range of real numbers without steps."""
         found: Any = self.domain
-        if not found.step or (most := round((found.high - found.low) / found.step)) > MOST_VALUES:
-            return None
-        return [min(found.low + number * found.step, found.high) for number in range(most + 1)]
+        if self.choices is not None:
+            return len(self.choices)
+        return round((found.high - found.low) / found.step) + 1 if found.step else math.inf
 
     @property
     def ends(self) -> Sequence[Value]:
@@ -79,14 +74,10 @@ class Space:
         """Return the ranges of all parameters by name, as Optuna takes them."""
         return {item.name: item.domain for item in self.parameters}
 
-    def combinations(self, most: int) -> list[dict[str, Value]] | None:
-        """Return the values of all trials that there can be; None for a space with a range of real numbers without
-        steps, or with more than ``most`` of them."""
-        values = [item.values for item in self.parameters]
-        if any(each is None for each in values) or math.prod(len(each or ()) for each in values) > most:
-            return None
-        chosen = itertools.product(*(each or () for each in values))
-        return [dict(zip(self.domains, each, strict=True)) for each in chosen]
+    @property
+    def size(self) -> float:
+        """Return the number of trials that there can be; infinity where a parameter has a range of real numbers."""
+        return math.prod(item.count for item in self.parameters)
 
     def corners(self) -> list[dict[str, Value]]:
         """Return values of trials that together have each end of each range and each choice, and else the first value

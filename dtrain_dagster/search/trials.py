@@ -4,9 +4,8 @@ measured, how it ended, what one takes, and when one is ended early. Pure."""
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -143,13 +142,6 @@ class TrialSeconds:
     def total(self) -> float:
         """Return the sum."""
         return self.startup + self.training + self.finish
-
-    def learned_from(self, over: Iterable[Trial]) -> TrialSeconds:
-        """Return the same with a training that is as long as the bills of those that went to their ends say."""
-        bills = [trial.node_seconds for trial in over if trial.state is TrialState.COMPLETE and trial.node_seconds > 0]
-        if not bills:
-            return self
-        return replace(self, training=max(1.0, statistics.median(bills) - self.startup - self.finish))
 
 
 def best_trial(trials: Sequence[Trial], sign: float) -> Trial | None:

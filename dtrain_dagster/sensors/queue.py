@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -31,8 +30,7 @@ from trainer.rundir import STATUS, RunDir
 
 
 def build_queue_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> dg.SensorDefinition:
-    """Return the sensor that starts due runs, removes expired ones from the queue, and records the queue when it
-    changes."""
+    """Return the sensor that starts due runs, and removes expired ones from the queue."""
 
     @dg.sensor(
         name=names.unique("queue"),
@@ -43,11 +41,10 @@ def build_queue_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> d
         description=f"Starts runs that wait for capacity; gives up after {settings.queue_deadline_hours:g} hours.",
     )
     def queue(context: dg.SensorEvaluationContext) -> dg.SensorResult:
-        if not (keys := watched_clusters(context, names)):
-            return dg.SensorResult(skip_reason=ELSEWHERE, cursor=context.cursor)
+        if not watched_clusters(context, names):
+            return dg.SensorResult(skip_reason=ELSEWHERE)
         project = project_resource(context, names)
         waiting, now = WaitingList(project.shared_uri, cluster_resource(context, names).cluster_key), time.time()
-        said: dict[str, Any] = json.loads(context.cursor or "{}")
         tickets = [item for item in waiting.tickets() if _is_of(context.repository_def, item)]
         known = [item.ticket for item in tickets]
         runs = context.instance.get_runs(filters=dg.RunsFilter(tags={TICKET_TAG: known})) if known else []
@@ -74,21 +71,10 @@ def build_queue_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> d
                 context.log,
             )
         left = [item for item in tickets if item not in due.expired + due.ended]
-        rows = [[item.ticket, item.attempt, item.reason] for item in left]
-        in_time = not due.expired if tickets else said.get("in_time")
-        events: list[Any] = []
-        if rows != said.get("rows", []):  # waiting longer is no news
-            table = dg.MarkdownMetadataValue(queue_table(left))
-            metadata: dict[str, Any] = {"waiting_runs": len(left), "queue": table}
-            events += [dg.AssetObservation(asset_key=key, metadata=metadata) for key in keys]
-        if due.expired or in_time != said.get("in_time"):
-            events += [_in_time(key, due.expired) for key in keys]
-        quiet = f"{len(left)} run(s) wait for capacity: none is due" if left else "no run waits for capacity"
+        places = [f"{place}. {describe_ticket(item)}" for place, item in enumerate(left, 1)]
         return dg.SensorResult(
             run_requests=[_request(due.start)] if due.start else [],
-            asset_events=events,
-            skip_reason=None if due.start or events else quiet,
-            cursor=json.dumps({"rows": rows, "in_time": in_time}),
+            skip_reason=None if due.start else "\n".join(places) or "no run waits for capacity",
         )
 
     return queue
@@ -100,16 +86,6 @@ def _is_of(repository: dg.RepositoryDefinition | None, ticket: Ticket) -> bool:
         return True
     known = repository.asset_graph.get_all_asset_keys()
     return all(dg.AssetKey.from_user_string(name) in known for name in ticket.assets)
-
-
-def _in_time(key: dg.AssetKey, expired: Sequence[Ticket]) -> dg.AssetCheckEvaluation:
-    return dg.AssetCheckEvaluation(
-        asset_key=key,
-        check_name="capacity_in_time",
-        passed=not expired,
-        severity=dg.AssetCheckSeverity.WARN,
-        metadata={"gave_up_on": ", ".join(item.run_id for item in expired) or "none"},
-    )
 
 
 def _last_run(ticket: Ticket, runs: Sequence[dg.DagsterRun]) -> dg.DagsterRun | None:
@@ -158,15 +134,12 @@ def _request(ticket: Ticket) -> dg.RunRequest:
     )
 
 
-def queue_table(tickets: Sequence[Ticket]) -> str:
-    """Return the waiting runs as a Markdown table: since when, for what. It shows moments, not durations: it is written
-    when it changes."""
-    rows = ["| position | waits since | tries | next try | gives up | why |", "|---|---|---|---|---|---|"]
-    for position, item in enumerate(tickets, 1):
-        queued, following, ends = map(_moment, (item.queued_at, item.retry_at, item.deadline_at))
-        why = item.reason.splitlines()[0]
-        rows.append(f"| {position} | {queued} | {item.attempt - 1} | {following} | {ends} | {why} |")
-    return "\n".join(rows)
+def describe_ticket(ticket: Ticket) -> str:
+    """Return since when a run waits, its next try, and why."""
+    queued, following, ends = map(_moment, (ticket.queued_at, ticket.retry_at, ticket.deadline_at))
+    why = ticket.reason.partition("\n")[0]
+    tries = f"{ticket.attempt - 1} tries, the next at {following}"
+    return f"run {ticket.run_id[:8]} waits since {queued} ({tries}; gives up at {ends}): {why}"
 
 
 def _moment(seconds: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -105,10 +104,10 @@ def repository() -> dg.RepositoryDefinition:
     return build_defs(Settings()).get_repository_def()
 
 
-def tick(settings: Settings, instance: dg.DagsterInstance, cursor: str | None = None) -> Any:
+def tick(settings: Settings, instance: dg.DagsterInstance) -> Any:
     sensor, resources = build_queue_sensor(settings), build_resources(settings)
     del resources["io_manager"]
-    with dg.build_sensor_context(instance, cursor, repository_def=repository(), resources=resources) as made:
+    with dg.build_sensor_context(instance, repository_def=repository(), resources=resources) as made:
         return sensor.evaluate_tick(made)
 
 
@@ -136,7 +135,6 @@ def test_the_sensor_starts_what_is_due_with_its_configuration(tmp_path: Path, in
     assert request.run_config == {"ops": {}}
     assert request.tags[TICKET_TAG] == item.ticket
     assert request.run_key == tick(settings, instance).run_requests[0].run_key, "the daemon starts a key only once"
-    assert "no quota" in result.asset_events[0].metadata["queue"].value
     assert queue.tickets() == [item], "the run gives it back once it has a cluster"
 
     run_that_fails(instance, item)
@@ -144,43 +142,14 @@ def test_the_sensor_starts_what_is_due_with_its_configuration(tmp_path: Path, in
     assert not queue.tickets()
 
 
-def test_a_deadline_that_passes_fails_a_check(tmp_path: Path, instance: dg.DagsterInstance) -> None:
-    settings = Settings(home=tmp_path)
-    queue = WaitingList(settings.shared_uri)
-    queue.put(new_ticket("0123456789", [], {}, "no quota", now=1e9, deadline_seconds=60))
-    result = tick(settings, instance)
-    assert not result.run_requests
-    [check] = result.asset_events
-    assert not check.passed
+def test_a_deadline_that_passes_is_told(tmp_path: Path, instance: dg.DagsterInstance) -> None:
+    with web_hook() as (url, heard):
+        settings = Settings(home=tmp_path, notify=url)
+        queue = WaitingList(settings.shared_uri)
+        queue.put(new_ticket("0123456789", [], {}, "no quota", now=1e9, deadline_seconds=60))
+        assert not tick(settings, instance).run_requests
     assert not queue.tickets()
-
-
-def test_what_has_not_changed_is_not_said_again(tmp_path: Path, instance: dg.DagsterInstance) -> None:
-    settings, in_a_while = Settings(home=tmp_path), time.time() + 3600
-    queue = WaitingList(settings.shared_uri)
-    first = new_ticket("0123456789", [], {}, "no quota", now=1e9, deadline_seconds=1e10, not_before=in_a_while)
-    queue.put(first)
-    said = tick(settings, instance)
-    [observation, check] = said.asset_events
-    assert check.passed
-    assert observation.metadata["waiting_runs"].value == 1
-    quiet = tick(settings, instance, said.cursor)
-    assert not quiet.asset_events
-    assert "1 run(s) wait" in quiet.skip_message
-
-    queue.put(refused_again(first, "another", "still no quota", 1e9, in_a_while))
-    told = tick(settings, instance, quiet.cursor)
-    [observation] = told.asset_events
-    assert "still no quota" in observation.metadata["queue"].value
-
-    late = new_ticket("9876543210", [], {}, "no quota", now=1e9 + 1, deadline_seconds=60)
-    queue.put(late)
-    [check] = tick(settings, instance, told.cursor).asset_events
-    assert not check.passed, "it is said of each that is given up, and the table is as it was"
-
-    queue.remove(first.ticket)
-    [empty] = tick(settings, instance, told.cursor).asset_events
-    assert empty.metadata["waiting_runs"].value == 0
+    assert [item["title"] for item in heard] == ["dtrain: a run no longer waits for capacity"]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +181,7 @@ def test_a_run_that_dies_while_its_job_waits_for_nodes_keeps_its_place(
         assert (kept.ticket, kept.attempt) == (item.ticket, item.attempt + 1), "at its place, and with a try more"
         assert str(status["message"]) in kept.reason
         assert not said.run_requests, "whoever is behind it does not overtake"
-        assert tick(settings, instance, said.cursor).asset_events == []
+        assert "1. run " in said.skip_message
 
 
 def test_a_run_that_has_succeeded_without_asking_for_nodes_just_leaves(
@@ -256,7 +225,7 @@ def test_a_run_of_another_code_location_is_left_to_its_sensor(tmp_path: Path, in
     settings = Settings(home=tmp_path)
     queue = WaitingList(settings.shared_uri)
     queue.put(new_ticket("0123456789", ["theirs/trained_checkpoint"], {}, "no quota", 1e9, 60.0))
-    assert not tick(settings, instance).asset_events
+    assert "no run waits" in tick(settings, instance).skip_message
     assert len(queue.tickets()) == 1
 
 

@@ -12,7 +12,7 @@ from played_search import USUAL, play, source_of
 from dtrain_dagster.planning.tuned_settings import read_tuned
 from dtrain_dagster.search.results import improvements, result_document, settings_document
 from dtrain_dagster.search.run import halving_share, plan_search
-from dtrain_dagster.search.trials import Pruner, Sampler, SearchSettings, Trial, TrialSeconds, TrialState
+from dtrain_dagster.search.trials import Pruner, Sampler, SearchSettings, Trial, TrialState
 from trainer.config import ConfigError, DatasetRef, FactoryConfig, JobConfig
 
 BASE = JobConfig(job_id="base", run_dir="/tmp/base", dataset=DatasetRef(uri="/tmp/data", dataset_id="d1"))
@@ -55,14 +55,6 @@ def test_halving_does_what_is_left_at_each_rung() -> None:
     assert halving_share(1) == 1.0
     assert halving_share(3) == pytest.approx((1 + 2 / 3) / 3)
     assert halving_share(9) == pytest.approx((1 + 2 / 3 + 6 / 9) / 9)
-
-
-def test_what_trials_take_is_learned_from_the_bills_of_those_that_went_to_their_ends() -> None:
-    whole = replace(trial(0, (1.0, 1.0, 1.0, 1.0), 0.0, 1.0), node_seconds=4 * 10 + 7 + 3)
-    ended = replace(trial(1, (1.0, 1.0), 0.0, 1.0), node_seconds=2 * 10 + 7, state=TrialState.PRUNED)
-    expected = TrialSeconds(startup=7, training=4, of=4, finish=3)
-    assert expected.learned_from([whole, ended]) == replace(expected, training=40.0)
-    assert expected.learned_from([ended]) is expected
 
 
 def test_the_result_has_the_best_trial_and_all_dollars() -> None:
