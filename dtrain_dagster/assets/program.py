@@ -21,7 +21,6 @@ from pydantic import Field
 from dtrain_dagster.assets.cluster_run import ClusterRun
 from dtrain_dagster.assets.common import (
     LaunchpadOptions,
-    best_rows,
     head_of_page,
     links,
     page_of,
@@ -42,7 +41,6 @@ from dtrain_dagster.support.page_entries import fit_page
 from dtrain_dagster.support.user_code import digest_sources
 from dtrain_dagster.support.user_sources import script_sources
 from trainer.frameworks.catalogue import FRAMEWORKS, TORCHRUN
-from trainer.printable import visible
 from trainer.rundir import RunDir
 
 PROGRAM = "program_run"
@@ -143,12 +141,8 @@ def program_page(
         "",
         {name: totals.get(name) for name in ("wall_seconds", "node_hours", "cost_usd")},
     )
-    files = sorted(files_of(rundir), key=lambda item: -item[1])
-    largest = [{"file": visible(name), "bytes": size} for name, size in files]
     rest: dict[str, Any] = {
-        **({"largest_files": best_rows(largest)} if files else {}),
         **links(dashboard=job_url),
-        "files": len(files),
         "run_dir": dg.MetadataValue.path(rundir.uri),
         "job_id": rundir.uri.rsplit("/", 1)[-1],
         "engine": config.engine.value,
@@ -171,11 +165,3 @@ def choose_program_job(manager: GPUClusterManager, digest: str, root_run_id: str
     running = [status.job_id for status in manager.active_jobs() if status.job_id.startswith(f"program-{digest}-")]
     own = f"program-{digest}-{root_run_id[:8]}"
     return own if own in running or not running else running[0]
-
-
-def files_of(rundir: RunDir) -> list[tuple[str, int]]:
-    """Return the files of a run directory on this machine, with their bytes; none of one in storage elsewhere."""
-    folder = Path(rundir.uri)
-    if not folder.is_dir():
-        return []
-    return sorted((str(path.relative_to(folder)), path.stat().st_size) for path in folder.rglob("*") if path.is_file())

@@ -45,7 +45,6 @@ from dtrain_dagster.costs.prices import skus as known_skus
 from dtrain_dagster.costs.retail import RETAIL_URL, refresh_price_table
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.fleet.records import FleetRecords
-from dtrain_dagster.fleet.view import add_ledgers
 from dtrain_dagster.jobs.totals import LaunchTotals, sum_launches
 from dtrain_dagster.search.results import kept_search
 from dtrain_dagster.settings.environment import Settings
@@ -154,8 +153,7 @@ def _show_fleet(settings: Settings, name: str, as_json: bool) -> None:
     bills = {job_id: bill_of(settings, job_id, is_probe=True) for job_id in search.get("measured_by", ())}
     begun = [standing.job_id for standing in records.standings() if standing.launches]
     bills |= {job_id: bill_of(settings, job_id) for job_id in begun}
-    found = add_ledgers({job_id: (bill.tracker, bill.ledger) for job_id, bill in bills.items()})
-    whole = found.whole
+    whole = Ledger(entries=tuple(entry for bill in bills.values() for entry in bill.ledger.entries), notes=())
     if as_json:
         causes = {name.value: {"node_seconds": row.seconds, "usd": row.usd} for name, row in whole.causes().items()}
         print_json({
@@ -164,14 +162,14 @@ def _show_fleet(settings: Settings, name: str, as_json: bool) -> None:
             "budget_usd": records.limits().budget_usd + float(search.get("before_usd", 0.0)),
             "causes": causes,
             "jobs": {
-                job_id: {"node_seconds": each.microseconds / SECOND, "usd": usd(each.units)}
-                for job_id, each in found.jobs.items()
+                job_id: {"node_seconds": bill.ledger.microseconds / SECOND, "usd": usd(bill.ledger.units)}
+                for job_id, bill in bills.items()
             },
         })  # fmt: skip
         return
     console().print(ledger_table("cause", _causes(whole)), highlight=False)
     say("")
-    console().print(ledger_table("job", [(job_id, each, "") for job_id, each in found.jobs.items()]), highlight=False)
+    console().print(ledger_table("job", [(job_id, bill.ledger, "") for job_id, bill in bills.items()]), highlight=False)
 
 
 def _show_job(settings: Settings, job_id: str, as_json: bool, usage_export: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""A fleet as people see it: each job's state, progress and dollars, and the ledger of all. It reads, and asks nobody.
+"""A fleet as people see it: each job's state, progress and dollars. It reads, and asks nobody.
 
 The same view is printed by `dtrain fleet` and sent as JSON.
 """
@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dtrain_dagster.clusters import presence
-from dtrain_dagster.costs.ledger import Ledger
 from dtrain_dagster.costs.money import usd
 from dtrain_dagster.costs.plan import launch_price
-from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.fleet.jobs import FleetLimits, FleetState, Standing
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.scheduling import FleetFacts, Look
@@ -175,29 +172,3 @@ def _seconds_to_end(standings: list[Standing], rows: list[FleetRow], nodes: int)
     if not known or len(known) < len(each):
         return None
     return max(*(seconds for _, seconds in known), sum(count * seconds for count, seconds in known) / nodes)
-
-
-class LedgerError(ValueError):
-    """A ledger does not sum to what was paid."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FleetLedger:
-    """What all jobs of a fleet have cost."""
-
-    jobs: Mapping[str, Ledger]
-    whole: Ledger
-    """All of these."""
-
-
-def add_ledgers(bills: Mapping[str, tuple[CostTracker, Ledger]]) -> FleetLedger:
-    """Return the ledger of a fleet. Raise `LedgerError`, which names the job, where one does not sum to its bill."""
-    for job_id, (tracker, found) in bills.items():
-        paid = sum(node.microseconds for node in tracker.nodes)
-        if (paid, tracker.total_units) != (found.microseconds, found.units):
-            raise LedgerError(
-                f"job {job_id}: its ledger has {found.microseconds} microseconds of nodes, paid were {paid}"
-            )
-    jobs = {job_id: found for job_id, (_, found) in bills.items()}
-    entries = tuple(entry for found in jobs.values() for entry in found.entries)
-    return FleetLedger(jobs=jobs, whole=Ledger(entries=entries, notes=()))

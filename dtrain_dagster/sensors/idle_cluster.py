@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import dagster as dg
@@ -24,8 +24,6 @@ from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import notify_and_log
 
-IDLE_EVERY_SECONDS, BUSY_EVERY_SECONDS = 600.0, 3600.0
-"""The intervals at which an unchanged state is recorded: while the cluster idles, and while it works."""
 PAUSE_SECONDS = 300.0
 """The pause after a try: the time that nodes may take to go after a scale-down was asked for."""
 Outcome = Literal["", "scaled down", "asked for", "failed", "in use"]
@@ -94,19 +92,6 @@ class Watched:
         return 0 if self.pool.work else self.pool.node_count
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cursor:
-    """The state that a tick leaves for the next one."""
-
-    pools: Mapping[str, Idling] = field(default_factory=dict)
-    facts: Sequence[Any] = ()
-    """The last recorded states, see `idle_state_of`."""
-    recorded_at: float = 0.0
-
-    def written(self) -> str:
-        return json.dumps(asdict(self))
-
-
 def build_idle_cluster_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> dg.SensorDefinition:
     """Return the sensor that records the cluster's state and scales down pools that have idled for too long."""
     limit_seconds = settings.idle_minutes * 60
@@ -123,8 +108,7 @@ def build_idle_cluster_sensor(settings: Settings, names: GraphNames = STOCK_NAME
         if not (keys := watched_clusters(context, names)):
             return dg.SensorResult(skip_reason=ELSEWHERE, cursor=context.cursor)
         manager, now = cluster.manager(), time.time()
-        cursor = read_cursor(context.cursor)
-        before = cursor.pools
+        before, recorded = read_cursor(context.cursor)
         try:
             pools = manager.pools()
         except (ClusterError, OSError) as error:  # the idle time so far is kept
@@ -135,7 +119,6 @@ def build_idle_cluster_sensor(settings: Settings, names: GraphNames = STOCK_NAME
             idling = look(before.get(pool.name), pool, usd or 0.0, now)
             over = is_over(idling, pool, limit_seconds)
             watched.append(Watched(pool=pool, idling=idling, usd_per_node_hour=usd, is_over=over))
-        messages = [_gone(name, before[name], cluster) for name in gone(before, pools)]
         # One at a tick: it may take half of the minute that a sensor has.
         due = [item for item in watched if item.is_over and item.idling.idle_seconds >= item.idling.next_try_seconds]
         if due:
@@ -143,43 +126,30 @@ def build_idle_cluster_sensor(settings: Settings, names: GraphNames = STOCK_NAME
             result = _scale_down(manager, turn, run_at_work(context.instance, keys, now))
             context.log.warning(describe_idle_pool(result, cluster))
             if result.idling.outcome == "scaled down" or (result.idling.outcome != "in use" and not result.idling.told):
-                messages.append(describe_idle_pool(result, cluster))
+                message = describe_idle_pool(result, cluster)
                 result = replace(result, idling=replace(result.idling, told=True))
+                title = f"dtrain: cluster {cluster.cluster_name} stood idle"
+                notify_and_log(project.notify_urls(), title, message, context.log)
             watched[watched.index(turn)] = result
-        for message in messages:
-            notify_and_log(
-                project.notify_urls(), f"dtrain: cluster {cluster.cluster_name} stood idle", message, context.log
-            )
         facts = [idle_state_of(item) for item in watched if item.pool.node_count]
-        pause = IDLE_EVERY_SECONDS if any(item.idle_nodes for item in watched) else BUSY_EVERY_SECONDS
-        late = bool(facts) and abs(now - cursor.recorded_at) >= pause
-        is_news = facts != list(cursor.facts) or late
+        is_news = facts != recorded
         return dg.SensorResult(
             asset_events=_events(watched, cluster, keys) if is_news else [],
             skip_reason=None if is_news else "nothing has changed" if facts else "no nodes: nothing to watch or to pay",
-            cursor=Cursor(
-                pools={item.pool.name: item.idling for item in watched},
-                facts=facts,
-                recorded_at=now if is_news else cursor.recorded_at,
-            ).written(),
+            cursor=json.dumps({"pools": {item.pool.name: asdict(item.idling) for item in watched}, "facts": facts}),
         )
 
     return idle_cluster
 
 
-def read_cursor(text: str | None) -> Cursor:
-    """Return the last tick's state; an empty one where another version wrote it."""
+def read_cursor(text: str | None) -> tuple[dict[str, Idling], list[Any]]:
+    """Return the pools' idle states at the last tick, and the facts that were recorded last; nothing where another
+    version wrote them."""
     try:
         found = json.loads(text or "{}")
-        return Cursor(**{**found, "pools": {name: Idling(**fields) for name, fields in found["pools"].items()}})
+        return {name: Idling(**fields) for name, fields in found["pools"].items()}, list(found["facts"])
     except (ValueError, TypeError, KeyError):
-        return Cursor()
-
-
-def gone(before: Mapping[str, Idling], pools: Sequence[NodePool]) -> list[str]:
-    """Return the pools whose nodes have gone at last, after it was reported that they had not."""
-    there = {pool.name for pool in pools if pool.node_count}
-    return [name for name, old in before.items() if old.told and old.outcome != "scaled down" and name not in there]
+        return {}, []
 
 
 def idle_state_of(item: Watched) -> list[Any]:
@@ -202,11 +172,6 @@ def describe_idle_pool(item: Watched, cluster: GPUClusterResource) -> str:
         f"{format_duration(item.idling.idle_seconds)}{trouble}, "
         f"{money}; {WORDS[item.idling.outcome]}{reason}"
     )
-
-
-def _gone(name: str, idling: Idling, cluster: GPUClusterResource) -> str:
-    money = f" and {dollars(idling.wasted_usd)} for nothing ({_words(cluster)})" if idling.wasted_usd else ""
-    return f"{name}: its nodes are gone now, after {format_duration(idling.idle_seconds)} without work{money}"
 
 
 def _words(cluster: GPUClusterResource) -> str:
