@@ -192,12 +192,6 @@ class RunDir:
         lines = "".join(json.dumps(event, allow_nan=False, sort_keys=True) + "\n" for event in events)
         self.storage.create(f"{EVENTS}/{event_file(generation, rank, number)}", lines.encode())
 
-    def append_supervisor_event(self, kind: str, **fields: Any) -> None:
-        """Write an event that no rank knows of. Its file has generation 0, which no rank has."""
-        files = [match for name in self._names(EVENTS) if (match := _EVENT_FILE.match(name)) and int(match[1]) == 0]
-        number = max((int(match[3]) for match in files), default=0) + 1
-        self.append_events(0, 0, number, [event(kind, 0, 0, **fields)])
-
     def last_generation(self) -> int:
         """Return the highest generation with events, a checkpoint or a record of its members; 0 if there is none."""
         names = [name for folder in (EVENTS, CHECKPOINTS, MEMBERSHIP) for name in self.storage.list(folder)]
@@ -432,7 +426,6 @@ def event(kind: str, rank: int, generation: int, **fields: Any) -> dict[str, Any
     """Return one event. ``time`` is Unix seconds; every other field carries its unit in its name.
 
     `trainer.documents.events` has a class for each kind that something reads, with its fields. Besides these there
-    are two for people: ``communication_error`` (step, operation, waited_seconds, error, peers, attempt), and the
-    supervisor's ``host_excluded`` (host, why, until).
+    is one for people: ``communication_error`` (step, operation, waited_seconds, error, peers, attempt).
     """
     return {"kind": kind, "time": clock.now(), "rank": rank, "generation": generation, **fields}

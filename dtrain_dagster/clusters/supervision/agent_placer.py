@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
@@ -342,10 +342,6 @@ class AgentPlacer(Placer):
         for found in self.exclusions():
             if found.host not in before:
                 say(f"host {found.host} is excluded: {found.why}; `dtrain status --lift {found.host}` lifts it")
-                try:
-                    self.rundir.append_supervisor_event("host_excluded", **asdict(found))
-                except OSError as error:
-                    warn_once(f"that host {found.host} is excluded cannot be written into the events: {error}")
 
     def _has_settled(self) -> bool:
         """Return whether the last node that was handed over trains again with the others, or has had its time."""
