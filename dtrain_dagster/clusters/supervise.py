@@ -85,8 +85,7 @@ def main(arguments: Sequence[str]) -> int:
         secret.remove()
         PrivateFiles(secret.path).options.unlink(missing_ok=True)
         presences.close(rundir, clock.now())
-        if notice_addresses():  # people are told, whoever looks; else the next one who looks settles it
-            settle_status(rundir, sweeps=False)
+        settle_status(rundir, sweeps=False)
 
     work = partial(supervise, rundir, secret, clock, RESUME in arguments)
     code = run_under_reaper(work, supervisor_mark(launch), afterwards, partial(tell, rundir, retries=RETRIES))

@@ -55,8 +55,6 @@ class PlacedNode(NodeFacts):
     """Why it waits, or why it ended, in the words of the engine; "" where the exit codes say all."""
     queued_at: float | None = None
     """The time at which the engine was asked for it, in Unix seconds, while it is pending."""
-    host: str = ""
-    """The machine that it runs on, as the engine calls it."""
 
     @property
     def gone(self) -> bool:
@@ -177,7 +175,6 @@ def view_node(record: NodeRecord, size: int, now: float) -> PlacedNode:
         presence=presence,
         reason=(job.reason if job else "") or record.reason,
         queued_at=((job.submitted_at if job else None) or record.made_at) if waits else None,
-        host=(presence.host if presence else "") or (job.host if job else ""),
         is_taken=is_gone and is_taken_away(record),
     )
 
