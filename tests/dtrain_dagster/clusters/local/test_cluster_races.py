@@ -35,11 +35,12 @@ def test_the_group_of_a_node_that_has_ended_is_not_signalled_later(tmp_path: Pat
     node.group = os.getpgrp()
     signals: list[int] = []
     monkeypatch.setattr("trainer.node.node_processes.signal_group", lambda group, number: signals.append(number))
-    node.end(60.0)
-    assert signals == [signal.SIGTERM]
     node.gone_at = 1.0
     node.end(0.0)
     assert not node.look()
+    assert signals == []
+    node.gone_at = None
+    node.end(60.0)
     assert signals == [signal.SIGTERM]
 
 
