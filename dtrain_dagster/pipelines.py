@@ -115,7 +115,7 @@ def build_training_assets(
     ``script``: instead, a script that calls `trainer.Trainer.fit`, with its ``arguments``; its model is registered with
     ``registry``, as that of a dataset always is. ``model``, ``loss``: stock
     names or ``package.module:factory``. ``training``: fields of `trainer.config.DistributedTrainingConfig`; ``limits``:
-    budget_usd, deadline_hours, stop_at_usd, choose_nodes, probe. Launchpads begin with all of these. ``cluster``: as
+    budget_usd, deadline_hours, stop_at_usd, probe. Launchpads begin with all of these. ``cluster``: as
     the environment has it, where None. ``model_name``, ``experiment``: in MLflow (None: ``name``). ``schedule``: cron
     of the retraining, switched off by default. ``owners``: of the assets. ``deps``: assets that are made before the
     first one. Raise `PipelineError`, or `SettingsError` for an unusable environment.

@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,6 @@ from dtrain_dagster.jobs.script_job import ScriptJob, describe_script
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.settings.environment import MOST_NODES
 from dtrain_dagster.settings.tiers import tier_of
-from dtrain_dagster.support.graph_names import GraphNames
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig, parse_job
 from trainer.data.manifest import kind_of
 from trainer.model.allowed_factories import STOCK, modules_of_settings, refuse_foreign_factories, usual_parts
@@ -68,9 +67,6 @@ class PlanOptions(LaunchpadOptions):
     """The longest expected time in hours; above it nothing starts. 0: no limit."""
     stop_at_usd: float = Field(default=0.0, ge=0, lt=math.inf)
     """The cost in dollars, probe included, at which the training saves a checkpoint and stops. 0: never."""
-    choose_nodes: bool = False
-    """Take the number of nodes, up to those of this run, that costs least within budget and deadline; each rank keeps
-    its batch."""
     probe: bool = True
     """Run a short probe where no past run tells the pace; its cost counts against the limits. False: nothing runs
     before the plan is known."""
@@ -178,56 +174,30 @@ class ScriptOptions(PlanOptions):
         return [f"training.{name}={json.dumps(value)}" for name, value in given.items()]
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A training on a number of nodes, before its speed is known."""
-
-    job: JobConfig
-    samples: Mapping[str, int]
-    """The number of samples of each split."""
-    script: ScriptJob | None = None
-    """The script that trains; None where the trainer does by itself."""
+WantedJob = tuple[JobConfig, Mapping[str, int], ScriptJob | None]
+"""A training, the samples of each split, and the script that trains; None where the trainer does by itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class DatasetTraining:
-    """A training of a model and a loss of the launchpad on a dataset."""
-
-    names: GraphNames
-    config: TrainingOptions
-    run: ClusterRun
-    dataset: BuiltDataset
-
-    def on_nodes(self, node_count: int) -> Wanted:
-        config = with_usual_parts(self.config, self.dataset.manifest())
-        job = job_on(node_count, config, self.run.cluster, self.run.project, self.dataset)
-        return Wanted(job, self.dataset.samples)
+def job_of_dataset(config: TrainingOptions, run: ClusterRun, dataset: BuiltDataset) -> WantedJob:
+    """Return the training of the launchpad's model and loss on a dataset. Raise `ConfigError` for what cannot be
+    trained."""
+    config = with_usual_parts(config, dataset.manifest())
+    return job_on(run.cluster.node_count, config, run.cluster, run.project, dataset), dataset.samples, None
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptTraining:
-    """The training of a script that calls `trainer.Trainer.fit`."""
-
-    names: GraphNames
-    config: ScriptOptions
-    run: ClusterRun
-    script: str
-    registered_model: str | None = None
-    """The name under which its model is registered; None: it is not."""
-
-    def on_nodes(self, node_count: int) -> Wanted:
-        cluster, project = self.run.cluster, self.run.project
-        ranks, is_here = node_count * cluster.ranks_per_node, cluster.traits.is_this_machine
-        share = max(1, (os.cpu_count() or 1) // ranks) if is_here else None
-        overrides = list(self.config.overrides(ranks, cluster.threads_per_rank or share))
-        if self.registered_model is not None:
-            overrides.append(f"tracking.registered_model={json.dumps(self.registered_model)}")
-        run_dir, env = f"{project.jobs_uri}/plan", project.trainer_env()
-        found = describe_script(self.script, self.config.arguments, overrides, "plan", run_dir, env)
-        return Wanted(found.job, found.samples, found)
-
-
-Request = DatasetTraining | ScriptTraining
+def job_of_script(config: ScriptOptions, run: ClusterRun, script: str, registered_model: str | None) -> WantedJob:
+    """Return the training of a script that calls `trainer.Trainer.fit`, which is run up to that call.
+    ``registered_model``: the name under which its model is registered; None: it is not. Raise `ConfigError` where it
+    does not come to that call."""
+    cluster, project = run.cluster, run.project
+    ranks, is_here = cluster.node_count * cluster.ranks_per_node, cluster.traits.is_this_machine
+    share = max(1, (os.cpu_count() or 1) // ranks) if is_here else None
+    overrides = list(config.overrides(ranks, cluster.threads_per_rank or share))
+    if registered_model is not None:
+        overrides.append(f"tracking.registered_model={json.dumps(registered_model)}")
+    run_dir, env = f"{project.jobs_uri}/plan", project.trainer_env()
+    found = describe_script(script, config.arguments, overrides, "plan", run_dir, env)
+    return found.job, found.samples, found
 
 
 def check_planned(planned: PlannedJob, has_gpus: bool, rehearses: bool) -> Checked:

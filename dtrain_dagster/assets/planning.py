@@ -14,12 +14,12 @@ from dtrain_dagster.assets.cluster_run import ClusterRun
 from dtrain_dagster.assets.common import hardware_mark, refusing_mistakes
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.plan_options import (
-    DatasetTraining,
-    Request,
+    PlanOptions,
     ScriptOptions,
-    ScriptTraining,
     TrainingOptions,
     check_planned,
+    job_of_dataset,
+    job_of_script,
     with_checked_names,
     with_nodes_of_run,
 )
@@ -37,7 +37,6 @@ from dtrain_dagster.planning.build_plan import (
     compare_choices,
     explain_choice,
     explain_excess,
-    in_words,
     remedies,
     size_up_job,
     sure_objection,
@@ -81,25 +80,29 @@ def build_cost_estimate(pipeline: Pipeline) -> dg.AssetsDefinition:
         with refusing_mistakes():
             cluster = with_nodes_of_run(cluster_resource(context, names), config)
             run = ClusterRun.of(context, cluster, project_resource(context, names))
-        if not is_script:
-            request: Request = DatasetTraining(names, config, run, inputs["sharded_dataset"])
-            return plan_training(request, registers=True)
-        name = None if pipeline.unregistered else run.project.model_name
-        request = ScriptTraining(names, config, run, pipeline.script, name)
-        return plan_training(request, registers=name is not None)
+            price, tier = price_of(cluster.sku), cluster.first_tier
+            price.usd_per_hour(tier)  # nodes without a price are refused before a script is run
+            model_name = None if pipeline.unregistered else run.project.model_name
+            if is_script:
+                job, samples, script = job_of_script(config, run, pipeline.script, model_name)
+            else:
+                job, samples, script = job_of_dataset(config, run, inputs["sharded_dataset"])
+            planned = size_up_job(
+                job, samples, price, tier, cluster.node_count, cluster.ranks_per_node, cluster.traits,
+                config.more.get("world_size"), names, script,  # type: ignore[attr-defined]
+            )  # fmt: skip
+        return plan_training(run, config, planned, registers=model_name is not None)
 
     return cost_estimate
 
 
-def plan_training(request: Request, registers: bool) -> dg.MaterializeResult:
+def plan_training(run: ClusterRun, config: PlanOptions, planned: PlannedJob, registers: bool) -> dg.MaterializeResult:
     """Return the plan of a wanted training. ``registers``: whether its model is to be registered. Raise
     `dagster.Failure` where it exceeds a limit, or its end lacks something."""
-    config, run = request.config, request.run
     limits, log = Limits(budget_usd=config.budget_usd, deadline_hours=config.deadline_hours), run.context.log
     from dtrain_dagster.planning.check_job import memory_of  # not above: loads numpy
 
     with refusing_mistakes():
-        planned = plan_of_launchpad(request)
         price, count = planned.price, planned.node_count
         history = read_history(run, planned)
         has_trained = any(past.sku == price.sku for past in history.runs)
@@ -110,7 +113,7 @@ def plan_training(request: Request, registers: bool) -> dg.MaterializeResult:
         model = checked.model or (planned.script.model if planned.script else None)
         refuse_what_cannot_end(run, model, planned.job.training.keep_checkpoints, registers)
     past = history.forecast(planned.sizes, count, price.sku)
-    if said := sure_objection(past, planned, limits, config.choose_nodes):
+    if said := sure_objection(past, planned, limits):
         would_fit = remedies(compare_choices(planned, past, limits, too_small), planned, past) if past else []
         raise run.refuse_plan(nodes_of(planned), said, would_fit)
 
@@ -122,19 +125,11 @@ def plan_training(request: Request, registers: bool) -> dg.MaterializeResult:
     if past is not None and knows(past, count):
         pace = Pace(planned=planned, forecast=past)
     else:
-        pace = measure_pace(request, planned, history, limits)
+        pace = measure_pace(run, config, planned, history, limits)
     planned, forecast = pace.planned, pace.forecast
     spent = evidence.bill_charges(pace.charges, planned.tier).total_usd
     limits = replace(limits, spent_usd=spent, spent_seconds=pace.seconds)
     table = compare_choices(planned, forecast, limits, too_small)
-    if config.choose_nodes and (cheapest := table.cheapest_here(planned.price.sku, planned.tier, count)):
-        table = replace(table, planned=cheapest)
-        log.info(f"of 1 to {count} nodes, this choice costs least: {in_words(cheapest)}")
-        planned = planned.on_nodes(request.on_nodes(cheapest.node_count).job, cheapest.node_count)
-        history = read_history(run, planned)
-        past = history.forecast(planned.sizes, planned.node_count, planned.price.sku)
-        if past and knows(past, planned.node_count):
-            forecast = past
     estimate = estimate_forecast(forecast, planned.price, planned.tier, planned.node_count)
     if said := explain_excess(estimate, limits):
         raise run.refuse_plan(nodes_of(planned), said, remedies(table, planned, forecast))
@@ -153,26 +148,6 @@ def plan_training(request: Request, registers: bool) -> dg.MaterializeResult:
         data_version=dg.DataVersion(plan.fingerprint),
         metadata=fit_page(plan_page(run, plan, table, forecast, pace)),
     )
-
-
-def plan_of_launchpad(request: Request) -> PlannedJob:
-    """Return the training as the launchpad and the settings ask for it. Raise `dagster.Failure` for options that
-    exclude each other, and `PriceError` for a SKU without a price, before anything is bought."""
-    config, cluster = request.config, request.run.cluster
-    price, tier = price_of(cluster.sku), cluster.first_tier
-    price.usd_per_hour(tier)
-    wanted = request.on_nodes(cluster.node_count)
-    stated_ranks = config.more.get("world_size")
-    if stated_ranks and config.choose_nodes:
-        raise dg.Failure(
-            "choose_nodes and more.world_size cannot be combined: where nodes are chosen, each rank keeps its batch. "
-            "Remove one of them (launchpad of cost_estimate)",
-            allow_retries=False,
-        )
-    return size_up_job(
-        wanted.job, wanted.samples, price, tier, cluster.node_count, cluster.ranks_per_node, cluster.traits,
-        stated_ranks, request.names, wanted.script,
-    )  # fmt: skip
 
 
 def nodes_of(planned: PlannedJob) -> str:
@@ -206,11 +181,11 @@ def refuse_what_cannot_end(run: ClusterRun, model: ModelBytes | None, keep_check
         )
 
 
-def measure_pace(request: Request, planned: PlannedJob, history: History, limits: Limits) -> Pace:
+def measure_pace(run: ClusterRun, config: PlanOptions, planned: PlannedJob, history: History, limits: Limits) -> Pace:
     """Return the forecast from a short probe on the available nodes, unless past runs on these very nodes tell enough.
     Raise `dagster.Failure` where that would exceed a limit, or probes are switched off and no past run is known."""
-    config, run, sizes = request.config, request.run, planned.sizes
-    cluster, manager, jobs_uri, tell = run.cluster, run.manager, run.project.jobs_uri, run.context.log.info
+    sizes, cluster = planned.sizes, run.cluster
+    manager, jobs_uri, tell = run.manager, run.project.jobs_uri, run.context.log.info
     if not config.probe:
         forecast = history.forecast(sizes, planned.node_count, planned.price.sku)
         if forecast is None:
@@ -220,7 +195,7 @@ def measure_pace(request: Request, planned: PlannedJob, history: History, limits
                 allow_retries=False,
             )
         return Pace(planned=planned, forecast=forecast)
-    counts = evidence.probe_counts(planned.node_count, bool(limits) or config.choose_nodes)
+    counts = evidence.probe_counts(planned.node_count, bool(limits))
     mark = planned.pace + hardware_mark(cluster, planned.price.sku)
     due = evidence.probes_to_run(jobs_uri, mark, counts)
     expected = evidence.expect_probes(history.probes, due, sizes, planned.price, planned.tier)

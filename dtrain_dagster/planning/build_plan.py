@@ -82,11 +82,6 @@ class PlannedJob:
             return ""
         return "this machine" if self.kind.is_this_machine else f"the {self.kind.words}"
 
-    def on_nodes(self, job: JobConfig, node_count: int) -> PlannedJob:
-        """Return the same training on other nodes; sizes and pace stay, since each rank keeps its batch."""
-        digest = fingerprint(job, node_count, self.sizes.processes_per_node, self.script.digest if self.script else "")
-        return replace(self, job=job, fingerprint=self.names.mark(digest), node_count=node_count)
-
 
 def size_up_job(
     job: JobConfig,
@@ -268,16 +263,11 @@ def explain_on_other_nodes(plan: TrainingPlan, price: SkuPrice, tier: Tier) -> s
     return explain_excess(estimate_cost(seconds, price, tier, plan.node_count), limits)
 
 
-def sure_objection(past: Forecast | None, planned: PlannedJob, limits: Limits, choose_nodes: bool) -> str | None:
+def sure_objection(past: Forecast | None, planned: PlannedJob, limits: Limits) -> str | None:
     """Return a sentence on why the plan cannot fit its limits, before anything is run; None where it may fit. It rests
-    on past runs, or on the least that any training takes. Where nodes may be chosen, no number of them would fit."""
-    said, price, tier = None, planned.price, planned.tier
-    for count in range(1, planned.node_count + 1) if choose_nodes else [planned.node_count]:
-        seconds = past.seconds_at(count) if past else LEAST_SECONDS
-        said = explain_excess(estimate_cost(seconds, price, tier, count), limits, "low")
-        if said is None:
-            return None
-    return said
+    on past runs, or on the least that any training takes."""
+    seconds = past.seconds_at(planned.node_count) if past else LEAST_SECONDS
+    return explain_excess(estimate_cost(seconds, planned.price, planned.tier, planned.node_count), limits, "low")
 
 
 def warnings_of(plan: TrainingPlan, limits: Limits) -> list[str]:
@@ -348,8 +338,7 @@ class Choices:
     rows: tuple[PlanChoice, ...]
     limits: Limits
     planned: PlanChoice | None
-    """The choice that will run: that of the settings, unless the plan takes another number of nodes. None where its
-    nodes cannot be bought, or are not compared."""
+    """The choice that will run: that of the settings. None where its nodes cannot be bought, or are not compared."""
     place: str = ""
     """See `PlannedJob.place`."""
 
@@ -357,14 +346,6 @@ class Choices:
     def cheapest(self) -> PlanChoice | None:
         """The cheapest of those that keep deadline and budget."""
         return next((row for row in self.rows if is_sure(row, self.limits)), None)
-
-    def cheapest_here(self, sku: str, tier: Tier, most: int) -> PlanChoice | None:
-        """Return the cheapest choice that a cluster of these nodes can carry out and that surely fits; else the
-        cheapest that fits as expected; else the cheapest of all, which is refused. None where it can carry out none."""
-        here = [row for row in self.rows if (row.sku, row.tier) == (sku, tier) and row.node_count <= most]
-        surely = [row for row in here if is_sure(row, self.limits)]
-        likely = [row for row in here if explain_excess(row.estimate, self.limits) is None]
-        return next(iter(surely or likely or here), None)
 
 
 def compare_choices(
@@ -491,9 +472,11 @@ def explain_choice(table: Choices) -> str:
         said = ["The planned nodes are not among the choices, which are on offer, have a price, and are large enough."]
     else:
         said = [f"This plan runs on {in_words(planned, table.place)}."]
-        least = table.cheapest_here(planned.sku, planned.tier, planned.node_count)
-        if least and least.usd.expected < planned.usd.expected and is_sure(least, table.limits):
-            said.append(f"{_compared(least, planned)}: `choose_nodes: true` takes it.")
+        fewer = (row for row in table.rows if (row.sku, row.tier) == (planned.sku, planned.tier))
+        fewer = (row for row in fewer if row.node_count < planned.node_count and is_sure(row, table.limits))
+        least = next((row for row in fewer if row.usd.expected < planned.usd.expected), None)
+        if least:
+            said.append(f"{_compared(least, planned)}: `nodes: {least.node_count}` takes it.")
     if cheapest is None:
         said.append("No choice is sure to keep the limits.")
     elif cheapest is planned:

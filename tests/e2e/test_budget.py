@@ -11,7 +11,7 @@ import pytest
 from dtrain_dagster.costs.prices import price_of
 from trainer.rundir import RunDir
 
-from .conftest import checks, metadata, run
+from .conftest import checks, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 GRAPH = [dg.AssetKey(name) for name in ("stock_prices", "sharded_dataset", "cost_estimate", "trained_checkpoint")]
@@ -61,9 +61,7 @@ def test_a_job_stops_at_its_budget_and_goes_on_when_it_is_raised(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("shared")
-def test_a_plan_that_does_not_fit_buys_nothing_and_one_that_may_choose_takes_what_costs_least(
-    job: dg.JobDefinition, tmp_path: Path
-):
+def test_a_plan_that_does_not_fit_buys_nothing(job: dg.JobDefinition, tmp_path: Path):
     jobs = tmp_path / "home" / "storage" / "jobs"
     with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
         refused = run(job, instance, selection=GRAPH, budget_usd=0.001, **OPTIONS)
@@ -75,17 +73,3 @@ def test_a_plan_that_does_not_fit_buys_nothing_and_one_that_may_choose_takes_wha
         assert "is not started" in str(failure.description)
         assert "budget_usd is $0.0010" in str(failure.description)
         assert not jobs.exists(), "not even a probe"
-
-        options = OPTIONS | {"epochs": 1}
-        made = run(job, instance, selection=GRAPH[2:], choose_nodes=True, deadline_hours=1.0, **options)
-        assert made.success
-    plan = metadata(made, "cost_estimate")
-    [mine] = [row for row in plan["choices"] if "this plan" in row["mark"]]
-    same = [row for row in plan["all_choices"] if (row["sku"], row["tier"]) == ("Standard_NC6s_v3", "dedicated")]
-    nodes = min((row for row in same if row["nodes"] <= 2), key=lambda row: row["usd"])["nodes"]
-    assert mine["choice"] == f"{nodes} × NC6s_v3 (dedicated)"
-    assert plan["training"]["world_size"] == nodes
-    assert plan["estimated_usd"] == pytest.approx(mine["usd"], abs=1e-3)
-    [folder] = jobs.glob("train-*")
-    assert len(RunDir(str(folder)).nodes()) == nodes, "the job ran on what was chosen"
-    assert sorted(folder.name.rsplit("-", 1)[-1] for folder in jobs.glob("probe-*")) == ["1n", "2n"]

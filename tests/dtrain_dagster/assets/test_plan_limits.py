@@ -4,7 +4,6 @@ import logging
 import re
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import date
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,10 +20,8 @@ from dtrain_dagster.costs.estimate import Forecast, Interval, Measured, Sizes, e
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.jobs.spending import open_book
-from dtrain_dagster.planning.build_plan import Choices, Limits, compare_choices
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
-from tests.dtrain_dagster.planning.planned_nodes import planned_on
 
 V100 = price_of("Standard_NC6s_v3")
 SIZES = Sizes(
@@ -39,27 +36,6 @@ FORECAST = Forecast(
     basis="probe",
     basis_words="",
 )
-
-
-def table(budget_usd: float | None) -> Choices:
-    return compare_choices(
-        planned_on(V100, 4, batch=256), FORECAST, Limits(budget_usd=budget_usd or 0.0), prices=[V100],
-        node_counts=range(1, 5), tiers=("dedicated",), today=date(2025, 1, 1),
-    )  # fmt: skip
-
-
-def test_nodes_are_chosen_that_fit_surely_else_as_expected_else_the_cheapest():
-    rows = {row.node_count: row for row in table(None).rows}
-    least = min(rows.values(), key=lambda row: row.usd.expected)
-    between = (least.usd.expected + least.usd.high) / 2
-    for budget in (None, least.usd.high, between, least.usd.low):
-        found = table(budget).cheapest_here(V100.sku, "dedicated", 4)
-        assert found is not None
-        assert found.node_count == least.node_count
-    only = table(None).cheapest_here(V100.sku, "dedicated", 1)
-    assert only is not None
-    assert only.node_count == 1, "no more than there are"
-    assert table(None).cheapest_here(V100.sku, "spot", 4) is None
 
 
 def test_a_stated_world_size_makes_the_global_batch_whatever_nodes_there_are():

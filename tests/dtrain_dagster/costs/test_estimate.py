@@ -270,4 +270,4 @@ def test_what_would_fit_is_said():
     assert explain_excess(estimate_cost(fewer, PRICE, "dedicated", 2), limits) is None
     assert f"epochs={epochs} instead of 4" in fits[1]
     assert most_epochs(made, Limits(budget_usd=0.001), PRICE, "dedicated", 2) == 0
-    assert sure_objection(None, planned, Limits(budget_usd=0.001), choose_nodes=True)
+    assert sure_objection(None, planned, Limits(budget_usd=0.001))

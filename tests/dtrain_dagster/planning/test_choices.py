@@ -245,13 +245,12 @@ def test_the_plan_says_what_fewer_nodes_would_save_and_what_it_is_not():
     text = explain_choice(table)
     for row in (rows[V100, PLANNED.node_count], rows[V100, 1], rows[T4, 1]):
         assert dollars(row.usd.expected) in text
-    assert "`choose_nodes: true` takes it" in text
-    assert "chosen" not in text
+    assert "`nodes: 1` takes it" in text
     alone = table_of(prices=[PRICES[V100]], node_counts=(PLANNED.node_count,))
     assert explain_choice(alone).endswith("It is the cheapest of all choices.")
     nothing = table_of(deadline=1.0, prices=[PRICES[V100]])
     assert "No choice is sure to keep the limits" in explain_choice(nothing)
-    assert "choose_nodes" not in explain_choice(nothing)
+    assert "takes it" not in explain_choice(nothing)
 
 
 def test_nodes_that_are_not_bought_are_named_by_their_place_and_only_priced_as_a_size():
