@@ -176,9 +176,11 @@ def probes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def share(home: Path, datasets: Path) -> None:
-    """Let a home find datasets that were made before, and MLflow's tables."""
+    """Let a home find datasets that were made before with their leakage checks, and MLflow's tables."""
     (home / "storage").mkdir(parents=True)
-    (home / "storage" / "datasets").symlink_to(datasets)
+    for name in ("datasets", "leakage_checks"):
+        (datasets / name).mkdir(exist_ok=True)
+        (home / "storage" / name).symlink_to(datasets / name)
     copy_tables(home / "mlflow.db")
 
 

@@ -42,7 +42,7 @@ FAULTS = [
 
 
 def test_the_graph_is_materialized_though_a_size_is_refused_and_a_node_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: None
 ) -> None:
     """C2, R1.1, R1.3, R2.4, R4.3, R6.1, R6.2: in a process as CI runs it, which has secrets that it must not tell."""
     if why := missing():

@@ -8,7 +8,6 @@ Every request made here can be repeated: names make it so.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -270,9 +269,3 @@ def request_id_of(error: BaseException) -> str | None:
 def request_note(request_id: str | None) -> str:
     """Return the request's number for the end of a message; "" where no answer came."""
     return f" (Azure's request {request_id})" if request_id else ""
-
-
-def own_environment() -> dict[str, str]:
-    """Return the variables of this process that nodes need to find the storage: an address, never a key."""
-    name = "AZURE_STORAGE_ACCOUNT_URL"
-    return {name: os.environ[name]} if os.environ.get(name) else {}

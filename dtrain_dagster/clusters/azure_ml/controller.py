@@ -6,15 +6,32 @@ service. Any number of orchestrators may control the same job, or die in the mid
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import time
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
 
+from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.azure_ml import launch_record as launch_records
-from dtrain_dagster.clusters.azure_ml.client import ScopeMissing, ServiceError, ServiceRefused, ServiceUnreachable
-from dtrain_dagster.clusters.azure_ml.job_records import JobRecords, gather_facts, job_status_of
+from dtrain_dagster.clusters.azure_ml.client import (
+    NotFound,
+    ScopeMissing,
+    ServiceError,
+    ServiceRefused,
+    ServiceUnreachable,
+)
+from dtrain_dagster.clusters.azure_ml.job_records import (
+    by_node,
+    describe_status,
+    gather_facts,
+    has_words,
+    job_status_of,
+)
 from dtrain_dagster.clusters.azure_ml.jobs import Jobs
-from dtrain_dagster.clusters.azure_ml.launch_record import Launches, Record
+from dtrain_dagster.clusters.azure_ml.launch_record import Launches, Record, launch_durations
 from dtrain_dagster.clusters.azure_ml.provision import Provisioned, Provisioner
 from dtrain_dagster.clusters.azure_ml.refusals import read_cluster_trouble, read_service_words
 from dtrain_dagster.clusters.azure_ml.states import (
@@ -33,10 +50,16 @@ from dtrain_dagster.clusters.job_marks import ActiveJobs
 from dtrain_dagster.clusters.notices import WAIT_SECONDS, tell
 from dtrain_dagster.clusters.resume_advice import how_to_go_on, memory_advice
 from dtrain_dagster.costs.plan import reprice
+from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.settings.tiers import tier_of
-from trainer.rundir import RunDir
+from trainer.documents.presences import stale_seconds
+from trainer.rundir import STATUS, RunDir
 
 CANCEL_AGAIN_SECONDS = 30.0
+LOG_TAIL_LINES = 12
+SLACK_SECONDS = 300.0
+"""Seconds that a node's record may have beyond the time between the order of its launch and its end, as seen from
+here."""
 _log = logging.getLogger(__name__)
 
 
@@ -56,7 +79,7 @@ class JobController:
         self.rundir, self.provisioner, self.jobs, self.run_id, self.tends = rundir, provisioner, jobs, run_id, tends
         self.options, self.active = jobs.options, active
         self.launches = Launches(rundir)
-        self.records = JobRecords(rundir, jobs, writes_reports=tends)
+        self.stale = stale_seconds(rundir.storage)
         self._looked_at = self._cancelled_at = float("-inf")
         self._last: JobStatus | None = None
         self._owned = False
@@ -76,7 +99,7 @@ class JobController:
                     if record is not None and not record["confirmed"] and not record["cancel_asked_at"]:
                         self._put(record)
                     return None
-                if record is None or not self.records.is_final(record):
+                if record is None or not self.is_final(record):
                     continue
             following = launch_records.next_launch(record, spec, got, self.options.cluster_name, self.run_id)
             self.active.enter(launch_records.mark_of(following["job_id"], following["launch"]))
@@ -100,14 +123,20 @@ class JobController:
         return self._last
 
     def logs(self) -> dict[int, str]:
-        """Return the output of the job, by node. Raise `ServiceError` if it cannot be read."""
+        """Return the output of all launches, by node, from the service. Raise `ServiceError` if it cannot be read."""
         record = self.launches.read()[1]
-        return self.records.logs(record) if record is not None else {}
+        assert record is not None, "the caller has seen the record"
+        found: dict[int, str] = {}
+        for launch in [*record["history"], record]:
+            for node_id, text in self._logs_of(launch["job_name"], record["processes_per_node"]).items():
+                header = f"--- launch {launch['launch']}, {launch['job_name']} ---"
+                found[node_id] = f"{found.get(node_id, '')}{header}\n{text}"
+        return dict(sorted(found.items()))
 
     def has_ended(self, launch: int) -> bool:
         """Return whether the job has ended with this launch or a later one."""
         record = self.launches.read()[1]
-        return record is not None and record["launch"] >= launch and self.records.is_final(record)
+        return record is not None and record["launch"] >= launch and self.is_final(record)
 
     def ask_to_cancel(self) -> None:
         """Record that the job has to end, so that no look continues it."""
@@ -121,7 +150,7 @@ class JobController:
         """End the job, and return when the service says that it has ended. Raise `ServiceError` if it does not say so
         within ``cancel_seconds``."""
         record = self.launches.read()[1] or {}
-        if self.records.is_final(record):
+        if self.is_final(record):
             return
         self.ask_to_cancel()
         patience = self.options.cancel_seconds
@@ -138,8 +167,8 @@ class JobController:
     def _look(self, cancelling: bool = False) -> JobStatus:
         _, record = self.launches.read()
         assert record is not None, "the caller has seen the record"
-        status = self.records.read_status()
-        if self.records.is_final(record, status):
+        status = self.read_status()
+        if self.is_final(record, status):
             return job_status_of(status)
         if self.tends:
             self._own()
@@ -150,27 +179,27 @@ class JobController:
         except ServiceError as error:
             if isinstance(error, ScopeMissing):
                 record = self._note_look(record, is_missing=False)
-            return self.records.report_unreachable(record, error)
+            return self.report_unreachable(record, error)
         decision = decide_job(facts, self.options)
         if job is not None and not record["confirmed"]:
             fields = {"confirmed": True, "studio_url": job.studio_url}
             facts = replace(facts, record=self.launches.change(record["token"], **fields) or record)
         if not self.tends and not cancelling and decision.action not in ("settle", "report", "wait", "make_sure"):
-            return self.records.report(facts, decision, write=False)
+            return self.report(facts, decision, write=False)
         try:
             return self._act(facts, decision)
         except ServiceError as error:
             if cancelling and error.status == 403:
                 raise  # waiting grants no right; what was asked for stays noted, for whoever has it
-            ended = self.records.read_status()
-            if self.records.is_final(record, ended):
+            ended = self.read_status()
+            if self.is_final(record, ended):
                 return job_status_of(ended)
-            return self.records.report_unreachable(record, error)
+            return self.report_unreachable(record, error)
 
     def _act(self, facts: JobFacts, decision: JobDecision) -> JobStatus:
         record = facts.record
         if decision.action == "wait":
-            return self.records.repeat(record, decision.message)
+            return self.repeat(record, decision.message)
         if decision.action == "make_sure":
             return self._make_sure(facts, decision)
         if decision.action == "submit":
@@ -178,7 +207,7 @@ class JobController:
         elif decision.action == "cancel":
             self._cancel_in_service(record, "somebody asked for it")
             if not facts.job.status:
-                return self.records.repeat(record, decision.message)
+                return self.repeat(record, decision.message)
         elif decision.action == "stop":
             if not record["stopping"]:
                 _log.warning("job %s: %s; ending it, in order to continue", record["job_name"], decision.message)
@@ -194,7 +223,7 @@ class JobController:
             larger = memory_advice(facts.result or {}, record) if decision.state is JobState.FAILED else ""
             message = "; ".join(filter(None, (decision.message, larger)))
             return self._settle(facts, replace(decision, message=message))
-        status = self.records.report(facts, decision)
+        status = self.report(facts, decision)
         if phase_of(facts.job) == "waiting" and decision.action == "report":
             self._tell_of_wait(record, record["waiting_since"] or record["submitted_at"])
         return status
@@ -222,11 +251,11 @@ class JobController:
         if is_known:
             fields = {"missing_since": None, "confirmed": True, "stopping": record["stopping"] or WAS_THERE}
             self.launches.change(record["token"], **fields)
-            return self.records.repeat(record, decision.message)
+            return self.repeat(record, decision.message)
         facts = replace(facts, cancel_answer=answer)
         decision = decide_job(facts, self.options)
         if decision.action == "next" and not self.tends:
-            return self.records.repeat(record, decision.message)
+            return self.repeat(record, decision.message)
         return self._act(facts, decision)
 
     def _note_look(self, record: Record, is_missing: bool) -> Record:
@@ -261,13 +290,13 @@ class JobController:
             raise
         except ClusterError as error:  # what no other size changes
             return self._settle(facts, JobDecision("settle", JobState.FAILED, f"{decision.message}; and {error}"))
-        self.records.end_stays(facts.job.ended_at)
+        self.end_stays(facts.job.ended_at)
         before, current = self.launches.read()
         if current is None or current["token"] != record["token"] or current["cancel_asked_at"]:
-            return self.records.report(facts, decision)  # somebody else was faster
+            return self.report(facts, decision)  # somebody else was faster
         following = launch_records.next_record(current, got, decision.message)
         if not self.launches.compare_and_swap(before, following):
-            return self.records.report(facts, decision)
+            return self.report(facts, decision)
         message = f"launch {following['launch']} with {got.node_count} x {got.sku}: {decision.message}"
         _log.warning("job %s: continues as %s, %s", record["job_name"], following["job_name"], message)
         self.jobs.forget_secret(record)
@@ -275,10 +304,10 @@ class JobController:
         begun = JobFacts(
             record=following, job=ServiceJob(status="NotStarted"), now=now, phase_since=following["submitted_at"]
         )
-        return self.records.report(begun, JobDecision("report", JobState.QUEUED, message))
+        return self.report(begun, JobDecision("report", JobState.QUEUED, message))
 
     def _wait_for_nodes(self, facts: JobFacts, decision: JobDecision, why: str, since: float) -> JobStatus:
-        status = self.records.report(facts, replace(decision, message=f"{decision.message}; {why}"))
+        status = self.report(facts, replace(decision, message=f"{decision.message}; {why}"))
         self._tell_of_wait(facts.record, since)
         return status
 
@@ -310,7 +339,7 @@ class JobController:
                 now = time.time()
                 facts = JobFacts(record=record, job=ServiceJob(status=""), now=now, phase_since=record["submitted_at"])
                 decision = JobDecision("settle", JobState.FAILED, f"it was not submitted: {error}")
-                self.records.write_end(facts, decision, now, 1)
+                self.write_end(facts, decision, now, 1)
             raise
         current = self.launches.change(record["token"], confirmed=True, studio_url=job.studio_url)
         if current is None or current["cancel_asked_at"]:  # cancelled, or superseded, while it was being submitted
@@ -323,7 +352,7 @@ class JobController:
         """Convert a budget in dollars to the price of this launch's nodes. Raise `ClusterError` where that is not
         known."""
         try:
-            reprice(self.rundir, self.records.usage(record, True, time.time()), record["sku"], tier_of(record["tier"]))
+            reprice(self.rundir, self.usage(record, True, time.time()), record["sku"], tier_of(record["tier"]))
         except ValueError as error:  # no price, or a damaged file
             raise ClusterError(f"stop_at_usd cannot be kept on these nodes: {error}") from error
 
@@ -335,17 +364,17 @@ class JobController:
     def _settle(self, facts: JobFacts, decision: JobDecision, starved: Starved | None = None) -> JobStatus:
         """Settle the job after its end: write the end of nodes that could not, and say why it ended."""
         record, ended_at = facts.record, min(facts.job.ended_at or facts.now, facts.now)
-        self.records.end_stays(facts.job.ended_at)
+        self.end_stays(facts.job.ended_at)
         self.jobs.forget_secret(record)
         message = decision.message
         if decision.state is JobState.FAILED:
             message = f"{message}. {how_to_go_on(self.rundir, record['job_id'])}"
             message += f"; in the studio: {record['studio_url']}" if record["studio_url"] else ""
-            message += self.records.said(record)
+            message += self.said(record)
         codes = {JobState.SUCCEEDED: 0, JobState.CANCELLED: 143}
         failure = next((code for code in facts.exit_codes if is_failure(code)), 1)
         decision, code = replace(decision, message=message), codes.get(decision.state, failure)
-        status = self.records.write_end(facts, decision, ended_at, code, starved)
+        status = self.write_end(facts, decision, ended_at, code, starved)
         tell(self.rundir)
         _log.info("job %s: %s %s", record["job_name"], decision.state, message.splitlines()[0] if message else "")
         return status
@@ -356,3 +385,104 @@ class JobController:
             if (self.rundir.read_json(OWNER) or {}).get("dagster_run_id") != self.run_id:
                 self.rundir.write_json(OWNER, {"dagster_run_id": self.run_id, "since": time.time()})
             self._owned = True
+
+    def read_status(self) -> dict[str, Any]:
+        """Return the document, an empty one if there is none yet."""
+        return self.rundir.read_json(STATUS) or {}
+
+    def is_final(self, record: Mapping[str, Any], status: Mapping[str, Any] | None = None) -> bool:
+        """Return whether this launch has ended. ``status``: the document, where it has been read already."""
+        status = self.read_status() if status is None else status
+        return status.get("launch") == record.get("launch", 0) and JobState(status["state"]).is_final
+
+    def report(self, facts: JobFacts, decision: JobDecision, write: bool = True) -> JobStatus:
+        """Return the job's status now; it is written where anything but its words has changed."""
+        status = describe_status(facts, decision)
+        if write and self.tends:
+            known = self.read_status()
+            if known | {"message": ""} != status | {"message": ""}:  # words alone, such as how long, are not worth it
+                self.rundir.write_json(STATUS, status)
+        return job_status_of(status, self._count_alive(facts.now))
+
+    def report_unreachable(self, record: Record, error: ServiceError) -> JobStatus:
+        """Return the last seen status, with the time since when the job could not be seen."""
+        known, now = self.read_status(), time.time()
+        since = known.get("unreachable_since") or now
+        if self.tends and known.get("launch") == record["launch"] and not known.get("unreachable_since"):
+            self.rundir.write_json(STATUS, {**known, "unreachable_since": since})
+        return self.repeat(record, f"has been unreachable for {now - since:.0f} s: {error}")
+
+    def repeat(self, record: Record, message: str) -> JobStatus:
+        """Return the last seen status with this message, such as that the service does not know the job. It goes on
+        from there if it is found again, so nothing is written."""
+        known = self.read_status()
+        _log.warning("job %s: %s", record["job_name"], message)
+        return JobStatus(
+            job_id=record["job_id"],
+            state=JobState(known["state"] if known.get("launch") == record["launch"] else JobState.QUEUED),
+            message=message,
+            nodes_alive=self._count_alive(time.time()),
+            started_at=record["first_submitted_at"],
+        )
+
+    def write_end(
+        self,
+        facts: JobFacts,
+        decision: JobDecision,
+        ended_at: float,
+        exit_code: int,
+        starved: Starved | None = None,
+    ) -> JobStatus:
+        """Write how this launch ended, for any caller that looks, and return the status."""
+        status = describe_status(facts, decision) | {"ended_at": ended_at, "exit_code": exit_code}
+        status |= {"starved": asdict(starved)} if starved else {}
+        self.rundir.write_json(STATUS, status)
+        return job_status_of(status)
+
+    def _count_alive(self, now: float) -> int:
+        return sum(
+            presences.is_here(node, now, self.stale)
+            for node in presences.find_latest_presences(self.rundir.nodes(True))
+        )
+
+    def usage(self, record: Record, running: bool, now: float) -> list[NodeUsage]:
+        """Return every presence of a node as paid time, with the SKU and tier that were really bought."""
+        given = {item["launch"]: item for item in [*record["history"], record]}
+        lasted, found = launch_durations(record, now), []
+        for paid in presences.usage(self.rundir.nodes(), "", running, now, self.stale):
+            # A node keeps its own record: it cannot have been there for longer than its launch.
+            most = lasted.get(paid.launch, math.inf) + SLACK_SECONDS
+            excess = max(0.0, paid.ended_at - paid.started_at - most)
+            kind = given.get(paid.launch, record)
+            ended_at, not_billed = paid.ended_at - excess, excess or paid.not_billed_seconds
+            bought = {"sku": kind["sku"], "tier": kind["tier"]}
+            found.append(replace(paid, **bought, ended_at=ended_at, not_billed_seconds=not_billed))
+        return found
+
+    def end_stays(self, ended_at: float | None) -> None:
+        """Write the end of nodes that could not: a node heard of shortly before the job ended was present until then, a
+        silent one until it was last heard of."""
+        end = min(ended_at or time.time(), time.time())
+        for node in self.rundir.nodes(skip_damaged=True):
+            if node.ended_at is None:
+                seen = presences.end_of(node)
+                self.rundir.write_node(replace(node, ended_at=end if 0 <= end - seen < self.stale else seen))
+
+    def _logs_of(self, job_name: str, processes_per_node: int) -> dict[int, str]:
+        try:
+            return by_node(self.jobs.logs(job_name, self.options.look_patience_seconds), processes_per_node)
+        except NotFound:  # it was never submitted, or somebody has deleted it
+            return {}
+
+    def said(self, record: Record) -> str:
+        """Return the end of the log that most likely says why a launch failed, for its message; "" where there is none,
+        or the service does not answer."""
+        texts: dict[int, str] = {}
+        with contextlib.suppress(ServiceError, OSError):
+            texts = self._logs_of(record["job_name"], record["processes_per_node"])
+        failed = [node.node_id for node in self.rundir.nodes(True) if any(map(is_failure, node.exit_codes))]
+        node_id = next((node_id for node_id in [*failed, *texts] if has_words(texts.get(node_id, ""))), None)
+        if node_id is None:
+            return ""
+        end = "\n".join(texts[node_id].splitlines()[-LOG_TAIL_LINES:])
+        return f"; the end of the log of node {node_id}:\n{end}"

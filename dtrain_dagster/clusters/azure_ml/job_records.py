@@ -1,29 +1,20 @@
-"""What a job of Azure ML is, and the records that the orchestrator adds to its run directory: ``status.json`` and ends
-of nodes. Decisions about a job, and their execution, belong in the controller.
-"""
+"""What is known of a job of Azure ML, from the service and its run directory: the facts that decide, the document of
+its status, and whether anybody owns it."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import math
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, replace
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.azure_ml import launch_record as launch_records
-from dtrain_dagster.clusters.azure_ml.client import NotFound, ServiceError
-from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, LAUNCH_TAG, RUN_DIR_TAG, RUN_TAG, Jobs
-from dtrain_dagster.clusters.azure_ml.launch_record import Record, job_name, launch_durations
+from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, LAUNCH_TAG, RUN_DIR_TAG, RUN_TAG
+from dtrain_dagster.clusters.azure_ml.launch_record import Record, job_name
 from dtrain_dagster.clusters.azure_ml.provision import NODES_THERE, Provisioner
 from dtrain_dagster.clusters.azure_ml.sku_chain import SkuChoice, chain
 from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, ServiceJob, phase_of
 from dtrain_dagster.clusters.base import OWNER, JobState, JobStatus, Orphan, Starved
-from dtrain_dagster.clusters.exit_policy import is_failure
-from dtrain_dagster.costs.usage import NodeUsage
-from trainer.documents.presences import stale_seconds
 from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
 from trainer.rundir import RESULT, STATUS, RunDir
@@ -67,133 +58,7 @@ def gather_facts(
     )
 
 
-LOG_TAIL_LINES = 12
-SLACK_SECONDS = 300.0
-"""Seconds that a node's record may have beyond the time between the order of its launch and its end, as seen from
-here."""
-_log = logging.getLogger(__name__)
-
-
-class JobRecords:
-    """The orchestrator's records in one run directory. With ``writes_reports=False`` only the end of a job is written
-    to its status."""
-
-    def __init__(self, rundir: RunDir, jobs: Jobs, writes_reports: bool = True) -> None:
-        self.rundir, self.jobs, self.writes_reports = rundir, jobs, writes_reports
-        self.stale = stale_seconds(rundir.storage)
-
-    def read_status(self) -> dict[str, Any]:
-        """Return the document, an empty one if there is none yet."""
-        return self.rundir.read_json(STATUS) or {}
-
-    def is_final(self, record: Mapping[str, Any], status: Mapping[str, Any] | None = None) -> bool:
-        """Return whether this launch has ended. ``status``: the document, where it has been read already."""
-        status = self.read_status() if status is None else status
-        return status.get("launch") == record.get("launch", 0) and JobState(status["state"]).is_final
-
-    def report(self, facts: JobFacts, decision: JobDecision, write: bool = True) -> JobStatus:
-        """Return the job's status now; it is written where anything but its words has changed."""
-        status = describe_status(facts, decision)
-        if write and self.writes_reports:
-            known = self.read_status()
-            if known | {"message": ""} != status | {"message": ""}:  # words alone, such as how long, are not worth it
-                self.rundir.write_json(STATUS, status)
-        return job_status_of(status, self._count_alive(facts.now))
-
-    def report_unreachable(self, record: Record, error: ServiceError) -> JobStatus:
-        """Return the last seen status, with the time since when the job could not be seen."""
-        known, now = self.read_status(), time.time()
-        since = known.get("unreachable_since") or now
-        if self.writes_reports and known.get("launch") == record["launch"] and not known.get("unreachable_since"):
-            self.rundir.write_json(STATUS, {**known, "unreachable_since": since})
-        return self.repeat(record, f"has been unreachable for {now - since:.0f} s: {error}")
-
-    def repeat(self, record: Record, message: str) -> JobStatus:
-        """Return the last seen status with this message, such as that the service does not know the job. It goes on
-        from there if it is found again, so nothing is written."""
-        known = self.read_status()
-        _log.warning("job %s: %s", record["job_name"], message)
-        return JobStatus(
-            job_id=record["job_id"],
-            state=JobState(known["state"] if known.get("launch") == record["launch"] else JobState.QUEUED),
-            message=message,
-            nodes_alive=self._count_alive(time.time()),
-            started_at=record["first_submitted_at"],
-        )
-
-    def write_end(
-        self,
-        facts: JobFacts,
-        decision: JobDecision,
-        ended_at: float,
-        exit_code: int,
-        starved: Starved | None = None,
-    ) -> JobStatus:
-        """Write how this launch ended, for any caller that looks, and return the status."""
-        status = describe_status(facts, decision) | {"ended_at": ended_at, "exit_code": exit_code}
-        status |= {"starved": asdict(starved)} if starved else {}
-        self.rundir.write_json(STATUS, status)
-        return job_status_of(status)
-
-    def _count_alive(self, now: float) -> int:
-        return sum(
-            presences.is_here(node, now, self.stale)
-            for node in presences.find_latest_presences(self.rundir.nodes(True))
-        )
-
-    def usage(self, record: Record, running: bool, now: float) -> list[NodeUsage]:
-        """Return every presence of a node as paid time, with the SKU and tier that were really bought."""
-        given = {item["launch"]: item for item in [*record["history"], record]}
-        lasted, found = launch_durations(record, now), []
-        for paid in presences.usage(self.rundir.nodes(), "", running, now, self.stale):
-            # A node keeps its own record: it cannot have been there for longer than its launch.
-            most = lasted.get(paid.launch, math.inf) + SLACK_SECONDS
-            excess = max(0.0, paid.ended_at - paid.started_at - most)
-            kind = given.get(paid.launch, record)
-            ended_at, not_billed = paid.ended_at - excess, excess or paid.not_billed_seconds
-            bought = {"sku": kind["sku"], "tier": kind["tier"]}
-            found.append(replace(paid, **bought, ended_at=ended_at, not_billed_seconds=not_billed))
-        return found
-
-    def end_stays(self, ended_at: float | None) -> None:
-        """Write the end of nodes that could not: a node heard of shortly before the job ended was present until then, a
-        silent one until it was last heard of."""
-        end = min(ended_at or time.time(), time.time())
-        for node in self.rundir.nodes(skip_damaged=True):
-            if node.ended_at is None:
-                seen = presences.end_of(node)
-                self.rundir.write_node(replace(node, ended_at=end if 0 <= end - seen < self.stale else seen))
-
-    def logs(self, record: Record) -> dict[int, str]:
-        """Return the output of all launches, by node, from the service. Raise `ServiceError` if it cannot be read."""
-        found: dict[int, str] = {}
-        for launch in [*record["history"], record]:
-            for node_id, text in self._logs_of(launch["job_name"], record["processes_per_node"]).items():
-                header = f"--- launch {launch['launch']}, {launch['job_name']} ---"
-                found[node_id] = f"{found.get(node_id, '')}{header}\n{text}"
-        return dict(sorted(found.items()))
-
-    def _logs_of(self, job_name: str, processes_per_node: int) -> dict[int, str]:
-        try:
-            return by_node(self.jobs.logs(job_name, self.jobs.options.look_patience_seconds), processes_per_node)
-        except NotFound:  # it was never submitted, or somebody has deleted it
-            return {}
-
-    def said(self, record: Record) -> str:
-        """Return the end of the log that most likely says why a launch failed, for its message; "" where there is none,
-        or the service does not answer."""
-        texts: dict[int, str] = {}
-        with contextlib.suppress(ServiceError, OSError):
-            texts = self._logs_of(record["job_name"], record["processes_per_node"])
-        failed = [node.node_id for node in self.rundir.nodes(True) if any(map(is_failure, node.exit_codes))]
-        node_id = next((node_id for node_id in [*failed, *texts] if _has_words(texts.get(node_id, ""))), None)
-        if node_id is None:
-            return ""
-        end = "\n".join(texts[node_id].splitlines()[-LOG_TAIL_LINES:])
-        return f"; the end of the log of node {node_id}:\n{end}"
-
-
-def _has_words(text: str) -> bool:
+def has_words(text: str) -> bool:
     """Return whether a log has more than headers. A rank that was killed because another one failed may have printed
     nothing."""
     return any(line and not line.startswith("--- ") for line in text.splitlines())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import re
 import secrets
 import shlex
@@ -22,7 +23,6 @@ from dtrain_dagster.clusters.azure_ml.client import (
     Service,
     ServiceRefused,
     ServiceUnreachable,
-    own_environment,
 )
 from dtrain_dagster.clusters.azure_ml.launch_record import Record
 from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG, TAG, entity_text
@@ -46,6 +46,8 @@ JOB_TAG, LAUNCH_TAG, TOKEN_TAG, RUN_DIR_TAG, RUN_TAG = (
     "dtrain_run_dir",
     "dagster_run_id",
 )
+ACCOUNT_URL = "AZURE_STORAGE_ACCOUNT_URL"
+"""Variable with the address of the storage."""
 LONGEST_JOB_SECONDS = 7 * 86400
 """Seconds after which the service ends a job: as many as it lets one run on Spot."""
 OLDEST_SECONDS = 30 * 86400.0
@@ -178,7 +180,9 @@ class Jobs:
         return made
 
     def _variables(self, record: Record) -> dict[str, str]:
-        own = {**own_environment(), "DTRAIN_PRESENCE": "1", "PYTHONUNBUFFERED": "1"}
+        own = {"DTRAIN_PRESENCE": "1", "PYTHONUNBUFFERED": "1"}
+        if account := os.environ.get(ACCOUNT_URL):  # an address, never a key
+            own[ACCOUNT_URL] = account
         own[SECRET_URI] = "/".join(self._secret_of(record))  # only where: job variables are readable
         own["DTRAIN_LAUNCH" if record["elastic"] else LAUNCH_NUMBER] = str(record["launch"])
         if self.options.identity_client_id:

@@ -318,7 +318,7 @@ class AzureMLClusterManager(GPUClusterManager):
     def node_usage(self, job_id: str) -> list[NodeUsage]:
         controller = self._known(job_id)
         running = not controller.look().state.is_final
-        return controller.records.usage(controller.launches.read()[1] or {}, running, time.time())
+        return controller.usage(controller.launches.read()[1] or {}, running, time.time())
 
     def find_orphans(self, live_runs: Collection[str]) -> list[Orphan]:
         """Return the orphaned jobs with this cluster's tag. Computes without work are `pools`."""

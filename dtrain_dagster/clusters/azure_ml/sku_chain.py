@@ -238,21 +238,16 @@ def value_of(thing: Any, *names: str) -> Any:
 
 
 def vm_size_of(listed: Any) -> Size:
-    """Return a size from the service's client's list."""
+    """Return a size from the service's client's list, which may have joined words by commas."""
+    kinds = value_of(listed, "supportedComputeTypes", "supported_compute_types") or ()
     return Size(
         sku=listed.name,
         family=str(value_of(listed, "family") or ""),
         vcpus=int(value_of(listed, "vCPUs", "v_cp_us") or 0),
         gpus=int(value_of(listed, "gpus") or 0),
         low_priority_capable=bool(value_of(listed, "lowPriorityCapable", "low_priority_capable")),
-        compute_types=_words_of(value_of(listed, "supportedComputeTypes", "supported_compute_types")),
+        compute_types=tuple(str(kind) for kind in kinds.split(",") if kind) if isinstance(kinds, str) else tuple(kinds),
     )
-
-
-def _words_of(listed: Any) -> tuple[str, ...]:
-    """Return a list of words, which the client may have joined by commas."""
-    words = listed.split(",") if isinstance(listed, str) else listed or ()
-    return tuple(str(word).strip() for word in words if word)
 
 
 def quota_of(listed: Any) -> Quota | None:
