@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from dtrain_dagster.cli.common import EXIT_INTERRUPTED, Refusal, manager_of, read_settings, refuses, run_dir
+from dtrain_dagster.cli.common import EXIT_INTERRUPTED, Refusal, manager_of, read_settings, refuses, run_dir, say
 from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.job_facts import places_of
 from dtrain_dagster.dashboard.log_pages import ClusterLogs, LogFiles, LogSource
@@ -31,11 +31,7 @@ PORTS = {"dagster": 3000, "jobs": 8060, "mlflow": 5000}
 """The pages, and their usual ports."""
 ADDRESSES = {"jobs": "DTRAIN_DASHBOARD_URL", "mlflow": "DTRAIN_MLFLOW_URL"}
 """The pages that --all serves as well, and the variables that tell their addresses."""
-OWN = {
-    "dagster": {"users", "workspace", "serves_all"},
-    "jobs": {"host", "read_only"},
-    "mlflow": {"users"},
-}
+OWN = {"dagster": {"users", "workspace", "serves_all"}, "jobs": {"host", "read_only"}, "mlflow": {"users"}}
 """The options of each page besides those of all."""
 
 
@@ -76,8 +72,8 @@ def ui(page: str, port: int | None, names: tuple[str, ...], **options: Any) -> N
     dagster: Dagster's UI and daemon, as under `dagster dev`, but behind a guard that refuses other websites. Links
     between the pages follow their ports; with --all, a port that is taken gives way to a free one.
 
-    jobs: the dashboard of all jobs, live. Metrics for Prometheus
-    are under /metrics. The page of a job cancels and resumes it, for you on this machine.
+    jobs: the dashboard of all jobs, live. Metrics for Prometheus are under /metrics. The page of a job cancels and
+    resumes it, for you on this machine.
 
     mlflow: MLflow's pages over the project's models and runs.
 
@@ -96,12 +92,8 @@ def ui(page: str, port: int | None, names: tuple[str, ...], **options: Any) -> N
     context = click.get_current_context()
     if foreign := [each.opts[0] for each in context.command.params if each.name in given.keys() - OWN[page]]:
         raise click.UsageError(f"the page {page} has no {', '.join(foreign)}", context)
-    serve: dict[str, Callable[..., None]] = {
-        "dagster": _serve_dagster,
-        "jobs": _serve_jobs,
-        "mlflow": _serve_mlflow,
-    }
-    serve[page](read_settings(), PORTS[page] if port is None else port, names, **given)
+    pages: dict[str, Callable[..., None]] = {"dagster": _serve_dagster, "jobs": _serve_jobs, "mlflow": _serve_mlflow}
+    pages[page](read_settings(), PORTS[page] if port is None else port, names, **given)
 
 
 def user_ids(users: tuple[str, ...]) -> frozenset[int] | None:
@@ -177,34 +169,21 @@ def _served_beside(page: str, usual: int, variable: str) -> Iterator[None]:
 
 
 def _serve_jobs(
-    settings: Settings,
-    port: int,
-    names: tuple[str, ...],
-    host: str = HOST,
-    read_only: bool = False,
+    settings: Settings, port: int, names: tuple[str, ...], host: str = HOST, read_only: bool = False
 ) -> None:
-    services = _services(settings, read_only or host not in LOOPBACK)
-    board = JobBoard(settings.jobs_uri, settings.tiers[0])
-    app = build_app(board, (host, *names), services)
+    logs: LogSource = ClusterLogs(lambda job_id: manager_of(settings).job_logs(job_id))
+    if settings.kind.shares_home and "://" not in settings.jobs_uri:
+        logs = LogFiles(lambda job_id: Path(run_dir(settings, job_id).storage.local_path(LOGS)))
+    desk = None if read_only or host not in LOOPBACK else OrderDesk(settings.home)
+    services = JobServices(places=places_of(settings), logs=logs, desk=desk)
+    app = build_app(JobBoard(settings.jobs_uri, settings.tiers[0]), (host, *names), services)
     with listening(host, port) as bound:
         served = server(app)
         served.config.load()  # imports, in whose callbacks a Ctrl-C can be lost, come before the address is told
-        click.echo(f"dashboard: {address(bound)}/")
+        say(f"dashboard: {address(bound)}/")
         if host not in LOOPBACK:
-            click.echo("anyone who can reach this address can read it: there is no password", err=True)
+            say("anyone who can reach this address can read it: there is no password", err=True)
         served.run(sockets=[bound])
-
-
-def _services(settings: Settings, read_only: bool) -> JobServices:
-    """Return what the page of a job offers under these settings."""
-    here = settings.kind.shares_home and "://" not in settings.jobs_uri
-    logs: LogSource = (
-        LogFiles(lambda job_id: Path(run_dir(settings, job_id).storage.local_path(LOGS)))
-        if here
-        else ClusterLogs(lambda job_id: manager_of(settings).job_logs(job_id))
-    )
-    desk = None if read_only else OrderDesk(settings.home)
-    return JobServices(places=places_of(settings), logs=logs, desk=desk)
 
 
 def _serve_mlflow(settings: Settings, port: int, names: tuple[str, ...], users: tuple[str, ...] = ()) -> None:
@@ -219,6 +198,6 @@ def _serve_mlflow(settings: Settings, port: int, names: tuple[str, ...], users: 
     with listening(HOST, port) as bound:
         app = mlflow_app(tracking_uri, settings.home / "mlartifacts", names)
         page = runs_page(tracking_uri, settings.experiment)
-        click.echo(f"MLflow: {address(bound)}{page}")
+        say(f"MLflow: {address(bound)}{page}")
         rules = rules_for(HOST, names, most_body_bytes=None)  # artifacts are long
         server(Guard(app, rules), users=allowed).run(sockets=[bound])
