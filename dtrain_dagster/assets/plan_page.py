@@ -14,7 +14,7 @@ from dtrain_dagster.costs.estimate import Forecast
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.tracker import CostTracker, paid_wall_seconds
-from dtrain_dagster.planning.build_plan import Choices, PlanChoice, explain_choice, name_nodes
+from dtrain_dagster.planning.build_plan import Choices, PlanChoice, name_nodes
 from dtrain_dagster.planning.evidence import Pace, PastProbe, bill_charges
 from dtrain_dagster.support.formatting import dollars, format_duration
 
@@ -91,11 +91,9 @@ def plan_table(plan: TrainingPlan, place: str) -> str:
 
 
 def choices_metadata(table: Choices) -> dict[str, Any]:
-    """Return ``choice`` (`explain_choice`), ``choices`` (the cheapest ones and the planned one) and ``all_choices``;
-    nothing where there is no choice."""
+    """Return ``choices`` (the cheapest ones and the planned one) and ``all_choices``; nothing where there is none."""
     metadata: dict[str, Any] = {}
     if table.rows:
-        metadata["choice"] = explain_choice(table)
         first = [choice for choice in table.rows[:MOST_ROWS] if choice is not table.planned]
         planned = [table.planned] if table.planned else []
         best = sorted([*first[: MOST_ROWS - len(planned)], *planned], key=lambda choice: choice.usd.expected)

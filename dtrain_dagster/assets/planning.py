@@ -35,7 +35,6 @@ from dtrain_dagster.planning.build_plan import (
     PlannedJob,
     assemble_plan,
     compare_choices,
-    explain_choice,
     explain_excess,
     remedies,
     size_up_job,
@@ -134,7 +133,6 @@ def plan_training(run: ClusterRun, config: PlanOptions, planned: PlannedJob, reg
     if said := explain_excess(estimate, limits):
         raise run.refuse_plan(nodes_of(planned), said, remedies(table, planned, forecast))
     refuse_ceilings(min(estimate.usd.expected, config.stop_at_usd or math.inf))
-    log.info(explain_choice(table))
     plan = assemble_plan(planned, forecast, estimate, limits, config.stop_at_usd, pace.charges)
     log.info(
         f"estimate: {dollars(estimate.usd.expected)} and {format_duration(estimate.seconds.expected)}, "

@@ -9,9 +9,8 @@ comparison: what runs is the planned one.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, date, datetime
 from typing import Literal
@@ -299,9 +298,6 @@ def most_epochs(forecast: Forecast, limits: Limits, price: SkuPrice, tier: Tier,
     return fits
 
 
-Origin = Literal["measured", "scaled", "guessed"]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanChoice:
     """One way to run the training."""
@@ -313,7 +309,6 @@ class PlanChoice:
     tier: Tier
     global_batch: int
     estimate: Estimate
-    origin: Origin
     time_from: str
     """A sentence on where the time comes from and what it leaves out."""
     price_from: str
@@ -400,7 +395,7 @@ def explain_unavailable(price: SkuPrice, tier: Tier, today: date | None) -> str:
 
 def remedies(table: Choices, planned: PlannedJob, forecast: Forecast) -> list[str]:
     """Return what would fit, in words: another number of the planned nodes, fewer epochs, the cheapest of all choices;
-    where no choice is sure to fit, those that come nearest."""
+    where no choice is sure to fit, the cheapest and the fastest one."""
     kind, found = (planned.price.sku, planned.tier), []
     for row in sorted(table.rows, key=lambda row: row.node_count):
         is_other = (row.sku, row.tier) == kind and row.node_count != planned.node_count
@@ -412,40 +407,12 @@ def remedies(table: Choices, planned: PlannedJob, forecast: Forecast) -> list[st
     if table.cheapest:
         found.append(f"{in_words(table.cheapest)} (DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)")
     elif table.rows:
-        told = "; ".join(dict.fromkeys(_needs(row, table.limits) for row in _nearest(table)))
-        found.append(f"nearest come {told} (with DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)")
+        nearest = dict.fromkeys((table.rows[0], min(table.rows, key=lambda row: row.seconds.expected)))
+        told = " and ".join(
+            f"{row.name}, up to {dollars(row.usd.high)} and {format_duration(row.seconds.high)}" for row in nearest
+        )
+        found.append(f"nearest come {told} (DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)")
     return found
-
-
-def _nearest(table: Choices) -> list[PlanChoice]:
-    """Return for each limit that is set the choice that needs least of it while it keeps the other one, or of all
-    where none keeps that."""
-    limits, near = table.limits, []
-
-    def without(**limit: float) -> Sequence[PlanChoice]:
-        return [row for row in table.rows if is_sure(row, replace(limits, **limit))] or table.rows
-
-    if limits.budget_usd:
-        near.append(min(without(budget_usd=0.0), key=lambda row: row.usd.high))
-    if limits.deadline_hours:
-        near.append(min(without(deadline_hours=0.0), key=lambda row: row.seconds.high))
-    return near
-
-
-def _needs(choice: PlanChoice, limits: Limits) -> str:
-    """Return a choice and what the limits that it exceeds have to be for it."""
-    usd, hours = choice.usd.high + limits.spent_usd, (choice.seconds.high + limits.spent_seconds) / 3600
-    needs = [f"budget_usd = {_rounded_up(usd)}"] if 0 < limits.budget_usd < usd else []
-    needs += [f"deadline_hours = {_rounded_up(hours)}"] if 0 < limits.deadline_hours < hours else []
-    most = f"up to {format_duration(choice.seconds.high)} and {dollars(choice.usd.high)}"
-    return f"{choice.name}, {most}: {', '.join(needs)}"
-
-
-def _rounded_up(value: float) -> str:
-    """Return the value rounded up to cents, and below 1 to three digits."""
-    value *= 1 + 1e-9  # floats: what is set is multiplied again before it is compared
-    digits = 2 if value >= 1 else 2 - math.floor(math.log10(max(value, 1e-9)))
-    return f"{math.ceil(value * 10**digits) / 10**digits:.{digits}f}"
 
 
 def is_sure(choice: PlanChoice, limits: Limits) -> bool:
@@ -465,36 +432,6 @@ def in_words(choice: PlanChoice, place: str = "") -> str:
     return f"{name}: {choice.seconds.told(format_duration)}, {choice.usd.told(dollars)}; {choice.time_from}"
 
 
-def explain_choice(table: Choices) -> str:
-    """Return what runs, what fewer such nodes would save, and the cheapest of all choices. Pure."""
-    planned, cheapest, least = table.planned, table.cheapest, None
-    if planned is None:
-        said = ["The planned nodes are not among the choices, which are on offer, have a price, and are large enough."]
-    else:
-        said = [f"This plan runs on {in_words(planned, table.place)}."]
-        fewer = (row for row in table.rows if (row.sku, row.tier) == (planned.sku, planned.tier))
-        fewer = (row for row in fewer if row.node_count < planned.node_count and is_sure(row, table.limits))
-        least = next((row for row in fewer if row.usd.expected < planned.usd.expected), None)
-        if least:
-            said.append(f"{_compared(least, planned)}: `nodes: {least.node_count}` takes it.")
-    if cheapest is None:
-        said.append("No choice is sure to keep the limits.")
-    elif cheapest is planned:
-        said.append("It is the cheapest of all choices.")
-    elif cheapest is not least:
-        told = in_words(cheapest) if planned is None else f"{_compared(cheapest, planned)}, {cheapest.origin}"
-        said.append(f"Of all choices the cheapest is {told} (DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES).")
-    return " ".join(said)
-
-
-def _compared(other: PlanChoice, planned: PlanChoice) -> str:
-    """Return ``1 × NC6s_v3 (dedicated): $0.031 instead of $0.083, 36 s instead of 32 s``."""
-    return (
-        f"{other.name}: {dollars(other.usd.expected)} instead of {dollars(planned.usd.expected)}, "
-        f"{format_duration(other.seconds.expected)} instead of {format_duration(planned.seconds.expected)}"
-    )
-
-
 def _choice(planned: PlannedJob, forecast: Forecast, price: SkuPrice, node_count: int, tier: Tier) -> PlanChoice:
     own, own_ranks = price.sku == planned.price.sku, planned.sizes.processes_per_node
     ranks = node_count * (own_ranks if own else price.gpus)
@@ -502,14 +439,13 @@ def _choice(planned: PlannedJob, forecast: Forecast, price: SkuPrice, node_count
     relative = price.speed / planned.price.speed
     figure = price.figure(tier)
     told = f"{figure.usd_per_hour:g} USD per node-hour in {price.region}, {figure.how} {figure.recorded_on}: "
-    origin: Origin = "guessed"
     time_from = (
         f"guessed: a node is taken to compute {relative:.3g} times as fast as one of {planned.price.sku}; "
         "network, start-up and disks are taken to be the same"
     )
     if own:
-        origin = "measured" if any(item.node_count == node_count for item in forecast.measured) else "scaled"
-        time_from = f"{origin}{' to other nodes' if origin == 'scaled' else ''}: {forecast.basis_words}"
+        is_measured = any(item.node_count == node_count for item in forecast.measured)
+        time_from = f"{'measured' if is_measured else 'scaled to other nodes'}: {forecast.basis_words}"
     return PlanChoice(
         sku=price.sku,
         gpu=price.gpu,
@@ -518,7 +454,6 @@ def _choice(planned: PlannedJob, forecast: Forecast, price: SkuPrice, node_count
         tier=tier,
         global_batch=ranks * planned.sizes.batch_size_per_rank,
         estimate=estimate_cost(forecast.seconds_at(alike, relative * node_count / alike), price, tier, node_count),
-        origin=origin,
         time_from=time_from,
         price_from="; ".join(filter(None, [f"{told}{figure.source}", price.tell_spot(tier)])),
     )

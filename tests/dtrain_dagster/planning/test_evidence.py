@@ -407,7 +407,7 @@ def test_a_plan_on_spot_by_its_old_name_is_told_and_says_what_it_does_not_know(f
     made = Page(latest.asset_materialization.metadata)
     assert "| Spot | Spot's price varies: " in made["plan"]
     assert "this machine, priced as if it were 1 × NC6s_v3 (Spot)" in made["plan"]
-    assert made["choice"].startswith("This plan runs on this machine, priced as if it were 1 × NC6s_v3 (Spot): ")
+    assert "on this machine, priced as if it were 1 × NC6s_v3 (Spot); from" in made["verdict"]
 
 
 @pytest.mark.long
